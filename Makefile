@@ -1,0 +1,34 @@
+# Every target sets up what it needs: a .venv with the locked versions.
+PYTHON ?= python3
+BIN := .venv/bin
+# One thread for each process: more of them spin against each other on busy cores.
+export OMP_NUM_THREADS = 1
+export MKL_NUM_THREADS = 1
+
+.PHONY: demo test lint bench reproduce clean
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Fewer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: .venv/.installed      ## compare four methods on real images
+	$(BIN)/fewer compare local fedavg fedprox fedbn --data fashion-mini --parties 20 --alpha 0.5 --rounds 10
+
+test: .venv/.installed      ## run the tests
+	$(BIN)/pytest -n 2
+
+lint: .venv/.installed      ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.installed     ## speed, memory and scaling, as ratios within one run
+	$(BIN)/python -m benchmarks
+
+reproduce: .venv/.installed ## the tables of docs/results (hours; needs FEWER_DATA)
+	$(BIN)/python -m benchmarks.mnist_fedavg
+
+clean:
+	rm -rf .venv build dist

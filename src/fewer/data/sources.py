@@ -1,0 +1,162 @@
+"""Where data comes from: sets that the package carries, and files in a data directory."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Callable
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fewer.data.federated import ArrayData, from_arrays
+from fewer.data.partition import Partition
+from fewer.errors import DataError, SettingError, unknown
+
+Array = NDArray[Any]
+
+
+class Raw(NamedTuple):
+    """Arrays as a source has them."""
+
+    x: Array
+    y: Array
+    test: tuple[Array, Array] | None = None
+    client: Array | None = None
+    normal: tuple[float, float] | None = None
+
+
+def load(
+    name: str,
+    *,
+    directory: str | Path | None = None,
+    parties: int = 20,
+    partition: Partition = "dirichlet",
+    alpha: float = 0.5,
+    fraction: float = 1.0,
+    validation: float = 0.0,
+    minimum: int = 10,
+    seed: int = 0,
+) -> ArrayData:
+    """The named data, divided among parties.
+
+    `name` is one of `NAMES`, `idx:DIR` (four idx files, as MNIST has them) or `npz:FILE` (arrays x, y and, if there
+    are any, x_test, y_test, client). Files are looked for in `directory`, by default $FEWER_DATA. The other
+    settings are those of `from_arrays`.
+    """
+    if partition not in get_args(Partition):
+        raise unknown("partition", partition, get_args(Partition))
+    if alpha <= 0:
+        raise SettingError(f"alpha = {alpha:g} (allowed: more than 0)")
+    settings: dict[str, Any] = {
+        "parties": parties,
+        "partition": partition,
+        "alpha": alpha,
+        "fraction": fraction,
+        "validation": validation,
+        "minimum": minimum,
+        "seed": seed,
+    }
+    raw = read(name, directory)
+    return from_arrays(
+        raw.x,
+        raw.y,
+        test=raw.test,
+        client=raw.client if partition == "natural" else None,
+        normal=raw.normal,
+        name=name,
+        origin={"name": name, "directory": None if directory is None else str(directory), **settings},
+        **settings,
+    )
+
+
+def read(name: str, directory: str | Path | None = None) -> Raw:
+    """The arrays of the named data, not yet divided."""
+    kind, colon, where = name.partition(":")
+    if colon:
+        if kind not in _FORMATS:
+            raise unknown("data format", kind, _FORMATS)
+        return _FORMATS[kind](_find(where, directory))
+    if name in _EMBEDDED:
+        return _EMBEDDED[name]()
+    if name in _FILES:
+        folder, normal = _FILES[name]
+        return idx(_find(folder, directory))._replace(normal=normal)
+    raise unknown("data", name, [*NAMES, *(f"{kind}:PATH" for kind in _FORMATS)])
+
+
+def idx(folder: Path) -> Raw:
+    """Four idx files, packed or not, in the layout of MNIST."""
+    found = []
+    for part in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+        paths = [path for path in (folder / part, folder / f"{part}.gz") if path.exists()]
+        if not paths:
+            raise DataError(f"no {part}(.gz) in {folder}")
+        found.append(_idx_file(paths[0]))
+    x, y, test_x, test_y = found
+    return Raw(x, y, (test_x, test_y))
+
+
+def npz(path: Path) -> Raw:
+    """Arrays x, y and, if there are any, x_test, y_test and client."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (OSError, ValueError, EOFError, KeyError) as error:
+        raise DataError(f"{path} is not an npz archive of plain arrays: {error}") from error
+    for name in ("x", "y"):
+        if name not in arrays:
+            raise DataError(f"{path} has no array '{name}' (it has: {', '.join(sorted(arrays)) or 'none'})")
+    test = (arrays["x_test"], arrays["y_test"]) if {"x_test", "y_test"} <= arrays.keys() else None
+    return Raw(arrays["x"], arrays["y"], test, arrays.get("client"))
+
+
+def _idx_file(path: Path) -> Array:
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    if len(raw) < 4 or raw[:3] != b"\0\0\x08":
+        raise DataError(f"{path} is not an idx file of bytes (wrong magic number)")
+    dimensions = raw[3]
+    start = 4 + 4 * dimensions
+    shape = tuple(int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions))
+    if len(raw) != start + int(np.prod(shape)):
+        raise DataError(f"{path} is cut short: {len(raw)} bytes where {start + int(np.prod(shape))} belong")
+    return np.frombuffer(bytearray(raw), np.uint8, offset=start).reshape(shape)
+
+
+def _digits() -> Raw:
+    """1,797 digits of 8×8 from scikit-learn; every fifth is for testing."""
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    x = (x.reshape(-1, 1, 8, 8) * (255 / 16)).round().astype(np.uint8)
+    last = np.arange(len(y)) % 5 == 4
+    return Raw(x[~last], y[~last], (x[last], y[last]))
+
+
+def _fashion_mini() -> Raw:
+    """600 training and 100 test images of each of the ten classes of Fashion-MNIST."""
+    with files("fewer.data").joinpath("embedded/fashion-mini.npz").open("rb") as file, np.load(file) as arrays:
+        return Raw(arrays["x"], arrays["y"], (arrays["x_test"], arrays["y_test"]), normal=_FASHION)
+
+
+def _find(where: str, directory: str | Path | None) -> Path:
+    """A path as given, or below the data directory."""
+    root = directory or os.environ.get("FEWER_DATA")
+    for path in [Path(where), *([Path(root) / where] if root else [])]:
+        if path.exists():
+            return path
+    hint = f"in {root}" if root else "here, and no data directory is set (--data-dir, FEWER_DATA)"
+    raise DataError(f"no '{where}' {hint}")
+
+
+_FASHION = (0.2860, 0.3530)
+_EMBEDDED: dict[str, Callable[[], Raw]] = {"digits": _digits, "fashion-mini": _fashion_mini}
+_FILES = {"mnist": ("mnist", (0.1307, 0.3081)), "fashion": ("fashion-mnist", _FASHION)}
+_FORMATS: dict[str, Callable[[Path], Raw]] = {"idx": idx, "npz": npz}
+NAMES = (*_EMBEDDED, *_FILES)

@@ -1,0 +1,32 @@
+"""How good a net is on some samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Counts(NamedTuple):
+    """Right answers, all answers, and the summed loss: they add up over any division of the samples."""
+
+    correct: int
+    total: int
+    loss: float
+
+
+@torch.no_grad()
+def score(net: nn.Module, chunks: Iterable[tuple[Tensor, Tensor]]) -> Counts:
+    """Count on all chunks, with the net in evaluation mode."""
+    net.eval()
+    correct = total = 0
+    loss = 0.0
+    for x, y in chunks:
+        scores = net(x)
+        correct += int((scores.argmax(1) == y).sum())
+        loss += float(F.cross_entropy(scores, y, reduction="sum"))
+        total += len(y)
+    return Counts(correct, total, loss)

@@ -1,0 +1,247 @@
+"""The contract of a method, and what its handlers get to see."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt
+from torch import nn
+
+from fewer.data import Data, PartyData, Samples
+from fewer.errors import SettingError
+from fewer.learning import Counts, score
+from fewer.models import Task, Weights, load_weights
+from fewer.runtime import Answers, Parties, Store, Unable, on_coordinator, on_party, stream
+from fewer.runtime.store import folder_of
+from fewer.wire import Number, Schema
+
+ACTIVE = 10
+CHUNK = 1000
+Scores = dict[str, Any]
+"""Figures by name; `accuracy` is always among them."""
+
+
+# --- what a handler sees --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seat:
+    """Where something runs: the round, the task, random streams, and nets to load weights into."""
+
+    id: int
+    round: int
+    seed: int
+    task: Task
+    common: Samples
+    """The common test set, which everyone may have."""
+    _nets: list[nn.Module] = field(default_factory=list, repr=False)
+    _taken: int = 0
+
+    def net(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:
+        """A net with these weights. Each call gives another one, for this question only."""
+        if self._taken == len(self._nets):
+            self._nets.append(self.task.net())
+        net = self._nets[self._taken]
+        self._taken += 1
+        load_weights(net, weights)
+        return net
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """The random stream of (seed, round, party, purpose)."""
+        return stream(self.seed, self.round, self.id, purpose)
+
+
+@dataclass
+class Coordinator(Seat):
+    """The coordinator's own seat (`here`)."""
+
+
+@dataclass
+class Party(Seat):
+    """A party (`me`): its own data and memory, and nobody else's."""
+
+    store: Store = field(kw_only=True)
+    """What it remembers between rounds: `me.store.put("model", …)`, `me.store.get("model")`."""
+    _data: Data = field(kw_only=True, repr=False)
+
+    @cached_property
+    def data(self) -> PartyData:
+        """All that it holds, read when first used."""
+        return self._data.party(self.id)
+
+    @property
+    def train(self) -> Samples:
+        """What it learns from. A party that has nothing says so, and is absent from the round."""
+        if not len(self.data.train):
+            raise Unable("no training data")
+        return self.data.train
+
+    @property
+    def validation(self) -> Samples:
+        """What it chooses settings on; may be empty."""
+        return self.data.validation
+
+    @property
+    def test(self) -> Samples:
+        """What it is tested on; may be empty."""
+        return self.data.test
+
+    def initial(self) -> Weights:
+        """The weights that everyone starts from: known from the seed, so nothing need be sent."""
+        return self.task.initial(self.seed)
+
+
+@dataclass
+class Place:
+    """Makes the seat for each call; nets are built once in a process and used again."""
+
+    data: Data
+    task: Task
+    seed: int
+    folder: Path
+    nets: list[nn.Module] = field(default_factory=list)
+
+    def __call__(self, party: int, round: int) -> Seat:
+        """The seat of one party, or for numbers below zero the coordinator's."""
+        seat = (party, round, self.seed, self.task, self.data.test, self.nets)
+        if party < 0:
+            return Coordinator(*seat)
+        return Party(*seat, store=Store(folder_of(self.folder, party), round), _data=self.data)
+
+
+# --- the contract ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The state of a method that has nothing but one model."""
+
+    model: Weights
+
+
+class Method(BaseModel):
+    """A federated algorithm: frozen hyper-parameters, checked and documented, and three pure parts.
+
+    `start` gives the first state, `round` a new state from the old one, `evaluate` figures from a state. A state is
+    a frozen dataclass of tensors, plain values and containers of them: it is the checkpoint. `round` reaches parties
+    only through `parties`; a handler, marked `@on_party`, sees only its own party `me` and the fields it was sent.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    name: ClassVar[str] = ""
+    """What it is called on the command line; by default the class's name in lower case."""
+    tunable: ClassVar[Mapping[str, Sequence[float]]] = {}
+    """The settings that `--tune` chooses, most important first, with values to begin from in rising order."""
+
+    rounds: PositiveInt = 10
+    """How many rounds to run."""
+    active: PositiveInt | None = None
+    """How many parties are asked in a round; by default 10, or all where there are fewer."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Every method has a name."""
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__.lower()
+
+    @abstractmethod
+    def start(self, task: Task, seed: int) -> Any:
+        """The state before the first round."""
+
+    @abstractmethod
+    def round(self, state: Any, parties: Parties) -> Any:
+        """One round: ask parties, return the new state."""
+
+    def evaluate(self, state: Any, parties: Parties, data: Data) -> Scores:
+        """After a round: by default the global model on the common test set."""
+        items = [{"start": start, "stop": start + CHUNK} for start in range(0, len(data.test), CHUNK)]
+        counts = parties.spread(self.score_chunk, items, model=self.shared(state))
+        return _figures([Counts(**count) for count in counts])
+
+    def report(self, state: Any, parties: Parties, data: Data) -> Scores:
+        """Once, after the last round: by default how each party's model does on its own test samples."""
+        return {"personal": (own := self.ask_scores(state, parties))["accuracy"], "parties": own["parties"]}
+
+    # What a trained state is worth to a user; methods with personal models say more.
+
+    def shared(self, state: Any) -> Weights:
+        """What of the state a party needs to use its model."""
+        model: Weights = state.model
+        return model
+
+    def personal(self, me: Party, model: Weights) -> nn.Module:
+        """The net that a party ends up with, from what is shared and what it remembers."""
+        return me.net(model)
+
+    def whole(self, state: Any) -> Weights | None:
+        """The weights of the global model; None if the method makes only personal ones."""
+        return self.shared(state)
+
+    # Pieces.
+
+    def choose(self, parties: Parties) -> list[int]:
+        """Who is asked in this round."""
+        return parties.sample(min(ACTIVE, len(parties)) if self.active is None else self.active)
+
+    def ask_scores(self, state: Any, parties: Parties, everywhere: bool = False) -> Scores:
+        """Each party's model on its own test samples, or (`everywhere`) on everyone's; pooled and by party."""
+        answers = parties.ask(
+            parties.panel(), self.score, model=self.shared(state), everywhere=everywhere, returns=_COUNTS
+        )
+        by_party = {answer.party: Counts(**answer.fields) for answer in answers}
+        accuracies = {str(party): count.correct / count.total for party, count in by_party.items() if count.total}
+        return _figures(list(by_party.values())) | {"parties": accuracies}
+
+    @on_party
+    def score(self, me: Party, model: Weights, everywhere: bool) -> dict[str, float]:
+        """Count right answers of this party's model."""
+        samples = me.common if everywhere else me.test
+        return score(self.personal(me, model), samples.chunks(CHUNK))._asdict()
+
+    @on_coordinator
+    def score_chunk(self, here: Coordinator, model: Weights, start: int, stop: int) -> dict[str, float]:
+        """Count right answers of the global model on a piece of the common test set."""
+        return score(here.net(model), [here.common.slice(start, stop)])._asdict()
+
+
+class PersonalMethod(Method):
+    """A method whose parties each have a model of their own: it is measured where it is used."""
+
+    def evaluate(self, state: Any, parties: Parties, data: Data) -> Scores:
+        """After a round: each party's model on its own test samples, pooled."""
+        scores = self.ask_scores(state, parties)
+        del scores["parties"]
+        return scores
+
+    def report(self, state: Any, parties: Parties, data: Data) -> Scores:
+        """Once: the figures by party, and how far a party's model carries on everyone's samples."""
+        own = self.ask_scores(state, parties)
+        everywhere = self.ask_scores(state, parties, everywhere=True)
+        return {"personal": own["accuracy"], "global": everywhere["accuracy"], "parties": own["parties"]}
+
+    def whole(self, state: Any) -> Weights | None:
+        """There is no global model."""
+        return None
+
+
+_COUNTS: Schema = {"correct": Number(int, 0), "total": Number(int, 0), "loss": float}
+
+
+def _figures(counts: Sequence[Counts]) -> Scores:
+    total = sum(count.total for count in counts)
+    if not total:
+        raise SettingError("there are no test samples to evaluate on")
+    return {
+        "accuracy": sum(count.correct for count in counts) / total,
+        "loss": sum(count.loss for count in counts) / total,
+    }
+
+
+__all__ = ["Answers", "Coordinator", "Method", "ModelState", "Party", "PersonalMethod", "Place", "Scores"]

@@ -1,0 +1,36 @@
+"""Task: what is learned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fewer.models.weights import Weights, weights_of
+from fewer.runtime.streams import global_streams
+
+
+@dataclass(frozen=True)
+class Task:
+    """Inputs, classes and the net that all parties agree on."""
+
+    shape: tuple[int, ...]
+    classes: int
+    make: Callable[[], nn.Module]
+    device: torch.device = torch.device("cpu")
+    given: Weights | None = None
+    """Weights to start from; by default they are drawn."""
+
+    def net(self) -> nn.Module:
+        """A new net on the task's device; its weights are for the caller to load."""
+        with global_streams("net"):
+            return self.make().to(self.device)
+
+    def initial(self, seed: int) -> Weights:
+        """The weights that learning starts from: the same for everyone who knows the seed."""
+        if self.given is not None:
+            return {name: tensor.to(self.device) for name, tensor in self.given.items()}
+        with global_streams(seed, "model"):
+            return weights_of(self.make().to(self.device))

@@ -1,0 +1,30 @@
+"""Objects from a user's own file: `path/to/file.py:Name`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from fewer.errors import SettingError
+
+
+def from_file(where: str) -> Any:
+    """Import the file as a module, its directory on the path as for a script, and take `Name` from it."""
+    file, _, name = where.rpartition(":")
+    path = Path(file).resolve()
+    if path.suffix != ".py" or not path.is_file():
+        raise SettingError(f"no file '{file}' (in '{where}'; allowed: FILE.py:Name)")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        module = importlib.import_module(path.stem)
+    except Exception as error:
+        raise SettingError(f"'{file}' cannot be imported: {type(error).__name__}: {error}") from error
+    if Path(module.__file__ or "").resolve() != path:
+        raise SettingError(f"'{file}' has the name of another module ({module.__file__}): rename it")
+    if not hasattr(module, name):
+        public = [key for key, value in vars(module).items() if isinstance(value, type) and not key.startswith("_")]
+        raise SettingError(f"'{file}' has no '{name}' (it has: {', '.join(public)})")
+    return getattr(module, name)

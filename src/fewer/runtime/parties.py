@@ -1,0 +1,257 @@
+"""The coordinator's side: `Parties`, through which alone a method reaches anybody."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+
+from fewer.errors import QuorumLost, RunError, SettingError
+from fewer.runtime.site import Call, Reply
+from fewer.runtime.streams import seed_of, stream
+from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
+from fewer.wire.ledger import EVALUATION
+
+PANEL = 100
+"""At most so many parties are asked when all of them are to be measured."""
+
+TRIES = 3
+"""How often the coordinator's own work is begun anew when a worker dies at it."""
+
+Why = Literal["dropped", "late", "refused", "failed", "unable", "lost"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one party sent: `answer["model"]`, `answer.party`."""
+
+    party: int
+    fields: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A party that was asked and whose answer cannot be used, and why."""
+
+    party: int
+    why: Why
+    detail: str = ""
+
+
+class Answers(list[Answer]):
+    """The answers that came, in the order in which the parties were asked; `absent` has the others."""
+
+    def __init__(self, answers: Iterable[Answer], absent: Sequence[Absent]) -> None:
+        super().__init__(answers)
+        self.absent = absent
+
+
+@dataclass(frozen=True)
+class Each:
+    """A field that differs by party: `parties.ask(who, handler, seeds=Each({3: …, 7: …}))`."""
+
+    by_party: Mapping[int, Field]
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Faults put in on purpose: each is the chance that it hits a party that is asked in a round."""
+
+    drop: float = 0.0
+    """The question arrives, no answer comes."""
+    slow: float = 0.0
+    """The party does its work, but its answer comes after the deadline."""
+    corrupt: float = 0.0
+    """The answer is damaged on its way."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a round counts."""
+
+    quorum: float = 0.0
+    """The share of the asked parties that must answer; one answer is needed in any case."""
+    deadline: float | None = None
+    """Seconds that a party may take for one question; what comes later is late."""
+    limit: int = 1 << 30
+    """Bytes that one message may have."""
+
+
+@dataclass
+class Parties(ABC):
+    """Everyone who can be asked. Subclasses only carry calls; everything that must agree between them is here."""
+
+    population: int
+    seed: int
+    faults: Faults = Faults()
+    rules: Rules = Rules()
+    ledger: Ledger = field(default_factory=Ledger)
+    round: int = 0
+    evaluating: bool = False
+    on_absent: Callable[[Absent, str, str], None] = lambda absent, handler, trace: None
+    """Called for each absent answer, with the handler's name and the traceback if there is one."""
+    on_progress: Callable[[int, int], None] = lambda done, asked: None
+
+    # --- choosing -------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.population
+
+    def sample(self, count: int, purpose: str = "sample") -> list[int]:
+        """`count` different parties, drawn from the round's stream; the cost does not grow with the population."""
+        if not 1 <= count <= self.population:
+            raise SettingError(f"active = {count} parties a round, but there are {self.population} (allowed: 1 … all)")
+        draw = np.random.default_rng(seed_of(self.seed, self.round, purpose))
+        return [int(party) for party in draw.choice(self.population, count, replace=False)]
+
+    def panel(self) -> list[int]:
+        """The parties to measure on: all, or of a large population always the same hundred."""
+        if self.population <= PANEL:
+            return list(range(self.population))
+        draw = np.random.default_rng(seed_of(self.seed, "panel"))
+        return sorted(int(party) for party in draw.choice(self.population, PANEL, replace=False))
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """The coordinator's own random stream of this round."""
+        return stream(self.seed, self.round, "coordinator", purpose)
+
+    # --- asking ---------------------------------------------------------------------------------------------
+
+    def ask(
+        self, who: Sequence[int], handler: Callable[..., Any], *, returns: Schema, **fields: Field | Each
+    ) -> Answers:
+        """Send `fields` to each party, run `handler` there, and give back what came.
+
+        `returns` says what an answer must look like (a tensor or model like this one, `int`, `Number(int, 0)`,
+        `Shaped((None, 28, 28))`); another one is refused. An answer that is missing, late or refused is in
+        `answers.absent`; QuorumLost where too few are left.
+        """
+        kind = (EVALUATION if self.evaluating else "") + handler.__name__
+        messages = self._messages(kind, who, fields)
+        fates = {party: self._fate(party, handler.__name__) for party in who}
+        asked = [party for party in who if fates[party] != "drop"]
+        for party in who:
+            self.ledger.add(self.round, party, "down", kind, len(messages[party]))
+        good: dict[int, Answer] = {}
+        absent = {party: Absent(party, "dropped") for party in who if fates[party] == "drop"}
+        traces: dict[int, str] = {}
+        calls = [(Call(party, handler.__name__, self.round), messages[party]) for party in asked]
+        for done, (call, reply) in enumerate(self._carry(calls), 1):
+            got = self._receive(call, reply, fates[call.party], returns, kind)
+            if isinstance(got, Answer):
+                good[call.party] = got
+            else:
+                absent[call.party] = got
+                traces[call.party] = reply.trace if reply else ""
+            self.on_progress(done, len(asked))
+        missing = [absent[party] for party in who if party in absent]
+        for one in missing:
+            self.on_absent(one, handler.__name__, traces.get(one.party, ""))
+        needed = max(1, self.rules.quorum * len(who))
+        if len(good) < needed and not self.evaluating:
+            raise QuorumLost(_quorum_text(self.round, len(good), len(who), self.rules.quorum, missing))
+        return Answers((good[party] for party in who if party in good), missing)
+
+    def spread(
+        self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field
+    ) -> list[dict[str, Any]]:
+        """The coordinator's own work, one call of `handler` for each item, over the workers there are.
+
+        Nothing is counted, since nothing leaves the coordinator. Results come in the order of the items.
+        """
+        message = encode(handler.__name__, fields)
+        results: dict[int, dict[str, Any]] = {}
+        for _ in range(TRIES):
+            left = [number for number in range(len(items)) if number not in results]
+            calls = [(Call(-1 - number, handler.__name__, self.round, items[number]), message) for number in left]
+            for call, reply in self._carry(calls):
+                if reply is None:
+                    continue
+                if reply.failure:
+                    raise RuntimeError(f"'{handler.__name__}' failed: {reply.detail}\n{reply.trace}")
+                results[-1 - call.party] = decode(reply.blob)[1]
+            if len(results) == len(items):
+                return [results[number] for number in range(len(items))]
+        raise RunError(f"the worker processes died {TRIES} times at '{handler.__name__}' (out of memory?)")
+
+    # --- carrying -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+        """Deliver each call and yield its reply, in any order; None where the carrier lost it."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what the runtime holds. Safe to call twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _messages(self, kind: str, who: Sequence[int], fields: Mapping[str, Field | Each]) -> dict[int, bytes]:
+        if not any(isinstance(value, Each) for value in fields.values()):
+            return dict.fromkeys(who, encode(kind, fields))  # type: ignore[arg-type]
+        return {
+            party: encode(
+                kind,
+                {name: value.by_party[party] if isinstance(value, Each) else value for name, value in fields.items()},
+            )
+            for party in who
+        }
+
+    def _fate(self, party: int, handler: str) -> str | None:
+        """Which of the injected faults hits this party now, if any."""
+        if self.evaluating or self.faults == Faults():
+            return None
+        draws = np.random.default_rng(seed_of(self.seed, self.round, party, "fault", handler)).random(3)
+        for fault, draw in zip(("drop", "slow", "corrupt"), draws, strict=True):
+            if draw < getattr(self.faults, fault):
+                return fault
+        return None
+
+    def _receive(
+        self, call: Call, reply: Reply | None, fate: str | None, returns: Schema, kind: str
+    ) -> Answer | Absent:
+        if reply is None:
+            return Absent(call.party, "lost", "its worker process died")
+        if reply.failure:
+            return Absent(call.party, reply.failure, reply.detail)
+        blob = reply.blob
+        if fate == "corrupt":
+            blob = _damage(blob, np.random.default_rng(seed_of(self.seed, self.round, call.party, "damage")))
+        self.ledger.add(self.round, call.party, "up", kind, len(blob))
+        deadline = self.rules.deadline
+        if fate == "slow" or (deadline is not None and reply.seconds > deadline):
+            return Absent(call.party, "late", f"after {reply.seconds:.1f} s" if fate is None else "")
+        try:
+            return Answer(call.party, decode(blob, returns, self.rules.limit)[1])
+        except Refused as refused:
+            return Absent(call.party, "refused", refused.reason)
+
+
+def _damage(blob: bytes, draw: np.random.Generator) -> bytes:
+    """A message as a bad line delivers it: cut short, or with some of its bytes changed."""
+    if draw.random() < 0.5:
+        return blob[: int(draw.integers(len(blob)))]
+    data = bytearray(blob)
+    for place in draw.integers(len(data), size=8):
+        data[place] ^= int(draw.integers(1, 256))
+    return bytes(data)
+
+
+def _quorum_text(round: int, came: int, asked: int, quorum: float, absent: Sequence[Absent]) -> str:
+    """One line: how many answered, how many were needed, and the commonest reasons."""
+    reasons = Counter(one.why + (f" ({one.detail})" if one.detail else "") for one in absent)
+    told = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+    needed = max(1, math.ceil(quorum * asked))
+    return f"round {round}: {came} of {asked} parties answered, {needed} needed (quorum {quorum:g}): {told}"

@@ -1,0 +1,72 @@
+"""A party's private state, kept on its own disk, by party, name and round."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fewer.wire import Tree, pack, unpack
+
+
+def write_durably(path: Path, blob: bytes) -> None:
+    """Write a file so that a crash at any moment leaves the old content or the new, never a mixture."""
+    draft = path.with_name(path.name + ".part")
+    try:
+        with draft.open("wb") as file:
+            file.write(blob)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@dataclass(frozen=True)
+class Store:
+    """What one party remembers between rounds. Nothing of it is read until it is asked for.
+
+    Each value is a file named by the round that wrote it. The value before the current round stays until a later
+    round writes: a run that is killed in the middle goes back to it.
+    """
+
+    folder: Path
+    round: int
+
+    def get(self, name: str) -> Tree | None:
+        """The value last put under this name, or None."""
+        versions = self._versions(name)
+        return unpack(self._path(name, versions[-1]).read_bytes()) if versions else None
+
+    def put(self, name: str, value: Tree) -> None:
+        """Keep a value (tensors, numbers, text, containers of them) under this name."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        older = [version for version in self._versions(name) if version < self.round]
+        write_durably(self._path(name, self.round), pack(value))
+        for version in older[:-1]:
+            self._path(name, version).unlink(missing_ok=True)
+
+    def _path(self, name: str, version: int) -> Path:
+        return self.folder / f"{name}.{version:08d}.safetensors"
+
+    def _versions(self, name: str) -> list[int]:
+        found = (int(path.name.split(".")[-2]) for path in self.folder.glob(f"{name}.*.safetensors"))
+        return sorted(version for version in found if version <= self.round)
+
+
+def folder_of(root: Path, party: int) -> Path:
+    """Where a party's state lies; a thousand parties to a directory at most."""
+    return root / f"{party // 1000:03d}" / f"{party:06d}"
+
+
+def forget_after(root: Path, round: int) -> None:
+    """Remove what parties put after this round: the run goes on from there."""
+    for path in root.glob("*/*/*.safetensors"):
+        if int(path.name.split(".")[-2]) > round:
+            path.unlink()

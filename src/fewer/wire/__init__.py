@@ -1,0 +1,25 @@
+"""What travels between parties and coordinator: messages, codecs, checks, and the count of bytes."""
+
+from fewer.wire.codecs import CODECS, Codec
+from fewer.wire.ledger import Direction, Ledger
+from fewer.wire.message import Coded, Field, Number, Refused, Schema, Shaped, Value, decode, encode
+from fewer.wire.tree import Tree, pack, unpack
+
+__all__ = [
+    "CODECS",
+    "Coded",
+    "Codec",
+    "Direction",
+    "Field",
+    "Ledger",
+    "Number",
+    "Refused",
+    "Schema",
+    "Shaped",
+    "Tree",
+    "Value",
+    "decode",
+    "encode",
+    "pack",
+    "unpack",
+]

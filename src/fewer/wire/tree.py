@@ -1,0 +1,64 @@
+"""Nested containers of tensors and plain values as bytes: safetensors + JSON, never pickle.
+
+Used for what is kept on disk: a coordinator's checkpoint and a party's private state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+Tree = Any
+"""Tensors, None, bool, int, float, str, and dicts (keys str or int), lists and tuples of them."""
+
+
+def pack(tree: Tree) -> bytes:
+    """Bytes from which `unpack` rebuilds the tree, tensors bit for bit."""
+    tensors: dict[str, Tensor] = {}
+    shape = json.dumps(_strip(tree, tensors), separators=(",", ":"))
+    return safetensors.torch.save(tensors, {"tree": shape})
+
+
+def unpack(blob: bytes) -> Tree:
+    """The tree that `pack` wrote; ValueError where the bytes are not such a tree."""
+    try:
+        tensors = safetensors.torch.load(blob)
+        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+        return _fill(json.loads(header["__metadata__"]["tree"]), tensors)
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a tree of tensors: {error}") from error
+
+
+def _strip(node: Tree, tensors: dict[str, Tensor]) -> Any:
+    """The tree as JSON, each tensor replaced by its number; lists are marked to tell them from tags."""
+    if isinstance(node, Tensor):
+        name = str(len(tensors))
+        tensors[name] = node.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return ["tensor", name]
+    if isinstance(node, Mapping):
+        return ["dict", [[key, _strip(value, tensors)] for key, value in node.items()]]
+    if isinstance(node, list | tuple):
+        return [type(node).__name__, [_strip(value, tensors) for value in node]]
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    raise TypeError(f"cannot be kept: {type(node).__name__} (only tensors, numbers, text and containers of them)")
+
+
+def _fill(node: Any, tensors: Mapping[str, Tensor]) -> Tree:
+    if not isinstance(node, list):
+        return node
+    tag, content = node
+    if tag == "tensor":
+        return tensors[content]
+    if tag == "dict":
+        return {key: _fill(value, tensors) for key, value in content}
+    items = [_fill(value, tensors) for value in content]
+    return tuple(items) if tag == "tuple" else items
+
+
