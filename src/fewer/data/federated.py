@@ -14,9 +14,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fewer.data.partition import Partition, Parts, divide, iid, split_off
+from fewer.data.partition import Parts, divide, iid, split_off
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError
+from fewer.vocabulary import Partition
 
 
 class PartyData(NamedTuple):
@@ -217,7 +218,9 @@ def from_parties(parties: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayDa
     if len(data) == len(pairs):
         return data
     present = np.unique(client)
-    wide = {name: _widen(getattr(data, name), present, len(pairs)) for name in ("train", "validation", "tests")}
+    wide: dict[str, Any] = {
+        name: _widen(getattr(data, name), present, len(pairs)) for name in ("train", "validation", "tests")
+    }
     return replace(data, **wide)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fewer.errors import DataError, SettingError
+from fewer.vocabulary import Partition
 
-Partition = Literal["iid", "dirichlet", "natural"]
 Rows = NDArray[np.int64]
 TRIES = 1000
 

@@ -38,9 +38,9 @@ class Samples:
     def batches(self, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """One batch for each row of `numbers` (batches × batch size)."""
         width = max(1, self.x[0].numel() * numbers.shape[1])
-        for block in numbers.split(max(1, BLOCK // width)):
+        for block in torch.split(numbers, max(1, BLOCK // width)):
             x, y = self.pick(block.reshape(-1))
-            yield from zip(x.split(numbers.shape[1]), y.split(numbers.shape[1]), strict=True)
+            yield from zip(torch.split(x, numbers.shape[1]), torch.split(y, numbers.shape[1]), strict=True)
 
     def chunks(self, size: int = 1000) -> Iterator[tuple[Tensor, Tensor]]:
         """All samples in order, `size` at a time."""

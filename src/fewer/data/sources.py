@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fewer.data.federated import ArrayData, from_arrays
-from fewer.data.partition import Partition
 from fewer.errors import DataError, SettingError, unknown
+from fewer.vocabulary import Partition
 
 Array = NDArray[Any]
 
@@ -91,7 +91,12 @@ def read(name: str, directory: str | Path | None = None) -> Raw:
 def idx(folder: Path) -> Raw:
     """Four idx files, packed or not, in the layout of MNIST."""
     found = []
-    for part in ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"):
+    for part in (
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    ):
         paths = [path for path in (folder / part, folder / f"{part}.gz") if path.exists()]
         if not paths:
             raise DataError(f"no {part}(.gz) in {folder}")
@@ -141,7 +146,10 @@ def _digits() -> Raw:
 
 def _fashion_mini() -> Raw:
     """600 training and 100 test images of each of the ten classes of Fashion-MNIST."""
-    with files("fewer.data").joinpath("embedded/fashion-mini.npz").open("rb") as file, np.load(file) as arrays:
+    with (
+        files("fewer.data").joinpath("embedded/fashion-mini.npz").open("rb") as file,
+        np.load(file) as arrays,
+    ):
         return Raw(arrays["x"], arrays["y"], (arrays["x_test"], arrays["y_test"]), normal=_FASHION)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Pull = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+Pull = Callable[[list[Tensor], tuple[Tensor, ...]], None]
 
 
 def draw_batches(count: int, steps: int, batch: int, stream: torch.Generator) -> Tensor:
@@ -22,7 +22,7 @@ def sgd(net: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], rate: float, p
     `pull(parameters, gradients)` may change the gradients before each step.
     """
     net.train()
-    parameters = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
     for x, y in batches:
         gradients = torch.autograd.grad(F.cross_entropy(net(x), y), parameters)
         with torch.no_grad():

@@ -16,7 +16,7 @@ from fewer.learning import draw_batches, sgd, weighted_mean
 from fewer.methods.base import Method, ModelState, Party
 from fewer.models import Task, Weights, weights_of
 from fewer.runtime import Parties, on_party
-from fewer.wire import Coded, Codec, Number
+from fewer.wire import Codec, Coded, Number
 
 
 class FedAvg(Method):

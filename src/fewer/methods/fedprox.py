@@ -7,7 +7,6 @@ parties do the same work, so the paper's partial work does not arise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -32,7 +31,7 @@ class FedProx(FedAvg):
         """Local training with the gradient of ½ μ ‖w − w_g‖² added, which is μ (w − w_g)."""
         anchor = [parameter.detach().clone() for parameter in net.parameters() if parameter.requires_grad]
 
-        def pull(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        def pull(parameters: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
             torch._foreach_add_(gradients, torch._foreach_sub(parameters, anchor), alpha=self.mu)
 
         sgd(net, me.train.batches(self.numbers(me)), self.rate, pull)

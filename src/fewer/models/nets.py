@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 from torch import Tensor, nn
 
 from fewer.errors import SettingError, unknown
-
-Norm = Literal["batch", "group", "none"]
+from fewer.vocabulary import Norm
 
 
 def norm_layer(kind: Norm, channels: int) -> nn.Module:

@@ -11,6 +11,8 @@ from torch import nn
 from fewer.models.weights import Weights, weights_of
 from fewer.runtime.streams import global_streams
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -19,7 +21,7 @@ class Task:
     shape: tuple[int, ...]
     classes: int
     make: Callable[[], nn.Module]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     given: Weights | None = None
     """Weights to start from; by default they are drawn."""
 

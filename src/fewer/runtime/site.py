@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
@@ -110,8 +110,7 @@ class Site:
         wanted = "coordinator" if call.party < 0 else "party"
         if getattr(handler, "__fewer__", None) != wanted:
             raise Refused(f"'{call.handler}' is not something that can be asked of a {wanted}")
-        assert callable(handler)
-        return handler
+        return cast(Callable[..., Mapping[str, Any]], handler)
 
     def _move(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

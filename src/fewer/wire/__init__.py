@@ -1,14 +1,15 @@
 """What travels between parties and coordinator: messages, codecs, checks, and the count of bytes."""
 
-from fewer.wire.codecs import CODECS, Codec
+from fewer.vocabulary import Codec
+from fewer.wire.codecs import CODECS
 from fewer.wire.ledger import Direction, Ledger
 from fewer.wire.message import Coded, Field, Number, Refused, Schema, Shaped, Value, decode, encode
 from fewer.wire.tree import Tree, pack, unpack
 
 __all__ = [
     "CODECS",
-    "Coded",
     "Codec",
+    "Coded",
     "Direction",
     "Field",
     "Ledger",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-Codec = Literal["float32", "float16", "bfloat16", "int8", "uint8"]
+from fewer.vocabulary import Codec
+
 CODECS: tuple[Codec, ...] = get_args(Codec)
 
 _CAST = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

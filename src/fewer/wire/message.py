@@ -23,7 +23,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fewer.wire.codecs import CODECS, Codec, dequantise, is_affine, quantise, stored_dtype
+from fewer.vocabulary import Codec
+from fewer.wire.codecs import CODECS, dequantise, is_affine, quantise, stored_dtype
 
 VERSION = 1
 MAX_BYTES = 1 << 30
@@ -97,9 +98,8 @@ def encode(kind: str, fields: Mapping[str, Field]) -> bytes:
     layout: dict[str, Any] = {}
     entries: dict[str, Tensor] = {}
     for name, field in fields.items():
-        codec: Codec | None = None
-        if isinstance(field, Coded):
-            field, codec = field.value, field.codec
+        codec = field.codec if isinstance(field, Coded) else None
+        field = field.value if isinstance(field, Coded) else field
         if isinstance(field, Tensor):
             layout[name] = {"tensor": _write(name, {"": field}, codec, entries)}
         elif isinstance(field, Mapping):
@@ -122,7 +122,7 @@ def _write(field: str, tensors: Mapping[str, Tensor], codec: Codec | None, entri
         tensor = tensor.detach().cpu()
         if tensor.dtype not in _NAMES:
             raise TypeError(f"field '{field}': {tensor.dtype} cannot be sent")
-        item = [name, list(tensor.shape), _NAMES[tensor.dtype]]
+        item: list[Any] = [name, list(tensor.shape), _NAMES[tensor.dtype]]
         if is_affine(tensor.dtype, codec):
             assert codec is not None
             _finite(field, tensor)
@@ -140,7 +140,7 @@ def _write(field: str, tensors: Mapping[str, Tensor], codec: Codec | None, entri
 def _checksum(text: str, entries: Mapping[str, Tensor]) -> str:
     total = zlib.crc32(text.encode())
     for name in sorted(entries):
-        total = zlib.crc32(entries[name].view(torch.uint8).numpy(), total)
+        total = zlib.crc32(entries[name].view(torch.uint8).numpy().data, total)
     return f"{total:08x}"
 
 
@@ -215,7 +215,7 @@ def _kind(expected: Any) -> Any:
 
 
 def _check_plain(name: str, value: Any, expected: Any) -> None:
-    if not isinstance(value, bool | int | float | str):
+    if type(value) not in (bool, int, float, str):
         _refuse(f"'{name}' is not a plain value")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         _refuse(f"'{name}' does not fit 64 bits")
@@ -267,9 +267,7 @@ def _check_shapes(name: str, items: list[Any], expected: Any) -> None:
         _refuse(f"'{name}' has other names, shapes or dtypes than expected")
 
 
-def _read(
-    field: str, items: list[Any], codec: Any, entries: Mapping[str, Tensor], used: set[str]
-) -> dict[str, Tensor]:
+def _read(field: str, items: list[Any], codec: Any, entries: Mapping[str, Tensor], used: set[str]) -> dict[str, Tensor]:
     """Cut the entries of a field into its tensors; undo the codec; all of it finite and nothing left over."""
     if codec is not None and codec not in CODECS:
         _refuse(f"'{field}' has an unknown codec")
@@ -285,7 +283,7 @@ def _read(
         if sum(sizes) != flat.numel():
             _refuse(f"'{field}' has {flat.numel()} values where its shapes need {sum(sizes)}")
         _finite(field, flat)
-        parts[key] = list(flat.split(sizes))[::-1]
+        parts[key] = list(torch.split(flat, sizes))[::-1]
         used.add(key)
     tensors: dict[str, Tensor] = {}
     for name, lengths, code, *affine in items:
@@ -293,7 +291,7 @@ def _read(
         values = parts[f"{field}:{_NAMES[stored_dtype(dtype, codec)]}"].pop()
         if is_affine(dtype, codec) != bool(affine):
             _refuse(f"'{field}' has a scale without a codec for it, or the reverse")
-        values = dequantise(values, *affine, dtype) if affine else values.to(dtype)
+        values = dequantise(values, affine[0], affine[1], dtype) if affine else values.to(dtype)
         if affine:
             _finite(field, values)
         tensors[name] = values.view(lengths)

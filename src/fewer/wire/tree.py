@@ -60,5 +60,3 @@ def _fill(node: Any, tensors: Mapping[str, Tensor]) -> Tree:
         return {key: _fill(value, tensors) for key, value in content}
     items = [_fill(value, tensors) for value in content]
     return tuple(items) if tag == "tuple" else items
-
-

@@ -1,0 +1,48 @@
+"""Fewer: federated learning in fewer rounds, with fewer samples and fewer bytes."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fewer import data as data
+    from fewer.errors import FewerError as FewerError
+    from fewer.methods import Method as Method
+    from fewer.methods import Party as Party
+    from fewer.methods.fedavg import FedAvg as FedAvg
+    from fewer.methods.fedbn import FedBN as FedBN
+    from fewer.methods.fedprox import FedProx as FedProx
+    from fewer.methods.local import Local as Local
+    from fewer.runs import Result as Result
+    from fewer.runs import load as load
+    from fewer.runs import resume as resume
+    from fewer.runs import run as run
+    from fewer.runtime import Parties as Parties
+    from fewer.runtime import on_party as on_party
+
+__version__ = "0.1.0"
+
+# Imported when first used: `import fewer` and `fewer --help` must not wait for torch.
+_HOMES = {
+    "FewerError": "fewer.errors",
+    "Method": "fewer.methods",
+    "Party": "fewer.methods",
+    "FedAvg": "fewer.methods.fedavg",
+    "FedBN": "fewer.methods.fedbn",
+    "FedProx": "fewer.methods.fedprox",
+    "Local": "fewer.methods.local",
+    "Result": "fewer.runs",
+    "load": "fewer.runs",
+    "resume": "fewer.runs",
+    "run": "fewer.runs",
+    "Parties": "fewer.runtime",
+    "on_party": "fewer.runtime",
+}
+__all__ = ["__version__", "data", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "data":
+        return import_module("fewer.data")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fewer' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
