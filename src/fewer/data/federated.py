@@ -19,6 +19,9 @@ from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError
 from fewer.vocabulary import Partition
 
+MAX_CLASSES = 1 << 20
+"""What counts classes is as long as the largest label: numbers beyond this are not labels."""
+
 
 class PartyData(NamedTuple):
     """What one party holds."""
@@ -112,6 +115,8 @@ class ArrayData(Data):
         """A checksum of all arrays and of the division."""
         total = 0
         for samples in (self.source, self.common):
+            form = repr((tuple(samples.x.shape), str(samples.x.dtype), samples.shift, samples.scale))
+            total = zlib.crc32(form.encode(), total)
             for tensor in (samples.x, samples.y):
                 total = zlib.crc32(np.ascontiguousarray(tensor.cpu().numpy()).data.cast("B"), total)
         for parts in (self.train, self.validation, self.tests):
@@ -158,7 +163,7 @@ def from_arrays(
     share of each party's training samples. `fraction` keeps only so much of the training samples. Bytes are taken
     as pixels and normalised by `normal` (mean and deviation of the pixels in 0 … 1; by default their own).
     """
-    inputs, labels = _inputs(x, name), _labels(y, name)
+    inputs, labels = inputs_of(x, name), labels_of(y, name)
     _same_length(name, inputs, labels)
     draw = np.random.default_rng(seed)
     owners = None
@@ -168,6 +173,8 @@ def from_arrays(
         _same_length(f"{name} (client)", inputs, owners)
     if not 0 < fraction <= 1:
         raise SettingError(f"fraction = {fraction:g} (allowed: more than 0, at most 1)")
+    if not round(len(labels) * fraction):
+        raise SettingError(f"fraction = {fraction:g} leaves none of {len(labels)} samples (allowed: a larger one)")
     if fraction < 1:
         kept = np.sort(draw.permutation(len(labels))[: round(len(labels) * fraction)])
         inputs, labels = inputs[torch.from_numpy(kept)], labels[kept]
@@ -176,8 +183,12 @@ def from_arrays(
         raise SettingError(f"partition = natural, but data '{name}' does not say who its samples belong to (client)")
     tested = labels[:0]
     if test is not None:
-        test_inputs, tested = _inputs(test[0], f"{name} (test)"), _labels(test[1], f"{name} (test)")
+        test_inputs, tested = inputs_of(test[0], f"{name} (test)"), labels_of(test[1], f"{name} (test)")
         _same_length(f"{name} (test)", test_inputs, tested)
+        if test_inputs.shape[1:] != inputs.shape[1:] or test_inputs.dtype != inputs.dtype:
+            raise DataError(
+                f"data '{name}' has training inputs of {_kind(inputs)}, but test inputs of {_kind(test_inputs)}"
+            )
     if owners is not None:
         train = Parts.by_owner(np.arange(len(labels)), owners, parties)
         tests = iid(labels, tested, parties, draw)[1]
@@ -213,6 +224,10 @@ def from_parties(parties: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayDa
         _same_length(f"party {number}", x, y)
     held = [pair for pair in pairs if len(pair[1])]
     client = np.repeat(np.arange(len(pairs)), [len(y) for _, y in pairs])
+    first = held[0][0]
+    for number, (x, _) in enumerate(pairs):
+        if len(x) and (x.shape[1:] != first.shape[1:] or (x.dtype == np.uint8) != (first.dtype == np.uint8)):
+            raise DataError(f"party {number} has inputs of {_kind(x)}, others of {_kind(first)}")
     x, y = (np.concatenate([pair[part] for pair in held]) for part in (0, 1))
     data = from_arrays(x, y, client=client, partition="natural", **settings)
     if len(data) == len(pairs):
@@ -235,32 +250,45 @@ def _empty(parties: int) -> Parts:
     return Parts(np.zeros(0, np.int64), np.zeros(parties + 1, np.int64))
 
 
-def _inputs(x: ArrayLike | Tensor, name: str) -> Tensor:
+def inputs_of(x: ArrayLike | Tensor, name: str) -> Tensor:
     """Inputs as bytes, integers or float32; images of two dimensions get a channel."""
-    inputs = x.detach().cpu() if isinstance(x, Tensor) else torch.from_numpy(np.ascontiguousarray(x))
+    try:
+        inputs = x.detach().cpu() if isinstance(x, Tensor) else torch.from_numpy(np.ascontiguousarray(x))
+    except (TypeError, ValueError) as error:
+        raise DataError(f"data '{name}' has inputs that are not an array of numbers: {error}") from error
+    if inputs.dtype.is_complex:
+        raise DataError(f"data '{name}' has complex inputs (allowed: bytes, integers, floats)")
     if inputs.ndim == 0 or len(inputs) == 0:
         raise DataError(f"data '{name}' has no samples")
     if inputs.dtype.is_floating_point:
+        inputs = inputs.float()
         finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
         if not bool(finite.all()):
             first = int((~finite).nonzero()[0])
             raise DataError(f"data '{name}' has NaN or infinity in sample {first} ({int((~finite).sum())} in all)")
-        inputs = inputs.float()
     elif inputs.dtype != torch.uint8:
         inputs = inputs.long()
     return inputs.unsqueeze(1) if inputs.ndim == 3 else inputs
 
 
-def _labels(y: ArrayLike | Tensor, name: str) -> NDArray[np.int64]:
+def labels_of(y: ArrayLike | Tensor, name: str) -> NDArray[np.int64]:
+    """Labels as whole numbers from 0 on."""
     labels = np.asarray(y.cpu() if isinstance(y, Tensor) else y)
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.ndim != 1:
         raise DataError(f"data '{name}' has labels of shape {labels.shape} (allowed: one number for each sample)")
-    whole = labels.astype(np.int64)
-    if labels.dtype.kind not in "iufb" or not np.array_equal(whole, labels) or whole.min(initial=0) < 0:
+    with np.errstate(invalid="ignore"):
+        whole = labels.astype(np.int64) if labels.dtype.kind in "iufb" else None
+    if whole is None or not np.array_equal(whole, labels) or whole.min(initial=0) < 0:
         raise DataError(f"data '{name}' has labels that are not class numbers (allowed: 0, 1, 2, …)")
+    if (most := whole.max(initial=0)) >= MAX_CLASSES:
+        raise DataError(f"data '{name}' has a label of {most} (allowed: class numbers below {MAX_CLASSES})")
     return whole
+
+
+def _kind(inputs: Tensor | NDArray[Any]) -> str:
+    return f"{str(inputs.dtype).removeprefix('torch.')} {tuple(inputs.shape[1:])}"
 
 
 def _same_length(name: str, x: Any, y: Any) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.errors import DataError, SettingError
+from fewer.errors import DataError, SettingError, unknown
 from fewer.vocabulary import Partition
 
 Rows = NDArray[np.int64]
@@ -111,9 +111,13 @@ def divide(
         raise SettingError(f"parties = {parties} (allowed: 1 or more)")
     if len(train) < parties:
         raise DataError(f"{len(train)} training samples cannot be divided among {parties} parties")
+    if alpha <= 0:
+        raise SettingError(f"alpha = {alpha:g} (allowed: more than 0)")
     draw = np.random.default_rng(seed)
     ways: dict[str, Callable[[], tuple[Parts, Parts]]] = {
         "iid": lambda: iid(train, test, parties, draw),
         "dirichlet": lambda: dirichlet(train, test, parties, draw, alpha, minimum),
     }
+    if kind not in ways:
+        raise unknown("partition", kind, ways)
     return ways[kind]()

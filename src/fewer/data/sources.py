@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import math
 import os
+import zipfile
+import zlib
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -88,6 +91,15 @@ def read(name: str, directory: str | Path | None = None) -> Raw:
     raise unknown("data", name, [*NAMES, *(f"{kind}:PATH" for kind in _FORMATS)])
 
 
+def inputs(name: str, directory: str | Path | None = None) -> tuple[Array, Array | None]:
+    """Inputs to predict for, and labels if there are any: an npz file's x and y, or the test part of a data set."""
+    if name.startswith("npz:"):
+        arrays = _arrays(_find(name.removeprefix("npz:"), directory), ("x",))
+        return arrays["x"], arrays.get("y")
+    raw = read(name, directory)
+    return raw.test if raw.test is not None else (raw.x, raw.y)
+
+
 def idx(folder: Path) -> Raw:
     """Four idx files, packed or not, in the layout of MNIST."""
     found = []
@@ -107,30 +119,35 @@ def idx(folder: Path) -> Raw:
 
 def npz(path: Path) -> Raw:
     """Arrays x, y and, if there are any, x_test, y_test and client."""
+    arrays = _arrays(path, ("x", "y"))
+    test = (arrays["x_test"], arrays["y_test"]) if {"x_test", "y_test"} <= arrays.keys() else None
+    return Raw(arrays["x"], arrays["y"], test, arrays.get("client"))
+
+
+def _arrays(path: Path, needed: tuple[str, ...]) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, KeyError) as error:
+    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{path} is not an npz archive of plain arrays: {error}") from error
-    for name in ("x", "y"):
+    for name in needed:
         if name not in arrays:
             raise DataError(f"{path} has no array '{name}' (it has: {', '.join(sorted(arrays)) or 'none'})")
-    test = (arrays["x_test"], arrays["y_test"]) if {"x_test", "y_test"} <= arrays.keys() else None
-    return Raw(arrays["x"], arrays["y"], test, arrays.get("client"))
+    return arrays
 
 
 def _idx_file(path: Path) -> Array:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if len(raw) < 4 or raw[:3] != b"\0\0\x08":
         raise DataError(f"{path} is not an idx file of bytes (wrong magic number)")
     dimensions = raw[3]
     start = 4 + 4 * dimensions
     shape = tuple(int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions))
-    if len(raw) != start + int(np.prod(shape)):
-        raise DataError(f"{path} is cut short: {len(raw)} bytes where {start + int(np.prod(shape))} belong")
+    if len(raw) != start + math.prod(shape):
+        raise DataError(f"{path} is cut short: {len(raw)} bytes where {start + math.prod(shape)} belong")
     return np.frombuffer(bytearray(raw), np.uint8, offset=start).reshape(shape)
 
 

@@ -35,8 +35,8 @@ def quantise(values: Tensor, codec: Codec) -> tuple[Tensor, float, float]:
         return values.to(stored_dtype(values.dtype, codec)), 1.0, 0.0
     wide = values.double()
     low, high = (bound.item() for bound in torch.aminmax(wide))
-    scale = (high - low) / _LEVELS or 1.0
-    levels = ((wide - low) / scale).round_().clamp_(0, _LEVELS).add_(lowest)
+    scale = (high - low) / _LEVELS  # 0 if all are equal: then the offset alone says what they are
+    levels = ((wide - low) / (scale or 1.0)).round_().clamp_(0, _LEVELS).add_(lowest)
     return levels.to(stored_dtype(values.dtype, codec)), scale, low - lowest * scale
 
 

@@ -29,6 +29,9 @@ from fewer.wire.codecs import CODECS, dequantise, is_affine, quantise, stored_dt
 VERSION = 1
 MAX_BYTES = 1 << 30
 MAX_HEADER = 1 << 20
+MAX_VALUES = 1 << 40
+MAX_DIMENSIONS = 64
+MAX_REASON = 500
 
 _NAMES = {
     torch.float64: "F64",
@@ -49,8 +52,8 @@ class Refused(Exception):
     """A message that will not be used, and why."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+        self.reason = reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + " …"
+        super().__init__(self.reason)
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ def decode(blob: bytes, schema: Schema | None = None, limit: int = MAX_BYTES) ->
         items = entry.get(shape)
         _check_items(name, items, shape)
         if schema is not None:
-            _check_shapes(name, items, schema[name])
+            _check_shapes(name, items, shape, schema[name])
         fields[name] = _read(name, items, entry.get("codec"), entries, used)
         if shape == "tensor":
             fields[name] = fields[name][""]
@@ -228,7 +231,8 @@ def _check_plain(name: str, value: Any, expected: Any) -> None:
         _refuse(f"'{name}' is a plain value where tensors were expected")
     if type(value) is not kind and not (kind is float and type(value) is int):
         _refuse(f"'{name}' is {type(value).__name__} where {kind.__name__} was expected")
-    if isinstance(expected, Number) and not expected.low <= value <= expected.high:
+    bounded = isinstance(expected, Number) and isinstance(value, int | float)
+    if bounded and not expected.low <= value <= expected.high:
         _refuse(f"'{name}' is {value}, outside {expected.low} … {expected.high}")
 
 
@@ -240,28 +244,38 @@ def _check_items(name: str, items: Any, shape: str) -> None:
         if not (isinstance(item, list) and len(item) in (3, 5) and isinstance(item[0], str)):
             _refuse(f"'{name}' has a tensor without name, shape and dtype")
         lengths, dtype, affine = item[1], item[2], item[3:]
-        if not (isinstance(lengths, list) and all(type(n) is int and 0 <= n < 2**40 for n in lengths)):
+        if not _is_shape(lengths):
             _refuse(f"'{name}' has a tensor with a wrong shape")
         if not (isinstance(dtype, str) and dtype in _DTYPES):
             _refuse(f"'{name}' has a tensor of an unknown dtype")
-        if not all(isinstance(v, float | int) and math.isfinite(v) for v in affine):
-            _refuse(f"'{name}' has a scale that is not finite")
+        if not all(type(v) is float and math.isfinite(v) for v in affine):
+            _refuse(f"'{name}' has a scale that is not a finite number")
     if len({item[0] for item in items}) != len(items) or (shape == "tensor" and items[0][0] != ""):
         _refuse(f"'{name}' names a tensor twice")
 
 
-def _check_shapes(name: str, items: list[Any], expected: Any) -> None:
+def _is_shape(lengths: Any) -> bool:
+    """Whether a tensor can have these lengths; strides must stay small even where a length is 0."""
+    if not isinstance(lengths, list) or len(lengths) > MAX_DIMENSIONS:
+        return False
+    return all(type(n) is int and n >= 0 for n in lengths) and math.prod(max(n, 1) for n in lengths) <= MAX_VALUES
+
+
+def _check_shapes(name: str, items: list[Any], shape: str, expected: Any) -> None:
+    if not isinstance(expected, Tensor | Shaped | Mapping):
+        _refuse(f"'{name}' holds tensors where a plain value was expected")
+    form = "tree" if isinstance(expected, Mapping) else "tensor"
+    if shape != form:
+        _refuse(f"'{name}' is a {shape} where a {form} was expected")
     if isinstance(expected, Shaped):
         given, dtype = items[0][1], items[0][2]
         wanted = expected.shape
         fits = len(given) == len(wanted) and all(w in (None, g) for g, w in zip(given, wanted, strict=True))
-        if len(items) != 1 or items[0][0] != "" or not fits or dtype != _NAMES[expected.dtype]:
+        if not fits or dtype != _NAMES[expected.dtype]:
             _refuse(f"'{name}' is {dtype} {given} where {_NAMES[expected.dtype]} {list(wanted)} was expected")
         return
     if isinstance(expected, Tensor):
         expected = {"": expected}
-    if not isinstance(expected, Mapping):
-        _refuse(f"'{name}' holds tensors where a plain value was expected")
     like = [[key, list(tensor.shape), _NAMES[tensor.dtype]] for key, tensor in expected.items()]
     if [item[:3] for item in items] != like:
         _refuse(f"'{name}' has other names, shapes or dtypes than expected")
@@ -292,7 +306,7 @@ def _read(field: str, items: list[Any], codec: Any, entries: Mapping[str, Tensor
         if is_affine(dtype, codec) != bool(affine):
             _refuse(f"'{field}' has a scale without a codec for it, or the reverse")
         values = dequantise(values, affine[0], affine[1], dtype) if affine else values.to(dtype)
-        if affine:
+        if codec is not None:  # a value may be finite as it was stored, but not as the dtype that it is meant to be
             _finite(field, values)
         tensors[name] = values.view(lengths)
     return tensors

@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -31,8 +30,8 @@ def unpack(blob: bytes) -> Tree:
         tensors = safetensors.torch.load(blob)
         header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
         return _fill(json.loads(header["__metadata__"]["tree"]), tensors)
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"not a tree of tensors: {error}") from error
+    except Exception as error:  # whatever the parsers raise at damaged bytes
+        raise ValueError(f"not a tree of tensors: {str(error).partition(chr(10))[0]}") from error
 
 
 def _strip(node: Tree, tensors: dict[str, Tensor]) -> Any:
@@ -42,9 +41,11 @@ def _strip(node: Tree, tensors: dict[str, Tensor]) -> Any:
         tensors[name] = node.detach().cpu().clone(memory_format=torch.contiguous_format)
         return ["tensor", name]
     if isinstance(node, Mapping):
+        if odd := [key for key in node if not isinstance(key, str | int)]:
+            raise TypeError(f"cannot be kept: a dict with a key of type {type(odd[0]).__name__} (only text and int)")
         return ["dict", [[key, _strip(value, tensors)] for key, value in node.items()]]
     if isinstance(node, list | tuple):
-        return [type(node).__name__, [_strip(value, tensors) for value in node]]
+        return ["tuple" if isinstance(node, tuple) else "list", [_strip(value, tensors) for value in node]]
     if node is None or isinstance(node, bool | int | float | str):
         return node
     raise TypeError(f"cannot be kept: {type(node).__name__} (only tensors, numbers, text and containers of them)")
@@ -58,5 +59,7 @@ def _fill(node: Any, tensors: Mapping[str, Tensor]) -> Tree:
         return tensors[content]
     if tag == "dict":
         return {key: _fill(value, tensors) for key, value in content}
+    if tag not in ("list", "tuple"):
+        raise ValueError(f"'{tag}' is no container")
     items = [_fill(value, tensors) for value in content]
     return tuple(items) if tag == "tuple" else items

@@ -1,0 +1,5 @@
+"""`python -m fewer`."""
+
+from fewer.cli import main
+
+main()

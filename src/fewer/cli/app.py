@@ -1,0 +1,312 @@
+"""Commands: they read settings, start runs and print. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fewer.cli.options import with_settings
+from fewer.errors import FewerError
+
+if TYPE_CHECKING:
+    from fewer.experiments import Comparison
+    from fewer.runs import Result
+
+app = typer.Typer(
+    help="Federated learning in fewer rounds, with fewer samples and fewer bytes.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. [default: runs/…]")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+One = Annotated[int | None, typer.Option("--party", metavar="N", help="Use this party's personal model.")]
+Tune = Annotated[
+    bool, typer.Option("--tune", help="First choose each method's rates on held-out training data, by equal effort.")
+]
+Trials = Annotated[int, typer.Option("--trials", metavar="N", min=1, help="Trials of --tune for each method.")]
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+def told(command: Callable[..., None]) -> Callable[..., None]:
+    """A user's mistake gets one line and exit code 2; Ctrl-C gets a word on how to go on, and 130."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except FewerError as error:
+            print(f"fewer: {error}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            print(f"\nStopped. {_GO_ON[-1]}" if _GO_ON else "\nStopped.", file=sys.stderr)
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            sys.stderr.close()
+            raise typer.Exit(1) from None
+
+    return guarded
+
+
+_GO_ON: list[str] = []
+"""What to say when the user stops the command now."""
+
+
+@app.command(rich_help_panel="Learn")
+@told
+@with_settings(without=("method",))
+def run(
+    given: dict[str, Any],
+    method: Annotated[str | None, typer.Argument(metavar="METHOD", help="A method's name, or FILE.py:Name.")] = None,
+    named: Annotated[str | None, typer.Option("--method", metavar="NAME", help="The same, as an option.")] = None,
+    tune: Tune = False,
+    trials: Trials = 8,
+    out: Out = None,
+    json_file: Json = None,
+) -> None:
+    """Train with one method and keep everything in a run directory.
+
+    [dim]fewer run fedavg --data fashion-mini --parties 20 --alpha 0.5 --rounds 10[/dim]
+    """
+    if chosen := method or named:
+        given["method"] = chosen
+    from fewer.cli.progress import shown
+    from fewer.experiments import tune as choose
+    from fewer.runs.engine import check, job_from, start
+
+    job = job_from(check(given))
+    with shown() as watch:
+        if tune:
+            job, tried = choose(job, trials, None, watch(f"{job.method.name} tuning"))
+            print(f"chosen of {len(tried)}: {_chosen(job.method)}", file=sys.stderr)
+        where = out or _fresh(f"{job.method.name}-{job.settings.data}")
+        _GO_ON.append(f"Go on with: fewer resume {where}")
+        _finish(start(job, where, watch(job.method.name)), where, json_file)
+
+
+@app.command(rich_help_panel="Learn")
+@told
+def resume(
+    path: Run,
+    runtime: Annotated[str | None, typer.Option(metavar="NAME", help="inline or pool; may differ from before.")] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="Worker processes of the pool.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="Any torch device.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie now.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Go on with a run that was stopped, killed or lost its quorum. The end is the same as without the break."""
+    from fewer.cli.progress import shown
+    from fewer.runs import resume as go_on
+
+    _GO_ON.append(f"Go on with: fewer resume {path}")
+    with shown() as watch:
+        changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
+        result = go_on(path, progress=watch(path.name), **changed)
+    _finish(result, path, json_file)
+
+
+@app.command(rich_help_panel="Learn")
+@told
+@with_settings(without=("method",))
+def compare(
+    given: dict[str, Any],
+    methods: Annotated[list[str], typer.Argument(metavar="METHOD...", help="Methods' names, or FILE.py:Name.")],
+    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each method, with seeds from --seed on.")] = 1,
+    tune: Tune = False,
+    trials: Trials = 8,
+    out: Out = None,
+    json_file: Json = None,
+) -> None:
+    """Train with several methods on the same task and print one table.
+
+    [dim]fewer compare local fedavg fedprox fedbn --seeds 3 --tune[/dim]
+    """
+    from fewer.cli.progress import shown
+    from fewer.experiments import compare as contest
+    from fewer.runs.engine import check
+
+    where = out or _fresh("compare")
+    _GO_ON.append(f"Go on with the same command and --out {where}")
+    with shown() as watch:
+        table = contest(methods, check(given), seeds=seeds, trials=trials if tune else 0, out=where, watch=watch)
+    if not _write_json(json_file, table.as_json()):
+        _print_table(table)
+        print(f"Kept in {where}")
+
+
+@app.command(rich_help_panel="Look")
+@told
+def methods(
+    name: Annotated[str | None, typer.Argument(metavar="METHOD", help="Show the settings of this one.")] = None,
+    json_file: Json = None,
+) -> None:
+    """List the methods, or one method's settings."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from fewer.methods import find, names
+
+    if name is None:
+        texts = {each: (find(each).__doc__ or "").strip().splitlines()[0] for each in names()}
+        if _write_json(json_file, texts):
+            return
+        table = Table(box=None, pad_edge=False)
+        for title in ("method", "what it does"):
+            table.add_column(title)
+        for each, text in texts.items():
+            table.add_row(each, text)
+        Console().print(table)
+        print("fewer methods NAME shows the settings of one.")
+        return
+    kind = find(name)
+    rows = {
+        key: {"default": field.get_default(), "text": field.description or ""}
+        for key, field in kind.model_fields.items()
+    }
+    if _write_json(json_file, rows):
+        return
+    print(f"{kind.name}: {(kind.__doc__ or '').strip()}\n")
+    table = Table(box=None, pad_edge=False)
+    for title in ("setting", "default", "meaning"):
+        table.add_column(title)
+    for key, row in rows.items():
+        table.add_row(key, str(row["default"]), str(row["text"]))
+    Console().print(table)
+    print("\nSet one with --set name=value; rounds and active have flags of their own.")
+
+
+@app.command(rich_help_panel="Use")
+@told
+def predict(
+    path: Run,
+    data: Annotated[
+        str, typer.Option(metavar="NAME", help="Inputs: npz:FILE with an array x, or a data set's test part.")
+    ],
+    data_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where data files lie. [default: $FEWER_DATA]")
+    ] = None,
+    party: One = None,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE.csv", help="Where to write; - for standard output.")
+    ] = Path("-"),
+) -> None:
+    """Write a trained model's predictions for new data as CSV: sample, class, confidence."""
+    from fewer.runs.use import predictions
+
+    lines, accuracy = predictions(path, data, data_dir, party)
+    text = "".join(line + "\n" for line in lines)
+    if str(out) == "-":
+        sys.stdout.write(text)
+    else:
+        out.write_text(text)
+        print(f"{len(lines) - 1} predictions in {out}")
+    if accuracy is not None:
+        print(f"accuracy {accuracy:.2%} on the labels that came with the data", file=sys.stderr)
+
+
+@app.command(rich_help_panel="Use")
+@told
+def export(path: Run, party: One = None, out: Out = None) -> None:
+    """Write a trained model for use elsewhere: plain safetensors, a torch.export program, and a note on its inputs."""
+    from fewer.runs.use import export as write
+
+    for file in write(path, out or path / "export", party):
+        print(file)
+
+
+# --- printing -------------------------------------------------------------------------------------------------
+
+
+def _fresh(name: str) -> Path:
+    """A run directory that is not there yet."""
+    base = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    options = [Path("runs") / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
+    return next(path for path in options if not path.exists())
+
+
+def _chosen(method: Any) -> str:
+    return ", ".join(f"{name} = {getattr(method, name):g}" for name in method.tunable)
+
+
+def _finish(result: Result, where: Path, json_file: Path | None) -> None:
+    """The last word on a run."""
+    from fewer.cli.progress import duration, megabytes
+
+    scores = result.scores
+    figures = {
+        "method": result.method.name,
+        **{key: value for key, value in scores.items() if key != "parties"},
+        "hash": result.settings.hash(),
+        "run": str(where),
+        "history": result.history,
+    }
+    if _write_json(json_file, figures):
+        return
+    print(
+        f"{result.method.name}: accuracy {scores['accuracy']:.2%} after {scores['round']} rounds, "
+        f"{megabytes(scores['up'])} up, {megabytes(scores['down'])} down, {duration(scores['seconds'])}"
+    )
+    if "global" in scores:
+        print(f"Each party's model on all parties' test samples: {scores['global']:.2%}")
+    print(f"Kept in {where}")
+
+
+def _print_table(table: Comparison) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    best = max(row.accuracy for row in table.rows)
+    shown = Table(title=f"{table.settings['data']}, {table.settings['parties']} parties", title_justify="left")
+    shown.add_column("method")
+    for title in ("accuracy %", "± 95 %", "everywhere %", "rounds", "MB up", "MB down", "seconds"):
+        shown.add_column(title, justify="right")
+    for row in table.rows:
+        cells = [
+            f"{row.accuracy:.2%}"[:-1],
+            "" if row.ci95 is None else f"{row.ci95:.2%}"[:-1],
+            f"{row.everywhere:.2%}"[:-1],
+            str(row.rounds),
+            f"{row.mb_up:.3g}",
+            f"{row.mb_down:.3g}",
+            f"{row.seconds:.1f}",
+        ]
+        shown.add_row(row.method, *cells, style="bold" if row.accuracy == best else "")
+    Console().print(shown)
+    print("accuracy: each test sample judged by the model of the party that it belongs to.")
+    print("everywhere: each party's model judged on all parties' test samples, mean.")
+    for row in table.rows:
+        if row.trials:
+            tuned = ", ".join(f"{name} = {row.settings[name]:g}" for name in row.trials[0].settings)
+            print(f"{row.method}: {tuned} (best of {len(row.trials)} trials on held-out training data)")
+
+
+def _write_json(file: Path | None, value: Any) -> bool:
+    """Write the figures; True where standard output is taken by them."""
+    if file is None:
+        return False
+    text = json.dumps(value, indent=2, default=str) + "\n"
+    if str(file) == "-":
+        sys.stdout.write(text)
+        return True
+    try:
+        file.write_text(text)
+    except OSError as error:
+        raise FewerError(f"--json {file} cannot be written: {error.strerror}") from error
+    return False

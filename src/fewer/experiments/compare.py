@@ -1,0 +1,154 @@
+"""The same task for several methods and seeds, and one table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fewer.errors import RunError, SettingError
+from fewer.experiments.tune import Trial, tune
+from fewer.methods import Method, find
+from fewer.runs.directory import RunDirectory
+from fewer.runs.engine import Job, Progress, job_from, load_data, resume, start
+from fewer.runs.result import Result
+from fewer.runs.settings import Settings
+
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method over all seeds: means, and the half-width of the 95 % confidence interval of the accuracy."""
+
+    method: str
+    accuracy: float
+    ci95: float | None
+    everywhere: float
+    """The same, with each party's model judged on all parties' test samples."""
+    rounds: int
+    mb_up: float
+    mb_down: float
+    seconds: float
+    seeds: list[int]
+    accuracies: list[float]
+    """One for each seed."""
+    settings: dict[str, Any]
+    """The method's own settings."""
+    trials: list[Trial] = field(default_factory=list)
+    """What was tried to choose them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows in the order in which the methods were named, and what they share."""
+
+    rows: list[Row]
+    settings: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return asdict(self)
+
+
+Watch = Callable[[str], Progress | None]
+"""Given what is about to run ('fedavg seed 1'), whom to tell about it."""
+
+
+def compare(
+    methods: Sequence[str],
+    settings: Settings,
+    *,
+    seeds: int = 1,
+    trials: int = 0,
+    out: Path | None = None,
+    watch: Watch = lambda what: None,
+) -> Comparison:
+    """Run each method with each of `seeds` seeds; with `trials`, choose its rates first by that many trials.
+
+    In `out`, runs that are there already are not run again and broken ones go on.
+    """
+    kinds = [find(name) for name in methods]
+    own = _own_settings(kinds, settings.set)
+    if seeds < 1:
+        raise SettingError(f"seeds = {seeds} (allowed: 1 or more)")
+    data = lru_cache(maxsize=2)(lambda seed: load_data(settings.model_copy(update={"seed": seed})))
+
+    def job_of(chosen: Settings) -> Job:
+        return job_from(chosen, data=data(chosen.seed))
+
+    jobs = [
+        job_of(settings.model_copy(update={"method": name, "set": own[kind.name]}))
+        for name, kind in zip(methods, kinds, strict=True)
+    ]
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for job in jobs:
+        label = job.method.name
+        done: list[Trial] = []
+        if trials:
+            job, done = tune(job, trials, out and out / f"{label}-trials.json", watch(f"{label} tuning"))
+        results = []
+        for seed in range(settings.seed, settings.seed + seeds):
+            again = job_of(job.settings.model_copy(update={"seed": seed}))
+            progress = watch(f"{label} seed {seed}" if seeds > 1 else label)
+            results.append(_run(again, out and out / f"{label}-seed{seed}", progress))
+        rows.append(_row(job.method, results, done))
+    shared = settings.model_dump(mode="json", exclude={"method", "rounds", "active"})
+    return Comparison(rows, {**shared, "seeds": seeds, "trials": trials})
+
+
+def _run(job: Job, where: Path | None, progress: Progress | None) -> Result:
+    """Begin, go on with, or take over the run in this directory."""
+    if where is None or not (where / "settings.json").exists():
+        return start(job, where, progress)
+    found = RunDirectory.open(where).description["hash"]
+    if found != job.settings.hash():
+        raise RunError(f"{where} holds a run with other settings (another --out)")
+    return resume(where, progress=progress)
+
+
+def _own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What of `--set` is for whom: `mu=0.1` for every method that has it, `fedprox.mu=0.1` for one."""
+    own: dict[str, dict[str, Any]] = {kind.name: {} for kind in kinds}
+    for key, value in given.items():
+        whose, _, name = key.rpartition(".")
+        takers = [kind for kind in kinds if (kind.name == whose if whose else name in kind.model_fields)]
+        if not takers:
+            raise SettingError(f"--set {key}: none of the methods compared has it ({', '.join(own)})")
+        for kind in takers:
+            own[kind.name][name] = value
+    return own
+
+
+def _row(method: Method, results: Sequence[Result], trials: list[Trial]) -> Row:
+    accuracies = [result.accuracy for result in results]
+    last = [result.scores for result in results]
+    return Row(
+        method=method.name,
+        accuracy=statistics.fmean(accuracies),
+        ci95=half_width(accuracies),
+        everywhere=statistics.fmean(scores.get("global", scores["accuracy"]) for scores in last),
+        rounds=method.rounds,
+        mb_up=statistics.fmean(scores["up"] for scores in last) / MB,
+        mb_down=statistics.fmean(scores["down"] for scores in last) / MB,
+        seconds=statistics.fmean(result.seconds for result in results),
+        seeds=[result.settings.seed for result in results],
+        accuracies=accuracies,
+        settings=method.model_dump(mode="json"),
+        trials=trials,
+    )
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % confidence interval of the mean (Student's t); None from a single value."""
+    if len(values) < 2:
+        return None
+    from scipy.special import stdtrit
+
+    return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))

@@ -1,0 +1,109 @@
+"""Choosing a method's rates on held-out training data, with the same number of trials for every method."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fewer.errors import QuorumLost
+from fewer.runs.engine import Job, Progress, start
+from fewer.runtime.store import write_durably
+
+TRIALS = 8
+SHARE = 0.2
+"""Share of each party's training samples that trials are judged on; the test samples are never looked at."""
+
+Point = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One try: settings, and the accuracy they reached on held-out data (None: training broke down)."""
+
+    settings: Point
+    accuracy: float | None
+
+
+def tune(
+    job: Job, trials: int = TRIALS, notes: Path | None = None, progress: Progress | None = None
+) -> tuple[Job, list[Trial]]:
+    """The job with the best settings found in exactly `trials` runs, and all that was tried.
+
+    `notes` is a file that keeps finished trials, so that a search that was stopped goes on where it was.
+    """
+    held = replace(job, data=job.data.held_out(SHARE, job.settings.seed))
+    grids = job.method.tunable
+    if not grids:
+        return job, []
+    done = [Trial(**trial) for trial in json.loads(notes.read_text())] if notes and notes.exists() else []
+    known = {_key(trial.settings): trial.accuracy for trial in done}
+
+    def judge(point: Point) -> float:
+        if _key(point) not in known:
+            try:
+                accuracy: float | None = start(_with(held, point), None, progress).accuracy
+            except QuorumLost:  # every answer was refused: the weights are no longer finite
+                accuracy = None
+            known[_key(point)] = accuracy
+            done.append(Trial(point, accuracy))
+            if notes:
+                write_durably(notes, json.dumps([asdict(trial) for trial in done]).encode())
+        found = known[_key(point)]
+        return -math.inf if found is None else found
+
+    first = {name: float(getattr(job.method, name)) for name in grids}
+    best = search(judge, grids, first, trials)
+    return _with(job, best), done
+
+
+def search(judge: Callable[[Point], float], grids: Mapping[str, Sequence[float]], first: Point, trials: int) -> Point:
+    """Coordinate search: each setting in turn over its grid, then ever finer round the best, for `trials` points."""
+    scores: dict[tuple[tuple[str, float], ...], float] = {}
+
+    def best() -> Point:
+        return dict(max(scores.items(), key=lambda item: item[1])[0]) if scores else first
+
+    for change in _changes(grids, best, scores):
+        point = {**best(), **change}
+        if _key(point) not in scores:
+            scores[_key(point)] = judge(point)
+        if len(scores) >= trials:
+            break
+    return best()
+
+
+def _changes(
+    grids: Mapping[str, Sequence[float]], best: Callable[[], Point], scores: Mapping[Any, float]
+) -> Iterator[Point]:
+    for name, grid in grids.items():
+        for value in grid:
+            yield {name: value}
+    while True:
+        for name in grids:
+            centre = best()[name]
+            tried = sorted({dict(key)[name] for key in scores})
+            place = tried.index(centre)
+            for near in (place - 1, place + 1):
+                if 0 <= near < len(tried):  # between two that were tried, in the middle on a log scale
+                    yield {name: _round(math.sqrt(centre * tried[near]))}
+                elif len(tried) > 1:  # the best is at the end: go further
+                    other = tried[1] if near < 0 else tried[-2]
+                    yield {name: _round(centre * centre / other)}
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.2g}")
+
+
+def _key(point: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+    return tuple(sorted(point.items()))
+
+
+def _with(job: Job, point: Point) -> Job:
+    """The same job with these settings of its method."""
+    settings = job.settings.model_copy(update={"set": {**job.settings.set, **point}})
+    return replace(job, method=job.method.model_copy(update=point), settings=settings)
