@@ -275,13 +275,12 @@ def _print_table(table: Comparison) -> None:
     best = max(row.accuracy for row in table.rows)
     shown = Table(title=f"{table.settings['data']}, {table.settings['parties']} parties", title_justify="left")
     shown.add_column("method")
-    for title in ("accuracy %", "± 95 %", "everywhere %", "rounds", "MB up", "MB down", "seconds"):
+    for title in ("accuracy %", "everywhere %", "rounds", "MB up", "MB down", "seconds"):
         shown.add_column(title, justify="right")
     for row in table.rows:
         cells = [
-            f"{row.accuracy:.2%}"[:-1],
-            "" if row.ci95 is None else f"{row.ci95:.2%}"[:-1],
-            f"{row.everywhere:.2%}"[:-1],
+            f"{100 * row.accuracy:.2f}" + ("" if row.ci95 is None else f" ± {100 * row.ci95:.2f}"),
+            f"{100 * row.everywhere:.2f}",
             str(row.rounds),
             f"{row.mb_up:.3g}",
             f"{row.mb_down:.3g}",
@@ -289,7 +288,10 @@ def _print_table(table: Comparison) -> None:
         ]
         shown.add_row(row.method, *cells, style="bold" if row.accuracy == best else "")
     Console().print(shown)
-    print("accuracy: each test sample judged by the model of the party that it belongs to.")
+    print(
+        "accuracy: each test sample judged by the model of the party that it belongs to"
+        + (f", ± 95 % over {table.settings['seeds']} seeds." if table.settings["seeds"] > 1 else ".")
+    )
     print("everywhere: each party's model judged on all parties' test samples, mean.")
     for row in table.rows:
         if row.trials:

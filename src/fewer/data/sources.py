@@ -128,7 +128,16 @@ def _arrays(path: Path, needed: tuple[str, ...]) -> dict[str, Array]:
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        ValueError,
+        EOFError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise DataError(f"{path} is not an npz archive of plain arrays: {error}") from error
     for name in needed:
         if name not in arrays:

@@ -145,14 +145,18 @@ class Parties(ABC):
         absent = {party: Absent(party, "dropped") for party in who if fates[party] == "drop"}
         traces: dict[int, str] = {}
         calls = [(Call(party, handler.__name__, self.round), messages[party]) for party in asked]
+        sizes: dict[int, int] = {}
         for done, (call, reply) in enumerate(self._carry(calls), 1):
-            got = self._receive(call, reply, fates[call.party], returns, kind)
+            got, sizes[call.party] = self._receive(call, reply, fates[call.party], returns)
             if isinstance(got, Answer):
                 good[call.party] = got
             else:
                 absent[call.party] = got
                 traces[call.party] = reply.trace if reply else ""
             self.on_progress(done, len(asked))
+        for party in who:  # in the order asked, so that the ledger is the same wherever the parties ran
+            if sizes.get(party):
+                self.ledger.add(self.round, party, "up", kind, sizes[party])
         missing = [absent[party] for party in who if party in absent]
         for one in missing:
             self.on_absent(one, handler.__name__, traces.get(one.party, ""))
@@ -220,23 +224,23 @@ class Parties(ABC):
         return None
 
     def _receive(
-        self, call: Call, reply: Reply | None, fate: str | None, returns: Schema, kind: str
-    ) -> Answer | Absent:
+        self, call: Call, reply: Reply | None, fate: str | None, returns: Schema
+    ) -> tuple[Answer | Absent, int]:
+        """What became of one call, and how many bytes came back."""
+        party, deadline = call.party, self.rules.deadline
         if reply is None:
-            return Absent(call.party, "lost", "its worker process died")
+            return Absent(party, "lost", "its worker process died"), 0
         if reply.failure:
-            return Absent(call.party, reply.failure, reply.detail)
+            return Absent(party, reply.failure, reply.detail), 0
         blob = reply.blob
         if fate == "corrupt":
-            blob = _damage(blob, np.random.default_rng(seed_of(self.seed, self.round, call.party, "damage")))
-        self.ledger.add(self.round, call.party, "up", kind, len(blob))
-        deadline = self.rules.deadline
+            blob = _damage(blob, np.random.default_rng(seed_of(self.seed, self.round, party, "damage")))
         if fate == "slow" or (deadline is not None and reply.seconds > deadline):
-            return Absent(call.party, "late", f"after {reply.seconds:.1f} s" if fate is None else "")
+            return Absent(party, "late", f"after {reply.seconds:.1f} s" if fate is None else ""), len(blob)
         try:
-            return Answer(call.party, decode(blob, returns, self.rules.limit)[1])
+            return Answer(party, decode(blob, returns, self.rules.limit)[1]), len(blob)
         except Refused as refused:
-            return Absent(call.party, "refused", refused.reason)
+            return Absent(party, "refused", refused.reason), len(blob)
 
 
 def _damage(blob: bytes, draw: np.random.Generator) -> bytes:

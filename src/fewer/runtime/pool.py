@@ -80,9 +80,8 @@ class Pool(Parties):
     _crew: list[Worker] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        forks = sys.platform == "linux" and self.site.device.type == "cpu"
-        self._context = cast(Any, multiprocessing.get_context("fork" if forks else "spawn"))
-        if forks:
+        self._context = cast(Any, multiprocessing.get_context(self._way()))
+        if self._way() == "fork":
             gc.collect()
             gc.freeze()  # keeps the collector from touching, and so copying, the pages that the workers share
         for _ in range(self.workers):
@@ -133,10 +132,13 @@ class Pool(Parties):
                 self._replace(worker)
                 yield call, Reply(b"", "late", f"stopped after {limit:g} s")
 
+    def _way(self) -> str:
+        """Forking is safe on Linux as long as no accelerator is in use."""
+        return "fork" if sys.platform == "linux" and self.site.device.type == "cpu" else "spawn"
+
     def _hire(self) -> Worker:
         ours, theirs = self._context.Pipe()
-        forks = self._context.get_start_method() == "fork"
-        foreign = [*(worker.pipe for worker in self._crew), ours] if forks else []
+        foreign = [*(worker.pipe for worker in self._crew), ours] if self._way() == "fork" else []
         process = self._context.Process(target=_work, args=(self.site, theirs, foreign, os.getpid()), daemon=True)
         process.start()
         theirs.close()

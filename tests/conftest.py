@@ -1,0 +1,18 @@
+"""What all tests share: one torch thread, and a small real task."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+import fewer
+from fewer.data import Data
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def digits() -> Data:
+    return fewer.data.load("digits", parties=6, alpha=1.0)

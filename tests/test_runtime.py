@@ -1,0 +1,292 @@
+"""The runtimes: the same numbers everywhere, and every fault a value."""
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+import fewer
+from fewer import FedAvg, FedBN, FedProx, Local
+from fewer.data import Data
+from fewer.errors import QuorumLost, SettingError
+from fewer.methods import Method
+from fewer.runs.engine import Job, check, job_from, open_parties
+from fewer.runtime import Each, Parties, Pool, Store, on_party, seed_of, stream
+from fewer.runtime.store import folder_of, forget_after
+from fewer.wire import Number
+from tests.examples import SEEN, Buggy, Deadly, Gambler, Sleepy, Witness
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit-for-bit equality of states."""
+    left, right = vars(a), vars(b)
+    return left.keys() == right.keys() and all(
+        {*left[part]} == {*right[part]} and all(torch.equal(left[part][k], right[part][k]) for k in left[part])
+        for part in left
+    )
+
+
+def figures(result: fewer.Result) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in result.history]
+
+
+def children() -> list[psutil.Process]:
+    """Living processes of ours; the resource tracker that Python keeps for spawned ones is none of ours."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(child.cmdline())
+    ]
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedProx, FedBN, Local, Gambler])
+def test_pool_gives_the_numbers_of_inline(kind: type[Method], digits: Data, tmp_path: Path) -> None:
+    faults: dict[str, Any] = {"drop": 0.2, "slow": 0.1, "corrupt": 0.2, "seed": 3}
+    method = kind(rounds=3, active=5)
+    one = fewer.run(method, digits, out=tmp_path / "inline", **faults)
+    two = fewer.run(method, digits, out=tmp_path / "pool", runtime="pool", workers=3, **faults)
+    assert same(one.state, two.state)
+    assert figures(one) == figures(two)
+    assert any(line["absent"] for line in one.history)
+    assert (tmp_path / "inline/ledger.csv").read_bytes() == (tmp_path / "pool/ledger.csv").read_bytes()
+    for party in range(len(digits)) if kind is Local else ():
+        left, right = one.personal(party).state_dict(), two.personal(party).state_dict()
+        assert all(torch.equal(left[name], right[name]) for name in left)
+    assert not children()
+
+
+def test_spawned_workers_give_the_same_numbers(digits: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = fewer.run(FedAvg(rounds=1, active=2), digits)
+    monkeypatch.setattr(Pool, "_way", lambda self: "spawn")
+    two = fewer.run(FedAvg(rounds=1, active=2), digits, runtime="pool", workers=1)
+    assert same(one.state, two.state)
+
+
+def test_the_users_generators_are_left_alone(digits: Data) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    threads = torch.get_num_threads()
+    fewer.run(FedAvg(rounds=1, active=2), digits)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+
+
+def test_streams_depend_on_every_part_of_the_key() -> None:
+    keys = [(0, 1, 2, "a"), (1, 1, 2, "a"), (0, 2, 2, "a"), (0, 1, 3, "a"), (0, 1, 2, "b"), (0, 12, "a"), (0, 1, 2)]
+    assert len({seed_of(*key) for key in keys}) == len(keys)
+    assert torch.equal(torch.rand(4, generator=stream(1, "x")), torch.rand(4, generator=stream(1, "x")))
+
+
+# --- choosing -----------------------------------------------------------------------------------------------------
+
+
+def parties_of(data: Data, method: Method | None = None, **settings: Any) -> tuple[Job, Callable[[Path], Parties]]:
+    job = job_from(check(settings), method or FedAvg(), data)
+    return job, lambda folder: open_parties(job, folder)
+
+
+def test_sampling(digits: Data, tmp_path: Path) -> None:
+    _, opened = parties_of(digits, seed=4)
+    with opened(tmp_path) as parties:
+        parties.round = 1
+        first = parties.sample(4)
+        assert len(set(first)) == 4 and set(first) <= set(range(6))
+        assert parties.sample(4) == first
+        assert sorted(parties.sample(6)) == list(range(6))
+        drawn = []
+        for parties.round in range(200):
+            drawn += parties.sample(3)
+        counts = np.bincount(drawn, minlength=6)
+        assert counts.min() > 70 and counts.max() < 130  # each of the six in about half of the rounds
+        with pytest.raises(SettingError, match="active = 7 parties a round, but there are 6"):
+            parties.sample(7)
+        assert parties.panel() == list(range(6))
+
+
+def test_more_active_than_parties(digits: Data) -> None:
+    with pytest.raises(SettingError, match="active = 7, but there are 6 parties"):
+        fewer.run(FedAvg(active=7), digits)
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+
+def ledger(path: Path) -> list[list[str]]:
+    return [line.split(",") for line in (path / "ledger.csv").read_text().splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("fault", "why", "sent"), [("drop", "dropped", 0), ("slow", "late", 1), ("corrupt", "refused", 1)]
+)
+def test_injected_faults_are_values(fault: str, why: str, sent: int, digits: Data, tmp_path: Path) -> None:
+    SEEN.clear()
+    fewer.run(Witness(rounds=8, active=6), digits, out=tmp_path / "run", **{fault: 0.4})
+    absent = [one for answers in SEEN for one in answers.absent]
+    assert {one.why for one in absent} == {why}
+    assert 8 <= len(absent) <= 30  # 48 asked, 0.4 of them
+    assert all(len(answers) + len(answers.absent) == 6 for answers in SEEN)
+    rows = [row for row in ledger(tmp_path / "run") if row[3] == "train"]
+    assert sum(row[2] == "down" for row in rows) == 48
+    assert sum(row[2] == "up" for row in rows) == 48 - (0 if sent else len(absent))
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert sum(event["event"] == "absent" for event in events) == len(absent)
+
+
+def test_bytes_by_arithmetic(digits: Data, tmp_path: Path) -> None:
+    result = fewer.run(FedAvg(rounds=2, active=3), digits, out=tmp_path / "run")
+    count = sum(tensor.numel() for tensor in result.state.model.values())
+    rows = [row for row in ledger(tmp_path / "run") if not row[3].startswith("evaluate/")]
+    assert len(rows) == 2 * 3 * 2
+    assert all(0 < int(row[4]) - 4 * count < 800 for row in rows)  # the weights, and a small header
+    assert sum(int(row[4]) for row in rows if row[2] == "up") == result.scores["up"]
+    assert sum(int(row[4]) for row in rows if row[2] == "down") == result.scores["down"]
+    half = fewer.run(FedAvg(rounds=2, active=3, codec="float16"), digits)
+    assert result.scores["up"] - half.scores["up"] == pytest.approx(2 * 3 * 2 * count, abs=6 * 20)
+
+
+def test_a_float16_model_arrives_as_float16(digits: Data, tmp_path: Path) -> None:
+    job, opened = parties_of(digits, FedAvg(codec="float16", rate=1e-9, steps=1))
+    with opened(tmp_path) as parties:
+        parties.round = 1
+        state = job.method.start(job.task, 0)
+        after = job.method.round(state, parties)
+    for name, tensor in state.model.items():
+        assert torch.allclose(after.model[name], tensor.half().float(), atol=1e-6)
+
+
+@pytest.mark.parametrize("runtime", ["inline", "pool"])
+def test_bugs_and_lies_are_missing_answers(runtime: str, digits: Data, tmp_path: Path) -> None:
+    fewer.run(Buggy(rounds=1, active=6), digits, runtime=runtime, out=tmp_path / "run")
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    seen = {event["party"]: (event["why"], event["detail"]) for event in events if event["event"] == "absent"}
+    assert seen == {
+        0: ("failed", "ZeroDivisionError: by design"),
+        1: ("refused", "'size' is -5, outside 1 … inf"),
+        2: ("refused", "'model' is not finite"),
+    }
+    assert "ZeroDivisionError" in next(event["trace"] for event in events if event.get("party") == 0)
+
+
+def test_quorum(digits: Data, tmp_path: Path) -> None:
+    with pytest.raises(QuorumLost, match=r"round 1: 3 of 6 parties answered, 4 needed \(quorum 0.6\): .*1 failed"):
+        fewer.run(Buggy(rounds=2, active=6), digits, quorum=0.6)
+    fewer.run(Buggy(rounds=2, active=6), digits, quorum=0.5)
+    with pytest.raises(QuorumLost, match="0 of 6"):
+        fewer.run(FedAvg(rounds=1), digits, drop=1.0)
+
+
+def test_a_diverging_run_says_why(digits: Data) -> None:
+    with pytest.raises(QuorumLost, match="'model' is not finite"):
+        fewer.run(FedAvg(rate=1e6, rounds=5), digits)
+
+
+@pytest.mark.parametrize("runtime", ["inline", "pool"])
+def test_deadline(runtime: str, digits: Data, tmp_path: Path) -> None:
+    # In the pool the nap outlasts the grace, so that the worker is killed.
+    nap = 0.6 if runtime == "inline" else 30
+    begun = time.monotonic()
+    fewer.run(Sleepy(rounds=2, active=6, nap=nap), digits, runtime=runtime, deadline=0.4, out=tmp_path / "run")
+    assert time.monotonic() - begun < 20
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [(e["party"], e["why"]) for e in events if e["event"] == "absent"] == [(0, "late")] * 2
+    assert not children()
+
+
+def test_a_killed_worker_loses_its_party_only(digits: Data, tmp_path: Path) -> None:
+    method = Deadly(rounds=2, active=6, victim=3, mark=str(tmp_path / "mark"))
+    result = fewer.run(method, digits, runtime="pool", out=tmp_path / "run")
+    assert [line["absent"] for line in result.history] == [1, 0]
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [(e["party"], e["why"]) for e in events if e["event"] == "absent"] == [(3, "lost")]
+    assert not children()
+
+
+def _coordinate(data: Data, pids: Any) -> None:
+    def tell(done: int, asked: int) -> None:
+        pids.send([child.pid for child in children()])
+        os.kill(os.getpid(), 9)
+
+    job, opened = parties_of(data, Sleepy(active=6, nap=60), runtime="pool")
+    parties = opened(Path("."))
+    parties.round, parties.on_progress = 1, tell
+    job.method.round(job.method.start(job.task, 0), parties)
+
+
+def test_workers_die_with_a_killed_coordinator(digits: Data) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    coordinator = multiprocessing.get_context("fork").Process(target=_coordinate, args=(digits, theirs))
+    coordinator.start()
+    pids = ours.recv()
+    coordinator.join()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_party_without_data_says_so(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    pairs = [(draw.random((n, 1, 8, 8), np.float32), draw.integers(0, 3, n)) for n in (30, 0, 30)]
+    result = fewer.run(FedAvg(rounds=1), fewer.data.from_parties(pairs), out=tmp_path / "run")
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [(e["party"], e["why"], e["detail"]) for e in events if e["event"] == "absent"] == [
+        (1, "unable", "no training data")
+    ]
+    assert set(result.scores["parties"]) == {"0", "2"}
+
+
+class Prying(FedAvg):
+    def peek(self, me: Any) -> dict[str, Any]:
+        return {}
+
+    @on_party
+    def echo(self, me: Any, number: int) -> dict[str, Any]:
+        return {"number": number * 10 + me.id}
+
+
+def test_only_marked_handlers_can_be_asked(digits: Data, tmp_path: Path) -> None:
+    job, opened = parties_of(digits, Prying())
+    with opened(tmp_path) as parties:
+        with pytest.raises(QuorumLost, match="'peek' is not something that can be asked of a party"):
+            parties.ask([0], job.method.peek, returns={})  # type: ignore[attr-defined]
+        with pytest.raises(QuorumLost, match="do not fit 'echo'"):
+            parties.ask([0], job.method.echo, wrong=1, returns={})  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("runtime", ["inline", "pool"])
+def test_a_field_for_each_party(runtime: str, digits: Data, tmp_path: Path) -> None:
+    job, opened = parties_of(digits, Prying(), runtime=runtime)
+    with opened(tmp_path) as parties:
+        numbers = Each({1: 100, 4: 200})
+        answers = parties.ask([4, 1], job.method.echo, number=numbers, returns={"number": Number(int)})  # type: ignore[attr-defined]
+    assert [(answer.party, answer["number"]) for answer in answers] == [(4, 2004), (1, 1001)]
+
+
+# --- what a party remembers ---------------------------------------------------------------------------------------
+
+
+def test_store_goes_back_to_the_round_before(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, 7)
+    assert Store(folder, 1).get("model") is None and not folder.exists()
+    for round in (1, 2, 5):
+        Store(folder, round).put("model", {"w": torch.tensor([float(round)]), "n": round})
+    assert Store(folder, 9).get("model")["n"] == 5
+    assert Store(folder, 4).get("model")["n"] == 2
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "model.00000002.safetensors",
+        "model.00000005.safetensors",
+    ]
+    forget_after(tmp_path, 4)
+    assert Store(folder, 9).get("model")["n"] == 2
+    Store(folder, 9).put("model", None)
+    assert Store(folder, 9).get("model") is None
