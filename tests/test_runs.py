@@ -100,7 +100,12 @@ def test_resume_after_a_kill_at_any_moment(kind: type[Method], points: range, di
             with pytest.raises(RunError, match="is not a run of Fewer"):
                 fewer.resume(path)
             continue
-        in_child(lambda path=path, point=point: (kill_at(point // 2 + 1), fewer.resume(path)))  # type: ignore[misc]
+
+        def second(point: int = point, path: Path = path) -> None:
+            kill_at(point // 2 + 1)
+            fewer.resume(path)
+
+        in_child(second)
         fewer.resume(path)
         assert left(path) == expected, f"killed at step {point}"
     assert killed >= len(points) * 0.7

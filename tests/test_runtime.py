@@ -129,7 +129,8 @@ def ledger(path: Path) -> list[list[str]]:
 )
 def test_injected_faults_are_values(fault: str, why: str, sent: int, digits: Data, tmp_path: Path) -> None:
     SEEN.clear()
-    fewer.run(Witness(rounds=8, active=6), digits, out=tmp_path / "run", **{fault: 0.4})
+    faults: dict[str, Any] = {fault: 0.4}
+    fewer.run(Witness(rounds=8, active=6), digits, out=tmp_path / "run", **faults)
     absent = [one for answers in SEEN for one in answers.absent]
     assert {one.why for one in absent} == {why}
     assert 8 <= len(absent) <= 30  # 48 asked, 0.4 of them
@@ -216,7 +217,7 @@ def _coordinate(data: Data, pids: Any) -> None:
         os.kill(os.getpid(), 9)
 
     job, opened = parties_of(data, Sleepy(active=6, nap=60), runtime="pool")
-    parties = opened(Path("."))
+    parties = opened(Path())
     parties.round, parties.on_progress = 1, tell
     job.method.round(job.method.start(job.task, 0), parties)
 

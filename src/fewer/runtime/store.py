@@ -39,7 +39,7 @@ class Store:
     folder: Path
     round: int
 
-    def get(self, name: str) -> Tree | None:
+    def get(self, name: str) -> Tree:
         """The value last put under this name, or None."""
         versions = self._versions(name)
         return unpack(self._path(name, versions[-1]).read_bytes()) if versions else None

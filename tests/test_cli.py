@@ -1,0 +1,208 @@
+"""The command line, as a user types it."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from click.testing import Result
+from typer.testing import CliRunner
+
+import fewer
+from fewer.cli.app import app
+
+DIGITS = ["--data", "digits", "--parties", "6"]
+
+
+def call(*words: str | Path, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "fedbn"
+    call("run", "fedbn", *DIGITS, "--rounds", "2", "--set", "rate=0.2", "--out", path)
+    return path
+
+
+def test_run_prints_and_keeps(tmp_path: Path) -> None:
+    result = call("run", "fedavg", *DIGITS, "--rounds", "2", "--out", tmp_path / "run", "--json", tmp_path / "a.json")
+    assert "fedavg: accuracy" in result.stdout and f"Kept in {tmp_path / 'run'}" in result.stdout
+    assert "round 2/2" in result.stderr and "up 0." in result.stderr
+    figures = json.loads((tmp_path / "a.json").read_text())
+    assert figures["method"] == "fedavg" and figures["round"] == 2 and len(figures["history"]) == 2
+    assert figures["accuracy"] == figures["history"][-1]["accuracy"]
+
+
+def test_json_on_standard_output_is_only_json(tmp_path: Path) -> None:
+    result = call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "run", "--json", "-")
+    assert json.loads(result.stdout)["round"] == 1
+
+
+def test_toml_and_flags(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('method = "fedprox"\ndata = "digits"\nparties = 5\nrounds = 3\nnorm = "batch"\n[set]\nmu = 0.5\n')
+    call("run", "--settings", file, "--rounds", "1", "--set", "rate=0.05", "--out", tmp_path / "run")
+    kept = json.loads((tmp_path / "run/settings.json").read_text())
+    assert kept["settings"]["parties"] == 5 and kept["settings"]["norm"] == "batch"
+    assert (kept["method"]["rounds"], kept["method"]["mu"], kept["method"]["rate"]) == (1, 0.5, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["run", "fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'? (allowed: "),
+        (["run", "fedavg", "--data", "digit"], "unknown data 'digit', did you mean 'digits'?"),
+        (["run", "fedavg", "--data", "npy:x"], "unknown data format 'npy', did you mean 'npz'?"),
+        (["run", "fedavg", "--data", "npz:none.npz"], "no 'none.npz' here, and no data directory is set"),
+        (["run", "fedavg", *DIGITS, "--active", "7"], "active = 7, but there are 6 parties (allowed: 1 … 6)"),
+        (["run", "fedavg", *DIGITS, "--set", "rat=1"], "unknown setting of fedavg 'rat', did you mean 'rate'?"),
+        (["run", "fedavg", *DIGITS, "--set", "rate=-1"], "fedavg: rate = -1: input should be greater than 0"),
+        (["run", "fedavg", *DIGITS, "--set", "rate"], "--set rate: not of the form name=value"),
+        (["run", "fedavg", *DIGITS, "--set", "codec=int4"], "codec = 'int4': input should be 'float32', 'float16'"),
+        (["run", "fedavg", *DIGITS, "--drop", "1.5"], "drop = 1.5: input should be less than or equal to 1"),
+        (["run", "fedavg", *DIGITS, "--partition", "odd"], "partition = 'odd': input should be 'iid', 'dirichlet' or"),
+        (
+            ["run", "fedavg", "--data", "digits", "--parties", "60", "--alpha", "0.01"],
+            "dirichlet with alpha = 0.01 leaves some of 60",
+        ),
+        (["run", "fedavg", *DIGITS, "--partition", "natural"], "does not say who its samples belong to"),
+        (["run", "fedavg", *DIGITS, "--device", "gpu"], "device = 'gpu' cannot be used here"),
+        (["run", "fedavg", *DIGITS, "--model", "vgg"], "unknown model 'vgg'"),
+        (["run", "fedbn", *DIGITS, "--norm", "none"], "fedbn needs a model with normalisation layers"),
+        (["run", "none.py:Mine"], "no file 'none.py' (in 'none.py:Mine'; allowed: FILE.py:Name)"),
+        (["run", "--settings", "none.toml"], "none.toml cannot be read: No such file"),
+        (["resume", "nowhere"], "nowhere is not a run of Fewer: it does not exist"),
+        (["compare", "fedavg", "fedprox", *DIGITS, "--set", "nu=1"], "--set nu: none of the methods compared has it"),
+        (["predict", "nowhere", "--data", "digits"], "nowhere is not a run of Fewer"),
+        (["methods", "fedmax"], "unknown method 'fedmax'"),
+    ],
+)
+def test_a_mistake_gets_one_line(words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEWER_DATA", raising=False)
+    result = call(*words, code=2)
+    assert result.stderr.startswith("fewer: ") and result.stderr.count("\n") == 1
+    assert text in result.stderr
+    assert not list(tmp_path.rglob("settings.json"))
+
+
+def test_a_wrong_flag_names_the_right_one() -> None:
+    result = call("run", "fedavg", "--round", "3", code=2)
+    assert "No such option" in result.stderr and "--rounds" in result.stderr
+
+
+def test_compare_prints_one_table_and_goes_on(tmp_path: Path) -> None:
+    words = ["compare", "local", "fedprox", *DIGITS, "--rounds", "2", "--seeds", "2", "--set", "fedprox.mu=0.3"]
+    file = tmp_path / "table.json"
+    result = call(*words, "--out", tmp_path / "out", "--json", file)
+    assert "everywhere" in result.stdout and "±" in result.stdout
+    table = json.loads(file.read_text())
+    assert [row["method"] for row in table["rows"]] == ["local", "fedprox"]
+    assert {"accuracy", "ci95", "rounds", "mb_up", "mb_down", "seconds"} <= table["rows"][0].keys()
+    assert table["rows"][1]["settings"]["mu"] == 0.3 and table["settings"]["seeds"] == 2
+    first, second = table["rows"][1]["accuracies"]
+    assert table["rows"][1]["accuracy"] == pytest.approx((first + second) / 2)
+    assert table["rows"][1]["ci95"] == pytest.approx(12.7062 * abs(first - second) / 2, rel=1e-4)
+    again = call(*words, "--out", tmp_path / "out", "--json", file)
+    assert "round" not in again.stderr.replace("goes on after round 2/2", "")
+    assert json.loads(file.read_text()) == table
+    other = call(*words, "--alpha", "0.7", "--out", tmp_path / "out", code=2)
+    assert "holds a run with other settings" in other.stderr
+
+
+def test_tune_gives_every_method_the_same_trials(tmp_path: Path) -> None:
+    file = tmp_path / "table.json"
+    words = ["compare", "fedavg", "fedprox", *DIGITS, "--rounds", "1", "--tune", "--trials", "6"]
+    result = call(*words, "--out", tmp_path / "out", "--json", file)
+    rows = json.loads(file.read_text())["rows"]
+    assert [len(row["trials"]) for row in rows] == [6, 6]
+    for row in rows:
+        best = max(row["trials"], key=lambda trial: trial["accuracy"] or 0)
+        assert all(row["settings"][name] == value for name, value in best["settings"].items())
+    assert "best of 6 trials on held-out training data" in result.stdout
+
+
+def test_methods() -> None:
+    assert {"local", "fedavg", "fedprox", "fedbn"} <= json.loads(call("methods", "--json", "-").stdout).keys()
+    text = call("methods", "fedprox").stdout
+    assert "mu" in text and "Strength of the proximal term" in text
+
+
+def test_predict(run: Path, tmp_path: Path) -> None:
+    x, y = fewer.data.load("digits", parties=6).test.x.numpy(), fewer.data.load("digits", parties=6).test.y.numpy()
+    np.savez(tmp_path / "new.npz", x=x, y=y)
+    out = tmp_path / "p.csv"
+    result = call("predict", run, "--data", f"npz:{tmp_path / 'new.npz'}", "--party", "1", "--out", out)
+    rows = list(csv.DictReader(out.open()))
+    net = fewer.load(run, party=1)
+    data = fewer.data.load("digits", parties=6).test
+    expected = net(data.slice(0, 1000)[0]).argmax(1)
+    assert [int(row["class"]) for row in rows] == expected.tolist()
+    assert f"accuracy {float((expected == data.y).float().mean()):.2%}" in result.stderr
+    assert "fedbn has no global model" in call("predict", run, "--data", "digits", code=2).stderr
+    np.savez(tmp_path / "odd.npz", x=np.zeros((3, 1, 9, 9), np.uint8))
+    odd = call("predict", run, "--data", f"npz:{tmp_path / 'odd.npz'}", "--party", "1", code=2)
+    assert "has inputs of shape (1, 9, 9); the model takes (1, 8, 8)" in odd.stderr
+
+
+def test_export(run: Path, tmp_path: Path) -> None:
+    call("export", run, "--party", "2", "--out", tmp_path / "e")
+    net = fewer.load(run, party=2)
+    weights = safetensors.torch.load_file(tmp_path / "e/model.safetensors")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in net.state_dict().items())
+    program = torch.export.load(tmp_path / "e/model.pt2").module()
+    x = torch.rand(7, 1, 8, 8)
+    assert torch.allclose(program(x), net(x), atol=1e-5)
+    note = json.loads((tmp_path / "e/model.json").read_text())
+    assert note["input"] == ["batch", 1, 8, 8] and note["classes"] == 10
+
+
+PLUGIN = '''
+import torch
+from fewer import FedAvg
+from fewer.models import Task
+from fewer.methods import ModelState
+
+class Zero(FedAvg):
+    """Starts from nothing."""
+    def start(self, task, seed):
+        return ModelState({name: torch.zeros_like(value) for name, value in task.initial(seed).items()})
+
+class Net(torch.nn.Sequential):
+    def __init__(self, shape, classes):
+        super().__init__(torch.nn.Flatten(), torch.nn.Linear(shape[1] * shape[2], classes))
+
+number = 3
+'''
+
+
+def test_ones_own_method_and_model_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine_to_try.py"
+    file.write_text(PLUGIN)
+    words = ["run", "--method", f"{file}:Zero", "--model", f"{file}:Net", *DIGITS, "--rounds", "2"]
+    call(*words, "--runtime", "pool", "--out", tmp_path / "run")
+    assert fewer.load(tmp_path / "run").state_dict()["1.weight"].shape == (10, 64)
+    call("resume", tmp_path / "run")
+    assert "is not a method" in call("run", f"{file}:number", code=2).stderr
+    missing = call("run", f"{file}:Mine", code=2).stderr
+    assert "has no 'Mine' (it has: " in missing and "Zero" in missing
+    (tmp_path / "broken_one.py").write_text("import nothing_like_this")
+    broken = call("run", f"{tmp_path / 'broken_one.py'}:Mine", code=2).stderr
+    assert "cannot be imported: ModuleNotFoundError" in broken
+    (tmp_path / "json.py").write_text("class Mine: pass")
+    assert "has the name of another module" in call("run", f"{tmp_path / 'json.py'}:Mine", code=2).stderr
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, fewer.cli.app; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'sklearn')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    for command in ("run", "resume", "compare", "methods", "predict", "export"):
+        assert call(command, "--help").stdout

@@ -1,0 +1,61 @@
+"""Choosing settings, and the figures of a comparison."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from fewer import FedAvg
+from fewer.data import Data
+from fewer.experiments.compare import half_width
+from fewer.experiments.tune import Point, search, tune
+from fewer.runs.engine import check, job_from
+
+
+def peak(at: Point, seen: list[Point]) -> Callable[[Point], float]:
+    def judge(point: Point) -> float:
+        seen.append(point)
+        return -sum(math.log(point[name] / value) ** 2 for name, value in at.items())
+
+    return judge
+
+
+GRID = (0.01, 0.03, 0.1, 0.3)
+
+
+@pytest.mark.parametrize("best", [0.05, 0.17, 0.9, 0.003])
+def test_search_closes_in_on_the_best(best: float) -> None:
+    seen: list[Point] = []
+    found = search(peak({"rate": best}, seen), {"rate": GRID}, {"rate": 0.1}, 10)
+    assert len(seen) == 10 and len({point["rate"] for point in seen}) == 10
+    assert [point["rate"] for point in seen[:4]] == list(GRID)
+    assert found["rate"] == pytest.approx(best, rel=0.35)
+
+
+def test_search_takes_one_setting_after_the_other_with_the_same_effort() -> None:
+    seen: list[Point] = []
+    found = search(
+        peak({"rate": 0.1, "mu": 1.0}, seen), {"rate": GRID, "mu": (0.001, 1.0)}, {"rate": 0.3, "mu": 0.01}, 8
+    )
+    assert len(seen) == 8
+    assert all(point["mu"] == 0.01 for point in seen[:4]) and all(point["rate"] == 0.1 for point in seen[4:6])
+    assert found["rate"] == pytest.approx(0.1, rel=0.8) and found["mu"] == pytest.approx(1.0, rel=0.5)
+
+
+def test_tuning_never_sees_the_test_data(digits: Data) -> None:
+    job = job_from(check({"seed": 1}), FedAvg(rounds=1, active=3), digits)
+    held = digits.held_out(0.2, 1)
+    rows = {tuple(x.flatten().tolist()) for x in held.test.slice(0, len(held.test))[0]}
+    train = {tuple(x.flatten().tolist()) for p in range(6) for x in digits.party(p).train.slice(0, 9999)[0]}
+    assert rows <= train
+    tuned, trials = tune(job, 5)
+    assert len(trials) == 5
+    best = max(trials, key=lambda trial: trial.accuracy or 0)
+    assert tuned.method.rate == best.settings["rate"] == tuned.settings.set["rate"]  # type: ignore[attr-defined]
+    assert tuned.data is job.data
+
+
+def test_half_width_by_hand() -> None:
+    assert half_width([0.5]) is None
+    # mean 2, standard deviation 1, t(2 degrees, 97.5 %) = 4.30265
+    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
