@@ -248,12 +248,13 @@ def _chosen(method: Any) -> str:
 def _finish(result: Result, where: Path, json_file: Path | None) -> None:
     """The last word on a run."""
     from fewer.cli.progress import duration, megabytes
+    from fewer.runs.settings import hash_of
 
     scores = result.scores
     figures = {
         "method": result.method.name,
         **{key: value for key, value in scores.items() if key != "parties"},
-        "hash": result.settings.hash(),
+        "hash": hash_of(result.settings, result.method),
         "run": str(where),
         "history": result.history,
     }

@@ -108,7 +108,7 @@ def _run(job: Job, where: Path | None, progress: Progress | None) -> Result:
     if where is None or not (where / "settings.json").exists():
         return start(job, where, progress)
     found = RunDirectory.open(where).description["hash"]
-    if found != job.settings.hash():
+    if found != job.hash:
         raise RunError(f"{where} holds a run with other settings (another --out)")
     return resume(where, progress=progress)
 

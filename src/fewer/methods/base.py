@@ -40,16 +40,19 @@ class Seat:
     task: Task
     common: Samples
     """The common test set, which everyone may have."""
-    _nets: list[nn.Module] = field(default_factory=list, repr=False)
+    _nets: list[tuple[nn.Module, list[bool]]] = field(default_factory=list, repr=False)
     _taken: int = 0
 
     def net(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:
         """A net with these weights. Each call gives another one, for this question only."""
         if self._taken == len(self._nets):
-            self._nets.append(self.task.net())
-        net = self._nets[self._taken]
+            made = self.task.net()
+            self._nets.append((made, [parameter.requires_grad for parameter in made.parameters()]))
+        net, learns = self._nets[self._taken]
         self._taken += 1
-        load_weights(net, weights)
+        for parameter, flag in zip(net.parameters(), learns, strict=True):  # whoever had it may have frozen parts
+            parameter.requires_grad_(flag).grad = None
+        load_weights(net.train(), weights)
         return net
 
     def stream(self, purpose: str) -> torch.Generator:
@@ -105,7 +108,7 @@ class Place:
     task: Task
     seed: int
     folder: Path
-    nets: list[nn.Module] = field(default_factory=list)
+    nets: list[tuple[nn.Module, list[bool]]] = field(default_factory=list)
 
     def __call__(self, party: int, round: int) -> Seat:
         """The seat of one party, or for numbers below zero the coordinator's."""
