@@ -18,7 +18,8 @@ from fewer import FedAvg, FedBN, FedProx, Local
 from fewer.data import Data
 from fewer.errors import QuorumLost, SettingError
 from fewer.methods import Method
-from fewer.runs.engine import Job, check, job_from, open_parties
+from fewer.runs.engine import open_parties
+from fewer.runs.job import Job, check, job_from
 from fewer.runtime import Each, Parties, Pool, Store, on_party, seed_of, stream
 from fewer.runtime.store import folder_of, forget_after
 from fewer.wire import Number

@@ -1,4 +1,4 @@
-"""FedMedian: FedAvg that takes the median of what parties send, coordinate by coordinate, so that a few liars do no harm.
+"""FedMedian: FedAvg with the median of what parties send, coordinate by coordinate, so that a few liars do no harm.
 
 Yin, Chen, Kannan, Bartlett: Byzantine-Robust Distributed Learning, ICML 2018, Algorithm 1 (option I).
 """

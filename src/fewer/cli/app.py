@@ -88,7 +88,8 @@ def run(
         given["method"] = chosen
     from fewer.cli.progress import shown
     from fewer.experiments import tune as choose
-    from fewer.runs.engine import check, job_from, start
+    from fewer.runs.engine import start
+    from fewer.runs.job import check, job_from
 
     job = job_from(check(given))
     with shown() as watch:
@@ -139,7 +140,7 @@ def compare(
     """
     from fewer.cli.progress import shown
     from fewer.experiments import compare as contest
-    from fewer.runs.engine import check
+    from fewer.runs.job import check
 
     where = out or _fresh("compare")
     _GO_ON.append(f"Go on with the same command and --out {where}")

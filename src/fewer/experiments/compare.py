@@ -14,7 +14,8 @@ from fewer.errors import RunError, SettingError
 from fewer.experiments.tune import Trial, tune
 from fewer.methods import Method, find
 from fewer.runs.directory import RunDirectory
-from fewer.runs.engine import Job, Progress, job_from, load_data, resume, start
+from fewer.runs.engine import Progress, resume, start
+from fewer.runs.job import Job, job_from, load_data
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
 

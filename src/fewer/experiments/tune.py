@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from fewer.errors import QuorumLost
-from fewer.runs.engine import Job, Progress, start
+from fewer.runs.engine import Progress, start
+from fewer.runs.job import Job
 from fewer.runtime.store import write_durably
 
 TRIALS = 8

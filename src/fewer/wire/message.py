@@ -188,7 +188,7 @@ def _open(blob: bytes, limit: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         _refuse(f"{len(blob)} bytes where at most {limit} are taken")
     length = int.from_bytes(blob[:8], "little")
     if len(blob) < 8 or length > min(MAX_HEADER, len(blob) - 8):
-        _refuse("header longer than the message")
+        _refuse("header longer than allowed, or than the message")
     try:
         metadata = json.loads(blob[8 : 8 + length])["__metadata__"]
         text, checksum = metadata["fewer"], metadata["crc"]
