@@ -54,8 +54,9 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         help += f" ({' | '.join(choices)})"
     if field.default not in (None, {}) and "[default" not in help:
         help += f" [default: {field.default:g}]" if isinstance(field.default, float) else f" [default: {field.default}]"
-    kind: Any = list[str] if name == "set" else plain
-    metavar = "NAME=VALUE" if name == "set" else {int: "N", float: "X"}.get(plain, "NAME")
+    pairs = field.default == {}
+    kind: Any = list[str] if pairs else plain
+    metavar = "NAME=VALUE" if pairs else {int: "N", float: "X"}.get(plain, "NAME")
     option = typer.Option(
         f"--{name.replace('_', '-')}", help=help, metavar=metavar, rich_help_panel=field.title, show_default=False
     )
@@ -77,14 +78,12 @@ def _plain(annotation: Any) -> tuple[type, tuple[str, ...]]:
 
 
 def _merge(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags over file; `set` of both together."""
-    flags = dict(given)
-    if "set" in flags:
-        flags["set"] = dict(_assignment(text) for text in flags["set"])
+    """Flags over file; of settings that are name=value pairs, both together."""
     settings = _read(file) if file else {}
-    both = {**settings, **flags}
-    if "set" in both:
-        both["set"] = {**settings.get("set", {}), **flags.get("set", {})}
+    both = {**settings, **given}
+    for name in ("set", "model_set"):
+        if name in given:
+            both[name] = settings.get(name, {}) | dict(_assignment(text) for text in given[name])
     return both
 
 

@@ -38,6 +38,8 @@ class Data(ABC):
     shape: tuple[int, ...]
     """Shape of one input."""
     classes: int
+    vocabulary: int | None = None
+    """How many different tokens inputs are made of, where they are text."""
     test: Samples
     """The common test set."""
     origin: Mapping[str, Any] | None = None

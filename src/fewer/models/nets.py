@@ -1,58 +1,63 @@
-"""The nets that the package brings."""
+"""Nets by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import get_args
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fewer.errors import SettingError, unknown
-from fewer.vocabulary import Norm
+from fewer.models.images import AlexNet, Conv4, FemnistCNN, LeNet5, ResNet12, SensorCNN, SmallCNN
+from fewer.models.sequences import MLP, CharLSTM, LogisticRegression, SentimentLSTM, TextBiLSTM
+
+NETS: dict[str, type[nn.Module]] = {
+    "cnn": SmallCNN,
+    "lenet5": LeNet5,
+    "conv4": Conv4,
+    "resnet12": ResNet12,
+    "femnist-cnn": FemnistCNN,
+    "alexnet": AlexNet,
+    "sensor-cnn": SensorCNN,
+    "char-lstm": CharLSTM,
+    "text-bilstm": TextBiLSTM,
+    "sentiment-lstm": SentimentLSTM,
+    "mlp": MLP,
+    "logistic": LogisticRegression,
+}
+_NEEDS = {
+    SensorCNN: (2, "windows (channels, time)"),
+    CharLSTM: (1, "text"),
+    TextBiLSTM: (1, "text"),
+    SentimentLSTM: (1, "text"),
+}
+_NEEDS |= dict.fromkeys(
+    (SmallCNN, LeNet5, Conv4, ResNet12, FemnistCNN, AlexNet), (3, "images (channels, height, width)")
+)
 
 
-def norm_layer(kind: Norm, channels: int) -> nn.Module:
-    """A normalisation layer for images; `group` is one group, which needs no batch statistics."""
-    if kind == "batch":
-        return nn.BatchNorm2d(channels)
-    return nn.GroupNorm(1, channels) if kind == "group" else nn.Identity()
-
-
-class SmallCNN(nn.Module):
-    """FedMK's net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes."""
-
-    def __init__(self, shape: tuple[int, ...], classes: int, norm: Norm = "group") -> None:
-        super().__init__()
-        channels, height, width = shape
-        flat = 16 * ((height + 3) // 4) * ((width + 3) // 4)
-        self.encoder = nn.Sequential(
-            nn.Conv2d(channels, 6, 3, stride=2, padding=1),
-            norm_layer(norm, 6),
-            nn.ReLU(),
-            nn.Conv2d(6, 16, 3, stride=2, padding=1),
-            norm_layer(norm, 16),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(flat, 32),
-            nn.ReLU(),
-        )
-        self.head = nn.Linear(32, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Class scores of a batch of images."""
-        scores: Tensor = self.head(self.encoder(x))
-        return scores
-
-
-NETS: dict[str, Callable[[tuple[int, ...], int, Norm], nn.Module]] = {"cnn": SmallCNN}
-
-
-def build(name: str, shape: tuple[int, ...], classes: int, norm: Norm = "group") -> nn.Module:
-    """The named net for inputs of this shape."""
+def find_net(name: str) -> type[nn.Module]:
+    """The net of this name."""
     if name not in NETS:
         raise unknown("model", name, [*NETS, "FILE.py:Name"])
-    if norm not in get_args(Norm):
-        raise unknown("norm", norm, get_args(Norm))
-    if len(shape) != 3:
-        raise SettingError(f"model '{name}' needs images (channels, height, width), but inputs have shape {shape}")
-    return NETS[name](shape, classes, norm)
+    return NETS[name]
+
+
+def maker(
+    factory: Callable[..., nn.Module], facts: Mapping[str, Any], options: Mapping[str, Any]
+) -> Callable[[], nn.Module]:
+    """Makes a net from what it wants to know of the data (`shape`, `classes`, `vocabulary` …) and its own options."""
+    wanted = inspect.signature(factory).parameters
+    for name in options:
+        if name not in wanted:
+            allowed = [key for key in wanted if key not in facts]
+            raise unknown(f"option of model {getattr(factory, '__name__', factory)}", name, allowed)
+    dimensions, what = _NEEDS.get(factory, (None, ""))  # type: ignore[call-overload]
+    if dimensions is not None and len(facts["shape"]) != dimensions:
+        raise SettingError(f"model {factory.__name__} takes {what}, but inputs have shape {facts['shape']}")
+    if "vocabulary" in wanted and facts.get("vocabulary") is None:
+        raise SettingError(f"model {factory.__name__} takes text, but the data has no vocabulary")
+    given = {name: value for name, value in facts.items() if name in wanted and value is not None}
+    return partial(factory, **given, **options)

@@ -1,0 +1,120 @@
+"""Nets for text and for plain features. All of them can be differentiated twice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fewer.errors import SettingError
+from fewer.models.split import Split
+
+PAD = 0
+"""The token that fills up short texts."""
+
+
+class LSTM(nn.LSTM):
+    """An LSTM with a second derivative everywhere: in training it does without cuDNN's fused kernel, which has none."""
+
+    def forward(self, x: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # type: ignore[override]
+        """Outputs (batch × time × features) and the last states."""
+        with torch.backends.cudnn.flags(enabled=not (self.training and x.is_cuda)):
+            out: tuple[Tensor, tuple[Tensor, Tensor]] = super().forward(x, hx)
+        return out
+
+
+class CharLSTM(Split):
+    """LEAF's net for Shakespeare (FedMeta): embedding 8, two LSTM layers of 256, the next of `classes` characters."""
+
+    def __init__(self, shape: tuple[int], classes: int, vocabulary: int) -> None:
+        super().__init__(_LastOutput(vocabulary, 8, 256), 256, classes)
+
+
+class _LastOutput(nn.Module):
+    """Embedding and a two-layer LSTM; the features are its last output."""
+
+    def __init__(self, vocabulary: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.lstm = LSTM(width, hidden, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(self.embedding(x))[0]
+        return out[:, -1]
+
+
+class _Words(nn.Module):
+    """Word vectors for tokens. They are fixed: a vectors file brings them, or they are drawn once."""
+
+    def __init__(self, vocabulary: int, width: int, vectors: Tensor | None) -> None:
+        super().__init__()
+        if vectors is None:
+            vectors = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(0)) / width**0.5
+            vectors[PAD] = 0
+        if vectors.shape != (vocabulary, width):
+            raise SettingError(f"word vectors are {tuple(vectors.shape)}, but the model needs {(vocabulary, width)}")
+        self.register_buffer("vectors", vectors, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        vectors: Tensor = self.vectors  # type: ignore[assignment]
+        return vectors[x]
+
+
+class TextBiLSTM(Split):
+    """A bidirectional LSTM of 50 each way over word vectors (F2L on text); features are its mean over the words."""
+
+    def __init__(
+        self, shape: tuple[int], classes: int, vocabulary: int, width: int = 300, vectors: Tensor | None = None
+    ) -> None:
+        super().__init__(
+            _MeanOutput(vocabulary, vectors.shape[1] if vectors is not None else width, vectors), 100, classes
+        )
+
+
+class _MeanOutput(nn.Module):
+    def __init__(self, vocabulary: int, width: int, vectors: Tensor | None) -> None:
+        super().__init__()
+        self.words = _Words(vocabulary, width, vectors)
+        self.lstm = LSTM(width, 50, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        there = (x != PAD).unsqueeze(2)
+        out: Tensor = self.lstm(self.words(x))[0] * there
+        return out.sum(1) / there.sum(1).clamp(min=1)
+
+
+class SentimentLSTM(Split):
+    """Two LSTM layers of 100 over 300-d word vectors (FedMeta on Sent140)."""
+
+    def __init__(
+        self, shape: tuple[int], classes: int, vocabulary: int, width: int = 300, vectors: Tensor | None = None
+    ) -> None:
+        super().__init__(
+            _LastWord(vocabulary, vectors.shape[1] if vectors is not None else width, vectors), 100, classes
+        )
+
+
+class _LastWord(nn.Module):
+    def __init__(self, vocabulary: int, width: int, vectors: Tensor | None) -> None:
+        super().__init__()
+        self.words = _Words(vocabulary, width, vectors)
+        self.lstm = LSTM(width, 100, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lstm(self.words(x))[0]
+        last = (x != PAD).sum(1).clamp(min=1) - 1
+        return out[torch.arange(len(x), device=x.device), last]
+
+
+class MLP(Split):
+    """One hidden layer over flat inputs (FedMeta's recommender: 103-64-40)."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int, hidden: int = 64) -> None:
+        size = int(torch.Size(shape).numel())
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(size, hidden), nn.ReLU()), hidden, classes)
+
+
+class LogisticRegression(Split):
+    """Class scores straight from the inputs."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__(nn.Flatten(), int(torch.Size(shape).numel()), classes)
