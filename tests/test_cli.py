@@ -68,7 +68,10 @@ def test_toml_and_flags(tmp_path: Path) -> None:
         (["run", "fedavg", *DIGITS, "--set", "rate"], "--set rate: not of the form name=value"),
         (["run", "fedavg", *DIGITS, "--set", "codec=int4"], "codec = 'int4': input should be 'float32', 'float16'"),
         (["run", "fedavg", *DIGITS, "--drop", "1.5"], "drop = 1.5: input should be less than or equal to 1"),
-        (["run", "fedavg", *DIGITS, "--partition", "odd"], "partition = 'odd': input should be 'iid', 'dirichlet' or"),
+        (
+            ["run", "fedavg", *DIGITS, "--partition", "odd"],
+            "partition = 'odd': input should be 'iid', 'dirichlet', 'dirichlet-pairs'",
+        ),
         (
             ["run", "fedavg", "--data", "digits", "--parties", "60", "--alpha", "0.01"],
             "dirichlet with alpha = 0.01 leaves some of 60",

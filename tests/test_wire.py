@@ -324,6 +324,12 @@ def test_oversize_is_refused() -> None:
         decode(blob, limit=len(blob) - 1)
 
 
+def test_a_header_beyond_a_megabyte_is_refused() -> None:
+    assert decode(encode("k", {"text": "x" * 1_000_000}))[0] == "k"
+    with pytest.raises(Refused, match="header longer than allowed"):
+        decode(encode("k", {"text": "x" * 1_050_000}))
+
+
 def test_a_reason_stays_short() -> None:
     blob = encode("k", {f"field {number}": number for number in range(5000)})
     with pytest.raises(Refused) as refused:
@@ -474,6 +480,7 @@ F32 = {"a:F32": ("F32", [1], struct.pack("<f", 1e38))}
         (header(a={"tensor": [["", [4, True], "U8"]]}), U8, "'a' has a tensor with a wrong shape"),
         (header(a={"tensor": [["", [2**41], "U8"]]}), U8, "'a' has a tensor with a wrong shape"),
         (header(a={"tensor": [["", [2**39] * 50_000, "U8"]]}), U8, "'a' has a tensor with a wrong shape"),
+        (header(a={"tensor": [["", [1] * 65, "U8"]]}), {"a:U8": ("U8", [1], b"\0")}, "wrong shape"),
         (header(a={"tensor": [["", [0, 2**39, 2**39], "U8"]]}), {"a:U8": ("U8", [0], b"")}, "wrong shape"),
         (header(a={"tensor": [["", [2**40], "U8"]]}), U8, f"'a' has 4 values where its shapes need {2**40}"),
         (header(a={"tensor": [["", [5], "U8"]]}), U8, "'a' has 4 values where its shapes need 5"),

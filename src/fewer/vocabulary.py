@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Partition = Literal["iid", "dirichlet", "natural"]
+Partition = Literal["iid", "dirichlet", "dirichlet-pairs", "pathological", "shards", "quantity", "natural"]
 Norm = Literal["batch", "group", "none"]
 Codec = Literal["float32", "float16", "bfloat16", "int8", "uint8"]
 RuntimeName = Literal["inline", "pool"]

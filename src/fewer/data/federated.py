@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,7 +14,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fewer.data.partition import Parts, divide, iid, split_off
+from fewer.data import text
+from fewer.data.partition import Division, Parts, divide, follow, split_off
+from fewer.data.raw import Raw
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError
 from fewer.vocabulary import Partition
@@ -83,7 +85,10 @@ class ArrayData(Data):
     common: Samples
     """Rows that are tested on."""
     tests: Parts
-    origin: Mapping[str, Any] | None = field(default=None)
+    origin: Mapping[str, Any] | None = None
+    vocabulary: int | None = None
+    names: tuple[str, ...] = ()
+    """What the classes are called, where that is known."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -142,76 +147,163 @@ class ArrayData(Data):
 
 
 def from_arrays(
-    x: ArrayLike | Tensor,
+    x: ArrayLike | Tensor | list[str],
     y: ArrayLike | Tensor,
     *,
-    test: tuple[ArrayLike | Tensor, ArrayLike | Tensor] | None = None,
+    test: tuple[ArrayLike | Tensor | list[str], ArrayLike | Tensor] | None = None,
     client: ArrayLike | None = None,
-    parties: int = 20,
-    partition: Partition = "dirichlet",
-    alpha: float = 0.5,
-    fraction: float = 1.0,
-    validation: float = 0.0,
-    minimum: int = 10,
-    seed: int = 0,
-    name: str = "arrays",
     normal: tuple[float, float] | None = None,
-    origin: Mapping[str, Any] | None = None,
+    name: str = "arrays",
+    **settings: Any,
 ) -> ArrayData:
     """A federation from inputs `x` and labels `y`.
 
-    With `client` (who each sample belongs to) the parties are the clients; otherwise the samples are divided among
-    `parties` by `partition`. Without `test` a fifth of each party's samples is held out. `validation` holds out a
-    share of each party's training samples. `fraction` keeps only so much of the training samples. Bytes are taken
-    as pixels and normalised by `normal` (mean and deviation of the pixels in 0 … 1; by default their own).
+    With `client` (whom each sample belongs to) the parties are the clients, otherwise the samples are divided; without
+    `test` a fifth of each party's samples is held out. Bytes are taken as pixels and normalised by `normal` (mean and
+    deviation in 0 … 1; by default their own), texts are turned into token numbers. `settings` are those of `federate`:
+    `parties`, `partition`, `alpha`, `fraction`, `validation` …
     """
-    inputs, labels = inputs_of(x, name), labels_of(y, name)
-    _same_length(name, inputs, labels)
+    owners = None if client is None else np.asarray(client)
+    tests = (
+        None if test is None else (_texts_or_inputs(test[0], f"{name} (test)"), labels_of(test[1], f"{name} (test)"))
+    )
+    raw = Raw(_texts_or_inputs(x, name), labels_of(y, name), tests, owners, normal=normal)
+    if owners is not None:
+        settings["partition"] = "natural"
+    return federate(raw, name=name, **settings)
+
+
+def federate(
+    raw: Raw,
+    *,
+    parties: int = 20,
+    partition: Partition = "dirichlet",
+    alpha: float = 0.5,
+    minimum: int = 10,
+    classes_per_party: int = 2,
+    shards: int = 2,
+    fraction: float = 1.0,
+    validation: float = 0.0,
+    words: int = 20_000,
+    length: int = 30,
+    seed: int = 0,
+    name: str = "arrays",
+    origin: Mapping[str, Any] | None = None,
+) -> ArrayData:
+    """Divide what a source has among parties.
+
+    `partition` is one of iid, dirichlet (with `alpha` and a `minimum` for each party), dirichlet-pairs, pathological
+    (`classes_per_party`), shards (`shards` for each party), quantity, and natural (by client). `fraction` keeps only so
+    much of the training samples; `validation` holds out a share of each party's. Of texts, at most `words` words are
+    known and `length` are read.
+    """
+    _same_length(name, raw.x, raw.y)
+    if raw.test is not None:
+        _same_length(f"{name} (test)", *raw.test)
+    if raw.client is not None:
+        _same_length(f"{name} (client)", raw.y, raw.client)
+    if partition == "natural":
+        raw = _one_pool(raw, name)
     draw = np.random.default_rng(seed)
-    owners = None
-    if client is not None:
-        names, owners = np.unique(np.asarray(client), return_inverse=True)
-        owners, parties = owners.reshape(-1), len(names)
-        _same_length(f"{name} (client)", inputs, owners)
+    raw, rows = _some(raw, fraction, draw)
+    labels = labels_of(raw.y, name)
+    tested = labels[:0] if raw.test is None else labels_of(raw.test[1], f"{name} (test)")
+    if partition == "natural":
+        train, tests = _by_client(raw, rows, labels, tested, draw)
+    else:
+        how = Division(partition, parties, alpha, minimum, classes_per_party, shards)
+        train, tests = divide(how, labels[rows], tested, seed)
+        train = Parts(rows[train.rows], train.offsets)
+    mixed = None if raw.in_time else draw
+    held = _empty(len(train.sizes))
+    if raw.test is None:
+        train, taken = split_off(train, 0.2, mixed)
+    if validation:
+        train, held = split_off(train, validation, mixed)
+    source, common, vocabulary = _samples(raw, labels, tested, train, name, words, length)
+    if raw.test is None:
+        common = replace(source, rows=torch.from_numpy(taken.rows))
+        tests = Parts(np.arange(len(taken.rows)), taken.offsets)
+    classes = max(len(raw.names), int(max(labels.max(), tested.max(initial=0))) + 1)
+    return ArrayData(name, classes, source, train, held, common, tests, origin, vocabulary, raw.names)
+
+
+def _one_pool(raw: Raw, name: str) -> Raw:
+    """Where the test samples belong to other clients than the training samples, all are parties: one pool."""
+    if raw.client is None:
+        raise SettingError(f"partition = natural, but data '{name}' does not say who its samples belong to (client)")
+    if raw.test is None or raw.test_client is None or set(raw.test_client.tolist()) <= set(raw.client.tolist()):
+        return raw
+    x, y = raw.test
+    both = raw.x + list(x) if isinstance(raw.x, list) else np.concatenate([np.asarray(raw.x), np.asarray(x)])
+    client = np.concatenate([raw.client, raw.test_client])
+    return replace(raw, x=both, y=np.concatenate([raw.y, y]), client=client, test=None, test_client=None)
+
+
+def _some(raw: Raw, fraction: float, draw: np.random.Generator) -> tuple[Raw, NDArray[np.int64]]:
+    """A share of the training samples, and the rows that may be used. Rows of windows that nobody owns may not."""
     if not 0 < fraction <= 1:
         raise SettingError(f"fraction = {fraction:g} (allowed: more than 0, at most 1)")
-    if not round(len(labels) * fraction):
-        raise SettingError(f"fraction = {fraction:g} leaves none of {len(labels)} samples (allowed: a larger one)")
-    if fraction < 1:
-        kept = np.sort(draw.permutation(len(labels))[: round(len(labels) * fraction)])
-        inputs, labels = inputs[torch.from_numpy(kept)], labels[kept]
-        owners = None if owners is None else owners[kept]
-    if owners is None and partition == "natural":
-        raise SettingError(f"partition = natural, but data '{name}' does not say who its samples belong to (client)")
-    tested = labels[:0]
-    if test is not None:
-        test_inputs, tested = inputs_of(test[0], f"{name} (test)"), labels_of(test[1], f"{name} (test)")
-        _same_length(f"{name} (test)", test_inputs, tested)
-        if test_inputs.shape[1:] != inputs.shape[1:] or test_inputs.dtype != inputs.dtype:
-            raise DataError(
-                f"data '{name}' has training inputs of {_kind(inputs)}, but test inputs of {_kind(test_inputs)}"
-            )
-    if owners is not None:
-        train = Parts.by_owner(np.arange(len(labels)), owners, parties)
-        tests = iid(labels, tested, parties, draw)[1]
-    else:
-        train, tests = divide(partition, labels, tested, parties, seed, alpha, minimum)
-    if test is None:
-        train, held = split_off(train, 0.2, draw)
-        test_inputs, tested = inputs[torch.from_numpy(held.rows)], labels[held.rows]
-        tests = Parts(np.arange(len(tested)), held.offsets)
-    train, held = split_off(train, validation, draw) if validation else (train, _empty(parties))
-    shift, scale = _normalisation(inputs, normal)
-    return ArrayData(
-        name=name,
-        classes=int(max(labels.max(), tested.max(initial=0))) + 1,
-        source=Samples(inputs, torch.from_numpy(labels), None, shift, scale),
-        train=train,
-        validation=held,
-        common=Samples(test_inputs, torch.from_numpy(tested), None, shift, scale),
-        tests=tests,
-        origin=origin,
-    )
+    rows = np.arange(len(raw.y))
+    if raw.client is not None and raw.client.dtype.kind == "U":
+        rows = np.flatnonzero(raw.client != "")
+    if fraction == 1:
+        return raw, rows
+    kept = np.sort(draw.permutation(rows)[: round(len(rows) * fraction)])
+    if not len(kept):
+        raise SettingError(f"fraction = {fraction:g} leaves none of {len(rows)} samples (allowed: a larger one)")
+    if isinstance(raw.x, Tensor) and not raw.x.is_contiguous():  # windows of one long text: a copy would be huge
+        return raw, kept
+    x = [raw.x[row] for row in kept] if isinstance(raw.x, list) else raw.x[kept]
+    client = None if raw.client is None else raw.client[kept]
+    return replace(raw, x=x, y=raw.y[kept], client=client), np.arange(len(kept))
+
+
+def _by_client(
+    raw: Raw, rows: NDArray[np.int64], labels: NDArray[np.int64], tested: NDArray[np.int64], draw: np.random.Generator
+) -> tuple[Parts, Parts]:
+    """One party for each client, in sorted order; test samples by client too, or else as the training samples."""
+    assert raw.client is not None
+    names, owners = np.unique(raw.client[rows], return_inverse=True)
+    train = Parts.by_owner(rows, owners.reshape(-1), len(names))
+    if raw.test_client is None:
+        return train, follow(train, labels, tested, draw)
+    known = np.isin(raw.test_client, names)
+    return train, Parts.by_owner(np.flatnonzero(known), np.searchsorted(names, raw.test_client[known]), len(names))
+
+
+def _samples(
+    raw: Raw,
+    labels: NDArray[np.int64],
+    tested: NDArray[np.int64],
+    train: Parts,
+    name: str,
+    words: int,
+    length: int,
+) -> tuple[Samples, Samples, int | None]:
+    """All training and all test samples in the form in which nets take them, and how many tokens there are."""
+    x, test_x, tokens = raw.x, None if raw.test is None else raw.test[0], raw.tokens
+    if isinstance(x, list):
+        tokens = text.vocabulary((x[row] for row in train.rows), words)
+        x = text.encode(x, tokens, length)
+        test_x = None if test_x is None else text.encode(list(test_x), tokens, length)
+    inputs = inputs_of(x, name)
+    shift, scale = (0.0, 1.0) if tokens else _normalisation(inputs, raw.normal)
+    source = Samples(inputs, torch.from_numpy(labels), None, shift, scale, bool(tokens))
+    if test_x is None:
+        return source, source, len(tokens) or None
+    test_inputs = inputs_of(test_x, f"{name} (test)")
+    if test_inputs.shape[1:] != inputs.shape[1:] or test_inputs.dtype != inputs.dtype:
+        raise DataError(
+            f"data '{name}' has training inputs of {_kind(inputs)}, but test inputs of {_kind(test_inputs)}"
+        )
+    common = replace(source, x=test_inputs, y=torch.from_numpy(tested))
+    return source, common, len(tokens) or None
+
+
+def _texts_or_inputs(x: Any, name: str) -> list[str] | Tensor:
+    """A list of texts as it is; anything else as a checked tensor."""
+    return x if isinstance(x, list) and x and all(isinstance(each, str) for each in x) else inputs_of(x, name)
 
 
 def from_parties(parties: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayData:
@@ -270,7 +362,7 @@ def inputs_of(x: ArrayLike | Tensor, name: str) -> Tensor:
             raise DataError(f"data '{name}' has NaN or infinity in sample {first} ({int((~finite).sum())} in all)")
     elif inputs.dtype != torch.uint8:
         inputs = inputs.long()
-    return inputs.unsqueeze(1) if inputs.ndim == 3 else inputs
+    return inputs.unsqueeze(1) if inputs.ndim == 3 and inputs.dtype == torch.uint8 else inputs
 
 
 def labels_of(y: ArrayLike | Tensor, name: str) -> NDArray[np.int64]:

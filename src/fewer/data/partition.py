@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -39,57 +39,145 @@ class Parts(NamedTuple):
         return cls(rows[order], offsets)
 
 
-def iid(train: Rows, test: Rows, parties: int, draw: np.random.Generator) -> tuple[Parts, Parts]:
-    """Even shares at random. `train` and `test` are the labels; the division goes over their positions."""
+@dataclass(frozen=True)
+class Division:
+    """How to divide: the way, and the settings that some ways have."""
 
-    def deal(count: int) -> Parts:
-        return Parts.by_owner(draw.permutation(count), np.arange(count) * parties // max(count, 1), parties)
+    kind: Partition = "dirichlet"
+    parties: int = 20
+    alpha: float = 0.5
+    """Skew of the dirichlet ways and of quantity: small is skewed."""
+    minimum: int = 10
+    """Training samples that each party gets at least (dirichlet ways and quantity)."""
+    classes: int = 2
+    """Classes that each party holds (pathological)."""
+    shards: int = 2
+    """Shards that each party gets (shards)."""
 
-    return deal(len(train)), deal(len(test))
+    def check(self) -> None:
+        """SettingError where no data could be divided so."""
+        if self.parties < 1:
+            raise SettingError(f"parties = {self.parties} (allowed: 1 or more)")
+        if self.alpha <= 0:
+            raise SettingError(f"alpha = {self.alpha:g} (allowed: more than 0)")
 
 
-def dirichlet(
-    train: Rows, test: Rows, parties: int, draw: np.random.Generator, alpha: float, minimum: int
-) -> tuple[Parts, Parts]:
-    """Each class is divided in proportions drawn from Dirichlet(alpha), test samples in the same proportions.
+def iid(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
+    """Even shares at random."""
+    count = len(labels)
+    return Parts.by_owner(draw.permutation(count), np.arange(count) * how.parties // max(count, 1), how.parties)
 
-    Drawn anew until each party has at least `minimum` training samples.
-    """
-    classes = int(max(train.max(initial=-1), test.max(initial=-1))) + 1
-    counts = np.bincount(train, minlength=classes)
+
+def dirichlet(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
+    """Each class is divided in proportions drawn from Dirichlet(alpha), anew until each party has the minimum."""
+    classes = int(labels.max(initial=-1)) + 1
+    counts = np.bincount(labels, minlength=classes)
     for _ in range(TRIES):
-        bounds = np.cumsum(draw.dirichlet(np.full(parties, alpha), classes), axis=1)
-        bounds[:, -1] = 1.0
-        cuts = np.floor(bounds * counts[:, None]).astype(np.int64)
-        if np.diff(cuts, axis=1, prepend=0).sum(axis=0).min() >= minimum:
-            break
-    else:
+        shares = draw.dirichlet(np.full(how.parties, how.alpha), classes)
+        if _cut(shares, counts).sum(axis=0).min() >= how.minimum:
+            return deal(labels, shares, draw)
+    raise SettingError(
+        f"{how.kind} with alpha = {how.alpha:g} leaves some of {how.parties} parties with fewer than {how.minimum} of "
+        f"{len(labels)} samples (allowed: a larger alpha, fewer parties, or a smaller minimum)"
+    )
+
+
+def dirichlet_pairs(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
+    """Even random shares go to pairs of parties, and each pair divides its share by dirichlet (as MetaFed's data)."""
+    pairs = iid(labels, replace(how, parties=(how.parties + 1) // 2), draw)
+    owners = np.empty(len(labels), np.int64)
+    for pair in range(len(pairs.sizes)):
+        rows, first = pairs.of(pair), 2 * pair
+        inside = dirichlet(labels[rows], replace(how, parties=min(2, how.parties - first)), draw)
+        owners[rows[inside.rows]] = first + np.repeat(np.arange(len(inside.sizes)), inside.sizes)
+    return Parts.by_owner(np.arange(len(labels)), owners, how.parties)
+
+
+def pathological(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
+    """Each party holds a few classes only; those who hold a class share it evenly."""
+    held = np.unique(labels)
+    if not 1 <= how.classes <= len(held):
         raise SettingError(
-            f"dirichlet with alpha = {alpha:g} leaves some of {parties} parties with fewer than {minimum} of "
-            f"{len(train)} samples (allowed: a larger alpha, fewer parties, or a smaller minimum)"
+            f"{how.classes} classes for each party, but there are {len(held)} (allowed: 1 … {len(held)})"
         )
-
-    def deal(labels: Rows) -> Parts:
-        order = draw.permutation(len(labels))
-        order = order[np.argsort(labels[order], kind="stable")]
-        owners = []
-        for label, count in enumerate(np.bincount(labels, minlength=classes)):
-            sizes = np.diff(np.floor(bounds[label] * count).astype(np.int64), prepend=0)
-            owners.append(np.repeat(np.arange(parties), sizes))
-        return Parts.by_owner(order, np.concatenate(owners), parties)
-
-    return deal(train), deal(test)
+    if how.parties * how.classes < len(held):
+        raise SettingError(f"{how.parties} parties with {how.classes} classes each cannot hold all {len(held)} classes")
+    shares = np.zeros((int(held.max()) + 1, how.parties))
+    used = np.zeros(len(held), np.int64)
+    for party in range(how.parties):  # the classes that fewest have so far, ties at random
+        chosen = np.lexsort((draw.random(len(held)), used))[: how.classes]
+        used[chosen] += 1
+        shares[held[chosen], party] = 1
+    return deal(labels, shares / np.maximum(shares.sum(axis=1, keepdims=True), 1), draw)
 
 
-def split_off(parts: Parts, fraction: float, draw: np.random.Generator) -> tuple[Parts, Parts]:
-    """Take a share of each party's rows away, at random: what is left, and what was taken."""
+def shards(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
+    """Samples sorted by class are cut into equal shards, and each party is dealt a few of them."""
+    count = how.parties * how.shards
+    if not how.shards >= 1 or count > len(labels):
+        raise SettingError(f"{count} shards of {len(labels)} samples (allowed: shards = 1 or more, a sample in each)")
+    order = draw.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    owners = np.empty(count, np.int64)
+    owners[draw.permutation(count)] = np.arange(count) // how.shards
+    return Parts.by_owner(order, owners[np.arange(len(labels)) * count // len(labels)], how.parties)
+
+
+def quantity(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
+    """Parties of very different size, their sizes drawn from Dirichlet(alpha); classes as in the whole."""
+    return dirichlet(np.zeros_like(labels), how, draw)
+
+
+def follow(parts: Parts, labels: Rows, tested: Rows, draw: np.random.Generator) -> Parts:
+    """Test samples divided like the training samples: of each class, a party tests on the share it trains on."""
+    parties = len(parts.sizes)
+    classes = int(max(labels.max(initial=-1), tested.max(initial=-1))) + 1
+    owners = np.repeat(np.arange(parties), parts.sizes)
+    counts = np.bincount(labels[parts.rows] * parties + owners, minlength=classes * parties).reshape(classes, parties)
+    totals = counts.sum(axis=1, keepdims=True)
+    shares = np.where(totals > 0, counts / np.maximum(totals, 1), 1 / parties)  # a class that nobody trains on: evenly
+    return deal(tested, shares, draw)
+
+
+def deal(labels: Rows, shares: NDArray[np.float64], draw: np.random.Generator) -> Parts:
+    """Divide the samples of each class among parties in the given shares (classes × parties), which add up to 1."""
+    order = draw.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    sizes = _cut(shares, np.bincount(labels, minlength=len(shares)))
+    owners = np.tile(np.arange(shares.shape[1]), len(shares))
+    return Parts.by_owner(order, np.repeat(owners, sizes.reshape(-1)), shares.shape[1])
+
+
+def _cut(shares: NDArray[np.float64], counts: Rows) -> Rows:
+    """How many samples each party gets of each class, all of them given out."""
+    bounds = np.cumsum(shares, axis=1)
+    ends = np.floor(bounds * counts[:, None] + 1e-9).astype(np.int64)
+    ends[:, -1] = np.where(bounds[:, -1] > 0, counts, 0)
+    return np.diff(ends, axis=1, prepend=0)
+
+
+WAYS = {
+    "iid": iid,
+    "dirichlet": dirichlet,
+    "dirichlet-pairs": dirichlet_pairs,
+    "pathological": pathological,
+    "shards": shards,
+    "quantity": quantity,
+}
+
+
+def split_off(parts: Parts, fraction: float, draw: np.random.Generator | None) -> tuple[Parts, Parts]:
+    """Take a share of each party's rows away, at random or (no `draw`) the last ones: what is left, what was taken."""
     if not 0 < fraction < 1:
         raise SettingError(f"a share of {fraction:g} cannot be held out (allowed: more than 0, less than 1)")
     owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
-    order = np.lexsort((draw.random(len(owners)), owners))  # shuffled within each party
     place = np.arange(len(owners)) - np.repeat(parts.offsets[:-1], parts.sizes)
+    shuffled = parts.rows
+    if draw is None:
+        place = np.repeat(parts.sizes, parts.sizes) - 1 - place  # counted from the end
+    else:
+        shuffled = shuffled[np.lexsort((draw.random(len(owners)), owners))]  # within each party
     taken = place < np.repeat(np.floor(parts.sizes * fraction), parts.sizes)
-    shuffled = parts.rows[order]
 
     def keep(mask: NDArray[np.bool_]) -> Parts:
         return Parts.by_owner(shuffled[mask], owners[mask], len(parts.sizes))
@@ -97,27 +185,13 @@ def split_off(parts: Parts, fraction: float, draw: np.random.Generator) -> tuple
     return keep(~taken), keep(taken)
 
 
-def divide(
-    kind: Partition,
-    train: Rows,
-    test: Rows,
-    parties: int,
-    seed: int,
-    alpha: float,
-    minimum: int,
-) -> tuple[Parts, Parts]:
-    """Divide training and test labels among parties by one of the named ways."""
-    if parties < 1:
-        raise SettingError(f"parties = {parties} (allowed: 1 or more)")
-    if len(train) < parties:
-        raise DataError(f"{len(train)} training samples cannot be divided among {parties} parties")
-    if alpha <= 0:
-        raise SettingError(f"alpha = {alpha:g} (allowed: more than 0)")
+def divide(how: Division, train: Rows, test: Rows, seed: int) -> tuple[Parts, Parts]:
+    """Divide training labels among parties as `how` says, and test labels alike."""
+    if how.kind not in WAYS:
+        raise unknown("partition", how.kind, WAYS)
+    how.check()
+    if len(train) < how.parties:
+        raise DataError(f"{len(train)} training samples cannot be divided among {how.parties} parties")
     draw = np.random.default_rng(seed)
-    ways: dict[str, Callable[[], tuple[Parts, Parts]]] = {
-        "iid": lambda: iid(train, test, parties, draw),
-        "dirichlet": lambda: dirichlet(train, test, parties, draw, alpha, minimum),
-    }
-    if kind not in ways:
-        raise unknown("partition", kind, ways)
-    return ways[kind]()
+    parts = WAYS[how.kind](train, how, draw)
+    return parts, follow(parts, train, test, draw)

@@ -17,7 +17,7 @@ class Samples:
     """Inputs `x` and labels `y` of all rows, and the `rows` that are meant (all, if None).
 
     Rows are gathered only when they are used, so parties share one copy of the data. Pixels stay bytes until then:
-    `shift` and `scale` normalise them to (x − shift) · scale.
+    `shift` and `scale` normalise them to (x − shift) · scale; token numbers become 64-bit integers.
     """
 
     x: Tensor
@@ -25,6 +25,8 @@ class Samples:
     rows: Tensor | None = None
     shift: float = 0.0
     scale: float = 1.0
+    tokens: bool = False
+    """Whether inputs are token numbers."""
 
     def __len__(self) -> int:
         return len(self.y) if self.rows is None else len(self.rows)
@@ -59,6 +61,8 @@ class Samples:
         return replace(self, x=self.x.to(device), y=self.y.to(device), rows=rows)
 
     def _normal(self, x: Tensor) -> Tensor:
+        if self.tokens:
+            return x.long()
         if self.shift == 0.0 and self.scale == 1.0:
             return x
         return torch.sub(x, self.shift).mul_(self.scale)

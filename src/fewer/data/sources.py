@@ -7,72 +7,32 @@ import math
 import os
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fewer.data.federated import ArrayData, from_arrays
-from fewer.errors import DataError, SettingError, unknown
+from fewer.data.federated import ArrayData, federate
+from fewer.data.partition import Division
+from fewer.data.raw import Array, Inputs, Raw
+from fewer.errors import DataError, unknown
 from fewer.vocabulary import Partition
 
-Array = NDArray[Any]
 
-
-class Raw(NamedTuple):
-    """Arrays as a source has them."""
-
-    x: Array
-    y: Array
-    test: tuple[Array, Array] | None = None
-    client: Array | None = None
-    normal: tuple[float, float] | None = None
-
-
-def load(
-    name: str,
-    *,
-    directory: str | Path | None = None,
-    parties: int = 20,
-    partition: Partition = "dirichlet",
-    alpha: float = 0.5,
-    fraction: float = 1.0,
-    validation: float = 0.0,
-    minimum: int = 10,
-    seed: int = 0,
-) -> ArrayData:
+def load(name: str, *, directory: str | Path | None = None, seed: int = 0, **settings: Any) -> ArrayData:
     """The named data, divided among parties.
 
     `name` is one of `NAMES`, `idx:DIR` (four idx files, as MNIST has them) or `npz:FILE` (arrays x, y and, if there
     are any, x_test, y_test, client). Files are looked for in `directory`, by default $FEWER_DATA. The other
-    settings are those of `from_arrays`.
+    settings are those of `federate`.
     """
-    if partition not in get_args(Partition):
+    Division(**{key: settings[key] for key in ("parties", "alpha") if key in settings}).check()
+    if (partition := settings.get("partition", "iid")) not in get_args(Partition):
         raise unknown("partition", partition, get_args(Partition))
-    if alpha <= 0:
-        raise SettingError(f"alpha = {alpha:g} (allowed: more than 0)")
-    settings: dict[str, Any] = {
-        "parties": parties,
-        "partition": partition,
-        "alpha": alpha,
-        "fraction": fraction,
-        "validation": validation,
-        "minimum": minimum,
-        "seed": seed,
-    }
-    raw = read(name, directory)
-    return from_arrays(
-        raw.x,
-        raw.y,
-        test=raw.test,
-        client=raw.client if partition == "natural" else None,
-        normal=raw.normal,
-        name=name,
-        origin={"name": name, "directory": None if directory is None else str(directory), **settings},
-        **settings,
-    )
+    origin = {"name": name, "directory": None if directory is None else str(directory), "seed": seed, **settings}
+    return federate(read(name, directory), name=name, seed=seed, origin=origin, **settings)
 
 
 def read(name: str, directory: str | Path | None = None) -> Raw:
@@ -86,11 +46,11 @@ def read(name: str, directory: str | Path | None = None) -> Raw:
         return _EMBEDDED[name]()
     if name in _FILES:
         folder, normal = _FILES[name]
-        return idx(_find(folder, directory))._replace(normal=normal)
+        return replace(idx(_find(folder, directory)), normal=normal)
     raise unknown("data", name, [*NAMES, *(f"{kind}:PATH" for kind in _FORMATS)])
 
 
-def inputs(name: str, directory: str | Path | None = None) -> tuple[Array, Array | None]:
+def inputs(name: str, directory: str | Path | None = None) -> tuple[Inputs, Array | None]:
     """Inputs to predict for, and labels if there are any: an npz file's x and y, or the test part of a data set."""
     if name.startswith("npz:"):
         arrays = _arrays(_find(name.removeprefix("npz:"), directory), ("x",))

@@ -1,0 +1,751 @@
+"""Data: who gets which rows, what a party sees of them, and files that are not what they should be."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import time
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+
+import fewer.data
+from fewer.data import NAMES, ArrayData, Samples, from_arrays, from_parties, load
+from fewer.data.partition import Division, Parts, Rows, divide, split_off
+from fewer.errors import DataError, SettingError
+from fewer.vocabulary import Partition
+
+torch.set_num_threads(1)
+
+
+def labels(count: int, classes: int = 10, seed: int = 0) -> Rows:
+    return np.random.default_rng(seed).integers(classes, size=count)
+
+
+def split(
+    kind: Partition = "dirichlet", parties: int = 20, seed: int = 0, alpha: float = 0.5, minimum: int = 10
+) -> tuple[Parts, Parts]:
+    return divide(Division(kind, parties, alpha, minimum), labels(3000), labels(700, seed=1), seed)
+
+
+def arrays(count: int = 200, seed: int = 0) -> tuple[NDArray[np.float32], Rows]:
+    """Inputs that say which row they are, and labels."""
+    return np.arange(2 * count, dtype=np.float32).reshape(count, 2), labels(count, 4, seed)
+
+
+def own_rows(samples: Samples) -> set[int]:
+    """Row numbers of samples that `arrays` made."""
+    return {int(x[0]) // 2 for x in samples.slice(0, len(samples))[0]}
+
+
+# --- partitions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet"])
+@pytest.mark.parametrize("parties", [1, 7, 20])
+def test_every_row_belongs_to_exactly_one_party(kind: Partition, parties: int) -> None:
+    for parts, count in zip(split(kind, parties), (3000, 700), strict=True):
+        assert len(parts.sizes) == parties and parts.sizes.sum() == count
+        together = np.concatenate([parts.of(party) for party in range(parties)])
+        assert np.array_equal(np.sort(together), np.arange(count))
+        assert [len(parts.of(party)) for party in range(parties)] == parts.sizes.tolist()
+
+
+def test_iid_shares_are_even_and_mixed() -> None:
+    train, test = split("iid", 7)
+    assert set(train.sizes) == {428, 429} and all(90 <= size <= 110 for size in test.sizes)
+    y = labels(3000)
+    for party in range(7):
+        assert np.bincount(y[train.of(party)], minlength=10).min() > 15
+    assert not np.array_equal(np.sort(train.of(0)), np.arange(len(train.of(0))))
+
+
+@pytest.mark.parametrize("minimum", [1, 10, 60])
+def test_dirichlet_gives_each_party_the_minimum(minimum: int) -> None:
+    for seed in range(5):
+        assert split(minimum=minimum, seed=seed)[0].sizes.min() >= minimum
+
+
+def test_dirichlet_that_cannot_give_the_minimum_says_so() -> None:
+    with pytest.raises(SettingError, match=r"alpha = 0\.01 leaves some of 20 parties with fewer than 100 of 3000"):
+        split(minimum=100, alpha=0.01)
+
+
+def test_dirichlet_divides_test_samples_in_the_proportions_of_training() -> None:
+    train, test = split(alpha=0.3)
+    y, y_test = labels(3000), labels(700, seed=1)
+    for label in range(10):
+        mine = np.array([(y[train.of(party)] == label).sum() for party in range(20)]) / (y == label).sum()
+        theirs = np.array([(y_test[test.of(party)] == label).sum() for party in range(20)]) / (y_test == label).sum()
+        most = 1 / (y == label).sum() + 1 / (y_test == label).sum()  # each of both is cut down to whole samples
+        assert np.abs(mine - theirs).max() <= most
+        assert mine.max() > 3 / 20
+
+
+def test_dirichlet_deals_the_rows_of_a_class_at_random() -> None:
+    train = divide(Division("dirichlet", 2, 100.0, 1), np.zeros(1000, np.int64), labels(0), 0)[0]
+    assert all(450 < train.of(party).mean() < 550 for party in range(2))
+
+
+def test_rows_of_an_owner_keep_their_order() -> None:
+    owners = labels(1000, 3)
+    parts = Parts.by_owner(np.arange(1000) * 2, owners, 4)
+    assert parts.sizes[3] == 0
+    for owner in range(3):
+        assert np.array_equal(parts.of(owner), np.flatnonzero(owners == owner) * 2)
+
+
+def test_dirichlet_is_the_more_skewed_the_smaller_alpha_is() -> None:
+    def skew(alpha: float) -> float:
+        train = split(alpha=alpha, minimum=0)[0]
+        table = [np.bincount(labels(3000)[train.of(party)], minlength=10) for party in range(20)]
+        return float(np.mean([counts.max() / counts.sum() for counts in table if counts.sum()]))
+
+    assert skew(0.1) > 0.5 > skew(1) > 0.2 > skew(1000)
+
+
+def test_dirichlet_proportions_have_the_expected_spread() -> None:
+    """A share of Dirichlet(α) over P parties has variance (1/P) (1 − 1/P) / (P α + 1)."""
+    parties, alpha = 10, 0.5
+    y = np.repeat(np.arange(200), 1000)
+    train = divide(Division("dirichlet", parties, alpha, 0), y, y[:0], 3)[0]
+    shares = np.array([np.bincount(y[train.of(party)], minlength=200) for party in range(parties)]) / 1000
+    expected = (1 / parties) * (1 - 1 / parties) / (parties * alpha + 1)
+    assert abs(shares.var() / expected - 1) < 0.15
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet"])
+def test_division_depends_on_the_seed_alone(kind: Partition) -> None:
+    for one, again, other in zip(split(kind), split(kind), split(kind, seed=1), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
+        assert not np.array_equal(one.rows, other.rows)
+
+
+def test_dividing_sixty_thousand_among_a_hundred_is_quick() -> None:
+    y, y_test = labels(60_000), labels(10_000)
+    best = np.inf
+    for _ in range(5):
+        begun = time.perf_counter()
+        divide(Division("dirichlet", 100, 0.5, 10), y, y_test, 0)
+        best = min(best, time.perf_counter() - begun)
+    assert best < 0.2  # 0.02 on an idle core
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parties": 0}, "parties = 0"),
+        ({"alpha": 0.0}, "alpha = 0"),
+        ({"alpha": -1.0}, "alpha = -1"),
+        ({"kind": "dirichelt"}, "unknown partition 'dirichelt', did you mean 'dirichlet'"),
+    ],
+)
+def test_wrong_settings_of_a_division(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        split(**change)
+
+
+def test_fewer_samples_than_parties() -> None:
+    with pytest.raises(DataError, match="5 training samples cannot be divided among 6 parties"):
+        divide(Division("iid", 6, 0.5, 0), labels(5), labels(5), 0)
+    assert divide(Division("iid", 5, 0.5, 0), labels(5), labels(0), 0)[0].sizes.tolist() == [1] * 5
+
+
+def test_classes_that_only_one_part_has() -> None:
+    train, test = divide(Division("dirichlet", 4, 1.0, 1), np.zeros(100, np.int64), np.full(50, 3), 0)
+    assert train.sizes.sum() == 100 and test.sizes.sum() == 50
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.5, 0.9])
+def test_split_off_takes_a_share_of_each_party(share: float) -> None:
+    parts = split(parties=9)[0]
+    left, taken = split_off(parts, share, np.random.default_rng(0))
+    assert taken.sizes.tolist() == [int(size * share) for size in parts.sizes]
+    for party in range(9):
+        both = np.concatenate([left.of(party), taken.of(party)])
+        assert np.array_equal(np.sort(both), np.sort(parts.of(party)))
+    again = split_off(parts, share, np.random.default_rng(0))
+    other = split_off(parts, share, np.random.default_rng(1))
+    assert np.array_equal(again[1].rows, taken.rows) and not np.array_equal(other[1].rows, taken.rows)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.1, 1.5])
+def test_split_off_must_leave_and_take(share: float) -> None:
+    with pytest.raises(SettingError, match="cannot be held out"):
+        split_off(split()[0], share, np.random.default_rng(0))
+
+
+# --- samples --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["all rows", "some rows"])
+def samples(request: pytest.FixtureRequest) -> Samples:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (50, 1, 3, 2), generator=draw, dtype=torch.uint8)
+    rows = torch.randperm(50, generator=draw)[:23] if request.param == "some rows" else None
+    return Samples(x, torch.arange(50), rows, 80.0, 0.02)
+
+
+def plainly(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = torch.arange(len(samples.y)) if samples.rows is None else samples.rows
+    return (samples.x[rows].float() - 80.0) * 0.02, samples.y[rows]
+
+
+def equal(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_pick_is_plain_indexing(samples: Samples) -> None:
+    x, y = plainly(samples)
+    which = torch.tensor([5, 0, 0, len(samples) - 1])
+    assert equal(samples.pick(which), (x[which], y[which]))
+
+
+def test_batches_are_plain_indexing(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = plainly(samples)
+    numbers = torch.randint(len(samples), (9, 4), generator=torch.Generator().manual_seed(1))
+    for block in (1, 50, 1 << 20):  # gathered one by one, a few at a time, all at once
+        monkeypatch.setattr("fewer.data.samples.BLOCK", block)
+        batches = list(samples.batches(numbers))
+        assert len(batches) == 9
+        assert all(equal(batch, (x[row], y[row])) for batch, row in zip(batches, numbers, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_chunks_are_all_samples_in_order(samples: Samples, size: int) -> None:
+    chunks = list(samples.chunks(size))
+    assert [len(y) for _, y in chunks[:-1]] == [size] * (len(chunks) - 1)
+    assert equal((torch.cat([x for x, _ in chunks]), torch.cat([y for _, y in chunks])), plainly(samples))
+
+
+def test_slice_stops_at_the_end(samples: Samples) -> None:
+    x, y = plainly(samples)
+    assert equal(samples.slice(3, 8), (x[3:8], y[3:8]))
+    assert equal(samples.slice(len(samples) - 2, 10**6), (x[-2:], y[-2:]))
+
+
+def test_no_samples() -> None:
+    none = Samples(torch.zeros(5, 2), torch.zeros(5, dtype=torch.long), torch.zeros(0, dtype=torch.long))
+    assert len(none) == 0 and list(none.chunks()) == []
+
+
+def test_floats_and_integers_are_left_alone() -> None:
+    for x in (torch.randn(3, 2), torch.tensor([[1, 2]] * 3)):
+        assert torch.equal(Samples(x, torch.zeros(3)).pick(torch.arange(3))[0], x)
+
+
+def test_normalisation_of_bytes_by_their_own_mean_and_spread() -> None:
+    x = np.array([[0, 255], [51, 102]] * 20, np.uint8)
+    mean = (0 + 1 + 0.2 + 0.4) / 4
+    spread = ((mean**2 + (1 - mean) ** 2 + (0.2 - mean) ** 2 + (0.4 - mean) ** 2) / 4) ** 0.5
+    data = from_arrays(x, np.zeros(40, int), parties=1, test=(x[:2], [0, 0]))
+    expected = (torch.tensor([[0, 1], [0.2, 0.4]]) - mean) / spread
+    assert torch.allclose(data.test.slice(0, 2)[0], expected, atol=1e-6)
+    everything = data.party(0).train.slice(0, 40)[0]
+    assert abs(float(everything.mean())) < 1e-6 and abs(float(everything.std(correction=0)) - 1) < 1e-6
+
+
+def test_normalisation_as_given() -> None:
+    x = np.array([[0, 255]] * 10, np.uint8)
+    data = from_arrays(x, np.zeros(10, int), parties=1, minimum=1, normal=(0.25, 0.5), test=(x[:1], [0]))
+    assert torch.allclose(data.test.slice(0, 1)[0], torch.tensor([[-0.5, 1.5]]))
+
+
+def test_constant_bytes_do_not_divide_by_zero() -> None:
+    x = np.full((20, 2), 255, np.uint8)
+    data = from_arrays(x, np.zeros(20, int), parties=1, minimum=1)
+    assert data.test.slice(0, 1)[0].abs().max() < 1e-6
+
+
+# --- a user's own arrays --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+def test_a_fifth_of_each_party_is_for_testing(validation: float) -> None:
+    x, y = arrays()
+    data = from_arrays(x, y, parties=4, validation=validation)
+    seen: list[int] = []
+    for number in range(4):
+        train, held, test = data.party(number)
+        whole = len(train) + len(held) + len(test)
+        assert len(test) == whole // 5 and len(held) == int((whole - whole // 5) * validation)
+        assert data.size(number) == len(train)
+        for part in (train, held, test):
+            seen += own_rows(part)
+            inputs, targets = part.slice(0, len(part))
+            assert targets.tolist() == [y[int(row[0]) // 2] for row in inputs]
+    assert sorted(seen) == list(range(200))
+    assert own_rows(data.test) == set().union(*(own_rows(data.party(number).test) for number in range(4)))
+    assert data.shape == (2,) and data.classes == 4 and len(data) == 4 and data.origin is None
+
+
+def test_client_says_whose_a_sample_is() -> None:
+    x, y = arrays(30)
+    client = np.array([f"client {row % 3}" for row in range(30)])
+    data = from_arrays(x, y, client=client, partition="natural")
+    assert len(data) == 3
+    for number in range(3):
+        mine = data.party(number)
+        assert own_rows(mine.train) | own_rows(mine.test) == set(range(number, 30, 3))
+        assert (len(mine.train), len(mine.test)) == (8, 2)
+
+
+def test_client_with_a_test_set_of_its_own() -> None:
+    x, y = arrays(30)
+    data = from_arrays(x, y, client=np.arange(30) % 3, test=(x[:9] + 1000, y[:9]))
+    assert [len(data.party(number).train) for number in range(3)] == [10, 10, 10]
+    assert sum(len(data.party(number).test) for number in range(3)) == 9
+    assert own_rows(data.test) == set(range(500, 509))
+
+
+def test_natural_needs_clients() -> None:
+    with pytest.raises(SettingError, match="does not say who its samples belong to"):
+        from_arrays(*arrays(), partition="natural")
+
+
+def test_from_parties_keeps_order_and_a_party_without_samples() -> None:
+    x, y = arrays(30)
+    none = (np.zeros((0, 2), np.float32), np.zeros(0, int))
+    pairs = [none, (x[:10], y[:10]), none, (x[10:25], y[10:25]), (x[25:], y[25:]), ([], [])]
+    data = from_parties(pairs, validation=0.5)
+    assert len(data) == 6
+    assert [sum(map(len, data.party(number))) for number in range(6)] == [0, 10, 0, 15, 5, 0]
+    assert [data.size(number) for number in range(6)] == [0, 4, 0, 6, 2, 0]
+    found = [set().union(*map(own_rows, data.party(number))) for number in range(6)]
+    assert found == [set(), set(range(10)), set(), set(range(10, 25)), set(range(25, 30)), set()]
+
+
+def test_from_parties_takes_tensors_and_mixed_floats() -> None:
+    pairs = [(torch.ones(5, 2), torch.ones(5).long()), (np.zeros((5, 2), np.float64), [0] * 5)]
+    data = from_parties(pairs)
+    assert data.source.x.dtype == torch.float32 and data.classes == 2
+    assert data.party(0).train.slice(0, 1)[0].tolist() == [[1, 1]]
+
+
+def test_fraction_keeps_only_so_much() -> None:
+    x, y = arrays()
+    data = from_arrays(x, y, parties=2, fraction=0.5, test=(x, y))
+    assert data.size(0) + data.size(1) == 100 and len(data.test) == 200
+    half = own_rows(data.party(0).train) | own_rows(data.party(1).train)
+    assert len(half) == 100 and half != set(range(100))
+    data = from_arrays(x, y, client=np.arange(200) % 2, fraction=0.5, test=(x, y))
+    assert data.size(0) + data.size(1) == 100
+    for number in range(2):
+        assert {row % 2 for row in own_rows(data.party(number).train)} == {number}
+
+
+def test_images_get_a_channel_and_labels_may_be_a_column() -> None:
+    data = from_arrays(np.zeros((40, 5, 6), np.uint8), np.zeros((40, 1)), parties=2)
+    assert data.shape == (1, 5, 6) and data.source.y.dtype == torch.int64
+
+
+BAD = [
+    ({"x": np.array([[0, 1], [np.nan, 1], [2, 3]] * 10, np.float32)}, r"NaN or infinity in sample 1 \(10 in all\)"),
+    ({"x": np.full((30, 2), np.inf)}, "NaN or infinity in sample 0"),
+    ({"x": np.full((30, 2), 1e300)}, "NaN or infinity in sample 0"),
+    ({"x": np.zeros((29, 2))}, "has 29 inputs and 30 labels"),
+    ({"x": np.zeros((0, 2)), "y": []}, "has no samples"),
+    ({"x": np.float32(3)}, "has 1 inputs and 30 labels"),
+    ({"x": np.array(["a"] * 30)}, "not an array of numbers"),
+    ({"x": np.array([None] * 30)}, "not an array of numbers"),
+    ({"x": [[1.0]] * 29 + [[1.0, 2.0]]}, "not an array of numbers"),
+    ({"x": np.zeros((30, 2), ">f4")}, "not an array of numbers"),
+    ({"x": np.zeros((30, 2), np.complex64)}, "complex inputs"),
+    ({"y": np.array([0.5] * 30)}, "labels that are not class numbers"),
+    ({"y": np.array([-1] * 30)}, "labels that are not class numbers"),
+    ({"y": np.array([np.nan] * 30)}, "labels that are not class numbers"),
+    ({"y": np.array(["cat", "dog", "cow"] * 10)}, "labels that are not class numbers"),
+    ({"y": np.array([None] * 30)}, "labels that are not class numbers"),
+    ({"y": np.array([0, 2**40] * 15)}, "has a label of 1099511627776"),
+    ({"y": np.zeros((30, 2), int)}, r"labels of shape \(30, 2\)"),
+    ({"client": [0] * 29}, r"\(client\)' has 30 inputs and 29"),
+    ({"test": (np.zeros((3, 2)), [0, 1])}, r"\(test\)' has 3 inputs and 2 labels"),
+    ({"test": (np.full((1, 2), np.nan), [0])}, r"\(test\)' has NaN"),
+    ({"test": (np.zeros((1, 3)), [0])}, r"training inputs of float32 \(2,\), but test inputs of float32 \(3,\)"),
+    ({"test": (np.zeros((1, 2), np.uint8), [0])}, r"training inputs of float32 \(2,\), but test inputs of uint8"),
+    ({"parties": 31}, "30 training samples cannot be divided among 31 parties"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+@pytest.mark.filterwarnings("error")
+def test_arrays_that_nothing_can_be_learned_from(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"x": np.zeros((30, 2)), "y": np.arange(30) % 3, "parties": 2, "minimum": 1}
+    assert len(from_arrays(**good)) == 2
+    with pytest.raises(DataError, match=message):
+        from_arrays(**good | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fraction": 0.0}, "fraction = 0"),
+        ({"fraction": 1.1}, "fraction = 1.1"),
+        ({"fraction": 0.001}, "leaves none of 200 samples"),
+        ({"fraction": 0.001, "client": np.zeros(200)}, "leaves none of 200 samples"),
+        ({"validation": 1.5}, "cannot be held out"),
+        ({"partition": "idd"}, "unknown partition 'idd', did you mean 'iid'"),
+        ({"alpha": -1.0}, "alpha = -1"),
+        ({"minimum": 300}, "fewer than 300 of 200 samples"),
+    ],
+)
+def test_wrong_settings(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        from_arrays(*arrays(), **{"parties": 2, **change})
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([], "no parties with samples"),
+        ([([], []), ([], [])], "no parties with samples"),
+        ([(np.zeros((3, 2)), [0, 1])], "party 0' has 3 inputs and 2 labels"),
+        ([(np.zeros((3, 2)), [0] * 3), (np.zeros((3, 4)), [0] * 3)], r"party 1 has inputs of float64 \(4,\), others"),
+        ([(np.zeros((3, 2)), [0] * 3), (np.zeros((3, 2), np.uint8), [0] * 3)], r"party 1 has inputs of uint8 \(2,\)"),
+        ([(np.zeros((3, 2)), [0] * 3), (np.full((3, 2), np.nan), [0] * 3)], "NaN or infinity in sample 3"),
+    ],
+)
+def test_parties_that_do_not_fit_together(pairs: list[tuple[Any, Any]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_parties(pairs)
+
+
+# --- holding out ----------------------------------------------------------------------------------------------
+
+
+def test_held_out_takes_test_samples_from_training_alone() -> None:
+    x, y = arrays()
+    data = from_arrays(x, y, parties=4, validation=0.2)
+    within = data.held_out(0.25, seed=5)
+    tests = own_rows(data.test)
+    assert len(within) == 4 and within.origin is None
+    for number in range(4):
+        before, after = data.party(number), within.party(number)
+        train, held = own_rows(after.train), own_rows(after.test)
+        assert not train & held and train | held == own_rows(before.train)
+        assert len(held) == len(before.train) // 4
+        assert own_rows(after.validation) == own_rows(before.validation)
+        assert not (train | held) & tests
+        inputs, targets = after.test.slice(0, len(after.test))
+        assert targets.tolist() == [y[int(row[0]) // 2] for row in inputs]
+    assert own_rows(within.test) == set().union(*(own_rows(within.party(number).test) for number in range(4)))
+    assert not own_rows(within.test) & tests
+    assert own_rows(data.test) == tests
+
+
+def test_held_out_never_reads_the_test_samples() -> None:
+    x, y = arrays()
+    data = from_arrays(x, y, parties=4, test=(x + 10_000, y))
+    damaged = replace(data, common=Samples(torch.full_like(data.common.x, torch.nan), data.common.y))
+    one, other = (each.held_out(0.3, seed=0) for each in (data, damaged))
+    assert one.fingerprint() == other.fingerprint()
+    assert bool(torch.isfinite(other.test.slice(0, len(other.test))[0]).all())
+
+
+def test_held_out_depends_on_its_seed() -> None:
+    data = from_arrays(*arrays(), parties=4)
+    rows = [own_rows(data.held_out(0.3, seed).test) for seed in (0, 0, 1)]
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_held_out_twice() -> None:
+    data = from_arrays(*arrays(), parties=4)
+    first = data.held_out(0.3, 0)
+    second = first.held_out(0.3, 0)
+    assert not own_rows(second.test) & own_rows(first.test)
+    assert own_rows(second.test) <= set().union(*(own_rows(first.party(number).train) for number in range(4)))
+
+
+# --- fingerprint ----------------------------------------------------------------------------------------------
+
+
+def made(**change: Any) -> ArrayData:
+    x = np.random.default_rng(0).integers(256, size=(80, 3, 3), dtype=np.uint8)
+    y = labels(80, 4)
+    given: dict[str, Any] = {
+        "x": x,
+        "y": y,
+        "test": (x[:20].copy(), y[:20].copy()),
+        "parties": 3,
+        "minimum": 1,
+        "normal": (0.5, 0.5),
+    }
+    return from_arrays(**given | change)
+
+
+def test_fingerprint_is_that_of_the_content() -> None:
+    one = made()
+    assert one.fingerprint() == made().fingerprint() == one.to(torch.device("cpu")).fingerprint()
+    assert len(one.fingerprint()) == 8
+
+
+def changed(array: Any, place: Any) -> Any:
+    copied = np.array(array)
+    copied[place] = (copied[place] + 1) % 4
+    return copied
+
+
+@pytest.mark.parametrize(
+    "what", ["pixel", "label", "test pixel", "test label", "seed", "alpha", "parties", "validation", "normal", "shape"]
+)
+def test_fingerprint_changes_with(what: str) -> None:
+    x, y = np.random.default_rng(0).integers(256, size=(80, 3, 3), dtype=np.uint8), labels(80, 4)
+    test = x[:20], y[:20]
+    change: dict[str, Any] = {
+        "pixel": {"x": changed(x, (40, 1, 2))},
+        "label": {"y": changed(y, 40), "partition": "iid"},
+        "test pixel": {"test": (changed(test[0], (7, 0, 0)), test[1])},
+        "test label": {"test": (test[0], changed(test[1], 7)), "partition": "iid"},
+        "seed": {"seed": 1},
+        "alpha": {"alpha": 5.0},
+        "parties": {"parties": 4},
+        "validation": {"validation": 0.2},
+        "normal": {"normal": (0.5, 0.25)},
+        "shape": {"x": x.reshape(80, 9), "test": (test[0].reshape(20, 9), test[1])},
+    }[what]
+    common = {"partition": "iid"} if "partition" in change else {}
+    assert made(**change).fingerprint() != made(**common).fingerprint()
+
+
+def test_fingerprint_changes_when_one_row_changes_hands() -> None:
+    data = made()
+    offsets = data.train.offsets.copy()
+    offsets[1] += 1
+    assert replace(data, train=Parts(data.train.rows, offsets)).fingerprint() != data.fingerprint()
+
+
+# --- embedded sets --------------------------------------------------------------------------------------------
+
+
+def test_digits() -> None:
+    data = load("digits", parties=10)
+    assert (len(data.source), len(data.test)) == (1438, 359)
+    assert data.shape == (1, 8, 8) and data.classes == 10 and data.source.x.dtype == torch.uint8
+    assert len(data) == 10 and sum(data.size(number) for number in range(10)) == 1438
+    x, y = load_digits(return_X_y=True)
+    assert data.test.y.tolist() == y[4::5].tolist()
+    assert (data.test.x[0].reshape(-1) / (255 / 16)).round().tolist() == x[4].tolist()
+    assert int(data.source.x.max()) == 255 and int(data.source.x.min()) == 0
+    train, test = ({tuple(row.tolist()) for row in part.x.reshape(len(part), -1)} for part in (data.source, data.test))
+    assert not train & test
+
+
+def test_fashion_mini() -> None:
+    data = load("fashion-mini", parties=20)
+    assert (len(data.source), len(data.test)) == (6000, 1000)
+    assert torch.bincount(data.source.y).tolist() == [600] * 10
+    assert torch.bincount(data.test.y).tolist() == [100] * 10
+    assert data.shape == (1, 28, 28) and data.classes == 10
+    inputs = data.source.slice(0, 6000)[0]
+    assert abs(float(inputs.mean())) < 0.05 and abs(float(inputs.std()) - 1) < 0.05
+    assert data.origin is not None and data.origin["name"] == "fashion-mini"
+
+
+def test_embedded_file_is_small_and_has_its_licence_beside_it() -> None:
+    folder = files("fewer.data").joinpath("embedded")
+    with folder.joinpath("fashion-mini.npz").open("rb") as file:
+        assert len(file.read()) < 5_000_000
+    licence = folder.joinpath("LICENSE.fashion-mnist").read_text()
+    assert "MIT" in licence and "Zalando" in licence
+
+
+def test_load_gives_the_same_again_and_another_for_another_seed() -> None:
+    assert load("digits").fingerprint() == load("digits").fingerprint() != load("digits", seed=1).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("digitz", "unknown data 'digitz', did you mean 'digits'"),
+        ("fashion-mni", "unknown data 'fashion-mni', did you mean 'fashion-mini'"),
+        ("xyzzy", r"unknown data 'xyzzy' \(allowed: digits, fashion, fashion-mini, idx:PATH, mnist, npz:PATH\)"),
+        ("npx:file", "unknown data format 'npx', did you mean 'npz'"),
+    ],
+)
+def test_unknown_data(name: str, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        load(name)
+
+
+def test_wrong_settings_are_seen_before_anything_is_read() -> None:
+    with pytest.raises(SettingError, match="unknown partition 'even'"):
+        load("npz:nowhere", partition="even")
+    with pytest.raises(SettingError, match="alpha = -1"):
+        load("npz:nowhere", alpha=-1)
+
+
+def test_names_are_those_that_the_documentation_has() -> None:
+    assert set(NAMES) == {"digits", "fashion-mini", "mnist", "fashion"}
+    assert "natural" in get_args(Partition) and fewer.data.load is load
+
+
+# --- files ----------------------------------------------------------------------------------------------------
+
+FOUR = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+
+def idx_bytes(array: NDArray[np.uint8]) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def idx_arrays() -> list[NDArray[np.uint8]]:
+    draw = np.random.default_rng(0)
+    x, x_test = (draw.integers(256, size=(count, 5, 4), dtype=np.uint8) for count in (60, 12))
+    return [x, (np.arange(60) % 3).astype(np.uint8), x_test, (np.arange(12) % 3).astype(np.uint8)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A data directory with four good idx files in mnist/."""
+    (tmp_path / "mnist").mkdir()
+    for name, array in zip(FOUR, idx_arrays(), strict=True):
+        (tmp_path / "mnist" / name).write_bytes(idx_bytes(array))
+    return tmp_path
+
+
+def open_idx(folder: Path) -> ArrayData:
+    return load(f"idx:{folder / 'mnist'}", parties=3, minimum=1)
+
+
+def test_idx_files(folder: Path) -> None:
+    data = open_idx(folder)
+    x, y, x_test, y_test = idx_arrays()
+    assert np.array_equal(data.source.x[:, 0].numpy(), x) and data.source.y.tolist() == y.tolist()
+    assert np.array_equal(data.test.x[:, 0].numpy(), x_test) and data.test.y.tolist() == y_test.tolist()
+    assert data.shape == (1, 5, 4) and data.classes == 3
+
+
+def test_idx_files_may_be_packed(folder: Path) -> None:
+    expected = open_idx(folder).fingerprint()
+    for name in FOUR[:3]:
+        path = folder / "mnist" / name
+        path.with_name(name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert open_idx(folder).fingerprint() == expected
+
+
+def test_named_data_lies_in_the_data_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder / "mnist")
+    monkeypatch.delenv("FEWER_DATA", raising=False)
+    with pytest.raises(DataError, match=r"no 'mnist' here, and no data directory is set \(--data-dir, FEWER_DATA\)"):
+        load("mnist")
+    given = load("mnist", directory=folder, parties=3, minimum=1)
+    assert (given.source.shift, given.source.scale) == (255 * 0.1307, 1 / (255 * 0.3081))
+    monkeypatch.setenv("FEWER_DATA", str(folder))
+    assert load("mnist", parties=3, minimum=1).fingerprint() == given.fingerprint()
+    with pytest.raises(DataError, match=f"no 'fashion-mnist' in {folder}"):
+        load("fashion")
+
+
+def packed(raw: bytes) -> bytes:
+    return gzip.compress(raw)
+
+
+LABELS = idx_bytes(np.zeros(60, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (FOUR[0], None, f"no {FOUR[0]}"),
+        (FOUR[3], None, f"no {FOUR[3]}"),
+        (FOUR[1], LABELS[:-1], "is cut short: 67 bytes where 68 belong"),
+        (FOUR[1], LABELS[:6], "is cut short"),
+        (FOUR[1], b"", "wrong magic number"),
+        (FOUR[1], b"\0\0\x0d\1" + LABELS[4:], "wrong magic number"),
+        (FOUR[1], b"\x89PNG" + LABELS, "wrong magic number"),
+        (FOUR[1], LABELS + b"\0", "69 bytes where 68 belong"),
+        (FOUR[1], b"\0\0\x08\3" + b"\x80\0\0\0" * 2 + b"\0\0\0\x08", "is cut short"),
+        (FOUR[1], idx_bytes(np.zeros(59, np.uint8)), "has 60 inputs and 59 labels"),
+        (FOUR[1], idx_bytes(np.zeros((60, 2), np.uint8)), r"labels of shape \(60, 2\)"),
+        (FOUR[1] + ".gz", LABELS, "cannot be read"),
+        (FOUR[1] + ".gz", packed(LABELS)[:-9], "cannot be read"),
+        (FOUR[1] + ".gz", packed(LABELS)[:10] + b"\xff" * 20, "cannot be read"),
+        (FOUR[1] + ".gz", b"", "wrong magic number|cannot be read"),
+    ],
+)
+def test_bad_idx_files(folder: Path, name: str, content: bytes | None, message: str) -> None:
+    (folder / "mnist" / name.removesuffix(".gz")).unlink()
+    if content is not None:
+        (folder / "mnist" / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        open_idx(folder)
+
+
+def test_npz(tmp_path: Path) -> None:
+    x, y = arrays(60)
+    path = tmp_path / "own.npz"
+    np.savez(path, x=x, y=y)
+    data = load(f"npz:{path}", parties=2)
+    assert len(data.test) + data.size(0) + data.size(1) == 60
+    np.savez_compressed(path, x=x, y=y, x_test=x[:7], y_test=y[:7], client=np.arange(60) % 5)
+    data = load("npz:own.npz", directory=tmp_path, partition="natural")
+    assert len(data) == 5 and len(data.test) == 7 and [data.size(number) for number in range(5)] == [12] * 5
+    assert len(load(f"npz:{path}", parties=3)) == 3
+
+
+def test_bad_npz_files(tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
+
+    def refused(message: str) -> None:
+        with pytest.raises(DataError, match=message):
+            load(f"npz:{path}", parties=2, minimum=1)
+
+    x, y = arrays(60)
+    with pytest.raises(DataError, match="no '.*own.npz'"):
+        load(f"npz:{path}")
+    np.savez(path, x=x, z=y)
+    refused(r"has no array 'y' \(it has: x, z\)")
+    np.savez(path, y=y)
+    refused(r"has no array 'x' \(it has: y\)")
+    np.savez(path, x=x, y=np.array([{}] * 60, dtype=object))
+    refused("is not an npz archive of plain arrays")
+    np.savez(path, x=np.array(["a"] * 60), y=y)
+    refused("not an array of numbers")
+    np.savez_compressed(path, x=np.random.default_rng(0).random((60, 50)), y=y)
+    good = path.read_bytes()
+    for content in (b"", b"junk" * 50, good[: len(good) // 2], good[:200] + b"\xff" * 40 + good[240:], b"PK\3\4"):
+        path.write_bytes(content)
+        refused("is not an npz archive of plain arrays")
+    with path.open("wb") as file:
+        np.save(file, x)
+    refused("is not an npz archive of plain arrays")
+    path.unlink()
+    path.mkdir()
+    refused("is not an npz archive of plain arrays")
+
+
+def test_a_damaged_npz_is_read_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
+    x, y = arrays(60)
+    np.savez_compressed(path, x=x, y=y)
+    good = path.read_bytes()
+    draw = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        damaged = np.frombuffer(good, np.uint8).copy()
+        damaged[draw.integers(len(good), size=3)] ^= draw.integers(1, 256, size=3, dtype=np.uint8)
+        path.write_bytes(damaged.tobytes())
+        try:
+            load(f"npz:{path}", parties=2, minimum=1)
+        except DataError:
+            refused += 1
+    assert refused > 200
+
+
+def test_an_archive_with_code_in_it_is_never_run(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return Path.touch, (tmp_path / "sprung",)  # type: ignore[return-value]
+
+    np.savez(tmp_path / "trap.npz", x=np.array([Trap()], dtype=object), y=np.zeros(1))
+    with pytest.raises(DataError):
+        load("npz:trap.npz", directory=tmp_path)
+    assert not (tmp_path / "sprung").exists()

@@ -1,0 +1,593 @@
+"""Methods against arithmetic done by hand: gradients come from formulas in NumPy, not from autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import fewer
+from fewer.data import ArrayData, from_parties
+from fewer.errors import SettingError
+from fewer.learning import draw_batches, score, sgd, weighted_mean
+from fewer.methods import Method, Party
+from fewer.methods.base import Place
+from fewer.methods.fedavg import FedAvg
+from fewer.methods.fedbn import FedBN
+from fewer.methods.fedprox import FedProx
+from fewer.methods.local import Local
+from fewer.models import SmallCNN, Task, Weights, is_norm, load_weights, weights_of
+from fewer.runtime import Inline, Site, stream
+from fewer.runtime.site import Call, Reply
+from fewer.vocabulary import Norm
+from fewer.wire import Refused, decode
+
+torch.set_num_threads(1)
+
+Array = NDArray[np.float64]
+Batch = tuple[Array, NDArray[np.int64]]
+
+FEATURES, CLASSES, SIZES, SEED = 3, 2, (3, 5, 2), 4
+DRAW = np.random.default_rng(1)
+PAIRS = [
+    (DRAW.normal(party, 1, (size, FEATURES)).astype(np.float32), DRAW.integers(CLASSES, size=size))
+    for party, size in enumerate(SIZES)
+]
+TEST = DRAW.normal(1, 1, (11, FEATURES)).astype(np.float32), DRAW.integers(CLASSES, size=11)
+WEIGHT: Array = DRAW.normal(0, 0.5, (CLASSES, FEATURES)).astype(np.float32).astype(np.float64)
+
+
+def linear() -> nn.Module:
+    net = nn.Linear(FEATURES, CLASSES, bias=False)
+    load_weights(net, {"weight": torch.from_numpy(WEIGHT)})
+    return net
+
+
+def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
+    """Three parties with 3, 5 and 2 samples, and a common test set."""
+    return from_parties(pairs, test=TEST)
+
+
+def batches(method: FedAvg, party: int, round: int) -> list[Batch]:
+    """What a party trains on in a round: samples drawn from the stream of (seed, round, party)."""
+    x, y = PAIRS[party]
+    numbers = torch.randint(len(y), (method.steps, method.batch), generator=stream(SEED, round, party, "batches"))
+    return [(x[row].astype(np.float64), y[row]) for row in numbers.numpy()]
+
+
+def residual(scores: Array, y: NDArray[np.int64]) -> Array:
+    """Derivative of the mean cross-entropy by the scores: (softmax − one-hot) / batch size."""
+    likely = np.exp(scores - scores.max(axis=1, keepdims=True))
+    likely /= likely.sum(axis=1, keepdims=True)
+    return np.asarray((likely - np.eye(CLASSES)[y]) / len(y))
+
+
+def gradient(w: Array, x: Array, y: NDArray[np.int64]) -> Array:
+    return residual(x @ w.T, y).T @ x
+
+
+def descent(w: Array, steps: list[Batch], rate: float, mu: float = 0.0) -> Array:
+    start = w
+    for x, y in steps:
+        w = w - rate * (gradient(w, x, y) + mu * (w - start))
+    return w
+
+
+def average(parts: Sequence[Array], sizes: Sequence[int] = SIZES) -> Array:
+    return np.asarray(sum(size * part for size, part in zip(sizes, parts, strict=True)) / sum(sizes))
+
+
+def close(given: Tensor, expected: Array, tolerance: float = 2e-6) -> bool:
+    return given.shape == expected.shape and bool(np.abs(given.double().numpy() - expected).max() <= tolerance)
+
+
+def trained(method: FedAvg, **settings: Any) -> Tensor:
+    weight = fewer.run(method, federation(), model=linear(), seed=SEED, **settings).state.model["weight"]
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+@dataclass
+class Wiretap(Inline):
+    """Keeps every message as it was carried."""
+
+    down: list[tuple[Call, bytes]] = field(default_factory=list)
+    up: list[tuple[Call, bytes]] = field(default_factory=list)
+
+    def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+        self.down += calls
+        for call, reply in super()._carry(calls):
+            if reply is not None:
+                assert reply.failure in (None, "unable"), reply.trace
+                self.up.append((call, reply.blob))
+            yield call, reply
+
+
+@dataclass
+class Bench:
+    """A method at work without the engine."""
+
+    method: Method
+    task: Task
+    parties: Wiretap
+    place: Place
+    state: Any
+
+    def rounds(self, count: int) -> Any:
+        for _ in range(count):
+            self.parties.round += 1
+            self.state = self.method.round(self.state, self.parties)
+        return self.state
+
+    def party(self, number: int) -> Party:
+        seat = self.place(number, self.parties.round)
+        assert isinstance(seat, Party)
+        return seat
+
+    def personal(self, number: int) -> Weights:
+        return weights_of(self.method.personal(self.party(number), self.method.shared(self.state)))
+
+
+def bench(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[Any, Any]] = PAIRS) -> Bench:
+    data = federation(pairs)
+    task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), given=weights_of(net))
+    place = Place(data, task, SEED, folder)
+    site = Site(method, place, SEED, torch.device("cpu"), 1 << 20)
+    return Bench(method, task, Wiretap(len(data), SEED, site=site), place, method.start(task, SEED))
+
+
+def data_bytes(blob: bytes) -> int:
+    """The bytes of a message after its header."""
+    return len(blob) - 8 - int.from_bytes(blob[:8], "little")
+
+
+# --- FedAvg ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("steps", "batch", "rate"), [(1, 1, 0.5), (1, 4, 0.1), (3, 2, 0.5)])
+def test_fedavg_round_is_the_mean_by_size_of_local_descents(steps: int, batch: int, rate: float) -> None:
+    method = FedAvg(rounds=1, steps=steps, batch=batch, rate=rate)
+    expected = average([descent(WEIGHT, batches(method, party, 1), rate) for party in range(3)])
+    assert close(trained(method), expected)
+    assert np.abs(expected - WEIGHT).max() > 1e-2
+
+
+def test_fedavg_second_round_goes_on_from_the_mean() -> None:
+    method = FedAvg(rounds=2, steps=2, batch=3, rate=0.3)
+    w = WEIGHT
+    for round in (1, 2):
+        w = average([descent(w, batches(method, party, round), 0.3) for party in range(3)])
+    assert close(trained(method), w)
+
+
+def test_fedavg_of_one_repeated_sample_needs_no_stream() -> None:
+    """All of a party's samples are the same, so it does not matter which are drawn."""
+    pairs = [(np.tile(x[:1], (len(y), 1)), np.repeat(y[:1], len(y))) for x, y in PAIRS]
+    result = fewer.run(FedAvg(rounds=1, steps=4, batch=7, rate=0.2), federation(pairs), model=linear(), seed=SEED)
+    locally = [descent(WEIGHT, [(x[:1].astype(np.float64), y[:1])] * 4, 0.2) for x, y in pairs]
+    assert close(result.state.model["weight"], average(locally))
+
+
+def test_fedavg_means_over_those_that_answered(tmp_path: Path) -> None:
+    none = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
+    method = FedAvg(steps=2, batch=2, rate=0.5)
+    state = bench(method, linear(), tmp_path, [PAIRS[0], none, PAIRS[2]]).rounds(1)
+    locally = [descent(WEIGHT, batches(method, party, 1), 0.5) for party in (0, 2)]
+    assert close(state.model["weight"], average(locally, [3, 2]))
+
+
+def test_fedavg_means_over_the_active_alone(tmp_path: Path) -> None:
+    method = FedAvg(steps=2, batch=2, rate=0.5, active=1)
+    work = bench(method, linear(), tmp_path)
+    state = work.rounds(1)
+    (asked,) = {call.party for call, _ in work.parties.down}
+    assert close(state.model["weight"], descent(WEIGHT, batches(method, asked, 1), 0.5))
+
+
+def test_fedavg_codec_rounds_both_ways() -> None:
+    method = FedAvg(rounds=1, steps=2, batch=2, rate=0.5, codec="float16")
+    start = WEIGHT.astype(np.float16).astype(np.float64)
+    locally = [descent(start, batches(method, party, 1), 0.5) for party in range(3)]
+    expected = average([w.astype(np.float32).astype(np.float16).astype(np.float64) for w in locally])
+    assert close(trained(method), expected)
+    assert not close(trained(method), average([descent(WEIGHT, batches(method, p, 1), 0.5) for p in range(3)]))
+
+
+def test_fedavg_messages_hold_the_model_and_the_size(tmp_path: Path) -> None:
+    work = bench(FedAvg(steps=1, batch=1), linear(), tmp_path)
+    work.rounds(1)
+    assert len(work.parties.down) == len(work.parties.up) == 3
+    for call, blob in work.parties.up:
+        fields = decode(blob)[1]
+        assert fields.keys() == {"model", "size"} and fields["size"] == SIZES[call.party]
+    for _, blob in work.parties.down + work.parties.up:
+        assert data_bytes(blob) == 4 * FEATURES * CLASSES
+    for direction, blobs in (("down", work.parties.down), ("up", work.parties.up)):
+        assert work.parties.ledger.total[direction] == sum(len(blob) for _, blob in blobs)  # type: ignore[index]
+
+
+def test_evaluation_is_accuracy_and_loss_on_the_test_set() -> None:
+    result = fewer.run(FedAvg(rounds=1), federation(), model=linear(), seed=SEED)
+    x, y = TEST
+    scores = x.astype(np.float64) @ result.state.model["weight"].double().numpy().T
+    loss = np.log(np.exp(scores).sum(axis=1)) - scores[np.arange(len(y)), y]
+    assert result.history[-1]["accuracy"] == (scores.argmax(axis=1) == y).mean()
+    assert abs(result.history[-1]["loss"] - loss.mean()) < 1e-6
+
+
+# --- FedProx --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.7, 2.0])
+def test_fedprox_is_held_by_mu_times_the_distance(mu: float) -> None:
+    method = FedProx(rounds=1, steps=3, batch=2, rate=0.3, mu=mu)
+    expected = average([descent(WEIGHT, batches(method, party, 1), 0.3, mu) for party in range(3)])
+    assert close(trained(method), expected)
+
+
+def test_fedprox_pulls_from_the_second_step_on() -> None:
+    def distance(steps: int) -> float:
+        plain, held = (
+            trained(kind(rounds=1, steps=steps, batch=2, rate=0.3))
+            for kind in (FedAvg, lambda **s: FedProx(mu=0.7, **s))
+        )
+        return float((plain - held).abs().max())
+
+    assert distance(1) == 0
+    assert distance(2) > 1e-3
+
+
+def test_fedprox_anchor_is_the_model_of_its_round() -> None:
+    method = FedProx(rounds=2, steps=2, batch=2, rate=0.3, mu=1.5)
+    w = WEIGHT
+    for round in (1, 2):
+        w = average([descent(w, batches(method, party, round), 0.3, 1.5) for party in range(3)])
+    assert close(trained(method), w)
+
+
+def test_fedprox_without_mu_is_fedavg_bit_for_bit() -> None:
+    settings = {"rounds": 2, "steps": 3, "batch": 2, "rate": 0.3}
+    assert torch.equal(trained(FedProx(mu=0, **settings)), trained(FedAvg(**settings)))
+
+
+# --- FedBN ----------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """Batch norm of the inputs, then a linear map: its gradients need no chain through the statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.norm(x))
+        return scores
+
+
+NORMS = {f"norm.{part}" for part in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
+
+
+def normed() -> Normed:
+    net = Normed()
+    weights = weights_of(net) | {
+        "head.weight": torch.from_numpy(WEIGHT),
+        "norm.weight": torch.tensor([1.0, 0.5, 2.0]),
+        "norm.bias": torch.tensor([0.1, -0.2, 0.0]),
+    }
+    load_weights(net, weights)
+    return net
+
+
+def descent_with_norm(
+    own: dict[str, Array], w: Array, steps: list[Batch], rate: float
+) -> tuple[dict[str, Array], Array]:
+    """h = γ x̂ + β and scores = W h, with x̂ from the batch's mean and variance; running ones follow by a tenth."""
+    gamma, beta, mean, var = (own[part] for part in ("weight", "bias", "running_mean", "running_var"))
+    for x, y in steps:
+        here, spread = x.mean(axis=0), x.var(axis=0)
+        normal = (x - here) / np.sqrt(spread + 1e-5)
+        away = residual((gamma * normal + beta) @ w.T, y)
+        back = away @ w
+        w, gamma, beta = (
+            w - rate * away.T @ (gamma * normal + beta),
+            gamma - rate * (back * normal).sum(axis=0),
+            beta - rate * back.sum(axis=0),
+        )
+        mean, var = 0.9 * mean + 0.1 * here, 0.9 * var + 0.1 * spread * len(x) / (len(x) - 1)
+    return {"weight": gamma, "bias": beta, "running_mean": mean, "running_var": var}, w
+
+
+def test_fedbn_by_hand(tmp_path: Path) -> None:
+    method = FedBN(steps=2, batch=4, rate=0.2)
+    work = bench(method, normed(), tmp_path)
+    first = {
+        name.removeprefix("norm."): t.double().numpy() for name, t in weights_of(normed()).items() if name in NORMS
+    }
+    own, w = [first] * 3, WEIGHT
+    for round in (1, 2):
+        ends = [descent_with_norm(own[p], w, batches(method, p, round), 0.2) for p in range(3)]
+        own, w = [end[0] for end in ends], average([end[1] for end in ends])
+        state = work.rounds(1)
+        assert list(state.model) == ["head.weight"] and close(state.model["head.weight"], w, 1e-5)
+    for party in range(3):
+        mine = work.personal(party)
+        assert close(mine["head.weight"], w, 1e-5)
+        assert all(close(mine[f"norm.{part}"], value, 1e-5) for part, value in own[party].items())
+        assert int(mine["norm.num_batches_tracked"]) == 4
+
+
+def test_fedbn_norms_stay_and_differ_while_the_rest_is_common(tmp_path: Path) -> None:
+    work = bench(FedBN(steps=2, batch=4), normed(), tmp_path)
+    work.rounds(2)
+    one, two = work.personal(0), work.personal(1)
+    assert one.keys() == two.keys() == {"head.weight", *NORMS}
+    assert torch.equal(one["head.weight"], two["head.weight"])
+    for name in NORMS - {"norm.num_batches_tracked"}:
+        assert not torch.equal(one[name], two[name])
+    kept = work.party(0).store.get("norms")
+    assert kept is not None and kept.keys() == NORMS
+    assert all(torch.equal(kept[name], one[name]) for name in NORMS)
+
+
+def test_fedbn_sends_no_norms(tmp_path: Path) -> None:
+    work = bench(FedBN(steps=2, batch=4), normed(), tmp_path)
+    work.rounds(2)
+    traffic = work.parties.down + work.parties.up
+    assert len(traffic) == 12
+    for _, blob in traffic:
+        assert list(decode(blob)[1]["model"]) == ["head.weight"]
+        assert b"norm" not in blob and b"running" not in blob
+        assert data_bytes(blob) == 4 * FEATURES * CLASSES
+    assert sum(work.parties.ledger.total.values()) == sum(len(blob) for _, blob in traffic)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group"])
+def test_fedbn_bytes_of_the_small_cnn(norm: Norm, tmp_path: Path) -> None:
+    """Each message is 4 bytes for each of the 26,390 weights outside the norms, and a header below 1 %."""
+    x = np.random.default_rng(0).integers(256, size=(12, 28, 28), dtype=np.uint8)
+    data = from_parties([(x[:6], np.arange(6)), (x[6:], np.arange(4, 10))], test=(x, np.arange(12) % 10))
+    result = fewer.run(FedBN(rounds=1, steps=1, batch=4), data, norm=norm, seed=0, out=tmp_path / "run")
+    payload = 4 * 26_390
+    for direction in ("up", "down"):
+        assert 2 * payload < result.history[-1][direction] <= 2 * payload * 1.01
+    assert sum(tensor.numel() for tensor in result.state.model.values()) == 26_390
+    nets = [weights_of(result.personal(party)) for party in range(2)]
+    own = is_norm(result.task.net())
+    assert len(own) == (10 if norm == "batch" else 4)
+    for name in nets[0]:
+        if name not in own:
+            assert torch.equal(nets[0][name], nets[1][name])
+    for name in own - {"encoder.1.num_batches_tracked", "encoder.4.num_batches_tracked"}:
+        assert not torch.equal(nets[0][name], nets[1][name])
+
+
+def test_fedbn_party_that_was_never_asked_has_the_initial_norms(tmp_path: Path) -> None:
+    work = bench(FedBN(steps=2, batch=4, active=1), normed(), tmp_path)
+    work.rounds(1)
+    asked = work.parties.down[0][0].party
+    for party in range(3):
+        mine, first = work.personal(party), weights_of(normed())
+        assert all(torch.equal(mine[name], first[name]) for name in NORMS) == (party != asked)
+        assert torch.equal(mine["head.weight"], work.state.model["head.weight"])
+
+
+def test_fedbn_needs_norms() -> None:
+    with pytest.raises(SettingError, match="fedbn needs a model with normalisation layers"):
+        fewer.run(FedBN(rounds=1), federation(), model=linear(), seed=0)
+
+
+# --- Local ----------------------------------------------------------------------------------------------------
+
+
+def test_local_is_plain_descent_of_each_party(tmp_path: Path) -> None:
+    method = Local(rounds=3, steps=2, batch=2, rate=0.3)
+    result = fewer.run(method, federation(), model=linear(), seed=SEED, out=tmp_path / "run")
+    for party in range(3):
+        w = WEIGHT
+        for round in (1, 2, 3):
+            w = descent(w, batches(method, party, round), 0.3)
+        assert close(weights_of(result.personal(party))["weight"], w)
+    with pytest.raises(SettingError, match="local has no global model"):
+        _ = result.model
+
+
+def test_local_parties_do_not_hear_of_each_other(tmp_path: Path) -> None:
+    def models(pairs: Sequence[tuple[Any, Any]], name: str) -> list[Tensor]:
+        work = bench(Local(steps=3, batch=2, rate=0.3), linear(), tmp_path / name, pairs)
+        work.rounds(2)
+        return [work.personal(party)["weight"] for party in range(3)]
+
+    before = models(PAIRS, "before")
+    after = models([(PAIRS[0][0] * 3 + 1, 1 - PAIRS[0][1]), *PAIRS[1:]], "after")
+    assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [False, True, True]
+
+
+def test_local_sends_nothing_but_the_order(tmp_path: Path) -> None:
+    work = bench(Local(steps=1, batch=1), linear(), tmp_path)
+    work.rounds(2)
+    traffic = work.parties.down + work.parties.up
+    assert len(traffic) == 12
+    for _, blob in traffic:
+        assert decode(blob)[1] == {} and data_bytes(blob) == 0 and len(blob) < 150
+    assert sum(work.parties.ledger.total.values()) == sum(len(blob) for _, blob in traffic) < 12 * 150
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------
+
+
+def test_weighted_mean_by_hand() -> None:
+    models = [
+        {
+            "w": torch.tensor([[1.0, 2.0]]),
+            "n": torch.tensor(3),
+            "m": torch.tensor([1, 1, -1]),
+            "h": torch.ones(1).half(),
+        },
+        {
+            "w": torch.tensor([[5.0, -2.0]]),
+            "n": torch.tensor(4),
+            "m": torch.tensor([2, 8, -6]),
+            "h": torch.zeros(1).half(),
+        },
+    ]
+    mean = weighted_mean(models, [1, 3])
+    assert mean["w"].tolist() == [[4.0, -1.0]] and mean["w"].dtype == torch.float32
+    assert mean["n"].item() == 4 and mean["n"].dtype == torch.int64  # 3.75
+    assert mean["m"].tolist() == [2, 6, -5]  # 1.75, 6.25, -4.75
+    assert mean["h"].tolist() == [0.25] and mean["h"].dtype == torch.float16
+    assert list(mean) == ["w", "n", "m", "h"]
+    assert models[0]["w"].tolist() == [[1.0, 2.0]] and models[1]["n"].item() == 4
+
+
+def test_weighted_mean_is_summed_in_float64() -> None:
+    models = [{"w": torch.tensor([value])} for value in (1e8, 1.0, -1e8)]
+    assert abs(weighted_mean(models, [1, 1, 1])["w"].item() - 1 / 3) < 1e-7
+
+
+def test_weighted_mean_of_one_is_itself() -> None:
+    model = weights_of(SmallCNN((1, 8, 8), 3, "batch"))
+    mean = weighted_mean([model], [17])
+    assert all(torch.equal(mean[name], tensor) for name, tensor in model.items())
+
+
+@pytest.mark.parametrize(("count", "shares"), [(0, []), (1, [0]), (2, [1]), (1, [1, 1]), (2, [1, -1])])
+def test_weighted_mean_needs_models_and_shares(count: int, shares: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"a mean needs|argument 2"):
+        weighted_mean([{"w": torch.zeros(1)}] * count, shares)
+
+
+def test_batches_are_drawn_from_all_with_replacement() -> None:
+    numbers = draw_batches(5, 200, 3, torch.Generator().manual_seed(0))
+    assert numbers.shape == (200, 3)
+    counts = torch.bincount(numbers.reshape(-1), minlength=5)
+    assert len(counts) == 5 and int(counts.min()) > 80
+    assert any(len(set(row)) < 3 for row in numbers.tolist())
+    assert torch.equal(numbers, draw_batches(5, 200, 3, torch.Generator().manual_seed(0)))
+
+
+def test_sgd_leaves_frozen_weights_alone() -> None:
+    net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES))
+    net[0].requires_grad_(False)
+    before = weights_of(net)
+    sgd(net, [(torch.from_numpy(PAIRS[1][0]), torch.from_numpy(PAIRS[1][1]))], 0.1)
+    changed = {name for name, tensor in weights_of(net).items() if not torch.equal(tensor, before[name])}
+    assert changed == {"1.weight", "1.bias"} and net.training
+
+
+def test_score_counts_and_adds_up() -> None:
+    net = linear().train()
+    x, y = torch.from_numpy(TEST[0]), torch.from_numpy(TEST[1])
+    whole, parts = score(net, [(x, y)]), score(net, [(x[:4], y[:4]), (x[4:], y[4:])])
+    assert whole.total == parts.total == 11 and whole.correct == parts.correct
+    assert whole.correct == int(((TEST[0] @ WEIGHT.T).argmax(axis=1) == TEST[1]).sum())
+    assert abs(whole.loss - parts.loss) < 1e-5 and not net.training
+
+
+# --- models ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("norm", "count"), [("batch", 26_434), ("group", 26_434), ("none", 26_390)])
+def test_small_cnn_has_so_many_parameters(norm: Norm, count: int) -> None:
+    net = SmallCNN((1, 28, 28), 10, norm)
+    assert sum(parameter.numel() for parameter in net.parameters()) == count
+    assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 5, 12), (2, 1, 1)])
+def test_small_cnn_takes_images_of_any_size(shape: tuple[int, int, int]) -> None:
+    assert SmallCNN(shape, 4)(torch.zeros(3, *shape)).shape == (3, 4)
+
+
+def test_a_model_that_is_unknown_or_does_not_fit() -> None:
+    with pytest.raises(SettingError, match="unknown model 'cnm', did you mean 'cnn'"):
+        fewer.run(FedAvg(rounds=1), federation(), model="cnm")
+    with pytest.raises(SettingError, match=r"images .* but inputs have shape \(3,\)"):
+        fewer.run(FedAvg(rounds=1), federation(), model="cnn")
+    with pytest.raises(SettingError, match=r"does not take inputs of shape \(3,\)"):
+        fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(4, 2))
+    with pytest.raises(SettingError, match="at least 2 classes"):
+        fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("layer", "parts"),
+    [
+        (lambda: nn.BatchNorm2d(4), {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}),
+        (lambda: nn.GroupNorm(2, 4), {"weight", "bias"}),
+        (lambda: nn.LayerNorm(4), {"weight", "bias"}),
+        (lambda: nn.RMSNorm(4), {"weight"}),
+        (lambda: nn.InstanceNorm2d(4, affine=True), {"weight", "bias"}),
+        (lambda: nn.BatchNorm1d(4, affine=False, track_running_stats=False), set()),
+        (lambda: nn.Linear(4, 4), set()),
+        (lambda: nn.Identity(), set()),
+    ],
+)
+def test_is_norm(layer: Callable[[], nn.Module], parts: set[str]) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Sequential(layer(), nn.Linear(4, 2)))
+    assert is_norm(net) == {f"1.0.{part}" for part in parts}
+    assert is_norm(layer()) == parts
+    assert is_norm(net) <= net.state_dict().keys()
+
+
+def test_small_cnn_norms() -> None:
+    assert is_norm(SmallCNN((1, 28, 28), 10, "none")) == set()
+    names = is_norm(SmallCNN((1, 28, 28), 10, "group"))
+    assert names == {"encoder.1.weight", "encoder.1.bias", "encoder.4.weight", "encoder.4.bias"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "reason"),
+    [
+        ({}, "weights do not fit the model: bias, weight$"),
+        ({"weight": torch.zeros(2, 3)}, "weights do not fit the model: bias$"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(2), "more": torch.zeros(1)}, "the model: more$"),
+        ({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, r"weight is \(3, 2\)$"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(1)}, r"bias is \(1,\)$"),
+        ({str(number): torch.zeros(1) for number in range(9)}, "the model: 0, 1, 2 …$"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_and_change_nothing(weights: Weights, reason: str) -> None:
+    net = nn.Linear(3, 2)
+    before = weights_of(net)
+    with pytest.raises(Refused, match=reason):
+        load_weights(net, weights)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(net).items())
+
+
+def test_weights_are_copies() -> None:
+    net = nn.Linear(3, 2)
+    weights = weights_of(net)
+    load_weights(net, {name: torch.full_like(tensor, 7) for name, tensor in weights.items()})
+    assert not any((tensor == 7).any() for tensor in weights.values())
+    kept = weights_of(net)
+    load_weights(nn.Linear(3, 2), kept)
+    assert all((tensor == 7).all() for tensor in net.state_dict().values())
+    with torch.no_grad():
+        net.weight.zero_()
+    assert (kept["weight"] == 7).all()
+
+
+def test_initial_weights_depend_on_the_seed_alone() -> None:
+    task = Task((1, 28, 28), 10, lambda: SmallCNN((1, 28, 28), 10))
+    torch.manual_seed(1)
+    one = task.initial(3)
+    torch.manual_seed(2)
+    again, other = task.initial(3), task.initial(4)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not torch.equal(one["head.weight"], other["head.weight"])
+
+
+def test_given_weights_are_those_to_start_from() -> None:
+    given = weights_of(SmallCNN((1, 28, 28), 10))
+    task = Task((1, 28, 28), 10, lambda: SmallCNN((1, 28, 28), 10), given=given)
+    assert all(torch.equal(task.initial(seed)[name], tensor) for seed in (0, 1) for name, tensor in given.items())
