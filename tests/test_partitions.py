@@ -1,0 +1,193 @@
+"""Ways of dividing: who has what, nothing twice, nothing lost."""
+
+import numpy as np
+import pytest
+import torch
+
+from fewer.data import Samples
+from fewer.data.episodes import episode, of_classes, split_classes, split_parties, support_query
+from fewer.data.federated import federate, from_arrays
+from fewer.data.partition import WAYS, Division, divide, split_off
+from fewer.data.raw import Raw
+from fewer.data.text import encode, vocabulary, word_vectors
+from fewer.errors import DataError, SettingError
+
+Y: np.ndarray = np.random.default_rng(0).integers(10, size=4000)
+T: np.ndarray = np.random.default_rng(1).integers(10, size=900)
+
+
+@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("parties", [1, 7, 20])
+def test_every_row_has_one_owner(kind: str, parties: int) -> None:
+    how = Division(kind, parties, classes=10 if parties == 1 else 4)  # type: ignore[arg-type]
+    for parts, labels in zip(divide(how, Y, T, 3), (Y, T), strict=True):
+        assert len(parts.sizes) == parties
+        assert np.array_equal(np.sort(parts.rows), np.arange(len(labels)))
+    again, other = divide(how, Y, T, 3)[0], divide(how, Y, T, 4)[0]
+    assert np.array_equal(again.rows, divide(how, Y, T, 3)[0].rows)
+    assert parties == 1 or not np.array_equal(again.rows, other.rows)
+
+
+def held(parts_rows: np.ndarray) -> set[int]:
+    return set(Y[parts_rows].tolist())
+
+
+def test_pathological_parties_hold_so_many_classes() -> None:
+    train, test = divide(Division("pathological", 20, classes=5), Y, T, 0)
+    for party in range(20):
+        assert len(held(train.of(party))) == 5
+        assert set(T[test.of(party)].tolist()) <= held(train.of(party))
+    holders = np.array([[label in held(train.of(party)) for party in range(20)] for label in range(10)]).sum(axis=1)
+    assert holders.tolist() == [10] * 10  # each class goes to as many parties as any other
+    with pytest.raises(SettingError, match="11 classes for each party, but there are 10"):
+        divide(Division("pathological", 20, classes=11), Y, T, 0)
+    with pytest.raises(SettingError, match="cannot hold all 10 classes"):
+        divide(Division("pathological", 4, classes=2), Y, T, 0)
+
+
+def test_shards_are_of_one_size_and_few_classes() -> None:
+    train, _ = divide(Division("shards", 20, shards=2), Y, T, 0)
+    assert set(train.sizes.tolist()) == {200}
+    assert max(len(held(train.of(party))) for party in range(20)) <= 4  # a shard of 100 touches two classes at most
+
+
+def test_quantity_skews_sizes_only() -> None:
+    train, _ = divide(Division("quantity", 10, alpha=0.5), Y, T, 0)
+    assert train.sizes.min() >= 10 and train.sizes.max() > 3 * np.median(train.sizes)
+    big = train.of(int(train.sizes.argmax()))
+    assert np.abs(np.bincount(Y[big], minlength=10) / len(big) - 0.1).max() < 0.04
+
+
+def test_pairs_are_even_and_their_halves_are_not() -> None:
+    train, _ = divide(Division("dirichlet-pairs", 20, alpha=0.3), Y, T, 0)
+    pairs = train.sizes.reshape(10, 2).sum(axis=1)
+    assert set(pairs.tolist()) == {400} and train.sizes.min() >= 10
+    assert np.abs(np.diff(train.sizes.reshape(10, 2), axis=1)).max() > 60
+
+
+def test_test_samples_follow_training_samples() -> None:
+    train, test = divide(Division("dirichlet", 10, alpha=0.3), Y, T, 0)
+    for label in range(10):
+        mine = np.array([(Y[train.of(p)] == label).sum() for p in range(10)]) / (label == Y).sum()
+        tests = np.array([(T[test.of(p)] == label).sum() for p in range(10)])
+        assert np.abs(tests - mine * (label == T).sum()).max() <= 1
+
+
+def test_what_is_in_time_is_split_in_time() -> None:
+    x = np.arange(100, dtype=np.float32)[:, None]
+    raw = Raw(x, np.arange(100) % 2, client=np.repeat([0, 1], 50), in_time=True)
+    data = federate(raw, partition="natural", validation=0.25)
+    for party, start in ((0, 0), (1, 50)):
+        mine = data.party(party)
+        parts = [part.slice(0, 99)[0][:, 0].tolist() for part in (mine.train, mine.validation, mine.test)]
+        assert parts[0] + parts[1] + parts[2] == list(range(start, start + 50))
+        assert [len(part) for part in parts] == [30, 10, 10]
+    left, taken = split_off(data.train, 0.5, None)
+    assert left.of(0).max() < taken.of(0).min()
+
+
+def test_clients_of_the_test_set() -> None:
+    x, y = np.zeros((6, 2), np.float32), np.array([0, 1, 0, 1, 0, 1])
+    same = Raw(x, y, (x[:3], y[:3]), np.array(["a", "a", "b", "b", "c", "c"]), np.array(["b", "c", "c"]))
+    data = federate(same, partition="natural")
+    assert [len(data.party(n).test) for n in range(3)] == [0, 1, 2]
+    other = Raw(x, y, (x[:5], y[:5]), np.array(["a"] * 6), np.array(["z"] * 5))
+    data = federate(other, partition="natural")  # clients of their own: they are parties too
+    assert [(len(data.party(n).train), len(data.party(n).test)) for n in range(2)] == [(5, 1), (4, 1)]
+
+
+def test_windows_that_nobody_owns_are_left_out() -> None:
+    flat = torch.arange(50, dtype=torch.uint8)
+    x = flat.unfold(0, 5, 1)
+    client = np.array(["a"] * 20 + [""] * 6 + ["b"] * 20)
+    raw = Raw(x, np.arange(46) % 3, client=client, tokens=tuple("abc" * 20), in_time=True)
+    data = federate(raw, partition="natural", fraction=0.5)
+    assert data.vocabulary == 60 and data.source.x.data_ptr() == flat.data_ptr()  # not copied
+    assert data.size(0) + data.size(1) + len(data.test) == 20
+    batch, _ = data.party(1).train.slice(0, 2)
+    assert batch.dtype == torch.int64 and (batch[:, 1] - batch[:, 0]).tolist() == [1, 1]
+
+
+# --- texts --------------------------------------------------------------------------------------------------------
+
+
+def test_the_vocabulary_knows_training_text_only() -> None:
+    texts = [f"common word{n % 3} it's" for n in range(40)]
+    data = from_arrays(
+        texts, np.arange(40) % 2, test=(["secret secret common"] * 4, [0, 1, 0, 1]), parties=2, partition="iid"
+    )
+    assert data.vocabulary == 2 + 5  # fill, unknown, common, it's, word0, word1, word2
+    assert data.shape == (30,)
+    row = data.test.slice(0, 1)[0][0].tolist()
+    assert row[:2] == [1, 1] and row[2] > 1 and set(row[3:]) == {0}
+
+
+def test_words_are_counted_and_cut() -> None:
+    tokens = vocabulary(["b b a", "a b c"], most=4, least=1)
+    assert tokens == ("<pad>", "<unknown>", "b", "a")
+    assert encode(["a x b a", ""], tokens, 3).tolist() == [[3, 1, 2], [0, 0, 0]]
+
+
+def test_word_vectors(tmp_path: object) -> None:
+    from pathlib import Path
+
+    file = Path(str(tmp_path)) / "v.txt"
+    file.write_text("2 3\nhello 1 2 3\nworld 4 5 6\n")
+    vectors = word_vectors(file, ("<pad>", "<unknown>", "world"))
+    assert vectors[2].tolist() == [4, 5, 6] and vectors[0].tolist() == [0, 0, 0]
+    file.write_text("hello 1 2 3\nworld 4 5\n")
+    with pytest.raises(DataError, match="line 2: 2 numbers where 3 belong"):
+        word_vectors(file, ("<pad>",))
+    with pytest.raises(DataError, match="No such file"):
+        word_vectors(file.with_name("none"), ("<pad>",))
+
+
+# --- episodes -----------------------------------------------------------------------------------------------------
+
+
+def samples(count: int = 200, classes: int = 8) -> Samples:
+    return Samples(torch.arange(count).float()[:, None], torch.arange(count) % classes)
+
+
+def test_parties_and_classes_are_disjoint() -> None:
+    groups = split_parties(50, seed=1)
+    assert [len(group) for group in groups] == [40, 5, 5]
+    assert sorted([*groups[0], *groups[1], *groups[2]]) == list(range(50))
+    assert groups != split_parties(50, seed=2)
+    with pytest.raises(SettingError, match="a group is empty"):
+        split_parties(4)
+    base, validation, novel = split_classes(41, 20, 5, 16, seed=0)
+    assert len(set(base) | set(validation) | set(novel)) == 41
+    assert split_classes(20, 8, 5, 7).test == list(range(13, 20))
+    with pytest.raises(SettingError, match="but there are 10"):
+        split_classes(10, 8, 2, 1)
+
+
+@pytest.mark.parametrize("support", [0.05, 0.2, 0.5, 0.9])
+def test_support_and_query_are_disjoint(support: float) -> None:
+    for by_class in (False, True):
+        one, two = support_query(samples(), support, torch.Generator().manual_seed(0), by_class)
+        a, b = (set(part.slice(0, 999)[0][:, 0].tolist()) for part in (one, two))
+        assert not a & b and len(a | b) == 200 and abs(len(a) - 200 * support) <= 8
+        if by_class:
+            assert set(one.slice(0, 999)[1].tolist()) == set(range(8))
+    first, last = support_query(samples(), support)  # in time
+    assert first.slice(0, 999)[0].max() < last.slice(0, 999)[0].min()
+    tiny = support_query(samples(2), support)
+    assert [len(part) for part in tiny] == [1, 1]
+
+
+def test_an_episode() -> None:
+    novel = of_classes(samples(), [1, 3, 4, 5, 6])
+    task = episode(novel, 5, 3, 4, torch.Generator().manual_seed(0))
+    assert task.support_x.shape == (15, 1) and task.query_x.shape == (20, 1)
+    assert sorted(task.classes.tolist()) == [1, 3, 4, 5, 6]
+    for x, y in ((task.support_x, task.support_y), (task.query_x, task.query_y)):
+        assert torch.equal(x[:, 0].long() % 8, task.classes[y])  # labels are those of the samples, renumbered
+    assert not set(task.support_x[:, 0].tolist()) & set(task.query_x[:, 0].tolist())
+    other = episode(novel, 5, 3, 4, torch.Generator().manual_seed(1))
+    assert not torch.equal(other.support_x, task.support_x)
+    with pytest.raises(DataError, match="5 classes have 3 \\+ 4 samples, 6 are needed"):
+        episode(novel, 6, 3, 4, torch.Generator())
+    with pytest.raises(DataError, match="0 classes have 20 \\+ 10 samples"):
+        episode(novel, 2, 20, 10, torch.Generator())
