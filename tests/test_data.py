@@ -341,6 +341,17 @@ def test_fraction_keeps_only_so_much() -> None:
         assert {row % 2 for row in own_rows(data.party(number).train)} == {number}
 
 
+def test_a_party_that_fraction_leaves_nothing_stays_a_party() -> None:
+    x, y = arrays(55)
+    pairs = [(x[:3], y[:3]), (x[3:53], y[3:53]), (x[53:], y[53:])]
+    for fraction in (0.5, 0.1, 0.03):
+        data = from_parties(pairs, fraction=fraction, test=(x, y))
+        assert len(data) == 3 and sum(data.size(number) for number in range(3)) == round(55 * fraction)
+        for number, theirs in enumerate((range(3), range(3, 53), range(53, 55))):
+            assert own_rows(data.party(number).train) <= set(theirs)
+    assert data.size(0) == 0
+
+
 def test_images_get_a_channel_and_labels_may_be_a_column() -> None:
     data = from_arrays(np.zeros((40, 5, 6), np.uint8), np.zeros((40, 1)), parties=2)
     assert data.shape == (1, 5, 6) and data.source.y.dtype == torch.int64
