@@ -205,11 +205,14 @@ def federate(
     if partition == "natural":
         raw = _one_pool(raw, name)
     draw = np.random.default_rng(seed)
+    everyone = raw.client  # a client whose samples are all left out by `fraction` stays a party
     raw, rows = _some(raw, fraction, draw)
     labels = labels_of(raw.y, name)
     tested = labels[:0] if raw.test is None else labels_of(raw.test[1], f"{name} (test)")
     if partition == "natural":
-        train, tests = _by_client(raw, rows, labels, tested, draw)
+        assert everyone is not None
+        names = np.unique(everyone[everyone != ""] if everyone.dtype.kind == "U" else everyone)
+        train, tests = _by_client(raw, names, rows, labels, tested, draw)
     else:
         how = Division(partition, parties, alpha, minimum, classes_per_party, shards)
         train, tests = divide(how, labels[rows], tested, seed)
@@ -260,12 +263,16 @@ def _some(raw: Raw, fraction: float, draw: np.random.Generator) -> tuple[Raw, ND
 
 
 def _by_client(
-    raw: Raw, rows: NDArray[np.int64], labels: NDArray[np.int64], tested: NDArray[np.int64], draw: np.random.Generator
+    raw: Raw,
+    names: NDArray[Any],
+    rows: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    tested: NDArray[np.int64],
+    draw: np.random.Generator,
 ) -> tuple[Parts, Parts]:
     """One party for each client, in sorted order; test samples by client too, or else as the training samples."""
     assert raw.client is not None
-    names, owners = np.unique(raw.client[rows], return_inverse=True)
-    train = Parts.by_owner(rows, owners.reshape(-1), len(names))
+    train = Parts.by_owner(rows, np.searchsorted(names, raw.client[rows]), len(names))
     if raw.test_client is None:
         return train, follow(train, labels, tested, draw)
     known = np.isin(raw.test_client, names)
