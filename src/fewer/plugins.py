@@ -17,7 +17,7 @@ def from_file(where: str) -> Any:
     if path.suffix != ".py" or not path.is_file():
         raise SettingError(f"no file '{file}' (in '{where}'; allowed: FILE.py:Name)")
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
+        sys.path.append(str(path.parent))  # at the end: a file of theirs must not take the place of another module
     try:
         module = importlib.import_module(path.stem)
     except Exception as error:

@@ -151,6 +151,43 @@ def compare(
         print(f"Kept in {where}")
 
 
+@app.command(rich_help_panel="Learn")
+@told
+def reproduce(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A recipe's name, or FILE.toml.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="In minutes, smaller: to try it.")] = False,
+    data_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where data files lie. [default: $FEWER_DATA]")
+    ] = None,
+    runtime: Annotated[str, typer.Option(metavar="NAME", help="inline or pool: the numbers are the same.")] = "inline",
+    out: Out = None,
+    results: Annotated[Path, typer.Option(metavar="DIR", help="Where the table goes.")] = Path("docs/results"),
+    json_file: Json = None,
+) -> None:
+    """Run a paper's table and print ours beside theirs. Stopped in the middle, the same command goes on.
+
+    [dim]fewer reproduce baselines/mnist --quick[/dim]
+    """
+    from fewer.cli.progress import shown
+    from fewer.experiments import recipes
+
+    if listed or name is None:
+        for each, title in recipes.names().items():
+            print(f"{each}  {title}")
+        return
+    where = out or Path("runs") / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
+    _GO_ON.append("The same command goes on.")
+    changes = {"data_dir": data_dir, "runtime": runtime}
+    with shown() as watch:
+        plan, cells = recipes.reproduce(name, where, quick=quick, changes=changes, watch=watch)
+    command = f"fewer reproduce {name}" + (" --quick" if quick else "")
+    pages = recipes.write(Path(name).stem if name.endswith(".toml") else name, plan, cells, results, command, quick)
+    if not _write_json(json_file, json.loads(pages[1].read_text())):
+        print(pages[0].read_text())
+        print(f"Kept in {pages[0]} and {pages[1]}, runs in {where}")
+
+
 @app.command(rich_help_panel="Look")
 @told
 def methods(

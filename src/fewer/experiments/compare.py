@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fewer.data import Data
 from fewer.errors import RunError, SettingError
 from fewer.experiments.tune import Trial, tune
 from fewer.methods import Method, find
@@ -20,6 +20,8 @@ from fewer.runs.result import Result
 from fewer.runs.settings import Settings
 
 MB = 1e6
+KEPT = 3
+"""Divisions of data that are kept in memory for the next run."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Row:
     """One for each seed."""
     settings: dict[str, Any]
     """The method's own settings."""
+    hash: str
+    """Of all settings of the run with the first seed."""
     trials: list[Trial] = field(default_factory=list)
     """What was tried to choose them."""
 
@@ -75,33 +79,50 @@ def compare(
     """
     kinds = [find(name) for name in methods]
     own = _own_settings(kinds, settings.set)
-    if seeds < 1:
-        raise SettingError(f"seeds = {seeds} (allowed: 1 or more)")
-    data = lru_cache(maxsize=2)(lambda seed: load_data(settings.model_copy(update={"seed": seed})))
-
-    def job_of(chosen: Settings) -> Job:
-        return job_from(chosen, data=data(chosen.seed))
-
-    jobs = [
-        job_of(settings.model_copy(update={"method": name, "set": own[kind.name]}))
+    series = Series(seeds, trials, out, watch)
+    chosen = [
+        settings.model_copy(update={"method": name, "set": own[kind.name]})
         for name, kind in zip(methods, kinds, strict=True)
     ]
-    if out:
-        out.mkdir(parents=True, exist_ok=True)
-    rows = []
-    for job in jobs:
-        label = job.method.name
-        done: list[Trial] = []
-        if trials:
-            job, done = tune(job, trials, out and out / f"{label}-trials.json", watch(f"{label} tuning"))
-        results = []
-        for seed in range(settings.seed, settings.seed + seeds):
-            again = job_of(job.settings.model_copy(update={"seed": seed}))
-            progress = watch(f"{label} seed {seed}" if seeds > 1 else label)
-            results.append(_run(again, out and out / f"{label}-seed{seed}", progress))
-        rows.append(_row(job.method, results, done))
+    for one in chosen:
+        series.job(one)  # what is wrong with any of them shows before the first runs
+    rows = [series.run(one, kind.name) for one, kind in zip(chosen, kinds, strict=True)]
     shared = settings.model_dump(mode="json", exclude={"method", "rounds", "active"})
     return Comparison(rows, {**shared, "seeds": seeds, "trials": trials})
+
+
+class Series:
+    """Runs settings with several seeds, after choosing rates if there are trials; data is read once for all of them."""
+
+    def __init__(self, seeds: int, trials: int, out: Path | None, watch: Watch) -> None:
+        if seeds < 1:
+            raise SettingError(f"seeds = {seeds} (allowed: 1 or more)")
+        self.seeds, self.trials, self.out, self.watch = seeds, trials, out, watch
+        self._data: dict[str, Data] = {}
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+
+    def job(self, settings: Settings) -> Job:
+        """What the settings name, on data that may be in memory already."""
+        key = settings.model_dump_json(exclude={"method", "set", "rounds", "active", "model", "norm", "model_set"})
+        if key not in self._data:
+            while len(self._data) >= KEPT:
+                self._data.pop(next(iter(self._data)))
+            self._data[key] = load_data(settings)
+        return job_from(settings, data=self._data[key])
+
+    def run(self, settings: Settings, label: str, tuned: bool = True) -> Row:
+        """All seeds of one method."""
+        job, done = self.job(settings), list[Trial]()
+        if self.trials and tuned:
+            notes = self.out and self.out / f"{label}-trials.json"
+            job, done = tune(job, self.trials, notes, self.watch(f"{label} tuning"))
+        results = []
+        for seed in range(settings.seed, settings.seed + self.seeds):
+            again = self.job(job.settings.model_copy(update={"seed": seed}))
+            progress = self.watch(f"{label} seed {seed}" if self.seeds > 1 else label)
+            results.append(_run(again, self.out and self.out / f"{label}-seed{seed}", progress))
+        return _row(job, results, done)
 
 
 def _run(job: Job, where: Path | None, progress: Progress | None) -> Result:
@@ -127,7 +148,8 @@ def _own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[
     return own
 
 
-def _row(method: Method, results: Sequence[Result], trials: list[Trial]) -> Row:
+def _row(job: Job, results: Sequence[Result], trials: list[Trial]) -> Row:
+    method = job.method
     accuracies = [result.accuracy for result in results]
     last = [result.scores for result in results]
     return Row(
@@ -142,6 +164,7 @@ def _row(method: Method, results: Sequence[Result], trials: list[Trial]) -> Row:
         seeds=[result.settings.seed for result in results],
         accuracies=accuracies,
         settings=method.model_dump(mode="json"),
+        hash=job.hash,
         trials=trials,
     )
 

@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+WORST = 1e30
+"""The loss of a net whose scores are no longer finite: it must count as bad, not go missing."""
+
+
 class Counts(NamedTuple):
     """Right answers, all answers, and the summed loss: they add up over any division of the samples."""
 
@@ -27,6 +31,6 @@ def score(net: nn.Module, chunks: Iterable[tuple[Tensor, Tensor]]) -> Counts:
     for x, y in chunks:
         scores = net(x)
         correct += int((scores.argmax(1) == y).sum())
-        loss += float(F.cross_entropy(scores, y, reduction="sum"))
+        loss += min(float(F.cross_entropy(scores, y, reduction="sum").nan_to_num(nan=WORST)), WORST)
         total += len(y)
     return Counts(correct, total, loss)

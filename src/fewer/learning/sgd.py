@@ -24,7 +24,9 @@ def sgd(net: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], rate: float, p
     net.train()
     parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
     for x, y in batches:
-        gradients = torch.autograd.grad(F.cross_entropy(net(x), y), parameters)
+        gradients = torch.autograd.grad(
+            F.cross_entropy(net(x), y), parameters, allow_unused=True, materialize_grads=True
+        )
         with torch.no_grad():
             if pull is not None:
                 pull(parameters, gradients)

@@ -37,7 +37,7 @@ def is_norm(net: nn.Module) -> set[str]:
     """The names of all weights that belong to normalisation layers."""
     return {
         f"{prefix}.{name}" if prefix else name
-        for prefix, module in net.named_modules()
+        for prefix, module in net.named_modules(remove_duplicate=False)
         if isinstance(module, _NORMS)
         for name in module.state_dict()
     }

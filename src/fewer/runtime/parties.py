@@ -160,9 +160,9 @@ class Parties(ABC):
         missing = [absent[party] for party in who if party in absent]
         for one in missing:
             self.on_absent(one, handler.__name__, traces.get(one.party, ""))
-        needed = max(1, self.rules.quorum * len(who))
+        needed = max(1, math.ceil(self.rules.quorum * len(who) - 1e-9))
         if len(good) < needed and not self.evaluating:
-            raise QuorumLost(_quorum_text(self.round, len(good), len(who), self.rules.quorum, missing))
+            raise QuorumLost(_quorum_text(self.round, len(good), len(who), needed, self.rules.quorum, missing))
         return Answers((good[party] for party in who if party in good), missing)
 
     def spread(
@@ -182,7 +182,12 @@ class Parties(ABC):
                     continue
                 if reply.failure:
                     raise RuntimeError(f"'{handler.__name__}' failed: {reply.detail}\n{reply.trace}")
-                results[-1 - call.party] = decode(reply.blob)[1]
+                try:
+                    results[-1 - call.party] = decode(reply.blob)[1]
+                except Refused as refused:
+                    raise RunError(
+                        f"'{handler.__name__}' gave figures that cannot be used: {refused.reason}"
+                    ) from refused
             if len(results) == len(items):
                 return [results[number] for number in range(len(items))]
         raise RunError(f"the worker processes died {TRIES} times at '{handler.__name__}' (out of memory?)")
@@ -253,9 +258,8 @@ def _damage(blob: bytes, draw: np.random.Generator) -> bytes:
     return bytes(data)
 
 
-def _quorum_text(round: int, came: int, asked: int, quorum: float, absent: Sequence[Absent]) -> str:
+def _quorum_text(round: int, came: int, asked: int, needed: int, quorum: float, absent: Sequence[Absent]) -> str:
     """One line: how many answered, how many were needed, and the commonest reasons."""
     reasons = Counter(one.why + (f" ({one.detail})" if one.detail else "") for one in absent)
     told = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-    needed = max(1, math.ceil(quorum * asked))
     return f"round {round}: {came} of {asked} parties answered, {needed} needed (quorum {quorum:g}): {told}"

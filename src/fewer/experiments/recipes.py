@@ -1,0 +1,193 @@
+"""Recipes: a paper's table as a file, run here and printed beside the paper's figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+import fewer
+from fewer.errors import SettingError, unknown
+from fewer.experiments.compare import Row, Series, Watch
+from fewer.experiments.tune import TRIALS
+from fewer.runs.job import check, setting_error
+
+
+class RecipeRow(BaseModel):
+    """One row of the table: a method with settings of its own, and what the paper has for each column."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    method: str
+    set: dict[str, Any] = {}
+    tune: bool = False
+    paper: list[float | None] = []
+
+
+class Recipe(BaseModel):
+    """A table: rows, columns (each a change of settings), and what they share."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    title: str
+    about: str = ""
+    paper: str
+    seeds: PositiveInt = 3
+    trials: PositiveInt = TRIALS
+    settings: dict[str, Any]
+    quick: dict[str, Any] = {}
+    """What `--quick` changes: settings, seeds and trials."""
+    column: list[dict[str, Any]]
+    row: list[RecipeRow]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One figure of the table: ours, and the paper's where it has one."""
+
+    row: str
+    column: str
+    ours: Row
+    paper: float | None
+
+
+def names() -> dict[str, str]:
+    """All recipes with their titles."""
+    return {name: tomllib.loads(file.read_text())["title"] for name, file in sorted(_files().items())}
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of this name, or in this file."""
+    known = _files()
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise SettingError(f"no recipe file '{name}'")
+        text = path.read_text()
+    elif name in known:
+        text = known[name].read_text()
+    else:
+        raise unknown("recipe", name, [*known, "FILE.toml"])
+    try:
+        return Recipe(**tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise SettingError(f"recipe '{name}' is not TOML: {error}") from error
+    except ValidationError as error:
+        raise setting_error(error, f"recipe '{name}': ", list(Recipe.model_fields)) from error
+
+
+def reproduce(
+    name: str,
+    out: Path,
+    *,
+    quick: bool = False,
+    changes: Mapping[str, Any] | None = None,
+    watch: Watch = lambda what: None,
+) -> tuple[Recipe, list[Cell]]:
+    """Run all rows and columns. Finished runs in `out` are taken as they are, broken ones go on."""
+    plan = recipe(name)
+    fast = dict(plan.quick) if quick else {}
+    plan = plan.model_copy(update={key: fast.pop(key) for key in ("seeds", "trials") if key in fast})
+    shared = {**plan.settings, **fast, **(changes or {})}
+    cells = []
+    for place, column in enumerate(plan.column):
+        title = str(column["name"])
+        varied = {key: value for key, value in column.items() if key != "name"}
+        series = Series(plan.seeds, plan.trials, out / _slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
+        for row in plan.row:
+            settings = check({**shared, **varied, "method": row.method, "set": {**shared.get("set", {}), **row.set}})
+            ours = series.run(settings, _slug(row.name), row.tune)
+            paper = row.paper[place] if place < len(row.paper) else None
+            cells.append(Cell(row.name, title, ours, paper))
+    return plan, cells
+
+
+def write(name: str, plan: Recipe, cells: list[Cell], folder: Path, command: str, quick: bool) -> list[Path]:
+    """The table as Markdown, and everything behind it as JSON."""
+    stem = folder / (name + ("-quick" if quick else ""))
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    page, data = stem.with_suffix(".md"), stem.with_suffix(".json")
+    page.write_text(markdown(plan, cells, command, quick))
+    content = {
+        "recipe": plan.model_dump(mode="json"),
+        "command": command,
+        "machine": machine(),
+        "cells": [asdict(c) for c in cells],
+    }
+    data.write_text(json.dumps(content, indent=1) + "\n")
+    return [page, data]
+
+
+def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool) -> str:
+    """Ours beside theirs, and how it was made."""
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    lines = [f"# {plan.title}", "", plan.about.strip().replace("\n", " "), "", f"Paper: {plan.paper}.", ""]
+    if quick:
+        lines += [
+            "**Quick mode**: smaller data and fewer rounds, to try the recipe; not to be compared with the paper.",
+            "",
+        ]
+    lines += ["Accuracy in %, mean ± 95 % CI over seeds; the paper's figure behind a stroke.", ""]
+    lines += ["| method | " + " | ".join(columns) + " | MB up | MB down |", "|---|" + "---|" * (len(columns) + 2)]
+    for row in dict.fromkeys(cell.row for cell in cells):
+        mine = [cell for cell in cells if cell.row == row]
+        lines.append(f"| {row} | " + " | ".join(_figure(cell) for cell in mine) + f" | {_traffic(mine)} |")
+    tuned = [cell for cell in cells if cell.ours.trials]
+    if tuned:
+        lines += ["", "Chosen settings of tuned rows: " + "; ".join(_chosen(cell) for cell in tuned) + "."]
+    first = cells[0].ours
+    hashes = ", ".join(f"{cell.row} {cell.column} `{cell.ours.hash}`" for cell in cells)
+    lines += ["", f"Made by `{command}`, seeds {first.seeds[0]} … {first.seeds[-1]}, on {machine()}."]
+    lines += ["", f"<details><summary>Settings hashes</summary>{hashes}</details>", ""]
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    """Where figures come from."""
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, Fewer {fewer.__version__}"
+    )
+
+
+def _figure(cell: Cell) -> str:
+    ours = f"{100 * cell.ours.accuracy:.2f}" + (f" ± {100 * cell.ours.ci95:.2f}" if cell.ours.ci95 is not None else "")
+    return ours + (f" / {cell.paper:.2f}" if cell.paper is not None else "")
+
+
+def _traffic(cells: list[Cell]) -> str:
+    return " | ".join(f"{sum(getattr(c.ours, way) for c in cells) / len(cells):.3g}" for way in ("mb_up", "mb_down"))
+
+
+def _chosen(cell: Cell) -> str:
+    values = ", ".join(f"{name} {cell.ours.settings[name]:g}" for name in cell.ours.trials[0].settings)
+    return f"{cell.row} {cell.column}: {values}"
+
+
+def _slug(text: str) -> str:
+    return (
+        "".join(c if (c.isalnum() and c.isascii()) or c in ".-" else "-" for c in text.replace("α", "alpha"))
+        .strip("-")
+        .lower()
+    )
+
+
+def _files() -> dict[str, Traversable]:
+    found = {}
+    for group in files("fewer.recipes").iterdir():
+        if group.is_dir():
+            for file in group.iterdir():
+                if file.name.endswith(".toml"):
+                    found[f"{group.name}/{file.name.removesuffix('.toml')}"] = file
+    return found
