@@ -185,7 +185,7 @@ def _slug(text: str) -> str:
 
 def _files() -> dict[str, Traversable]:
     found = {}
-    for group in files("fewer.recipes").iterdir():
+    for group in files("fewer.experiments").joinpath("tables").iterdir():
         if group.is_dir():
             for file in group.iterdir():
                 if file.name.endswith(".toml"):

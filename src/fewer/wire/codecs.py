@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Mapping
 from typing import get_args
 
 import torch
@@ -43,3 +45,11 @@ def quantise(values: Tensor, codec: Codec) -> tuple[Tensor, float, float]:
 def dequantise(levels: Tensor, scale: float, offset: float, dtype: torch.dtype) -> Tensor:
     """The values that `quantise` wrote."""
     return (levels.double() * scale + offset).to(dtype)
+
+
+def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """CRC-32 of a text and of the bytes of tensors, in the order of their names."""
+    total = zlib.crc32(text.encode())
+    for name in sorted(tensors):
+        total = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, total)
+    return f"{total:08x}"

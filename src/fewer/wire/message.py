@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fewer.vocabulary import Codec
-from fewer.wire.codecs import CODECS, dequantise, is_affine, quantise, stored_dtype
+from fewer.wire.codecs import CODECS, checksum, dequantise, is_affine, quantise, stored_dtype
 
 VERSION = 1
 MAX_BYTES = 1 << 30
@@ -114,7 +113,7 @@ def encode(kind: str, fields: Mapping[str, Field]) -> bytes:
         if codec:
             layout[name]["codec"] = codec
     text = json.dumps({"v": VERSION, "kind": kind, "values": values, "fields": layout}, separators=(",", ":"))
-    return safetensors.torch.save(entries, {"fewer": text, "crc": _checksum(text, entries)})
+    return safetensors.torch.save(entries, {"fewer": text, "crc": checksum(text, entries)})
 
 
 def _write(field: str, tensors: Mapping[str, Tensor], codec: Codec | None, entries: dict[str, Tensor]) -> list[Any]:
@@ -138,13 +137,6 @@ def _write(field: str, tensors: Mapping[str, Tensor], codec: Codec | None, entri
     for dtype, parts in groups.items():
         entries[f"{field}:{_NAMES[dtype]}"] = torch.cat(parts)
     return items
-
-
-def _checksum(text: str, entries: Mapping[str, Tensor]) -> str:
-    total = zlib.crc32(text.encode())
-    for name in sorted(entries):
-        total = zlib.crc32(entries[name].view(torch.uint8).numpy().data, total)
-    return f"{total:08x}"
 
 
 # --- decoding -------------------------------------------------------------------------------------------------
@@ -191,15 +183,15 @@ def _open(blob: bytes, limit: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         _refuse("header longer than allowed, or than the message")
     try:
         metadata = json.loads(blob[8 : 8 + length])["__metadata__"]
-        text, checksum = metadata["fewer"], metadata["crc"]
+        text, told = metadata["fewer"], metadata["crc"]
         header = json.loads(text, parse_constant=lambda name: _refuse(f"{name} in the header"))
         entries = safetensors.torch.load(blob)
-        sums = _checksum(text, entries)
+        sums = checksum(text, entries)
     except Refused:
         raise
     except Exception as error:  # whatever the parsers raise at hostile bytes, the message is not one of ours
         raise Refused(f"malformed: {type(error).__name__}") from error
-    if sums != checksum:
+    if sums != told:
         _refuse("checksum does not match")
     if not (isinstance(header, dict) and header.get("v") == VERSION and isinstance(header.get("kind"), str)):
         _refuse(f"not a message of version {VERSION}")

@@ -13,6 +13,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from fewer.wire.codecs import checksum
+
 Tree = Any
 """Tensors, None, bool, int, float, str, and dicts (keys str or int), lists and tuples of them."""
 
@@ -21,15 +23,17 @@ def pack(tree: Tree) -> bytes:
     """Bytes from which `unpack` rebuilds the tree, tensors bit for bit."""
     tensors: dict[str, Tensor] = {}
     shape = json.dumps(_strip(tree, tensors), separators=(",", ":"))
-    return safetensors.torch.save(tensors, {"tree": shape})
+    return safetensors.torch.save(tensors, {"tree": shape, "crc": checksum(shape, tensors)})
 
 
 def unpack(blob: bytes) -> Tree:
     """The tree that `pack` wrote; ValueError where the bytes are not such a tree."""
     try:
         tensors = safetensors.torch.load(blob)
-        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
-        return _fill(json.loads(header["__metadata__"]["tree"]), tensors)
+        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"]
+        if checksum(header["tree"], tensors) != header["crc"]:
+            raise ValueError("checksum does not match")
+        return _fill(json.loads(header["tree"]), tensors)
     except Exception as error:  # whatever the parsers raise at damaged bytes
         raise ValueError(f"not a tree of tensors: {str(error).partition(chr(10))[0]}") from error
 

@@ -1,1 +1,0 @@
-"""Recipes: the tables of papers as files. `fewer reproduce --list` shows them, `fewer reproduce NAME` runs one."""
