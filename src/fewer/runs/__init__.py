@@ -1,0 +1,30 @@
+"""A run: one training, with everything about it in a directory."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fewer.runs.directory import RunDirectory as RunDirectory
+    from fewer.runs.engine import Progress as Progress
+    from fewer.runs.engine import resume as resume
+    from fewer.runs.engine import run as run
+    from fewer.runs.result import Result as Result
+    from fewer.runs.result import load as load
+    from fewer.runs.settings import Settings as Settings
+
+_HOMES = {
+    "RunDirectory": "directory",
+    "Progress": "engine",
+    "resume": "engine",
+    "run": "engine",
+    "Result": "result",
+    "load": "result",
+    "Settings": "settings",
+}
+__all__ = [*_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:  # settings must not wait for torch
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fewer.runs' has no attribute '{name}'")
+    return getattr(import_module(f"fewer.runs.{_HOMES[name]}"), name)

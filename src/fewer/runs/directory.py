@@ -1,0 +1,176 @@
+"""The run directory: settings, append-only records, and a checkpoint that is whole at any moment.
+
+    settings.json            what was run, resolved, with its hash; fingerprints of environment and data
+    events.jsonl             what happened, line by line: start, absent answers, resume, stop, finish
+    metrics.jsonl            one line a round
+    ledger.csv               one line a message: round, party, direction, kind, bytes
+    checkpoint.safetensors   state after the last whole round, and how long the records were then
+    parties/                 what each party remembers (where parties are simulated)
+    lock                     held by the process that writes
+
+A checkpoint names the lengths of metrics and ledger. What was written after it belongs to a round that did not end,
+and is cut off when the run goes on: so a resumed run leaves the same figures as an unbroken one. Events are never cut:
+they tell what happened, the stop and the resumption too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from io import FileIO
+from typing import IO, Any
+
+from fewer.errors import RunError
+from fewer.runtime.store import forget_after, write_durably
+from fewer.wire import Tree, pack, unpack
+from fewer.wire.ledger import Entry
+
+FORMAT = 1
+EVENTS = "events.jsonl"
+FIGURES = ("metrics.jsonl", "ledger.csv")
+
+
+class RunDirectory:
+    """One run on disk. Only the process that holds the lock writes."""
+
+    def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
+        self.path = path
+        self.description = description
+        self._lock: IO[str] | None = None
+        self._records: dict[str, FileIO] = {}
+
+    @classmethod
+    def create(cls, path: Path, description: Mapping[str, Any]) -> RunDirectory:
+        """A new directory for a run that has not begun."""
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise RunError(f"{path} is there already (another --out, or: fewer resume {path})")
+        try:
+            (path / "parties").mkdir(parents=True)
+            text = json.dumps({"format": FORMAT, **description}, indent=2, default=str)
+            write_durably(path / "settings.json", text.encode())
+        except OSError as error:
+            raise RunError(f"{path} cannot be made: {error.strerror}") from error
+        return cls.open(path)
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """A directory that a run left; RunError where it is none."""
+        try:
+            description = json.loads((path / "settings.json").read_text())
+            found = description["format"]
+        except FileNotFoundError:
+            what = "has no settings.json" if path.is_dir() else "does not exist"
+            raise RunError(f"{path} is not a run of Fewer: it {what}") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunError(f"{path} is damaged: settings.json cannot be read ({error})") from error
+        if found != FORMAT:
+            raise RunError(f"{path} has format {found}; this version of Fewer reads format {FORMAT}")
+        return cls(path, description)
+
+    @property
+    def parties(self) -> Path:
+        """Where the parties' own state lies."""
+        return self.path / "parties"
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> RunDirectory:
+        self._lock = (self.path / "lock").open("a+")
+        for _ in range(20):  # the workers of a killed run hold the lock for a moment longer
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.1)
+        else:
+            self._lock.close()
+            raise RunError(f"{self.path} is in use by another process")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for record in self._records.values():
+            record.close()
+        self._records = {}
+        if self._lock:
+            self._lock.close()
+
+    def go_back(self) -> dict[str, Any] | None:
+        """The last checkpoint, with everything that was written after it removed; None before the first round."""
+        path = self.path / "checkpoint.safetensors"
+        try:
+            kept = unpack(path.read_bytes()) if path.exists() else None
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path} is damaged: checkpoint.safetensors cannot be read ({error})") from error
+        for name in FIGURES:
+            file = self._records[name] = (self.path / name).open("ab", buffering=0)
+            length = kept["lengths"][name] if kept else 0
+            if file.tell() < length:
+                raise RunError(f"{self.path} is damaged: {name} is shorter than the checkpoint says")
+            file.truncate(length)
+            file.seek(0, os.SEEK_END)
+        if not self._records["ledger.csv"].tell():
+            self._write("ledger.csv", ",".join(Entry._fields) + "\n")
+        self._records[EVENTS] = (self.path / EVENTS).open("ab", buffering=0)
+        forget_after(self.parties, kept["round"] if kept else 0)
+        return kept
+
+    def event(self, what: str, **details: Any) -> None:
+        """Write down that something happened."""
+        self._write(EVENTS, json.dumps({"time": round(time.time(), 3), "event": what, **details}) + "\n")
+
+    def metrics(self, line: Mapping[str, Any]) -> None:
+        """Write down the figures of a round."""
+        self._write("metrics.jsonl", json.dumps(line) + "\n")
+
+    def messages(self, entries: Iterable[Entry]) -> None:
+        """Write down the messages of a round."""
+        self._write("ledger.csv", "".join(",".join(map(str, entry)) + "\n" for entry in entries))
+
+    def checkpoint(self, **content: Tree) -> None:
+        """Make a finished round last: the records first, then the state that names their length."""
+        try:
+            for name in FIGURES:
+                os.fsync(self._records[name].fileno())
+            lengths = {name: self._records[name].tell() for name in FIGURES}
+            write_durably(self.path / "checkpoint.safetensors", pack({**content, "lengths": lengths}))
+        except OSError as error:
+            raise self._full(error) from error
+
+    def _write(self, name: str, text: str) -> None:
+        left = memoryview(text.encode())
+        try:
+            while left:
+                left = left[self._records[name].write(left) :]
+        except OSError as error:
+            raise self._full(error) from error
+
+    def _full(self, error: OSError) -> RunError:
+        return RunError(
+            f"{self.path} cannot be written ({error.strerror}); the checkpoint before is whole. "
+            f"Mend that, then: fewer resume {self.path}"
+        )
+
+    # --- reading --------------------------------------------------------------------------------------------
+
+    def read(self) -> dict[str, Any]:
+        """The last checkpoint, for whoever only looks."""
+        path = self.path / "checkpoint.safetensors"
+        try:
+            kept: dict[str, Any] = unpack(path.read_bytes())
+        except FileNotFoundError:
+            raise RunError(f"{self.path} has no checkpoint yet: no round has ended") from None
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path} is damaged: checkpoint.safetensors cannot be read ({error})") from error
+        return kept
+
+    def history(self) -> list[dict[str, Any]]:
+        """The figures of all rounds so far."""
+        try:
+            lines = (self.path / "metrics.jsonl").read_text().splitlines()
+            return [json.loads(line) for line in lines]
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error

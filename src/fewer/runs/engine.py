@@ -1,0 +1,283 @@
+"""The loop that every method runs in: rounds, evaluation, records, checkpoints."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+import fewer
+from fewer.data import Data
+from fewer.errors import RunError, SettingError
+from fewer.methods import Method, find, names
+from fewer.methods.base import Place
+from fewer.runs.directory import RunDirectory
+from fewer.runs.job import Job, Model, check, job_from
+from fewer.runs.result import Result
+from fewer.runs.settings import OUTSIDE
+from fewer.runtime import Absent, Faults, Inline, Parties, Pool, Rules
+from fewer.runtime.site import Site
+from fewer.runtime.streams import global_streams
+from fewer.wire import Ledger
+
+
+class Progress(Protocol):
+    """Told what a run does while it goes on."""
+
+    def begin(self, method: str, done: int, rounds: int) -> None:
+        """A run begins or goes on, with `done` of its rounds behind it."""
+
+    def answer(self, round: int, done: int, asked: int) -> None:
+        """An answer came in."""
+
+    def round(self, figures: Mapping[str, Any]) -> None:
+        """A round ended."""
+
+
+def run(
+    method: Method | str,
+    data: Data | str = "fashion-mini",
+    *,
+    model: Model = "cnn",
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Result:
+    """Train. `fewer.run(FedAvg(rounds=10), data, model=MyNet, seed=1, runtime="pool")`.
+
+    `data` is a name or what `fewer.data` makes; `model` a name, an `nn.Module` (training starts from its weights) or
+    a class or function that makes one. `out` is the run directory; without it nothing is kept on disk. The other
+    settings are those of the command line, with underscores (`Settings` has them all).
+    """
+    if isinstance(method, Method):
+        settings |= {"method": _address(method), "set": method.model_dump(mode="json")}
+    else:
+        settings["method"] = method
+    if isinstance(data, str):
+        settings["data"] = data
+    else:
+        settings |= _origin(data)
+    if isinstance(model, str):
+        settings["model"] = model
+    job = job_from(
+        check(settings),
+        method if isinstance(method, Method) else None,
+        data if isinstance(data, Data) else None,
+        model if not isinstance(model, str) else None,
+    )
+    return start(job, None if out is None else Path(out), progress)
+
+
+def _address(method: Method) -> str:
+    """How the class of a method is found again: its name, or its file."""
+    if method.name in names() and find(method.name) is type(method):
+        return method.name
+    try:
+        return f"{inspect.getsourcefile(type(method))}:{type(method).__name__}"
+    except (TypeError, OSError):
+        return f"(interactive):{type(method).__name__}"
+
+
+def _origin(data: Data) -> dict[str, Any]:
+    """The settings by which data is made again, as far as it can be."""
+    if data.origin is None:
+        return {"data": f"({data.name})", "parties": len(data)}
+    origin = dict(data.origin)
+    names = {"name": "data", "directory": "data_dir", "seed": "data_seed"}
+    return {names.get(name, name): value for name, value in origin.items()}
+
+
+def start(job: Job, out: Path | None = None, progress: Progress | None = None) -> Result:
+    """Begin a run, in a new directory if one is named."""
+    state = first_state(job)
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
+            return _execute(job, state, None, Path(folder), progress)
+    with RunDirectory.create(out, _description(job)) as directory:
+        return _execute(job, state, directory, directory.parties, progress)
+
+
+def first_state(job: Job) -> Any:
+    """The state before the first round."""
+    with one_thread(), global_streams(job.settings.seed, "start"):
+        return job.method.start(job.task, job.settings.seed)
+
+
+def resume(
+    path: str | Path,
+    *,
+    method: Method | None = None,
+    data: Data | None = None,
+    model: Model | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Result:
+    """Go on with a run from its last whole round; the end is the same as without the break.
+
+    What came as Python objects must be given again. `runtime`, `workers`, `device` and `data_dir` may be changed.
+    """
+    path = Path(path)
+    directory = RunDirectory.open(path)
+    old = directory.description
+    changed = {name: value for name, value in settings.items() if value is not None}
+    if odd := sorted(changed.keys() - set(OUTSIDE)):
+        raise SettingError(f"{odd[0]} cannot be changed when a run goes on (allowed: {', '.join(OUTSIDE)})")
+    given = {"method": method, "data": data, "model": model}
+    for part in old["own"]:
+        if given[part] is None:
+            raise RunError(f"{path} was run with a {part} of your own: fewer.resume(path, {part}=…) from Python")
+    job = job_from(check({**old["settings"], **changed}), method, data, model)
+    if (found := job.data.fingerprint()) != old["data"]["fingerprint"]:
+        raise RunError(f"{path} was run on other data (fingerprint {old['data']['fingerprint']}, now {found})")
+    with directory:
+        return _execute(job, first_state(job), directory, directory.parties, progress)
+
+
+def _description(job: Job) -> dict[str, Any]:
+    """What settings.json tells of a run."""
+    return {
+        "settings": job.settings.model_dump(mode="json"),
+        "hash": job.hash,
+        "own": list(job.own),
+        "method": job.method.model_dump(mode="json"),
+        "data": {"name": job.data.name, "parties": len(job.data), "fingerprint": job.data.fingerprint()},
+        "environment": {
+            "fewer": fewer.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "platform": platform.platform(),
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+        },
+        "command": sys.argv,
+    }
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One torch thread in this process: more of them spin against each other, and sums would depend on their number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def open_parties(job: Job, folder: Path) -> Parties:
+    """The runtime that the settings name."""
+    settings = job.settings
+    rules = Rules(settings.quorum, settings.deadline)
+    site = Site(job.method, Place(job.data, job.task, settings.seed, folder), settings.seed, job.task.device, rules.limit)
+    faults = Faults(settings.drop, settings.slow, settings.corrupt)
+    if settings.runtime == "inline":
+        return Inline(len(job.data), settings.seed, faults, rules, site=site)
+    return Pool(len(job.data), settings.seed, faults, rules, site=site, workers=settings.workers, cost=job.data.size)
+
+
+def _execute(
+    job: Job, state: Any, directory: RunDirectory | None, folder: Path, progress: Progress | None
+) -> Result:
+    """All rounds from the last checkpoint, or the first state, to the end."""
+    method, settings = job.method, job.settings
+    kept = directory.go_back() if directory else None
+    with ExitStack() as stack:
+        stack.enter_context(one_thread())
+        result = Result(method, job.task, job.data, settings, state, folder if directory else None)
+        if kept and directory:
+            result.state = restore(type(state), kept["state"], directory.path)
+            result.history, result.seconds = directory.history(), kept["seconds"]
+            directory.event("resume", round=kept["round"])
+        elif directory:
+            directory.event("start", method=method.name, hash=job.hash)
+        if progress:
+            progress.begin(method.name, len(result.history), method.rounds)
+        if len(result.history) == method.rounds:
+            return result
+        parties = stack.enter_context(open_parties(job, folder))
+        parties.ledger.total.update(kept["ledger"] if kept else {})
+        try:
+            for number in range(len(result.history) + 1, method.rounds + 1):
+                figures = _round(job, parties, number, result, directory, progress)
+                if directory:
+                    directory.metrics(figures)
+                    directory.messages(parties.ledger.take())
+                    directory.checkpoint(
+                        round=number,
+                        state=vars(result.state),
+                        ledger=dict(parties.ledger.total),
+                        seconds=result.seconds,
+                    )
+                if progress:
+                    progress.round(figures)
+        except BaseException as error:
+            if directory:
+                directory.event("stop", round=len(result.history), reason=f"{type(error).__name__}: {error}")
+            raise
+        if directory:
+            directory.event("finish", round=method.rounds)
+    return result
+
+
+def _round(
+    job: Job,
+    parties: Parties,
+    number: int,
+    result: Result,
+    directory: RunDirectory | None,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """One round with its evaluation; puts the new state and its figures into the result."""
+    method, settings = job.method, job.settings
+    begun = time.perf_counter()
+    absent: list[Absent] = []
+
+    def note(one: Absent, handler: str, trace: str) -> None:
+        absent.append(one)
+        if directory:
+            details = {"detail": one.detail} | ({"trace": trace} if trace else {})
+            directory.event("absent", round=number, party=one.party, why=one.why, handler=handler, **details)
+
+    parties.round, parties.evaluating = number, False
+    parties.on_absent = note
+    if progress:
+        parties.on_progress = lambda done, asked: progress.answer(number, done, asked)
+    with global_streams(settings.seed, number, "coordinator"):
+        state = method.round(result.state, parties)
+    figures: dict[str, Any] = {"round": number, "absent": len(absent)}
+    last = number == method.rounds
+    parties.evaluating = True
+    with global_streams(settings.seed, number, "evaluate"):
+        if last or number % settings.evaluate_every == 0:
+            figures |= method.evaluate(state, parties, job.data)
+        if last:
+            figures |= method.report(state, parties, job.data)
+    result.seconds += time.perf_counter() - begun
+    figures |= {**_bytes(parties.ledger), "seconds": round(result.seconds, 3)}
+    result.state = state
+    result.history.append(figures)
+    return figures
+
+
+def _bytes(ledger: Ledger) -> dict[str, int]:
+    """Bytes so far, both ways."""
+    return {"up": ledger.total["up"], "down": ledger.total["down"]}
+
+
+def restore(kind: type[Any], kept: Mapping[str, Any], path: Path) -> Any:
+    """A state from what a checkpoint holds."""
+    if {part.name for part in fields(kind)} != kept.keys():
+        raise RunError(f"{path} was written by another version of this method: its state has other parts")
+    return kind(**kept)

@@ -1,0 +1,141 @@
+"""A job: what settings name, built and checked, ready to run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from fewer.data import Data, load
+from fewer.errors import DataError, SettingError, unknown
+from fewer.methods import Method, find
+from fewer.models import Task, find_net, maker, weights_of
+from fewer.plugins import from_file
+from fewer.runs.settings import Settings, hash_of
+
+Model = str | nn.Module | Callable[..., nn.Module]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs, built and checked."""
+
+    method: Method
+    task: Task
+    data: Data
+    settings: Settings
+    own: tuple[str, ...] = ()
+    """Parts that came as Python objects, which a run directory cannot bring back by itself."""
+
+    @property
+    def hash(self) -> str:
+        """Of all settings on which the numbers depend."""
+        return hash_of(self.settings, self.method)
+
+
+def check(settings: Mapping[str, Any]) -> Settings:
+    """Settings from plain values; SettingError for the first that is wrong."""
+    try:
+        return Settings(**settings)
+    except ValidationError as error:
+        raise setting_error(error, "", list(Settings.model_fields)) from error
+
+
+def job_from(
+    settings: Settings, method: Method | None = None, data: Data | None = None, model: Model | None = None
+) -> Job:
+    """Build what the settings name; what is given here as an object takes the place of what they name."""
+    if method is None:
+        method = make_method(find(settings.method), settings)
+    own = tuple(name for name, given in (("data", data), ("model", model)) if given is not None)
+    if data is None:
+        data = load_data(settings)
+    elif data.origin is not None:
+        own = tuple(name for name in own if name != "data")
+    if method.active is not None and method.active > len(data):
+        raise SettingError(f"active = {method.active}, but there are {len(data)} parties (allowed: 1 … {len(data)})")
+    device = make_device(settings.device)
+    task = make_task(settings.model if model is None else model, settings, data, device)
+    return Job(method, task, data.to(device), settings, own)
+
+
+def make_method(kind: type[Method], settings: Settings) -> Method:
+    """The method with the settings meant for it."""
+    chosen = {name: value for name in ("rounds", "active") if (value := getattr(settings, name)) is not None}
+    try:
+        return kind(**chosen | settings.set)
+    except ValidationError as error:
+        raise setting_error(error, f"{kind.name}: ", list(kind.model_fields)) from error
+
+
+def setting_error(error: ValidationError, prefix: str, known: list[str]) -> SettingError:
+    """The first thing that is wrong, in one line."""
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return unknown(f"setting of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
+    return SettingError(f"{prefix}{name} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
+
+
+def load_data(settings: Settings) -> Data:
+    """The named data, divided as the settings say."""
+    return load(
+        settings.data,
+        directory=settings.data_dir,
+        parties=settings.parties,
+        partition=settings.partition,
+        alpha=settings.alpha,
+        fraction=settings.fraction,
+        validation=settings.validation,
+        minimum=settings.minimum,
+        seed=settings.seed if settings.data_seed is None else settings.data_seed,
+    )
+
+
+def make_device(name: str) -> torch.device:
+    """The named device, if it is there."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingError(f"device = '{name}' cannot be used here: {reason}") from error
+    return device
+
+
+def make_task(model: Model, settings: Settings, data: Data, device: torch.device) -> Task:
+    """What is learned on this data with this model, tried out on one sample."""
+    given = None
+    if isinstance(model, nn.Module):
+        make: Callable[[], nn.Module] = partial(copy.deepcopy, model)
+        given = weights_of(model)
+    else:
+        factory = model if not isinstance(model, str) else from_file(model) if ":" in model else find_net(model)
+        facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocabulary}
+        make = maker(factory, facts, settings.model_set)
+    task = Task(data.shape, data.classes, make, device, given)
+    _try_out(task, data)
+    return task
+
+
+def _try_out(task: Task, data: Data) -> None:
+    if not len(data.test):
+        raise DataError(f"data '{data.name}' has no test samples")
+    net = task.net()
+    if not isinstance(net, nn.Module):
+        raise SettingError(f"the model is {type(net).__name__} (allowed: a torch.nn.Module, or what makes one)")
+    try:
+        with torch.no_grad():
+            scores = net.eval()(data.test.slice(0, 1)[0].to(task.device))
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise SettingError(f"the model does not take inputs of shape {data.shape}: {reason}") from error
+    if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or scores.shape[1] < data.classes:
+        shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+        raise SettingError(f"the model gives {shape} for one sample (allowed: 1 × at least {data.classes} classes)")

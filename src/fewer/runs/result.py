@@ -1,0 +1,95 @@
+"""What a run leaves: figures, and models to use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from fewer.data import Data
+from fewer.errors import RunError, SettingError
+from fewer.methods import Method, Party
+from fewer.methods.base import Place
+from fewer.models import Task, load_weights
+from fewer.runs.directory import RunDirectory
+from fewer.runs.settings import Settings
+
+
+@dataclass
+class Result:
+    """A finished run, or one that is under way."""
+
+    method: Method
+    task: Task = field(repr=False)
+    data: Data = field(repr=False)
+    settings: Settings = field(repr=False)
+    state: Any = field(repr=False)
+    folder: Path | None = field(default=None, repr=False)
+    """Where the parties' own state lies, if it was kept."""
+    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    """Figures of each round: accuracy, loss, bytes up and down so far, seconds so far."""
+    seconds: float = 0.0
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """The figures after the last round."""
+        return self.history[-1] if self.history else {}
+
+    @property
+    def accuracy(self) -> float:
+        """Accuracy after the last round."""
+        return float(self.scores["accuracy"])
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained global model, ready to use."""
+        weights = self.method.whole(self.state)
+        if weights is None:
+            raise SettingError(f"{self.method.name} has no global model: ask for a party's (0 … {len(self.data) - 1})")
+        net = self.task.net().eval()
+        load_weights(net, weights)
+        return net
+
+    def personal(self, party: int) -> nn.Module:
+        """The model of one party, ready to use."""
+        if not 0 <= party < len(self.data):
+            raise SettingError(f"party = {party} (allowed: 0 … {len(self.data) - 1})")
+        if self.folder is None:
+            raise RunError("parties' models are kept only in a run directory: run with out=DIR")
+        place = Place(self.data, self.task, self.settings.seed, self.folder)
+        me = place(party, len(self.history))
+        assert isinstance(me, Party)
+        return self.method.personal(me, self.method.shared(self.state)).eval()
+
+
+def open_result(
+    path: str | Path, method: Method | None = None, data: Data | None = None, model: Any = None
+) -> Result:
+    """The result of a run from its directory, as far as it has come."""
+    from fewer.runs.engine import first_state, restore
+    from fewer.runs.job import check, job_from
+
+    directory = RunDirectory.open(Path(path))
+    for part, given in (("data", data), ("model", model)):
+        if part in directory.description["own"] and given is None:
+            raise RunError(f"{path} was run with a {part} of your own: fewer.load(path, {part}=…) from Python")
+    kept = directory.read()
+    job = job_from(check(directory.description["settings"]), method, data, model)
+    state = restore(type(first_state(job)), kept["state"], directory.path)
+    history = directory.history()[: kept["round"]]
+    return Result(job.method, job.task, job.data, job.settings, state, directory.parties, history, kept["seconds"])
+
+
+def load(
+    path: str | Path,
+    *,
+    party: int | None = None,
+    method: Method | None = None,
+    data: Data | None = None,
+    model: Any = None,
+) -> nn.Module:
+    """The trained model of a run, or one party's personal model, in evaluation mode."""
+    result = open_result(path, method, data, model)
+    return result.model if party is None else result.personal(party)
