@@ -1,0 +1,173 @@
+"""The nets: sizes as published, an encoder and a head, second derivatives."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fewer
+from fewer import FedAvg
+from fewer.data import Data
+from fewer.errors import SettingError
+from fewer.models import NETS, Split, find_net, maker, parts_of, weights_of
+from fewer.models.images import DropBlock
+
+FACTS: dict[str, dict[str, Any]] = {
+    "cnn": {"shape": (1, 28, 28), "classes": 10},
+    "lenet5": {"shape": (1, 28, 28), "classes": 10},
+    "conv4": {"shape": (1, 28, 28), "classes": 5},
+    "resnet12": {"shape": (3, 32, 32), "classes": 60},
+    "femnist-cnn": {"shape": (1, 28, 28), "classes": 62},
+    "alexnet": {"shape": (3, 64, 64), "classes": 1000},
+    "sensor-cnn": {"shape": (6, 128), "classes": 6},
+    "char-lstm": {"shape": (80,), "classes": 80, "vocabulary": 80},
+    "text-bilstm": {"shape": (30,), "classes": 20, "vocabulary": 1000},
+    "sentiment-lstm": {"shape": (25,), "classes": 2, "vocabulary": 1000},
+    "mlp": {"shape": (103,), "classes": 40},
+    "logistic": {"shape": (103,), "classes": 40},
+}
+COUNTS = {
+    "cnn": 26_434,
+    "lenet5": 61_706,
+    "conv4": 640 + 128 + 3 * (36_928 + 128) + 64 * 5 + 5,
+    "resnet12": 12_424_320 + 640 * 60 + 60,
+    "femnist-cnn": 6_603_710,
+    "alexnet": 61_100_840,
+    "char-lstm": 80 * 8 + 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2) + 256 * 80 + 80,
+    "text-bilstm": 2 * 4 * 50 * (300 + 50 + 2) + 100 * 20 + 20,
+    "sentiment-lstm": 4 * 100 * (300 + 100 + 2) + 4 * 100 * (100 + 100 + 2) + 100 * 2 + 2,
+    "mlp": 103 * 64 + 64 + 64 * 40 + 40,
+    "logistic": 103 * 40 + 40,
+}
+
+
+def make(name: str, **options: Any) -> nn.Module:
+    facts = {"norm": options.pop("norm", None), **FACTS[name]}
+    torch.manual_seed(0)
+    return maker(find_net(name), facts, options)()
+
+
+def inputs(name: str, count: int = 2) -> torch.Tensor:
+    facts = FACTS[name]
+    if "vocabulary" in facts:
+        return torch.randint(
+            1, facts["vocabulary"], (count, *facts["shape"]), generator=torch.Generator().manual_seed(0)
+        )
+    return torch.randn(count, *facts["shape"], generator=torch.Generator().manual_seed(0))
+
+
+def test_every_net_is_listed_here() -> None:
+    assert FACTS.keys() == NETS.keys()
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts(name: str) -> None:
+    assert sum(p.numel() for p in make(name).parameters()) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_net_is_a_head_on_an_encoder(name: str) -> None:
+    net = make(name).eval()
+    assert isinstance(net, Split)
+    encoder, head = parts_of(net)
+    x = inputs(name)
+    features = encoder(x)
+    assert features.ndim == 2 and net(x).shape == (2, FACTS[name]["classes"])
+    assert torch.equal(head(features), net(x))
+
+
+def test_options() -> None:
+    narrow = make("resnet12", width=0.25)
+    assert narrow.head.in_features == 160  # type: ignore[union-attr]
+    assert make("conv4", width=8).encoder(inputs("conv4")).shape[1] == 8  # type: ignore[operator]
+    rgb = maker(find_net("conv4"), {"shape": (3, 32, 32), "classes": 5}, {})()
+    assert rgb.head.in_features == 64 * 8 * 8  # type: ignore[union-attr]
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in make("conv4", norm="group").modules())
+    with pytest.raises(SettingError, match="unknown option of model ResNet12 'widht', did you mean 'width'"):
+        make("resnet12", widht=2)
+    with pytest.raises(SettingError, match="SmallCNN takes images .* but inputs have shape \\(103,\\)"):
+        maker(find_net("cnn"), {"shape": (103,), "classes": 2}, {})
+    with pytest.raises(SettingError, match="takes text, but the data has no vocabulary"):
+        maker(find_net("char-lstm"), {"shape": (80,), "classes": 2, "vocabulary": None}, {})
+
+
+def test_parts_that_are_missing_are_named() -> None:
+    with pytest.raises(SettingError, match="Linear has no encoder and no head"):
+        parts_of(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["char-lstm", "text-bilstm", "sentiment-lstm", "conv4", "mlp"])
+def test_second_derivatives_against_finite_differences(name: str) -> None:
+    """The gradient of ‖∇loss‖² along a direction, in float64."""
+    small = {"char-lstm": (6,), "text-bilstm": (5,), "sentiment-lstm": (5,)}
+    facts = {**FACTS[name], "shape": small.get(name, FACTS[name]["shape"])}
+    torch.manual_seed(0)
+    net = maker(find_net(name), facts, {"width": 4} if name == "conv4" else {})().double()
+    x = inputs(name, 3)[:, : facts["shape"][0]] if name in small else inputs(name, 3).double()
+    y = torch.tensor([0, 1, 1])
+    parameters = list(net.parameters())
+
+    def squared() -> torch.Tensor:
+        gradients = torch.autograd.grad(F.cross_entropy(net(x), y), parameters, create_graph=True)
+        return torch.stack([(gradient**2).sum() for gradient in gradients]).sum()
+
+    exact = torch.autograd.grad(squared(), parameters, allow_unused=True, materialize_grads=True)
+    draw = torch.Generator().manual_seed(1)
+    direction = [torch.randn(p.shape, generator=draw, dtype=torch.float64) for p in parameters]
+    slope = sum(float((g * d).sum()) for g, d in zip(exact, direction, strict=True))
+
+    def moved(step: float) -> float:
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.add_(d, alpha=step)
+        value = float(squared().detach())
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.sub_(d, alpha=step)
+        return value
+
+    step = 1e-6
+    assert slope == pytest.approx((moved(step) - moved(-step)) / (2 * step), rel=2e-3)
+
+
+def test_texts_of_any_length_give_the_same_features() -> None:
+    for name in ("text-bilstm", "sentiment-lstm"):
+        net = make(name).eval()
+        x = torch.zeros(1, 10, dtype=torch.int64)
+        x[0, :4] = torch.tensor([5, 6, 7, 8])
+        longer = F.pad(x, (0, 15))
+        if name == "sentiment-lstm":  # reads forwards only, so what fills up changes nothing
+            assert torch.allclose(net(x), net(longer))
+        assert "vectors" not in " ".join(weights_of(net))  # word vectors are never sent
+
+
+def test_dropblock_drops_squares_and_keeps_the_sum() -> None:
+    torch.manual_seed(0)
+    layer = DropBlock(0.2, 5)
+    x = torch.ones(20, 8, 16, 16)
+    out = layer(x)
+    assert float((out == 0).float().mean()) == pytest.approx(0.2, abs=0.05)
+    assert float(out.mean()) == pytest.approx(1, abs=0.01)
+    assert torch.equal(layer.eval()(x), x)
+
+
+def test_a_frozen_part_stays_frozen(digits: Data) -> None:
+    net = maker(find_net("cnn"), {"shape": (1, 8, 8), "classes": 10}, {})()
+    net.encoder.requires_grad_(False)
+    before = weights_of(net)
+    after = fewer.run(FedAvg(rounds=2, active=3), digits, model=net).state.model
+    assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("encoder"))
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+
+
+def test_a_net_for_text_learns() -> None:
+    draw = np.random.default_rng(0)
+    texts = [
+        " ".join(draw.choice(["good", "fine", "nice"] if n % 2 else ["bad", "poor", "sad"], 6)) for n in range(200)
+    ]
+    data = fewer.data.from_arrays(texts, np.arange(200) % 2, parties=4, partition="iid")
+    result = fewer.run(FedAvg(rounds=8, rate=1.0), data, model="text-bilstm", model_set={"width": 16})
+    assert result.accuracy > 0.95
