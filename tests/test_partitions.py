@@ -104,7 +104,7 @@ def test_clients_of_the_test_set() -> None:
 def test_windows_that_nobody_owns_are_left_out() -> None:
     flat = torch.arange(50, dtype=torch.uint8)
     x = flat.unfold(0, 5, 1)
-    client = np.array(["a"] * 20 + [""] * 6 + ["b"] * 20)
+    client = np.array([0] * 20 + [-1] * 6 + [1] * 20)
     raw = Raw(x, np.arange(46) % 3, client=client, tokens=tuple("abc" * 20), in_time=True)
     data = federate(raw, partition="natural", fraction=0.5)
     assert data.vocabulary == 60 and data.source.x.data_ptr() == flat.data_ptr()  # not copied

@@ -81,7 +81,7 @@ def _merge(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Flags over file; of settings that are name=value pairs, both together."""
     settings = _read(file) if file else {}
     both = {**settings, **given}
-    for name in ("set", "model_set"):
+    for name in ("set", "model_set", "data_set"):
         if name in given:
             both[name] = settings.get(name, {}) | dict(_assignment(text) for text in given[name])
     return both

@@ -33,7 +33,7 @@ def cached(name: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not entry.is_dir():
                     _keep(entry, make())
-        return {file.stem: np.load(file, mmap_mode="r") for file in sorted(entry.glob("*.npy"))}
+        return {file.stem: np.load(file, mmap_mode="c") for file in sorted(entry.glob("*.npy"))}
     except OSError as error:
         raise DataError(
             f"cache {entry} cannot be used: {error.strerror or error} (FEWER_CACHE names another place)"

@@ -56,7 +56,7 @@ _OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/pytho
 SETS: dict[str, tuple[Remote, ...]] = {
     "mnist": _MNIST,
     "fashion-mnist": _idx_files(
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
         "fashion-mnist",
         "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
         "25c81989df183df01b3e8a0aad5dffbe",
@@ -170,7 +170,9 @@ def _receive(url: str, part: Path, progress: Progress | None) -> bool:
     except HTTPError as error:
         if error.code != 416 or not have:
             raise
-        part.unlink()  # there is nothing beyond what we have, or the file has become shorter: start over
+        if error.headers["Content-Range"] == f"bytes */{have}":
+            return True
+        part.unlink()  # it is longer than the file: not a part of it
         return False
     with response:
         if have and not (response.status == 206 and _begins_at(response, have)):

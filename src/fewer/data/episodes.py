@@ -64,7 +64,9 @@ def support_query(
         rows = rows[torch.randperm(len(rows), generator=stream)]
     labels = samples.y.cpu()[rows]
     groups = (
-        [(labels == label).nonzero().squeeze(1) for label in labels.unique()] if by_class else [torch.arange(len(rows))]
+        [(labels == label).nonzero().squeeze(1) for label in torch.unique(labels)]
+        if by_class
+        else [torch.arange(len(rows))]
     )
     first, rest = [], []
     for group in groups:

@@ -248,8 +248,8 @@ def _some(raw: Raw, fraction: float, draw: np.random.Generator) -> tuple[Raw, ND
     if not 0 < fraction <= 1:
         raise SettingError(f"fraction = {fraction:g} (allowed: more than 0, at most 1)")
     rows = np.arange(len(raw.y))
-    if raw.client is not None and raw.client.dtype.kind == "U":
-        rows = np.flatnonzero(raw.client != "")
+    if raw.client is not None and raw.client.dtype.kind == "i":
+        rows = np.flatnonzero(raw.client >= 0)
     if fraction == 1:
         return raw, rows
     kept = np.sort(draw.permutation(rows)[: round(len(rows) * fraction)])
@@ -338,6 +338,18 @@ def from_parties(parties: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayDa
         name: _widen(getattr(data, name), present, len(pairs)) for name in ("train", "validation", "tests")
     }
     return replace(data, **wide)
+
+
+def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
+    """A federation from a torch Dataset of (input, label) pairs; settings as for `from_arrays`.
+
+    Inputs may be tensors, arrays or images; labels numbers. The whole set is read once.
+    """
+    pairs = [dataset[number] for number in range(len(dataset))]
+    if not pairs:
+        raise DataError("the Dataset has no samples")
+    inputs = np.stack([np.asarray(x) for x, _ in pairs])
+    return from_arrays(inputs, np.asarray([int(y) for _, y in pairs]), **settings)
 
 
 def _widen(parts: Parts, present: NDArray[np.integer], parties: int) -> Parts:

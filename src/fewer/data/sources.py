@@ -1,113 +1,162 @@
-"""Where data comes from: sets that the package carries, and files in a data directory."""
+"""Data by name: sets that the package carries, sets in a data directory, and files in formats that people have."""
 
 from __future__ import annotations
 
-import gzip
-import math
+import hashlib
+import inspect
 import os
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.resources import files
+from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from fewer.data.cache import cached
 from fewer.data.federated import ArrayData, federate
+from fewer.data.formats import FORMATS
 from fewer.data.partition import Division
 from fewer.data.raw import Array, Inputs, Raw
-from fewer.errors import DataError, unknown
+from fewer.errors import DataError, SettingError, unknown
 from fewer.vocabulary import Partition
 
 
-def load(name: str, *, directory: str | Path | None = None, seed: int = 0, **settings: Any) -> ArrayData:
+class Known(NamedTuple):
+    """A set in a data directory: how it is read, where it lies there, and what is special about it."""
+
+    format: str
+    path: str
+    text: str
+    options: Mapping[str, Any] = {}
+    normal: tuple[float, float] | None = None
+    in_time: bool = False
+
+
+_FASHION = (0.2860, 0.3530)
+FILES = {
+    "mnist": Known("idx", "mnist", "handwritten digits, 28×28", normal=(0.1307, 0.3081)),
+    "qmnist": Known("qmnist", "qmnist", "MNIST with its writers as clients", normal=(0.1307, 0.3081)),
+    "fashion": Known("idx", "fashion-mnist", "Fashion-MNIST, 28×28", normal=_FASHION),
+    "cifar10": Known("cifar10", "cifar10", "CIFAR-10, 3×32×32"),
+    "cifar100": Known("cifar100", "cifar100", "CIFAR-100, 100 fine classes"),
+    "cifar100-coarse": Known("cifar100", "cifar100", "CIFAR-100, 20 coarse classes", {"labels": "coarse"}),
+    "omniglot": Known("omniglot", "omniglot", "characters of 50 alphabets by 20 drawers"),
+    "femnist": Known("leaf-femnist", "femnist", "LEAF's FEMNIST, 62 classes by writer"),
+    "leaf-shakespeare": Known("leaf-shakespeare", "leaf-shakespeare", "LEAF's Shakespeare, next character by role"),
+    "sent140": Known("leaf-sent140", "sent140", "LEAF's Sent140, sentiment of tweets by author"),
+    "shakespeare": Known("plays", "shakespeare/plays.tar.gz", "plays, next character by role"),
+    "20newsgroups": Known("newsgroups", "20newsgroups/20news-bydate.tar.gz", "posts in 20 groups by author"),
+    "huffpost": Known("jsonl", "huffpost/huffpost.jsonl", "headlines in 41 classes", {"text": "raw"}),
+    "movielens-100k": Known("movielens", "movielens-100k", "films that users rated, in time"),
+    "hapt": Known("npz", "hapt/hapt.npz", "activities from a smartphone, by subject", in_time=True),
+    "pamap2": Known("pamap2", "pamap2", "activities from body sensors, by subject"),
+    "har": Known("har", "har", "UCI HAR activities, by subject"),
+}
+SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
+"""Formats whose arrays are kept in the cache once they have been read."""
+
+
+def load(
+    name: str,
+    *,
+    directory: str | Path | None = None,
+    data_set: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> ArrayData:
     """The named data, divided among parties.
 
-    `name` is one of `NAMES`, `idx:DIR` (four idx files, as MNIST has them) or `npz:FILE` (arrays x, y and, if there
-    are any, x_test, y_test, client). Files are looked for in `directory`, by default $FEWER_DATA. The other
-    settings are those of `federate`.
+    `name` is one of `NAMES`, or FORMAT:PATH with one of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
+    Files are looked for in `directory`, by default $FEWER_DATA. `data_set` holds the options of the format or set
+    (csv: label, client, text; folder: size …). The other settings are those of `federate`.
     """
     Division(**{key: settings[key] for key in ("parties", "alpha") if key in settings}).check()
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
         raise unknown("partition", partition, get_args(Partition))
+    raw = read(name, directory, **(data_set or {}))
     origin = {"name": name, "directory": None if directory is None else str(directory), "seed": seed, **settings}
-    return federate(read(name, directory), name=name, seed=seed, origin=origin, **settings)
+    if data_set:
+        origin["data_set"] = dict(data_set)
+    return federate(raw, name=name, seed=seed, origin=origin, **settings)
 
 
-def read(name: str, directory: str | Path | None = None) -> Raw:
-    """The arrays of the named data, not yet divided."""
+def read(name: str, directory: str | Path | None = None, **options: Any) -> Raw:
+    """The named data, not yet divided."""
     kind, colon, where = name.partition(":")
     if colon:
-        if kind not in _FORMATS:
-            raise unknown("data format", kind, _FORMATS)
-        return _FORMATS[kind](_find(where, directory))
-    if name in _EMBEDDED:
-        return _EMBEDDED[name]()
-    if name in _FILES:
-        folder, normal = _FILES[name]
-        return replace(idx(_find(folder, directory)), normal=normal)
-    raise unknown("data", name, [*NAMES, *(f"{kind}:PATH" for kind in _FORMATS)])
+        if kind not in FORMATS:
+            raise unknown("data format", kind, FORMATS)
+        return _from_files(kind, _find(where, directory), options)
+    if name in EMBEDDED:
+        _check_options(EMBEDDED[name], options, name)
+        return EMBEDDED[name](**options)
+    if name in FILES:
+        known = FILES[name]
+        raw = _from_files(known.format, _find(known.path, directory), {**known.options, **options})
+        return replace(raw, normal=known.normal, in_time=raw.in_time or known.in_time)
+    raise unknown("data", name, [*NAMES, *(f"{kind}:PATH" for kind in FORMATS)])
 
 
 def inputs(name: str, directory: str | Path | None = None) -> tuple[Inputs, Array | None]:
     """Inputs to predict for, and labels if there are any: an npz file's x and y, or the test part of a data set."""
     if name.startswith("npz:"):
-        arrays = _arrays(_find(name.removeprefix("npz:"), directory), ("x",))
-        return arrays["x"], arrays.get("y")
+        path = _find(name.removeprefix("npz:"), directory)
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                if "x" in arrays and "y" not in arrays:
+                    return arrays["x"], None
+        except Exception as error:  # whatever is wrong with it, the reader below says it
+            if not isinstance(error, OSError | ValueError | TypeError | KeyError | EOFError):
+                raise
     raw = read(name, directory)
     return raw.test if raw.test is not None else (raw.x, raw.y)
 
 
-def idx(folder: Path) -> Raw:
-    """Four idx files, packed or not, in the layout of MNIST."""
-    found = []
-    for part in (
-        "train-images-idx3-ubyte",
-        "train-labels-idx1-ubyte",
-        "t10k-images-idx3-ubyte",
-        "t10k-labels-idx1-ubyte",
-    ):
-        paths = [path for path in (folder / part, folder / f"{part}.gz") if path.exists()]
-        if not paths:
-            raise DataError(f"no {part}(.gz) in {folder}")
-        found.append(_idx_file(paths[0]))
-    x, y, test_x, test_y = found
-    return Raw(x, y, (test_x, test_y))
+def _from_files(format: str, path: Path, options: Mapping[str, Any]) -> Raw:
+    reader = FORMATS[format]
+    _check_options(reader, options, format)
+    if format not in SLOW:
+        return reader(path, **options)
+    return _through_cache(format, path, options)
 
 
-def npz(path: Path) -> Raw:
-    """Arrays x, y and, if there are any, x_test, y_test and client."""
-    arrays = _arrays(path, ("x", "y"))
-    test = (arrays["x_test"], arrays["y_test"]) if {"x_test", "y_test"} <= arrays.keys() else None
-    return Raw(arrays["x"], arrays["y"], test, arrays.get("client"))
+def _through_cache(format: str, path: Path, options: Mapping[str, Any]) -> Raw:
+    """Read once; later the arrays are mapped from the cache, so that only what is used comes into memory."""
+    members = sorted(path.rglob("*")) if path.is_dir() else [path]
+    state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in members if file.is_file()]
+    key = hashlib.sha256(repr((format, sorted(options.items()), state)).encode()).hexdigest()[:16]
+    parts = ("x", "y", "test_x", "test_y", "client", "test_client", "names", "tokens", "in_time")
+
+    def make() -> dict[str, Any]:
+        raw = FORMATS[format](path, **options)
+        test = raw.test or (None, None)
+        values = (raw.x, raw.y, *test, raw.client, raw.test_client, raw.names, raw.tokens, raw.in_time)
+        return {part: np.asarray(value) for part, value in zip(parts, values, strict=True) if value is not None}
+
+    arrays = cached(f"{format}-{key}", make)
+    x, y, test_x, test_y, client, test_client, names, tokens, in_time = (arrays.get(part) for part in parts)
+    assert x is not None and y is not None and names is not None and tokens is not None
+    return Raw(
+        x,
+        y,
+        None if test_x is None or test_y is None else (test_x, test_y),
+        client,
+        test_client,
+        tuple(str(name) for name in names),
+        tuple(str(token) for token in tokens),
+        in_time=bool(in_time),
+    )
 
 
-def _arrays(path: Path, needed: tuple[str, ...]) -> dict[str, Array]:
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except Exception as error:  # a damaged archive raises any of a dozen kinds
-        raise DataError(f"{path} is not an npz archive of plain arrays: {error}") from error
-    for name in needed:
-        if name not in arrays:
-            raise DataError(f"{path} has no array '{name}' (it has: {', '.join(sorted(arrays)) or 'none'})")
-    return arrays
+def _check_options(reader: Callable[..., Raw], options: Mapping[str, Any], name: str) -> None:
+    allowed = [key for key in inspect.signature(reader).parameters if key != "path"]
+    for key in options:
+        if key not in allowed:
+            raise unknown(f"option of data {name}", key, allowed or ["none"])
 
 
-def _idx_file(path: Path) -> Array:
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-    if len(raw) < 4 or raw[:3] != b"\0\0\x08":
-        raise DataError(f"{path} is not an idx file of bytes (wrong magic number)")
-    dimensions = raw[3]
-    start = 4 + 4 * dimensions
-    shape = tuple(int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(dimensions))
-    if len(raw) != start + math.prod(shape):
-        raise DataError(f"{path} is cut short: {len(raw)} bytes where {start + math.prod(shape)} belong")
-    return np.frombuffer(bytearray(raw), np.uint8, offset=start).reshape(shape)
+# --- sets that the package carries ------------------------------------------------------------------------------
 
 
 def _digits() -> Raw:
@@ -117,16 +166,63 @@ def _digits() -> Raw:
     x, y = load_digits(return_X_y=True)
     x = (x.reshape(-1, 1, 8, 8) * (255 / 16)).round().astype(np.uint8)
     last = np.arange(len(y)) % 5 == 4
-    return Raw(x[~last], y[~last], (x[last], y[last]))
+    return Raw(x[~last], y[~last], (x[last], y[last]), names=tuple("0123456789"))
+
+
+_CLOTHES = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
 def _fashion_mini() -> Raw:
     """600 training and 100 test images of each of the ten classes of Fashion-MNIST."""
-    with (
-        files("fewer.data").joinpath("embedded/fashion-mini.npz").open("rb") as file,
-        np.load(file) as arrays,
-    ):
-        return Raw(arrays["x"], arrays["y"], (arrays["x_test"], arrays["y_test"]), normal=_FASHION)
+    with files("fewer.data").joinpath("embedded/fashion-mini.npz").open("rb") as file, np.load(file) as arrays:
+        test = arrays["x_test"], arrays["y_test"]
+        return Raw(arrays["x"], arrays["y"], test, names=_CLOTHES, normal=_FASHION)
+
+
+def _glyphs(size: int = 28) -> Raw:
+    """62 letters and digits by 120 writers, drawn once and kept in the cache."""
+    from fewer.data import glyphs
+
+    if size not in (28, 32):
+        raise SettingError(f"glyphs: size = {size} (allowed: 28 or 32)")
+    made = cached(f"glyphs-{size}", lambda: dict(zip(("x", "y", "client"), glyphs.glyphs(size), strict=True)))
+    return Raw(made["x"], made["y"], client=made["client"], names=tuple(glyphs.CLASSES), normal=(0.13, 0.26))
+
+
+def _looks(source: str = "fashion") -> Raw:
+    """The same classes under four looks (plain, inverted, blurred, rotated): each image under one, its client."""
+    from fewer.data import glyphs
+
+    if source not in ("fashion", "glyphs"):
+        raise unknown("source of looks", source, ("fashion", "glyphs"))
+    if source == "fashion":
+        raw = _fashion_mini()
+        assert raw.test is not None
+        x, y = np.concatenate([raw.x, raw.test[0]]), np.concatenate([raw.y, raw.test[1]])
+    else:
+        raw = _glyphs()
+        x, y = np.asarray(raw.x), raw.y
+    look = np.random.default_rng(0).integers(4, size=len(y))
+    seen = np.empty_like(x)
+    for number in range(4):
+        seen[look == number] = glyphs.looks(x[look == number])[number]
+    return Raw(seen, y, client=np.array(glyphs.LOOKS)[look], names=raw.names, normal=(0.5, 0.5))
+
+
+def _shakespeare_mini() -> Raw:
+    """Twelve plays by role: the next character after each 80."""
+    with as_file(files("fewer.data").joinpath("embedded/shakespeare-mini.tar.gz")) as path:
+        return FORMATS["plays"](path)
+
+
+EMBEDDED: dict[str, Callable[..., Raw]] = {
+    "digits": _digits,
+    "fashion-mini": _fashion_mini,
+    "glyphs": _glyphs,
+    "looks": _looks,
+    "shakespeare-mini": _shakespeare_mini,
+}
+NAMES = (*EMBEDDED, *FILES)
 
 
 def _find(where: str, directory: str | Path | None) -> Path:
@@ -137,10 +233,3 @@ def _find(where: str, directory: str | Path | None) -> Path:
             return path
     hint = f"in {root}" if root else "here, and no data directory is set (--data-dir, FEWER_DATA)"
     raise DataError(f"no '{where}' {hint}")
-
-
-_FASHION = (0.2860, 0.3530)
-_EMBEDDED: dict[str, Callable[[], Raw]] = {"digits": _digits, "fashion-mini": _fashion_mini}
-_FILES = {"mnist": ("mnist", (0.1307, 0.3081)), "fashion": ("fashion-mnist", _FASHION)}
-_FORMATS: dict[str, Callable[[Path], Raw]] = {"idx": idx, "npz": npz}
-NAMES = (*_EMBEDDED, *_FILES)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
 WORST = 1e30
 """The loss of a net whose scores are no longer finite: it must count as bad, not go missing."""
 

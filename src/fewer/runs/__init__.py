@@ -21,7 +21,7 @@ _HOMES = {
     "load": "result",
     "Settings": "settings",
 }
-__all__ = [*_HOMES]  # noqa: PLE0604
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:  # settings must not wait for torch

@@ -20,8 +20,8 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from io import FileIO
+from pathlib import Path
 from typing import IO, Any
 
 from fewer.errors import RunError

@@ -180,16 +180,16 @@ def open_parties(job: Job, folder: Path) -> Parties:
     """The runtime that the settings name."""
     settings = job.settings
     rules = Rules(settings.quorum, settings.deadline)
-    site = Site(job.method, Place(job.data, job.task, settings.seed, folder), settings.seed, job.task.device, rules.limit)
+    site = Site(
+        job.method, Place(job.data, job.task, settings.seed, folder), settings.seed, job.task.device, rules.limit
+    )
     faults = Faults(settings.drop, settings.slow, settings.corrupt)
     if settings.runtime == "inline":
         return Inline(len(job.data), settings.seed, faults, rules, site=site)
     return Pool(len(job.data), settings.seed, faults, rules, site=site, workers=settings.workers, cost=job.data.size)
 
 
-def _execute(
-    job: Job, state: Any, directory: RunDirectory | None, folder: Path, progress: Progress | None
-) -> Result:
+def _execute(job: Job, state: Any, directory: RunDirectory | None, folder: Path, progress: Progress | None) -> Result:
     """All rounds from the last checkpoint, or the first state, to the end."""
     method, settings = job.method, job.settings
     kept = directory.go_back() if directory else None

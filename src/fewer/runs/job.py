@@ -94,6 +94,11 @@ def load_data(settings: Settings) -> Data:
         fraction=settings.fraction,
         validation=settings.validation,
         minimum=settings.minimum,
+        classes_per_party=settings.classes_per_party,
+        shards=settings.shards,
+        words=settings.words,
+        length=settings.length,
+        data_set=settings.data_set,
         seed=settings.seed if settings.data_seed is None else settings.data_seed,
     )
 

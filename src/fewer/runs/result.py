@@ -64,9 +64,7 @@ class Result:
         return self.method.personal(me, self.method.shared(self.state)).eval()
 
 
-def open_result(
-    path: str | Path, method: Method | None = None, data: Data | None = None, model: Any = None
-) -> Result:
+def open_result(path: str | Path, method: Method | None = None, data: Data | None = None, model: Any = None) -> Result:
     """The result of a run from its directory, as far as it has come."""
     from fewer.runs.engine import first_state, restore
     from fewer.runs.job import check, job_from

@@ -38,21 +38,31 @@ class Settings(BaseModel):
     """An option of the net's own, as name=value (resnet12: width=0.25); may be given several times."""
 
     data: str = Field("fashion-mini", title="Data")
-    """digits, fashion-mini, mnist, fashion, idx:DIR or npz:FILE."""
+    """A set (`fewer data list` shows them), or FORMAT:PATH: npz:FILE, csv:FILE, jsonl:FILE, folder:DIR, idx:DIR …"""
     data_dir: Path | None = Field(None, title="Data")
     """Where data files lie. [default: $FEWER_DATA]"""
     parties: PositiveInt = Field(20, title="Data")
     """How many parties the data is divided among."""
     partition: Partition = Field("dirichlet", title="Data")
-    """How it is divided: evenly, skewed by class, or by the data's own clients."""
+    """How it is divided: natural is by the data's own clients."""
     alpha: PositiveFloat = Field(0.5, title="Data")
-    """Skew of the dirichlet partition: small is skewed."""
+    """Skew of the dirichlet and quantity partitions: small is skewed."""
     minimum: NonNegativeInt = Field(10, title="Data")
-    """Training samples that each party gets at least."""
+    """Training samples that each party gets at least (dirichlet, quantity)."""
+    classes_per_party: PositiveInt = Field(2, title="Data")
+    """Classes that each party holds (pathological)."""
+    shards: PositiveInt = Field(2, title="Data")
+    """Shards that each party gets (shards)."""
     fraction: Annotated[float, Field(gt=0, le=1)] = Field(1.0, title="Data")
     """Share of the training samples that is used at all."""
     validation: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, title="Data")
     """Share of each party's training samples that is held out for validation."""
+    words: Annotated[int, Field(ge=3)] = Field(20_000, title="Data")
+    """Words of a text that are known at most; the vocabulary comes from training text only."""
+    length: PositiveInt = Field(30, title="Data")
+    """Words that are read of a text."""
+    data_set: dict[str, Any] = Field({}, title="Data")
+    """An option of the data's own, as name=value (csv: label=y; glyphs: size=32); may be given several times."""
     data_seed: NonNegativeInt | None = Field(None, title="Data")
     """Seed of the division alone. [default: the seed of the run]"""
 

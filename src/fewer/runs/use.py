@@ -41,7 +41,9 @@ def _like(result: Result, x: np.ndarray, name: str) -> Samples:
     """Inputs normalised as those that the model was trained on."""
     tensor = inputs_of(x, name)
     if tuple(tensor.shape[1:]) != result.data.shape:
-        raise DataError(f"data '{name}' has inputs of shape {tuple(tensor.shape[1:])}; the model takes {result.data.shape}")
+        raise DataError(
+            f"data '{name}' has inputs of shape {tuple(tensor.shape[1:])}; the model takes {result.data.shape}"
+        )
     if tensor.dtype != result.data.test.x.dtype:
         raise DataError(f"data '{name}' has {tensor.dtype} inputs; the model was trained on {result.data.test.x.dtype}")
     return replace(result.data.test, x=tensor, y=torch.zeros(len(tensor), dtype=torch.int64), rows=None)

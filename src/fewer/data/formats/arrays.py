@@ -1,0 +1,52 @@
+"""Arrays in npz archives: plain ones, and those of MedMNIST."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from fewer.data.formats.reading import as_labels, reader
+from fewer.data.raw import Array, Raw
+from fewer.errors import DataError
+
+_PLAIN = ("x", "y", "client", "x_test", "y_test", "client_test")
+_MEDMNIST = tuple(f"{part}_{kind}" for part in ("train", "val", "test") for kind in ("images", "labels"))
+
+
+@reader("an npz archive of plain arrays")
+def npz(path: Path, join_validation: bool = True) -> Raw:
+    """Arrays x, y and, if there are any, client, x_test, y_test and client_test; or an archive of MedMNIST.
+
+    MedMNIST comes with validation samples, which are trained on as well unless `join_validation` is false.
+    """
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{path} is not an npz archive, or is cut short")
+    with np.load(path, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files if name in (*_PLAIN, *_MEDMNIST)}
+        present = ", ".join(sorted(archive.files)) or "none"
+    medmnist = "train_images" in arrays
+    for name in _MEDMNIST if medmnist else _PLAIN[:2]:
+        if name not in arrays:
+            raise DataError(f"{path} has no array '{name}' (it has: {present})")
+    if medmnist:
+        return _medmnist(arrays, path, join_validation)
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise DataError(f"{path} has only one of 'x_test' and 'y_test' (it has: {present})")
+    test = (arrays["x_test"], as_labels(arrays["y_test"], path)) if "x_test" in arrays else None
+    return Raw(arrays["x"], as_labels(arrays["y"], path), test, arrays.get("client"), arrays.get("client_test"))
+
+
+def _medmnist(arrays: dict[str, Array], path: Path, join_validation: bool) -> Raw:
+    train, validation, test = (
+        (_channels_first(arrays[f"{part}_images"]), as_labels(arrays[f"{part}_labels"], f"{path} ({part})"))
+        for part in ("train", "val", "test")
+    )
+    if not join_validation:
+        return Raw(*train, test)
+    return Raw(np.concatenate([train[0], validation[0]]), np.concatenate([train[1], validation[1]]), test)
+
+
+def _channels_first(images: Array) -> Array:
+    return np.ascontiguousarray(np.moveaxis(images, -1, 1)) if images.ndim == 4 else images

@@ -1,0 +1,142 @@
+"""MovieLens 100k: which film a user sees next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fewer.data.formats.reading import inside, members, reader
+from fewer.data.raw import Raw
+from fewer.errors import DataError
+
+Floats = NDArray[np.float32]
+
+_GENRES, _OCCUPATIONS, _DAYS = (
+    words.split()
+    for words in (
+        "unknown action adventure animation children comedy crime documentary drama fantasy film-noir horror musical "
+        "mystery romance sci-fi thriller war western",
+        "administrator artist doctor educator engineer entertainment executive healthcare homemaker lawyer librarian "
+        "marketing none other programmer retired salesman scientist student technician writer",
+        "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
+    )
+)
+_RATINGS = range(1, 6)
+_DAY, _HOUR = 86400, 3600
+
+FEATURES = (
+    *(f"last film: {genre}" for genre in _GENRES),
+    "last film: year of release (decades after 1950)",
+    *(f"last film: rated {rating}" for rating in _RATINGS),
+    *(f"films so far: share of {genre}" for genre in _GENRES),
+    "films so far: mean rating / 5",
+    "films so far: log(1 + number) / 5",
+    "user: age / 50",
+    "user: female",
+    "user: male",
+    *(f"user: {occupation}" for occupation in _OCCUPATIONS),
+    *(f"time: hour {hour}" for hour in range(24)),
+    *(f"time: {day}" for day in _DAYS),
+    "time: log(1 + seconds since the last film) / 10",
+    "time: log(1 + seconds since the first film) / 10",
+)
+"""What the 103 features are. All are known before the film is chosen: none describes the film to foretell."""
+
+
+@reader("MovieLens 100k (u.data, u.item, u.user)")
+def movielens(path: Path) -> Raw:
+    """Films in the order in which each user rated them: a client is a user, a class is a film.
+
+    The features are those of `FEATURES`. They follow the recommendation task of FedMeta (Chen et al., 2018), where
+    a record of 103 features describes what was used last, the user and the time, as far as these files say so.
+    """
+    path = inside(path, "ml-100k.zip", "ml-100k")
+    needed = ("u.data", "u.item", "u.user")
+    files = {
+        name.rpartition("/")[2]: raw.decode("latin-1")
+        for name, raw in members(path, lambda name: name.rpartition("/")[2] in needed)
+    }
+    for name in needed:
+        if name not in files:
+            raise DataError(f"no {name} in {path}")
+    genres, years, titles = _films(_table(files["u.item"], "|", 5 + len(_GENRES), f"{path}: u.item"))
+    users = _users(_table(files["u.user"], "|", 5, f"{path}: u.user"))
+    user, film, rating, time = _ratings(files["u.data"], len(users), len(titles), path)
+    past = _past(user, film, rating, time, genres, years)
+    x = np.concatenate([past[:, :-2], users[user], _moment(time), past[:, -2:]], axis=1)
+    return Raw(x, film, client=user + 1, names=titles, in_time=True)
+
+
+def _table(content: str, separator: str, columns: int, where: str) -> list[list[str]]:
+    rows = [line.split(separator) for line in content.splitlines() if line.strip()]
+    for number, row in enumerate(rows, 1):
+        if len(row) != columns:
+            raise DataError(f"{where}, line {number} has {len(row)} columns where {columns} belong")
+    return rows
+
+
+def _films(rows: list[list[str]]) -> tuple[Floats, Floats, tuple[str, ...]]:
+    """Genres, decades after 1950 (0 where the year is not known) and titles."""
+    if [row[0] for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:
+        raise DataError("u.item does not number its films 1, 2, 3, …")
+    years = [(int(row[2][-4:]) - 1950) / 10 if row[2] else 0.0 for row in rows]
+    genres = np.array([row[5:] for row in rows]).astype(np.float32)
+    return genres, np.array(years, np.float32), tuple(row[1] for row in rows)
+
+
+def _users(rows: list[list[str]]) -> Floats:
+    """Age, sex and occupation."""
+    if [row[0] for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:
+        raise DataError("u.user does not number its users 1, 2, 3, …")
+    users = np.zeros((len(rows), 3 + len(_OCCUPATIONS)), np.float32)
+    for user, (_, age, sex, occupation, _) in zip(users, rows, strict=True):
+        user[0] = int(age) / 50
+        user[1 if sex == "F" else 2] = 1
+        user[3 + _OCCUPATIONS.index(occupation if occupation in _OCCUPATIONS else "other")] = 1
+    return users
+
+
+def _ratings(content: str, users: int, films: int, path: Path) -> tuple[NDArray[np.int64], ...]:
+    """Users and films from 0 on, ratings and times, sorted by user and time."""
+    rows = _table(content, "\t", 4, f"{path}: u.data")
+    if rows and not rows[0][0].isdecimal():  # some copies have a header
+        rows = rows[1:]
+    if not rows:
+        raise DataError(f"{path}: u.data has no ratings")
+    user, film, rating, time = np.array(rows).astype(np.int64).T
+    for what, values, last in (("user", user, users), ("film", film, films), ("rating", rating, _RATINGS[-1])):
+        if values.min() < 1 or values.max() > last:
+            raise DataError(f"{path}: u.data has {what} {values.min()} or {values.max()} (allowed: 1 to {last})")
+    order = np.lexsort((time, user))
+    return user[order] - 1, film[order] - 1, rating[order], time[order]
+
+
+def _past(
+    user: NDArray[np.int64],
+    film: NDArray[np.int64],
+    rating: NDArray[np.int64],
+    time: NDArray[np.int64],
+    genres: Floats,
+    years: Floats,
+) -> Floats:
+    """What is known of each user's films before each film, and last the times since the last and the first of them."""
+    rows = np.arange(len(user))
+    first = np.searchsorted(user, user)
+    before = (rows - first)[:, None]
+    known = (before > 0).astype(np.float32)
+    last = np.maximum(rows - 1, 0)
+    rated = np.eye(len(_RATINGS))[rating[last] - 1]
+    seen = np.cumsum(np.column_stack([genres[film], rating]), axis=0, dtype=np.float64)
+    so_far = (seen[last] - seen[first] + np.column_stack([genres[film], rating])[first]) / np.maximum(before, 1)
+    so_far[:, -1] /= _RATINGS[-1]
+    since = np.log1p(np.column_stack([time - time[last], time - time[first]]).clip(0)) / 10
+    past = np.column_stack([genres[film[last]], years[film[last]], rated, so_far])
+    return np.column_stack([known * past, np.log1p(before) / 5, known * since]).astype(np.float32)
+
+
+def _moment(time: NDArray[np.int64]) -> Floats:
+    """Hour and day of the week, in universal time."""
+    hours, days = time % _DAY // _HOUR, (time // _DAY + 3) % 7  # the first day of 1970 was a Thursday
+    return np.column_stack([np.eye(24)[hours], np.eye(7)[days]]).astype(np.float32)

@@ -1,0 +1,52 @@
+"""20 Newsgroups by date: posts without what gives their group away."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from fewer.data.formats.reading import inside, members, reader
+from fewer.data.raw import Raw
+from fewer.errors import DataError
+
+_QUOTE = re.compile(r"^\s*[>|].*\n?|^.*\b(?:writes|wrote):\s*$\n?|^In article\b.*\n?", re.MULTILINE)
+_FOOTER = re.compile(r"^--\s*$", re.MULTILINE)
+_SENDER = re.compile(r"^From:(.*)$", re.MULTILINE | re.IGNORECASE)
+_ADDRESS = re.compile(r"[^\s<>()\",:;]+@[^\s<>()\",:;]+")
+
+
+@reader("20 Newsgroups (20news-bydate.tar.gz or what it holds)")
+def newsgroups(path: Path) -> Raw:
+    """Posts without headers, quotes and signatures; a class is a group, a client the address of the sender."""
+    path = inside(path, "20news-bydate.tar.gz")
+    texts: dict[str, list[str]] = {"train": [], "test": []}
+    groups: dict[str, list[str]] = {"train": [], "test": []}
+    senders: dict[str, list[str]] = {"train": [], "test": []}
+    for name, raw in sorted(members(path, lambda name: name.count("/") >= 2)):
+        folder, group, _ = name.split("/")[-3:]
+        part = folder.rpartition("-")[2]
+        if part not in texts:
+            raise DataError(f"{path} has '{name}' (expected: 20news-bydate-train/group/post and 20news-bydate-test)")
+        head, _, body = raw.decode("latin-1").replace("\r\n", "\n").partition("\n\n")
+        texts[part].append(_FOOTER.split(_QUOTE.sub("", body), maxsplit=1)[0].strip())
+        groups[part].append(group)
+        senders[part].append(_sender(head))
+    names = sorted({*groups["train"], *groups["test"]})
+    y, test_y = (np.array([names.index(group) for group in groups[part]], np.int64) for part in ("train", "test"))
+    return Raw(
+        texts["train"],
+        y,
+        (texts["test"], test_y),
+        np.array(senders["train"]),
+        np.array(senders["test"]),
+        tuple(names),
+    )
+
+
+def _sender(head: str) -> str:
+    found = _SENDER.search(head)
+    line = found[1].strip() if found else ""
+    address = _ADDRESS.search(line)
+    return (address[0] if address else line or "unknown").lower()

@@ -1,0 +1,211 @@
+"""Downloads, from a server on this machine that can and cannot go on in the middle, breaks off, and lies."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.server
+import threading
+import zipfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fewer.data import download
+from fewer.data.download import SETS, Remote, get
+from fewer.errors import DataError, SettingError
+
+CONTENT = np.random.default_rng(0).bytes(1 << 20)
+MD5 = f"md5:{hashlib.md5(CONTENT).hexdigest()}"
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Sends `content`, and notes what it was asked for."""
+
+    content = CONTENT
+    ranges = True
+    breaks_after: int | None = None
+    announces = True
+    status: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[str | None] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/file"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        server = self.server
+        assert isinstance(server, Server)
+        asked = self.headers["Range"]
+        server.asked.append(asked)
+        start = int(asked.removeprefix("bytes=").removesuffix("-")) if asked and server.ranges else 0
+        if start >= len(server.content):
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(server.content)}")
+            self.end_headers()
+            return
+        if server.status is not None:
+            self.send_error(server.status)
+            return
+        rest = server.content[start:]
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(server.content) - 1}/{len(server.content)}")
+        if server.announces:
+            self.send_header("Content-Length", str(len(rest)))
+        self.end_headers()
+        self.wfile.write(rest if server.breaks_after is None else rest[: server.breaks_after])
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, url: str, name: str = "file.bin", checksum: str = MD5) -> None:
+    monkeypatch.setitem(SETS, "set", (Remote(url, "folder", name, checksum),))
+
+
+def test_a_file_arrives_whole_and_progress_is_told(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(monkeypatch, server.url)
+    told: list[tuple[int, int | None]] = []
+    folder = get("set", tmp_path / "new" / "directory", lambda *now: told.append(now))
+    assert [file.name for file in folder.iterdir()] == ["file.bin"]
+    assert (folder / "file.bin").read_bytes() == CONTENT
+    assert told[-1] == (len(CONTENT), len(CONTENT)) and told == sorted(told) and len(told) > 1
+    get("set", tmp_path / "new" / "directory")
+    assert server.asked == [None]  # what is there is not fetched again
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_part_is_gone_on_from_if_the_server_can(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool
+) -> None:
+    server.ranges = ranges
+    offer(monkeypatch, server.url)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file.bin.part").write_bytes(CONTENT[:1000])
+    told: list[int] = []
+    get("set", tmp_path, lambda so_far, total: told.append(so_far))
+    assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
+    assert server.asked == ["bytes=1000-"] and told[-1] == len(CONTENT)
+    assert (told[0] % 1000 != 0) or not ranges
+
+
+@pytest.mark.parametrize("extra", [b"", b"too much"])
+def test_a_part_that_is_complete_is_used_and_a_longer_one_is_not(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: bytes
+) -> None:
+    offer(monkeypatch, server.url)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file.bin.part").write_bytes(CONTENT + extra)
+    get("set", tmp_path)
+    assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
+    assert len(server.asked) == (2 if extra else 1)
+
+
+def test_a_broken_connection_is_taken_up_again(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, server.url)
+    server.breaks_after = 400_000
+    get("set", tmp_path)
+    assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=400000-", "bytes=800000-"]
+
+
+def test_a_connection_that_keeps_breaking_leaves_a_part(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(monkeypatch, server.url)
+    server.breaks_after = 1000
+    with pytest.raises(DataError, match="broke off; 3000 bytes are kept"):
+        get("set", tmp_path)
+    server.breaks_after = None
+    get("set", tmp_path)
+    assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
+    assert server.asked[-1] == "bytes=3000-"
+
+
+@pytest.mark.parametrize("announces", [True, False])
+def test_a_wrong_checksum_removes_the_download(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, announces: bool
+) -> None:
+    offer(monkeypatch, server.url)
+    server.content, server.announces = CONTENT[:-1], announces
+    with pytest.raises(DataError, match="corrupt and has been removed: its md5 is .* where .* belongs"):
+        get("set", tmp_path)
+    assert not list((tmp_path / "folder").iterdir())
+
+
+def test_archives_without_a_checksum_are_read_through(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("inside.txt", b"something " * 100)
+    for name, content in (("file.zip", packed.getvalue()), ("file.gz", gzip.compress(CONTENT))):
+        offer(monkeypatch, server.url, name, checksum="")
+        server.content = content
+        get("set", tmp_path)
+        assert hashlib.sha256(content).hexdigest() in capsys.readouterr().err
+        for number, bad in enumerate((content[:-5], content[:60] + b"!" + content[61:], b"<html>")):
+            server.content = bad
+            with pytest.raises(DataError, match="corrupt and has been removed"):
+                get("set", tmp_path / str(number))
+
+
+def test_without_a_network_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, "http://127.0.0.1:9/file")
+    with pytest.raises(DataError) as caught:
+        get("set", tmp_path)
+    line = str(caught.value)
+    for part in ("http://127.0.0.1:9/file", str(tmp_path / "folder" / "file.bin"), "--data-dir", "FEWER_DATA"):
+        assert part in line
+    assert "\n" not in line
+
+
+def test_a_server_that_refuses_is_named(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, server.url)
+    server.status = 404
+    with pytest.raises(DataError, match="answered 404"):
+        get("set", tmp_path)
+    assert len(server.asked) == 1
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer(monkeypatch, server.url)
+    (tmp_path / "folder").write_text("a file where a directory should be")
+    with pytest.raises(DataError, match="folder"):
+        get("set", tmp_path)
+
+
+def test_unknown_sets_are_refused_with_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="did you mean 'mnist'"):
+        get("mnits", tmp_path)
+
+
+def test_every_set_has_an_address_and_a_well_formed_checksum() -> None:
+    lengths = {"md5": 32, "sha256": 64}
+    for name, remotes in SETS.items():
+        for remote in remotes:
+            algorithm, _, digest = remote.checksum.partition(":")
+            assert remote.url.startswith("https://") and remote.folder and remote.name, name
+            assert not remote.checksum or len(bytes.fromhex(digest)) * 2 == lengths[algorithm], name
+    assert download.TRIES > 1
