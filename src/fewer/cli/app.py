@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fewer.cli import data as data_commands
 from fewer.cli.options import with_settings
-from fewer.errors import FewerError
+from fewer.cli.printing import GO_ON, Json, print_rows, told, write_json
 
 if TYPE_CHECKING:
     from fewer.experiments import Comparison
@@ -27,9 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
-]
+app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
+
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. [default: runs/…]")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 One = Annotated[int | None, typer.Option("--party", metavar="N", help="Use this party's personal model.")]
@@ -42,30 +40,6 @@ Trials = Annotated[int, typer.Option("--trials", metavar="N", min=1, help="Trial
 def main() -> None:
     """Entry point."""
     app()
-
-
-def told(command: Callable[..., None]) -> Callable[..., None]:
-    """A user's mistake gets one line and exit code 2; Ctrl-C gets a word on how to go on, and 130."""
-
-    @functools.wraps(command)
-    def guarded(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except FewerError as error:
-            print(f"fewer: {error}", file=sys.stderr)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            print(f"\nStopped. {_GO_ON[-1]}" if _GO_ON else "\nStopped.", file=sys.stderr)
-            raise typer.Exit(130) from None
-        except BrokenPipeError:
-            sys.stderr.close()
-            raise typer.Exit(1) from None
-
-    return guarded
-
-
-_GO_ON: list[str] = []
-"""What to say when the user stops the command now."""
 
 
 @app.command(rich_help_panel="Learn")
@@ -97,7 +71,7 @@ def run(
             job, tried = choose(job, trials, None, watch(f"{job.method.name} tuning"))
             print(f"chosen of {len(tried)}: {_chosen(job.method)}", file=sys.stderr)
         where = out or _fresh(f"{job.method.name}-{job.settings.data}")
-        _GO_ON.append(f"Go on with: fewer resume {where}")
+        GO_ON.append(f"Go on with: fewer resume {where}")
         _finish(start(job, where, watch(job.method.name)), where, json_file)
 
 
@@ -115,7 +89,7 @@ def resume(
     from fewer.cli.progress import shown
     from fewer.runs import resume as go_on
 
-    _GO_ON.append(f"Go on with: fewer resume {path}")
+    GO_ON.append(f"Go on with: fewer resume {path}")
     with shown() as watch:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         result = go_on(path, progress=watch(path.name), **changed)
@@ -143,10 +117,10 @@ def compare(
     from fewer.runs.job import check
 
     where = out or _fresh("compare")
-    _GO_ON.append(f"Go on with the same command and --out {where}")
+    GO_ON.append(f"Go on with the same command and --out {where}")
     with shown() as watch:
         table = contest(methods, check(given), seeds=seeds, trials=trials if tune else 0, out=where, watch=watch)
-    if not _write_json(json_file, table.as_json()):
+    if not write_json(json_file, table.as_json()):
         _print_table(table)
         print(f"Kept in {where}")
 
@@ -177,13 +151,13 @@ def reproduce(
             print(f"{each}  {title}")
         return
     where = out or Path("runs") / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
-    _GO_ON.append("The same command goes on.")
+    GO_ON.append("The same command goes on.")
     changes = {"data_dir": data_dir, "runtime": runtime}
     with shown() as watch:
         plan, cells = recipes.reproduce(name, where, quick=quick, changes=changes, watch=watch)
     command = f"fewer reproduce {name}" + (" --quick" if quick else "")
     pages = recipes.write(Path(name).stem if name.endswith(".toml") else name, plan, cells, results, command, quick)
-    if not _write_json(json_file, json.loads(pages[1].read_text())):
+    if not write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
         print(f"Kept in {pages[0]} and {pages[1]}, runs in {where}")
 
@@ -195,37 +169,23 @@ def methods(
     json_file: Json = None,
 ) -> None:
     """List the methods, or one method's settings."""
-    from rich.console import Console
-    from rich.table import Table
-
     from fewer.methods import find, names
 
     if name is None:
         texts = {each: (find(each).__doc__ or "").strip().splitlines()[0] for each in names()}
-        if _write_json(json_file, texts):
-            return
-        table = Table(box=None, pad_edge=False)
-        for title in ("method", "what it does"):
-            table.add_column(title)
-        for each, text in texts.items():
-            table.add_row(each, text)
-        Console().print(table)
-        print("fewer methods NAME shows the settings of one.")
+        if not write_json(json_file, texts):
+            print_rows(("method", "what it does"), list(texts.items()))
+            print("fewer methods NAME shows the settings of one.")
         return
     kind = find(name)
-    rows = {
-        key: {"default": field.get_default(), "text": field.description or ""}
-        for key, field in kind.model_fields.items()
-    }
-    if _write_json(json_file, rows):
+    fields = kind.model_fields.items()
+    rows = {key: {"default": field.get_default(), "text": field.description or ""} for key, field in fields}
+    if write_json(json_file, rows):
         return
     print(f"{kind.name}: {(kind.__doc__ or '').strip()}\n")
-    table = Table(box=None, pad_edge=False)
-    for title in ("setting", "default", "meaning"):
-        table.add_column(title)
-    for key, row in rows.items():
-        table.add_row(key, str(row["default"]), str(row["text"]))
-    Console().print(table)
+    print_rows(
+        ("setting", "default", "meaning"), [(key, str(row["default"]), row["text"]) for key, row in rows.items()]
+    )
     print("\nSet one with --set name=value; rounds and active have flags of their own.")
 
 
@@ -296,7 +256,7 @@ def _finish(result: Result, where: Path, json_file: Path | None) -> None:
         "run": str(where),
         "history": result.history,
     }
-    if _write_json(json_file, figures):
+    if write_json(json_file, figures):
         return
     print(
         f"{result.method.name}: accuracy {scores['accuracy']:.2%} after {scores['round']} rounds, "
@@ -336,18 +296,3 @@ def _print_table(table: Comparison) -> None:
         if row.trials:
             tuned = ", ".join(f"{name} = {row.settings[name]:g}" for name in row.trials[0].settings)
             print(f"{row.method}: {tuned} (best of {len(row.trials)} trials on held-out training data)")
-
-
-def _write_json(file: Path | None, value: Any) -> bool:
-    """Write the figures; True where standard output is taken by them."""
-    if file is None:
-        return False
-    text = json.dumps(value, indent=2, default=str) + "\n"
-    if str(file) == "-":
-        sys.stdout.write(text)
-        return True
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise FewerError(f"--json {file} cannot be written: {error.strerror}") from error
-    return False

@@ -124,7 +124,8 @@ class ArrayData(Data):
         for samples in (self.source, self.common):
             form = repr((tuple(samples.x.shape), str(samples.x.dtype), samples.shift, samples.scale))
             total = zlib.crc32(form.encode(), total)
-            for tensor in (samples.x, samples.y):
+            windows = not samples.x.is_contiguous()  # of one long text: the first of each row, and the last row
+            for tensor in (*((samples.x[:, 0], samples.x[-1]) if windows else (samples.x,)), samples.y):
                 total = zlib.crc32(np.ascontiguousarray(tensor.cpu().numpy()).data.cast("B"), total)
         for parts in (self.train, self.validation, self.tests):
             for array in parts:
@@ -211,7 +212,7 @@ def federate(
     tested = labels[:0] if raw.test is None else labels_of(raw.test[1], f"{name} (test)")
     if partition == "natural":
         assert everyone is not None
-        names = np.unique(everyone[everyone != ""] if everyone.dtype.kind == "U" else everyone)
+        names = np.unique(everyone[everyone >= 0] if _windows(raw) else everyone)
         train, tests = _by_client(raw, names, rows, labels, tested, draw)
     else:
         how = Division(partition, parties, alpha, minimum, classes_per_party, shards)
@@ -243,19 +244,24 @@ def _one_pool(raw: Raw, name: str) -> Raw:
     return replace(raw, x=both, y=np.concatenate([raw.y, y]), client=client, test=None, test_client=None)
 
 
+def _windows(raw: Raw) -> bool:
+    """Whether inputs are overlapping windows of one long text, which must not be copied out: the copy would be huge."""
+    return isinstance(raw.x, Tensor) and not raw.x.is_contiguous()
+
+
 def _some(raw: Raw, fraction: float, draw: np.random.Generator) -> tuple[Raw, NDArray[np.int64]]:
     """A share of the training samples, and the rows that may be used. Rows of windows that nobody owns may not."""
     if not 0 < fraction <= 1:
         raise SettingError(f"fraction = {fraction:g} (allowed: more than 0, at most 1)")
     rows = np.arange(len(raw.y))
-    if raw.client is not None and raw.client.dtype.kind == "i":
+    if _windows(raw) and raw.client is not None:
         rows = np.flatnonzero(raw.client >= 0)
     if fraction == 1:
         return raw, rows
     kept = np.sort(draw.permutation(rows)[: round(len(rows) * fraction)])
     if not len(kept):
         raise SettingError(f"fraction = {fraction:g} leaves none of {len(rows)} samples (allowed: a larger one)")
-    if isinstance(raw.x, Tensor) and not raw.x.is_contiguous():  # windows of one long text: a copy would be huge
+    if _windows(raw):
         return raw, kept
     x = [raw.x[row] for row in kept] if isinstance(raw.x, list) else raw.x[kept]
     client = None if raw.client is None else raw.client[kept]

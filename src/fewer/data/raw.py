@@ -22,7 +22,7 @@ class Raw:
     test: tuple[Inputs, Array] | None = None
     """Inputs and labels for testing; None where the source has no such division."""
     client: Array | None = None
-    """Whom each training sample belongs to (names or numbers; a number below 0: nobody, it is not to be used)."""
+    """Whom each training sample belongs to (names or numbers; of windows of a long text, -1 is nobody's)."""
     test_client: Array | None = None
     """Whom each test sample belongs to."""
     names: tuple[str, ...] = ()
