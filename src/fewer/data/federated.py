@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -381,8 +382,8 @@ def inputs_of(x: ArrayLike | Tensor, name: str) -> Tensor:
         raise DataError(f"data '{name}' has no samples")
     if inputs.dtype.is_floating_point:
         inputs = inputs.float()
-        finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
-        if not bool(finite.all()):
+        if not all(map(math.isfinite, torch.aminmax(inputs))):
+            finite = torch.isfinite(inputs).reshape(len(inputs), -1).all(dim=1)
             first = int((~finite).nonzero()[0])
             raise DataError(f"data '{name}' has NaN or infinity in sample {first} ({int((~finite).sum())} in all)")
     elif inputs.dtype != torch.uint8:

@@ -65,4 +65,4 @@ class Samples:
             return x.long()
         if self.shift == 0.0 and self.scale == 1.0:
             return x
-        return torch.sub(x, self.shift).mul_(self.scale)
+        return x.float().sub_(self.shift).mul_(self.scale)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from fewer.runtime.parties import Parties
 from fewer.runtime.site import Call, Reply, Site
+from fewer.runtime.streams import kept_streams
 
 
 @dataclass
@@ -16,5 +17,6 @@ class Inline(Parties):
     site: Site = field(kw_only=True)
 
     def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
-        for call, message in calls:
-            yield call, self.site.answer(call, message)
+        with kept_streams():
+            for call, message in calls:
+                yield call, self.site.answer(call, message)

@@ -27,6 +27,7 @@ import torch
 from fewer.runtime.parties import Parties
 from fewer.runtime.site import Call, Reply, Site
 
+_LIBC = ctypes.CDLL(None)
 GRACE = 0.5
 """Seconds past the deadline before a worker that does not answer is killed."""
 
@@ -82,7 +83,8 @@ class Pool(Parties):
     def __post_init__(self) -> None:
         self._context = cast(Any, multiprocessing.get_context(self._way()))
         if self._way() == "fork":
-            gc.collect()
+            if hasattr(_LIBC, "malloc_trim"):
+                _LIBC.malloc_trim(0)  # what is freed but not given back would count once for each worker
             gc.freeze()  # keeps the collector from touching, and so copying, the pages that the workers share
         for _ in range(self.workers):
             self._crew.append(self._hire())
@@ -96,15 +98,17 @@ class Pool(Parties):
 
     def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
         queue = deque(sorted(calls, key=lambda call: -self._expected(call[0])))
+        replies: list[tuple[Call, Reply | None]] = []
         try:
-            while queue or any(worker.call for worker in self._crew):
+            while queue or replies or any(worker.call for worker in self._crew):
                 for worker in [worker for worker in self._crew if worker.call is None]:
                     if queue:
                         call, message = queue.popleft()
                         if not worker.hand(call, message):
                             self._replace(worker)
-                            yield call, None
-                yield from self._collect()
+                            replies.append((call, None))
+                yield from replies  # while the workers are at their next calls
+                replies = list(self._collect())
         finally:  # whoever asked gave up in the middle: what is under way must not answer a later question
             for worker in [worker for worker in self._crew if worker.call is not None]:
                 self._replace(worker)

@@ -7,11 +7,12 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
-from fewer.runtime.streams import global_streams
+from fewer.runtime.streams import seed_globals
 from fewer.wire import Refused, decode, encode
 
 P = ParamSpec("P")
@@ -81,6 +82,8 @@ class Site:
     seed: int
     device: torch.device
     limit: int
+    _last: dict[str, Any] = field(default_factory=dict, repr=False)
+    """The message that came last, and what it says."""
 
     def answer(self, call: Call, blob: bytes) -> Reply:
         """Run one handler on one message. Whatever goes wrong in there is a reply too."""
@@ -91,11 +94,11 @@ class Site:
 
         try:
             handler = self._handler(call)
-            fields = {name: self._move(value) for name, value in decode(blob, limit=self.limit)[1].items()}
+            fields = self._fields(blob)
             fields |= call.item
             _check_names(handler, fields)
-            with global_streams(self.seed, call.round, call.party, call.handler):
-                answer = handler(self.place(call.party, call.round), **fields)
+            seed_globals(self.seed, call.round, call.party, call.handler)
+            answer = handler(self.place(call.party, call.round), **fields)
             return reply(encode(call.handler, answer))
         except Refused as refused:
             return reply(failure="refused", detail=refused.reason)
@@ -112,16 +115,26 @@ class Site:
             raise Refused(f"'{call.handler}' is not something that can be asked of a {wanted}")
         return cast(Callable[..., Mapping[str, Any]], handler)
 
-    def _move(self, value: Any) -> Any:
+    def _fields(self, blob: bytes) -> dict[str, Any]:
+        """What the message says, a copy for each call; a message that many get is decoded once."""
+        if self._last.get("blob") is not blob:
+            self._last["fields"] = decode(blob, limit=self.limit)[1]
+            self._last["blob"] = blob
+        return {name: self._copy(value) for name, value in self._last["fields"].items()}
+
+    def _copy(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.to(self.device)
+            return value.to(self.device, copy=True)
         if isinstance(value, dict):
-            return {name: tensor.to(self.device) for name, tensor in value.items()}
+            return {name: tensor.to(self.device, copy=True) for name, tensor in value.items()}
         return value
+
+
+_signature = lru_cache(inspect.signature)
 
 
 def _check_names(handler: Callable[..., Any], fields: Mapping[str, Any]) -> None:
     try:
-        inspect.signature(handler).bind(None, **fields)
+        _signature(handler.__func__).bind(None, None, **fields)  # type: ignore[attr-defined]
     except TypeError as error:
         raise Refused(f"fields {sorted(fields)} do not fit '{handler.__name__}': {error}") from error

@@ -22,20 +22,34 @@ def stream(*key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(*key))
 
 
-@contextmanager
-def global_streams(*key: int | str) -> Iterator[None]:
-    """Inside, the global generators of torch, NumPy and Python are those of the key; outside, as before.
+def seed_globals(*key: int | str) -> None:
+    """Make the global generators of torch, NumPy and Python those of the key.
 
     Dropout and users' own code draw from the global ones: this keeps them reproducible too.
     """
     seed = seed_of(*key)
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
+
+
+@contextmanager
+def kept_streams() -> Iterator[None]:
+    """Whatever is drawn inside, outside the global generators of torch, NumPy and Python are as before."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
     finally:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])
         random.setstate(before[2])
+
+
+@contextmanager
+def global_streams(*key: int | str) -> Iterator[None]:
+    """Inside, the global generators are those of the key; outside, as before."""
+    with kept_streams():
+        seed_globals(*key)
+        yield

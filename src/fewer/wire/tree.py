@@ -23,17 +23,18 @@ def pack(tree: Tree) -> bytes:
     """Bytes from which `unpack` rebuilds the tree, tensors bit for bit."""
     tensors: dict[str, Tensor] = {}
     shape = json.dumps(_strip(tree, tensors), separators=(",", ":"))
-    return safetensors.torch.save(tensors, {"tree": shape, "crc": checksum(shape, tensors)})
+    return safetensors.torch.save(tensors, {"tree": checksum(shape, tensors) + shape})  # one key: their order is random
 
 
 def unpack(blob: bytes) -> Tree:
     """The tree that `pack` wrote; ValueError where the bytes are not such a tree."""
     try:
         tensors = safetensors.torch.load(blob)
-        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"]
-        if checksum(header["tree"], tensors) != header["crc"]:
+        header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"]["tree"]
+        told, shape = header[:8], header[8:]
+        if checksum(shape, tensors) != told:
             raise ValueError("checksum does not match")
-        return _fill(json.loads(header["tree"]), tensors)
+        return _fill(json.loads(shape), tensors)
     except Exception as error:  # whatever the parsers raise at damaged bytes
         raise ValueError(f"not a tree of tensors: {str(error).partition(chr(10))[0]}") from error
 

@@ -1,0 +1,13 @@
+"""Reports: pictures and one page, read from runs and data. Nothing here computes a run."""
+
+from fewer.report.page import write_report
+from fewer.report.pictures import megabyte_picture, partition_picture, party_picture, round_picture, sheet_picture
+
+__all__ = [
+    "megabyte_picture",
+    "partition_picture",
+    "party_picture",
+    "round_picture",
+    "sheet_picture",
+    "write_report",
+]

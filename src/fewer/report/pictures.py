@@ -1,0 +1,302 @@
+"""Pictures of runs (accuracy by round, by megabyte, by party) and of data (its division, examples)."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fewer.data import Data, Samples
+from fewer.report.style import BLUE, COLOURS, INK, SIZE, look, style
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MB = 1e6
+PARTIES = 60
+"""At most so many parties are shown in the picture of a division."""
+ROWS = 20
+"""At most so many classes are shown on a sheet of examples."""
+CHANNELS = 3
+"""At most so many channels of a window of readings are shown."""
+
+Line = Mapping[str, Any]
+History = Sequence[Line]
+"""The figures of a run, one line a round, as metrics.jsonl has them."""
+Histories = Mapping[str, Sequence[History]]
+"""For each method the histories of its runs, one for each seed."""
+
+
+# --- figures --------------------------------------------------------------------------------------------------
+
+
+class Interval(NamedTuple):
+    """A mean, and half the width of its 95 % confidence interval (Student's t); None from a single value."""
+
+    mean: float
+    half: float | None
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean of the values, and how sure it is."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return Interval(mean, None)
+    from scipy.special import stdtrit
+
+    quantile = float(stdtrit(len(values) - 1, 0.975))
+    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(len(values)))
+
+
+class Point(NamedTuple):
+    """One evaluated round of a method over its seeds."""
+
+    round: int
+    megabytes: float
+    """Sent by then, up and down together, mean over seeds."""
+    accuracy: Interval
+
+
+def curve(histories: Sequence[History]) -> list[Point]:
+    """A method's points: the rounds in which all its runs were evaluated."""
+    runs = [{int(line["round"]): line for line in history if "accuracy" in line} for history in histories]
+    points = []
+    for number in sorted(set.intersection(*(set(run) for run in runs))) if runs else []:
+        lines = [run[number] for run in runs]
+        sent = statistics.fmean((line["up"] + line["down"]) / MB for line in lines)
+        points.append(Point(number, sent, interval([line["accuracy"] for line in lines])))
+    return points
+
+
+def by_party(histories: Sequence[History]) -> list[float]:
+    """The last accuracies of all parties of all runs, from the worst to the best."""
+    return sorted(value for history in histories if history for value in history[-1].get("parties", {}).values())
+
+
+def class_counts(data: Data, parties: int = PARTIES) -> NDArray[np.int64]:
+    """How many training samples each of the first parties has of each class (parties × classes)."""
+    rows = [_labels(data.party(party).train) for party in range(min(parties, len(data)))]
+    return np.stack([np.bincount(row, minlength=data.classes) for row in rows])
+
+
+# --- pictures of runs -----------------------------------------------------------------------------------------
+
+
+def round_picture(histories: Histories) -> Figure | None:
+    """Accuracy by round, with 95 % confidence bands over seeds; None where nothing was evaluated yet."""
+    return _curves(histories, "Accuracy by round", "round", "round")
+
+
+def megabyte_picture(histories: Histories) -> Figure | None:
+    """Accuracy by what was sent so far, up and down together; None where nothing was evaluated yet."""
+    return _curves(histories, "Accuracy by traffic", "MB sent so far, up and down", "megabytes")
+
+
+def _curves(histories: Histories, title: str, label: str, x: Literal["round", "megabytes"]) -> Figure | None:
+    curves = {method: points for method, runs in histories.items() if (points := curve(runs))}
+    if not curves:
+        return None
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    with style():
+        figure, axes = _chart(title)
+        handles: dict[str, Artist] = {}
+        edges = []
+        for method, points in curves.items():
+            colour, marker, dash = look(method)
+            at = [getattr(point, x) for point in points]
+            mean = np.array([100 * point.accuracy.mean for point in points])
+            half = np.array([100 * (point.accuracy.half or 0) for point in points])
+            edges += [*(mean - half), *(mean + half)]
+            often = max(1, len(at) // 12)
+            (handles[method],) = axes.plot(at, mean, dash, color=colour, marker=marker, markevery=often)
+            if points[0].accuracy.half is None:
+                continue
+            if len(at) == 1:
+                axes.errorbar(at, mean, half, color=colour, capsize=4)
+            else:
+                axes.fill_between(at, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0)
+        ends = [getattr(points[-1], x) for points in curves.values()]
+        if x == "megabytes" and max(ends) > 20 * min(ends) > 0:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=x == "round", min_n_ticks=1))
+        axes.set_ylim(max(0.0, min(edges) - 3), min(100.0, max(edges) + 3))
+        axes.set(xlabel=label, ylabel="accuracy %")
+        _legend(figure, handles)
+    return figure
+
+
+def party_picture(histories: Histories) -> Figure | None:
+    """Parties from the worst to the best by their last accuracy, and the mean; None without figures by party."""
+    found = {method: values for method, runs in histories.items() if (values := by_party(runs))}
+    if not found:
+        return None
+    with style():
+        figure, axes = _chart("Accuracy by party")
+        handles: dict[str, Artist] = {}
+        for place, (method, values) in enumerate(found.items()):
+            colour, marker, _ = look(method)
+            at = 100 * (np.arange(len(values)) + 0.5) / len(values)
+            shown = 100 * np.array(values)
+            label = f"{method}, mean {shown.mean():.1f}"
+            often = max(1, len(at) // 40)
+            (handles[label],) = axes.plot(at, shown, color=colour, marker=marker, markersize=4, markevery=often, lw=0.6)
+            gap = 8 * min(len(found) - 1, 2)
+            axes.axhline(shown.mean(), color=colour, linestyle=(8 * place, (8, gap)), linewidth=1.2)
+        axes.set(xlabel="parties, worst to best, %", ylabel="accuracy %", xlim=(0, 100))
+        _legend(figure, handles)
+    return figure
+
+
+# --- pictures of data -----------------------------------------------------------------------------------------
+
+
+def partition_picture(data: Data) -> Figure:
+    """Who holds what: a bubble for each party and class, as large in area as the number of training samples."""
+    from matplotlib.lines import Line2D
+
+    counts = class_counts(data)
+    parties, classes = counts.shape
+    width = max(0.2, 4.4 / parties)
+    height = min(0.3, max(3 / classes, 0.12), 10 / classes)
+    most = max(1, int(counts.max()))
+    area = (70 * min(width, height)) ** 2 / most  # of one sample, so that the largest bubble just fits
+    names = _names(data)
+    with style():
+        title = f"{_short(data.name)}: training samples by party and class"
+        if len(data) > parties:
+            title += f"\n(the first {parties} of {len(data):,} parties)"
+        size = (parties * width + 0.6 + 0.075 * max(map(len, names)), classes * height + 1.4)
+        figure, axes = _chart(title, size)
+        party, held = counts.nonzero()
+        axes.scatter(party, held, s=area * counts[party, held], color=BLUE, alpha=0.8, linewidth=0)
+        step = math.ceil(0.12 / height)
+        axes.set_yticks(range(0, classes, step), names[::step])
+        axes.set_xticks(range(0, parties, 1 if parties <= 25 else 5))
+        axes.tick_params(labelsize=8)
+        axes.set(xlabel="party", xlim=(-0.6, parties - 0.4), ylim=(classes - 0.4, -0.6))
+        sizes = sorted({_rounded(most / part) for part in (10, 3, 1)})
+        texts = [*(f"{count:,}" for count in sizes[:-1]), f"{sizes[-1]:,} samples"]
+        drawn: Any = {"linestyle": "", "marker": "o", "color": BLUE, "alpha": 0.8, "markeredgewidth": 0}
+        bubbles = [Line2D([], [], markersize=math.sqrt(area * count), **drawn) for count in sizes]
+        _legend(figure, dict(zip(texts, bubbles, strict=True)))
+    return figure
+
+
+def sheet_picture(data: Data, columns: int = 10) -> Figure | None:
+    """Examples of each class from the common test set: images, or windows of readings; None for other inputs."""
+    image = len(data.shape) == 3 and data.shape[0] in (1, 3)
+    if data.test.tokens or not len(data.test) or not (image or len(data.shape) == 2):
+        return None
+    labels = _labels(data.test)
+    shown = np.unique(labels)[:ROWS]
+    picked = [np.flatnonzero(labels == label)[:columns] for label in shown]
+    examples = [_inputs(data.test, row) for row in picked]
+    across, down = (0.42, 0.42 * data.shape[1] / data.shape[2]) if image else (0.5, 0.4)
+    names = [_names(data)[label] for label in shown]
+    with style():
+        title = f"{_short(data.name)}: examples by class"
+        if data.classes > len(shown):
+            title += f"\n({len(shown)} of {data.classes:,} classes)"
+        if not image and data.shape[0] > CHANNELS:
+            title += f"\n(the first {CHANNELS} of {data.shape[0]} channels)"
+        size = (columns * across + 0.4 + 0.085 * max(map(len, names)), len(shown) * down + 0.6)
+        figure, axes = _chart(title, size)
+        centres = (_show_images if image else _show_windows)(axes, examples, columns)
+        axes.set_yticks(centres, names, fontsize=9)
+        axes.set_xticks([])
+        axes.tick_params(length=0)
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+    return figure
+
+
+def _show_images(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) -> list[float]:
+    """One image made of all of them, a row for each class, with white between; where the rows' centres are."""
+    channels, height, width = examples[0].shape[1:]
+    low, high = (0, 255) if examples[0].dtype == np.uint8 else _range(examples)
+    gap = max(1, width // 12)
+    canvas = np.ones((len(examples) * (height + gap) - gap, columns * (width + gap) - gap, channels))
+    for row, images in enumerate(examples):
+        for column, image in enumerate(images):
+            top, left = row * (height + gap), column * (width + gap)
+            canvas[top : top + height, left : left + width] = ((image - low) / (high - low)).transpose(1, 2, 0)
+    axes.imshow(np.repeat(canvas, 3, axis=2) if channels == 1 else canvas, aspect="auto")
+    return [row * (height + gap) + (height - 1) / 2 for row in range(len(examples))]
+
+
+def _show_windows(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) -> list[float]:
+    """Small line plots, a row for each class, all on one scale; where the rows' centres are."""
+    low, high = _range([windows[:, :CHANNELS] for windows in examples])
+    steps = np.linspace(0, 0.9, examples[0].shape[2])
+    for row, windows in enumerate(examples):
+        for column, window in enumerate(windows):
+            for channel, colour in zip(window[:CHANNELS], COLOURS, strict=False):
+                height = row + 0.95 - 0.9 * (channel - low) / (high - low)
+                axes.plot(column + steps, height, color=colour, linewidth=0.6)
+    axes.set(xlim=(-0.05, columns), ylim=(len(examples), 0))
+    return [row + 0.5 for row in range(len(examples))]
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------
+
+
+def _chart(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size)
+    axes = figure.add_subplot()
+    figure.suptitle(title, x=0.08 / size[0], ha="left", color=INK, fontsize=11)
+    return figure, axes
+
+
+def _legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
+    """Below the chart, in as many columns as there is room for."""
+    texts = [_short(text, 50) for text in handles]
+    columns = min(len(texts), max(1, int(14 * figure.get_figwidth() / (max(map(len, texts)) + 5))))
+    figure.legend(handles.values(), texts, loc="outside lower center", ncols=columns)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.2 * (math.ceil(len(texts) / columns) - 1))
+
+
+def _labels(samples: Samples) -> NDArray[np.int64]:
+    labels = samples.y if samples.rows is None else samples.y[samples.rows]
+    return labels.cpu().numpy()
+
+
+def _inputs(samples: Samples, numbers: NDArray[np.int64]) -> NDArray[Any]:
+    """Inputs as they are stored, pixels as bytes."""
+    rows = torch.from_numpy(numbers).to(samples.y.device)
+    inputs: NDArray[Any] = samples.x[rows if samples.rows is None else samples.rows[rows]].cpu().numpy()
+    return inputs
+
+
+def _range(examples: Sequence[NDArray[Any]]) -> tuple[float, float]:
+    low, high = min(float(each.min()) for each in examples), max(float(each.max()) for each in examples)
+    return low, high if high > low else low + 1
+
+
+def _names(data: Data) -> list[str]:
+    """What to call the classes: their names where those are known, or else their numbers."""
+    known: Sequence[str] = getattr(data, "names", ())
+    return [_short(known[label]) if label < len(known) else str(label) for label in range(data.classes)]
+
+
+def _short(name: str, most: int = 24) -> str:
+    name = name if name.strip() == name and name.isprintable() else repr(name)
+    return name if len(name) <= most else name[: most - 1] + "…"
+
+
+def _rounded(count: float) -> int:
+    """Down to one digit that counts; 1 at least."""
+    digit = 10 ** max(0, math.floor(math.log10(max(1, count))))
+    return max(1, int(count // digit * digit))

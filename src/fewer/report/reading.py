@@ -1,0 +1,214 @@
+"""Run directories as a report sees them: put together by method, one run for each seed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fewer.errors import RunError
+from fewer.report.pictures import MB, Interval, interval
+from fewer.runs.directory import EVENTS, RunDirectory
+from fewer.runs.settings import OUTSIDE, Settings
+
+_METHOD = ("method", "rounds", "active", "set")
+"""Settings that say which method, and of it what; the method's own settings tell the same, resolved."""
+_SEEDS = ("seed", "data_seed")
+_LOOKING = ("evaluate_every",)
+"""Settings of how a run is watched, on which no figure depends."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory tells."""
+
+    path: Path
+    description: Mapping[str, Any]
+    history: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def open(cls, path: Path) -> Run:
+        """RunError where the directory is no run, is damaged, or has no round yet."""
+        directory = RunDirectory.open(path)
+        for part in ("settings", "hash", "own", "method", "data", "environment"):
+            if part not in directory.description:
+                raise RunError(f"{path} is damaged: settings.json has no '{part}'")
+        history = directory.history()
+        if not history:
+            raise RunError(f"{path} has no figures yet: no round has ended")
+        try:
+            lines = (path / EVENTS).read_text().splitlines()
+        except (OSError, ValueError) as error:
+            raise RunError(f"{path} is damaged: {EVENTS} cannot be read ({error})") from error
+        return cls(path, directory.description, history, list(_events(lines)))
+
+    @property
+    def name(self) -> str:
+        """The name of the method."""
+        told = (str(event["method"]) for event in self.events if event["event"] == "start")
+        return next(told, str(self.settings["method"]))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """All settings but the method's own."""
+        settings: Mapping[str, Any] = self.description["settings"]
+        return settings
+
+    @property
+    def seed(self) -> int:
+        """Of everything random."""
+        return int(self.settings["seed"])
+
+    @property
+    def data_seed(self) -> int:
+        """Of the division of the data."""
+        return self.seed if self.settings["data_seed"] is None else int(self.settings["data_seed"])
+
+    @property
+    def accuracy(self) -> float | None:
+        """The last that was measured."""
+        return next((line["accuracy"] for line in reversed(self.history) if "accuracy" in line), None)
+
+    @property
+    def everywhere(self) -> float | None:
+        """The same, with each party's model judged on all parties' test samples; known when a run has finished."""
+        found: float | None = self.history[-1].get("global", None if self.unfinished else self.accuracy)
+        return found
+
+    @property
+    def unfinished(self) -> str:
+        """How far a run has come and why it stopped, if it did; empty for a finished one."""
+        planned, done = self.description["method"]["rounds"], len(self.history)
+        if done == planned:
+            return ""
+        reason = self.events[-1].get("reason") if self.events else None
+        return f"has come to round {done} of {planned}" + (f", then stopped: {reason}" if reason else "")
+
+    @property
+    def absent(self) -> Counter[str]:
+        """How many answers were absent, by reason. A round that was begun anew counts once."""
+        found = {
+            (event["round"], event["party"], event["handler"]): str(event["why"])
+            for event in self.events
+            if event["event"] == "absent"
+        }
+        return Counter(found.values())
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The settings on which the figures depend, but for the method's own and the seeds."""
+        hidden = (*OUTSIDE, *_METHOD, *_SEEDS, *_LOOKING)
+        return {key: value for key, value in self.settings.items() if key not in hidden}
+
+    @property
+    def division(self) -> dict[str, Any]:
+        """The settings that say what data there is and how it is divided."""
+        fields = Settings.model_fields
+        return {key: value for key, value in self.facts.items() if key in fields and fields[key].title == "Data"}
+
+    @property
+    def data(self) -> str:
+        """The data, how many parties it is divided among, and how."""
+        name, parties = self.description["data"]["name"], self.description["data"]["parties"]
+        if "data" in self.description["own"]:
+            return f"{name}, {parties} parties"
+        partition, alpha = self.settings["partition"], self.settings["alpha"]
+        skew = f" (alpha {alpha:g})" if partition in ("dirichlet", "dirichlet-pairs", "quantity") else ""
+        return f"{name}, {parties} parties, {partition}{skew}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The runs of one method with the same settings, in the order of their seeds."""
+
+    label: str
+    runs: Sequence[Run]
+
+    @property
+    def accuracy(self) -> Interval | None:
+        """Over the seeds that were evaluated."""
+        return _over([run.accuracy for run in self.runs])
+
+    @property
+    def everywhere(self) -> Interval | None:
+        """Over the seeds that were evaluated."""
+        return _over([run.everywhere for run in self.runs])
+
+    def mean(self, figure: str) -> float:
+        """The mean of a figure of the last round."""
+        return interval([run.history[-1][figure] for run in self.runs]).mean
+
+    @property
+    def megabytes(self) -> tuple[float, float]:
+        """Sent up and down, mean over seeds."""
+        return self.mean("up") / MB, self.mean("down") / MB
+
+    @property
+    def rounds(self) -> str:
+        """How many rounds were run, and of how many where that is fewer."""
+        done = sorted({len(run.history) for run in self.runs})
+        planned = self.runs[0].description["method"]["rounds"]
+        text = f"{done[0]}" if len(done) == 1 else f"{done[0]} to {done[-1]}"
+        return text if done == [planned] else f"{text} of {planned}"
+
+    @property
+    def absent(self) -> Counter[str]:
+        """How many answers were absent in all runs, by reason."""
+        return sum((run.absent for run in self.runs), Counter())
+
+
+def gather(paths: Sequence[Path]) -> list[Group]:
+    """Runs by method, in the order in which the methods first appear.
+
+    Runs whose settings differ in more than the seed are never put together, nor are two runs with the same seed.
+    """
+    runs = [Run.open(path) for path in {path.resolve(): path for path in paths}.values()]
+    if not runs:
+        raise RunError("no runs to report on (expected: run directories)")
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        what = json.dumps([run.name, run.facts, run.description["method"]], sort_keys=True)
+        again = 0
+        while any(run.seed == other.seed for other in groups.get(f"{what} {again}", ())):
+            again += 1
+        groups.setdefault(f"{what} {again}", []).append(run)
+    found = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
+    return [Group(label, group) for label, group in zip(_labels([group[0] for group in found]), found, strict=True)]
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """The methods' names; where one is there twice, with a setting or two by which they differ, or else a number."""
+    labels: list[str] = []
+    for run in runs:
+        same = [{**other.facts, **other.description["method"]} for other in runs if other.name == run.name]
+        told = {**run.facts, **run.description["method"]}
+        parts = [f"{key}={told[key]}" for key in differing(same)]
+        label = " ".join([run.name, *parts]) if len(parts) <= 2 else run.name
+        numbered = (label, *(f"{label} ({number})" for number in range(2, len(runs) + 1)))
+        labels.append(next(each for each in numbered if each not in labels))
+    return labels
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The names of the settings that are not the same in all."""
+    return [key for key in settings[0] if any(each.get(key) != settings[0][key] for each in settings)]
+
+
+def _over(values: Sequence[float | None]) -> Interval | None:
+    known = [value for value in values if value is not None]
+    return interval(known) if known else None
+
+
+def _events(lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """What happened; a line that a kill cut short is left out."""
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "event" in event:
+            yield event

@@ -1,0 +1,407 @@
+"""Reports: what pictures and pages say is what runs and data hold."""
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from io import BytesIO
+from pathlib import Path
+from typing import Any, ClassVar
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+import fewer
+from fewer import FedAvg, Local
+from fewer.data import ArrayData, Data, from_arrays
+from fewer.errors import RunError
+from fewer.report import (
+    megabyte_picture,
+    partition_picture,
+    party_picture,
+    round_picture,
+    sheet_picture,
+    write_report,
+)
+from fewer.report.pictures import class_counts, curve, interval
+from fewer.report.reading import gather
+from fewer.report.style import COLOURS, look, png, style
+
+# --- figures and pictures -------------------------------------------------------------------------------------
+
+
+def line(number: int, accuracy: float | None, up: int = 0, **more: Any) -> dict[str, Any]:
+    known = {} if accuracy is None else {"accuracy": accuracy}
+    return {"round": number, **known, "up": up, "down": up, "seconds": 1.0, **more}
+
+
+THREE = [[line(1, 0.2, 1_000_000), line(2, accuracy, 2_000_000)] for accuracy in (0.5, 0.6, 0.7)]
+
+
+def test_band_by_hand() -> None:
+    # mean 0.6, standard deviation 0.1, t(2 degrees, 97.5 %) = 4.30265
+    half = 4.302652729911275 * 0.1 / math.sqrt(3)
+    assert interval([0.5, 0.6, 0.7]) == pytest.approx((0.6, half))
+    assert interval([0.5]) == (0.5, None)
+    figure = round_picture({"fedavg": THREE})
+    assert figure
+    (band,) = figure.axes[0].collections
+    heights = band.get_paths()[0].vertices
+    at_two = np.asarray(heights)[np.asarray(heights)[:, 0] == 2][:, 1]
+    assert (at_two.min(), at_two.max()) == pytest.approx((60 - 100 * half, 60 + 100 * half))
+
+
+def test_a_single_seed_has_no_band() -> None:
+    figure = round_picture({"fedavg": THREE[:1]})
+    assert figure and not figure.axes[0].collections and len(figure.axes[0].lines) == 1
+
+
+def test_megabytes_are_both_ways_and_summed_up() -> None:
+    figure = megabyte_picture({"fedavg": THREE})
+    assert figure
+    assert list(figure.axes[0].lines[0].get_xdata()) == [2, 4]  # type: ignore[arg-type]
+
+
+def test_traffic_of_very_different_size_is_on_a_logarithmic_scale() -> None:
+    small = [[line(1, 0.2, 1000), line(2, 0.3, 2000)]]
+    figures = [megabyte_picture({"fedavg": THREE}), megabyte_picture({"fedavg": THREE, "local": small})]
+    assert [figure and figure.axes[0].get_xscale() for figure in figures] == ["linear", "log"]
+
+
+def test_only_rounds_that_all_seeds_evaluated_are_shown() -> None:
+    histories = [
+        [line(1, None), line(2, 0.4), line(3, None), line(4, 0.5)],
+        [line(1, 0.1), line(2, 0.6), line(3, None)],
+    ]
+    assert [(point.round, point.accuracy.mean) for point in curve(histories)] == [(2, 0.5)]
+    assert round_picture({"fedavg": [[line(1, None)]]}) is None
+    assert round_picture({}) is None
+
+
+def test_parties_are_sorted_and_their_mean_is_a_line() -> None:
+    runs = [[line(1, 0.5, parties={"0": 0.9, "1": 0.1})], [line(1, 0.5, parties={"0": 0.5})]]
+    figure = party_picture({"fedavg": runs, "old": [[line(1, 0.5)]]})
+    assert figure
+    dots, mean = figure.axes[0].lines
+    assert list(dots.get_ydata()) == pytest.approx([10, 50, 90])  # type: ignore[arg-type]
+    assert list(mean.get_ydata()) == pytest.approx([50, 50])  # type: ignore[arg-type]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fedavg, mean 50.0"]
+    assert party_picture({"fedavg": [[line(1, 0.5)]]}) is None
+
+
+def test_a_method_has_one_look_everywhere() -> None:
+    alone, together = round_picture({"fedbn": THREE}), megabyte_picture({"fedavg": THREE, "fedbn": THREE})
+    assert alone and together
+    assert alone.axes[0].lines[0].get_color() == together.axes[0].lines[1].get_color() == look("fedbn").colour
+    assert look("my-method") == ("#CC79A7", "o", ":")  # from one version to the next
+    often = ("local", "fedavg", "fedprox", "fedbn", "metafed", "fedmk", "fedgen")
+    assert {look(method).colour for method in often} == set(COLOURS)
+    assert len({look(f"method-{number}") for number in range(20)}) > 15
+
+
+def test_the_users_style_is_left_alone() -> None:
+    before = dict(matplotlib.rcParams)
+    with matplotlib.rc_context({"axes.grid": False, "text.usetex": True}):
+        figure = round_picture({"$\\fedavg$": THREE})
+        assert figure
+        png(figure)
+        assert matplotlib.rcParams["text.usetex"] and not matplotlib.rcParams["axes.grid"]
+        with style():
+            assert matplotlib.rcParams["axes.grid"]
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_the_same_picture_gives_the_same_bytes(digits: Data) -> None:
+    assert png(partition_picture(digits)) == png(partition_picture(digits))
+
+
+def bubbles(figure: Figure) -> tuple[np.ndarray, np.ndarray]:
+    (drawn,) = figure.axes[0].collections
+    return np.asarray(drawn.get_offsets()).astype(int), drawn.get_sizes()  # type: ignore[attr-defined]
+
+
+def test_bubbles_are_the_datas_counts(digits: Data) -> None:
+    counts = np.zeros((len(digits), digits.classes), int)
+    for party in range(len(digits)):
+        for label in digits.party(party).train.slice(0, 9999)[1].tolist():
+            counts[party, label] += 1
+    np.testing.assert_array_equal(class_counts(digits), counts)
+    places, areas = bubbles(partition_picture(digits))
+    assert len(places) == (counts > 0).sum()
+    shown = counts[places[:, 0], places[:, 1]]
+    np.testing.assert_allclose(areas / shown, areas[0] / shown[0])
+
+
+def test_of_many_parties_the_first_sixty_are_shown() -> None:
+    data = fewer.data.load("digits", parties=70, partition="iid")
+    figure = partition_picture(data)
+    assert bubbles(figure)[0][:, 0].max() == 59
+    assert "first 60 of 70 parties" in figure.get_suptitle()
+
+
+def named(data: ArrayData, *names: str) -> ArrayData:
+    return ArrayData(**{**vars(data), "names": names})
+
+
+def test_classes_have_names_where_they_are_known() -> None:
+    data = named(from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, parties=2), "a", " ", "$c_1$")
+    labels = partition_picture(data).axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels] == ["a", "' '", "$c_1$"]
+
+
+def test_the_sheet_shows_images_of_each_class(digits: Data) -> None:
+    figure = sheet_picture(digits, columns=3)
+    assert figure
+    (image,) = figure.axes[0].images
+    shown = np.asarray(image.get_array())
+    assert shown.shape == (10 * 9 - 1, 3 * 9 - 1, 3)
+    x, y = digits.test.x, digits.test.y
+    third_two = x[np.flatnonzero(y == 2)[2], 0].numpy() / 255
+    np.testing.assert_allclose(shown[2 * 9 : 2 * 9 + 8, 2 * 9 : 2 * 9 + 8, 0], third_two)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_sheet_shows_no_more_than_twenty_classes(channels: int) -> None:
+    x = np.random.default_rng(0).standard_normal((500, channels, 6, 5)).astype(np.float32)
+    figure = sheet_picture(from_arrays(x, np.arange(500) % 25, parties=2, partition="iid"))
+    assert figure and "20 of 25 classes" in figure.get_suptitle()
+    assert len(figure.axes[0].get_yticks()) == 20
+    assert png(figure)
+
+
+def test_the_sheet_shows_windows_as_lines() -> None:
+    x = np.random.default_rng(0).standard_normal((200, 9, 16)).astype(np.float32)
+    figure = sheet_picture(from_arrays(x, np.arange(200) % 4, parties=2, partition="iid"), columns=5)
+    assert figure and "first 3 of 9 channels" in figure.get_suptitle()
+    assert len(figure.axes[0].lines) == 4 * 5 * 3
+
+
+def test_of_text_and_features_there_is_no_sheet() -> None:
+    labels = np.arange(60) % 2
+    assert sheet_picture(from_arrays(np.zeros((60, 7), np.float32), labels, parties=2)) is None
+    assert sheet_picture(from_arrays(["good film", "bad film"] * 30, labels, parties=2)) is None
+
+
+# --- the page -------------------------------------------------------------------------------------------------
+
+
+class Bold(FedAvg):
+    """Has a name that must be escaped."""
+
+    name: ClassVar[str] = "<b>"
+
+
+class Page(HTMLParser):
+    """What is on a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.rows: list[list[str]] = []
+        self.text = path.read_text()
+        self.feed(self.text)
+        self.close()
+        assert not self.open, "tags that are not closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1].append(data)
+
+    def row(self, first: str) -> list[str]:
+        """The first row of any table that begins with this cell."""
+        return next(row for row in self.rows if row and row[0] == first)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small runs that reports are made from."""
+    folder = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        data = fewer.data.load("digits", parties=4, alpha=1.0, seed=seed)
+        fewer.run(FedAvg(rounds=2, active=3), data, seed=seed, out=folder / f"fedavg-{seed}")
+    data = fewer.data.load("digits", parties=4, alpha=1.0)
+    fewer.run(Local(rounds=2, active=3), data, out=folder / "local-0")
+    fewer.run(FedAvg(rounds=3, active=3), data, out=folder / "sparse", evaluate_every=2)
+    fewer.run(Bold(rounds=3, active=4), data, out=folder / "bold", drop=0.3)
+    own = from_arrays(data.source.x, data.source.y, parties=3, partition="iid", name="<i>own</i>")
+    fewer.run(FedAvg(rounds=1, active=3), own, out=folder / "own")
+    return folder
+
+
+def report(tmp_path: Path, runs: Sequence[Path]) -> tuple[Page, list[str]]:
+    page, *pictures = write_report(runs, tmp_path / "report")
+    parsed = Page(page)
+    for path in pictures:
+        content = path.read_bytes()
+        width, height = Image.open(BytesIO(content)).size
+        assert 600 <= width <= 3000 and 400 <= height <= 3000, path
+    images = [attributes for tag, attributes in parsed.tags if tag == "img"]
+    assert len(images) == len(pictures) and all(image["alt"] and image["width"] for image in images)
+    assert all(image["src"].startswith("data:image/png;base64,") for image in images)
+    assert not [each for _, each in parsed.tags if {"href", "action", "srcset"} & each.keys()]
+    assert "http:" not in parsed.text and "https:" not in parsed.text
+    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "iframe", "object"}
+    return parsed, [path.stem for path in pictures]
+
+
+PLAIN = ["accuracy-by-round", "accuracy-by-megabyte", "accuracy-by-party"]
+
+
+def test_a_report_on_one_run(tmp_path: Path, runs: Path) -> None:
+    page, pictures = report(tmp_path, [runs / "fedavg-0"])
+    assert pictures == [*PLAIN, "partition", "examples"]
+    last = json.loads((runs / "fedavg-0" / "metrics.jsonl").read_text().splitlines()[-1])
+    accuracy = f"{100 * last['accuracy']:.2f}"
+    up, down = f"{last['up'] / 1e6:.3g}", f"{last['down'] / 1e6:.3g}"
+    assert page.row("fedavg") == ["fedavg", accuracy, accuracy, "2", up, down, f"{last['seconds']:.1f}", "0"]
+    assert "<h1>digits, 4 parties, dirichlet (alpha 1)</h1>" in page.text
+    described = json.loads((runs / "fedavg-0" / "settings.json").read_text())
+    assert described["hash"] in page.text and page.row("torch") == ["torch", described["environment"]["torch"]]
+    assert page.row("rate") == ["rate", "0.1"]
+    assert "All parties that were asked answered." in page.text
+
+
+def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:
+    page, pictures = report(tmp_path, [runs / name for name in ("local-0", "fedavg-1", "fedavg-0")])
+    assert pictures == [*PLAIN, "partition", "examples"]
+    found = [
+        json.loads((runs / f"fedavg-{seed}" / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"]
+        for seed in (0, 1)
+    ]
+    mean, half = interval(found)
+    assert half
+    assert page.row("fedavg")[1] == f"{100 * mean:.2f} ± {100 * half:.2f}"
+    assert page.row("fedavg")[-1] == "0, 1"
+    last = json.loads((runs / "local-0" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert page.row("local")[1:3] == [f"{100 * last[name]:.2f}" for name in ("accuracy", "global")]
+
+
+def test_a_report_on_many_runs(tmp_path: Path, runs: Path) -> None:
+    page, pictures = report(tmp_path, sorted(runs.iterdir()))
+    assert pictures == [*PLAIN, "partition", "examples"]
+    assert "<h1>digits, 4 parties, dirichlet (alpha 1); &lt;i&gt;own&lt;/i&gt;, 3 parties</h1>" in page.text
+    assert "Not only the methods differ: " in page.text and "data = digits, parties = 4" in page.text
+
+
+def test_names_are_escaped_and_absent_answers_counted(tmp_path: Path, runs: Path) -> None:
+    page, _ = report(tmp_path, [runs / "bold"])
+    assert page.row("<b>") and "b" not in {tag for tag, _ in page.tags}
+    dropped = (runs / "bold" / "events.jsonl").read_text().count('"why": "dropped"')
+    assert dropped and ["method", "dropped", "in all"] in page.rows
+    assert ["<b>", str(dropped), str(dropped)] in page.rows
+    assert str(Path(__file__)) not in page.text  # where a method's file lies
+
+
+def test_a_run_that_was_not_evaluated_in_every_round(tmp_path: Path, runs: Path) -> None:
+    report(tmp_path, [runs / "sparse"])
+    (group,) = gather([runs / "sparse"])
+    assert [point.round for point in curve([run.history for run in group.runs])] == [2, 3]
+
+
+def test_data_of_the_users_own_is_not_shown(tmp_path: Path, runs: Path) -> None:
+    page, pictures = report(tmp_path, [runs / "own"])
+    assert pictures == PLAIN
+    assert "The data is not shown" not in page.text
+
+
+def changed(tmp_path: Path, run: Path, **description: Any) -> Path:
+    """A copy of a run with another settings.json."""
+    copy = tmp_path / f"copy-{len(list(tmp_path.iterdir()))}"
+    shutil.copytree(run, copy)
+    told = json.loads((copy / "settings.json").read_text())
+    for part, values in description.items():
+        told[part] = {**told[part], **values}
+    (copy / "settings.json").write_text(json.dumps(told))
+    return copy
+
+
+def test_data_that_changed_or_is_gone_is_not_shown(tmp_path: Path, runs: Path) -> None:
+    other = changed(tmp_path, runs / "fedavg-0", data={"fingerprint": "00000000"})
+    page, pictures = report(tmp_path, [other])
+    assert (
+        pictures == PLAIN and f"The data is not shown: digits is no longer what {other.name} was run on." in page.text
+    )
+    gone = changed(tmp_path, runs / "fedavg-0", settings={"data": "npz:gone.npz"})
+    page, pictures = report(tmp_path, [gone])
+    assert pictures == PLAIN and "The data is not shown: no &#x27;gone.npz&#x27;" in page.text
+
+
+def test_a_run_without_figures_by_party_that_was_stopped(tmp_path: Path, runs: Path) -> None:
+    copy = changed(tmp_path, runs / "local-0")
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text(lines[0])
+    with (copy / "events.jsonl").open("a") as file:
+        file.write('{"event": "sto\n{"time": 1, "event": "stop", "round": 1, "reason": "KeyboardInterrupt: "}\n')
+    page, pictures = report(tmp_path, [copy])
+    assert pictures == ["accuracy-by-round", "accuracy-by-megabyte", "partition", "examples"]
+    assert page.row("local")[2:4] == ["–", "1 of 2"]
+    assert "local with seed 0 has come to round 1 of 2, then stopped: KeyboardInterrupt" in page.text
+
+
+def test_what_differs_is_never_put_together(tmp_path: Path, runs: Path) -> None:
+    one = runs / "fedavg-0"
+    faster = changed(tmp_path, one, method={"rate": 0.3}, settings={"seed": 1})
+    skewed = changed(tmp_path, one, settings={"seed": 1, "alpha": 0.1})
+    pooled = changed(tmp_path, one, settings={"seed": 1, "runtime": "pool", "data_dir": "/elsewhere"})
+
+    def told(*paths: Path) -> dict[str, list[int]]:
+        return {group.label: [run.seed for run in group.runs] for group in gather(paths)}
+
+    assert told(pooled, one) == {"fedavg": [0, 1]}
+    assert told(one, faster) == {"fedavg rate=0.1": [0], "fedavg rate=0.3": [1]}
+    assert told(one, skewed, runs / "local-0") == {
+        "fedavg alpha=1.0": [0],
+        "fedavg alpha=0.1": [1],
+        "local": [0],
+    }
+    many = changed(tmp_path, one, settings={"alpha": 0.1, "drop": 0.1, "slow": 0.1})
+    assert told(one, many) == {"fedavg": [0], "fedavg (2)": [0]}
+    again = [changed(tmp_path, one), changed(tmp_path, one)]
+    assert told(one, *again) == {"fedavg": [0], "fedavg (2)": [0], "fedavg (3)": [0]}
+    assert told(one, one) == {"fedavg": [0]}
+
+
+def test_absent_answers_of_a_round_begun_anew_count_once(tmp_path: Path, runs: Path) -> None:
+    copy = changed(tmp_path, runs / "bold")
+    events = (copy / "events.jsonl").read_text()
+    (copy / "events.jsonl").write_text(events + events)
+    assert gather([copy])[0].absent == gather([runs / "bold"])[0].absent
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
+    out = tmp_path / "report"
+    with pytest.raises(RunError, match="is not a run of Fewer: it does not exist"):
+        write_report([tmp_path / "nothing"], out)
+    with pytest.raises(RunError, match="is not a run of Fewer: it has no settings.json"):
+        write_report([runs / "fedavg-0", tmp_path], out)
+    with pytest.raises(RunError, match="no runs to report on"):
+        write_report([], out)
+    broken = changed(tmp_path, runs / "fedavg-0")
+    (broken / "metrics.jsonl").write_text("")
+    with pytest.raises(RunError, match="no round has ended"):
+        write_report([broken], out)
+    (broken / "metrics.jsonl").write_text('{"round": 1, "acc')
+    with pytest.raises(RunError, match="metrics.jsonl cannot be read"):
+        write_report([broken], out)
+    (broken / "settings.json").write_text('{"format": 1}')
+    with pytest.raises(RunError, match="settings.json has no 'settings'"):
+        write_report([broken], out)
+    assert not out.exists()
+    out.write_text("in the way")
+    with pytest.raises(RunError, match="cannot be written: File exists"):
+        write_report([runs / "fedavg-0"], out)
