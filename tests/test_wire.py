@@ -37,6 +37,7 @@ from fewer.wire import (
     pack,
     unpack,
 )
+from fewer.wire.codecs import checksum
 
 torch.set_num_threads(1)
 
@@ -823,7 +824,7 @@ def test_what_is_no_tree_cannot_be_packed(bad: Any) -> None:
 
 
 def tree_of(text: str, outer: str = "") -> bytes:
-    return framed(json.dumps({"__metadata__": {"tree": text}})[:-1] + outer + "}")
+    return framed(json.dumps({"__metadata__": {"tree": checksum(text, {}) + text}})[:-1] + outer + "}")
 
 
 @pytest.mark.parametrize(
@@ -855,10 +856,11 @@ def test_what_is_no_tree_cannot_be_unpacked(blob: bytes) -> None:
 
 
 def retold(blob: bytes, draw: random.Random) -> bytes:
-    """The JSON of a tree edited."""
+    """The JSON of a tree edited, its checksum made to fit."""
     length = int.from_bytes(blob[:8], "little")
     outer = json.loads(blob[8 : 8 + length])
-    outer["__metadata__"]["tree"] = edited(outer["__metadata__"]["tree"], draw)
+    text = edited(outer["__metadata__"]["tree"][8:], draw)
+    outer["__metadata__"]["tree"] = checksum(text, safetensors.torch.load(blob)) + text
     return framed(json.dumps(outer), blob[8 + length :])
 
 
@@ -873,4 +875,4 @@ def test_mutated_trees_give_a_tree_or_a_value_error() -> None:
             good += 1
         except ValueError:
             bad += 1
-    assert good > 5 and bad > 1_000
+    assert good > 100 and bad > 1_000
