@@ -7,9 +7,9 @@ import pytest
 
 from fewer import FedAvg
 from fewer.data import Data
-from fewer.experiments.compare import half_width
 from fewer.experiments.tune import Point, search, tune
 from fewer.runs.job import check, job_from
+from fewer.runs.statistics import half_width
 
 
 def peak(at: Point, seen: list[Point]) -> Callable[[Point], float]:

@@ -31,6 +31,7 @@ app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. [default: runs/…]")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 One = Annotated[int | None, typer.Option("--party", metavar="N", help="Use this party's personal model.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write pictures and an HTML page beside the run.")]
 Tune = Annotated[
     bool, typer.Option("--tune", help="First choose each method's rates on held-out training data, by equal effort.")
 ]
@@ -51,6 +52,7 @@ def run(
     named: Annotated[str | None, typer.Option("--method", metavar="NAME", help="The same, as an option.")] = None,
     tune: Tune = False,
     trials: Trials = 8,
+    report: Report = True,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -72,7 +74,8 @@ def run(
             print(f"chosen of {len(tried)}: {_chosen(job.method)}", file=sys.stderr)
         where = out or _fresh(f"{job.method.name}-{job.settings.data}")
         GO_ON.append(f"Go on with: fewer resume {where}")
-        _finish(start(job, where, watch(job.method.name)), where, json_file)
+        result = start(job, where, watch(job.method.name))
+    _finish(result, where, json_file, report)
 
 
 @app.command(rich_help_panel="Learn")
@@ -83,6 +86,7 @@ def resume(
     workers: Annotated[int | None, typer.Option(metavar="N", help="Worker processes of the pool.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Any torch device.")] = None,
     data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie now.")] = None,
+    report: Report = True,
     json_file: Json = None,
 ) -> None:
     """Go on with a run that was stopped, killed or lost its quorum. The end is the same as without the break."""
@@ -93,7 +97,7 @@ def resume(
     with shown() as watch:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         result = go_on(path, progress=watch(path.name), **changed)
-    _finish(result, path, json_file)
+    _finish(result, path, json_file, report)
 
 
 @app.command(rich_help_panel="Learn")
@@ -105,6 +109,7 @@ def compare(
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each method, with seeds from --seed on.")] = 1,
     tune: Tune = False,
     trials: Trials = 8,
+    report: Report = True,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -120,9 +125,10 @@ def compare(
     GO_ON.append(f"Go on with the same command and --out {where}")
     with shown() as watch:
         table = contest(methods, check(given), seeds=seeds, trials=trials if tune else 0, out=where, watch=watch)
+    page = _write_report(sorted(path.parent for path in where.glob("*/settings.json")), where) if report else None
     if not write_json(json_file, table.as_json()):
         _print_table(table)
-        print(f"Kept in {where}")
+        print(f"Kept in {where}" + (f", see {page}" if page else ""))
 
 
 @app.command(rich_help_panel="Learn")
@@ -160,6 +166,20 @@ def reproduce(
     if not write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
         print(f"Kept in {pages[0]} and {pages[1]}, runs in {where}")
+
+
+@app.command(rich_help_panel="Look")
+@told
+def report(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where page and pictures go.")] = Path("report"),
+) -> None:
+    """Write one page with pictures on one or more runs: accuracy by round and by megabyte, by party, the partition."""
+    from fewer.report import write_report
+
+    runs = [found for path in paths for found in _runs_in(path)]
+    for file in write_report(runs, out):
+        print(file)
 
 
 @app.command(rich_help_panel="Look")
@@ -231,6 +251,12 @@ def export(path: Run, party: One = None, out: Out = None) -> None:
 # --- printing -------------------------------------------------------------------------------------------------
 
 
+def _runs_in(path: Path) -> list[Path]:
+    """A run directory itself, or all runs right below a directory."""
+    below = sorted(found.parent for found in path.glob("*/settings.json"))
+    return below if below and not (path / "settings.json").exists() else [path]
+
+
 def _fresh(name: str) -> Path:
     """A run directory that is not there yet."""
     base = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
@@ -243,11 +269,19 @@ def _chosen(method: Any) -> str:
     return ", ".join(f"{name} = {getattr(method, name):g}" for name in method.tunable)
 
 
-def _finish(result: Result, where: Path, json_file: Path | None) -> None:
+def _write_report(runs: list[Path], where: Path) -> Path:
+    """Pictures and a page on these runs; the page."""
+    from fewer.report import write_report
+
+    return write_report(runs, where / "report")[0]
+
+
+def _finish(result: Result, where: Path, json_file: Path | None, report: bool) -> None:
     """The last word on a run."""
     from fewer.cli.progress import duration, megabytes
     from fewer.runs.settings import hash_of
 
+    page = _write_report([where], where) if report else None
     scores = result.scores
     figures = {
         "method": result.method.name,
@@ -264,7 +298,7 @@ def _finish(result: Result, where: Path, json_file: Path | None) -> None:
     )
     if "global" in scores:
         print(f"Each party's model on all parties' test samples: {scores['global']:.2%}")
-    print(f"Kept in {where}")
+    print(f"Kept in {where}" + (f", see {page}" if page else ""))
 
 
 def _print_table(table: Comparison) -> None:

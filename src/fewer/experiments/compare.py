@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,6 +17,7 @@ from fewer.runs.engine import Progress, resume, start
 from fewer.runs.job import Job, job_from, load_data
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
+from fewer.runs.statistics import half_width
 
 MB = 1e6
 KEPT = 3
@@ -167,12 +167,3 @@ def _row(job: Job, results: Sequence[Result], trials: list[Trial]) -> Row:
         hash=job.hash,
         trials=trials,
     )
-
-
-def half_width(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % confidence interval of the mean (Student's t); None from a single value."""
-    if len(values) < 2:
-        return None
-    from scipy.special import stdtrit
-
-    return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))

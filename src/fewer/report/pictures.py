@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from fewer.data import Data, Samples
 from fewer.report.style import BLUE, COLOURS, INK, SIZE, look, style
+from fewer.runs.statistics import half_width
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -46,13 +47,7 @@ class Interval(NamedTuple):
 
 def interval(values: Sequence[float]) -> Interval:
     """The mean of the values, and how sure it is."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return Interval(mean, None)
-    from scipy.special import stdtrit
-
-    quantile = float(stdtrit(len(values) - 1, 0.975))
-    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(len(values)))
+    return Interval(statistics.fmean(values), half_width(values))
 
 
 class Point(NamedTuple):

@@ -1,0 +1,16 @@
+"""How sure a mean over seeds is."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % confidence interval of the mean (Student's t); None from a single value."""
+    if len(values) < 2:
+        return None
+    from scipy.special import stdtrit
+
+    return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
