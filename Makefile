@@ -14,7 +14,7 @@ export MKL_NUM_THREADS = 1
 	touch $@
 
 demo: .venv/.installed      ## compare four methods on real images
-	$(BIN)/fewer compare local fedavg fedprox fedbn --data fashion-mini --parties 20 --alpha 0.5 --rounds 10
+	$(BIN)/fewer compare local fedavg fedprox fedbn --data fashion-mini --parties 20 --alpha 0.5 --rounds 10 --seeds 3 --runtime pool
 
 test: .venv/.installed      ## run the tests
 	$(BIN)/pytest -n 2
@@ -28,7 +28,7 @@ bench: .venv/.installed     ## speed, memory and scaling, as ratios within one r
 	$(BIN)/python -m benchmarks
 
 reproduce: .venv/.installed ## the tables of docs/results (hours; needs FEWER_DATA)
-	$(BIN)/python -m benchmarks.mnist_fedavg
+	$(BIN)/fewer reproduce baselines/mnist
 
 clean:
 	rm -rf .venv build dist

@@ -23,7 +23,12 @@ def test_the_snippets_of_the_python_page_run(tmp_path: Path) -> None:
     assert len(blocks) == 3
     draw = np.random.default_rng(0)
     x, y = draw.integers(0, 255, (600, 8, 8), np.uint8), draw.integers(0, 10, 600)
-    names = {"x": x, "y": y, "x_test": x, "y_test": y, "hospital": y % 4, "MyNet": Net}
+    names: dict[str, object] = {
+        "texts": [f"word{n % 7} good" for n in range(80)],
+        "labels": y[:80],
+        "dataset": list(zip(x, y, strict=True)),
+    }
+    names |= {"x": x, "y": y, "x_test": x, "y_test": y, "hospital": y % 4, "MyNet": Net}
     names |= {f"{part}{n}": array[:40] for n in range(3) for part, array in (("x", x), ("y", y))}
     exec(blocks[0].replace("fashion-mini", "digits").replace("rounds=10", "rounds=1"), names)
     exec(blocks[1].replace("FedAvg()", "FedAvg(rounds=1)"), names)

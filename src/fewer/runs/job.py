@@ -75,11 +75,13 @@ def make_method(kind: type[Method], settings: Settings) -> Method:
 
 
 def setting_error(error: ValidationError, prefix: str, known: list[str]) -> SettingError:
-    """The first thing that is wrong, in one line."""
-    first = error.errors()[0]
+    """The first thing that is wrong, in one line; a name that does not exist before one that is missing."""
+    first = min(error.errors(), key=lambda one: one["type"] == "missing")
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return unknown(f"setting of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
+    if first["type"] == "missing":
+        return SettingError(f"{prefix}{name} is missing")
     return SettingError(f"{prefix}{name} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 

@@ -1,0 +1,86 @@
+"""The same work through Fewer's public API, and a population of any size, as processes of their own.
+
+`python -m benchmarks.federated work ROUNDS SETTINGS [DIR]` and `… population ROUNDS SETTINGS COUNT METHOD`, with the
+settings of the run as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fewer
+from benchmarks import work
+from fewer.data import ArrayData, Data, PartyData, Samples
+from fewer.methods import find
+
+
+class Drawn(fewer.FedAvg):
+    """FedAvg with the cohorts and batches of `work`."""
+
+    name: ClassVar[str] = "drawn"
+
+    def choose(self, parties: fewer.Parties) -> list[int]:
+        return work.cohort(parties.round)
+
+    def numbers(self, me: fewer.Party) -> Tensor:
+        return work.batches(me.round, me.id, len(me.train))
+
+
+def federation(directory: str | None = None) -> ArrayData:
+    """The data of `work` as Fewer holds it."""
+    x, y, test_x, test_y, client = work.arrays(directory)
+    normal = (work.MEAN, work.DEVIATION)
+    return fewer.data.from_arrays(x, y, test=(test_x, test_y), client=client, normal=normal, name="work")
+
+
+class Population(Data):
+    """Any number of parties; the samples of each are made from its number when they are asked for."""
+
+    name = "population"
+    shape = (1, 28, 28)
+    classes = 10
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.test = self.made(count)
+
+    def made(self, number: int) -> Samples:
+        draw = np.random.default_rng(number)
+        x = draw.standard_normal((100, *self.shape), np.float32)
+        return Samples(torch.from_numpy(x), torch.from_numpy(draw.integers(0, self.classes, 100)))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def size(self, number: int) -> int:
+        return 100
+
+    def party(self, number: int) -> PartyData:
+        samples = self.made(number)
+        return PartyData(samples, samples, self.test)
+
+    def fingerprint(self) -> str:
+        return str(self.count)
+
+
+def main() -> None:
+    """Run one of the two, round by round."""
+    turns = work.Turns()
+    task, rounds, text, *rest = sys.argv[1:]
+    settings: dict[str, Any] = json.loads(text)
+    if task == "work":
+        method = Drawn(rounds=int(rounds), active=work.ACTIVE, rate=work.RATE, steps=work.STEPS, batch=work.BATCH)
+        fewer.run(method, federation(*rest), model=work.net(), progress=turns, **settings)
+    else:
+        few = find(rest[1])(rounds=int(rounds), active=work.ACTIVE, steps=5)  # type: ignore[call-arg]
+        fewer.run(few, Population(int(rest[0])), evaluate_every=int(rounds), progress=turns, **settings)
+
+
+if __name__ == "__main__":
+    main()

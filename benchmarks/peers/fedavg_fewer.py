@@ -1,0 +1,61 @@
+"""Fewer: its FedAvg with the harness's cohorts, batches, model and data; --procs 2 is a pool of 2 workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import common as C  # type: ignore[import-not-found]
+import numpy as np
+
+import fewer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Drawn(fewer.FedAvg):
+    """FedAvg whose parties and batches of a round are the harness's."""
+
+    name: ClassVar[str] = "drawn"
+
+    def choose(self, parties: fewer.Parties) -> list[int]:
+        return list(C.cohort(parties.round - 1))
+
+    def numbers(self, me: fewer.Party) -> Tensor:
+        drawn: Tensor = C.batches(me.round - 1, me.id, len(me.train))
+        return drawn
+
+    def report(self, state: Any, parties: fewer.Parties, data: Any) -> dict[str, Any]:
+        """Nothing after the last round: the workload has only the common test."""
+        return {}
+
+
+class Clock:
+    def __init__(self, log: Any) -> None:
+        self.log = log
+
+    def begin(self, method: str, done: int, rounds: int) -> None:
+        self.log.start()
+
+    def answer(self, round: int, done: int, asked: int) -> None: ...
+
+    def round(self, figures: Mapping[str, Any]) -> None:
+        self.log.round(figures["accuracy"])
+
+
+def main() -> None:
+    args, log = C.args(), C.Log()
+    x, y, test_x, test_y = C.load(args.data)
+    client = np.empty(len(y), np.int64)
+    for number, rows in enumerate(C.split(y)):
+        client[rows] = number
+    data = fewer.data.from_arrays(x, y, test=(test_x, test_y), client=client)
+    method = Drawn(rounds=args.rounds, active=C.COHORT, rate=C.LR, steps=C.STEPS, batch=C.BATCH)
+    runtime = "pool" if args.procs > 1 else "inline"
+    fewer.run(method, data, model=C.net(), runtime=runtime, workers=args.procs, progress=Clock(log))
+    log.done()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The benchmarks: each gives figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import work
+from benchmarks.measure import Figure, Process, alternate, in_turn, ratio
+from fewer.wire import decode, encode
+
+ROUNDS = 25
+POOL = {"runtime": "pool", "workers": 2}
+
+
+def overhead(directory: str | None) -> list[Figure]:
+    """A round: inline against the bare loop."""
+    ours = _fewer(ROUNDS + 1, {}, directory, waits=True)
+    bare = _bare(ROUNDS + 1, directory, waits=True)
+    in_turn(ROUNDS, [ours], [bare])
+    apart = max(abs(a["accuracy"] - b["accuracy"]) for a, b in zip(ours.rounds, bare.rounds, strict=True))
+    return [
+        _compared("inline / bare loop, a round", ours.times, bare.times, most=1.1),
+        Figure(
+            "accuracy apart, at most", apart, "", most=0.002, detail=f"({ours.rounds[-1]['accuracy']:.4f} at the end)"
+        ),
+    ]
+
+
+def pool(directory: str | None) -> list[Figure]:
+    """A round: inline against a pool of two."""
+    one, two, *twins = (_fewer(ROUNDS + 1, how, directory, waits=True) for how in ({}, POOL, {}, {}))
+    in_turn(ROUNDS, [one], [two], twins)
+    found = _compared("inline / pool of 2, a round", one.times, two.times, least=1.8)
+    room = 2 * ratio(one.times, [max(both) for both in zip(*(twin.times for twin in twins), strict=True)])
+    return [found, Figure("two inline runs at once / one, rounds done", room, "x", detail="(what the cores have free)")]
+
+
+def whole(directory: str | None) -> list[Figure]:
+    """15 rounds from launch to exit: a pool of two with a run directory against the bare loop."""
+    memory = []
+
+    def ours() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            process = _fewer(15, {**POOL, "out": f"{folder}/run"}, directory)
+            process.end()
+        memory.append(process.peak)
+        return process.seconds
+
+    def bare() -> float:
+        process = _bare(15, directory)
+        process.end()
+        return process.seconds
+
+    mine, theirs = alternate(3, ours, bare)
+    return [
+        _compared("pool of 2 / bare loop, launch to exit", mine, theirs, most=0.8),
+        Figure("pool of 2, memory of all processes", median(memory), "MB", most=900),
+    ]
+
+
+def help(directory: str | None) -> list[Figure]:
+    """`fewer --help` from launch to exit."""
+
+    def timed(*command: str) -> float:
+        begun = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return time.perf_counter() - begun
+
+    program = Path(sys.executable).with_name("fewer")
+    ours, empty = alternate(7, partial(timed, str(program), "--help"), partial(timed, sys.executable, "-c", "pass"))
+    return [Figure("fewer --help", median(ours), "s", most=0.5, detail=f"({ratio(ours, empty):.0f} x an empty Python)")]
+
+
+def population(directory: str | None) -> list[Figure]:
+    """A round and memory: 10 active of 100 parties against 10 of 100,000."""
+    figures = []
+    for method in ("fedavg", "local"):
+        with tempfile.TemporaryDirectory() as folder:
+            few, many = (
+                Process(
+                    "benchmarks.federated",
+                    "population",
+                    str(ROUNDS + 1),
+                    json.dumps({"out": f"{folder}/{count}"}),
+                    str(count),
+                    method,
+                    waits=True,
+                )
+                for count in (100, 100_000)
+            )
+            in_turn(ROUNDS, [few], [many])
+        figures += [
+            _compared(f"{method}: 100,000 / 100 parties, a round", many.times, few.times, most=1.1),
+            Figure(f"{method}: 100,000 − 100 parties, memory", many.peak - few.peak, "MB", most=50),
+        ]
+    return figures
+
+
+def wire(directory: str | None) -> list[Figure]:
+    """A model of 105 KB, encoded and decoded."""
+    model = dict(work.net().state_dict())
+    blob = encode("train", {"model": model, "size": 1})
+    size = sum(tensor.nbytes for tensor in model.values())
+    plain = torch.empty(size, dtype=torch.uint8)
+
+    def timed(action: Callable[[], object]) -> float:
+        begun = time.perf_counter()
+        for _ in range(100):
+            action()
+        return (time.perf_counter() - begun) / 100 * 1e6
+
+    writing, reading, copying = alternate(
+        25,
+        partial(timed, lambda: encode("train", {"model": model, "size": 1})),
+        partial(timed, lambda: decode(blob, {"model": model, "size": int})),
+        partial(timed, plain.clone),
+    )
+    return [
+        Figure("encode", median(writing), "µs", detail=f"({ratio(writing, copying):.0f} x a plain copy)"),
+        Figure("decode and check", median(reading), "µs", detail=f"({ratio(reading, copying):.0f} x a plain copy)"),
+        Figure("framing", 100 * (len(blob) / size - 1), "%", most=1, detail=f"({len(blob)} bytes for {size})"),
+    ]
+
+
+def _bare(rounds: int, directory: str | None, waits: bool = False) -> Process:
+    return Process("benchmarks.work", str(rounds), *([directory] if directory else []), waits=waits)
+
+
+def _fewer(rounds: int, settings: dict[str, Any], directory: str | None, waits: bool = False) -> Process:
+    where = [directory] if directory else []
+    return Process("benchmarks.federated", "work", str(rounds), json.dumps(settings), *where, waits=waits)
+
+
+def _compared(what: str, above: list[float], below: list[float], **goal: float) -> Figure:
+    detail = f"({median(above):.3g} s / {median(below):.3g} s)"
+    return Figure(what, ratio(above, below), "x", detail=detail, **goal)
+
+
+SUITE: dict[str, Callable[[str | None], list[Figure]]] = {
+    one.__name__: one for one in (overhead, pool, whole, help, population, wire)
+}
