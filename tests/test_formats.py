@@ -988,3 +988,17 @@ def test_real_movielens() -> None:
     sizes = np.unique(np.asarray(raw.client), return_counts=True)[1]
     assert len(sizes) == 943 and (sizes.min(), sizes.max()) == (20, 737)
     assert isinstance(raw.x, np.ndarray) and np.abs(raw.x).max() < 6
+
+
+def test_leaf_does_not_hold_everything_in_memory(tmp_path: Path) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    for number in range(3):
+        users = [f"writer{number}-{n}" for n in range(4)]
+        data = {user: {"x": [[number / 4] * 784] * 5, "y": [number] * 5} for user in users}
+        content = {"users": users, "num_samples": [5] * 4, "user_data": data}
+        (folder / f"{number}.json").write_text(json.dumps(content))
+    raw = FORMATS["leaf-femnist"](tmp_path)
+    assert isinstance(raw.x, np.memmap) and raw.x.shape == (60, 28, 28)
+    assert raw.client is not None and np.bincount(raw.client).tolist() == [5] * 12
+    assert raw.x[:, 0, 0].tolist() == [0] * 20 + [64] * 20 + [128] * 20

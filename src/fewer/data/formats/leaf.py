@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,11 @@ def sent140(path: Path) -> Raw:
 
 def _read(path: Path, inputs: Convert, labels: Convert, names: tuple[str, ...]) -> Raw:
     train, test = _files(path)
-    x, y, client = _part(train, inputs, labels)
+    numbers: dict[str, int] = {}
+    x, y, client = _part(train, inputs, labels, numbers)
     if not test:
         return Raw(x, y, client=client, names=names)
-    test_x, test_y, test_client = _part(test, inputs, labels)
+    test_x, test_y, test_client = _part(test, inputs, labels, numbers)
     return Raw(x, y, (test_x, test_y), client, test_client, names)
 
 
@@ -57,8 +59,12 @@ def _files(path: Path) -> tuple[list[Path], list[Path]]:
     raise DataError(f"no JSON files in {path} (expected: data/train and data/test, or data/all_data)")
 
 
-def _part(files: list[Path], inputs: Convert, labels: Convert) -> tuple[Inputs, Array, Array]:
-    x, y, users, sizes = [], [], [], []
+def _part(files: list[Path], inputs: Convert, labels: Convert, numbers: dict[str, int]) -> tuple[Inputs, Array, Array]:
+    """Inputs, labels and user numbers of some files. Arrays go to a temporary file by user, and are mapped from it."""
+    texts: list[str] = []
+    spool = tempfile.TemporaryFile()  # noqa: SIM115
+    shape: tuple[int, ...] = ()
+    y, users, sizes = [], [], []
     for file in files:
         for user, samples in _users(file):
             where = f"{file}, user '{user}'"
@@ -67,14 +73,20 @@ def _part(files: list[Path], inputs: Convert, labels: Convert) -> tuple[Inputs, 
             if len(samples["x"]) != len(samples["y"]):
                 raise DataError(f"{where} has {len(samples['x'])} inputs and {len(samples['y'])} labels")
             if samples["y"]:
-                x.append(inputs(samples["x"], where))
+                x = inputs(samples["x"], where)
+                if isinstance(x, list):
+                    texts += x
+                else:
+                    x.tofile(spool)
+                    shape = x.shape[1:]
                 y.append(labels(samples["y"], where))
-                users.append(user)
+                users.append(numbers.setdefault(user, len(numbers)))
                 sizes.append(len(samples["y"]))
     if not users:
         raise DataError(f"{files[0].parent} has no samples")
-    joined = [line for lines in x for line in lines] if isinstance(x[0], list) else np.concatenate(x)
-    return joined, np.concatenate(y), np.repeat(np.array(users), sizes)
+    spool.flush()
+    joined = texts or np.memmap(spool, np.uint8, "r+", shape=(sum(sizes), *shape))
+    return joined, np.concatenate(y), np.repeat(np.array(users, np.int32), sizes)
 
 
 def _users(file: Path) -> Iterator[tuple[str, Any]]:
