@@ -494,7 +494,7 @@ def test_femnist(tmp_path: Path) -> None:
     assert shape(raw) == ((3, 28, 28), (1, 28, 28)) and isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8
     assert raw.x[:, 0, 0].tolist() == [255, 0, 0] and raw.y.tolist() == [0, 61, 10]
     assert raw.client is not None and raw.client.tolist() == [0, 0, 1]
-    assert raw.test_client is not None and raw.test_client.tolist() == ["f01_1"]
+    assert raw.test_client is not None and raw.test_client.tolist() == [0]
     assert len(raw.names) == 62 and raw.names[10] == "A" and raw.names[36] == "a"
 
 
