@@ -106,7 +106,7 @@ class Wiretap(Inline):
         self.down += calls
         for call, reply in super()._carry(calls):
             if reply is not None:
-                assert reply.failure in (None, "unable"), reply.trace
+                assert reply.failure in (None, "unable"), reply.detail
                 self.up.append((call, reply.blob))
             yield call, reply
 

@@ -108,7 +108,9 @@ def test_windows_that_nobody_owns_are_left_out() -> None:
     raw = Raw(x, np.arange(46) % 3, client=client, tokens=tuple("abc" * 20), in_time=True)
     data = federate(raw, partition="natural", fraction=0.5)
     assert data.vocabulary == 60 and data.source.x.data_ptr() == flat.data_ptr()  # not copied
-    assert data.size(0) + data.size(1) + len(data.test) == 20
+    assert (
+        data.size(0) + data.size(1) == 16 and len(data.test) == 2
+    )  # half of 32; of 8 windows those that do not overlap
     batch, _ = data.party(1).train.slice(0, 2)
     assert batch.dtype == torch.int64 and (batch[:, 1] - batch[:, 0]).tolist() == [1, 1]
 
@@ -196,3 +198,32 @@ def test_an_episode() -> None:
         episode(novel, 6, 3, 4, torch.Generator())
     with pytest.raises(DataError, match="0 classes have 20 \\+ 10 samples"):
         episode(novel, 2, 20, 10, torch.Generator())
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "shards", "quantity", "natural"])
+def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
+    """However the rows are divided, what is tested on comes after what is learned from, client by client."""
+    x = np.arange(1000, dtype=np.float32)[:, None]
+    client = np.repeat(np.arange(4), 250)
+    raw = Raw(x, np.arange(1000) % 2, client=client, in_time=True)
+    data = federate(raw, parties=5, partition=kind, validation=0.25)  # type: ignore[arg-type]
+    tested = set(data.test.slice(0, 9999)[0][:, 0].long().tolist())
+    assert tested == {start + n for start in range(0, 1000, 250) for n in range(200, 250)}
+    for party in range(len(data)):
+        mine = data.party(party)
+        parts = [part.slice(0, 9999)[0][:, 0].long() for part in (mine.train, mine.validation)]
+        assert not tested & set(torch.cat(parts).tolist())
+        assert parts[0].max() < parts[1].min()  # validated on what comes last
+    held = data.held_out(0.2, 0)
+    assert max(held.party(0).train.rows.tolist()) < min(held.party(0).test.rows.tolist())  # type: ignore[union-attr]
+
+
+def test_the_test_samples_do_not_depend_on_the_seed_nor_the_pixels_on_them() -> None:
+    x = np.random.default_rng(0).integers(0, 200, (300, 4, 4), np.uint8)
+    one, two = (from_arrays(x, np.arange(300) % 3, parties=3, seed=seed) for seed in (0, 1))
+    assert one.test.rows is not None and two.test.rows is not None
+    assert torch.equal(one.test.rows, two.test.rows) and not np.array_equal(one.train.rows, two.train.rows)
+    brighter = x.copy()
+    brighter[one.test.rows.numpy()] = 255
+    other = from_arrays(brighter, np.arange(300) % 3, parties=3)
+    assert (other.source.shift, other.source.scale) == (one.source.shift, one.source.scale)

@@ -399,7 +399,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
     with pytest.raises(RunError, match="metrics.jsonl cannot be read"):
         write_report([broken], out)
     (broken / "settings.json").write_text('{"format": 1}')
-    with pytest.raises(RunError, match="settings.json has no 'settings'"):
+    with pytest.raises(RunError, match="settings.json cannot be read"):
         write_report([broken], out)
     assert not out.exists()
     out.write_text("in the way")

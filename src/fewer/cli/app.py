@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fewer.cli import data as data_commands
+from fewer.cli.data import DataDir
 from fewer.cli.options import with_settings
 from fewer.cli.printing import GO_ON, Json, print_rows, told, write_json
 
@@ -60,7 +61,7 @@ def run(
 
     [dim]fewer run fedavg --data fashion-mini --parties 20 --alpha 0.5 --rounds 10[/dim]
     """
-    if chosen := method or named:
+    if (chosen := named if method is None else method) is not None:
         given["method"] = chosen
     from fewer.cli.progress import shown
     from fewer.experiments import tune as choose
@@ -86,6 +87,13 @@ def resume(
     workers: Annotated[int | None, typer.Option(metavar="N", help="Worker processes of the pool.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Any torch device.")] = None,
     data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie now.")] = None,
+    quorum: Annotated[float | None, typer.Option(metavar="X", help="After a lost quorum: ask for less.")] = None,
+    deadline: Annotated[float | None, typer.Option(metavar="X", help="Give parties more time.")] = None,
+    drop: Annotated[
+        float | None, typer.Option(metavar="X", help="Inject fewer faults; also --slow, --corrupt.")
+    ] = None,
+    slow: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
+    corrupt: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
     report: Report = True,
     json_file: Json = None,
 ) -> None:
@@ -96,6 +104,7 @@ def resume(
     GO_ON.append(f"Go on with: fewer resume {path}")
     with shown() as watch:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
+        changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
         result = go_on(path, progress=watch(path.name), **changed)
     _finish(result, path, json_file, report)
 
@@ -137,9 +146,7 @@ def reproduce(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A recipe's name, or FILE.toml.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="In minutes, smaller: to try it.")] = False,
-    data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where data files lie. [default: $FEWER_DATA]")
-    ] = None,
+    data_dir: DataDir = None,
     runtime: Annotated[str, typer.Option(metavar="NAME", help="inline or pool: the numbers are the same.")] = "inline",
     out: Out = None,
     results: Annotated[Path, typer.Option(metavar="DIR", help="Where the table goes.")] = Path("docs/results"),
@@ -156,6 +163,7 @@ def reproduce(
         for each, title in recipes.names().items():
             print(f"{each}  {title}")
         return
+    results.mkdir(parents=True, exist_ok=True)
     where = out or Path("runs") / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
     GO_ON.append("The same command goes on.")
     changes = {"data_dir": data_dir, "runtime": runtime}
@@ -213,11 +221,11 @@ def methods(
 @told
 def predict(
     path: Run,
-    data: Annotated[
-        str, typer.Option(metavar="NAME", help="Inputs: npz:FILE with an array x, or a data set's test part.")
-    ],
-    data_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where data files lie. [default: $FEWER_DATA]")
+    data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with an array x, …), or a set.")],
+    data_dir: DataDir = None,
+    data_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Options of the data. [default: those of the run]"),
     ] = None,
     party: One = None,
     out: Annotated[
@@ -225,9 +233,10 @@ def predict(
     ] = Path("-"),
 ) -> None:
     """Write a trained model's predictions for new data as CSV: sample, class, confidence."""
+    from fewer.cli.options import assignments
     from fewer.runs.use import predictions
 
-    lines, accuracy = predictions(path, data, data_dir, party)
+    lines, accuracy = predictions(path, data, data_dir, party, assignments(data_set or []))
     text = "".join(line + "\n" for line in lines)
     if str(out) == "-":
         sys.stdout.write(text)
@@ -306,7 +315,7 @@ def _print_table(table: Comparison) -> None:
     from rich.table import Table
 
     best = max(row.accuracy for row in table.rows)
-    shown = Table(title=f"{table.settings['data']}, {table.settings['parties']} parties", title_justify="left")
+    shown = Table(title=f"{table.settings['data']}, {table.parties} parties", title_justify="left")
     shown.add_column("method")
     for title in ("accuracy %", "everywhere %", "rounds", "MB up", "MB down", "seconds"):
         shown.add_column(title, justify="right")
@@ -321,8 +330,9 @@ def _print_table(table: Comparison) -> None:
         ]
         shown.add_row(row.method, *cells, style="bold" if row.accuracy == best else "")
     Console().print(shown)
+    some = " (of a hundred parties, for methods with personal models)" if table.parties > 100 else ""
     print(
-        "accuracy: each test sample judged by the model of the party that it belongs to"
+        f"accuracy: each test sample judged by the model of the party that it belongs to{some}"
         + (f", ± 95 % over {table.settings['seeds']} seeds." if table.settings["seeds"] > 1 else ".")
     )
     print("everywhere: each party's model judged on all parties' test samples, mean.")

@@ -6,7 +6,7 @@ import inspect
 import json
 import tomllib
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -83,7 +83,10 @@ def _merge(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     both = {**settings, **given}
     for name in ("set", "model_set", "data_set"):
         if name in given:
-            both[name] = settings.get(name, {}) | dict(_assignment(text) for text in given[name])
+            before = settings.get(name, {})
+            if not isinstance(before, dict):
+                raise SettingError(f"{name} = {before!r} in {file} (allowed: a table of names and values)")
+            both[name] = before | assignments(given[name])
     return both
 
 
@@ -92,13 +95,18 @@ def _read(file: Path) -> dict[str, Any]:
         found = tomllib.loads(file.read_text())
     except OSError as error:
         raise SettingError(f"{file} cannot be read: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(f"{file} is not TOML: {error}") from error
     settings = {name.replace("-", "_"): value for name, value in found.items()}
     for name in settings:
         if name not in Settings.model_fields:
             raise unknown(f"setting in {file}", name, Settings.model_fields)
     return settings
+
+
+def assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """Values by name from `name=value` texts."""
+    return dict(_assignment(text) for text in texts)
 
 
 def _assignment(text: str) -> tuple[str, Any]:

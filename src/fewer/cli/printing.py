@@ -13,8 +13,19 @@ import typer
 
 from fewer.errors import FewerError
 
+
+def _writable(file: Path | None) -> Path | None:
+    """Say before a long run, not after it, that its figures have nowhere to go."""
+    if file is not None and str(file) != "-" and not file.parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {file.parent}")
+    return file
+
+
 Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; - for standard output.")
+    Path | None,
+    typer.Option(
+        "--json", metavar="FILE", help="Write the figures as JSON; - for standard output.", callback=_writable
+    ),
 ]
 
 
@@ -28,12 +39,16 @@ def told(command: Callable[..., None]) -> Callable[..., None]:
         except FewerError as error:
             print(f"fewer: {error}", file=sys.stderr)
             raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            print(f"\nStopped. {GO_ON[-1]}" if GO_ON else "\nStopped.", file=sys.stderr)
-            raise typer.Exit(130) from None
         except BrokenPipeError:
             sys.stderr.close()
             raise typer.Exit(1) from None
+        except OSError as error:
+            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            print(f"fewer: {what}", file=sys.stderr)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            print(f"\nStopped. {GO_ON[-1]}" if GO_ON else "\nStopped.", file=sys.stderr)
+            raise typer.Exit(130) from None
 
     return guarded
 

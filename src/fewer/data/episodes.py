@@ -60,6 +60,8 @@ def support_query(
     if not 0 < support < 1:
         raise SettingError(f"support = {support:g} (allowed: more than 0, less than 1)")
     rows = torch.arange(len(samples.y)) if samples.rows is None else samples.rows.cpu()
+    if not len(rows):
+        return samples, samples
     if stream is not None:
         rows = rows[torch.randperm(len(rows), generator=stream)]
     labels = samples.y.cpu()[rows]

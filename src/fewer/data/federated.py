@@ -26,6 +26,10 @@ MAX_CLASSES = 1 << 20
 """What counts classes is as long as the largest label: numbers beyond this are not labels."""
 
 
+TEST_SHARE = 0.2
+"""What is held out of data that has no test samples of its own."""
+
+
 class PartyData(NamedTuple):
     """What one party holds."""
 
@@ -87,9 +91,17 @@ class ArrayData(Data):
     """Rows that are tested on."""
     tests: Parts
     origin: Mapping[str, Any] | None = None
-    vocabulary: int | None = None
+    tokens: tuple[str, ...] = ()
+    """The vocabulary, where inputs are token numbers."""
     names: tuple[str, ...] = ()
     """What the classes are called, where that is known."""
+    in_time: bool = False
+    """Whether each party's samples are in the order of time."""
+
+    @property
+    def vocabulary(self) -> int | None:  # type: ignore[override]
+        """How many tokens there are, where inputs are text."""
+        return len(self.tokens) or None
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -139,7 +151,7 @@ class ArrayData(Data):
 
     def held_out(self, share: float, seed: int) -> ArrayData:
         """The training data alone, a share of each party's in the place of its test data."""
-        train, held = split_off(self.train, share, np.random.default_rng(seed))
+        train, held = split_off(self.train, share, None if self.in_time else np.random.default_rng(seed))
         parts = Parts(np.arange(len(held.rows)), held.offsets)
         common = replace(self.source, rows=torch.from_numpy(held.rows).to(self.source.y.device))
         return replace(self, train=train, common=common, tests=parts, origin=None)
@@ -207,30 +219,56 @@ def federate(
     if partition == "natural":
         raw = _one_pool(raw, name)
     draw = np.random.default_rng(seed)
-    everyone = raw.client  # a client whose samples are all left out by `fraction` stays a party
-    raw, rows = _some(raw, fraction, draw)
+    rows = np.arange(len(raw.y))
+    if _windows(raw) and raw.client is not None:
+        rows = np.flatnonzero(raw.client >= 0)
+    everyone = None if raw.client is None else np.unique(raw.client[rows])
+    test_rows = rows[:0]
+    if raw.test is None:
+        rows, test_rows = _hold_out(raw, rows)
+    raw, rows = _some(raw, rows, fraction, draw)
     labels = labels_of(raw.y, name)
-    tested = labels[:0] if raw.test is None else labels_of(raw.test[1], f"{name} (test)")
+    tested = labels[test_rows] if raw.test is None else labels_of(raw.test[1], f"{name} (test)")
     if partition == "natural":
-        assert everyone is not None
-        names = np.unique(everyone[everyone >= 0] if _windows(raw) else everyone)
-        train, tests = _by_client(raw, names, rows, labels, tested, draw)
+        assert raw.client is not None and everyone is not None
+        owner = raw.client[test_rows] if raw.test is None else raw.test_client
+        train, tests = _by_client(raw.client, everyone, rows, labels, owner, tested, draw)
     else:
         how = Division(partition, parties, alpha, minimum, classes_per_party, shards)
         train, tests = divide(how, labels[rows], tested, seed)
         train = Parts(rows[train.rows], train.offsets)
-    mixed = None if raw.in_time else draw
+    if raw.in_time:
+        train = _in_order(train)
     held = _empty(len(train.sizes))
-    if raw.test is None:
-        train, taken = split_off(train, 0.2, mixed)
     if validation:
-        train, held = split_off(train, validation, mixed)
-    source, common, vocabulary = _samples(raw, labels, tested, train, name, words, length)
+        train, held = split_off(train, validation, None if raw.in_time else draw)
+    source, common, tokens = _samples(raw, labels, tested, train, name, words, length)
     if raw.test is None:
-        common = replace(source, rows=torch.from_numpy(taken.rows))
-        tests = Parts(np.arange(len(taken.rows)), taken.offsets)
+        common = replace(source, rows=torch.from_numpy(test_rows))
     classes = max(len(raw.names), int(max(labels.max(), tested.max(initial=0))) + 1)
-    return ArrayData(name, classes, source, train, held, common, tests, origin, vocabulary, raw.names)
+    return ArrayData(name, classes, source, train, held, common, tests, origin, tokens, raw.names, raw.in_time)
+
+
+def _hold_out(raw: Raw, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows to train on and a fifth of each client's to test on: always the same, whatever the seed of the division.
+
+    What is in time is split in time. Of overlapping windows only those are tested that do not overlap.
+    """
+    owners = np.zeros(len(rows), np.int64)
+    if raw.client is not None:
+        owners = np.unique(raw.client[rows], return_inverse=True)[1].reshape(-1)
+    groups = Parts.by_owner(rows, owners, int(owners.max(initial=0)) + 1)
+    left, taken = split_off(groups, TEST_SHARE, None if raw.in_time else np.random.default_rng(0))
+    test_rows = np.sort(taken.rows)
+    if _windows(raw):
+        test_rows = test_rows[:: raw.x.shape[1]]  # type: ignore[union-attr]
+    return np.sort(left.rows), test_rows
+
+
+def _in_order(parts: Parts) -> Parts:
+    """The same division, each party's rows in rising order."""
+    owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
+    return Parts(parts.rows[np.lexsort((parts.rows, owners))], parts.offsets)
 
 
 def _one_pool(raw: Raw, name: str) -> Raw:
@@ -250,40 +288,38 @@ def _windows(raw: Raw) -> bool:
     return isinstance(raw.x, Tensor) and not raw.x.is_contiguous()
 
 
-def _some(raw: Raw, fraction: float, draw: np.random.Generator) -> tuple[Raw, NDArray[np.int64]]:
-    """A share of the training samples, and the rows that may be used. Rows of windows that nobody owns may not."""
+def _some(
+    raw: Raw, rows: NDArray[np.int64], fraction: float, draw: np.random.Generator
+) -> tuple[Raw, NDArray[np.int64]]:
+    """A share of the training rows. Where nothing else is in the arrays, they shrink with it."""
     if not 0 < fraction <= 1:
         raise SettingError(f"fraction = {fraction:g} (allowed: more than 0, at most 1)")
-    rows = np.arange(len(raw.y))
-    if _windows(raw) and raw.client is not None:
-        rows = np.flatnonzero(raw.client >= 0)
     if fraction == 1:
         return raw, rows
     kept = np.sort(draw.permutation(rows)[: round(len(rows) * fraction)])
     if not len(kept):
         raise SettingError(f"fraction = {fraction:g} leaves none of {len(rows)} samples (allowed: a larger one)")
-    if _windows(raw):
+    if raw.test is None or isinstance(raw.x, list):
         return raw, kept
-    x = [raw.x[row] for row in kept] if isinstance(raw.x, list) else raw.x[kept]
     client = None if raw.client is None else raw.client[kept]
-    return replace(raw, x=x, y=raw.y[kept], client=client), np.arange(len(kept))
+    return replace(raw, x=raw.x[kept], y=raw.y[kept], client=client), np.arange(len(kept))
 
 
 def _by_client(
-    raw: Raw,
+    client: NDArray[Any],
     names: NDArray[Any],
     rows: NDArray[np.int64],
     labels: NDArray[np.int64],
+    test_client: NDArray[Any] | None,
     tested: NDArray[np.int64],
     draw: np.random.Generator,
 ) -> tuple[Parts, Parts]:
     """One party for each client, in sorted order; test samples by client too, or else as the training samples."""
-    assert raw.client is not None
-    train = Parts.by_owner(rows, np.searchsorted(names, raw.client[rows]), len(names))
-    if raw.test_client is None:
+    train = Parts.by_owner(rows, np.searchsorted(names, client[rows]), len(names))
+    if test_client is None:
         return train, follow(train, labels, tested, draw)
-    known = np.isin(raw.test_client, names)
-    return train, Parts.by_owner(np.flatnonzero(known), np.searchsorted(names, raw.test_client[known]), len(names))
+    known = np.isin(test_client, names)
+    return train, Parts.by_owner(np.flatnonzero(known), np.searchsorted(names, test_client[known]), len(names))
 
 
 def _samples(
@@ -294,25 +330,25 @@ def _samples(
     name: str,
     words: int,
     length: int,
-) -> tuple[Samples, Samples, int | None]:
-    """All training and all test samples in the form in which nets take them, and how many tokens there are."""
+) -> tuple[Samples, Samples, tuple[str, ...]]:
+    """All training and all test samples in the form in which nets take them, and the tokens of texts."""
     x, test_x, tokens = raw.x, None if raw.test is None else raw.test[0], raw.tokens
     if isinstance(x, list):
         tokens = text.vocabulary((x[row] for row in train.rows), words)
         x = text.encode(x, tokens, length)
         test_x = None if test_x is None else text.encode(list(test_x), tokens, length)
     inputs = inputs_of(x, name)
-    shift, scale = (0.0, 1.0) if tokens else _normalisation(inputs, raw.normal)
+    shift, scale = (0.0, 1.0) if tokens else _normalisation(inputs, train.rows, raw.normal)
     source = Samples(inputs, torch.from_numpy(labels), None, shift, scale, bool(tokens))
     if test_x is None:
-        return source, source, len(tokens) or None
+        return source, source, tokens
     test_inputs = inputs_of(test_x, f"{name} (test)")
     if test_inputs.shape[1:] != inputs.shape[1:] or test_inputs.dtype != inputs.dtype:
         raise DataError(
             f"data '{name}' has training inputs of {_kind(inputs)}, but test inputs of {_kind(test_inputs)}"
         )
     common = replace(source, x=test_inputs, y=torch.from_numpy(tested))
-    return source, common, len(tokens) or None
+    return source, common, tokens
 
 
 def _texts_or_inputs(x: Any, name: str) -> list[str] | Tensor:
@@ -337,7 +373,8 @@ def from_parties(parties: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayDa
         if len(x) and (x.shape[1:] != first.shape[1:] or (x.dtype == np.uint8) != (first.dtype == np.uint8)):
             raise DataError(f"party {number} has inputs of {_kind(x)}, others of {_kind(first)}")
     x, y = (np.concatenate([pair[part] for pair in held]) for part in (0, 1))
-    data = from_arrays(x, y, client=client, partition="natural", **settings)
+    inputs = x.tolist() if x.dtype.kind == "U" else x
+    data = from_arrays(inputs, y, client=client, partition="natural", **settings)
     if len(data) == len(pairs):
         return data
     present = np.unique(client)
@@ -416,12 +453,12 @@ def _same_length(name: str, x: Any, y: Any) -> None:
         raise DataError(f"data '{name}' has {len(x)} inputs and {len(y)} labels")
 
 
-def _normalisation(inputs: Tensor, normal: tuple[float, float] | None) -> tuple[float, float]:
-    """Shift and scale for bytes; none for anything else."""
+def _normalisation(inputs: Tensor, rows: NDArray[np.int64], normal: tuple[float, float] | None) -> tuple[float, float]:
+    """Shift and scale for bytes, from the training rows alone; none for anything else."""
     if inputs.dtype != torch.uint8:
         return 0.0, 1.0
     if normal is None:
-        counts = torch.bincount(inputs.reshape(-1), minlength=256).double()
+        counts = torch.bincount(inputs[torch.from_numpy(rows)].reshape(-1), minlength=256).double()
         values = torch.arange(256).double() / 255
         mean = float((counts * values).sum() / counts.sum())
         spread = float(((counts * (values - mean) ** 2).sum() / counts.sum()).sqrt())

@@ -54,8 +54,10 @@ class Division:
     shards: int = 2
     """Shards that each party gets (shards)."""
 
-    def check(self) -> None:
+    def check(self, seed: int = 0) -> None:
         """SettingError where no data could be divided so."""
+        if seed < 0:
+            raise SettingError(f"seed = {seed} (allowed: 0 or more)")
         if self.parties < 1:
             raise SettingError(f"parties = {self.parties} (allowed: 1 or more)")
         if self.alpha <= 0:

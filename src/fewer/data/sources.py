@@ -37,7 +37,7 @@ _FASHION = (0.2860, 0.3530)
 FILES = {
     "mnist": Known("idx", "mnist", "handwritten digits, 28×28", normal=(0.1307, 0.3081)),
     "qmnist": Known("qmnist", "qmnist", "MNIST with its writers as clients", normal=(0.1307, 0.3081)),
-    "fashion": Known("idx", "fashion-mnist", "Fashion-MNIST, 28×28", normal=_FASHION),
+    "fashion-mnist": Known("idx", "fashion-mnist", "Fashion-MNIST, 28×28", normal=_FASHION),
     "cifar10": Known("cifar10", "cifar10", "CIFAR-10, 3×32×32"),
     "cifar100": Known("cifar100", "cifar100", "CIFAR-100, 100 fine classes"),
     "cifar100-coarse": Known("cifar100", "cifar100", "CIFAR-100, 20 coarse classes", {"labels": "coarse"}),
@@ -71,7 +71,7 @@ def load(
     Files are looked for in `directory`, by default $FEWER_DATA. `data_set` holds the options of the format or set
     (csv: label, client, text; folder: size …). The other settings are those of `federate`.
     """
-    Division(**{key: settings[key] for key in ("parties", "alpha") if key in settings}).check()
+    Division(**{key: settings[key] for key in ("parties", "alpha") if key in settings}).check(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
         raise unknown("partition", partition, get_args(Partition))
     raw = read(name, directory, **(data_set or {}))
@@ -98,8 +98,10 @@ def read(name: str, directory: str | Path | None = None, **options: Any) -> Raw:
     raise unknown("data", name, [*NAMES, *(f"{kind}:PATH" for kind in FORMATS)])
 
 
-def inputs(name: str, directory: str | Path | None = None) -> tuple[Inputs, Array | None]:
-    """Inputs to predict for, and labels if there are any: an npz file's x and y, or the test part of a data set."""
+def inputs(
+    name: str, directory: str | Path | None = None, options: Mapping[str, Any] | None = None
+) -> tuple[Inputs, Array | None]:
+    """Inputs to predict for, and labels if there are any: the test part of a set that has one, or else everything."""
     if name.startswith("npz:"):
         path = _find(name.removeprefix("npz:"), directory)
         try:
@@ -109,7 +111,7 @@ def inputs(name: str, directory: str | Path | None = None) -> tuple[Inputs, Arra
         except Exception as error:  # whatever is wrong with it, the reader below says it
             if not isinstance(error, OSError | ValueError | TypeError | KeyError | EOFError):
                 raise
-    raw = read(name, directory)
+    raw = read(name, directory, **(options or {}))
     return raw.test if raw.test is not None else (raw.x, raw.y)
 
 

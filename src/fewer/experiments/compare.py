@@ -54,6 +54,7 @@ class Comparison:
 
     rows: list[Row]
     settings: dict[str, Any]
+    parties: int
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -88,7 +89,7 @@ def compare(
         series.job(one)  # what is wrong with any of them shows before the first runs
     rows = [series.run(one, kind.name) for one, kind in zip(chosen, kinds, strict=True)]
     shared = settings.model_dump(mode="json", exclude={"method", "rounds", "active"})
-    return Comparison(rows, {**shared, "seeds": seeds, "trials": trials})
+    return Comparison(rows, {**shared, "seeds": seeds, "trials": trials}, len(series.job(chosen[0]).data))
 
 
 class Series:

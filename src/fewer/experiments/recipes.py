@@ -35,6 +35,14 @@ class RecipeRow(BaseModel):
     paper: list[float | None] = []
 
 
+class RecipeColumn(BaseModel):
+    """One column: its name, and the settings that differ in it."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+
+
 class Recipe(BaseModel):
     """A table: rows, columns (each a change of settings), and what they share."""
 
@@ -48,7 +56,7 @@ class Recipe(BaseModel):
     settings: dict[str, Any]
     quick: dict[str, Any] = {}
     """What `--quick` changes: settings, seeds and trials."""
-    column: list[dict[str, Any]]
+    column: list[RecipeColumn]
     row: list[RecipeRow]
 
 
@@ -80,9 +88,14 @@ def recipe(name: str) -> Recipe:
     else:
         raise unknown("recipe", name, [*known, "FILE.toml"])
     try:
-        return Recipe(**tomllib.loads(text))
+        return _checked(name, tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise SettingError(f"recipe '{name}' is not TOML: {error}") from error
+
+
+def _checked(name: str, content: Mapping[str, Any]) -> Recipe:
+    try:
+        return Recipe(**content)
     except ValidationError as error:
         raise setting_error(error, f"recipe '{name}': ", list(Recipe.model_fields)) from error
 
@@ -98,12 +111,11 @@ def reproduce(
     """Run all rows and columns. Finished runs in `out` are taken as they are, broken ones go on."""
     plan = recipe(name)
     fast = dict(plan.quick) if quick else {}
-    plan = plan.model_copy(update={key: fast.pop(key) for key in ("seeds", "trials") if key in fast})
+    plan = _checked(name, {**plan.model_dump(), **{key: fast.pop(key) for key in ("seeds", "trials") if key in fast}})
     shared = {**plan.settings, **fast, **(changes or {})}
     cells = []
     for place, column in enumerate(plan.column):
-        title = str(column["name"])
-        varied = {key: value for key, value in column.items() if key != "name"}
+        title, varied = column.name, column.model_extra or {}
         series = Series(plan.seeds, plan.trials, out / _slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
         for row in plan.row:
             settings = check({**shared, **varied, "method": row.method, "set": {**shared.get("set", {}), **row.set}})

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fewer.errors import QuorumLost
+from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import Progress, start
 from fewer.runs.job import Job
 from fewer.runtime.store import write_durably
@@ -40,7 +40,8 @@ def tune(
     grids = job.method.tunable
     if not grids:
         return job, []
-    done = [Trial(**trial) for trial in json.loads(notes.read_text())] if notes and notes.exists() else []
+    task = f"{job.hash} {job.data.fingerprint()}"
+    done = _noted(notes, task) if notes and notes.exists() else []
     known = {_key(trial.settings): trial.accuracy for trial in done}
 
     def judge(point: Point) -> float:
@@ -52,13 +53,25 @@ def tune(
             known[_key(point)] = accuracy
             done.append(Trial(point, accuracy))
             if notes:
-                write_durably(notes, json.dumps([asdict(trial) for trial in done]).encode())
+                write_durably(notes, json.dumps({"task": task, "trials": [asdict(one) for one in done]}).encode())
         found = known[_key(point)]
         return -math.inf if found is None else found
 
     first = {name: float(getattr(job.method, name)) for name in grids}
     best = search(judge, grids, first, trials)
     return _with(job, best), done
+
+
+def _noted(notes: Path, task: str) -> list[Trial]:
+    """The trials that were finished before, if they were of this task."""
+    try:
+        found = json.loads(notes.read_text())
+        trials = [Trial(**trial) for trial in found["trials"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{notes} is damaged ({error}): remove it, and the search begins anew") from error
+    if found["task"] != task:
+        raise RunError(f"{notes} is of another task or other settings (another --out)")
+    return trials
 
 
 def search(judge: Callable[[Point], float], grids: Mapping[str, Sequence[float]], first: Point, trials: int) -> Point:
@@ -83,7 +96,7 @@ def _changes(
     for name, grid in grids.items():
         for value in grid:
             yield {name: value}
-    while True:
+    for _ in range(len(grids) * 20):  # far finer than any rate matters
         for name in grids:
             centre = best()[name]
             tried = sorted({dict(key)[name] for key in scores})
@@ -97,7 +110,7 @@ def _changes(
 
 
 def _round(value: float) -> float:
-    return float(f"{value:.2g}")
+    return float(f"{value:.3g}")
 
 
 def _key(point: Mapping[str, float]) -> tuple[tuple[str, float], ...]:

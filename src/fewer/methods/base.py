@@ -22,12 +22,36 @@ from fewer.runtime.store import folder_of
 from fewer.wire import Number, Schema
 
 ACTIVE = 10
+MAX_SIZE = 10**9
+"""Samples that a party can claim to have."""
 CHUNK = 1000
 Scores = dict[str, Any]
 """Figures by name; `accuracy` is always among them."""
 
 
 # --- what a handler sees --------------------------------------------------------------------------------------
+
+
+class _Pristine:
+    """A net that is used again and again, and what must be put right each time besides its weights.
+
+    That is: which parameters learn, leftover gradients, the mode, and buffers that are no part of the weights.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        self.learns = [parameter.requires_grad for parameter in net.parameters()]
+        kept = net.state_dict().keys()
+        self.hidden = [(b, b.detach().clone()) for name, b in net.named_buffers() if name not in kept]
+
+    def again(self) -> nn.Module:
+        """The net as it was made, but for its weights."""
+        for parameter, flag in zip(self.net.parameters(), self.learns, strict=True):
+            parameter.requires_grad_(flag).grad = None
+        with torch.no_grad():
+            for buffer, first in self.hidden:
+                buffer.copy_(first)
+        return self.net.train()
 
 
 @dataclass
@@ -40,19 +64,16 @@ class Seat:
     task: Task
     common: Samples
     """The common test set, which everyone may have."""
-    _nets: list[tuple[nn.Module, list[bool]]] = field(default_factory=list, repr=False)
+    _nets: list[_Pristine] = field(default_factory=list, repr=False)
     _taken: int = 0
 
     def net(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:
         """A net with these weights. Each call gives another one, for this question only."""
         if self._taken == len(self._nets):
-            made = self.task.net()
-            self._nets.append((made, [parameter.requires_grad for parameter in made.parameters()]))
-        net, learns = self._nets[self._taken]
+            self._nets.append(_Pristine(self.task.net()))
         self._taken += 1
-        for parameter, flag in zip(net.parameters(), learns, strict=True):  # whoever had it may have frozen parts
-            parameter.requires_grad_(flag).grad = None
-        load_weights(net.train(), weights)
+        net = self._nets[self._taken - 1].again()
+        load_weights(net, weights)
         return net
 
     def stream(self, purpose: str) -> torch.Generator:
@@ -108,7 +129,7 @@ class Place:
     task: Task
     seed: int
     folder: Path
-    nets: list[tuple[nn.Module, list[bool]]] = field(default_factory=list)
+    nets: list[_Pristine] = field(default_factory=list)
 
     def __call__(self, party: int, round: int) -> Seat:
         """The seat of one party, or for numbers below zero the coordinator's."""
@@ -116,6 +137,13 @@ class Place:
         if party < 0:
             return Coordinator(*seat)
         return Party(*seat, store=Store(folder_of(self.folder, party), round), _data=self.data)
+
+    def keep(self, party: int, error: str) -> None:
+        """Add an error to the party's own notes; the coordinator's own go beside them."""
+        folder = folder_of(self.folder, party) if party >= 0 else self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "errors.txt").open("a") as file:
+            file.write(error)
 
 
 # --- the contract ---------------------------------------------------------------------------------------------
@@ -198,7 +226,8 @@ class Method(BaseModel):
         answers = parties.ask(
             parties.panel(), self.score, model=self.shared(state), everywhere=everywhere, returns=_COUNTS
         )
-        by_party = {answer.party: Counts(**answer.fields) for answer in answers}
+        counts = {answer.party: Counts(**answer.fields) for answer in answers}
+        by_party = {party: count for party, count in counts.items() if count.correct <= count.total}
         accuracies = {str(party): count.correct / count.total for party, count in by_party.items() if count.total}
         return _figures(list(by_party.values())) | {"parties": accuracies}
 
@@ -234,7 +263,7 @@ class PersonalMethod(Method):
         return None
 
 
-_COUNTS: Schema = {"correct": Number(int, 0), "total": Number(int, 0), "loss": float}
+_COUNTS: Schema = {"correct": Number(int, 0), "total": Number(int, 0, MAX_SIZE), "loss": float}
 
 
 def _figures(counts: Sequence[Counts]) -> Scores:

@@ -13,7 +13,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fewer.learning import draw_batches, sgd, weighted_mean
-from fewer.methods.base import Method, ModelState, Party
+from fewer.methods.base import MAX_SIZE, Method, ModelState, Party
 from fewer.models import Task, Weights, weights_of
 from fewer.runtime import Parties, on_party
 from fewer.wire import Codec, Coded, Number
@@ -44,7 +44,7 @@ class FedAvg(Method):
             self.choose(parties),
             self.train,
             model=Coded(state.model, self.codec),
-            returns={"model": state.model, "size": Number(int, 1)},
+            returns={"model": state.model, "size": Number(int, 1, MAX_SIZE)},
         )
         models = [answer["model"] for answer in answers]
         return ModelState(weighted_mean(models, [answer["size"] for answer in answers]))

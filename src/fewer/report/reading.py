@@ -34,9 +34,6 @@ class Run:
     def open(cls, path: Path) -> Run:
         """RunError where the directory is no run, is damaged, or has no round yet."""
         directory = RunDirectory.open(path)
-        for part in ("settings", "hash", "own", "method", "data", "environment"):
-            if part not in directory.description:
-                raise RunError(f"{path} is damaged: settings.json has no '{part}'")
         history = directory.history()
         if not history:
             raise RunError(f"{path} has no figures yet: no round has ended")

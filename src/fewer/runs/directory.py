@@ -31,6 +31,8 @@ from fewer.wire.ledger import Entry
 
 FORMAT = 1
 EVENTS = "events.jsonl"
+PARTS = {"settings", "hash", "own", "method", "data", "environment"}
+"""What settings.json tells of a run."""
 FIGURES = ("metrics.jsonl", "ledger.csv")
 
 
@@ -46,10 +48,10 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, description: Mapping[str, Any]) -> RunDirectory:
         """A new directory for a run that has not begun."""
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not _unused(path):
             raise RunError(f"{path} is there already (another --out, or: fewer resume {path})")
         try:
-            (path / "parties").mkdir(parents=True)
+            (path / "parties").mkdir(parents=True, exist_ok=True)
             text = json.dumps({"format": FORMAT, **description}, indent=2, default=str)
             write_durably(path / "settings.json", text.encode())
         except OSError as error:
@@ -62,6 +64,8 @@ class RunDirectory:
         try:
             description = json.loads((path / "settings.json").read_text())
             found = description["format"]
+            if found == FORMAT and (missing := PARTS - description.keys()):
+                raise ValueError(f"no '{min(missing)}' in it")
         except FileNotFoundError:
             what = "has no settings.json" if path.is_dir() else "does not exist"
             raise RunError(f"{path} is not a run of Fewer: it {what}") from None
@@ -174,3 +178,11 @@ class RunDirectory:
             return [json.loads(line) for line in lines]
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error
+
+
+def _unused(path: Path) -> bool:
+    """Whether a directory is empty, or has only what a run leaves that was killed before it began."""
+    if not path.is_dir():
+        return False
+    found = {entry.name for entry in path.iterdir()}
+    return found <= {"parties", "settings.json.part"} and not any((path / "parties").glob("*"))

@@ -25,7 +25,7 @@ from fewer.methods.base import Place
 from fewer.runs.directory import RunDirectory
 from fewer.runs.job import Job, Model, check, job_from
 from fewer.runs.result import Result
-from fewer.runs.settings import OUTSIDE
+from fewer.runs.settings import MENDABLE, OUTSIDE, Settings
 from fewer.runtime import Absent, Faults, Inline, Parties, Pool, Rules
 from fewer.runtime.site import Site
 from fewer.runtime.streams import global_streams
@@ -60,6 +60,9 @@ def run(
     a class or function that makes one. `out` is the run directory; without it nothing is kept on disk. The other
     settings are those of the command line, with underscores (`Settings` has them all).
     """
+    for kind, given, groups in (("method", method, ("Method",)), ("data", data, ("Data",))):
+        if not isinstance(given, str) and (double := _of_groups(settings, groups)):
+            raise SettingError(f"{double} is a setting of the {kind}, which is an object here: give it to that")
     if isinstance(method, Method):
         settings |= {"method": _address(method), "set": method.model_dump(mode="json")}
     else:
@@ -77,6 +80,15 @@ def run(
         model if not isinstance(model, str) else None,
     )
     return start(job, None if out is None else Path(out), progress)
+
+
+def _of_groups(settings: Mapping[str, Any], groups: tuple[str, ...]) -> str | None:
+    """The first of the settings that belongs to a group, but for those that go with any method or data."""
+    fields = Settings.model_fields
+    free = ("norm", "model_set", "data_dir")
+    return next(
+        (name for name in settings if name in fields and fields[name].title in groups and name not in free), None
+    )
 
 
 def _address(method: Method) -> str:
@@ -125,14 +137,16 @@ def resume(
 ) -> Result:
     """Go on with a run from its last whole round; the end is the same as without the break.
 
-    What came as Python objects must be given again. `runtime`, `workers`, `device` and `data_dir` may be changed.
+    What came as Python objects must be given again. `runtime`, `workers`, `device` and `data_dir` may be changed, and
+    so that a run that lost its quorum can go on, `quorum`, `deadline`, `drop`, `slow` and `corrupt`.
     """
     path = Path(path)
     directory = RunDirectory.open(path)
     old = directory.description
     changed = {name: value for name, value in settings.items() if value is not None}
-    if odd := sorted(changed.keys() - set(OUTSIDE)):
-        raise SettingError(f"{odd[0]} cannot be changed when a run goes on (allowed: {', '.join(OUTSIDE)})")
+    allowed = (*OUTSIDE, *MENDABLE)
+    if odd := sorted(changed.keys() - set(allowed)):
+        raise SettingError(f"{odd[0]} cannot be changed when a run goes on (allowed: {', '.join(allowed)})")
     given = {"method": method, "data": data, "model": model}
     for part in old["own"]:
         if given[part] is None:
@@ -141,7 +155,7 @@ def resume(
     if (found := job.data.fingerprint()) != old["data"]["fingerprint"]:
         raise RunError(f"{path} was run on other data (fingerprint {old['data']['fingerprint']}, now {found})")
     with directory:
-        return _execute(job, first_state(job), directory, directory.parties, progress)
+        return _execute(job, first_state(job), directory, directory.parties, progress, changed)
 
 
 def _description(job: Job) -> dict[str, Any]:
@@ -189,7 +203,14 @@ def open_parties(job: Job, folder: Path) -> Parties:
     return Pool(len(job.data), settings.seed, faults, rules, site=site, workers=settings.workers, cost=job.data.size)
 
 
-def _execute(job: Job, state: Any, directory: RunDirectory | None, folder: Path, progress: Progress | None) -> Result:
+def _execute(
+    job: Job,
+    state: Any,
+    directory: RunDirectory | None,
+    folder: Path,
+    progress: Progress | None,
+    changed: Mapping[str, Any] | None = None,
+) -> Result:
     """All rounds from the last checkpoint, or the first state, to the end."""
     method, settings = job.method, job.settings
     kept = directory.go_back() if directory else None
@@ -199,7 +220,9 @@ def _execute(job: Job, state: Any, directory: RunDirectory | None, folder: Path,
         if kept and directory:
             result.state = restore(type(state), kept["state"], directory.path)
             result.history, result.seconds = directory.history(), kept["seconds"]
-            directory.event("resume", round=kept["round"])
+            directory.event(
+                "resume", round=kept["round"], changed={key: str(value) for key, value in (changed or {}).items()}
+            )
         elif directory:
             directory.event("start", method=method.name, hash=job.hash)
         if progress:
@@ -244,11 +267,10 @@ def _round(
     begun = time.perf_counter()
     absent: list[Absent] = []
 
-    def note(one: Absent, handler: str, trace: str) -> None:
+    def note(one: Absent, handler: str) -> None:
         absent.append(one)
         if directory:
-            details = {"detail": one.detail} | ({"trace": trace} if trace else {})
-            directory.event("absent", round=number, party=one.party, why=one.why, handler=handler, **details)
+            directory.event("absent", round=number, party=one.party, why=one.why, handler=handler, detail=one.detail)
 
     parties.round, parties.evaluating = number, False
     parties.on_absent = note
@@ -264,6 +286,8 @@ def _round(
             figures |= method.evaluate(state, parties, job.data)
         if last:
             figures |= method.report(state, parties, job.data)
+    if len(absent) > figures["absent"]:
+        figures["unmeasured"] = len(absent) - figures["absent"]  # answers that the evaluation had to do without
     result.seconds += time.perf_counter() - begun
     figures |= {**_bytes(parties.ledger), "seconds": round(result.seconds, 3)}
     result.state = state

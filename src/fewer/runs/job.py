@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from fewer.methods import Method, find
 from fewer.models import Task, find_net, maker, weights_of
 from fewer.plugins import from_file
 from fewer.runs.settings import Settings, hash_of
+from fewer.runtime.streams import global_streams
 
 Model = str | nn.Module | Callable[..., nn.Module]
 
@@ -40,11 +42,23 @@ class Job:
 
 
 def check(settings: Mapping[str, Any]) -> Settings:
-    """Settings from plain values; SettingError for the first that is wrong."""
+    """Settings from plain values; SettingError for the first that is wrong. Files are named by their whole paths."""
+    whole = {name: _whole(name, value) for name, value in settings.items()}
     try:
-        return Settings(**settings)
+        return Settings(**whole)
     except ValidationError as error:
         raise setting_error(error, "", list(Settings.model_fields)) from error
+
+
+def _whole(name: str, value: Any) -> Any:
+    """FILE.py:Name and FORMAT:PATH with the whole path, where there is such a file: a run may go on from elsewhere."""
+    if name not in ("method", "model", "data") or not isinstance(value, str) or ":" not in value:
+        return value
+    first, last = value.split(":", 1) if name == "data" else value.rsplit(":", 1)
+    path = Path(last if name == "data" else first)
+    if not path.exists():
+        return value
+    return f"{first}:{path.resolve()}" if name == "data" else f"{path.resolve()}:{last}"
 
 
 def job_from(
@@ -111,8 +125,7 @@ def make_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
-        raise SettingError(f"device = '{name}' cannot be used here: {reason}") from error
+        raise SettingError(f"device = '{name}' cannot be used here: {_reason(error)}") from error
     return device
 
 
@@ -134,15 +147,22 @@ def make_task(model: Model, settings: Settings, data: Data, device: torch.device
 def _try_out(task: Task, data: Data) -> None:
     if not len(data.test):
         raise DataError(f"data '{data.name}' has no test samples")
-    net = task.net()
-    if not isinstance(net, nn.Module):
-        raise SettingError(f"the model is {type(net).__name__} (allowed: a torch.nn.Module, or what makes one)")
+    try:
+        with global_streams("net"):
+            made = task.make()
+    except Exception as error:  # whatever a user's own model does, its maker is told in one line
+        raise SettingError(f"the model cannot be made: {_reason(error)}") from error
+    if not isinstance(made, nn.Module):
+        raise SettingError(f"the model is {type(made).__name__} (allowed: a torch.nn.Module, or what makes one)")
     try:
         with torch.no_grad():
-            scores = net.eval()(data.test.slice(0, 1)[0].to(task.device))
-    except (RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise SettingError(f"the model does not take inputs of shape {data.shape}: {reason}") from error
+            scores = made.to(task.device).eval()(data.test.slice(0, 1)[0].to(task.device))
+    except Exception as error:
+        raise SettingError(f"the model does not take inputs of shape {data.shape}: {_reason(error)}") from error
     if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or scores.shape[1] < data.classes:
         shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
         raise SettingError(f"the model gives {shape} for one sample (allowed: 1 × at least {data.classes} classes)")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -15,6 +15,8 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 
 # What a run is carried out with, but does not depend on: the numbers are the same without it.
 OUTSIDE = ("runtime", "workers", "device", "data_dir")
+# What may be changed besides when a run goes on, so that one that lost its quorum can; the change is written down.
+MENDABLE = ("quorum", "deadline", "drop", "slow", "corrupt")
 
 
 class Settings(BaseModel):
@@ -48,7 +50,7 @@ class Settings(BaseModel):
     alpha: PositiveFloat = Field(0.5, title="Data")
     """Skew of the dirichlet and quantity partitions: small is skewed."""
     minimum: NonNegativeInt = Field(10, title="Data")
-    """Training samples that each party gets at least (dirichlet, quantity)."""
+    """Samples that each party gets at least, before any are held out (dirichlet, quantity)."""
     classes_per_party: PositiveInt = Field(2, title="Data")
     """Classes that each party holds (pathological)."""
     shards: PositiveInt = Field(2, title="Data")
@@ -89,8 +91,15 @@ class Settings(BaseModel):
     """Injected fault: chance that an answer is damaged on its way."""
 
 
+def _without_folder(name: str) -> str:
+    """FILE.py:Name or FORMAT:PATH without the folder, which says nothing about what is in it."""
+    kind, colon, rest = name.partition(":")
+    return f"{Path(kind).name}:{Path(rest).name}" if colon else name
+
+
 def hash_of(settings: Settings, method: BaseModel) -> str:
     """Changes with every setting on which the numbers depend, and with no other, however it was given."""
     inside = settings.model_dump(mode="json", exclude={*OUTSIDE, "rounds", "active", "set"})
+    inside |= {name: _without_folder(inside[name]) for name in ("method", "model", "data")}
     inside["method_settings"] = method.model_dump(mode="json")
     return hashlib.sha256(json.dumps(inside, sort_keys=True).encode()).hexdigest()[:12]

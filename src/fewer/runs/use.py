@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
+from numpy.typing import NDArray
 
-from fewer.data import Samples
+from fewer.data import Samples, text
 from fewer.data.federated import inputs_of, labels_of
+from fewer.data.raw import Inputs
 from fewer.data.sources import inputs
 from fewer.errors import DataError, FewerError
 from fewer.runs.result import Result, open_result
 
 
 def predictions(
-    path: Path, name: str, directory: Path | None = None, party: int | None = None
+    path: Path,
+    name: str,
+    directory: Path | None = None,
+    party: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> tuple[list[str], float | None]:
-    """Lines of CSV (a header first), and the accuracy where the data has labels."""
+    """Lines of CSV (a header first), and the accuracy where the data has labels.
+
+    Options of the data are by default those of the run, if it read the same format. Of the set that the run learned
+    from, the test samples are taken.
+    """
     result = open_result(path)
     net = result.model if party is None else result.personal(party)
-    x, y = inputs(name, directory)
-    samples = _like(result, np.asarray(x), name)
+    own = result.settings.data
+    labels: NDArray[np.int64] | None
+    if name == own and not options:
+        samples, labels = result.data.test, result.data.test.slice(0, len(result.data.test))[1].cpu().numpy()
+    else:
+        same = name.partition(":")[0] == own.partition(":")[0]
+        x, y = inputs(name, directory, options or (result.settings.data_set if same else {}))
+        samples = _like(result, x, name)
+        labels = None if y is None else labels_of(y, name)
     lines, right = ["sample,class,confidence"], 0
-    labels = None if y is None else labels_of(y, name)
     with torch.no_grad():
         for start in range(0, len(samples), 1000):
             chunk = samples.slice(start, start + 1000)[0].to(result.task.device)
@@ -37,8 +55,13 @@ def predictions(
     return lines, None if labels is None else right / len(labels)
 
 
-def _like(result: Result, x: np.ndarray, name: str) -> Samples:
-    """Inputs normalised as those that the model was trained on."""
+def _like(result: Result, x: Inputs, name: str) -> Samples:
+    """Inputs in the form of those that the model was trained on: normalised alike, or with the same vocabulary."""
+    tokens = getattr(result.data, "tokens", ())
+    if isinstance(x, list):
+        if not tokens:
+            raise DataError(f"data '{name}' is text; the model was trained on inputs of shape {result.data.shape}")
+        x = text.encode(x, tokens, result.settings.length)
     tensor = inputs_of(x, name)
     if tuple(tensor.shape[1:]) != result.data.shape:
         raise DataError(
@@ -57,9 +80,8 @@ def export(path: Path, out: Path, party: int | None = None) -> list[Path]:
     try:
         out.mkdir(parents=True, exist_ok=True)
         weights, program, note = out / "model.safetensors", out / "model.pt2", out / "model.json"
-        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in net.state_dict().items()}, weights)
-        batch = torch.export.Dim("batch")
-        torch.export.save(torch.export.export(net, (sample,), dynamic_shapes=({0: batch},)), program)
+        state = net.state_dict()  # cloned: weights may be shared between layers, which safetensors does not write
+        safetensors.torch.save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, weights)
         test = result.data.test
         facts = {
             "method": result.method.name,
@@ -67,8 +89,15 @@ def export(path: Path, out: Path, party: int | None = None) -> list[Path]:
             "input": ["batch", *result.data.shape],
             "normalise": {"subtract": test.shift, "multiply": test.scale},
             "classes": result.data.classes,
+            "names": list(getattr(result.data, "names", ())),
+            "tokens": list(getattr(result.data, "tokens", ())),
         }
         note.write_text(json.dumps(facts, indent=2) + "\n")
+        batch = torch.export.Dim("batch")
+        torch.export.save(torch.export.export(net, (sample,), dynamic_shapes=({0: batch},)), program)
     except OSError as error:
         raise FewerError(f"{out} cannot be written: {error.strerror}") from error
+    except Exception as error:  # torch.export follows most nets, but not all
+        reason = str(error).partition("\n")[0]
+        raise FewerError(f"{weights} is written, but torch.export cannot follow this model: {reason}") from error
     return [weights, program, note]

@@ -97,8 +97,8 @@ class Parties(ABC):
     ledger: Ledger = field(default_factory=Ledger)
     round: int = 0
     evaluating: bool = False
-    on_absent: Callable[[Absent, str, str], None] = lambda absent, handler, trace: None
-    """Called for each absent answer, with the handler's name and the traceback if there is one."""
+    on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
+    """Called for each absent answer, with the handler's name."""
     on_progress: Callable[[int, int], None] = lambda done, asked: None
 
     # --- choosing -------------------------------------------------------------------------------------------
@@ -143,7 +143,6 @@ class Parties(ABC):
             self.ledger.add(self.round, party, "down", kind, len(messages[party]))
         good: dict[int, Answer] = {}
         absent = {party: Absent(party, "dropped") for party in who if fates[party] == "drop"}
-        traces: dict[int, str] = {}
         calls = [(Call(party, handler.__name__, self.round), messages[party]) for party in asked]
         sizes: dict[int, int] = {}
         for done, (call, reply) in enumerate(self._carry(calls), 1):
@@ -152,14 +151,13 @@ class Parties(ABC):
                 good[call.party] = got
             else:
                 absent[call.party] = got
-                traces[call.party] = reply.trace if reply else ""
             self.on_progress(done, len(asked))
         for party in who:  # in the order asked, so that the ledger is the same wherever the parties ran
             if sizes.get(party):
                 self.ledger.add(self.round, party, "up", kind, sizes[party])
         missing = [absent[party] for party in who if party in absent]
         for one in missing:
-            self.on_absent(one, handler.__name__, traces.get(one.party, ""))
+            self.on_absent(one, handler.__name__)
         needed = max(1, math.ceil(self.rules.quorum * len(who) - 1e-9))
         if len(good) < needed and not self.evaluating:
             raise QuorumLost(_quorum_text(self.round, len(good), len(who), needed, self.rules.quorum, missing))
@@ -181,7 +179,7 @@ class Parties(ABC):
                 if reply is None:
                     continue
                 if reply.failure:
-                    raise RuntimeError(f"'{handler.__name__}' failed: {reply.detail}\n{reply.trace}")
+                    raise RuntimeError(f"'{handler.__name__}' of the coordinator failed: {reply.detail}")
                 try:
                     results[-1 - call.party] = decode(reply.blob)[1]
                 except Refused as refused:
@@ -206,6 +204,10 @@ class Parties(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _deadline(self, call: Call) -> float | None:
+        """Seconds that this call may take: measuring, and the coordinator's own work, take as long as they take."""
+        return None if self.evaluating or call.party < 0 else self.rules.deadline
 
     def _messages(self, kind: str, who: Sequence[int], fields: Mapping[str, Field | Each]) -> dict[int, bytes]:
         if not any(isinstance(value, Each) for value in fields.values()):
@@ -232,7 +234,7 @@ class Parties(ABC):
         self, call: Call, reply: Reply | None, fate: str | None, returns: Schema
     ) -> tuple[Answer | Absent, int]:
         """What became of one call, and how many bytes came back."""
-        party, deadline = call.party, self.rules.deadline
+        party, deadline = call.party, self._deadline(call)
         if reply is None:
             return Absent(party, "lost", "its worker process died"), 0
         if reply.failure:

@@ -119,10 +119,8 @@ class Pool(Parties):
     def _collect(self) -> Iterator[tuple[Call, Reply | None]]:
         """Wait until a worker answers, dies or overruns the deadline; yield what that gives."""
         busy = [worker for worker in self._crew if worker.call is not None]
-        limit = self.rules.deadline
-        patience = None
-        if limit is not None and busy:
-            patience = max(0.0, min(worker.since for worker in busy) + limit + GRACE - time.monotonic())
+        ends = [worker.since + limit + GRACE for worker in busy if (limit := self._limit(worker)) is not None]
+        patience = max(0.0, min(ends) - time.monotonic()) if ends else None
         ready = wait([worker.pipe for worker in busy], patience) if busy else []
         for worker in busy:
             call = worker.call
@@ -132,9 +130,12 @@ class Pool(Parties):
                 if reply is None:
                     self._replace(worker)
                 yield call, reply
-            elif limit is not None and time.monotonic() > worker.since + limit + GRACE:
+            elif (limit := self._limit(worker)) is not None and time.monotonic() > worker.since + limit + GRACE:
                 self._replace(worker)
                 yield call, Reply(b"", "late", f"stopped after {limit:g} s")
+
+    def _limit(self, worker: Worker) -> float | None:
+        return None if worker.call is None else self._deadline(worker.call)
 
     def _way(self) -> str:
         """Forking is safe on Linux as long as no accelerator is in use."""

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -62,7 +63,6 @@ class Reply:
     blob: bytes
     failure: Failure | None = None
     detail: str = ""
-    trace: str = ""
     seconds: float = 0.0
 
 
@@ -71,6 +71,9 @@ class Place(Protocol):
 
     def __call__(self, party: int, round: int) -> Any:
         """The party's data, store and streams for this round."""
+
+    def keep(self, party: int, error: str) -> None:
+        """Write down, where the party is, what went wrong there: it may hold private data, so it is never sent."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,11 @@ class Site:
             return reply(failure="refused", detail=refused.reason)
         except Unable as unable:
             return reply(failure="unable", detail=str(unable))
-        except Exception as error:  # a party that breaks is a missing answer, not the end of the run
-            detail = f"{type(error).__name__}: {error}"
-            return reply(failure="failed", detail=detail, trace=traceback.format_exc())
+        except (Exception, SystemExit) as error:  # a party that breaks is a missing answer, not the end of the run
+            self.place.keep(call.party, f"round {call.round}, {call.handler}\n{traceback.format_exc()}\n")
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{PurePath(last.filename).name}:{last.lineno}"
+            return reply(failure="failed", detail=f"{type(error).__name__} at {where}")
 
     def _handler(self, call: Call) -> Callable[..., Mapping[str, Any]]:
         handler = getattr(self.program, call.handler, None)

@@ -53,6 +53,8 @@ class Store:
             self._path(name, version).unlink(missing_ok=True)
 
     def _path(self, name: str, version: int) -> Path:
+        if not name.isidentifier():
+            raise ValueError(f"'{name}' cannot name what is kept (allowed: letters, digits and _)")
         return self.folder / f"{name}.{version:08d}.safetensors"
 
     def _versions(self, name: str) -> list[int]:
