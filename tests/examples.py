@@ -12,6 +12,7 @@ import torch
 
 from fewer.methods import ModelState, Party
 from fewer.methods.fedavg import FedAvg
+from fewer.methods.local import Local
 from fewer.models import Weights
 from fewer.runtime import Answers, Parties, on_party
 from fewer.wire import Number
@@ -93,3 +94,12 @@ class Witness(FedAvg):
 
 
 SEEN: list[Answers] = []
+
+
+class SlowToScore(Local):
+    """Trains in no time, but is slow to be measured."""
+
+    @on_party
+    def score(self, me: Party, model: Weights, everywhere: bool) -> dict[str, float]:
+        time.sleep(0.6 if me.id == 0 else 0)
+        return super().score(me, model, everywhere)

@@ -209,3 +209,41 @@ def test_help_does_not_wait_for_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     for command in ("run", "resume", "compare", "methods", "predict", "export"):
         assert call(command, "--help").stdout
+
+
+def test_predicting_for_texts_and_with_options(tmp_path: Path) -> None:
+    texts = ["good fine nice", "bad poor sad"] * 40
+    lines = [json.dumps({"words": text, "kind": n % 2}) for n, text in enumerate(texts)]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    data = ["--data", f"jsonl:{tmp_path / 't.jsonl'}", "--data-set", "text=words", "--data-set", "label=kind"]
+    net = ["--model", "text-bilstm", "--model-set", "width=8", "--set", "rate=1.0", "--rounds", "6"]
+    call("run", "fedavg", *data, "--parties", "2", *net, "--no-report", "--out", tmp_path / "run")
+    (tmp_path / "new.jsonl").write_text("\n".join(lines[:6]))
+    result = call("predict", tmp_path / "run", "--data", f"jsonl:{tmp_path / 'new.jsonl'}")
+    assert [line.split(",")[1] for line in result.stdout.splitlines()[1:]] == ["0", "1"] * 3
+    call("export", tmp_path / "run", "--out", tmp_path / "e")
+    assert "good" in json.loads((tmp_path / "e/model.json").read_text())["tokens"]
+
+
+def test_files_that_cannot_be_written_get_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for words in (
+        ["compare", "fedavg", *DIGITS, "--rounds", "1"],
+        ["data", "inspect", "digits"],
+        ["run", "fedavg", *DIGITS, "--rounds", "1"],
+    ):
+        assert call(*words, "--out", tmp_path / "file/x", code=2).stderr.startswith("fewer: ")
+    missing = call("run", "fedavg", *DIGITS, "--json", tmp_path / "none/x.json", "--out", tmp_path / "r", code=2)
+    assert "there is no directory" in missing.stderr and not (tmp_path / "r").exists()
+    (tmp_path / "a.toml").write_text("set = 5\n")
+    wrong = call("run", "fedavg", "--settings", tmp_path / "a.toml", "--set", "rate=1", code=2).stderr
+    assert "set = 5 in" in wrong and wrong.count("\n") == 1
+
+
+def test_a_run_goes_on_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here/mine_to_move.py").write_text(PLUGIN)
+    monkeypatch.chdir(tmp_path / "here")
+    call("run", "mine_to_move.py:Zero", *DIGITS, "--rounds", "1", "--no-report", "--out", tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    call("resume", tmp_path / "run", "--no-report")

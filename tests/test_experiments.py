@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from fewer import FedAvg
 from fewer.data import Data
+from fewer.errors import RunError
 from fewer.experiments.tune import Point, search, tune
 from fewer.runs.job import check, job_from
 from fewer.runs.statistics import half_width
@@ -59,3 +61,21 @@ def test_half_width_by_hand() -> None:
     assert half_width([0.5]) is None
     # mean 2, standard deviation 1, t(2 degrees, 97.5 %) = 4.30265
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
+
+
+def test_search_ends_even_if_nothing_is_left_to_try() -> None:
+    seen: list[Point] = []
+    search(peak({"rate": 0.1}, seen), {"rate": GRID}, {"rate": 0.1}, 500)
+    assert 14 < len(seen) <= 500
+
+
+def test_trials_of_another_task_are_not_taken_over(digits: Data, tmp_path: Path) -> None:
+    notes = tmp_path / "trials.json"
+    job = job_from(check({"seed": 1}), FedAvg(rounds=1, active=3), digits)
+    _, first = tune(job, 4, notes)
+    assert tune(job, 4, notes)[1] == first
+    with pytest.raises(RunError, match="of another task or other settings"):
+        tune(job_from(check({"seed": 1}), FedAvg(rounds=2, active=3), digits), 4, notes)
+    notes.write_text("{")
+    with pytest.raises(RunError, match="is damaged"):
+        tune(job, 4, notes)

@@ -24,6 +24,7 @@ from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.methods import Method
 from fewer.runs.directory import RunDirectory
 from fewer.wire import unpack
+from tests.examples import SlowToScore
 from tests.test_runtime import figures, same
 
 
@@ -312,3 +313,67 @@ def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     wait_for(lambda: left(path)["round"] > done)
     again.kill()
     again.communicate()
+
+
+class Counting(nn.Module):
+    """A net with a buffer that is no part of its weights, and that changes what it gives."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.layer = nn.Flatten(), nn.Linear(64, 10)
+        self.register_buffer("seen", torch.ones(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen += 1
+        scores: torch.Tensor = self.layer(self.flat(x)) * self.seen
+        return scores
+
+
+def test_nothing_hidden_in_a_net_passes_between_parties(digits: Data) -> None:
+    one = fewer.run(FedAvg(rounds=2, active=4, rate=0.01), digits, model=Counting)
+    two = fewer.run(FedAvg(rounds=2, active=4, rate=0.01), digits, model=Counting, runtime="pool", workers=3)
+    assert same(one.state, two.state) and figures(one) == figures(two)
+
+
+def test_a_lost_quorum_can_be_mended(digits: Data, tmp_path: Path) -> None:
+    with pytest.raises(QuorumLost):
+        fewer.run(FedAvg(rounds=8, active=3), digits, out=tmp_path / "run", drop=0.4, quorum=1.0, seed=1)
+    result = fewer.resume(tmp_path / "run", quorum=0.1)
+    assert len(result.history) == 8
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["changed"] for event in events if event["event"] == "resume"] == [{"quorum": "0.1"}]
+
+
+def test_a_run_that_was_killed_before_it_began_leaves_room_for_another(digits: Data, tmp_path: Path) -> None:
+    (tmp_path / "run/parties").mkdir(parents=True)
+    (tmp_path / "run/settings.json.part").write_text("{")
+    fewer.run(FedAvg(rounds=1, active=2), digits, out=tmp_path / "run")
+
+
+def test_settings_of_an_object_are_given_to_the_object(digits: Data) -> None:
+    with pytest.raises(SettingError, match="rounds is a setting of the method"):
+        fewer.run(FedAvg(), digits, rounds=2)
+    with pytest.raises(SettingError, match="parties is a setting of the data"):
+        fewer.run("fedavg", digits, parties=7)
+
+
+def test_a_deadline_does_not_cut_the_evaluation_short(digits: Data) -> None:
+    for runtime in ("inline", "pool"):
+        result = fewer.run(SlowToScore(rounds=1, active=2), digits, runtime=runtime, deadline=0.5)
+        assert len(result.scores["parties"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda: 3, "the model is int"),
+        (lambda needed: nn.Linear(1, needed), "the model cannot be made: TypeError"),
+        (lambda: nn.Linear(-5, 2), "the model cannot be made: RuntimeError"),
+    ],
+)
+def test_a_model_that_cannot_be_made(model: Any, text: str, digits: Data) -> None:
+    with pytest.raises(SettingError, match=text):
+        fewer.run(FedAvg(rounds=1), digits, model=model)
