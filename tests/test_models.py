@@ -1,5 +1,6 @@
 """The nets: sizes as published, an encoder and a head, second derivatives."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,3 +172,17 @@ def test_a_net_for_text_learns() -> None:
     data = fewer.data.from_arrays(texts, np.arange(200) % 2, parties=4, partition="iid")
     result = fewer.run(FedAvg(rounds=8, rate=1.0), data, model="text-bilstm", model_set={"width": 16})
     assert result.accuracy > 0.95
+
+
+def test_word_vectors_from_a_file(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    file = tmp_path / "vectors.txt"
+    file.write_text("good 1 0 0 0\nbad -1 0 0 0\n")
+    texts = [" ".join(draw.choice(["good", "thing"] if n % 2 else ["bad", "thing"], 4)) for n in range(120)]
+    data = fewer.data.from_arrays(texts, np.arange(120) % 2, parties=2, partition="iid")
+    result = fewer.run(FedAvg(rounds=1), data, model="text-bilstm", model_set={"vectors": str(file)})
+    vectors = result.model.encoder.words.vectors  # type: ignore[union-attr]
+    assert vectors[data.tokens.index("good")].tolist() == [1, 0, 0, 0]  # type: ignore[index]
+    with pytest.raises(SettingError, match="is no text"):
+        digits = fewer.data.load("digits", parties=3)
+        fewer.run(FedAvg(rounds=1), digits, model="mlp", model_set={"vectors": str(file)})

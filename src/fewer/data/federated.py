@@ -45,12 +45,17 @@ class Data(ABC):
     shape: tuple[int, ...]
     """Shape of one input."""
     classes: int
-    vocabulary: int | None = None
-    """How many different tokens inputs are made of, where they are text."""
+    tokens: tuple[str, ...] = ()
+    """What inputs are made of, where they are text: token numbers are places in it."""
     test: Samples
     """The common test set."""
     origin: Mapping[str, Any] | None = None
     """How `load` made it, so that a run can be resumed from its directory alone; None for a user's own."""
+
+    @property
+    def vocabulary(self) -> int | None:
+        """How many different tokens there are, where inputs are text."""
+        return len(self.tokens) or None
 
     @abstractmethod
     def __len__(self) -> int:
@@ -97,11 +102,6 @@ class ArrayData(Data):
     """What the classes are called, where that is known."""
     in_time: bool = False
     """Whether each party's samples are in the order of time."""
-
-    @property
-    def vocabulary(self) -> int | None:  # type: ignore[override]
-        """How many tokens there are, where inputs are text."""
-        return len(self.tokens) or None
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from fewer.data import Data, load
+from fewer.data.text import word_vectors
 from fewer.errors import DataError, SettingError, unknown
 from fewer.methods import Method, find
 from fewer.models import Task, find_net, maker, weights_of
@@ -138,10 +139,20 @@ def make_task(model: Model, settings: Settings, data: Data, device: torch.device
     else:
         factory = model if not isinstance(model, str) else from_file(model) if ":" in model else find_net(model)
         facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocabulary}
-        make = maker(factory, facts, settings.model_set)
+        make = maker(factory, facts, _options(settings, data))
     task = Task(data.shape, data.classes, make, device, given)
     _try_out(task, data)
     return task
+
+
+def _options(settings: Settings, data: Data) -> dict[str, Any]:
+    """The options of the net; word vectors are named by their file."""
+    options = dict(settings.model_set)
+    if isinstance(options.get("vectors"), str):
+        if not data.tokens:
+            raise SettingError(f"vectors = {options['vectors']}, but data '{data.name}' is no text")
+        options["vectors"] = word_vectors(Path(options["vectors"]), data.tokens)
+    return options
 
 
 def _try_out(task: Task, data: Data) -> None:

@@ -57,11 +57,10 @@ def predictions(
 
 def _like(result: Result, x: Inputs, name: str) -> Samples:
     """Inputs in the form of those that the model was trained on: normalised alike, or with the same vocabulary."""
-    tokens = getattr(result.data, "tokens", ())
     if isinstance(x, list):
-        if not tokens:
+        if not result.data.tokens:
             raise DataError(f"data '{name}' is text; the model was trained on inputs of shape {result.data.shape}")
-        x = text.encode(x, tokens, result.settings.length)
+        x = text.encode(x, result.data.tokens, result.settings.length)
     tensor = inputs_of(x, name)
     if tuple(tensor.shape[1:]) != result.data.shape:
         raise DataError(
@@ -90,7 +89,7 @@ def export(path: Path, out: Path, party: int | None = None) -> list[Path]:
             "normalise": {"subtract": test.shift, "multiply": test.scale},
             "classes": result.data.classes,
             "names": list(getattr(result.data, "names", ())),
-            "tokens": list(getattr(result.data, "tokens", ())),
+            "tokens": list(result.data.tokens),
         }
         note.write_text(json.dumps(facts, indent=2) + "\n")
         batch = torch.export.Dim("batch")
