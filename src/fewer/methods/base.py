@@ -25,6 +25,9 @@ ACTIVE = 10
 MAX_SIZE = 10**9
 """Samples that a party can claim to have."""
 CHUNK = 1000
+"""Samples that are scored at once."""
+PIECE = 2500
+"""Samples of the common test set that one worker scores before it is given more."""
 Scores = dict[str, Any]
 """Figures by name; `accuracy` is always among them."""
 
@@ -192,7 +195,7 @@ class Method(BaseModel):
 
     def evaluate(self, state: Any, parties: Parties, data: Data) -> Scores:
         """After a round: by default the global model on the common test set."""
-        items = [{"start": start, "stop": start + CHUNK} for start in range(0, len(data.test), CHUNK)]
+        items = [{"start": start, "stop": start + PIECE} for start in range(0, len(data.test), PIECE)]
         counts = parties.spread(self.score_chunk, items, model=self.shared(state))
         return _figures([Counts(**count) for count in counts])
 
@@ -240,7 +243,9 @@ class Method(BaseModel):
     @on_coordinator
     def score_chunk(self, here: Coordinator, model: Weights, start: int, stop: int) -> dict[str, float]:
         """Count right answers of the global model on a piece of the common test set."""
-        return score(here.net(model), [here.common.slice(start, stop)])._asdict()
+        stop = min(stop, len(here.common))
+        chunks = (here.common.slice(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK))
+        return score(here.net(model), chunks)._asdict()
 
 
 class PersonalMethod(Method):
