@@ -29,7 +29,7 @@ app = typer.Typer(
 
 app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
 
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. [default: runs/…]")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. \\[default: runs/…]")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 One = Annotated[int | None, typer.Option("--party", metavar="N", help="Use this party's personal model.")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write pictures and an HTML page beside the run.")]
@@ -57,7 +57,7 @@ def run(
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Train with one method and keep everything in a run directory.
+    """Train with one method and keep everything in a run directory. METHOD is a method's name, or FILE.py:Name.
 
     [dim]fewer run fedavg --data fashion-mini --parties 20 --alpha 0.5 --rounds 10[/dim]
     """
@@ -97,7 +97,10 @@ def resume(
     report: Report = True,
     json_file: Json = None,
 ) -> None:
-    """Go on with a run that was stopped, killed or lost its quorum. The end is the same as without the break."""
+    """Go on with a run that was stopped, killed or lost its quorum. RUN is its directory.
+
+    The end is the same as without the break.
+    """
     from fewer.cli.progress import shown
     from fewer.runs import resume as go_on
 
@@ -122,7 +125,7 @@ def compare(
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Train with several methods on the same task and print one table.
+    """Train with several methods on the same task and print one table. METHOD is a name, or FILE.py:Name.
 
     [dim]fewer compare local fedavg fedprox fedbn --seeds 3 --tune[/dim]
     """
@@ -152,7 +155,9 @@ def reproduce(
     results: Annotated[Path, typer.Option(metavar="DIR", help="Where the table goes.")] = Path("docs/results"),
     json_file: Json = None,
 ) -> None:
-    """Run a paper's table and print ours beside theirs. Stopped in the middle, the same command goes on.
+    """Run a paper's table and print ours beside theirs. NAME is a recipe's name, or FILE.toml.
+
+    Stopped in the middle, the same command goes on.
 
     [dim]fewer reproduce baselines/mnist --quick[/dim]
     """
@@ -225,7 +230,7 @@ def predict(
     data_dir: DataDir = None,
     data_set: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Options of the data. [default: those of the run]"),
+        typer.Option(metavar="NAME=VALUE", help="Options of the data. \\[default: those of the run]"),
     ] = None,
     party: One = None,
     out: Annotated[

@@ -16,7 +16,7 @@ from fewer.errors import SettingError
 from fewer.runs.settings import Settings
 
 app = typer.Typer(help="List, inspect and download data.", no_args_is_help=True)
-DataDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie. [default: $FEWER_DATA]")]
+DataDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie. \\[default: $FEWER_DATA]")]
 
 
 NOT_DATA = (

@@ -58,7 +58,11 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     kind: Any = list[str] if pairs else plain
     metavar = "NAME=VALUE" if pairs else {int: "N", float: "X"}.get(plain, "NAME")
     option = typer.Option(
-        f"--{name.replace('_', '-')}", help=help, metavar=metavar, rich_help_panel=field.title, show_default=False
+        f"--{name.replace('_', '-')}",
+        help=help.replace("[", "\\["),
+        metavar=metavar,
+        rich_help_panel=field.title,
+        show_default=False,
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
