@@ -80,8 +80,8 @@ class Bar(Clock):
         """Draw the bar."""
         self.done = done
         if self.task is None:
-            self.task = self.bars.add_task(self.what, total=self.rounds, text="")
-        self.bars.update(self.task, completed=done, text=text or "…", refresh=True)
+            self.task = self.bars.add_task(self.what, total=self.rounds, text="", done="")
+        self.bars.update(self.task, completed=done, done=f"{done}/{self.rounds}", text=text or "…", refresh=True)
 
     def answer(self, round: int, done: int, asked: int) -> None:
         """Move the bar a little."""
@@ -98,7 +98,7 @@ def shown() -> Iterator[Any]:
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bars
 
-    columns = TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.completed:.0f}/{task.total:.0f}")
+    columns = TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[done]}")
     with Bars(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True), auto_refresh=False) as bars:
         yield lambda what: Bar(what, bars=bars)
 
