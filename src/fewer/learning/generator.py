@@ -1,0 +1,40 @@
+"""A generator of features by class, as FedGen and FedMK train one beside a classifier's head.
+
+Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021, Eq 4 and the
+diversity term of its released form: without it all features of a class fall together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Generator(nn.Module):
+    """G(noise, y): noise beside the one-hot label, a hidden layer with batch norm, and out come features."""
+
+    def __init__(self, classes: int, features: int, noise: int = 32, hidden: int = 256) -> None:
+        super().__init__()
+        self.classes, self.noise = classes, noise
+        self.body = nn.Sequential(
+            nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, features)
+        )
+
+    def forward(self, noise: Tensor, y: Tensor) -> Tensor:
+        """Features of these labels."""
+        features: Tensor = self.body(torch.cat([noise, F.one_hot(y, self.classes).to(noise.dtype)], dim=1))
+        return features
+
+    def draw(self, count: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Noise and labels of `count` samples, labels evenly from all classes."""
+        at = next(self.parameters())
+        noise = torch.randn(count, self.noise, generator=stream).to(at)
+        return noise, torch.randint(self.classes, (count,), generator=stream).to(at.device)
+
+
+def diversity(noise: Tensor, features: Tensor) -> Tensor:
+    """exp(−mean over pairs of ‖noise_i − noise_j‖² · |z_i − z_j|), means over coordinates: 1 when all fall together."""
+    apart = (noise[:, None] - noise[None]).square().mean(2)
+    spread = (features[:, None] - features[None]).abs().mean(2)
+    return torch.exp(-(apart * spread).mean())
