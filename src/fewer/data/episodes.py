@@ -45,7 +45,7 @@ def split_classes(classes: int, base: int, validation: int, novel: int, seed: in
 
 def of_classes(samples: Samples, classes: Sequence[int]) -> Samples:
     """The samples of these classes, in their order."""
-    labels = samples.y if samples.rows is None else samples.y[samples.rows]
+    labels = samples.labels
     wanted = torch.isin(labels, torch.tensor(list(classes), device=labels.device)).nonzero().squeeze(1)
     return replace(samples, rows=wanted if samples.rows is None else samples.rows[wanted])
 
@@ -100,7 +100,7 @@ def episode(samples: Samples, way: int, shot: int, queries: int, stream: torch.G
     """
     if min(way, shot, queries) < 1:
         raise SettingError(f"{way}-way {shot}-shot with {queries} queries (allowed: 1 or more of each)")
-    labels = (samples.y if samples.rows is None else samples.y[samples.rows]).cpu()
+    labels = samples.labels.cpu()
     counts = torch.bincount(labels)
     eligible = (counts >= shot + queries).nonzero().squeeze(1)
     if len(eligible) < way:

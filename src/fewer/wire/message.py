@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -81,13 +81,24 @@ class Number:
 
 @dataclass(frozen=True)
 class Shaped:
-    """Schema of one tensor: its shape, None where a length is free, and its dtype."""
+    """Schema of one tensor: its shape, None where a length is free, a range where it has bounds, and its dtype."""
 
-    shape: tuple[int | None, ...]
+    shape: tuple[int | range | None, ...]
     dtype: torch.dtype = torch.float32
 
+    def takes(self, lengths: Sequence[int], dtype: str) -> bool:
+        """Whether a tensor of these lengths and this dtype is meant."""
+        return (
+            dtype == _NAMES[self.dtype]
+            and len(lengths) == len(self.shape)
+            and all(
+                wanted is None or (given in wanted if isinstance(wanted, range) else given == wanted)
+                for given, wanted in zip(lengths, self.shape, strict=True)
+            )
+        )
 
-Schema = Mapping[str, Tensor | Mapping[str, Tensor] | Shaped | Number | type]
+
+Schema = Mapping[str, Tensor | Mapping[str, Tensor] | Mapping[str, Shaped] | Shaped | Number | type]
 """What a receiver expects of each field: a tensor or dict of tensors like these, or a plain type."""
 
 
@@ -261,15 +272,17 @@ def _check_shapes(name: str, items: list[Any], shape: str, expected: Any) -> Non
         _refuse(f"'{name}' is a {shape} where a {form} was expected")
     if isinstance(expected, Shaped):
         given, dtype = items[0][1], items[0][2]
-        wanted = expected.shape
-        fits = len(given) == len(wanted) and all(w in (None, g) for g, w in zip(given, wanted, strict=True))
-        if not fits or dtype != _NAMES[expected.dtype]:
-            _refuse(f"'{name}' is {dtype} {given} where {_NAMES[expected.dtype]} {list(wanted)} was expected")
+        if not expected.takes(given, dtype):
+            wanted = f"{_NAMES[expected.dtype]} {list(expected.shape)}"
+            _refuse(f"'{name}' is {dtype} {given} where {wanted} was expected")
         return
     if isinstance(expected, Tensor):
         expected = {"": expected}
-    like = [[key, list(tensor.shape), _NAMES[tensor.dtype]] for key, tensor in expected.items()]
-    if [item[:3] for item in items] != like:
+    like = {
+        key: value if isinstance(value, Shaped) else Shaped(tuple(value.shape), value.dtype)
+        for key, value in expected.items()
+    }
+    if [item[0] for item in items] != list(like) or not all(like[item[0]].takes(*item[1:3]) for item in items):
         _refuse(f"'{name}' has other names, shapes or dtypes than expected")
 
 

@@ -1,0 +1,366 @@
+"""FedMK: parties send condensed synthetic data ("meta knowledge", D̂) instead of models.
+
+Liu, Yu, Zhou: Meta Knowledge Condensation for Federated Learning, ICLR 2023, Algorithm 1. In this order below:
+
+- Eqs 3-6, `condense` and `refine`: D̂ is moved so that a model which takes a few steps on D̂ has a low loss on the
+  party's own samples. The gradient goes through those steps: it is exact, second order included.
+- Eq 7, `weigh`: a sample counts by φ = sigmoid(τ · its loss), a constant for the gradient. Eq 8 is the weighted mean.
+- Meta knowledge sharing, `first_images`: from the second round on, D̂ begins from that of a random other party.
+- Eqs 9-11, `learn`: the coordinator trains the global model on all D̂ that it has, and on features from a generator
+  that is trained by cross-entropy through the frozen head (Eq 10), with FedGen's diversity term against collapse.
+
+What the paper leaves open: D̂ has the hard labels of the classes that a party holds (`labels = all`: of all classes,
+as the paper's count of bytes implies); Algorithm 1's "t == 1" is read as t ≥ 1; β of Eq 11 is the setting `pseudo`;
+φ is taken at w*, where the loss is; the ablation "w/o Iter" is `rounds = 1`. Never does D̂ begin from real samples: that
+would upload near-copies of private data.
+
+Departures, each a setting; `fedmk-paper` has them all off:
+
+- `matching`: before the bi-level steps, D̂ is brought near the party's samples by matching class statistics under
+  random nets (`fewer.learning.match`). Bi-level steps alone leave most of the noise that D̂ begins with.
+- `augment`: what is matched and what the coordinator trains on is turned and shifted a little. D̂ is small and seen
+  many times; this keeps the model from learning it by heart.
+- `inner_batch`, `inner_steps`: inner steps go over shuffled parts of D̂, as the coordinator's own steps do.
+- `keep = latest`: the coordinator trains on the last D̂ of everyone who ever sent one, not only of this round's parties.
+- `begin = own`: a party goes on from its own last D̂, which need not be sent.
+- `least`: classes of which a party has fewer samples are left out, as D̂ of one or two samples would show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fewer.errors import SettingError
+from fewer.learning.augment import draw_moves, move
+from fewer.learning.generator import Generator, diversity
+from fewer.learning.match import match
+from fewer.methods.base import Coordinator, Method, Party
+from fewer.models import Task, Weights, load_weights, parts_of, weights_of
+from fewer.runtime import Each, Parties, Unable, on_coordinator, on_party
+from fewer.runtime.streams import global_streams
+from fewer.wire import Codec, Coded, Shaped
+
+Knowledge = dict[str, Tensor]
+"""D̂ of one party: the images of each class, by its number; none where it sent none."""
+
+
+@dataclass(frozen=True)
+class MKState:
+    """The global model, its generator, and what parties have sent."""
+
+    model: Weights
+    generator: Weights
+    blank: Knowledge
+    """A D̂ without images: what a party gets where there is nothing to share."""
+    knowledge: dict[int, Knowledge] = field(default_factory=dict)
+    """The last D̂ of every party."""
+    album: dict[int, Knowledge] = field(default_factory=dict)
+    """By round, one image of each class from the party that was the first to send: to look at."""
+
+
+class FedMK(Method):
+    """Parties condense their data into a few synthetic images; the coordinator trains the global model on these."""
+
+    name: ClassVar[str] = "fedmk"
+    tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {"server_rate": (0.01, 0.03, 0.1, 0.3)}
+
+    per_class: PositiveInt = 20
+    """Images of D̂ in each class."""
+    labels: Literal["held", "all"] = "held"
+    """Classes that a party's D̂ has: those it holds, or all."""
+    least: PositiveInt = 3
+    """A class counts as held from so many samples on."""
+    codec: Codec = "uint8"
+    """How D̂ is written on the wire."""
+    begin: Literal["noise", "shared", "own"] = "own"
+    """What D̂ begins from after the first round: noise, the D̂ of a random other party, or the party's own last one."""
+    augment: bool = True
+    """Whether images are turned and shifted a little, in matching and in the coordinator's training."""
+
+    matching: NonNegativeInt = 200
+    """First steps, which match class statistics under random nets."""
+    matching_rate: PositiveFloat = 0.1
+    """Step size of matching (Adam)."""
+
+    outer_steps: NonNegativeInt = 10
+    """Bi-level steps on D̂."""
+    outer_rate: PositiveFloat = 0.02
+    """Step size of D̂ in a bi-level step (α)."""
+    outer_batch: PositiveInt | None = 256
+    """Real samples in a bi-level step; none means all."""
+    optimiser: Literal["adam", "sgd"] = "adam"
+    """How D̂ steps."""
+    inner_steps: PositiveInt = 5
+    """Steps of the model on D̂ that each bi-level step goes through."""
+    inner_rate: PositiveFloat = 0.1
+    """Step size of these (η)."""
+    inner_batch: PositiveInt | None = 64
+    """Images of D̂ in such a step, shuffled; none means all."""
+    restart: PositiveInt = 1
+    """After so many bi-level steps the model is the global one again; 1: at each. Until then it is carried along."""
+    weights: Literal["dynamic", "class", "none"] = "dynamic"
+    """How real samples are weighted: by their loss (Eq 7), by how rare their class is, or evenly."""
+    tau: PositiveFloat = 5.0
+    """Sharpness of dynamic weights (τ)."""
+
+    keep: Literal["latest", "round"] = "latest"
+    """What the coordinator trains on: the last D̂ of every party, or this round's only."""
+    server_steps: PositiveInt = 1000
+    """The coordinator's steps in a round."""
+    server_rate: PositiveFloat = 0.05
+    """Step size of these."""
+    server_batch: PositiveInt = 128
+    """Images of D̂ in each."""
+    momentum: NonNegativeFloat = 0.9
+    """Momentum of these."""
+    decay: bool = True
+    """Whether their size falls to 0 (half a cosine)."""
+    pseudo: NonNegativeFloat = 0.1
+    """Share of generated features, against D̂ (β); 0: no generator."""
+    generator_steps: PositiveInt = 50
+    """Training steps of the generator in a round."""
+    generator_rate: PositiveFloat = 0.001
+    """Step size of these (Adam)."""
+
+    # --- Algorithm 1 ---
+
+    def start(self, task: Task, seed: int) -> MKState:
+        """The initial model and generator."""
+        if not self.matching + self.outer_steps:
+            raise SettingError("matching = 0 and outer_steps = 0: nothing would be condensed")
+        if self.augment and len(task.shape) != 3:
+            raise SettingError(f"augment = true moves images, and samples here have the shape {task.shape}")
+        net = task.net().eval()
+        try:
+            net(torch.zeros(1, *task.shape, device=task.device))
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise SettingError("fedmk condenses inputs of real numbers, which this model does not take") from error
+        generator: Weights = {}
+        if self.pseudo:
+            with global_streams(seed, "generator"):
+                generator = weights_of(_generator(task, net))
+        blank = {str(label): torch.empty(0, *task.shape) for label in range(task.classes)}
+        return MKState(task.initial(seed), generator, blank)
+
+    def round(self, state: MKState, parties: Parties) -> MKState:
+        """Parties condense their data, the coordinator trains on what they sent."""
+        who = self.choose(parties)
+        per_class = range(self.per_class + 1)
+        answers = parties.ask(
+            who,
+            self.condense,
+            model=state.model,
+            shared=Each(self.lots(state, who, parties.stream("sharing"))),
+            returns={"knowledge": {c: Shaped((per_class, *none.shape[1:])) for c, none in state.blank.items()}},
+        )
+        new: dict[int, Knowledge] = {answer.party: answer["knowledge"] for answer in answers}
+        knowledge = {**state.knowledge, **new}
+        used = knowledge if self.keep == "latest" else new
+        images, labels = joined(used.values())
+        (learned,) = parties.spread(
+            self.learn, [{}], model=state.model, generator=state.generator, images=images, labels=labels
+        )
+        album = {**state.album, **_page(parties.round, knowledge, new)}
+        return MKState(learned["model"], learned["generator"], state.blank, knowledge, album)
+
+    def lots(self, state: MKState, who: list[int], stream: torch.Generator) -> dict[int, Coded]:
+        """Meta knowledge sharing: for each party the D̂ of a random other one, where there is any and it is wanted."""
+        lots: dict[int, Coded] = {}
+        for party in who:
+            others = [other for other in state.knowledge if other != party]
+            shared = state.blank
+            if self.begin == "shared" and others:
+                shared = state.knowledge[others[int(torch.randint(len(others), (), generator=stream))]]
+            lots[party] = Coded(shared, self.codec)
+        return lots
+
+    # --- at a party: Eqs 3-8 ---
+
+    @on_party
+    def condense(self, me: Party, model: Weights, shared: Knowledge) -> dict[str, Any]:
+        """D̂ of this party's data."""
+        labels = self.hard_labels(me)
+        images = self.first_images(me, labels, shared)
+        if self.matching:
+            images = match(
+                me.net(model),
+                images,
+                labels,
+                me.train,
+                steps=self.matching,
+                rate=self.matching_rate,
+                augment=self.augment,
+                stream=me.stream("matching"),
+            )
+        if self.outer_steps:
+            images = self.refine(me, me.net(model), images, labels)
+        knowledge = {str(label): images[labels == label] for label in range(me.task.classes)}
+        if self.begin == "own":
+            me.store.put("knowledge", knowledge)
+        return {"knowledge": Coded(knowledge, self.codec)}
+
+    def hard_labels(self, me: Party) -> Tensor:
+        """The labels of D̂: `per_class` of each class."""
+        counts = torch.bincount(me.train.labels, minlength=me.task.classes)
+        enough = counts >= (self.least if self.labels == "held" else 0)
+        if not enough.any():
+            raise Unable(f"no class with {self.least} samples")
+        return enough.nonzero().squeeze(1).repeat_interleave(self.per_class)
+
+    def first_images(self, me: Party, labels: Tensor, shared: Knowledge) -> Tensor:
+        """U[-1, 1], or where there is one the image of the same class that was shared or that the party had."""
+        images = 2 * torch.rand(len(labels), *me.task.shape, generator=me.stream("images")).to(labels.device) - 1
+        source = me.store.get("knowledge") or {} if self.begin == "own" else shared
+        for label, given in source.items():
+            (slots,) = torch.nonzero(labels == int(label), as_tuple=True)
+            images[slots[: len(given)]] = given[: len(slots)].to(images)
+        return images
+
+    def refine(self, me: Party, net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        """Bi-level steps: D̂ ← D̂ − α ∇_D̂ (1/N) Σ φᵢ ℓ(w*(D̂), xᵢ, yᵢ)."""
+        images = images.clone().requires_grad_()
+        kind = torch.optim.Adam if self.optimiser == "adam" else torch.optim.SGD
+        optimiser = kind([images], lr=self.outer_rate)
+        first: dict[str, Tensor] = {name: p for name, p in net.named_parameters() if p.requires_grad}
+        stream, count = me.stream("refining"), len(me.train)
+        everyone = torch.arange(count)
+        balance = _balance(me.train.labels, me.task.classes)
+        reached = first
+        for step in range(self.outer_steps):
+            if step % self.restart == 0:
+                reached = first
+            batch = self.outer_batch
+            x, y = me.train.pick(everyone if batch is None else torch.randint(count, (batch,), generator=stream))
+            reached = self.unroll(net, reached, images, labels, stream)
+            losses = F.cross_entropy(functional_call(net, reached, (x,)), y, reduction="none")
+            (images.grad,) = torch.autograd.grad((self.weigh(losses, balance[y]) * losses).mean(), images)
+            optimiser.step()
+            reached = {name: tensor.detach().requires_grad_() for name, tensor in reached.items()}
+        return images.detach()
+
+    def unroll(
+        self, net: nn.Module, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor, stream: torch.Generator
+    ) -> dict[str, Tensor]:
+        """w* = w − η ∇ℓ(w, D̂), `inner_steps` times, still a function of D̂."""
+        reached = dict(weights)
+        left = torch.empty(0, dtype=torch.long)
+        size = len(images) if self.inner_batch is None else min(self.inner_batch, len(images))
+        for _ in range(self.inner_steps):
+            if len(left) < size:
+                left = torch.randperm(len(images), generator=stream) if size < len(images) else torch.arange(size)
+            chosen, left = left[:size], left[size:]
+            loss = F.cross_entropy(functional_call(net, reached, (images[chosen],)), labels[chosen])
+            gradients = torch.autograd.grad(loss, list(reached.values()), create_graph=True, materialize_grads=True)
+            reached = {
+                name: tensor - self.inner_rate * gradient
+                for (name, tensor), gradient in zip(reached.items(), gradients, strict=True)
+            }
+        return reached
+
+    def weigh(self, losses: Tensor, balance: Tensor) -> Tensor:
+        """φ = 1 / (1 + exp(−τ ℓ)), or instead of it weights that give every class the same sum, or none."""
+        if self.weights == "dynamic":
+            return torch.sigmoid(self.tau * losses.detach())
+        return balance if self.weights == "class" else torch.ones_like(losses)
+
+    # --- at the coordinator: Eqs 9-11 ---
+
+    @on_coordinator
+    def learn(
+        self, here: Coordinator, model: Weights, generator: Weights, images: Tensor, labels: Tensor
+    ) -> dict[str, Any]:
+        """Train the generator (Eq 10), then the model on D̂ (Eq 9) and on what is generated (Eq 11)."""
+        net, stream = here.net(model), here.stream("learning")
+        make = None
+        if self.pseudo:
+            make = _generator(here.task, net)
+            load_weights(make, generator)
+            self.learn_generator(make, parts_of(net)[1], stream)
+        optimiser = torch.optim.SGD(net.parameters(), lr=self.server_rate, momentum=self.momentum)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, self.server_steps)
+        for _ in range(self.server_steps):
+            chosen = torch.randint(len(images), (self.server_batch,), generator=stream)
+            x = images[chosen]
+            if self.augment:
+                x = move(x, draw_moves(len(x), stream))
+            loss = F.cross_entropy(net(x), labels[chosen])
+            if make is not None:
+                loss = loss + self.pseudo * self.pseudo_loss(make, parts_of(net)[1], stream)
+            optimiser.zero_grad()
+            torch.autograd.backward(loss)
+            optimiser.step()
+            if self.decay:
+                schedule.step()
+        return {"model": weights_of(net), "generator": {} if make is None else weights_of(make)}
+
+    def learn_generator(self, make: Generator, head: nn.Module, stream: torch.Generator) -> None:
+        """Eq 10: features that the head, as it is, takes for their class; and that differ."""
+        optimiser = torch.optim.Adam(make.parameters(), lr=self.generator_rate)
+        make.train()
+        for _ in range(self.generator_steps):
+            noise, y = make.draw(self.server_batch, stream)
+            features = make(noise, y)
+            loss = F.cross_entropy(head(features), y) + diversity(noise, features)
+            gradients = torch.autograd.grad(loss, list(make.parameters()))
+            for parameter, gradient in zip(make.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimiser.step()
+
+    def pseudo_loss(self, make: Generator, head: nn.Module, stream: torch.Generator) -> Tensor:
+        """Loss of the head on generated features; they are constants, so the encoder gets no gradient from them."""
+        noise, y = make.draw(max(2, round(self.pseudo * self.server_batch)), stream)
+        with torch.no_grad():
+            features = make(noise, y)
+        return F.cross_entropy(head(features), y)
+
+
+class FedMKPaper(FedMK):
+    """FedMK as the paper has it: no matching, no augmentation, one inner step on all of D̂, this round's D̂ only."""
+
+    name: ClassVar[str] = "fedmk-paper"
+
+    least: PositiveInt = 1
+    codec: Codec = "float32"
+    begin: Literal["noise", "shared", "own"] = "shared"
+    augment: bool = False
+    matching: NonNegativeInt = 0
+    outer_steps: NonNegativeInt = 60
+    outer_rate: PositiveFloat = 0.1
+    inner_steps: PositiveInt = 1
+    inner_batch: PositiveInt | None = None
+    keep: Literal["latest", "round"] = "round"
+
+
+def joined(knowledge: Iterable[Knowledge]) -> tuple[Tensor, Tensor]:
+    """All images of some D̂, and their labels."""
+    parts = [(images, int(label)) for one in knowledge for label, images in one.items()]
+    labels = [torch.full((len(images),), label) for images, label in parts]
+    return torch.cat([images for images, _ in parts]), torch.cat(labels)
+
+
+def _balance(labels: Tensor, classes: int) -> Tensor:
+    """By class, N / (classes held · samples of it)."""
+    counts = torch.bincount(labels, minlength=classes)
+    return len(labels) / ((counts > 0).sum() * counts.clamp_min(1))
+
+
+def _generator(task: Task, net: nn.Module) -> Generator:
+    encoder, _ = parts_of(net)
+    with torch.no_grad():
+        features = encoder.eval()(torch.zeros(1, *task.shape, device=task.device)).shape[1]
+    encoder.train()
+    return Generator(task.classes, features).to(task.device)
+
+
+def _page(round: int, knowledge: Mapping[int, Knowledge], new: Mapping[int, Knowledge]) -> dict[int, Knowledge]:
+    """One image of each class from the party that was first, where it has sent anew."""
+    first = next(iter(knowledge))
+    return {round: {label: images[:1] for label, images in new[first].items()}} if first in new else {}
