@@ -18,8 +18,8 @@ Departures, each a setting; `fedmk-paper` has them all off:
 
 - `matching`: before the bi-level steps, D̂ is brought near the party's samples by matching class statistics under
   random nets (`fewer.learning.match`). Bi-level steps alone leave most of the noise that D̂ begins with.
-- `augment`: what is matched and what the coordinator trains on is turned and shifted a little. D̂ is small and seen
-  many times; this keeps the model from learning it by heart.
+- `augment`: images of D̂ are turned and shifted a little whenever a net sees them (matching, inner steps, the
+  coordinator's training). D̂ is small and seen many times; this keeps the model from learning it by heart.
 - `inner_batch`, `inner_steps`: inner steps go over shuffled parts of D̂, as the coordinator's own steps do.
 - `keep = latest`: the coordinator trains on the last D̂ of everyone who ever sent one, not only of this round's parties.
 - `begin = own`: a party goes on from its own last D̂, which need not be sent.
@@ -83,7 +83,7 @@ class FedMK(Method):
     begin: Literal["noise", "shared", "own"] = "own"
     """What D̂ begins from after the first round: noise, the D̂ of a random other party, or the party's own last one."""
     augment: bool = True
-    """Whether images are turned and shifted a little, in matching and in the coordinator's training."""
+    """Whether images are turned and shifted a little whenever a net sees them."""
 
     matching: NonNegativeInt = 200
     """First steps, which match class statistics under random nets."""
@@ -225,23 +225,21 @@ class FedMK(Method):
         return images
 
     def refine(self, me: Party, net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-        """Bi-level steps: D̂ ← D̂ − α ∇_D̂ (1/N) Σ φᵢ ℓ(w*(D̂), xᵢ, yᵢ)."""
+        """Bi-level steps: D̂ ← D̂ − α ∇_D̂ of the outer loss."""
         images = images.clone().requires_grad_()
         kind = torch.optim.Adam if self.optimiser == "adam" else torch.optim.SGD
         optimiser = kind([images], lr=self.outer_rate)
         first: dict[str, Tensor] = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        stream, count = me.stream("refining"), len(me.train)
-        everyone = torch.arange(count)
         balance = _balance(me.train.labels, me.task.classes)
+        stream, count, batch = me.stream("refining"), len(me.train), self.outer_batch
         reached = first
         for step in range(self.outer_steps):
             if step % self.restart == 0:
                 reached = first
-            batch = self.outer_batch
-            x, y = me.train.pick(everyone if batch is None else torch.randint(count, (batch,), generator=stream))
+            chosen = torch.arange(count) if batch is None else torch.randint(count, (batch,), generator=stream)
+            x, y = me.train.pick(chosen)
             reached = self.unroll(net, reached, images, labels, stream)
-            losses = F.cross_entropy(functional_call(net, reached, (x,)), y, reduction="none")
-            (images.grad,) = torch.autograd.grad((self.weigh(losses, balance[y]) * losses).mean(), images)
+            (images.grad,) = torch.autograd.grad(self.outer_loss(net, reached, x, y, balance), images)
             optimiser.step()
             reached = {name: tensor.detach().requires_grad_() for name, tensor in reached.items()}
         return images.detach()
@@ -257,13 +255,21 @@ class FedMK(Method):
             if len(left) < size:
                 left = torch.randperm(len(images), generator=stream) if size < len(images) else torch.arange(size)
             chosen, left = left[:size], left[size:]
-            loss = F.cross_entropy(functional_call(net, reached, (images[chosen],)), labels[chosen])
+            x = images[chosen]
+            if self.augment:
+                x = move(x, draw_moves(size, stream))
+            loss = F.cross_entropy(functional_call(net, reached, (x,)), labels[chosen])
             gradients = torch.autograd.grad(loss, list(reached.values()), create_graph=True, materialize_grads=True)
             reached = {
                 name: tensor - self.inner_rate * gradient
                 for (name, tensor), gradient in zip(reached.items(), gradients, strict=True)
             }
         return reached
+
+    def outer_loss(self, net: nn.Module, reached: dict[str, Tensor], x: Tensor, y: Tensor, balance: Tensor) -> Tensor:
+        """(1/N) Σ φᵢ ℓ(w*, xᵢ, yᵢ) over real samples."""
+        losses = F.cross_entropy(functional_call(net, reached, (x,)), y, reduction="none")
+        return (self.weigh(losses, balance[y]) * losses).mean()
 
     def weigh(self, losses: Tensor, balance: Tensor) -> Tensor:
         """φ = 1 / (1 + exp(−τ ℓ)), or instead of it weights that give every class the same sum, or none."""

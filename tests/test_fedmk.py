@@ -1,0 +1,642 @@
+"""FedMK: each equation against arithmetic done by hand or finite differences in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fewer
+from fewer.data import from_parties
+from fewer.errors import SettingError
+from fewer.learning.augment import SHIFT, STRETCH, TURN, draw_moves, move
+from fewer.learning.generator import Generator, diversity
+from fewer.learning.match import FLOOR, REAL, _features, distance, match, redraw, statistics
+from fewer.methods.base import Coordinator, Party, Place
+from fewer.methods.fedmk import FedMK, FedMKPaper, Knowledge, MKState, joined
+from fewer.models import SmallCNN, Split, Task, Weights, weights_of
+from fewer.runtime import Inline, Site, Unable, stream
+from fewer.wire import Refused, Shaped, decode, encode
+
+torch.set_num_threads(1)
+
+SHAPE, CLASSES, SEED = (1, 8, 8), 3, 5
+DRAW = np.random.default_rng(2)
+COUNTS = ([7, 0, 5], [4, 6, 1], [3, 3, 3], [2, 0, 0])
+SMALL: dict[str, Any] = {
+    "per_class": 2,
+    "matching": 2,
+    "outer_steps": 2,
+    "outer_batch": 6,
+    "inner_steps": 2,
+    "inner_batch": 3,
+    "server_steps": 3,
+    "server_batch": 5,
+    "generator_steps": 2,
+    "least": 1,
+}
+
+
+def party_of(counts: list[int]) -> tuple[Any, Any]:
+    y = np.repeat(np.arange(CLASSES), counts)
+    x = DRAW.normal(size=(len(y), *SHAPE)) + y[:, None, None, None]
+    return x.astype(np.float32), y
+
+
+PAIRS = [party_of(counts) for counts in COUNTS]
+TEST = party_of([5, 5, 5])
+DATA = from_parties(PAIRS, test=TEST)
+
+
+def small_cnn() -> nn.Module:
+    return SmallCNN(SHAPE, CLASSES)
+
+
+def task_of(make: Callable[[], nn.Module] = small_cnn) -> Task:
+    return Task(SHAPE, CLASSES, make)
+
+
+def place_of(folder: Path, task: Task | None = None) -> Place:
+    return Place(DATA, task or task_of(), SEED, folder)
+
+
+def party(folder: Path, number: int, round: int = 1, task: Task | None = None) -> Party:
+    seat = place_of(folder, task)(number, round)
+    assert isinstance(seat, Party)
+    return seat
+
+
+def coordinator(folder: Path, task: Task | None = None) -> Coordinator:
+    seat = place_of(folder, task)(-1, 1)
+    assert isinstance(seat, Coordinator)
+    return seat
+
+
+def inline(method: FedMK, folder: Path, **what: Any) -> Inline:
+    site = Site(method, place_of(folder), SEED, torch.device("cpu"), 1 << 24)
+    return Inline(len(DATA), SEED, site=site, **what)
+
+
+def double_case(make: Callable[[], nn.Module] = small_cnn) -> tuple[nn.Module, dict[str, Tensor], Tensor, Tensor]:
+    """A net in float64, its weights, and a D̂ of two images a class."""
+    torch.manual_seed(3)
+    net = make().double()
+    images = torch.rand(2 * CLASSES, *SHAPE, dtype=torch.float64) * 2 - 1
+    return net, dict(net.named_parameters()), images, torch.arange(CLASSES).repeat_interleave(2)
+
+
+def real_batch() -> tuple[Tensor, Tensor]:
+    x, y = PAIRS[1]
+    return torch.from_numpy(x).double(), torch.from_numpy(y)
+
+
+# --- Eqs 3-8: condensation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["none", "class"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"inner_steps": 1, "inner_batch": None, "augment": False},
+        {"inner_steps": 3, "inner_batch": None, "augment": False},
+        {"inner_steps": 4, "inner_batch": 2, "augment": False},
+        {"inner_steps": 2, "inner_batch": 3, "augment": True},
+    ],
+)
+def test_outer_gradient_is_exact(how: dict[str, Any], weights: str) -> None:
+    """∇_D̂ of the loss after the inner steps, against central differences along random directions."""
+    method = FedMK(**how, inner_rate=0.5, weights=weights)
+    net, start, images, labels = double_case()
+    x, y = real_batch()
+    balance = torch.tensor([0.5, 1.5, 4.0], dtype=torch.float64)
+
+    def loss(images: Tensor) -> Tensor:
+        reached = method.unroll(net, start, images, labels, stream("same draws"))
+        return method.outer_loss(net, reached, x, y, balance)
+
+    images.requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(images), images)
+    for seed in range(4):
+        way = torch.randn(images.shape, dtype=torch.float64, generator=stream(seed, "way"))
+        step = 1e-7  # small, as at ReLU's kink the inner gradient jumps
+        numeric = (loss(images + step * way) - loss(images - step * way)).item() / (2 * step)
+        assert (gradient * way).sum().item() == pytest.approx(numeric, rel=1e-5, abs=1e-7)
+    assert gradient.abs().max() > 1e-6
+
+
+def test_gradient_goes_through_the_inner_step_and_not_around_it() -> None:
+    """For a linear model and one inner step: dL/dD̂ = −η (∂²ℓ/∂w∂D̂)ᵀ ∇L(w*), worked out by hand."""
+    draw = np.random.default_rng(0)
+    w, d, x = draw.normal(size=(2, 3)), draw.normal(size=(1, 3)), draw.normal(size=(4, 3))
+    y, label, rate = np.array([0, 1, 1, 0]), 1, 0.7
+
+    def softmax(z: Any) -> Any:
+        e = np.exp(z - z.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+
+    p = softmax(d @ w.T)[0]
+    r = p - np.eye(2)[label]
+    reached = w - rate * np.outer(r, d[0])
+    outer = ((softmax(x @ reached.T) - np.eye(2)[y]).T @ x) / len(y)  # ∇ of the mean loss at w*
+    jacobian = np.diag(p) - np.outer(p, p)  # of softmax by scores
+    # ⟨outer, r dᵀ⟩ differentiated by d: outerᵀ r, and through r = softmax(w d): wᵀ J (outer d)
+    expected = -rate * (outer.T @ r + w.T @ jacobian @ (outer @ d[0]))
+
+    net = nn.Linear(3, 2, bias=False).double()
+    images = torch.from_numpy(d).requires_grad_()
+    method = FedMK(inner_steps=1, inner_batch=None, inner_rate=rate, weights="none", augment=False)
+    after = method.unroll(
+        net, {"weight": torch.from_numpy(w).requires_grad_()}, images, torch.tensor([label]), stream()
+    )
+    assert np.allclose(after["weight"].detach().numpy(), reached)
+    loss = method.outer_loss(net, after, torch.from_numpy(x), torch.from_numpy(y), torch.ones(2))
+    (gradient,) = torch.autograd.grad(loss, images)
+    assert np.allclose(gradient.numpy()[0], expected)
+
+
+def test_dynamic_weights_are_sigmoids_of_the_loss_and_constants() -> None:
+    method = FedMK(tau=2.0)
+    losses = torch.tensor([0.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
+    weights = method.weigh(losses, torch.ones(3))
+    assert weights.tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(-6.0))])
+    (gradient,) = torch.autograd.grad((weights * losses).mean(), losses)
+    assert gradient.tolist() == pytest.approx([w / 3 for w in weights.tolist()])
+
+
+def test_outer_loss_is_the_weighted_mean() -> None:
+    net = nn.Linear(2, 2, bias=False).double()
+    w = torch.tensor([[1.0, -1.0], [0.5, 2.0]], dtype=torch.float64)
+    x = torch.tensor([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    y = torch.tensor([0, 1, 1])
+    scores = (x @ w.T).tolist()
+    losses = [math.log(sum(map(math.exp, row))) - row[label] for row, label in zip(scores, y.tolist(), strict=True)]
+    dynamic = sum(loss / (1 + math.exp(-5 * loss)) for loss in losses) / 3
+    assert FedMK().outer_loss(net, {"weight": w}, x, y, torch.ones(2)).item() == pytest.approx(dynamic)
+    evenly = FedMK(weights="none").outer_loss(net, {"weight": w}, x, y, torch.ones(2)).item()
+    assert evenly == pytest.approx(sum(losses) / 3)
+    balance = torch.tensor([1.5, 0.75])
+    classes = FedMK(weights="class").outer_loss(net, {"weight": w}, x, y, balance).item()
+    assert classes == pytest.approx((1.5 * losses[0] + 0.75 * (losses[1] + losses[2])) / 3)
+
+
+def test_class_weights_give_each_held_class_the_same_sum(tmp_path: Path) -> None:
+    from fewer.methods.fedmk import _balance
+
+    labels = torch.tensor([0, 0, 0, 2])
+    balance = _balance(labels, CLASSES)
+    assert balance[[0, 2]].tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
+
+
+@pytest.mark.parametrize("restart", [1, 2])
+def test_refining_is_descent_from_the_global_model_or_carried_along(restart: int, tmp_path: Path) -> None:
+    """Two SGD steps on D̂ over all samples: the second starts from W again, or from where the first led."""
+    method = FedMK(
+        outer_steps=2, outer_rate=3.0, outer_batch=None, optimiser="sgd", inner_steps=1, inner_batch=None,
+        inner_rate=0.5, restart=restart, augment=False, weights="none",
+    )  # fmt: skip
+    me = party(tmp_path, 1)
+    net = me.net(me.initial())
+    images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
+    labels = torch.arange(3).repeat_interleave(2)
+    x, y = me.train.slice(0, len(me.train))
+    start = dict(net.named_parameters())
+    expected, weights = images, start
+    for step in range(2):
+        if step % restart == 0:
+            weights = start
+        d = expected.detach().requires_grad_()
+        gradients = torch.autograd.grad(
+            F.cross_entropy(torch.func.functional_call(net, weights, (d,)), labels),
+            list(weights.values()),
+            create_graph=True,
+        )
+        moved = {name: w - 0.5 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+        loss = F.cross_entropy(torch.func.functional_call(net, moved, (x,)), y)
+        expected = d - 3.0 * torch.autograd.grad(loss, d)[0]
+        weights = {name: w.detach().requires_grad_() for name, w in moved.items()}  # type: ignore[misc]
+    assert torch.allclose(method.refine(me, net, images, labels), expected, atol=1e-6)
+    assert not torch.allclose(expected, images, atol=1e-3)
+
+
+def test_inner_steps_go_over_shuffled_parts_each_image_once_a_pass() -> None:
+    seen: list[Tensor] = []
+
+    class Spy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x[:, 0, 0, 0].detach())
+            return x.flatten(1)[:, :2] * self.w
+
+    images = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 1, 2).contiguous()
+    method = FedMK(inner_steps=4, inner_batch=3, augment=False)
+    net = Spy()
+    method.unroll(net, dict(net.named_parameters()), images, torch.zeros(6, dtype=torch.long), stream("x"))
+    first, second = torch.cat(seen[:2]).tolist(), torch.cat(seen[2:]).tolist()
+    assert sorted(first) == sorted(second) == list(range(6))
+    assert first != list(range(6)) or second != list(range(6))
+
+
+# --- what D̂ begins from ---------------------------------------------------------------------------------------
+
+
+def test_d_begins_from_even_noise(tmp_path: Path) -> None:
+    labels = torch.zeros(200, dtype=torch.long)
+    images = FedMK().first_images(party(tmp_path, 0), labels, {})
+    assert -1 <= images.min() < -0.99
+    assert 0.99 < images.max() <= 1
+    assert images.std() == pytest.approx(1 / math.sqrt(3), rel=0.02)
+
+
+def test_shared_knowledge_is_taken_by_class_and_the_rest_is_noise(tmp_path: Path) -> None:
+    labels = torch.tensor([0, 0, 2, 2])
+    shared = {"0": torch.full((1, *SHAPE), 7.0), "1": torch.full((2, *SHAPE), 8.0), "2": torch.full((3, *SHAPE), 9.0)}
+    images = FedMK(begin="shared").first_images(party(tmp_path, 0), labels, shared)
+    assert [float(image.max()) if image.std() == 0 else None for image in images] == [7.0, None, 9.0, 9.0]
+    ignored = FedMK(begin="noise").first_images(party(tmp_path, 0), labels, {})
+    assert ignored.abs().max() <= 1
+
+
+def test_sharing_gives_the_knowledge_of_others_only(tmp_path: Path) -> None:
+    method = FedMK(begin="shared", **SMALL)
+    state = method.start(task_of(), SEED)
+    assert all(coded.value is state.blank for coded in method.lots(state, [0, 1], stream("a")).values())
+    known = {p: {**state.blank, "0": torch.full((1, *SHAPE), float(p))} for p in (0, 2, 3)}
+    state = MKState(state.model, state.generator, state.blank, known)
+    got: dict[int, set[float]] = {0: set(), 1: set()}
+    for seed in range(40):
+        for who, coded in method.lots(state, [0, 1], stream(seed)).items():
+            assert isinstance(coded.value, dict)
+            got[who].add(float(coded.value["0"].max()))
+    assert got == {0: {2.0, 3.0}, 1: {0.0, 2.0, 3.0}}
+    quiet = FedMK(begin="own", **SMALL).lots(state, [0, 1], stream("a"))
+    assert all(coded.value is state.blank for coded in quiet.values())
+
+
+def test_own_knowledge_goes_on_from_the_last_round(tmp_path: Path) -> None:
+    method = FedMK(begin="own", **{**SMALL, "matching": 0, "outer_steps": 1, "outer_rate": 1e-9})
+    model, blank = task_of().initial(SEED), method.start(task_of(), SEED).blank
+    first = method.condense(party(tmp_path, 0, 1), model=model, shared=blank)["knowledge"].value
+    second = method.condense(party(tmp_path, 0, 2), model=model, shared=blank)["knowledge"].value
+    assert torch.allclose(first["0"], second["0"], atol=1e-6)
+    other = method.condense(party(tmp_path / "elsewhere", 0, 2), model=model, shared=blank)["knowledge"].value
+    assert not torch.allclose(first["0"], other["0"], atol=0.1)
+
+
+def test_labels_are_those_held_or_all(tmp_path: Path) -> None:
+    assert FedMK(per_class=2, least=1).hard_labels(party(tmp_path, 0)).tolist() == [0, 0, 2, 2]
+    assert FedMK(per_class=1, least=2).hard_labels(party(tmp_path, 1)).tolist() == [0, 1]
+    assert FedMK(per_class=1, labels="all").hard_labels(party(tmp_path, 3)).tolist() == [0, 1, 2]
+    with pytest.raises(Unable, match="no class with 3 samples"):
+        FedMK(least=3).hard_labels(party(tmp_path, 3))
+
+
+# --- matching and moving --------------------------------------------------------------------------------------
+
+
+def test_statistics_are_mean_and_deviation_by_class() -> None:
+    features = torch.randn(7, 4, dtype=torch.float64, generator=stream("f"))
+    means = torch.zeros(2, 7, dtype=torch.float64)
+    means[0, :3], means[1, 3:] = 1 / 3, 1 / 4
+    mean, deviation = statistics(features, means)
+    for row, part in enumerate((features[:3], features[3:])):
+        assert torch.allclose(mean[row], part.mean(0))
+        assert torch.allclose(deviation[row], (part.var(0, correction=0) + FLOOR).sqrt())
+    other = (mean + 1, deviation - 2)
+    assert distance((mean, deviation), other).item() == pytest.approx(2 * 4 * (1 + 4))
+    assert distance((mean, deviation), (mean, deviation)) == 0
+
+
+def test_matching_brings_statistics_near_and_leaves_what_it_cannot_match(tmp_path: Path) -> None:
+    me = party(tmp_path, 0)
+    labels = torch.arange(3).repeat_interleave(4)
+    images = 2 * torch.rand(12, *SHAPE, generator=stream("D̂")) - 1
+    made = match(me.net(me.initial()), images, labels, me.train, steps=60, rate=0.1, augment=False, stream=stream("s"))
+    assert torch.equal(made[labels == 1], images[labels == 1])  # the party has no sample of class 1
+
+    def gap(images: Tensor, label: int) -> float:
+        x, y = me.train.slice(0, len(me.train))
+        real, ours = x[y == label], images[labels == label]
+        return float((real.mean(0) - ours.mean(0)).square().sum() + (real.std(0) - ours.std(0)).square().sum())
+
+    assert all(gap(made, label) < 0.5 * gap(images, label) for label in (0, 2))
+
+
+def test_one_matching_step_is_adam_on_the_distance(tmp_path: Path) -> None:
+    """Adam's first step moves each pixel by the rate against the sign of its gradient."""
+    me = party(tmp_path, 2)
+    labels = torch.arange(3).repeat_interleave(2)
+    images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
+    torch.manual_seed(8)
+    net = me.net(me.initial())
+    made = match(net, images, labels, me.train, steps=1, rate=0.1, augment=False, stream=stream("s"))
+    draw = stream("s")
+    y = me.train.labels
+    numbers = torch.cat([torch.nonzero(y == c)[:, 0][torch.randint(3, (REAL,), generator=draw)] for c in range(3)])
+    x, y = me.train.pick(numbers)
+    d = images.clone().requires_grad_()
+    loss = torch.zeros(())
+    for c in range(3):  # `net` still has the weights that were drawn
+        ours, theirs = net.encoder[:7](d[labels == c]), net.encoder[:7](x[y == c])  # type: ignore[index, operator]
+        loss = loss + (ours.mean(0) - theirs.mean(0)).square().sum()
+        deviations = [(f.var(0, correction=0) + FLOOR).sqrt() for f in (ours, theirs)]
+        loss = loss + (deviations[0] - deviations[1]).square().sum()
+    (gradient,) = torch.autograd.grad(loss, d)
+    clear = gradient.abs() > 1e-4
+    assert torch.allclose(made[clear], (images - 0.1 * gradient.sign())[clear], atol=1e-4)
+    assert clear.float().mean() > 0.9
+
+
+def test_random_nets_are_drawn_anew() -> None:
+    net = small_cnn()
+    before = weights_of(net)
+    redraw(net)
+    after = weights_of(net)
+    assert not torch.equal(before["encoder.0.weight"], after["encoder.0.weight"])
+    assert not torch.equal(before["head.weight"], after["head.weight"])
+
+
+def test_features_end_before_the_first_full_layer_or_the_head() -> None:
+    x = torch.randn(2, *SHAPE)
+    net = small_cnn()
+    with _features(net) as features:
+        assert torch.equal(features(x), net.encoder[:7](x))  # type: ignore[index, operator]
+    plain = Split(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)), 5, CLASSES)
+    with _features(plain) as features:
+        assert torch.equal(features(x), plain.encoder(x))
+    assert not plain.head._forward_pre_hooks
+
+
+def test_moves_are_affine_and_differentiable() -> None:
+    image = torch.rand(2, 1, 9, 9, dtype=torch.float64)
+    same = torch.tensor([[[1.0, 0, 0], [0, 1, 0]]], dtype=torch.float64)
+    assert torch.allclose(move(image, same), image)
+    right = torch.tensor([[[1.0, 0, 2 / 9], [0, 1, 0]]], dtype=torch.float64)  # reads one pixel further right
+    assert torch.allclose(move(image, right)[..., :-1], image[..., 1:])
+    assert torch.allclose(move(image, right)[..., -1], image[..., -1])
+    moves = draw_moves(400, stream("m"))
+    size = moves[:, :, :2].double().det().sqrt()
+    assert 1 / (1 + STRETCH) <= size.min() < 0.9 < 1.1 < size.max() <= 1 / (1 - STRETCH) + 1e-6
+    assert moves[:, :, 2].abs().max() <= SHIFT
+    assert torch.atan2(moves[:, 1, 0], moves[:, 0, 0]).abs().max() <= TURN + 1e-6
+    image.requires_grad_()
+    assert torch.autograd.gradcheck(lambda i: move(i, moves[:2]), (image,))
+
+
+# --- Eqs 9-11: the coordinator --------------------------------------------------------------------------------
+
+
+def learned(method: FedMK, folder: Path, images: Tensor, labels: Tensor) -> tuple[Weights, Weights, MKState]:
+    state = method.start(task_of(), SEED)
+    answer = method.learn(
+        coordinator(folder), model=state.model, generator=state.generator, images=images, labels=labels
+    )
+    return answer["model"], answer["generator"], state
+
+
+def some_images() -> tuple[Tensor, Tensor]:
+    return torch.rand(9, *SHAPE, generator=stream("images")), torch.arange(3).repeat(3)
+
+
+def test_training_is_descent_on_the_mean_loss_of_d(tmp_path: Path) -> None:
+    """Eq 9, two steps with momentum and a falling rate, by hand."""
+    method = FedMK(pseudo=0, augment=False, server_steps=2, server_rate=0.4, server_batch=4, momentum=0.5)
+    images, labels = some_images()
+    model, generator, state = learned(method, tmp_path, images, labels)
+    assert generator == {}
+    net, draw = task_of().net(), coordinator(tmp_path).stream("learning")
+    net.load_state_dict(state.model)
+    w = [p.detach().clone() for p in net.parameters()]
+    speed = [torch.zeros_like(p) for p in w]
+    for step in range(2):
+        chosen = torch.randint(9, (4,), generator=draw)
+        gradients = torch.autograd.grad(F.cross_entropy(net(images[chosen]), labels[chosen]), list(net.parameters()))
+        rate = 0.4 * 0.5 * (1 + math.cos(math.pi * step / 2))
+        speed = [0.5 * s + g for s, g in zip(speed, gradients, strict=True)]
+        w = [p - rate * s for p, s in zip(w, speed, strict=True)]
+        with torch.no_grad():
+            for p, value in zip(net.parameters(), w, strict=True):
+                p.copy_(value)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.values(), weights_of(net).values(), strict=True))
+    assert not torch.allclose(model["head.weight"], state.model["head.weight"], atol=1e-3)
+
+
+def test_generated_features_add_beta_times_their_loss_to_the_head_only(tmp_path: Path) -> None:
+    """Eq 11: one step with and without; the difference is −rate · β · ∇ of the head's loss on what is generated."""
+    images, labels = some_images()
+    one = {"augment": False, "server_steps": 1, "server_rate": 0.3, "server_batch": 8, "generator_steps": 4}
+    beta = 0.5
+    with_, generator, state = learned(FedMK(pseudo=beta, **one), tmp_path, images, labels)
+    make = Generator(CLASSES, 32)
+    make.load_state_dict(generator)
+    make.train()
+    draw = coordinator(tmp_path).stream("learning")
+    for _ in range(4):
+        make.draw(8, draw)  # what training the generator drew
+    chosen = torch.randint(9, (8,), generator=draw)
+    noise, y = make.draw(round(beta * 8), draw)
+    before = Generator(CLASSES, 32)
+    before.load_state_dict(state.generator)
+    net = task_of().net()
+    net.load_state_dict(state.model)
+    with torch.no_grad():
+        features = make(noise, y)
+    loss = F.cross_entropy(net(images[chosen]), labels[chosen]) + beta * F.cross_entropy(net.head(features), y)  # type: ignore[operator]
+    gradients = torch.autograd.grad(loss, list(net.parameters()))
+    for (name, parameter), gradient in zip(net.named_parameters(), gradients, strict=True):
+        assert torch.allclose(with_[name], parameter - 0.3 * gradient, atol=1e-6), name
+
+
+def test_the_generator_learns_what_the_head_takes_for_its_class(tmp_path: Path) -> None:
+    """Eq 10: cross-entropy through the head falls, the head stays as it is, features of a class differ."""
+    torch.manual_seed(0)
+    head, make = nn.Linear(32, CLASSES), Generator(CLASSES, 32)
+    before = weights_of(head)
+    noise, y = make.draw(200, stream("try"))
+    first = F.cross_entropy(head(make(noise, y)), y).item()
+    FedMK(generator_steps=60, generator_rate=0.01).learn_generator(make, head, stream("learn"))
+    features = make(noise, y)
+    assert F.cross_entropy(head(features), y).item() < 0.2 * first
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(head).items())
+    assert head.weight.grad is None
+    assert features[y == 0].std(0).mean() > 0.1
+
+
+def test_diversity_by_a_double_loop() -> None:
+    noise, features = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+    total = 0.0
+    for i in range(5):
+        for j in range(5):
+            apart = sum((noise[i] - noise[j]).square().tolist()) / 3
+            total += apart * sum((features[i] - features[j]).abs().tolist()) / 2
+    assert diversity(noise, features).item() == pytest.approx(math.exp(-total / 25))
+
+
+def test_the_coordinator_sees_images_moved_only_if_told(tmp_path: Path) -> None:
+    images, labels = some_images()
+    one = {"pseudo": 0, "server_steps": 1, "server_batch": 8}
+    plain, _, _ = learned(FedMK(augment=False, **one), tmp_path, images, labels)
+    moved, _, _ = learned(FedMK(augment=True, **one), tmp_path, images, labels)
+    assert not torch.equal(plain["head.weight"], moved["head.weight"])
+
+
+# --- rounds ---------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, method: FedMK | None = None, **settings: Any) -> fewer.Result:
+    method = method or FedMK(rounds=2, active=3, **SMALL)
+    return fewer.run(method, DATA, model="cnn", seed=SEED, out=folder, **settings)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return all(same(getattr(one, name), getattr(other, name)) for name in vars(one))
+
+
+@pytest.mark.parametrize("begin", ["own", "shared"])
+def test_pool_and_resume_give_the_same_bits(begin: str, tmp_path: Path) -> None:
+    method = FedMK(rounds=3, active=2, **{**SMALL, "begin": begin})
+    whole = run(tmp_path / "a", method)
+    pool = run(tmp_path / "b", method, runtime="pool", workers=2)
+    assert same(whole.state, pool.state)
+
+    class Stop(Exception): ...
+
+    class Watch:
+        def begin(self, method: str, done: int, rounds: int) -> None: ...
+        def answer(self, round: int, done: int, asked: int) -> None:
+            if round == 2 and done == 2:
+                raise Stop
+
+        def round(self, figures: Any) -> None: ...
+
+    with pytest.raises(Stop):
+        run(tmp_path / "c", method, progress=Watch())
+    again = fewer.resume(tmp_path / "c", method=method, data=DATA)
+    assert same(whole.state, again.state)
+    assert (tmp_path / "a/ledger.csv").read_text() == (tmp_path / "c/ledger.csv").read_text()
+
+
+def test_bytes_are_those_of_the_images(tmp_path: Path) -> None:
+    """Each image is 64 values: one byte each as uint8, four as float32; little is added."""
+    for codec, width in (("uint8", 1), ("float16", 2), ("float32", 4)):
+        result = run(tmp_path / codec, FedMK(rounds=1, active=4, **{**SMALL, "codec": codec}))
+        images = sum(len(some) for known in result.state.knowledge.values() for some in known.values())
+        assert images == 2 * (2 + 3 + 3 + 1)
+        up = result.scores["up"]
+        assert images * 64 * width < up < images * 64 * width + 4 * 700
+
+
+def test_what_is_kept_is_what_travelled(tmp_path: Path) -> None:
+    """The coordinator has D̂ as decoded: at uint8, 256 levels a class at most."""
+    result = run(tmp_path, FedMK(rounds=1, active=4, **{**SMALL, "codec": "uint8", "per_class": 6}))
+    some = result.state.knowledge[2]["1"]
+    steps = ((some - some.min()) / ((some.max() - some.min()) / 255)).double()
+    assert torch.allclose(steps, steps.round(), atol=1e-3)
+
+
+def test_latest_of_all_or_of_the_round_only(tmp_path: Path) -> None:
+    sizes: list[int] = []
+
+    class Spy(FedMK):
+        def learn(self, *args: Any, **fields: Any) -> dict[str, Any]:
+            sizes.append(len(fields["images"]))
+            return super().learn(*args, **fields)
+
+        learn.__fewer__ = "coordinator"  # type: ignore[attr-defined]
+
+    for keep in ("latest", "round"):
+        method = Spy(rounds=3, active=1, **{**SMALL, "keep": keep, "matching": 1, "outer_steps": 0})
+        folder = tmp_path / keep
+        parties, state = inline(method, folder), method.start(task_of(), SEED)
+        sizes.clear()
+        asked = []
+        for round in (1, 2, 3):
+            parties.round = round
+            asked.append(method.choose(parties)[0])
+            state = method.round(state, parties)
+        held = [2 * sum(count > 0 for count in COUNTS[p]) for p in asked]
+        kept = [2 * sum(count > 0 for p in set(asked[: n + 1]) for count in COUNTS[p]) for n in range(3)]
+        assert sizes == (kept if keep == "latest" else held)
+        assert set(state.knowledge) == set(asked)
+
+
+def test_the_album_follows_the_party_that_was_first(tmp_path: Path) -> None:
+    result = run(tmp_path, FedMK(rounds=3, active=4, **SMALL))
+    first = next(iter(result.state.knowledge))
+    assert list(result.state.album) == [1, 2, 3]
+    last = result.state.album[3]
+    assert all(torch.equal(image, result.state.knowledge[first][label][:1]) for label, image in last.items())
+    assert not same(result.state.album[1], last)
+
+
+def test_answers_that_do_not_fit_are_refused() -> None:
+    schema = {"knowledge": {"0": Shaped((range(3), *SHAPE)), "1": Shaped((range(3), *SHAPE))}}
+
+    def knowledge(zero: Tensor, one: Tensor) -> Any:
+        return decode(encode("condense", {"knowledge": {"0": zero, "1": one}}), schema)[1]["knowledge"]
+
+    good = torch.zeros(2, *SHAPE)
+    assert knowledge(good, good[:0])["1"].shape == (0, *SHAPE)
+    for bad in (torch.zeros(3, *SHAPE), torch.zeros(2, 1, 8, 9), torch.zeros(2, *SHAPE, dtype=torch.float64)):
+        with pytest.raises(Refused):
+            knowledge(good, bad)
+    with pytest.raises(Refused):
+        decode(encode("condense", {"knowledge": {"0": good}}), schema)
+    with pytest.raises(Refused):
+        knowledge(good, torch.full((1, *SHAPE), torch.nan))
+
+
+def test_absent_parties_and_a_party_without_enough_samples_leave_the_round_whole(tmp_path: Path) -> None:
+    result = run(tmp_path, FedMK(rounds=3, active=4, **{**SMALL, "least": 3}), drop=0.3)
+    assert 3 not in result.state.knowledge  # two samples only
+    assert "unable" in (tmp_path / "events.jsonl").read_text()
+    assert math.isfinite(result.scores["loss"])
+
+
+def test_wrong_settings_get_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="nothing would be condensed"):
+        FedMK(matching=0, outer_steps=0).start(task_of(), SEED)
+    flat = Task((4,), 2, lambda: Split(nn.Linear(4, 3), 3, 2))
+    with pytest.raises(SettingError, match="augment = true"):
+        FedMK().start(flat, SEED)
+    assert FedMK(augment=False).start(flat, SEED).blank["0"].shape == (0, 4)
+    words = Task((4,), 2, lambda: Split(nn.Sequential(nn.Embedding(9, 3), nn.Flatten()), 12, 2))
+    with pytest.raises(SettingError, match="real numbers"):
+        FedMK(augment=False).start(words, SEED)
+
+
+def test_any_model_will_do_without_a_generator() -> None:
+    whole = Task(SHAPE, CLASSES, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES)))
+    with pytest.raises(SettingError, match="no encoder"):
+        FedMK().start(whole, SEED)
+    assert FedMK(pseudo=0).start(whole, SEED).generator == {}
+
+
+def test_the_papers_form_has_no_departure() -> None:
+    method = FedMKPaper()
+    assert (method.matching, method.augment, method.inner_steps, method.inner_batch) == (0, False, 1, None)
+    assert (method.begin, method.keep, method.least, method.codec) == ("shared", "round", 1, "float32")
+    assert (method.weights, method.tau, method.per_class, method.restart) == ("dynamic", 5.0, 20, 1)
+
+
+def test_joined_puts_labels_beside_images() -> None:
+    known: list[Knowledge] = [
+        {"0": torch.ones(2, 1), "1": torch.ones(0, 1)},
+        {"0": torch.ones(0, 1), "1": torch.zeros(1, 1)},
+    ]
+    images, labels = joined(known)
+    assert images.flatten().tolist() == [1.0, 1.0, 0.0]
+    assert labels.tolist() == [0, 0, 1]
