@@ -14,9 +14,12 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from benchmarks import work
 from benchmarks.measure import Figure, Process, alternate, in_turn, ratio
+from fewer.methods.fedmk import FedMK
 from fewer.wire import decode, encode
 
 ROUNDS = 25
@@ -133,6 +136,51 @@ def wire(directory: str | None) -> list[Figure]:
     ]
 
 
+def condense(directory: str | None) -> list[Figure]:
+    """FedMK's bi-level step: 5 inner steps on 64 of 200 images of D̂, then 256 real samples."""
+    method = FedMK(inner_steps=5, inner_batch=64, augment=False, weights="none")
+    data = work.arrays(directory)
+    x = torch.from_numpy(data.x[:256]).float().div_(255).sub_(work.MEAN).div_(work.DEVIATION).view(-1, 1, 28, 28)
+    y = torch.from_numpy(data.y[:256]).long()
+    images = (2 * torch.rand(200, 1, 28, 28) - 1).requires_grad_()
+    labels = torch.arange(200) % 10
+    net = work.net()
+    first: dict[str, Tensor] = dict(net.named_parameters())
+    weights, stream = list(net.parameters()), torch.Generator().manual_seed(0)
+
+    def ours() -> None:
+        reached = method.unroll(net, first, images, labels, stream)
+        torch.autograd.grad(method.outer_loss(net, reached, x, y, torch.ones(10)), images)
+
+    def inner() -> tuple[Tensor, ...]:
+        part = images[:64]
+        return torch.autograd.grad(F.cross_entropy(net(part), labels[:64]), weights, create_graph=True)
+
+    def outer() -> None:
+        torch.autograd.grad(F.cross_entropy(net(x), y), weights)
+
+    def back() -> float:
+        gradients = inner()
+        return _seconds(lambda: torch.autograd.grad(gradients, [images, *weights], grad_outputs=weights))
+
+    def bare() -> float:
+        return sum(_seconds(inner) + back() for _ in range(method.inner_steps)) + _seconds(outer)
+
+    for warm in (ours, inner, outer, back):
+        warm()
+    mine, theirs = alternate(25, partial(_seconds, ours), bare)
+    return [
+        Figure("bi-level step", 1e3 * median(mine), "ms"),
+        _compared("bi-level step / sum of its passes", mine, theirs, most=1.5),
+    ]
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    action()
+    return time.perf_counter() - begun
+
+
 def _bare(rounds: int, directory: str | None, waits: bool = False) -> Process:
     return Process("benchmarks.work", str(rounds), *([directory] if directory else []), waits=waits)
 
@@ -148,5 +196,5 @@ def _compared(what: str, above: list[float], below: list[float], **goal: float) 
 
 
 SUITE: dict[str, Callable[[str | None], list[Figure]]] = {
-    one.__name__: one for one in (overhead, pool, whole, help, population, wire)
+    one.__name__: one for one in (overhead, pool, whole, help, population, wire, condense)
 }

@@ -206,7 +206,7 @@ def test_refining_is_descent_from_the_global_model_or_carried_along(restart: int
     images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
     labels = torch.arange(3).repeat_interleave(2)
     x, y = me.train.slice(0, len(me.train))
-    start = dict(net.named_parameters())
+    start: dict[str, Tensor] = dict(net.named_parameters())
     expected, weights = images, start
     for step in range(2):
         if step % restart == 0:
@@ -220,7 +220,7 @@ def test_refining_is_descent_from_the_global_model_or_carried_along(restart: int
         moved = {name: w - 0.5 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
         loss = F.cross_entropy(torch.func.functional_call(net, moved, (x,)), y)
         expected = d - 3.0 * torch.autograd.grad(loss, d)[0]
-        weights = {name: w.detach().requires_grad_() for name, w in moved.items()}  # type: ignore[misc]
+        weights = {name: w.detach().requires_grad_() for name, w in moved.items()}
     assert torch.allclose(method.refine(me, net, images, labels), expected, atol=1e-6)
     assert not torch.allclose(expected, images, atol=1e-3)
 

@@ -90,7 +90,7 @@ class FedMK(Method):
     matching_rate: PositiveFloat = 0.1
     """Step size of matching (Adam)."""
 
-    outer_steps: NonNegativeInt = 10
+    outer_steps: NonNegativeInt = 20
     """Bi-level steps on D̂."""
     outer_rate: PositiveFloat = 0.02
     """Step size of D̂ in a bi-level step (α)."""
