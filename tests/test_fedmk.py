@@ -20,6 +20,7 @@ from fewer.learning.augment import SHIFT, STRETCH, TURN, draw_moves, move
 from fewer.learning.generator import Generator, diversity
 from fewer.learning.match import FLOOR, REAL, _features, distance, match, redraw, statistics
 from fewer.methods.base import Coordinator, Party, Place
+from fewer.methods.fedavg import FedAvgMoved
 from fewer.methods.fedmk import FedMK, FedMKPaper, Knowledge, MKState, joined
 from fewer.models import SmallCNN, Split, Task, Weights, weights_of
 from fewer.runtime import Inline, Site, Unable, stream
@@ -487,6 +488,21 @@ def test_the_coordinator_sees_images_moved_only_if_told(tmp_path: Path) -> None:
     plain, _, _ = learned(FedMK(augment=False, **one), tmp_path, images, labels)
     moved, _, _ = learned(FedMK(augment=True, **one), tmp_path, images, labels)
     assert not torch.equal(plain["head.weight"], moved["head.weight"])
+
+
+def test_fedavg_on_moved_images_is_descent_on_them(tmp_path: Path) -> None:
+    method = FedAvgMoved(steps=2, batch=3, rate=0.2)
+    me = party(tmp_path, 1)
+    answer = method.train(me, model=me.initial())["model"].value
+    net, draw = task_of().net(), me.stream("moves")
+    net.load_state_dict(me.initial())
+    for numbers in torch.randint(len(me.train), (2, 3), generator=me.stream("batches")):
+        x, y = me.train.pick(numbers)
+        gradients = torch.autograd.grad(F.cross_entropy(net(move(x, draw_moves(3, draw))), y), list(net.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                parameter -= 0.2 * gradient
+    assert all(torch.allclose(answer[name], tensor, atol=1e-6) for name, tensor in weights_of(net).items())
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fewer.learning import draw_batches, sgd, weighted_mean
+from fewer.learning.augment import draw_moves, move
 from fewer.methods.base import MAX_SIZE, Method, ModelState, Party
 from fewer.models import Task, Weights, weights_of
 from fewer.runtime import Parties, on_party
@@ -63,3 +64,15 @@ class FedAvg(Method):
     def numbers(self, me: Party) -> Tensor:
         """Which samples each step uses (steps × batch)."""
         return draw_batches(len(me.train), self.steps, self.batch, me.stream("batches"))
+
+
+class FedAvgMoved(FedAvg):
+    """FedAvg on images that are turned and shifted a little: what augmentation, which FedMK uses, is worth alone."""
+
+    name: ClassVar[str] = "fedavg-moved"
+
+    def descend(self, net: nn.Module, me: Party) -> None:
+        """Local training; each image is moved by its own random move each time."""
+        stream = me.stream("moves")
+        batches = me.train.batches(self.numbers(me))
+        sgd(net, ((move(x, draw_moves(len(x), stream)), y) for x, y in batches), self.rate)
