@@ -31,6 +31,11 @@ class Samples:
     def __len__(self) -> int:
         return len(self.y) if self.rows is None else len(self.rows)
 
+    @property
+    def labels(self) -> Tensor:
+        """The labels of all samples, in order."""
+        return self.y if self.rows is None else self.y[self.rows]
+
     def pick(self, which: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the samples with these numbers (a one-dimensional tensor)."""
         which = which.to(self.y.device)
