@@ -385,7 +385,8 @@ def test_fedgen_by_hand(tmp_path: Path) -> None:
         for name, tensor in state.generator.items():
             if name != "body.0.bias":  # what comes next takes it out again, so Adam follows rounding errors there
                 loose = name == "body.1.running_mean"
-                assert close(tensor, expected[name].double().numpy(), 1e-4 if loose else 2e-6), name
+                tolerance = method.generator_rate / 5 if loose else 5e-6
+                assert close(tensor, expected[name].double().numpy(), tolerance), name
         moved = (state.generator["body.3.weight"] - before.generator["body.3.weight"]).abs().max()
         assert moved > method.generator_rate
 
