@@ -42,6 +42,7 @@ SMALL: dict[str, Any] = {
     "server_batch": 5,
     "generator_steps": 2,
     "least": 1,
+    "refine_from": 1,
 }
 
 
@@ -641,9 +642,21 @@ def test_any_model_will_do_without_a_generator() -> None:
     assert FedMK(pseudo=0).start(whole, SEED).generator == {}
 
 
+def test_bi_level_steps_begin_when_told(tmp_path: Path) -> None:
+    model, blank = task_of().initial(SEED), FedMK().start(task_of(), SEED).blank
+    late, never = (FedMK(**{**SMALL, "refine_from": 2, "outer_steps": steps}) for steps in (2, 0))
+    for round, alike in ((1, True), (2, False)):
+        one, other = (
+            method.condense(party(tmp_path / name, 0, round), model=model, shared=blank)["knowledge"].value
+            for name, method in (("late", late), ("never", never))
+        )
+        assert torch.equal(one["0"], other["0"]) == alike
+
+
 def test_the_papers_form_has_no_departure() -> None:
     method = FedMKPaper()
     assert (method.matching, method.augment, method.inner_steps, method.inner_batch) == (0, False, 1, None)
+    assert method.refine_from == 1
     assert (method.begin, method.keep, method.least, method.codec) == ("shared", "round", 1, "float32")
     assert (method.weights, method.tau, method.per_class, method.restart) == ("dynamic", 5.0, 20, 1)
 

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from fewer.methods import Party as Party
     from fewer.methods.fedavg import FedAvg as FedAvg
     from fewer.methods.fedbn import FedBN as FedBN
+    from fewer.methods.feddistill import FedDistill as FedDistill
+    from fewer.methods.fedensemble import FedEnsemble as FedEnsemble
+    from fewer.methods.fedgen import FedGen as FedGen
     from fewer.methods.fedprox import FedProx as FedProx
     from fewer.methods.local import Local as Local
     from fewer.runs import Result as Result
@@ -29,6 +32,9 @@ _HOMES = {
     "Party": "fewer.methods",
     "FedAvg": "fewer.methods.fedavg",
     "FedBN": "fewer.methods.fedbn",
+    "FedDistill": "fewer.methods.feddistill",
+    "FedEnsemble": "fewer.methods.fedensemble",
+    "FedGen": "fewer.methods.fedgen",
     "FedProx": "fewer.methods.fedprox",
     "Local": "fewer.methods.local",
     "Result": "fewer.runs",

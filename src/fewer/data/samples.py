@@ -33,7 +33,7 @@ class Samples:
 
     @property
     def labels(self) -> Tensor:
-        """The labels of all samples."""
+        """The labels of all samples, in order."""
         return self.y if self.rows is None else self.y[self.rows]
 
     def pick(self, which: Tensor) -> tuple[Tensor, Tensor]:

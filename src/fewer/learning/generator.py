@@ -26,11 +26,15 @@ class Generator(nn.Module):
         features: Tensor = self.body(torch.cat([noise, F.one_hot(y, self.classes).to(noise.dtype)], dim=1))
         return features
 
-    def draw(self, count: int, stream: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Noise and labels of `count` samples, labels evenly from all classes."""
+    def draw(self, count: int, stream: torch.Generator, chances: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Noise and labels of `count` samples, labels evenly from all classes or in proportion to `chances`."""
         at = next(self.parameters())
         noise = torch.randn(count, self.noise, generator=stream).to(at)
-        return noise, torch.randint(self.classes, (count,), generator=stream).to(at.device)
+        if chances is None:
+            y = torch.randint(self.classes, (count,), generator=stream)
+        else:
+            y = torch.multinomial(chances.cpu(), count, replacement=True, generator=stream)
+        return noise, y.to(at.device)
 
 
 def diversity(noise: Tensor, features: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Pull = Callable[[list[Tensor], tuple[Tensor, ...]], None]
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+"""Of a net on inputs and labels."""
 
 
 def draw_batches(count: int, steps: int, batch: int, stream: torch.Generator) -> Tensor:
@@ -16,17 +18,26 @@ def draw_batches(count: int, steps: int, batch: int, stream: torch.Generator) ->
     return torch.randint(count, (steps, batch), generator=stream)
 
 
-def sgd(net: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], rate: float, pull: Pull | None = None) -> None:
-    """One step w ← w − rate · ∇ cross-entropy for each batch, in place.
+def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Mean over the batch."""
+    return F.cross_entropy(net(x), y)
+
+
+def sgd(
+    net: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    rate: float,
+    pull: Pull | None = None,
+    loss: Loss = cross_entropy,
+) -> None:
+    """One step w ← w − rate · ∇ loss for each batch, in place.
 
     `pull(parameters, gradients)` may change the gradients before each step.
     """
     net.train()
     parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
     for x, y in batches:
-        gradients = torch.autograd.grad(
-            F.cross_entropy(net(x), y), parameters, allow_unused=True, materialize_grads=True
-        )
+        gradients = torch.autograd.grad(loss(net, x, y), parameters, allow_unused=True, materialize_grads=True)
         with torch.no_grad():
             if pull is not None:
                 pull(parameters, gradients)

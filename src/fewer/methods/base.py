@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -212,7 +212,11 @@ class Method(BaseModel):
 
     def personal(self, me: Party, model: Weights) -> nn.Module:
         """The net that a party ends up with, from what is shared and what it remembers."""
-        return me.net(model)
+        return self.assemble(me.net, model)
+
+    def assemble(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+        """The net that gives the answers, from what `whole` gives; `net` makes one of the task's with weights."""
+        return net(weights)
 
     def whole(self, state: Any) -> Weights | None:
         """The weights of the global model; None if the method makes only personal ones."""
@@ -245,7 +249,7 @@ class Method(BaseModel):
         """Count right answers of the global model on a piece of the common test set."""
         stop = min(stop, len(here.common))
         chunks = (here.common.slice(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK))
-        return score(here.net(model), chunks)._asdict()
+        return score(self.assemble(here.net, model), chunks)._asdict()
 
 
 class PersonalMethod(Method):

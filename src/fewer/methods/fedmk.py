@@ -20,6 +20,7 @@ Departures, each a setting; `fedmk-paper` has them all off:
   random nets (`fewer.learning.match`). Bi-level steps alone leave most of the noise that D̂ begins with.
 - `augment`: images of D̂ are turned and shifted a little whenever a net sees them (matching, inner steps, the
   coordinator's training). D̂ is small and seen many times; this keeps the model from learning it by heart.
+- `refine_from`: no bi-level steps in the first round, whose model is random.
 - `inner_batch`, `inner_steps`: inner steps go over shuffled parts of D̂, as the coordinator's own steps do.
 - `keep = latest`: the coordinator trains on the last D̂ of everyone who ever sent one, not only of this round's parties.
 - `begin = own`: a party goes on from its own last D̂, which need not be sent.
@@ -92,6 +93,8 @@ class FedMK(Method):
 
     outer_steps: NonNegativeInt = 20
     """Bi-level steps on D̂."""
+    refine_from: PositiveInt = 2
+    """The first round with bi-level steps: in the first, the model is random, and D̂ would come to fit that."""
     outer_rate: PositiveFloat = 0.02
     """Step size of D̂ in a bi-level step (α)."""
     outer_batch: PositiveInt | None = 256
@@ -134,8 +137,8 @@ class FedMK(Method):
 
     def start(self, task: Task, seed: int) -> MKState:
         """The initial model and generator."""
-        if not self.matching + self.outer_steps:
-            raise SettingError("matching = 0 and outer_steps = 0: nothing would be condensed")
+        if not self.matching and (not self.outer_steps or self.refine_from > 1):
+            raise SettingError("matching = 0 and no bi-level steps in the first round: nothing would be condensed")
         if self.augment and len(task.shape) != 3:
             raise SettingError(f"augment = true moves images, and samples here have the shape {task.shape}")
         net = task.net().eval()
@@ -200,7 +203,7 @@ class FedMK(Method):
                 augment=self.augment,
                 stream=me.stream("matching"),
             )
-        if self.outer_steps:
+        if self.outer_steps and me.round >= self.refine_from:
             images = self.refine(me, me.net(model), images, labels)
         knowledge = {str(label): images[labels == label] for label in range(me.task.classes)}
         if self.begin == "own":
@@ -338,6 +341,7 @@ class FedMKPaper(FedMK):
     begin: Literal["noise", "shared", "own"] = "shared"
     augment: bool = False
     matching: NonNegativeInt = 0
+    refine_from: PositiveInt = 1
     outer_steps: NonNegativeInt = 60
     outer_rate: PositiveFloat = 0.1
     inner_steps: PositiveInt = 1

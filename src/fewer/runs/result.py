@@ -12,7 +12,7 @@ from fewer.data import Data
 from fewer.errors import RunError, SettingError
 from fewer.methods import Method, Party
 from fewer.methods.base import Place
-from fewer.models import Task, load_weights
+from fewer.models import Task, Weights, load_weights
 from fewer.runs.directory import RunDirectory
 from fewer.runs.settings import Settings
 
@@ -48,7 +48,10 @@ class Result:
         weights = self.method.whole(self.state)
         if weights is None:
             raise SettingError(f"{self.method.name} has no global model: ask for a party's (0 … {len(self.data) - 1})")
-        net = self.task.net().eval()
+        return self.method.assemble(self._net, weights).eval()
+
+    def _net(self, weights: Weights) -> nn.Module:
+        net = self.task.net()
         load_weights(net, weights)
         return net
 

@@ -1,0 +1,80 @@
+"""FedEnsemble: FedAvg that answers with all parties' models instead of their mean.
+
+The baseline of Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021:
+parties train as in FedAvg, and the prediction is that of the summed logits of the active parties' models. Departures:
+as FedAvg; the mean of the logits, not their sum, which predicts the same class with a confidence that can be read.
+
+What it costs: training sends what FedAvg sends. But the state and its checkpoint hold the models of a round besides
+their mean, a prediction takes as many passes, and whoever uses the ensemble needs all of its models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fewer.learning import weighted_mean
+from fewer.methods.base import MAX_SIZE, ModelState
+from fewer.methods.fedavg import FedAvg
+from fewer.models import Task, Weights
+from fewer.runtime import Parties
+from fewer.wire import Coded, Number
+
+
+class Ensemble(nn.Module):
+    """Nets that answer together: the mean of their logits."""
+
+    def __init__(self, members: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Class scores of a batch."""
+        return torch.stack([member(x) for member in self.members]).mean(0)
+
+
+@dataclass(frozen=True)
+class Members(ModelState):
+    """The mean model, from which parties train, and the models that it is the mean of."""
+
+    members: Weights
+    """One behind the other along a first dimension."""
+
+
+class FedEnsemble(FedAvg):
+    """FedAvg that predicts with the mean logits of the active parties' models."""
+
+    name: ClassVar[str] = "fedensemble"
+
+    def start(self, task: Task, seed: int) -> Members:
+        """The initial model, as an ensemble of one."""
+        return _members(task.initial(seed), [task.initial(seed)])
+
+    def round(self, state: Any, parties: Parties) -> Members:
+        """As FedAvg, but the models that came are kept."""
+        answers = parties.ask(
+            self.choose(parties),
+            self.train,
+            model=Coded(state.model, self.codec),
+            returns={"model": state.model, "size": Number(int, 1, MAX_SIZE)},
+        )
+        models = [answer["model"] for answer in answers]
+        return _members(weighted_mean(models, [answer["size"] for answer in answers]), models)
+
+    def shared(self, state: Any) -> Weights:
+        """The models of the ensemble; their mean is `state.model`."""
+        members: Weights = state.members
+        return members
+
+    def assemble(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+        """The ensemble."""
+        count = len(next(iter(weights.values())))
+        return Ensemble([net({name: tensor[number] for name, tensor in weights.items()}) for number in range(count)])
+
+
+def _members(mean: Weights, models: Sequence[Weights]) -> Members:
+    return Members(mean, {name: torch.stack([model[name] for model in models]) for name in mean})
