@@ -25,6 +25,9 @@ from fewer.methods import find
 from fewer.runs.job import check, setting_error
 from fewer.runs.statistics import half_width
 
+_OWN = ("seeds", "trials", "by_round")
+"""What of a recipe itself `--quick` may change."""
+
 
 class RecipeRow(BaseModel):
     """One row of the table: a method with settings of its own, and what the paper has for each column."""
@@ -119,23 +122,32 @@ def reproduce(
 ) -> tuple[Recipe, list[Cell]]:
     """Run all rows and columns. Finished runs in `out` are taken as they are, broken ones go on."""
     plan = recipe(name)
-    fast = dict(plan.quick) if quick else {}
-    plan = _checked(
-        name, {**plan.model_dump(), **{key: fast.pop(key) for key in ("seeds", "trials", "by_round") if key in fast}}
-    )
-    shared = {**plan.settings, **fast, **(changes or {})}
-    kinds = [find(row.method) for row in plan.row]
+    if quick:
+        plan = _checked(name, {**plan.model_dump(), **{key: plan.quick[key] for key in _OWN if key in plan.quick}})
     cells = []
     for place, column in enumerate(plan.column):
-        title, varied = column.name, {**(column.model_extra or {}), **(column.quick if quick else {})}
-        own = own_settings(kinds, {**shared.get("set", {}), **varied.get("set", {})})
+        title = column.name
         series = Series(plan.seeds, plan.trials, out / _slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
-        for row, kind in zip(plan.row, kinds, strict=True):
-            settings = check({**shared, **varied, "method": row.method, "set": {**own[kind.name], **row.set}})
-            ours = series.run(settings, _slug(row.name), row.tune)
+        for row, settings in zip(plan.row, settings_in(column, plan, quick), strict=True):
+            ours = series.run(check({**settings, **(changes or {})}), _slug(row.name), row.tune)
             paper = row.paper[place] if place < len(row.paper) else None
             cells.append(Cell(row.name, title, ours, paper))
     return plan, cells
+
+
+def settings_in(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[str, Any]]:
+    """The settings of each row in this column. What they `set` in common goes to the methods that have it."""
+    layers = [plan.settings, column.model_extra or {}]
+    if quick:
+        fast = {key: value for key, value in plan.quick.items() if key not in _OWN}
+        layers = [plan.settings, fast, column.model_extra or {}, column.quick]
+    shared = {key: value for layer in layers for key, value in layer.items()}
+    kinds = [find(row.method) for row in plan.row]
+    common = own_settings(kinds, {key: value for layer in layers for key, value in layer.get("set", {}).items()})
+    return [
+        {**shared, "method": row.method, "set": {**common[kind.name], **row.set}}
+        for row, kind in zip(plan.row, kinds, strict=True)
+    ]
 
 
 def write(
