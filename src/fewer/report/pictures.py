@@ -368,7 +368,7 @@ def _charts(title: str, names: Sequence[str], size: tuple[float, float] = SIZE) 
     for unused in charts[len(names) :]:
         unused.remove()
     for axes, name in zip(charts, names, strict=False):
-        axes.set_title(name)
+        axes.set_title(name, fontsize=10)
     figure.suptitle(title, x=0.08 / width, ha="left", color=INK, fontsize=11)
     return figure, charts[: len(names)]
 
@@ -384,7 +384,7 @@ def _limits(accuracies: Iterable[Interval]) -> tuple[float, float]:
 def _legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
     """Below the chart, in as many columns as there is room for."""
     texts = [_short(text, 50) for text in handles]
-    columns = min(len(texts), max(1, int(14 * figure.get_figwidth() / (max(map(len, texts)) + 5))))
+    columns = min(len(texts), max(1, int(14 * figure.get_figwidth() / (max(map(len, texts)) + 7))))
     figure.legend(handles.values(), texts, loc="outside lower center", ncols=columns)
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.2 * (math.ceil(len(texts) / columns) - 1))

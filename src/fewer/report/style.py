@@ -54,7 +54,7 @@ _SETTINGS: Any = {
     "legend.frameon": False,
     "legend.borderpad": 0,
     "legend.fontsize": 9,
-    "legend.handlelength": 1.8,
+    "legend.handlelength": 2.8,
     "legend.columnspacing": 1.5,
 }
 

@@ -24,13 +24,11 @@ def recipe_picture(plan: Recipe, cells: Sequence[Cell]) -> Figure | None:
     if plan.figure == "columns":
         rounds = plan.by_round if isinstance(plan.by_round, list) else [0]
         panels = {f"{number} rounds" if number else "": _after(cells, number) for number in rounds}
-        return column_picture("Accuracy", panels, of)
+        return column_picture(plan.title, panels, of)
     histories: dict[str, Histories] = {
         column: {cell.row: cell.ours.curves for cell in cells if cell.column == column} for column in columns
     }
-    if plan.figure == "rounds":
-        return curve_picture("Accuracy by round", histories, "round", of)
-    return curve_picture("Accuracy by traffic", histories, "megabytes", of)
+    return curve_picture(plan.title, histories, "round" if plan.figure == "rounds" else "megabytes", of)
 
 
 def _after(cells: Sequence[Cell], number: int) -> dict[str, dict[str, Interval]]:
