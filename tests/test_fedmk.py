@@ -502,7 +502,7 @@ def test_fedavg_on_moved_images_is_descent_on_them(tmp_path: Path) -> None:
         gradients = torch.autograd.grad(F.cross_entropy(net(move(x, draw_moves(3, draw))), y), list(net.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-                parameter -= 0.2 * gradient
+                parameter.sub_(0.2 * gradient)
     assert all(torch.allclose(answer[name], tensor, atol=1e-6) for name, tensor in weights_of(net).items())
 
 

@@ -1,11 +1,22 @@
 """Tables as files, and the commands that look at data and runs."""
 
+import itertools
 import json
+import math
+import tomllib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from fewer.experiments import recipes
+from fewer.errors import SettingError
+from fewer.experiments import Row, recipes
+from fewer.methods import find
+from fewer.report import recipe_picture
+from fewer.report.pictures import interval
+from fewer.report.style import look
+from fewer.runs.job import check, make_method
 from tests.test_cli import DIGITS, call
 
 RECIPE = """
@@ -37,10 +48,12 @@ method = "fedprox"
 tune = true
 """
 
+SOON = ("feddistill", "fedensemble", "fedgen")
+
 
 def test_a_recipe_gives_ours_beside_theirs(tmp_path: Path) -> None:
     file = tmp_path / "small.toml"
-    file.write_text(RECIPE)
+    file.write_text(f'figure = "rounds"\n{RECIPE}')
     words: list[str | Path] = ["reproduce", file, "--results", tmp_path / "results", "--out", tmp_path / "runs"]
     text = call(*words).stdout
     content = json.loads((tmp_path / "results/small.json").read_text())
@@ -54,6 +67,12 @@ def test_a_recipe_gives_ours_beside_theirs(tmp_path: Path) -> None:
     assert f"| FedAvg, given | {100 * accuracy:.2f} ± {100 * half:.2f} / 12.50 |" in text
     assert given["ours"]["hash"] in text and (tmp_path / "results/small.md").read_text() in text
     before = (tmp_path / "results/small.json").read_text()
+    curves = given["ours"]["curves"]
+    assert [[line["round"] for line in seed] for seed in curves] == [[1, 2], [1, 2]]
+    assert [seed[-1]["accuracy"] for seed in curves] == given["ours"]["accuracies"]
+    assert sum(seed[-1]["up"] for seed in curves) / 2e6 == pytest.approx(given["ours"]["mb_up"])
+    assert "![Accuracy by round of each row](small.png)" in text
+    assert (tmp_path / "results/small.png").read_bytes().startswith(b"\x89PNG")
     again = call(*words)  # everything is there: nothing is run again
     assert "accuracy" not in again.stderr and (tmp_path / "results/small.json").read_text() == before
     quick = call(*words[:2], "--quick", "--results", tmp_path / "results", "--out", tmp_path / "quick").stdout
@@ -62,10 +81,104 @@ def test_a_recipe_gives_ours_beside_theirs(tmp_path: Path) -> None:
 
 def test_recipes_are_listed_and_sound() -> None:
     listed = call("reproduce", "--list").stdout
-    assert "baselines/mnist" in listed
+    assert {"baselines/mnist", "fedmk/table1", "fedmk/fig2"} <= {line.split()[0] for line in listed.splitlines()}
     for name in recipes.names():
         plan = recipes.recipe(name)
-        assert all(len(row.paper) in (0, len(plan.column)) for row in plan.row)
+        assert all(len(row.paper) <= len(plan.column) for row in plan.row)
+        for titles in ([row.name for row in plan.row], [column.name for column in plan.column]):
+            assert len({recipes._slug(title) for title in titles}) == len(titles)  # each has its own directory
+        known = plan.model_copy(update={"row": [row for row in plan.row if row.method not in SOON]})
+        for column, quick in itertools.product(known.column, (False, True)):
+            for row, given in zip(known.row, recipes.settings_in(column, known, quick), strict=True):
+                settings = check(given)
+                assert make_method(find(settings.method), settings).name == row.method, (name, column.name, row.name)
+                assert not quick or settings.data in ("digits", "fashion-mini")
+
+
+def test_settings_are_those_of_recipe_column_and_row() -> None:
+    text = RECIPE.replace("rounds = 2\n", "rounds = 2\nset = { mu = 0.3, rate = 0.2 }\n")
+    text = text.replace(
+        "alpha = 5.0\n", "alpha = 5.0\nset = { rate = 0.4 }\nquick = { alpha = 7.0, set = { mu = 0.6 } }\n"
+    )
+
+    def told(column: int, quick: bool = False, text: str = text) -> list[tuple[float, int, dict[str, float]]]:
+        plan = recipes.Recipe(**tomllib.loads(text))
+        found = recipes.settings_in(plan.column[column], plan, quick)
+        return [(given["alpha"], given["rounds"], given["set"]) for given in found]
+
+    assert told(0) == [(0.5, 2, {"rate": 0.05}), (0.5, 2, {"mu": 0.3, "rate": 0.2})]  # fedavg has no mu
+    assert told(1) == [(5.0, 2, {"rate": 0.05}), (5.0, 2, {"mu": 0.3, "rate": 0.4})]
+    assert told(1, quick=True) == [(7.0, 1, {"rate": 0.05}), (7.0, 1, {"mu": 0.6, "rate": 0.4})]
+    with pytest.raises(SettingError, match="nu: none of the methods compared has it"):
+        told(0, text=text.replace("mu = 0.3", "nu = 0.3"))
+
+
+def row(method: str, curves: list[list[float]], first: int = 1) -> Row:
+    """A row of handmade runs, which send 3 MB up and 1 MB down in a round."""
+    last = [curve[-1] for curve in curves]
+    lines = [
+        [
+            {"round": number, "accuracy": accuracy, "up": 3_000_000 * number, "down": 1_000_000 * number}
+            for number, accuracy in enumerate(curve, first)
+        ]
+        for curve in curves
+    ]
+    mean, half = interval(last)
+    return Row(method, mean, half, mean, 2, 6, 2, 1, [0, 1], last, lines, {}, "hash")
+
+
+def handmade(**keys: Any) -> tuple[recipes.Recipe, list[recipes.Cell]]:
+    plan = recipes.Recipe(**{**tomllib.loads(RECIPE), **keys})
+    given, tuned = [[0.1, 0.3], [0.1, 0.5]], [[0.2, 0.6], [0.4, 0.6]]
+    rows = {"FedAvg, given": row("fedavg", given), "FedAvg, tuned": row("fedavg", tuned)}
+    plan = plan.model_copy(
+        update={"row": [recipes.RecipeRow(name=name, method="fedavg", tune="tuned" in name) for name in rows]}
+    )
+    columns = [column.name for column in plan.column]
+    return plan, [recipes.Cell(name, column, ours, None) for column in columns for name, ours in rows.items()]
+
+
+@pytest.mark.parametrize(("figure", "x"), [("rounds", [1, 2]), ("megabytes", [4, 8])])
+def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[float]) -> None:
+    drawn = recipe_picture(*handmade(figure=figure))
+    assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["α = 0.5", "α = 5"]
+    for axes in drawn.axes:
+        given, tuned = axes.lines
+        assert list(given.get_xdata()) == pytest.approx(x)  # type: ignore[arg-type]
+        assert list(given.get_ydata()) == pytest.approx([10, 40])  # type: ignore[arg-type]
+        assert given.get_color() == tuned.get_color() == look("fedavg").colour
+        assert (tuned.get_linestyle(), tuned.get_marker()) == (look("fedavg").dash, look("fedavg").marker)
+        assert given.get_linestyle() != tuned.get_linestyle() and given.get_marker() != tuned.get_marker()
+        assert len(axes.collections) == 2  # bands
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["FedAvg, given", "FedAvg, tuned"]
+    low, high = drawn.axes[0].get_ylim()
+    assert drawn.axes[1].get_ylim() == (low, high) and low == 0 and high == 100  # the bands are wide
+
+
+def test_a_recipe_draws_its_columns() -> None:
+    (axes,) = (recipe_picture(*handmade(figure="columns")) or pytest.fail("no picture")).axes
+    given = axes.lines[0]
+    assert list(given.get_ydata()) == pytest.approx([40, 40])  # type: ignore[arg-type]
+    assert np.round(np.asarray(given.get_xdata())).tolist() == [0, 1]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["α = 0.5", "α = 5"]
+    drawn = recipe_picture(*handmade(figure="columns", by_round=[1, 2]))
+    assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["1 rounds", "2 rounds"]
+    assert [axes.lines[0].get_ydata()[0] for axes in drawn.axes] == pytest.approx([10, 40])  # type: ignore[index]
+    assert recipe_picture(*handmade()) is None
+
+
+def test_accuracy_after_each_round_stands_in_a_table() -> None:
+    plan, cells = handmade(by_round=True)
+    half = 12.706204736432095 * 0.2 / math.sqrt(2) / math.sqrt(2)  # t(1 degree, 97.5 %), two seeds that differ by 0.2
+    text = recipes.markdown(plan, cells, "command", quick=False)
+    table = f"| method | 1 | 2 |\n|---|---|---|\n| FedAvg, given | 10.0 ± 0.0 | 40.0 ± {100 * half:.1f} |"
+    assert text.count(table) == 2 and "rounds, α = 5:" in text and "![" not in text
+    plan, cells = handmade(by_round=[2, 3])
+    late = recipes.Cell("FedAvg, given", "α = 0.5", row("fedavg", [[0.1, 0.3], [0.1, 0.5]], first=2), None)
+    text = recipes.markdown(plan, [late, *cells[1:]], "command", quick=False)
+    assert "| method | 2 | 3 |" in text and "| FedAvg, given | 10.0 ± 0.0 | 40.0 ±" in text
+    assert "| FedAvg, tuned | 60.0 ± 0.0 | – |" in text
+    assert "| method | 1 |" not in text and "so many rounds" not in recipes.markdown(*handmade(), "command", False)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +189,7 @@ def test_recipes_are_listed_and_sound() -> None:
         (("rounds = 2", 'rounds = "many"'), "rounds = 'many'"),
         (("[settings]", "[settings"), "is not TOML"),
         (("seeds = 2", "seeds = 0"), "seeds = 0"),
+        (("seeds = 2", "figure = 'pie'"), "figure = 'pie'"),
     ],
 )
 def test_a_wrong_recipe_gets_one_line(change: tuple[str, str], text: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -19,6 +20,8 @@ import fewer
 from fewer import FedAvg, Local
 from fewer.data import ArrayData, Data, from_arrays
 from fewer.errors import RunError
+from fewer.methods import Sheet
+from fewer.methods.fedmk import FedMK, MKState
 from fewer.report import (
     megabyte_picture,
     partition_picture,
@@ -27,9 +30,10 @@ from fewer.report import (
     sheet_picture,
     write_report,
 )
-from fewer.report.pictures import class_counts, curve, interval
+from fewer.report.pictures import class_counts, curve, interval, made_picture
 from fewer.report.reading import gather
 from fewer.report.style import COLOURS, look, png, style
+from fewer.runs.result import open_result
 
 # --- figures and pictures -------------------------------------------------------------------------------------
 
@@ -186,6 +190,37 @@ def test_of_text_and_features_there_is_no_sheet() -> None:
     assert sheet_picture(from_arrays(["good film", "bad film"] * 30, labels, parties=2)) is None
 
 
+def test_made_images_stand_by_row_and_class_in_the_range_of_pixels(digits: Data) -> None:
+    seen, labels = digits.test.slice(0, 50)
+    three = seen[labels == 3][:2].numpy()
+    beyond = np.full((1, 1, 8, 8), 1e3, np.float32)
+    figure = made_picture(digits, "Made", {"party 4": {3: three}, "party 7": {0: beyond, 2: -beyond}}, each=2)
+    assert figure
+    axes = figure.axes[0]
+    shown = np.asarray(axes.images[0].get_array())[..., 0]
+    assert shown.shape == (2 * 9 - 1, 20 * 9 - 1 + 2 * 9)  # two pixels more between classes
+    pixels = digits.test.x[torch.nonzero(labels == 3)[:2, 0], 0].numpy() / 255
+    for copy, left in enumerate((3 * 20, 3 * 20 + 9)):
+        np.testing.assert_allclose(shown[:8, left : left + 8], pixels[copy], atol=1e-5)
+    assert (shown[:8, : 3 * 20] == 1).all() and (shown[:8, 4 * 20 :] == 1).all()  # blank
+    assert (shown[9:, :8] == 1).all() and (shown[9:, 2 * 20 : 2 * 20 + 8] == 0).all()  # cut off
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["party 4", "party 7"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == [str(label) for label in range(10)]
+    assert axes.get_xticks()[3] == pytest.approx(3 * 20 + 8)
+    assert made_picture(digits, "Made", {"party 4": {}}) is None
+    readings = from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, parties=2)
+    assert made_picture(readings, "Made", {"party 0": {0: np.zeros((1, 5))}}) is None
+
+
+def test_of_made_values_that_are_no_pixels_the_lowest_is_black() -> None:
+    x = np.random.default_rng(0).standard_normal((60, 1, 4, 4)).astype(np.float32)
+    made = np.linspace(-9, 3, 16, dtype=np.float32).reshape(1, 1, 4, 4)
+    figure = made_picture(from_arrays(x, np.arange(60) % 2, parties=2), "Made", {"party 0": {0: made}})
+    assert figure
+    shown = np.asarray(figure.axes[0].images[0].get_array())[:4, :4, 0]
+    np.testing.assert_allclose(shown.flatten(), np.linspace(0, 1, 16), atol=1e-6)
+
+
 # --- the page -------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +275,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fewer.run(Bold(rounds=3, active=4), data, out=folder / "bold", drop=0.3)
     own = from_arrays(data.source.x, data.source.y, parties=3, partition="iid", name="<i>own</i>")
     fewer.run(FedAvg(rounds=1, active=3), own, out=folder / "own")
+    small = {"per_class": 3, "matching": 1, "outer_steps": 0, "server_steps": 1, "pseudo": 0, "codec": "float32"}
+    fewer.run(FedMK(rounds=3, active=4, **small), data, out=folder / "fedmk")
     return folder
 
 
@@ -249,7 +286,7 @@ def report(tmp_path: Path, runs: Sequence[Path]) -> tuple[Page, list[str]]:
     for path in pictures:
         content = path.read_bytes()
         width, height = Image.open(BytesIO(content)).size
-        assert 600 <= width <= 3000 and 400 <= height <= 3000, path
+        assert 600 <= width <= 3000 and 200 <= height <= 3000, path
     images = [attributes for tag, attributes in parsed.tags if tag == "img"]
     assert len(images) == len(pictures) and all(image["alt"] and image["width"] for image in images)
     assert all(image["src"].startswith("data:image/png;base64,") for image in images)
@@ -276,6 +313,59 @@ def test_a_report_on_one_run(tmp_path: Path, runs: Path) -> None:
     assert "All parties that were asked answered." in page.text
 
 
+def test_a_report_shows_the_images_that_a_method_made(tmp_path: Path, runs: Path) -> None:
+    page, pictures = report(tmp_path, [runs / "fedmk"])
+    assert pictures == [*PLAIN, "partition", "examples", "made-by-party", "made-by-round"]
+    assert "the last D̂ of 4 of the 4 parties that sent any; blank where there is none." in page.text
+    assert "are not shown" not in page.text
+    result = open_result(runs / "fedmk")
+    by_party, by_round = result.method.images(result.state)
+    assert list(by_party.rows) == [f"party {party}" for party in range(4)] and by_party.each == 2
+    assert list(by_round.rows) == ["round 1", "round 2", "round 3"] and by_round.each == 1
+    for party, row in enumerate(by_party.rows.values()):
+        sent = {label: images for label, images in result.state.knowledge[party].items() if len(images)}
+        assert sent and {str(label) for label in row} == sent.keys()
+        assert all(torch.equal(images, sent[str(label)]) for label, images in row.items())
+    last = result.state.knowledge[next(iter(result.state.knowledge))]
+    assert all(torch.equal(images, last[str(label)][:1]) for label, images in by_round.rows["round 3"].items())
+
+
+def test_of_many_rounds_ten_are_shown_from_the_first_to_the_last() -> None:
+    one = {"0": torch.zeros(1, 1, 8, 8), "1": torch.zeros(0, 1, 8, 8)}
+    pages = dict.fromkeys(range(1, 41), one)
+    _, by_round = FedMK().images(MKState({}, {}, one, {0: one}, pages))
+    names = list(by_round.rows)
+    assert len(names) == 10 and (names[0], names[-1]) == ("round 1", "round 40")
+    assert [list(row) for row in by_round.rows.values()] == [[0]] * 10
+    assert len(FedMK().images(MKState({}, {}, one, {0: one}, {1: one}))) == 1  # nothing has changed yet
+
+
+class Clumsy(FedAvg):
+    """Has images that cannot be had."""
+
+    def images(self, state: Any) -> list[Sheet]:
+        raise KeyError("album")
+
+
+def test_a_report_is_written_where_images_cannot_be_had(tmp_path: Path, runs: Path) -> None:
+    shown = [*PLAIN, "partition", "examples"]
+    gone = changed(tmp_path, runs / "fedmk", settings={"method": "gone.py:FedMK"})
+    page, pictures = report(tmp_path, [gone])
+    assert pictures == shown and "are not shown" not in page.text
+    early = changed(tmp_path, runs / "fedmk")
+    (early / "checkpoint.safetensors").unlink()
+    page, pictures = report(tmp_path, [early])
+    assert (
+        pictures == shown and f"Images that fedmk made are not shown: {early.name} has no checkpoint yet" in page.text
+    )
+    (early / "checkpoint.safetensors").write_bytes(b"nothing")
+    assert report(tmp_path, [early])[1] == shown
+    clumsy = changed(tmp_path, runs / "fedavg-0", settings={"method": f"{__file__}:Clumsy"})
+    page, pictures = report(tmp_path, [clumsy, runs / "fedmk"])
+    assert pictures == [*shown, "made-by-party-2", "made-by-round-2"]
+    assert "Images that fedavg made are not shown: KeyError: &#x27;album&#x27;." in page.text
+
+
 def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / name for name in ("local-0", "fedavg-1", "fedavg-0")])
     assert pictures == [*PLAIN, "partition", "examples"]
@@ -293,7 +383,7 @@ def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:
 
 def test_a_report_on_many_runs(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, sorted(runs.iterdir()))
-    assert pictures == [*PLAIN, "partition", "examples"]
+    assert pictures == [*PLAIN, "partition", "examples", "made-by-party-3", "made-by-round-3"]
     assert "<h1>digits, 4 parties, dirichlet (alpha 1); &lt;i&gt;own&lt;/i&gt;, 3 parties</h1>" in page.text
     assert "Not only the methods differ: " in page.text and "data = digits, parties = 4" in page.text
 

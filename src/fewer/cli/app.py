@@ -163,6 +163,7 @@ def reproduce(
     """
     from fewer.cli.progress import shown
     from fewer.experiments import recipes
+    from fewer.report import png, recipe_picture
 
     if listed or name is None:
         for each, title in recipes.names().items():
@@ -175,10 +176,12 @@ def reproduce(
     with shown() as watch:
         plan, cells = recipes.reproduce(name, where, quick=quick, changes=changes, watch=watch)
     command = f"fewer reproduce {name}" + (" --quick" if quick else "")
-    pages = recipes.write(Path(name).stem if name.endswith(".toml") else name, plan, cells, results, command, quick)
+    figure = recipe_picture(plan, cells)
+    short = Path(name).stem if name.endswith(".toml") else name
+    pages = recipes.write(short, plan, cells, results, command, quick, png(figure) if figure else None)
     if not write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
-        print(f"Kept in {pages[0]} and {pages[1]}, runs in {where}")
+        print(f"Kept in {', '.join(map(str, pages))}, runs in {where}")
 
 
 @app.command(rich_help_panel="Look")

@@ -40,6 +40,8 @@ class Row:
     seeds: list[int]
     accuracies: list[float]
     """One for each seed."""
+    curves: list[list[dict[str, Any]]]
+    """For each seed the rounds that were evaluated: round, accuracy, bytes up and down by then."""
     settings: dict[str, Any]
     """The method's own settings."""
     hash: str
@@ -79,7 +81,7 @@ def compare(
     In `out`, runs that are there already are not run again and broken ones go on.
     """
     kinds = [find(name) for name in methods]
-    own = _own_settings(kinds, settings.set)
+    own = own_settings(kinds, settings.set)
     series = Series(seeds, trials, out, watch)
     chosen = [
         settings.model_copy(update={"method": name, "set": own[kind.name]})
@@ -136,7 +138,7 @@ def _run(job: Job, where: Path | None, progress: Progress | None) -> Result:
     return resume(where, progress=progress)
 
 
-def _own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What of `--set` is for whom: `mu=0.1` for every method that has it, `fedprox.mu=0.1` for one."""
     own: dict[str, dict[str, Any]] = {kind.name: {} for kind in kinds}
     for key, value in given.items():
@@ -164,6 +166,14 @@ def _row(job: Job, results: Sequence[Result], trials: list[Trial]) -> Row:
         seconds=statistics.fmean(result.seconds for result in results),
         seeds=[result.settings.seed for result in results],
         accuracies=accuracies,
+        curves=[
+            [
+                {name: line[name] for name in ("round", "accuracy", "up", "down")}
+                for line in result.history
+                if "accuracy" in line
+            ]
+            for result in results
+        ],
         settings=method.model_dump(mode="json"),
         hash=job.hash,
         trials=trials,

@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 import fewer
 from fewer.errors import SettingError, unknown
-from fewer.experiments.compare import Row, Series, Watch
+from fewer.experiments.compare import Row, Series, Watch, own_settings
 from fewer.experiments.tune import TRIALS
+from fewer.methods import find
 from fewer.runs.job import check, setting_error
+from fewer.runs.statistics import half_width
+
+_OWN = ("seeds", "trials", "by_round")
+"""What of a recipe itself `--quick` may change."""
 
 
 class RecipeRow(BaseModel):
@@ -41,6 +47,8 @@ class RecipeColumn(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     name: str
+    quick: dict[str, Any] = {}
+    """What `--quick` changes in this column."""
 
 
 class Recipe(BaseModel):
@@ -55,7 +63,11 @@ class Recipe(BaseModel):
     trials: PositiveInt = TRIALS
     settings: dict[str, Any]
     quick: dict[str, Any] = {}
-    """What `--quick` changes: settings, seeds and trials."""
+    """What `--quick` changes: settings, seeds, trials and by_round."""
+    by_round: bool | list[PositiveInt] = False
+    """Whether there is a table of the accuracy after each round too, or after which ones."""
+    figure: Literal["rounds", "megabytes", "columns"] | None = None
+    """What a picture shows the accuracy over, if there is one: rounds, traffic, or the columns of the table."""
     column: list[RecipeColumn]
     row: list[RecipeRow]
 
@@ -110,27 +122,42 @@ def reproduce(
 ) -> tuple[Recipe, list[Cell]]:
     """Run all rows and columns. Finished runs in `out` are taken as they are, broken ones go on."""
     plan = recipe(name)
-    fast = dict(plan.quick) if quick else {}
-    plan = _checked(name, {**plan.model_dump(), **{key: fast.pop(key) for key in ("seeds", "trials") if key in fast}})
-    shared = {**plan.settings, **fast, **(changes or {})}
+    if quick:
+        plan = _checked(name, {**plan.model_dump(), **{key: plan.quick[key] for key in _OWN if key in plan.quick}})
     cells = []
     for place, column in enumerate(plan.column):
-        title, varied = column.name, column.model_extra or {}
+        title = column.name
         series = Series(plan.seeds, plan.trials, out / _slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
-        for row in plan.row:
-            settings = check({**shared, **varied, "method": row.method, "set": {**shared.get("set", {}), **row.set}})
-            ours = series.run(settings, _slug(row.name), row.tune)
+        for row, settings in zip(plan.row, settings_in(column, plan, quick), strict=True):
+            ours = series.run(check({**settings, **(changes or {})}), _slug(row.name), row.tune)
             paper = row.paper[place] if place < len(row.paper) else None
             cells.append(Cell(row.name, title, ours, paper))
     return plan, cells
 
 
-def write(name: str, plan: Recipe, cells: list[Cell], folder: Path, command: str, quick: bool) -> list[Path]:
-    """The table as Markdown, and everything behind it as JSON."""
+def settings_in(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[str, Any]]:
+    """The settings of each row in this column. What they `set` in common goes to the methods that have it."""
+    layers = [plan.settings, column.model_extra or {}]
+    if quick:
+        fast = {key: value for key, value in plan.quick.items() if key not in _OWN}
+        layers = [plan.settings, fast, column.model_extra or {}, column.quick]
+    shared = {key: value for layer in layers for key, value in layer.items()}
+    kinds = [find(row.method) for row in plan.row]
+    common = own_settings(kinds, {key: value for layer in layers for key, value in layer.get("set", {}).items()})
+    return [
+        {**shared, "method": row.method, "set": {**common[kind.name], **row.set}}
+        for row, kind in zip(plan.row, kinds, strict=True)
+    ]
+
+
+def write(
+    name: str, plan: Recipe, cells: list[Cell], folder: Path, command: str, quick: bool, picture: bytes | None = None
+) -> list[Path]:
+    """The table as Markdown, everything behind it as JSON, and beside them its picture (a PNG)."""
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
-    page, data = stem.with_suffix(".md"), stem.with_suffix(".json")
-    page.write_text(markdown(plan, cells, command, quick))
+    page, data, image = (stem.with_suffix(kind) for kind in (".md", ".json", ".png"))
+    page.write_text(markdown(plan, cells, command, quick, image.name if picture else None))
     content = {
         "recipe": plan.model_dump(mode="json"),
         "command": command,
@@ -138,10 +165,12 @@ def write(name: str, plan: Recipe, cells: list[Cell], folder: Path, command: str
         "cells": [asdict(c) for c in cells],
     }
     data.write_text(json.dumps(content, indent=1) + "\n")
-    return [page, data]
+    if picture:
+        image.write_bytes(picture)
+    return [page, data, *([image] if picture else [])]
 
 
-def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool) -> str:
+def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: str | None = None) -> str:
     """Ours beside theirs, and how it was made."""
     columns = list(dict.fromkeys(cell.column for cell in cells))
     lines = [f"# {plan.title}", "", plan.about.strip().replace("\n", " "), "", f"Paper: {plan.paper}.", ""]
@@ -155,6 +184,10 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool) -> str:
     for row in dict.fromkeys(cell.row for cell in cells):
         mine = [cell for cell in cells if cell.row == row]
         lines.append(f"| {row} | " + " | ".join(_figure(cell) for cell in mine) + f" | {_traffic(mine)} |")
+    if image and plan.figure:
+        lines += ["", f"![{_ALTS[plan.figure]} of each row]({image})"]
+    if plan.by_round:
+        lines += _by_round(plan, cells)
     tuned = [cell for cell in cells if cell.ours.trials]
     if tuned:
         lines += ["", "Chosen settings of tuned rows: " + "; ".join(_chosen(cell) for cell in tuned) + "."]
@@ -176,6 +209,43 @@ def machine() -> str:
 def _figure(cell: Cell) -> str:
     ours = f"{100 * cell.ours.accuracy:.2f}" + (f" ± {100 * cell.ours.ci95:.2f}" if cell.ours.ci95 is not None else "")
     return ours + (f" / {cell.paper:.2f}" if cell.paper is not None else "")
+
+
+_ALTS = {
+    "rounds": "Accuracy by round",
+    "megabytes": "Accuracy by megabytes sent, up and down together,",
+    "columns": "Accuracy by column",
+}
+
+
+def _by_round(plan: Recipe, cells: list[Cell]) -> list[str]:
+    """For each column a table of the accuracy after the rounds that are asked for."""
+    lines = []
+    for column in dict.fromkeys(cell.column for cell in cells):
+        mine = {
+            cell.row: [{line["round"]: line["accuracy"] for line in seed} for seed in cell.ours.curves]
+            for cell in cells
+            if cell.column == column
+        }
+        every = sorted({number for seeds in mine.values() for seed in seeds for number in seed})
+        shown = plan.by_round if isinstance(plan.by_round, list) else every
+        lines += [
+            "",
+            f"Accuracy after so many rounds, {column}:",
+            "",
+            "| method | " + " | ".join(map(str, shown)) + " |",
+        ]
+        lines += ["|---|" + "---|" * len(shown)]
+        for row, seeds in mine.items():
+            found = [[seed[number] for seed in seeds if number in seed] for number in shown]
+            texts = [_mean(values) if len(values) == len(seeds) else "–" for values in found]
+            lines.append(f"| {row} | " + " | ".join(texts) + " |")
+    return lines
+
+
+def _mean(values: list[float]) -> str:
+    half = half_width(values)
+    return f"{100 * statistics.fmean(values):.1f}" + ("" if half is None else f" ± {100 * half:.1f}")
 
 
 def _traffic(cells: list[Cell]) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
-from torch import nn
+from torch import Tensor, nn
 
 from fewer.data import Data, PartyData, Samples
 from fewer.errors import SettingError
@@ -159,6 +159,19 @@ class ModelState:
     model: Weights
 
 
+class Sheet(NamedTuple):
+    """Images that a method made: a row for each party or round, a column for each class."""
+
+    name: str
+    """In file names."""
+    title: str
+    caption: str
+    rows: Mapping[str, Mapping[int, Tensor]]
+    """For each row, by class, images as a net sees them (number × shape of a sample)."""
+    each: int = 1
+    """At most so many images of a class stand side by side."""
+
+
 class Method(BaseModel):
     """A federated algorithm: frozen hyper-parameters, checked and documented, and three pure parts.
 
@@ -221,6 +234,10 @@ class Method(BaseModel):
     def whole(self, state: Any) -> Weights | None:
         """The weights of the global model; None if the method makes only personal ones."""
         return self.shared(state)
+
+    def images(self, state: Any) -> Sequence[Sheet]:
+        """What of the state can be looked at, as the report shows it; by default nothing."""
+        return ()
 
     # Pieces.
 
@@ -285,4 +302,4 @@ def _figures(counts: Sequence[Counts]) -> Scores:
     }
 
 
-__all__ = ["Answers", "Coordinator", "Method", "ModelState", "Party", "PersonalMethod", "Place", "Scores"]
+__all__ = ["Answers", "Coordinator", "Method", "ModelState", "Party", "PersonalMethod", "Place", "Scores", "Sheet"]

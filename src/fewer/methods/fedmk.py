@@ -43,7 +43,7 @@ from fewer.errors import SettingError
 from fewer.learning.augment import draw_moves, move
 from fewer.learning.generator import Generator, diversity
 from fewer.learning.match import match
-from fewer.methods.base import Coordinator, Method, Party
+from fewer.methods.base import Coordinator, Method, Party, Sheet
 from fewer.models import Task, Weights, load_weights, parts_of, weights_of
 from fewer.runtime import Each, Parties, Unable, on_coordinator, on_party
 from fewer.runtime.streams import global_streams
@@ -51,6 +51,8 @@ from fewer.wire import Codec, Coded, Shaped
 
 Knowledge = dict[str, Tensor]
 """D̂ of one party: the images of each class, by its number; none where it sent none."""
+SHOWN = 10
+"""At most so many parties, and rounds, are shown in a picture."""
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,22 @@ class FedMK(Method):
             features = make(noise, y)
         return F.cross_entropy(head(features), y)
 
+    # --- to look at ---
+
+    def images(self, state: MKState) -> list[Sheet]:
+        """D̂ by class and party, and how that of one party changes."""
+        parties = {f"party {party}": _by_class(state.knowledge[party]) for party in sorted(state.knowledge)[:SHOWN]}
+        each = 2 if len(state.blank) <= SHOWN else 1
+        about = f"the last D̂ of {len(parties)} of the {len(state.knowledge)} parties that sent any"
+        sheets = [Sheet("made-by-party", "Condensed images (D̂) by party and class", about, parties, each)]
+        if len(state.album) > 1:
+            pages = sorted(state.album)
+            some = sorted({round(place) for place in torch.linspace(0, len(pages) - 1, SHOWN).tolist()})
+            rounds = {f"round {pages[place]}": _by_class(state.album[pages[place]]) for place in some}
+            about = "D̂ of one party, whenever it was asked: the first image of each class"
+            sheets.append(Sheet("made-by-round", "Condensed images (D̂) by round and class", about, rounds))
+        return sheets
+
 
 class FedMKPaper(FedMK):
     """FedMK as the paper has it: no matching, no augmentation, one inner step on all of D̂, this round's D̂ only."""
@@ -354,6 +372,10 @@ def joined(knowledge: Iterable[Knowledge]) -> tuple[Tensor, Tensor]:
     parts = [(images, int(label)) for one in knowledge for label, images in one.items()]
     labels = [torch.full((len(images),), label) for images, label in parts]
     return torch.cat([images for images, _ in parts]), torch.cat(labels)
+
+
+def _by_class(knowledge: Knowledge) -> dict[int, Tensor]:
+    return {int(label): images for label, images in knowledge.items() if len(images)}
 
 
 def _balance(labels: Tensor, classes: int) -> Tensor:

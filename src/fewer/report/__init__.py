@@ -2,11 +2,15 @@
 
 from fewer.report.page import write_report
 from fewer.report.pictures import megabyte_picture, partition_picture, party_picture, round_picture, sheet_picture
+from fewer.report.style import png
+from fewer.report.tables import recipe_picture
 
 __all__ = [
     "megabyte_picture",
     "partition_picture",
     "party_picture",
+    "png",
+    "recipe_picture",
     "round_picture",
     "sheet_picture",
     "write_report",

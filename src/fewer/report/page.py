@@ -14,6 +14,7 @@ from fewer.report.pictures import (
     Histories,
     Interval,
     by_party,
+    made_picture,
     megabyte_picture,
     partition_picture,
     party_picture,
@@ -25,6 +26,8 @@ from fewer.report.style import png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from fewer.data import Data
 
 PAGE = "report.html"
 
@@ -95,24 +98,43 @@ def _pictures(groups: Sequence[Group]) -> tuple[list[Picture], list[str]]:
     notes = []
     divisions: dict[str, Run] = {}
     for group in groups:
-        divisions.setdefault(json.dumps(group.runs[0].division), group.runs[0])
-    for number, run in enumerate(divisions.values()):
+        divisions.setdefault(_division(group), group.runs[0])
+    known: dict[str, Data] = {}
+    for number, (division, run) in enumerate(divisions.items()):
         if "data" in run.description["own"]:
             continue
         try:
-            pictures += _data_pictures(run, f"-{number + 1}" if number else "")
+            known[division] = data = _data(run)
+            pictures += _data_pictures(run, data, f"-{number + 1}" if number else "")
         except FewerError as error:
             notes.append(f"The data is not shown: {error}.")
+    for number, group in enumerate(groups):
+        if found := known.get(_division(group)):
+            try:
+                pictures += _made_pictures(group, found, f"-{number + 1}" if number else "")
+            except Exception as error:  # whatever a user's own method does, its report is written
+                reason = str(error) if isinstance(error, FewerError) else f"{type(error).__name__}: {error}"
+                path = group.runs[0].path
+                notes.append(f"Images that {group.label} made are not shown: {reason}.".replace(str(path), path.name))
     return pictures, notes
 
 
-def _data_pictures(run: Run, suffix: str) -> Iterator[Picture]:
-    """The division of the data and some of it, if it is there and as it was."""
+def _division(group: Group) -> str:
+    return json.dumps(group.runs[0].division)
+
+
+def _data(run: Run) -> Data:
+    """The data of a run, if it is there and as it was."""
     from fewer.runs.job import check, load_data
 
     data = load_data(check(run.settings))
     if data.fingerprint() != run.description["data"]["fingerprint"]:
         raise RunError(f"{data.name} is no longer what {run.path.name} was run on")
+    return data
+
+
+def _data_pictures(run: Run, data: Data, suffix: str) -> Iterator[Picture]:
+    """The division of the data and some of it."""
     yield Picture(
         f"partition{suffix}",
         partition_picture(data),
@@ -123,6 +145,35 @@ def _data_pictures(run: Run, suffix: str) -> Iterator[Picture]:
         yield Picture(
             f"examples{suffix}", sheet, "Some test samples of each class.", f"Examples of {data.name} by class."
         )
+
+
+def _made_pictures(group: Group, data: Data, suffix: str) -> Iterator[Picture]:
+    """Images that the method made in the first run, if it makes any and its files are there."""
+    from fewer.methods import Method, find
+    from fewer.runs.result import open_result
+
+    run = group.runs[0]
+    try:
+        kind = find(run.settings["method"])
+    except FewerError:  # a plug-in that is gone: whether it made images is not known
+        return
+    if kind.images is Method.images:
+        return
+    result = open_result(run.path, data=data)
+    beyond = "What lies beyond the range of pixels is cut off."
+    if data.test.x.is_floating_point():
+        beyond = "The lowest value of all is black, the highest white."
+    for sheet in result.method.images(result.state):
+        rows = {
+            name: {label: images.cpu().numpy() for label, images in row.items()} for name, row in sheet.rows.items()
+        }
+        if figure := made_picture(data, sheet.title, rows, sheet.each):
+            yield Picture(
+                f"{sheet.name}{suffix}",
+                figure,
+                f"{group.label} with seed {run.seed}: {sheet.caption}; blank where there is none. {beyond}",
+                f"Synthetic images: {sheet.caption}.",
+            )
 
 
 # --- the page -------------------------------------------------------------------------------------------------

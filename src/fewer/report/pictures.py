@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from fewer.data import Data, Samples
-from fewer.report.style import BLUE, COLOURS, INK, SIZE, look, style
+from fewer.report.style import BLUE, COLOURS, INK, SIZE, Look, look, style
 from fewer.runs.statistics import half_width
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ PARTIES = 60
 """At most so many parties are shown in the picture of a division."""
 ROWS = 20
 """At most so many classes are shown on a sheet of examples."""
+ACROSS = 3
+"""At most so many panels stand side by side."""
 CHANNELS = 3
 """At most so many channels of a window of readings are shown."""
 
@@ -86,46 +88,87 @@ def class_counts(data: Data, parties: int = PARTIES) -> NDArray[np.int64]:
 
 def round_picture(histories: Histories) -> Figure | None:
     """Accuracy by round, with 95 % confidence bands over seeds; None where nothing was evaluated yet."""
-    return _curves(histories, "Accuracy by round", "round", "round")
+    return curve_picture("Accuracy by round", {"": histories}, "round")
 
 
 def megabyte_picture(histories: Histories) -> Figure | None:
     """Accuracy by what was sent so far, up and down together; None where nothing was evaluated yet."""
-    return _curves(histories, "Accuracy by traffic", "MB sent so far, up and down", "megabytes")
+    return curve_picture("Accuracy by traffic", {"": histories}, "megabytes")
 
 
-def _curves(histories: Histories, title: str, label: str, x: Literal["round", "megabytes"]) -> Figure | None:
-    curves = {method: points for method, runs in histories.items() if (points := curve(runs))}
-    if not curves:
+def curve_picture(
+    title: str,
+    panels: Mapping[str, Histories],
+    x: Literal["round", "megabytes"],
+    looks: Mapping[str, Look] | None = None,
+) -> Figure | None:
+    """One panel for each of several histories, side by side; `looks` are those of labels that are not methods."""
+    curves = {
+        name: {label: points for label, runs in histories.items() if (points := curve(runs))}
+        for name, histories in panels.items()
+    }
+    every = [points for panel in curves.values() for points in panel.values()]
+    if not every:
         return None
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+    ends = [getattr(points[-1], x) for points in every]
+    wide = x == "megabytes" and max(ends) > 20 * min(ends) > 0
     with style():
-        figure, axes = _chart(title)
+        figure, charts = _charts(title, list(curves))
         handles: dict[str, Artist] = {}
-        edges = []
-        for method, points in curves.items():
-            colour, marker, dash = look(method)
-            at = [getattr(point, x) for point in points]
-            mean = np.array([100 * point.accuracy.mean for point in points])
-            half = np.array([100 * (point.accuracy.half or 0) for point in points])
-            edges += [*(mean - half), *(mean + half)]
-            often = max(1, len(at) // 12)
-            (handles[method],) = axes.plot(at, mean, dash, color=colour, marker=marker, markevery=often)
-            if points[0].accuracy.half is None:
-                continue
-            if len(at) == 1:
-                axes.errorbar(at, mean, half, color=colour, capsize=4)
+        for axes, panel in zip(charts, curves.values(), strict=True):
+            for label, points in panel.items():
+                handles[label] = _draw_curve(axes, points, x, looks[label] if looks else look(label))
+            if wide:
+                axes.set_xscale("log")
+                axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             else:
-                axes.fill_between(at, mean - half, mean + half, color=colour, alpha=0.15, linewidth=0)
-        ends = [getattr(points[-1], x) for points in curves.values()]
-        if x == "megabytes" and max(ends) > 20 * min(ends) > 0:
-            axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=x == "round", min_n_ticks=1))
+            axes.set(xlabel="round" if x == "round" else "MB sent so far, up and down")
+        charts[0].set(ylabel="accuracy %", ylim=_limits(point.accuracy for points in every for point in points))
+        _legend(figure, handles)
+    return figure
+
+
+def _draw_curve(axes: Axes, points: Sequence[Point], x: str, look: Look) -> Artist:
+    """A line with its band, or with a bar where there is only one point."""
+    at = [getattr(point, x) for point in points]
+    mean = np.array([100 * point.accuracy.mean for point in points])
+    half = np.array([100 * (point.accuracy.half or 0) for point in points])
+    often = max(1, len(at) // 12)
+    (line,) = axes.plot(at, mean, look.dash, color=look.colour, marker=look.marker, markevery=often)
+    if points[0].accuracy.half is not None:
+        if len(at) == 1:
+            axes.errorbar(at, mean, half, color=look.colour, capsize=4)
         else:
-            axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=x == "round", min_n_ticks=1))
-        axes.set_ylim(max(0.0, min(edges) - 3), min(100.0, max(edges) + 3))
-        axes.set(xlabel=label, ylabel="accuracy %")
+            axes.fill_between(at, mean - half, mean + half, color=look.colour, alpha=0.15, linewidth=0)
+    return line
+
+
+def column_picture(
+    title: str, panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], looks: Mapping[str, Look]
+) -> Figure:
+    """Accuracy over the columns of a table: in each panel a line for each row, with 95 % confidence bars."""
+    columns = list(dict.fromkeys(name for panel in panels.values() for row in panel.values() for name in row))
+    with style():
+        figure, charts = _charts(title, list(panels))
+        handles: dict[str, Artist] = {}
+        for axes, panel in zip(charts, panels.values(), strict=True):
+            for place, (label, cells) in enumerate(panel.items()):
+                aside = 0.06 * (place - (len(panel) - 1) / 2)  # so that bars do not cover each other
+                at = [columns.index(name) + aside for name in cells]
+                mean = [100 * cell.mean for cell in cells.values()]
+                half = [100 * (cell.half or 0) for cell in cells.values()]
+                colour, marker, dash = looks[label]
+                (handles[label],) = axes.plot(at, mean, dash, color=colour, marker=marker)
+                if any(half):
+                    axes.errorbar(at, mean, half, color=colour, linestyle="", capsize=3, linewidth=1.2)
+            axes.set_xticks(range(len(columns)), [_short(name) for name in columns])
+            axes.set_xlim(-0.5, len(columns) - 0.5)
+            axes.grid(False, axis="x")
+        every = (cell for panel in panels.values() for row in panel.values() for cell in row.values())
+        charts[0].set(ylabel="accuracy %", ylim=_limits(every))
         _legend(figure, handles)
     return figure
 
@@ -189,7 +232,7 @@ def partition_picture(data: Data) -> Figure:
 
 def sheet_picture(data: Data, columns: int = 10) -> Figure | None:
     """Examples of each class from the common test set: images, or windows of readings; None for other inputs."""
-    image = len(data.shape) == 3 and data.shape[0] in (1, 3)
+    image = _pictorial(data)
     if data.test.tokens or not len(data.test) or not (image or len(data.shape) == 2):
         return None
     labels = _labels(data.test)
@@ -206,27 +249,79 @@ def sheet_picture(data: Data, columns: int = 10) -> Figure | None:
             title += f"\n(the first {CHANNELS} of {data.shape[0]} channels)"
         size = (columns * across + 0.4 + 0.085 * max(map(len, names)), len(shown) * down + 0.6)
         figure, axes = _chart(title, size)
-        centres = (_show_images if image else _show_windows)(axes, examples, columns)
+        if image:
+            limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _range(examples)
+            centres, _ = _show_images(axes, [list(row) for row in examples], limits, columns)
+        else:
+            centres = _show_windows(axes, examples, columns)
         axes.set_yticks(centres, names, fontsize=9)
         axes.set_xticks([])
-        axes.tick_params(length=0)
-        axes.grid(False)
-        axes.spines[:].set_visible(False)
+        _bare(axes)
     return figure
 
 
-def _show_images(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) -> list[float]:
-    """One image made of all of them, a row for each class, with white between; where the rows' centres are."""
-    channels, height, width = examples[0].shape[1:]
-    low, high = (0, 255) if examples[0].dtype == np.uint8 else _range(examples)
+def made_picture(
+    data: Data, title: str, rows: Mapping[str, Mapping[int, NDArray[Any]]], each: int = 1
+) -> Figure | None:
+    """Images that a method made for this data, by row and class, `each` of them; blank where a row has none.
+
+    None where there are none, or where they are no images.
+
+    They are brought back from what nets see to the range of pixels, and cut off at its ends; where the data is no
+    pixels, the lowest value of all is black and the highest white.
+    """
+    labels = range(min(data.classes, ROWS))
+    cells = [
+        [image / data.test.scale + data.test.shift for image in images.get(label, ())[:each]]
+        for images in rows.values()
+        for label in labels
+    ]
+    if not _pictorial(data) or not any(cells):
+        return None
+    limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _range([image for cell in cells for image in cell])
+    padded: list[NDArray[Any] | None] = [image for cell in cells for image in [*cell, *[None] * (each - len(cell))]]
+    columns = len(labels) * each
+    names = [_names(data)[label] for label in labels]
+    across, letter = 0.36, 0.07
+    down = across * data.shape[1] / data.shape[2]
+    upright = max(map(len, names)) * letter > across * each
+    with style():
+        if data.classes > len(labels):
+            title += f"\n({len(labels)} of {data.classes:,} classes)"
+        head = max(map(len, names)) * letter if upright else 0.2
+        size = (columns * across + 0.4 + letter * max(map(len, rows)), len(rows) * down + 0.5 + head)
+        figure, axes = _chart(title, size)
+        lines = [padded[start : start + columns] for start in range(0, len(padded), columns)]
+        heights, places = _show_images(axes, lines, limits, columns, each)
+        axes.set_yticks(heights, list(rows), fontsize=9)
+        centres = [float(np.mean(places[start : start + each])) for start in range(0, columns, each)]
+        axes.set_xticks(centres, names, fontsize=9, rotation=90 if upright else 0)
+        axes.xaxis.tick_top()
+        _bare(axes)
+    return figure
+
+
+def _show_images(
+    axes: Axes,
+    rows: Sequence[Sequence[NDArray[Any] | None]],
+    limits: tuple[float, float],
+    columns: int,
+    group: int = 0,
+) -> tuple[list[float], list[float]]:
+    """One image made of all of them, with white between, more of it between groups; the centres of rows and columns."""
+    channels, height, width = next(image.shape for row in rows for image in row if image is not None)
+    low, high = limits
     gap = max(1, width // 12)
-    canvas = np.ones((len(examples) * (height + gap) - gap, columns * (width + gap) - gap, channels))
-    for row, images in enumerate(examples):
-        for column, image in enumerate(images):
-            top, left = row * (height + gap), column * (width + gap)
-            canvas[top : top + height, left : left + width] = ((image - low) / (high - low)).transpose(1, 2, 0)
+    tops = [row * (height + gap) for row in range(len(rows))]
+    lefts = [column * (width + gap) + (column // group * 2 * gap if group > 1 else 0) for column in range(columns)]
+    canvas = np.ones((tops[-1] + height, lefts[-1] + width, channels))
+    for top, row in zip(tops, rows, strict=True):
+        for left, image in zip(lefts, row, strict=False):
+            if image is not None:
+                shown = np.clip((image - low) / (high - low), 0, 1)
+                canvas[top : top + height, left : left + width] = shown.transpose(1, 2, 0)
     axes.imshow(np.repeat(canvas, 3, axis=2) if channels == 1 else canvas, aspect="auto")
-    return [row * (height + gap) + (height - 1) / 2 for row in range(len(examples))]
+    return [top + (height - 1) / 2 for top in tops], [left + (width - 1) / 2 for left in lefts]
 
 
 def _show_windows(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) -> list[float]:
@@ -242,22 +337,54 @@ def _show_windows(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) ->
     return [row + 0.5 for row in range(len(examples))]
 
 
+def _pictorial(data: Data) -> bool:
+    return len(data.shape) == 3 and data.shape[0] in (1, 3)
+
+
+def _bare(axes: Axes) -> None:
+    """Nothing but what is shown and its names."""
+    axes.tick_params(length=0)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+
+
 # --- pieces ---------------------------------------------------------------------------------------------------
 
 
 def _chart(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
+    figure, (axes,) = _charts(title, [""], size)
+    return figure, axes
+
+
+def _charts(title: str, names: Sequence[str], size: tuple[float, float] = SIZE) -> tuple[Figure, list[Axes]]:
+    """A chart for each name, in rows, all with the same vertical axis."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size)
-    axes = figure.add_subplot()
-    figure.suptitle(title, x=0.08 / size[0], ha="left", color=INK, fontsize=11)
-    return figure, axes
+    across = min(len(names), ACROSS)
+    down = math.ceil(len(names) / across)
+    width, height = (size[0] * (1 + 0.7 * (across - 1)), size[1] * (1 + 0.85 * (down - 1)))
+    figure = Figure(figsize=(width, height))
+    charts = figure.subplots(down, across, sharey=True, squeeze=False).flatten().tolist()
+    for unused in charts[len(names) :]:
+        unused.remove()
+    for axes, name in zip(charts, names, strict=False):
+        axes.set_title(name, fontsize=10)
+    figure.suptitle(title, x=0.08 / width, ha="left", color=INK, fontsize=11)
+    return figure, charts[: len(names)]
+
+
+def _limits(accuracies: Iterable[Interval]) -> tuple[float, float]:
+    """From a little below the lowest bar to a little above the highest, in %."""
+    known = list(accuracies)
+    low = min(100 * (each.mean - (each.half or 0)) for each in known)
+    high = max(100 * (each.mean + (each.half or 0)) for each in known)
+    return max(0.0, low - 3), min(100.0, high + 3)
 
 
 def _legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
     """Below the chart, in as many columns as there is room for."""
     texts = [_short(text, 50) for text in handles]
-    columns = min(len(texts), max(1, int(14 * figure.get_figwidth() / (max(map(len, texts)) + 5))))
+    columns = min(len(texts), max(1, int(14 * figure.get_figwidth() / (max(map(len, texts)) + 7))))
     figure.legend(handles.values(), texts, loc="outside lower center", ncols=columns)
     width, height = figure.get_size_inches()
     figure.set_size_inches(width, height + 0.2 * (math.ceil(len(texts) / columns) - 1))

@@ -7,7 +7,7 @@ on white. matplotlib is imported when a picture is drawn; its global settings st
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -54,7 +54,7 @@ _SETTINGS: Any = {
     "legend.frameon": False,
     "legend.borderpad": 0,
     "legend.fontsize": 9,
-    "legend.handlelength": 1.8,
+    "legend.handlelength": 2.8,
     "legend.columnspacing": 1.5,
 }
 
@@ -67,14 +67,40 @@ class Look(NamedTuple):
     dash: str
 
 
+_DASHED = {
+    "fedmk-paper": Look("#000000", "X", "--"),
+    "feddistill": Look("#009E73", "^", "--"),
+    "fedensemble": Look("#CC79A7", "D", "-."),
+}
+"""Methods that are compared with some of those: their colours are of the others."""
+
+
 def look(method: str) -> Look:
     """The look of a method, which depends on its name alone."""
     if method in _SOLID:
         place = _SOLID.index(method)
         return Look(COLOURS[place], MARKERS[place], "-")
+    if method in _DASHED:
+        return _DASHED[method]
     number, colour = divmod(crc32(method.encode()), len(COLOURS))
     number, dash = divmod(number, len(DASHES))
     return Look(COLOURS[colour], MARKERS[number % len(MARKERS)], DASHES[dash])
+
+
+def looks(methods: Mapping[str, str]) -> dict[str, Look]:
+    """A look for each label, given its method: the method's own for the first of its labels.
+
+    Further labels of it keep the colour, and have a line and a marker that the first has not.
+    """
+    found: dict[str, Look] = {}
+    for label, method in methods.items():
+        colour, marker, dash = look(method)
+        again = sum(other == method for other in list(methods.values())[: len(found)])
+        lines = ["-", *DASHES]
+        dash = lines[(lines.index(dash) + again) % len(lines)]
+        marker = MARKERS[(MARKERS.index(marker) + again) % len(MARKERS)]
+        found[label] = Look(colour, marker, dash)
+    return found
 
 
 @contextmanager
