@@ -149,6 +149,9 @@ def reproduce(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A recipe's name, or FILE.toml.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="In minutes, smaller: to try it.")] = False,
+    column: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this column of the table; may be repeated.")
+    ] = None,
     data_dir: DataDir = None,
     runtime: Annotated[str, typer.Option(metavar="NAME", help="inline or pool: the numbers are the same.")] = "inline",
     out: Out = None,
@@ -174,8 +177,9 @@ def reproduce(
     GO_ON.append("The same command goes on.")
     changes = {"data_dir": data_dir, "runtime": runtime}
     with shown() as watch:
-        plan, cells = recipes.reproduce(name, where, quick=quick, changes=changes, watch=watch)
-    command = f"fewer reproduce {name}" + (" --quick" if quick else "")
+        plan, cells = recipes.reproduce(name, where, quick=quick, columns=column or (), changes=changes, watch=watch)
+    only = "".join(f' --column "{one}"' for one in column or ())
+    command = f"fewer reproduce {name}" + (" --quick" if quick else "") + only
     figure = recipe_picture(plan, cells)
     short = Path(name).stem if name.endswith(".toml") else name
     pages = recipes.write(short, plan, cells, results, command, quick, png(figure) if figure else None)

@@ -7,7 +7,7 @@ import os
 import platform
 import statistics
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -117,16 +117,22 @@ def reproduce(
     out: Path,
     *,
     quick: bool = False,
+    columns: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
     watch: Watch = lambda what: None,
 ) -> tuple[Recipe, list[Cell]]:
-    """Run all rows and columns. Finished runs in `out` are taken as they are, broken ones go on."""
+    """Run all rows, and all or these columns. Finished runs in `out` are taken as they are, broken ones go on."""
     plan = recipe(name)
+    known = [column.name for column in plan.column]
+    for wrong in [column for column in columns if column not in known]:
+        raise unknown("column", wrong, known)
     if quick:
         plan = _checked(name, {**plan.model_dump(), **{key: plan.quick[key] for key in _OWN if key in plan.quick}})
     cells = []
     for place, column in enumerate(plan.column):
         title = column.name
+        if columns and title not in columns:
+            continue
         series = Series(plan.seeds, plan.trials, out / _slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
         for row, settings in zip(plan.row, settings_in(column, plan, quick), strict=True):
             ours = series.run(check({**settings, **(changes or {})}), _slug(row.name), row.tune)
