@@ -197,6 +197,34 @@ def report(
 
 @app.command(rich_help_panel="Look")
 @told
+def audit(
+    path: Run,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="\\[default: RUN/audit]")] = None,
+    parties: Annotated[int, typer.Option(metavar="N", min=1, help="How many parties' samples are attacked.")] = 10,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of gradient matching.")] = 500,
+    starts: Annotated[int, typer.Option(metavar="N", min=1, help="Random starts of it; the best is taken.")] = 2,
+    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie now.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Attack a run and write a page on what leaks: near-copies in synthetic data, deep leakage, membership inference.
+
+    For whoever simulates a federation: the attacks are judged by the parties' real data, which nobody else has.
+    """
+    from fewer.audit import audit as attack
+    from fewer.report import audit as page
+
+    found = attack(path, data_dir=data_dir, parties=parties, steps=steps, starts=starts)
+    files = page.write_audit(found, out or path / "audit")
+    if write_json(json_file, found.as_json()):
+        return
+    print_rows(page.HEADS, page.figure_rows(found))
+    for note in found.notes:
+        print(note)
+    print(f"An attack that fails proves no privacy. Page: {files[0]}")
+
+
+@app.command(rich_help_panel="Look")
+@told
 def methods(
     name: Annotated[str | None, typer.Argument(metavar="METHOD", help="Show the settings of this one.")] = None,
     json_file: Json = None,

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
-from torch import nn
+from torch import Tensor, nn
 
 from fewer.data import Data, PartyData, Samples
 from fewer.errors import SettingError
@@ -217,6 +217,10 @@ class Method(BaseModel):
     def whole(self, state: Any) -> Weights | None:
         """The weights of the global model; None if the method makes only personal ones."""
         return self.shared(state)
+
+    def condensed(self, state: Any) -> dict[int, tuple[Tensor, Tensor]]:
+        """Synthetic inputs and their labels by party, as last sent; empty where parties send none."""
+        return {}
 
     # Pieces.
 

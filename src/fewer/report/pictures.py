@@ -215,6 +215,42 @@ def sheet_picture(data: Data, columns: int = 10) -> Figure | None:
     return figure
 
 
+def rows_picture(
+    title: str, blocks: Sequence[tuple[Mapping[str, NDArray[Any]], Sequence[str]]], span: tuple[float, float]
+) -> Figure:
+    """Blocks of named rows of images, each block with a word under every column; `span` is what black and white are."""
+    from matplotlib.figure import Figure
+
+    low, high = span
+    bytes_of = [
+        [
+            (255 * (np.clip(row, low, high) - low) / ((high - low) or 1)).round().astype(np.uint8)
+            for row in rows.values()
+        ]
+        for rows, _ in blocks
+    ]
+    columns = max(len(row) for rows in bytes_of for row in rows)
+    height, width = bytes_of[0][0].shape[2:]
+    across, down = 0.5, 0.5 * height / width
+    names = [name for rows, _ in blocks for name in rows]
+    tall = [len(rows) * down + (0.25 if notes else 0.05) for rows, notes in blocks]
+    with style():
+        size = (columns * across + 0.4 + 0.085 * max(map(len, names)), sum(tall) + 0.5)
+        figure = Figure(figsize=size)
+        figure.suptitle(title, x=0.08 / size[0], ha="left", color=INK, fontsize=11)
+        grid = figure.add_gridspec(len(blocks), 1, height_ratios=tall)
+        for place, (rows, notes) in enumerate(blocks):
+            axes = figure.add_subplot(grid[place])
+            centres = _show_images(axes, bytes_of[place], columns)
+            axes.set_yticks(centres, list(rows), fontsize=9)
+            step = width + max(1, width // 12)
+            axes.set_xticks([(width - 1) / 2 + step * column for column in range(len(notes))], list(notes), fontsize=8)
+            axes.tick_params(length=0)
+            axes.grid(False)
+            axes.spines[:].set_visible(False)
+    return figure
+
+
 def _show_images(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) -> list[float]:
     """One image made of all of them, a row for each class, with white between; where the rows' centres are."""
     channels, height, width = examples[0].shape[1:]
