@@ -4,6 +4,8 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,9 @@ from torch import Tensor, nn
 from fewer.audit.distance import earth_mover, nearest, on_lines, typical
 from fewer.audit.leakage import gradients_of, psnr, restore, softened, variation
 from fewer.audit.membership import above_variants, losses, membership
+from fewer.data import Samples
+from fewer.errors import SettingError
+from fewer.experiments.studies import _apart
 from tests.test_cli import DIGITS, call
 
 # --- membership ---------------------------------------------------------------------------------------------------
@@ -232,3 +237,83 @@ def test_what_cannot_be_audited_gets_one_line(runs: Path, tmp_path: Path) -> Non
 
 def test_help_says_whose_tool_it_is() -> None:
     assert "real data" in " ".join(call("audit", "--help").stdout.split())
+
+
+# --- studies of recipes -------------------------------------------------------------------------------------------
+
+RECIPE = """
+title = "Small"
+paper = "Nobody: Nothing, 2026"
+seeds = 1
+[settings]
+data = "digits"
+parties = 3
+rounds = 1
+set = { matching = 2, outer_steps = 1, server_steps = 2 }
+[quick]
+study = { steps = 1 }
+[study]
+name = "leakage"
+steps = 2
+starts = 1
+[[column]]
+name = "S = 2"
+set = { per_class = 2 }
+[[column]]
+name = "S = 3"
+set = { per_class = 3 }
+[[row]]
+name = "FedMK"
+method = "fedmk"
+"""
+
+
+def test_a_recipe_may_study_what_leaks_or_how_sizes_differ(tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(RECIPE.replace('name = "S = 3"', 'name = "S = 3"\nseed = 1\ndata_seed = 0'))
+    words: list[str | Path] = ["reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs"]
+    text = call(*words).stdout
+    kept = json.loads((tmp_path / "small.json").read_text())
+    assert [cell["ours"]["settings"]["per_class"] for cell in kept["cells"]] == [2, 3]
+    assert f"| {kept['study']['FedMK, S = 2']['figures']['copies']['median']:.2f} |" in text
+    assert kept["study"].keys() == {"FedMK, S = 2", "FedMK, S = 3"}
+    assert text.count("![FedMK: deep leakage from gradients](small-fedmk-s-2-leakage.png)") == 1
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        f"small-fedmk-s-{size}-{what}.png" for size in (2, 3) for what in ("copies", "leakage")
+    }
+    file.write_text(file.read_text().replace('"leakage"\nsteps = 2\nstarts = 1', '"emd"\npaper = [0.0, 0.25]'))
+    file.write_text(file.read_text().replace("study = { steps = 1 }", ""))
+    text = call(*words).stdout
+    (same,), (other,) = json.loads((tmp_path / "small.json").read_text())["study"].values()
+    assert same == 0 and 0 < other < 1
+    assert f"| ours | 0.000 | {other:.3f} |\n| paper | 0.000 | 0.250 |" in text
+
+
+def test_distance_of_synthetic_data_by_hand() -> None:
+    def result(images: list[float], labels: list[int], party: int = 0) -> Any:
+        sent = {party: (torch.tensor(images).view(-1, 1, 1, 1), torch.tensor(labels))}
+        test = Samples(torch.tensor([[[-1.0]], [[3.0]]]), torch.zeros(2))
+        return SimpleNamespace(
+            method=SimpleNamespace(condensed=lambda _: sent), state=None, data=SimpleNamespace(test=test)
+        )
+
+    # black to white is 4; class 0: {0, 2} to {2, 2}: 1 / 4; class 1: {0} to {3}: 3 / 4; class 2 is in one alone
+    one, other = result([0, 2, 0, 9], [0, 0, 1, 2]), result([2, 2, 3], [0, 0, 1])
+    assert _apart(one, other) == pytest.approx(0.5)
+    with pytest.raises(SettingError, match="no party"):
+        _apart(one, result([2.0], [0], party=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (('"leakage"', '"leakag"'), "unknown study 'leakag', did you mean 'leakage'?"),
+        (("starts = 1", "start = 1"), "unknown option of study leakage 'start', did you mean 'starts'?"),
+        (("starts = 1", 'starts = "1"'), "options are whole numbers"),
+    ],
+)
+def test_a_wrong_study_gets_one_line_before_anything_runs(change: tuple[str, str], text: str, tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(RECIPE.replace(*change))
+    assert text in call("reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs", code=2).stderr
+    assert not (tmp_path / "runs").exists()

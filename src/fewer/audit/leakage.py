@@ -4,8 +4,8 @@ Zhu, Liu, Han: Deep Leakage from Gradients, NeurIPS 2019: dummy images are moved
 seen. They use smooth nets. For nets with ReLU, as ours, more is needed. From Geiping, Bauermeister, Dröge, Moeller:
 Inverting Gradients, NeurIPS 2020: the angle between gradients, signed steps of Adam, values kept in the range of
 pixels, and a price on total variation. Our own: for the first half of the steps the attacker's net has softplus in the
-place of ReLU, as units that are off would not show the way. Labels are known to the attacker (they can be read off the gradient
-of the last layer: Zhao, Mopuri, Bilen 2020), and of several starts the one with the best match is taken.
+place of ReLU, as units that are off would not show the way. Labels are known to the attacker (they can be read off the
+gradient of the last layer: Zhao, Mopuri, Bilen 2020), and of several starts the one with the best match is taken.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewer.audit.distance import nearest, typical
+from fewer.audit.distance import nearest, span_of, typical
 from fewer.audit.leakage import gradients_of, psnr, restore
 from fewer.audit.membership import above_variants, losses, membership
 from fewer.errors import FewerError, RunError
@@ -24,6 +24,7 @@ from fewer.models import load_weights
 from fewer.runs.directory import RunDirectory
 from fewer.runs.job import check, load_data
 from fewer.runs.result import Result, open_result
+from fewer.runs.settings import hash_of
 from fewer.runtime.streams import stream
 from fewer.wire.ledger import EVALUATION
 
@@ -67,7 +68,10 @@ class Audit:
     """What the attacks gave."""
 
     method: str
+    data: str
     rounds: int
+    hash: str
+    """Of the settings of the run."""
     parties: list[int]
     """Whose samples were attacked."""
     figures: dict[str, Any]
@@ -98,7 +102,16 @@ def audit(
         figures["leakage"], sheet = look.leakage(steps, starts)
         sheets.append(sheet)
     figures["membership"] = {name: asdict(membership(*scores)) for name, scores in look.membership()}
-    return Audit(result.method.name, len(result.history), look.parties, figures, sheets, list(look.limits()))
+    return Audit(
+        result.method.name,
+        result.data.name,
+        len(result.history),
+        hash_of(result.settings, result.method),
+        look.parties,
+        figures,
+        sheets,
+        list(look.limits()),
+    )
 
 
 class _Look:
@@ -119,10 +132,10 @@ class _Look:
             raise FewerError("no party has taken part yet: there is nothing to audit")
         drawn = torch.randperm(len(known), generator=self.stream("parties"))[:parties]
         self.parties = sorted(known[place] for place in drawn.tolist())
-        first = result.data.party(self.parties[0]).train.pick(torch.arange(min(100, result.data.size(self.parties[0]))))
-        self.low, self.high = float(first[0].min()), float(first[0].max())
+        self.low, self.high = span_of(result.data.test)
+        device = result.task.device
         self.sent: Sent = {
-            party: (sent[party][0].to(first[0]).clamp(self.low, self.high), sent[party][1].to(first[1]))
+            party: (sent[party][0].clamp(self.low, self.high).to(device), sent[party][1].to(device))
             for party in self.parties
             if party in sent
         }

@@ -163,6 +163,7 @@ def reproduce(
     """
     from fewer.cli.progress import shown
     from fewer.experiments import recipes
+    from fewer.report import write_sheets
 
     if listed or name is None:
         for each, title in recipes.names().items():
@@ -174,8 +175,12 @@ def reproduce(
     changes = {"data_dir": data_dir, "runtime": runtime}
     with shown() as watch:
         plan, cells = recipes.reproduce(name, where, quick=quick, changes=changes, watch=watch)
+    study = recipes.carry_out(plan, cells, where)
     command = f"fewer reproduce {name}" + (" --quick" if quick else "")
-    pages = recipes.write(Path(name).stem if name.endswith(".toml") else name, plan, cells, results, command, quick)
+    stem = Path(name).stem if name.endswith(".toml") else name
+    pages = recipes.write(stem, plan, cells, results, command, quick, study)
+    if study:
+        write_sheets(study.sheets, pages[0].with_suffix(""))
     if not write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
         print(f"Kept in {pages[0]} and {pages[1]}, runs in {where}")
@@ -211,13 +216,14 @@ def audit(
     For whoever simulates a federation: the attacks are judged by the parties' real data, which nobody else has.
     """
     from fewer.audit import audit as attack
-    from fewer.report import audit as page
+    from fewer.audit.telling import HEADS, figure_rows
+    from fewer.report import write_audit
 
     found = attack(path, data_dir=data_dir, parties=parties, steps=steps, starts=starts)
-    files = page.write_audit(found, out or path / "audit")
+    files = write_audit(found, out or path / "audit")
     if write_json(json_file, found.as_json()):
         return
-    print_rows(page.HEADS, page.figure_rows(found))
+    print_rows(HEADS, figure_rows(found))
     for note in found.notes:
         print(note)
     print(f"An attack that fails proves no privacy. Page: {files[0]}")

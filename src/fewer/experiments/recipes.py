@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 import fewer
 from fewer.errors import SettingError, unknown
 from fewer.experiments.compare import Row, Series, Watch
+from fewer.experiments.studies import Runs, Study, prepared
 from fewer.experiments.tune import TRIALS
 from fewer.runs.job import check, setting_error
 
@@ -55,7 +56,9 @@ class Recipe(BaseModel):
     trials: PositiveInt = TRIALS
     settings: dict[str, Any]
     quick: dict[str, Any] = {}
-    """What `--quick` changes: settings, seeds and trials."""
+    """What `--quick` changes: settings, seeds, trials and options of the study."""
+    study: dict[str, Any] = {}
+    """What is looked at in the runs besides their accuracy: the name of a study, and its options."""
     column: list[RecipeColumn]
     row: list[RecipeRow]
 
@@ -111,31 +114,51 @@ def reproduce(
     """Run all rows and columns. Finished runs in `out` are taken as they are, broken ones go on."""
     plan = recipe(name)
     fast = dict(plan.quick) if quick else {}
-    plan = _checked(name, {**plan.model_dump(), **{key: fast.pop(key) for key in ("seeds", "trials") if key in fast}})
+    if plan.study:
+        fast["study"] = {**plan.study, **fast.get("study", {})}
+    own: dict[str, Any] = {key: fast.pop(key) for key in ("seeds", "trials", "study") if key in fast}
+    plan = _checked(name, {**plan.model_dump(), **own})
+    if plan.study:
+        prepared(plan.study)  # what is wrong with it shows before the first run
     shared = {**plan.settings, **fast, **(changes or {})}
     cells = []
     for place, column in enumerate(plan.column):
         title, varied = column.name, column.model_extra or {}
         series = Series(plan.seeds, plan.trials, out / _slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
         for row in plan.row:
-            settings = check({**shared, **varied, "method": row.method, "set": {**shared.get("set", {}), **row.set}})
+            own_set = {**shared.get("set", {}), **varied.get("set", {}), **row.set}
+            settings = check({**shared, **varied, "method": row.method, "set": own_set})
             ours = series.run(settings, _slug(row.name), row.tune)
             paper = row.paper[place] if place < len(row.paper) else None
             cells.append(Cell(row.name, title, ours, paper))
     return plan, cells
 
 
-def write(name: str, plan: Recipe, cells: list[Cell], folder: Path, command: str, quick: bool) -> list[Path]:
+def carry_out(plan: Recipe, cells: list[Cell], out: Path) -> Study | None:
+    """The study that a recipe names, on its runs in `out`."""
+    if not plan.study:
+        return None
+    runs = [
+        Runs(c.row, c.column, [out / _slug(c.column) / f"{_slug(c.row)}-seed{seed}" for seed in c.ours.seeds])
+        for c in cells
+    ]
+    return prepared(plan.study)(runs)
+
+
+def write(
+    name: str, plan: Recipe, cells: list[Cell], folder: Path, command: str, quick: bool, study: Study | None = None
+) -> list[Path]:
     """The table as Markdown, and everything behind it as JSON."""
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page, data = stem.with_suffix(".md"), stem.with_suffix(".json")
-    page.write_text(markdown(plan, cells, command, quick))
+    page.write_text(markdown(plan, cells, command, quick) + (study.markdown(stem.name) if study else ""))
     content = {
         "recipe": plan.model_dump(mode="json"),
         "command": command,
         "machine": machine(),
         "cells": [asdict(c) for c in cells],
+        **({"study": study.figures} if study else {}),
     }
     data.write_text(json.dumps(content, indent=1) + "\n")
     return [page, data]

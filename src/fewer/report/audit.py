@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
 
 from fewer.audit import Audit, Sheet
+from fewer.audit.telling import HEADS, LIMITS, MEANING, figure_rows
 from fewer.report.page import Picture, document, figure_of, note_of, table, write_files
 from fewer.report.pictures import rows_picture
 from fewer.report.style import png
 
 PAGE, FIGURES = "audit.html", "audit.json"
-HEADS = ("figure", "value", "to compare")
-ATTACKS = {
-    "loss": "members by loss, AUC",
-    "variants": "members by loss against moved images, AUC",
-    "distance": "members by distance to D̂, AUC",
-}
-MEANING = (
-    "D̂ is synthetic data; its distance to the nearest real image of its class and party is divided by the median "
-    "distance between a real image and the nearest other. Restored images are held against the real ones (PSNR: high is "
-    "alike); a look-alike is the nearest other real image of the class. AUC: the chance that a training sample scores "
-    "higher than a test sample of the same class and party, with its 95 % confidence interval by DeLong."
-)
-LIMITS = (
-    "These are attacks that were tried, not all there are. An AUC near 0.5 or a picture that shows nothing means that "
-    "these attacks failed on these samples; it proves no privacy, and no formal guarantee such as differential privacy "
-    "is given."
-)
 
 
 def write_audit(found: Audit, out: Path) -> list[Path]:
     """Write the page, the pictures and all figures into `out`; their paths, the page's first."""
     pictures = [picture(sheet) for sheet in found.sheets]
     files = {f"{each.name}.png": png(each.figure) for each in pictures}
-    title = f"Privacy look: {found.method} after {found.rounds} rounds"
+    rounds = "1 round" if found.rounds == 1 else f"{found.rounds} rounds"
+    title = f"Privacy look: {found.method} on {found.data} after {rounds}"
+    who = ", ".join(map(str, found.parties))
+    about = f"Samples of {len(found.parties)} parties: {who}. {LIMITS} Settings hash of the run: {found.hash}."
     body = [
         table(HEADS, figure_rows(found)),
         f'<p class="small">{MEANING}</p>',
         *map(note_of, found.notes),
         f'<div class="pictures">{"".join(figure_of(each, files[f"{each.name}.png"]) for each in pictures)}</div>',
-        f'<p class="small">Samples of {len(found.parties)} parties: {", ".join(map(str, found.parties))}. {LIMITS}</p>',
+        f'<p class="small">{escape(about)}</p>',
     ]
     page = document(title, body).encode()
     return write_files(out, {PAGE: page, FIGURES: (json.dumps(found.as_json(), indent=1) + "\n").encode(), **files})
+
+
+def write_sheets(sheets: Sequence[Sheet], stem: Path) -> None:
+    """Write the pictures of sheets beside a page, as STEM-NAME.png."""
+    write_files(stem.parent, {f"{stem.name}-{sheet.name}.png": png(picture(sheet).figure) for sheet in sheets})
 
 
 def picture(sheet: Sheet) -> Picture:
@@ -55,32 +47,3 @@ def picture(sheet: Sheet) -> Picture:
     ]
     figure = rows_picture(sheet.title, blocks, (sheet.low, sheet.high))
     return Picture(sheet.name, figure, sheet.caption, f"{sheet.title}: rows of images.")
-
-
-def figure_rows(found: Audit) -> list[Sequence[str]]:
-    """The main figures: what, how much, and what to hold against it."""
-    return [*_copies(found.figures.get("copies", {})), *_leakage(found.figures.get("leakage", {})), *_members(found)]
-
-
-def _copies(figures: dict[str, Any]) -> Iterator[Sequence[str]]:
-    if "median" in figures:
-        yield "D̂ to nearest real, median", f"{figures['median']:.2f}", "1: as real images of a class"
-        yield "D̂ to nearest real, least", f"{figures['least']:.2f}", "0: a copy"
-        yield "near-copies (below 0.5)", f"{figures['near_copies']:.1%}", f"of {figures['images']:,} images"
-
-
-def _leakage(figures: dict[str, Any]) -> Iterator[Sequence[str]]:
-    for attack in figures.get("attacks", ()):
-        what = f"restored, {attack['model']} model"
-        if attack["at_once"] > 1:
-            what += f", {attack['at_once']} at once"
-        against = f"{figures['psnr_of_lookalike']:.1f} dB: a look-alike"
-        if "psnr_to_synthetic" in attack:
-            against += f"; {attack['psnr_to_synthetic']:.1f} dB to D̂"
-        yield what, f"{attack['psnr']:.1f} dB", against
-
-
-def _members(found: Audit) -> Iterator[Sequence[str]]:
-    for name, figures in found.figures["membership"].items():
-        value = f"{figures['auc']:.3f} ({figures['low']:.3f} … {figures['high']:.3f})"
-        yield ATTACKS[name], value, f"0.5: guessing; finds {figures['hits']:.1%} at 1 % false alarms"
