@@ -177,6 +177,7 @@ def test_audit_of_synthetic_data(runs: Path, tmp_path: Path) -> None:
     assert figures["figures"]["membership"].keys() == {"loss", "variants", "distance"}
     copies, leakage = figures["figures"]["copies"], figures["figures"]["leakage"]
     assert 0 < copies["least"] < copies["median"] and copies["by_party"].keys() == set(map(str, figures["parties"]))
+    assert copies["least"] == copies["by_party"][str(copies["closest"]["party"])]["least"]
     assert leakage["from"] == "synthetic" and len(leakage["attacks"]) == 2
     page = (tmp_path / "audit.html").read_text()
     assert page.count("<img") == 2 and "proves no privacy" in page

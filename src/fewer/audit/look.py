@@ -154,7 +154,8 @@ class _Look:
     def copies(self) -> tuple[dict[str, Any], Sheet | None]:
         """How near synthetic images are to real ones, against how near real ones are to each other."""
         ratios: dict[int, list[float]] = {}
-        blocks: list[Block] = []
+        drawn: dict[int, Block] = {}
+        closest: tuple[float, dict[str, int]] | None = None
         for party, (images, labels) in self.sent.items():
             x, y = self.real(party)
             ratios[party] = []
@@ -167,16 +168,19 @@ class _Look:
                 away, which = nearest(made, real)
                 own = (away / usual).tolist()
                 ratios[party] += own
+                if closest is None or min(own) < closest[0]:
+                    closest = min(own), {"party": party, "class": label, "samples": len(real)}
                 worst = int(away.argmin())
                 columns.append((made[worst], real[which[worst]], f"{own[worst]:.2f}"))
-            if self.image and columns and len(blocks) < SHOWN:
+            if self.image and columns:
                 shown = columns[: COLUMNS + 2]
                 synthetic, originals = [made for made, _, _ in shown], [real for _, real, _ in shown]
                 rows = {f"party {party}: D̂": torch.stack(synthetic), "nearest real": torch.stack(originals)}
-                blocks.append(Block(rows, [note for _, _, note in shown]))
+                drawn[party] = Block(rows, [note for _, _, note in shown])
         every = sorted(ratio for own in ratios.values() for ratio in own)
         figures: dict[str, Any] = {"images": len(every)}
-        if every:
+        if closest:
+            figures["closest"] = closest[1]
             figures |= {"least": every[0], "median": statistics.median(every)}
             figures["near_copies"] = sum(ratio < COPY for ratio in every) / len(every)
             figures["by_party"] = {
@@ -184,8 +188,10 @@ class _Look:
             }
         caption = (
             "Of each class the synthetic image that is nearest to a real one of its party, and that real one. Below: "
-            "their distance against the typical distance between a real image of that class and the nearest other one."
+            "their distance against the typical distance between a real image of that class and the nearest other one. "
+            "Parties with the nearest ones come first."
         )
+        blocks = [drawn[party] for party in sorted(drawn, key=lambda each: min(ratios[each]))[:SHOWN]]
         sheet = Sheet("copies", "Synthetic images and the nearest real ones", caption, blocks, self.low, self.high)
         return figures, sheet if blocks else None
 

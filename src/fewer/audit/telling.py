@@ -34,7 +34,11 @@ def figure_rows(found: Audit) -> list[Sequence[str]]:
 def _copies(figures: dict[str, Any]) -> Iterator[Sequence[str]]:
     if "median" in figures:
         yield "D̂ to nearest real, median", f"{figures['median']:.2f}", "1: as real images of a class"
-        yield "D̂ to nearest real, least", f"{figures['least']:.2f}", "0: a copy"
+        yield (
+            "D̂ to nearest real, least",
+            f"{figures['least']:.2f}",
+            f"0: a copy; a class of {figures['closest']['samples']:,} samples",
+        )
         yield "near-copies (below 0.5)", f"{100 * figures['near_copies']:.1f} %", f"of {figures['images']:,} images"
 
 
