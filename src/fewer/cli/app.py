@@ -166,7 +166,7 @@ def reproduce(
     """
     from fewer.cli.progress import shown
     from fewer.experiments import recipes
-    from fewer.report import png, recipe_picture
+    from fewer.report import png, recipe_picture, write_sheets
 
     if listed or name is None:
         for each, title in recipes.names().items():
@@ -178,11 +178,14 @@ def reproduce(
     changes = {"data_dir": data_dir, "runtime": runtime}
     with shown() as watch:
         plan, cells = recipes.reproduce(name, where, quick=quick, columns=column or (), changes=changes, watch=watch)
+    study = recipes.carry_out(plan, cells, where)
     only = "".join(f' --column "{one}"' for one in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + only
     figure = recipe_picture(plan, cells)
     short = Path(name).stem if name.endswith(".toml") else name
-    pages = recipes.write(short, plan, cells, results, command, quick, png(figure) if figure else None)
+    pages = recipes.write(short, plan, cells, results, command, quick, png(figure) if figure else None, study)
+    if study:
+        write_sheets(study.sheets, pages[0].with_suffix(""))
     if not write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
         print(f"Kept in {', '.join(map(str, pages))}, runs in {where}")
@@ -200,6 +203,35 @@ def report(
     runs = [found for path in paths for found in _runs_in(path)]
     for file in write_report(runs, out):
         print(file)
+
+
+@app.command(rich_help_panel="Look")
+@told
+def audit(
+    path: Run,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="\\[default: RUN/audit]")] = None,
+    parties: Annotated[int, typer.Option(metavar="N", min=1, help="How many parties' samples are attacked.")] = 10,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of gradient matching.")] = 500,
+    starts: Annotated[int, typer.Option(metavar="N", min=1, help="Random starts of it; the best is taken.")] = 2,
+    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie now.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Attack a run and write a page on what leaks: near-copies in synthetic data, deep leakage, membership inference.
+
+    For whoever simulates a federation: the attacks are judged by the parties' real data, which nobody else has.
+    """
+    from fewer.audit import audit as attack
+    from fewer.audit.telling import HEADS, figure_rows
+    from fewer.report import write_audit
+
+    found = attack(path, data_dir=data_dir, parties=parties, steps=steps, starts=starts)
+    files = write_audit(found, out or path / "audit")
+    if write_json(json_file, found.as_json()):
+        return
+    print_rows(HEADS, figure_rows(found))
+    for note in found.notes:
+        print(note)
+    print(f"An attack that fails proves no privacy. Page: {files[0]}")
 
 
 @app.command(rich_help_panel="Look")

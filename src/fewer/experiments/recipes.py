@@ -20,12 +20,13 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 import fewer
 from fewer.errors import SettingError, unknown
 from fewer.experiments.compare import Row, Series, Watch, own_settings
+from fewer.experiments.studies import Runs, Study, prepared
 from fewer.experiments.tune import TRIALS
 from fewer.methods import find
 from fewer.runs.job import check, setting_error
 from fewer.runs.statistics import half_width
 
-_OWN = ("seeds", "trials", "by_round")
+_OWN = ("seeds", "trials", "by_round", "study")
 """What of a recipe itself `--quick` may change."""
 
 
@@ -63,11 +64,13 @@ class Recipe(BaseModel):
     trials: PositiveInt = TRIALS
     settings: dict[str, Any]
     quick: dict[str, Any] = {}
-    """What `--quick` changes: settings, seeds, trials and by_round."""
+    """What `--quick` changes: settings, seeds, trials, by_round and options of the study."""
     by_round: bool | list[PositiveInt] = False
     """Whether there is a table of the accuracy after each round too, or after which ones."""
     figure: Literal["rounds", "megabytes", "columns"] | None = None
     """What a picture shows the accuracy over, if there is one: rounds, traffic, or the columns of the table."""
+    study: dict[str, Any] = {}
+    """What is looked at in the runs besides their accuracy: the name of a study, and its options."""
     column: list[RecipeColumn]
     row: list[RecipeRow]
 
@@ -127,7 +130,11 @@ def reproduce(
     for wrong in [column for column in columns if column not in known]:
         raise unknown("column", wrong, known)
     if quick:
-        plan = _checked(name, {**plan.model_dump(), **{key: plan.quick[key] for key in _OWN if key in plan.quick}})
+        own: dict[str, Any] = {key: plan.quick[key] for key in _OWN if key in plan.quick}
+        own["study"] = {**plan.study, **own.get("study", {})}
+        plan = _checked(name, {**plan.model_dump(), **own})
+    if plan.study:
+        prepared(plan.study)  # what is wrong with it shows before the first run
     cells = []
     for place, column in enumerate(plan.column):
         title = column.name
@@ -156,19 +163,39 @@ def settings_in(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[st
     ]
 
 
+def carry_out(plan: Recipe, cells: list[Cell], out: Path) -> Study | None:
+    """The study that a recipe names, on its runs in `out`."""
+    if not plan.study:
+        return None
+    runs = [
+        Runs(c.row, c.column, [out / _slug(c.column) / f"{_slug(c.row)}-seed{seed}" for seed in c.ours.seeds])
+        for c in cells
+    ]
+    return prepared(plan.study)(runs)
+
+
 def write(
-    name: str, plan: Recipe, cells: list[Cell], folder: Path, command: str, quick: bool, picture: bytes | None = None
+    name: str,
+    plan: Recipe,
+    cells: list[Cell],
+    folder: Path,
+    command: str,
+    quick: bool,
+    picture: bytes | None = None,
+    study: Study | None = None,
 ) -> list[Path]:
     """The table as Markdown, everything behind it as JSON, and beside them its picture (a PNG)."""
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page, data, image = (stem.with_suffix(kind) for kind in (".md", ".json", ".png"))
-    page.write_text(markdown(plan, cells, command, quick, image.name if picture else None))
+    table = markdown(plan, cells, command, quick, image.name if picture else None)
+    page.write_text(table + (study.markdown(stem.name) if study else ""))
     content = {
         "recipe": plan.model_dump(mode="json"),
         "command": command,
         "machine": machine(),
         "cells": [asdict(c) for c in cells],
+        **({"study": study.figures} if study else {}),
     }
     data.write_text(json.dumps(content, indent=1) + "\n")
     if picture:

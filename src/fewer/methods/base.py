@@ -239,6 +239,10 @@ class Method(BaseModel):
         """What of the state can be looked at, as the report shows it; by default nothing."""
         return ()
 
+    def condensed(self, state: Any) -> dict[int, tuple[Tensor, Tensor]]:
+        """Synthetic inputs and their labels by party, as last sent; empty where parties send none."""
+        return {}
+
     # Pieces.
 
     def choose(self, parties: Parties) -> list[int]:

@@ -187,6 +187,10 @@ class FedMK(Method):
             lots[party] = Coded(shared, self.codec)
         return lots
 
+    def condensed(self, state: MKState) -> dict[int, tuple[Tensor, Tensor]]:
+        """The last D̂ of every party."""
+        return {party: joined([knowledge]) for party, knowledge in state.knowledge.items()}
+
     # --- at a party: Eqs 3-8 ---
 
     @on_party

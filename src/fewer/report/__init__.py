@@ -1,5 +1,6 @@
 """Reports: pictures and one page, read from runs and data. Nothing here computes a run."""
 
+from fewer.report.audit import write_audit, write_sheets
 from fewer.report.page import write_report
 from fewer.report.pictures import megabyte_picture, partition_picture, party_picture, round_picture, sheet_picture
 from fewer.report.style import png
@@ -13,5 +14,7 @@ __all__ = [
     "recipe_picture",
     "round_picture",
     "sheet_picture",
+    "write_audit",
     "write_report",
+    "write_sheets",
 ]

@@ -49,8 +49,12 @@ def write_report(runs: Sequence[Path], out: Path) -> list[Path]:
     groups = gather(runs)
     pictures, notes = _pictures(groups)
     files = {f"{picture.name}.png": png(picture.figure) for picture in pictures}
-    figures = [_figure(picture, files[f"{picture.name}.png"]) for picture in pictures]
-    files = {PAGE: _page(groups, figures, notes).encode(), **files}
+    figures = [figure_of(picture, files[f"{picture.name}.png"]) for picture in pictures]
+    return write_files(out, {PAGE: _page(groups, figures, notes).encode(), **files})
+
+
+def write_files(out: Path, files: Mapping[str, bytes]) -> list[Path]:
+    """Write files by name into the directory `out`; their paths."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -193,19 +197,18 @@ def _page(groups: Sequence[Group], figures: Sequence[str], notes: Sequence[str])
         for group, run in runs
     ]
     parts = [
-        f"<h1>{escape(title)}</h1>",
         _results(groups),
-        *(f'<p class="note">{escape(note)}</p>' for note in notes),
+        *map(note_of, notes),
         f'<div class="pictures">{"".join(figures)}</div>',
         "<h2>Absent answers</h2>",
         _absent(groups),
         "<h2>Settings</h2>",
         *(_details(group.label, _pairs(_settings(group.runs[0]))) for group in groups),
-        _details("Hashes", _table(["method", "seed", "settings", "data", "run"], hashes)),
+        _details("Hashes", table(["method", "seed", "settings", "data", "run"], hashes)),
         "<h2>Environment</h2>",
         *(_details(_versions(run), _pairs(run.description["environment"])) for run in environments),
     ]
-    return _TEMPLATE.format(title=escape(title), style=_STYLE, body="\n".join(parts))
+    return document(title, parts)
 
 
 def _results(groups: Sequence[Group]) -> str:
@@ -226,7 +229,7 @@ def _results(groups: Sequence[Group]) -> str:
     bold = [number for number, group in enumerate(groups) if group.accuracy and group.accuracy.mean == best]
     several = any(len(group.runs) > 1 for group in groups)
     return (
-        _table(heads, rows, bold if len(groups) > 1 else ())
+        table(heads, rows, bold if len(groups) > 1 else ())
         + '<p class="small">accuracy: each test sample judged by the model of the party that it belongs to'
         + (", mean ± 95 % confidence over seeds" if several else "")
         + ". everywhere: each party’s model judged on all parties’ test samples. MB and seconds: "
@@ -241,7 +244,7 @@ def _absent(groups: Sequence[Group]) -> str:
     rows = [
         [group.label, *(f"{group.absent[why]:,}" for why in reasons), f"{group.absent.total():,}"] for group in groups
     ]
-    return _table(["method", *reasons, "in all"], rows)
+    return table(["method", *reasons, "in all"], rows)
 
 
 def _differences(groups: Sequence[Group]) -> Iterator[str]:
@@ -276,7 +279,19 @@ def _percent(value: Interval | None) -> str:
 # --- HTML -----------------------------------------------------------------------------------------------------
 
 
-def _figure(picture: Picture, content: bytes) -> str:
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page that needs nothing else, with its title as the first heading."""
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    return _TEMPLATE.format(title=escape(title), style=_STYLE, body=body)
+
+
+def note_of(text: str) -> str:
+    """A word to the reader that is not to be missed."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def figure_of(picture: Picture, content: bytes) -> str:
+    """A picture, inside the page, with its caption."""
     width, height = (round(96 * inches) for inches in picture.figure.get_size_inches())
     return (
         f'<figure{" class=wide" if width > 700 else ""}><div class="scroll">'
@@ -285,7 +300,8 @@ def _figure(picture: Picture, content: bytes) -> str:
     )
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], bold: Sequence[int] = ()) -> str:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], bold: Sequence[int] = ()) -> str:
+    """Rows under heads; those with the numbers in `bold` stand out."""
     head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
     body = "".join(
         f"<tr{' class=best' if number in bold else ''}>"
@@ -299,7 +315,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], bold: Sequence[i
 
 def _pairs(values: Mapping[str, Any]) -> str:
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
-    return _table(["name", "value"], [(key, "–" if text == "null" else text) for key, text in texts.items()])
+    return table(["name", "value"], [(key, "–" if text == "null" else text) for key, text in texts.items()])
 
 
 def _details(title: str, content: str) -> str:

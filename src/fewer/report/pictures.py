@@ -301,6 +301,31 @@ def made_picture(
     return figure
 
 
+def rows_picture(
+    title: str, blocks: Sequence[tuple[Mapping[str, NDArray[Any]], Sequence[str]]], span: tuple[float, float]
+) -> Figure:
+    """Blocks of named rows of images, each block with a word under every column; `span` is what black and white are."""
+    from matplotlib.figure import Figure
+
+    columns = max(len(row) for rows, _ in blocks for row in rows.values())
+    height, width = next(iter(blocks[0][0].values())).shape[2:]
+    across, down = 0.5, 0.5 * height / width
+    names = [name for rows, _ in blocks for name in rows]
+    tall = [len(rows) * down + (0.25 if notes else 0.05) for rows, notes in blocks]
+    with style():
+        size = (columns * across + 0.4 + 0.085 * max(map(len, names)), sum(tall) + 0.5)
+        figure = Figure(figsize=size)
+        figure.suptitle(title, x=0.08 / size[0], ha="left", color=INK, fontsize=11)
+        grid = figure.add_gridspec(len(blocks), 1, height_ratios=tall)
+        for place, (rows, notes) in enumerate(blocks):
+            axes = figure.add_subplot(grid[place])
+            heights, places = _show_images(axes, [list(row) for row in rows.values()], span, columns)
+            axes.set_yticks(heights, list(rows), fontsize=9)
+            axes.set_xticks(places[: len(notes)], list(notes), fontsize=8)
+            _bare(axes)
+    return figure
+
+
 def _show_images(
     axes: Axes,
     rows: Sequence[Sequence[NDArray[Any] | None]],

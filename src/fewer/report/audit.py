@@ -1,0 +1,49 @@
+"""The page on a privacy look: figures, rows of images, and what they do not say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from fewer.audit import Audit, Sheet
+from fewer.audit.telling import HEADS, LIMITS, MEANING, figure_rows
+from fewer.report.page import Picture, document, figure_of, note_of, table, write_files
+from fewer.report.pictures import rows_picture
+from fewer.report.style import png
+
+PAGE, FIGURES = "audit.html", "audit.json"
+
+
+def write_audit(found: Audit, out: Path) -> list[Path]:
+    """Write the page, the pictures and all figures into `out`; their paths, the page's first."""
+    pictures = [picture(sheet) for sheet in found.sheets]
+    files = {f"{each.name}.png": png(each.figure) for each in pictures}
+    rounds = "1 round" if found.rounds == 1 else f"{found.rounds} rounds"
+    title = f"Privacy look: {found.method} on {found.data} after {rounds}"
+    who = ", ".join(map(str, found.parties))
+    about = f"Samples of {len(found.parties)} parties: {who}. {LIMITS} Settings hash of the run: {found.hash}."
+    body = [
+        table(HEADS, figure_rows(found)),
+        f'<p class="small">{MEANING}</p>',
+        *map(note_of, found.notes),
+        f'<div class="pictures">{"".join(figure_of(each, files[f"{each.name}.png"]) for each in pictures)}</div>',
+        f'<p class="small">{escape(about)}</p>',
+    ]
+    page = document(title, body).encode()
+    return write_files(out, {PAGE: page, FIGURES: (json.dumps(found.as_json(), indent=1) + "\n").encode(), **files})
+
+
+def write_sheets(sheets: Sequence[Sheet], stem: Path) -> None:
+    """Write the pictures of sheets beside a page, as STEM-NAME.png."""
+    write_files(stem.parent, {f"{stem.name}-{sheet.name}.png": png(picture(sheet).figure) for sheet in sheets})
+
+
+def picture(sheet: Sheet) -> Picture:
+    """A sheet, drawn."""
+    blocks = [
+        ({name: images.cpu().numpy() for name, images in block.rows.items()}, block.notes) for block in sheet.blocks
+    ]
+    figure = rows_picture(sheet.title, blocks, (sheet.low, sheet.high))
+    return Picture(sheet.name, figure, sheet.caption, f"{sheet.title}: rows of images.")

@@ -1,0 +1,320 @@
+"""The privacy look: distances, ranks and gradients by hand, and the command."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fewer.audit.distance import earth_mover, nearest, on_lines, typical
+from fewer.audit.leakage import gradients_of, psnr, restore, softened, variation
+from fewer.audit.membership import above_variants, losses, membership
+from fewer.data import Samples
+from fewer.errors import SettingError
+from fewer.experiments.studies import _apart
+from tests.test_cli import DIGITS, call
+
+# --- membership ---------------------------------------------------------------------------------------------------
+
+
+def test_auc_by_hand() -> None:
+    # pairs: 3 > {1, 2, 3: half}, 2 > {1, 2: half}, 5 > all three: (2.5 + 1.5 + 3) / 9
+    found = membership(torch.tensor([3.0, 2.0, 5.0]), torch.tensor([1.0, 2.0, 3.0]))
+    assert found.auc == pytest.approx(7 / 9)
+    # DeLong: shares of others beaten 2.5/3, 1.5/3, 1; shares of members that beat each other sample: the same three
+    shares = [2.5 / 3, 0.5, 1.0]
+    mean = sum(shares) / 3
+    spread = sum((share - mean) ** 2 for share in shares) / 2
+    half = 1.959964 * math.sqrt(2 * spread / 3)
+    assert found.low == pytest.approx(7 / 9 - half, abs=1e-5) and found.high == 1.0
+    assert (found.members, found.others) == (3, 3)
+
+
+def test_auc_of_nothing_told_and_of_all_told() -> None:
+    same = membership(torch.zeros(5), torch.zeros(7))
+    assert same.auc == 0.5 and same.hits == 0
+    apart = membership(torch.arange(5) + 10.0, torch.arange(7.0))
+    assert (apart.auc, apart.low, apart.high, apart.hits) == (1, 1, 1, 1)
+    assert membership(torch.arange(7.0), torch.arange(5) + 10.0).auc == 0
+    assert membership(torch.tensor([math.nan, 1.0]), torch.tensor([2.0, 3.0])).auc == 0
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    draw = torch.Generator().manual_seed(0)
+    truth = 0.5 * (1 + math.erf(0.5))  # normal scores, shifted by 1: Φ(1/√2)
+    found = [membership(torch.randn(60, generator=draw) + 1, torch.randn(40, generator=draw)) for _ in range(300)]
+    assert 0.9 < sum(one.low <= truth <= one.high for one in found) / 300 < 0.985
+
+
+def test_hits_at_one_false_alarm_in_a_hundred() -> None:
+    others = torch.arange(200.0)  # two may be taken for members: 199 and 198
+    assert membership(torch.tensor([197.0, 197.5, 198.5, 300.0]), others).hits == 0.75
+
+
+class Steep(nn.Module):
+    """Two scores: 0, and the sum of the image."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.flatten(1).sum(1)
+        return torch.stack([torch.zeros_like(total), total], 1)
+
+
+def test_scores_of_samples() -> None:
+    x = torch.zeros(2, 1, 4, 4)
+    x[1, 0, 1:3, 1:3] = 1.0
+    y = torch.tensor([1, 1])
+    expected = [math.log(2), math.log(1 + math.exp(-4))]
+    assert losses(Steep(), x, y).tolist() == pytest.approx(expected, rel=1e-4)
+    raised = above_variants(Steep(), torch.ones(1, 1, 4, 4), y[:1], torch.Generator().manual_seed(0))
+    assert raised.item() == pytest.approx(0, abs=1e-6)  # an even image looks the same however it is moved
+
+
+# --- distances ------------------------------------------------------------------------------------------------------
+
+
+def test_nearest_by_hand() -> None:
+    real = torch.tensor([[0.0, 0.0], [3.0, 4.0], [10.0, 0.0]])
+    away, which = nearest(torch.tensor([[3.0, 3.0], [8.0, 0.0], [0.0, 0.0]]), real)
+    assert away.tolist() == [1, 2, 0] and which.tolist() == [1, 2, 0]
+    own, other = nearest(real, real, same=True)
+    assert own.tolist() == pytest.approx([5, 5, math.sqrt(65)]) and other.tolist() == [1, 0, 1]
+    assert typical(real) == 5 and typical(real[:1]) is None and typical(real[[0, 0]]) is None
+
+
+def test_itself_is_left_out_beyond_the_first_block() -> None:
+    real = 10.0 * torch.arange(1001.0)[:, None]
+    assert nearest(real, real, same=True)[0].tolist() == [10.0] * 1001
+
+
+def test_earth_mover_by_hand() -> None:
+    # {0, 2} against {1, 1, 4, 4}: halves of {0 0 2 2} go to {1 1 4 4}: (1 + 1 + 2 + 2) / 4
+    one, other = torch.tensor([[2.0], [0.0]]), torch.tensor([[4.0], [1.0], [1.0], [4.0]])
+    assert on_lines(one, other).tolist() == [1.5]
+    assert on_lines(torch.tensor([[0.0], [6.0]]), torch.tensor([[0.0], [3.0], [6.0]])).item() == pytest.approx(1)
+    assert on_lines(torch.tensor([[0.0, 5.0]]), torch.tensor([[1.0, 1.0]])).tolist() == [1, 4]
+
+
+def test_earth_mover_of_shifted_sets() -> None:
+    draw = torch.Generator().manual_seed(0)
+    images = torch.randn(7, 1, 2, 2, generator=draw)
+    assert earth_mover(images, images[torch.randperm(7)], draw) == pytest.approx(0, abs=1e-12)
+    # a shift of length 2 is seen on a random line of 4 dimensions as 2·E|u₁| = 2 · 4/(3π)
+    shift = torch.tensor([2.0, 0, 0, 0]).view(1, 2, 2)
+    assert earth_mover(images, images + shift, draw, 20_000) == pytest.approx(8 / (3 * math.pi), rel=0.02)
+
+
+# --- leakage ------------------------------------------------------------------------------------------------------
+
+
+def tiny() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+
+
+def test_gradients_are_those_of_each_batch() -> None:
+    net = tiny()
+    x, y = torch.randn(2, 3, 1, 4, 4), torch.tensor([[0, 1, 2], [2, 2, 1]])
+    found = gradients_of(net, x, y)
+    nn.functional.cross_entropy(net(x[1]), y[1]).backward()  # type: ignore[no-untyped-call]
+    expected = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
+    assert torch.allclose(found[1], expected, atol=1e-6) and found.shape == (2, 51)
+
+
+def test_gradient_matching_restores_an_image() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
+    x = torch.rand(2, 1, 1, 4, 4)
+    y = torch.tensor([[1], [2]])
+    seen = gradients_of(net, x, y).detach()
+    draw = torch.Generator().manual_seed(1)
+    images, apart = restore(net, seen, y, x.flatten(0, 1), draw, steps=300, starts=6, smooth=0.0)
+    assert images.shape == x.shape and (apart < 1e-3).all()
+    assert (images - x).abs().mean() < 0.05
+    blind, _ = restore(net, seen.flip(0), y.flip(0), x.flatten(0, 1), draw, steps=300, starts=6, smooth=0.0)
+    assert (blind - x).abs().mean() > 0.15  # the other's gradient does not tell
+
+
+def test_softened_is_a_copy_without_hard_bends() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    soft = softened(net)
+    assert not any(isinstance(module, nn.ReLU) for module in soft.modules())
+    assert any(isinstance(module, nn.ReLU) for module in net.modules())
+    x = torch.tensor([[1.0, -2.0]])
+    assert torch.allclose(soft(x), net(x), atol=0.1)
+
+
+def test_variation_and_psnr_by_hand() -> None:
+    image = torch.tensor([[0.0, 1.0], [3.0, 3.0]]).view(1, 1, 1, 2, 2)
+    assert variation(image).item() == (3 + 2) / 2 + (1 + 0) / 2
+    assert psnr(torch.full((1, 4), 0.1), torch.zeros(1, 4), 1.0).item() == pytest.approx(20)
+    assert psnr(torch.full((1, 4), 0.1), torch.zeros(1, 4), 10.0).item() == pytest.approx(40)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+FAST = ["--steps", "2", "--starts", "1"]
+SMALL = [f"--set={setting}" for setting in ("matching=3", "outer_steps=1", "server_steps=5", "per_class=4")]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs")
+    call("run", "fedmk", *DIGITS, "--active", "3", "--rounds", "1", *SMALL, "--no-report", "--out", path / "fedmk")
+    call("run", "fedavg", *DIGITS, "--active", "3", "--rounds", "1", "--no-report", "--out", path / "fedavg")
+    call("run", "local", *DIGITS, "--rounds", "1", "--no-report", "--out", path / "local")
+    return path
+
+
+def test_audit_of_synthetic_data(runs: Path, tmp_path: Path) -> None:
+    result = call("audit", runs / "fedmk", *FAST, "--parties", "2", "--out", tmp_path)
+    figures = json.loads((tmp_path / "audit.json").read_text())
+    assert figures["method"] == "fedmk" and len(figures["parties"]) == 2
+    assert figures["figures"]["membership"].keys() == {"loss", "variants", "distance"}
+    copies, leakage = figures["figures"]["copies"], figures["figures"]["leakage"]
+    assert 0 < copies["least"] < copies["median"] and copies["by_party"].keys() == set(map(str, figures["parties"]))
+    assert copies["least"] == copies["by_party"][str(copies["closest"]["party"])]["least"]
+    assert leakage["from"] == "synthetic" and len(leakage["attacks"]) == 2
+    page = (tmp_path / "audit.html").read_text()
+    assert page.count("<img") == 2 and "proves no privacy" in page
+    assert f"{figures['figures']['membership']['loss']['auc']:.3f}" in result.stdout and "D̂" in result.stdout
+    again = call("audit", runs / "fedmk", *FAST, "--parties", "2", "--out", tmp_path / "again", "--json", "-")
+    assert json.loads(again.stdout) == figures
+
+
+def test_audit_of_a_run_without_synthetic_data(runs: Path) -> None:
+    result = call("audit", runs / "fedavg", *FAST)
+    figures = json.loads((runs / "fedavg/audit/audit.json").read_text())
+    lines = (runs / "fedavg/ledger.csv").read_text().splitlines()
+    asked = {int(line.split(",")[1]) for line in lines if line.startswith("1,") and ",up,train" in line}
+    assert figures["parties"] == sorted(asked) and len(asked) == 3  # who did not train has no members
+    assert figures["figures"].keys() == {"leakage", "membership"} and figures["figures"]["leakage"]["from"] == "real"
+    assert [attack["at_once"] > 1 for attack in figures["figures"]["leakage"]["attacks"]] == [False, True, False]
+    assert "fedavg send no synthetic data" in result.stdout and "20 steps on 32 samples" in result.stdout
+
+
+def test_a_copy_is_found(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from fewer.methods.fedmk import FedMK
+    from fewer.runs.result import open_result
+
+    data = open_result(runs / "fedmk").data
+    sent = {party: data.party(party).train.pick(torch.arange(10)) for party in range(6)}
+    monkeypatch.setattr(FedMK, "condensed", lambda self, state: sent)
+    call("audit", runs / "fedmk", *FAST, "--out", tmp_path)
+    figures = json.loads((tmp_path / "audit.json").read_text())["figures"]
+    assert figures["copies"]["median"] == 0 and figures["copies"]["near_copies"] == 1
+    assert figures["leakage"]["psnr_of_synthetic"] > 100 > figures["leakage"]["psnr_of_lookalike"]
+    assert figures["membership"]["distance"]["auc"] > 0.5
+
+
+def test_members_and_others_are_of_the_same_classes(runs: Path) -> None:
+    from fewer.audit.look import _Look
+    from fewer.runs.result import open_result
+
+    pair = _Look(open_result(runs / "fedavg"), [0, 1, 2], 3).pair(1)
+    assert pair
+    (x, y), (other, label) = pair
+    assert y.bincount().tolist() == label.bincount().tolist() and len(x) == len(other) > 10
+
+
+def test_what_cannot_be_audited_gets_one_line(runs: Path, tmp_path: Path) -> None:
+    assert "local has no global model" in call("audit", runs / "local", code=2).stderr
+    assert "is not a run of Fewer" in call("audit", tmp_path / "none", code=2).stderr
+    shutil.copytree(runs / "fedavg", tmp_path / "moved")
+    file = tmp_path / "moved/settings.json"
+    told = json.loads(file.read_text())
+    file.write_text(json.dumps(told | {"data": told["data"] | {"fingerprint": "0"}}))
+    assert "is no longer what" in call("audit", tmp_path / "moved", code=2).stderr
+    file.write_text(json.dumps(told | {"own": ["data"]}))
+    assert "data of your own" in call("audit", tmp_path / "moved", code=2).stderr
+    file.write_text(json.dumps(told | {"settings": told["settings"] | {"data": "npz:gone.npz"}}))
+    error = call("audit", tmp_path / "moved", "--data-dir", tmp_path, code=2).stderr
+    assert "gone.npz" in error and error.count("\n") == 1
+
+
+def test_help_says_whose_tool_it_is() -> None:
+    assert "real data" in " ".join(call("audit", "--help").stdout.split())
+
+
+# --- studies of recipes -------------------------------------------------------------------------------------------
+
+RECIPE = """
+title = "Small"
+paper = "Nobody: Nothing, 2026"
+seeds = 1
+[settings]
+data = "digits"
+parties = 3
+rounds = 1
+set = { matching = 2, outer_steps = 1, server_steps = 2 }
+[quick]
+study = { steps = 1 }
+[study]
+name = "leakage"
+steps = 2
+starts = 1
+[[column]]
+name = "S = 2"
+set = { per_class = 2 }
+[[column]]
+name = "S = 3"
+set = { per_class = 3 }
+[[row]]
+name = "FedMK"
+method = "fedmk"
+"""
+
+
+def test_a_recipe_may_study_what_leaks_or_how_sizes_differ(tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(RECIPE.replace('name = "S = 3"', 'name = "S = 3"\nseed = 1\ndata_seed = 0'))
+    words: list[str | Path] = ["reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs"]
+    text = call(*words).stdout
+    kept = json.loads((tmp_path / "small.json").read_text())
+    assert [cell["ours"]["settings"]["per_class"] for cell in kept["cells"]] == [2, 3]
+    assert f"| {kept['study']['FedMK, S = 2']['figures']['copies']['median']:.2f} |" in text
+    assert kept["study"].keys() == {"FedMK, S = 2", "FedMK, S = 3"}
+    assert text.count("![FedMK: deep leakage from gradients](small-fedmk-s-2-leakage.png)") == 1
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        f"small-fedmk-s-{size}-{what}.png" for size in (2, 3) for what in ("copies", "leakage")
+    }
+    file.write_text(file.read_text().replace('"leakage"\nsteps = 2\nstarts = 1', '"emd"\npaper = [0.0, 0.25]'))
+    file.write_text(file.read_text().replace("study = { steps = 1 }", ""))
+    text = call(*words).stdout
+    (same,), (other,) = json.loads((tmp_path / "small.json").read_text())["study"].values()
+    assert same == 0 and 0 < other < 1
+    assert f"| ours | 0.000 | {other:.3f} |\n| paper | 0.000 | 0.250 |" in text
+
+
+def test_distance_of_synthetic_data_by_hand() -> None:
+    def result(images: list[float], labels: list[int], party: int = 0) -> Any:
+        sent = {party: (torch.tensor(images).view(-1, 1, 1, 1), torch.tensor(labels))}
+        test = Samples(torch.tensor([[[-1.0]], [[3.0]]]), torch.zeros(2))
+        return SimpleNamespace(
+            method=SimpleNamespace(condensed=lambda _: sent), state=None, data=SimpleNamespace(test=test)
+        )
+
+    # black to white is 4; class 0: {0, 2} to {2, 2}: 1 / 4; class 1: {0} to {3}: 3 / 4; class 2 is in one alone
+    one, other = result([0, 2, 0, 9], [0, 0, 1, 2]), result([2, 2, 3], [0, 0, 1])
+    assert _apart(one, other) == pytest.approx(0.5)
+    with pytest.raises(SettingError, match="no party"):
+        _apart(one, result([2.0], [0], party=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (('"leakage"', '"leakag"'), "unknown study 'leakag', did you mean 'leakage'?"),
+        (("starts = 1", "start = 1"), "unknown option of study leakage 'start', did you mean 'starts'?"),
+        (("starts = 1", 'starts = "1"'), "options are whole numbers"),
+    ],
+)
+def test_a_wrong_study_gets_one_line_before_anything_runs(change: tuple[str, str], text: str, tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(RECIPE.replace(*change))
+    assert text in call("reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs", code=2).stderr
+    assert not (tmp_path / "runs").exists()
