@@ -24,7 +24,8 @@ Departures, each a setting; `fedmk-paper` has them all off:
 - `inner_batch`, `inner_steps`: inner steps go over shuffled parts of D̂, as the coordinator's own steps do.
 - `keep = latest`: the coordinator trains on the last D̂ of everyone who ever sent one, not only of this round's parties.
 - `begin = own`: a party goes on from its own last D̂, which need not be sent.
-- `least`: classes of which a party has fewer samples are left out, as D̂ of one or two samples would show them.
+- `least`: classes of which a party has fewer samples are left out. Of 20 images a class on MNIST, some came nearer than
+  half the usual distance to a real image wherever there were fewer than 30 samples, and none where there were more.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class FedMK(Method):
     """Images of D̂ in each class."""
     labels: Literal["held", "all"] = "held"
     """Classes that a party's D̂ has: those it holds, or all."""
-    least: PositiveInt = 3
-    """A class counts as held from so many samples on."""
+    least: PositiveInt = 30
+    """A class counts as held from so many samples on: D̂ of fewer may show them."""
     codec: Codec = "uint8"
     """How D̂ is written on the wire."""
     begin: Literal["noise", "shared", "own"] = "own"
@@ -221,7 +222,7 @@ class FedMK(Method):
         counts = torch.bincount(me.train.labels, minlength=me.task.classes)
         enough = counts >= (self.least if self.labels == "held" else 0)
         if not enough.any():
-            raise Unable(f"no class with {self.least} samples")
+            raise Unable(f"no class with {self.least} samples or more (setting least)")
         return enough.nonzero().squeeze(1).repeat_interleave(self.per_class)
 
     def first_images(self, me: Party, labels: Tensor, shared: Knowledge) -> Tensor:
