@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -32,7 +33,9 @@ from fewer.methods.reptile import Reptile
 from fewer.models import SmallCNN, Weights, load_weights
 from fewer.models.sequences import MLP, CharLSTM
 from fewer.runs.job import check, job_from
+from fewer.runs.result import open_result
 from fewer.runtime import stream
+from tests.test_cli import DIGITS, call
 
 torch.set_num_threads(1)
 
@@ -224,19 +227,22 @@ def test_three_rounds_of_fedmeta_by_hand(algorithm: Any, weights: Any) -> None:
     assert close(state.first["weight"], first[0]) and np.abs(phi[0] - WEIGHT).max() > 0.05
 
 
-def test_local_steps_are_steps_of_adam_of_the_party_s_own() -> None:
-    method = FedMeta(rounds=1, active=8, local_steps=2, inner_rate=0.7, rate=0.05, support=0.4)
-    ends = []
+def test_local_steps_go_their_way_and_rates_stay_with_the_coordinator() -> None:
+    method = FedMeta(
+        rounds=1, active=8, algorithm="meta-sgd", local_steps=2, local_rate=0.5, inner_rate=0.7, rate=0.05, support=0.4
+    )
+    ends, slopes = [], []
     for party in GROUPS.train:
-        w, first, second = WEIGHT, np.zeros_like(WEIGHT), np.zeros_like(WEIGHT)
-        for step in (1, 2):
-            gradient = by_hand(w, party, 0.7, 0.4)[0]
-            first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
-            w = w - 0.05 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
-        ends.append(w)
+        one, first = by_hand(WEIGHT, party, 0.7, 0.4)
+        two, second = by_hand(WEIGHT - 0.5 * one, party, 0.7, 0.4)
+        ends.append(WEIGHT - 0.5 * one - 0.5 * two)
+        slopes.append((first + second) / 2)
     state = fewer.run(method, federation(), model=linear(), seed=SEED).state
     sizes = [len(PAIRS[party][1]) for party in GROUPS.train]
     assert close(state.algorithm["weight"], np.average(ends, axis=0, weights=sizes), 1e-5)
+    sign = np.sign(np.average(slopes, axis=0, weights=sizes))
+    assert close(state.algorithm[ALPHA + "weight"], 0.7 - 0.05 * sign, 1e-4)  # the first step of Adam
+    assert method.grids().keys() == {"local_rate", "inner_rate"} and FedMeta().grids().keys() == {"rate", "inner_rate"}
 
 
 def batches(method: Any, party: int, count: int) -> list[tuple[Array, Any]]:
@@ -430,7 +436,7 @@ def test_fairness_by_hand() -> None:
 METHODS = [
     FedMeta(rounds=3, algorithm="meta-sgd", steps=2, batch=3, queries=4, flops=True),
     FedMeta(rounds=3),
-    FedMeta(rounds=3, local_steps=3, rate=0.01),
+    FedMeta(rounds=3, local_steps=3),
     FedAvgMeta(rounds=3, optimiser="adam", rate=0.01),
     PerFedAvg(rounds=3, steps=3, batch=4),
     Reptile(rounds=3, steps=3, batch=4),
@@ -484,6 +490,52 @@ def test_bytes_are_those_of_the_algorithm() -> None:
 def test_a_float16_gradient_costs_half_and_still_learns() -> None:
     one, two = (fewer.run(FedMeta(rounds=1, codec=codec), "digits", parties=12) for codec in ("float32", "float16"))
     assert two.scores["up"] < 0.6 * one.scores["up"]
+
+
+# --- a new party's own model ----------------------------------------------------------------------------------
+
+
+def test_adapt_writes_a_personal_model_that_predicts(tmp_path: Path) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    words: list[str | Path] = ["fedmeta", *DIGITS, "--parties", "12", "--rounds", "2", "--set", "inner_rate=0.5"]
+    assert "worst tenth" in call("run", *words, "--out", run, "--no-report").stdout
+    draw = np.random.default_rng(0)
+    x, y = draw.integers(0, 255, (30, 1, 8, 8), np.uint8), np.full(30, 3)
+    np.savez(tmp_path / "mine.npz", x=x, y=y)
+    result = call("adapt", run, "--data", f"npz:{tmp_path / 'mine.npz'}", "--out", mine)
+    assert "adapted to 30 samples" in result.stderr and str(mine / "model.safetensors") in result.stdout
+    by_hand = open_result(run)
+    start = by_hand.model
+    pixels = by_hand.data.test
+    batch = (torch.from_numpy(x).float() - pixels.shift) * pixels.scale, torch.from_numpy(y)
+    start.train()
+    end = adapted(start, learnable(start), [batch], 0.5)
+    written = safetensors.torch.load_file(mine / "model.safetensors")
+    assert all(torch.allclose(written[name], end[name], atol=1e-6) for name in end)
+    from_python = by_hand.adapt(x, y).state_dict()
+    assert all(torch.equal(written[name], from_python[name]) for name in written)
+    sure = {}
+    options: tuple[list[str | Path], ...] = ([], ["--weights", mine / "model.safetensors"])
+    for weights in options:
+        lines = call("predict", run, "--data", f"npz:{tmp_path / 'mine.npz'}", *weights).stdout.splitlines()[1:]
+        sure[len(weights)] = sum(line.split(",")[1] == "3" for line in lines)
+    assert sure[2] == 30 > sure[0]
+
+
+def test_what_cannot_be_adapted_gets_one_line(tmp_path: Path) -> None:
+    call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "run", "--no-report")
+    np.savez(tmp_path / "mine.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.zeros(3, int))
+    words: list[str | Path] = ["adapt", tmp_path / "run", "--out", tmp_path / "mine", "--data"]
+    assert (
+        "(allowed: fedavg-meta, fedmeta, per-fedavg, reptile)"
+        in call(*words, f"npz:{tmp_path}/mine.npz", code=2).stderr
+    )
+    call("run", "fedmeta", *DIGITS, "--parties", "12", "--rounds", "1", "--out", tmp_path / "meta", "--no-report")
+    words[1] = tmp_path / "meta"
+    np.savez(tmp_path / "bare.npz", x=np.zeros((3, 1, 8, 8), np.uint8))
+    assert "has no labels to adapt to" in call(*words, f"npz:{tmp_path}/bare.npz", code=2).stderr
+    np.savez(tmp_path / "odd.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.array([0, 1, 10]))
+    assert "a label of 10 to adapt to (allowed: 0 … 9)" in call(*words, f"npz:{tmp_path}/odd.npz", code=2).stderr
 
 
 # --- counting -------------------------------------------------------------------------------------------------

@@ -11,13 +11,15 @@ optimizer"); parties count by size (Appendix A.2) or, with `weights = uniform`, 
 be more than one inner step, and all of them are differentiated; α begins at the same `inner_rate` everywhere; running
 statistics of batch norm, which have no gradient, are averaged.
 
-Beyond the paper: with `local_steps` a party goes on by itself, by so many steps of an Adam of its own, each on a new
-division of its samples, and the coordinator moves φ by the mean way they went: to FedMeta what FedAvg is to FedSGD.
+Beyond the paper: with `local_steps` a party takes so many steps of gradient descent on its query loss by itself, each
+on a new division of its samples, and θ moves by the mean way they went: to FedMeta what FedAvg is to FedSGD. α, whose
+gradient is far smaller, is still the coordinator's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -70,9 +72,13 @@ class FedMeta(NewParties):
     adapt_steps: NonNegativeInt | None = None
     """Inner steps of a new party; by default as many as in training."""
     rate: PositiveFloat = 0.003
-    """Step size of Adam (β), the coordinator's or with local_steps the parties'."""
+    """Step size of the coordinator's Adam (β)."""
     local_steps: PositiveInt | None = None
     """Steps of meta-learning of a party before it answers; by default it sends one gradient, as in the paper."""
+    local_rate: PositiveFloat = 0.3
+    """Their step size."""
+    clip: PositiveFloat | None = None
+    """Longest gradient of θ that a party uses; a longer one is shortened. Many local steps need it. [default: none]"""
     weights: Literal["size", "uniform"] = "size"
     """Whether parties count by their number of samples or alike."""
     batch: PositiveInt | None = None
@@ -81,6 +87,11 @@ class FedMeta(NewParties):
     """Samples drawn from the queries in a round; by default all."""
     codec: Codec = "float32"
     """How the algorithm and its gradient are written on the wire."""
+
+    def grids(self) -> Mapping[str, Sequence[float]]:
+        """With local steps, it is their step size that counts."""
+        grids = {"local_rate": (0.03, 0.1, 0.3, 1.0), **self.tunable}
+        return {name: grid for name, grid in grids.items() if name != ("rate" if self.local_steps else "local_rate")}
 
     def start(self, task: Task, seed: int) -> State:
         """Line 3: θ, and for Meta-SGD α; Adam remembers nothing yet."""
@@ -109,11 +120,10 @@ class FedMeta(NewParties):
         found = weighted_mean([answer["gradient"] for answer in answers], shares)
         flops = state.flops + sum(answer["flops"] for answer in answers)
         buffers = weighted_mean([answer["buffers"] for answer in answers], shares)
-        if self.local_steps is not None:
-            moved = {name: state.algorithm[name] - way for name, way in found.items()}
-            return replace(state, algorithm={**state.algorithm, **moved, **buffers}, flops=flops)
         step = state.step + 1
         algorithm, first, second = adam(state.algorithm, found, state.first, state.second, step, self.rate)
+        if self.local_steps:
+            algorithm |= {name: state.algorithm[name] - way for name, way in found.items() if ALPHA not in name}
         return State({**algorithm, **buffers}, first, second, step, flops)
 
     @on_party
@@ -122,7 +132,7 @@ class FedMeta(NewParties):
         net = me.net(self.initialisation(algorithm)).train()
         draw = me.stream("samples")
         with counted(self.flops) as tally:
-            found = (self.gradient if self.local_steps is None else self.way)(me, net, algorithm, draw)
+            found = (self.way if self.local_steps else self.gradient)(me, net, algorithm, draw)
         return {
             "gradient": Coded(found, self.codec),
             "buffers": {name: tensor for name, tensor in weights_of(net).items() if name not in found},
@@ -136,20 +146,25 @@ class FedMeta(NewParties):
         theta = {name: algorithm[name] for name in learnable(net)}
         inner, outer = self.inner_batches(support, draw), self.query_batch(queries, draw)
         found = meta_gradient(net, theta, inner, outer, self.rates(algorithm), exact=self.algorithm != "fomaml")
+        theta = found.weights
+        if self.clip is not None:
+            length = torch.stack([slope.norm() for slope in theta.values()]).norm()
+            theta = {name: slope * (self.clip / length).clamp(max=1) for name, slope in theta.items()}
         if self.algorithm != "meta-sgd":
-            return found.weights
-        return found.weights | {ALPHA + name: tensor for name, tensor in found.rates.items()}
+            return theta
+        return theta | {ALPHA + name: tensor for name, tensor in found.rates.items()}
 
     def way(self, me: Party, net: nn.Module, algorithm: Weights, draw: torch.Generator) -> Weights:
-        """φ − φ_u, with φ_u after some steps of Adam."""
-        assert self.local_steps is not None
+        """θ − θ_u, with θ_u after some steps of descent on the query loss; of α the mean gradient on the way."""
+        assert self.local_steps
         phi = algorithm
-        for step in range(1, self.local_steps + 1):
+        passed = []
+        for _ in range(self.local_steps):
             slopes = self.gradient(me, net, phi, draw)
-            if step == 1:
-                first = second = {name: torch.zeros_like(slope) for name, slope in slopes.items()}
-            phi, first, second = adam(phi, slopes, first, second, step, self.rate)
-        return {name: algorithm[name] - phi[name] for name in first}
+            passed.append({name: slope for name, slope in slopes.items() if ALPHA in name})
+            phi = phi | {name: phi[name] - self.local_rate * slopes[name] for name in slopes if ALPHA not in name}
+        went = {name: algorithm[name] - phi[name] for name in learnable(net)}
+        return went | weighted_mean(passed, [1] * len(passed))
 
     def inner_batches(self, support: Samples, draw: torch.Generator) -> list[Batch]:
         """What each inner step uses."""
