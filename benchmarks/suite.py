@@ -133,6 +133,20 @@ def wire(directory: str | None) -> list[Figure]:
     ]
 
 
+def metagrad(directory: str | None) -> list[Figure]:
+    """A second-order step of MAML against a plain training step on the same samples, and against cloned modules."""
+    figures = []
+    for net, goal in (("conv4", {"most": 3.0}), ("lstm", {"most": 3.0})):
+        command = [sys.executable, "-m", "benchmarks.metagrad", net, "1", "15"]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        figures += [
+            _compared(f"{net}: second-order / plain step", found["ours"], found["plain"], **goal),
+            _compared(f"{net}: first-order / plain step", found["first order"], found["plain"]),
+            _compared(f"{net}: second-order / cloned modules", found["ours"], found["cloned"], most=1.0),
+        ]
+    return figures
+
+
 def _bare(rounds: int, directory: str | None, waits: bool = False) -> Process:
     return Process("benchmarks.work", str(rounds), *([directory] if directory else []), waits=waits)
 
@@ -148,5 +162,5 @@ def _compared(what: str, above: list[float], below: list[float], **goal: float) 
 
 
 SUITE: dict[str, Callable[[str | None], list[Figure]]] = {
-    one.__name__: one for one in (overhead, pool, whole, help, population, wire)
+    one.__name__: one for one in (overhead, pool, whole, help, population, wire, metagrad)
 }
