@@ -81,7 +81,7 @@ def main() -> None:
         action()
         return time.perf_counter() - begun
 
-    sides = {
+    sides: dict[str, Callable[[], object]] = {
         "plain": partial(plain, made, support, query),
         "ours": partial(ours, made, support, query, steps),
         "first order": partial(ours, made, support, query, steps, exact=False),

@@ -21,6 +21,8 @@ import fewer
 from fewer.data import ArrayData, from_parties
 from fewer.data.episodes import split_parties
 from fewer.errors import SettingError
+from fewer.experiments import recipes
+from fewer.experiments.targets import Reached, best, reach
 from fewer.experiments.tune import tune
 from fewer.learning.adam import adam
 from fewer.learning.adapt import Batch, Rate, adapted, learnable, meta_gradient
@@ -32,6 +34,8 @@ from fewer.methods.per_fedavg import PerFedAvg
 from fewer.methods.reptile import Reptile
 from fewer.models import SmallCNN, Weights, load_weights
 from fewer.models.sequences import MLP, CharLSTM
+from fewer.report import write_report
+from fewer.report.pictures import density_picture
 from fewer.runs.job import check, job_from
 from fewer.runs.result import open_result
 from fewer.runtime import stream
@@ -568,6 +572,16 @@ def test_flops_of_an_lstm_are_counted_also_where_its_kernel_is_fused() -> None:
     assert 1.5 * forward < tally.flops <= 2 * forward
 
 
+def test_a_long_gradient_is_shortened() -> None:
+    ways = []
+    for clip in (None, 1e-3, 1e3):
+        method = FedMeta(rounds=1, active=1, local_steps=1, local_rate=1.0, clip=clip)
+        state = fewer.run(method, federation(), model=linear(), seed=SEED).state
+        ways.append(torch.from_numpy(WEIGHT).float() - state.algorithm["weight"])
+    assert float(ways[1].norm()) == pytest.approx(1e-3, rel=1e-3) and torch.equal(ways[0], ways[2])
+    assert torch.allclose(ways[1] / ways[1].norm(), ways[0] / ways[0].norm(), atol=1e-3)
+
+
 def test_flops_add_up_over_rounds_and_parties() -> None:
     method = FedMeta(rounds=2, active=8, flops=True, support=0.4)
     result = fewer.run(method, federation(), model=linear(), seed=SEED)
@@ -578,7 +592,58 @@ def test_flops_add_up_over_rounds_and_parties() -> None:
     assert [line["flops"] for line in result.history] == [each, 2 * each]
 
 
-def test_a_deep_copy_of_a_net_is_left_as_it_was() -> None:
+def test_cost_of_a_target_by_hand() -> None:
+    def history(accuracies: Sequence[float | None]) -> list[dict[str, Any]]:
+        lines = [{"round": r, "up": 1e6 * r, "down": 2e6 * r, "flops": 5e9 * r} for r in range(1, len(accuracies) + 1)]
+        return [line | ({} if a is None else {"accuracy": a}) for line, a in zip(lines, accuracies, strict=True)]
+
+    runs = [history([0.1, 0.5, None, 0.7]), history([0.3, 0.3, 0.9, 0.5])]
+    assert best(runs) == pytest.approx(0.6)
+    assert reach(runs, 0.4) == Reached(0.4, 2, 6.0, 10.0)
+    assert reach(runs, 0.61) == Reached(0.61)
+
+
+def test_a_recipe_tells_what_a_target_costs(tmp_path: Path) -> None:
+    text = """
+title = "t"
+paper = "p"
+seeds = 1
+trials = 1
+target = "FedAvg"
+[settings]
+data = "digits"
+parties = 12
+rounds = 2
+set = { flops = true }
+[[column]]
+name = "50 %"
+set = { support = 0.5 }
+[[row]]
+name = "FedAvg"
+method = "fedavg-meta"
+set = { adapt_steps = 0, steps = 2 }
+[[row]]
+name = "MAML"
+method = "fedmeta"
+"""
+    (tmp_path / "t.toml").write_text(text)
+    plan, cells = recipes.reproduce(str(tmp_path / "t.toml"), tmp_path / "runs")
+    assert all(cell.ours.settings["support"] == 0.5 and cell.reached for cell in cells)
+    found = cells[0].reached
+    assert found and found.round and found.mb and found.gflop and found.target == cells[1].reached.target  # type: ignore[union-attr]
+    page = recipes.markdown(plan, cells, "c", False)
+    assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {found.round} | {found.mb:.3g} | {found.gflop:.3g} |" in page
+    pages = write_report([tmp_path / "runs/50/fedavg-seed0"], tmp_path / "report")
+    assert pages[0].exists()
+
+
+def test_the_spread_over_parties_is_drawn() -> None:
+    line = {"round": 1, "accuracy": 0.5, "parties": {str(n): n / 10 for n in range(10)}}
+    assert density_picture({"fedmeta": [[line]]}) is not None
+    assert density_picture({"fedmeta": [[{"round": 1, "accuracy": 0.5}]]}) is None
+
+
+def test_a_net_is_left_as_it_was() -> None:
     made, theta, support, query = case("mlp", 2)
     before = copy.deepcopy(made.state_dict())
     meta_gradient(made, theta, support, query, 0.3, exact=True)

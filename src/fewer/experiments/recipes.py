@@ -7,7 +7,7 @@ import os
 import platform
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -19,7 +19,9 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 import fewer
 from fewer.errors import SettingError, unknown
 from fewer.experiments.compare import Row, Series, Watch
+from fewer.experiments.targets import Reached, best, reach
 from fewer.experiments.tune import TRIALS
+from fewer.runs.directory import RunDirectory
 from fewer.runs.job import check, setting_error
 
 
@@ -56,6 +58,8 @@ class Recipe(BaseModel):
     settings: dict[str, Any]
     quick: dict[str, Any] = {}
     """What `--quick` changes: settings, seeds and trials."""
+    target: str | None = None
+    """A row whose best accuracy is the target: what every row costs to reach it is told too."""
     column: list[RecipeColumn]
     row: list[RecipeRow]
 
@@ -68,6 +72,8 @@ class Cell:
     column: str
     ours: Row
     paper: float | None
+    reached: Reached | None = None
+    """What it costs to reach the best accuracy of the recipe's target."""
 
 
 def names() -> dict[str, str]:
@@ -118,11 +124,24 @@ def reproduce(
         title, varied = column.name, column.model_extra or {}
         series = Series(plan.seeds, plan.trials, out / _slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
         for row in plan.row:
-            settings = check({**shared, **varied, "method": row.method, "set": {**shared.get("set", {}), **row.set}})
+            own = {**shared.get("set", {}), **varied.get("set", {}), **row.set}
+            settings = check({**shared, **varied, "method": row.method, "set": own})
             ours = series.run(settings, _slug(row.name), row.tune)
             paper = row.paper[place] if place < len(row.paper) else None
             cells.append(Cell(row.name, title, ours, paper))
+    if plan.target is not None:
+        cells = [replace(cell, reached=_reached(plan.target, cell, out)) for cell in cells]
     return plan, cells
+
+
+def _reached(target: str, cell: Cell, out: Path) -> Reached:
+    """What a cell costs to reach the best accuracy of the target's row in the same column."""
+
+    def histories(row: str) -> list[list[dict[str, Any]]]:
+        runs = [out / _slug(cell.column) / f"{_slug(row)}-seed{seed}" for seed in cell.ours.seeds]
+        return [RunDirectory.open(run).history() for run in runs]
+
+    return reach(histories(cell.row), best(histories(target)))
 
 
 def write(name: str, plan: Recipe, cells: list[Cell], folder: Path, command: str, quick: bool) -> list[Path]:
@@ -155,6 +174,7 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool) -> str:
     for row in dict.fromkeys(cell.row for cell in cells):
         mine = [cell for cell in cells if cell.row == row]
         lines.append(f"| {row} | " + " | ".join(_figure(cell) for cell in mine) + f" | {_traffic(mine)} |")
+    lines += _costs(plan, cells)
     tuned = [cell for cell in cells if cell.ours.trials]
     if tuned:
         lines += ["", "Chosen settings of tuned rows: " + "; ".join(_chosen(cell) for cell in tuned) + "."]
@@ -171,6 +191,20 @@ def machine() -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, Fewer {fewer.__version__}"
     )
+
+
+def _costs(plan: Recipe, cells: list[Cell]) -> list[str]:
+    """What it costs to reach the target, where the recipe has one."""
+    told = [(cell, cell.reached) for cell in cells if cell.reached is not None]
+    if not told:
+        return []
+    lines = ["", f"To reach the best accuracy of *{plan.target}* (mean over seeds, in the rounds evaluated):", ""]
+    lines += ["| method | column | target | rounds | MB, up and down | GFLOP of parties |", "|---|---|---|---|---|---|"]
+    for cell, reached in told:
+        figures = [reached.round, reached.mb and f"{reached.mb:.3g}", reached.gflop and f"{reached.gflop:.3g}"]
+        shown = " | ".join("never" if reached.round is None else "–" if f is None else str(f) for f in figures)
+        lines.append(f"| {cell.row} | {cell.column} | {100 * reached.target:.2f} | {shown} |")
+    return lines
 
 
 def _figure(cell: Cell) -> str:
