@@ -175,6 +175,20 @@ def condense(directory: str | None) -> list[Figure]:
     ]
 
 
+def metagrad(directory: str | None) -> list[Figure]:
+    """A second-order step of MAML against a plain training step on the same samples, and against cloned modules."""
+    figures = []
+    for net in ("conv4", "lstm"):
+        command = [sys.executable, "-m", "benchmarks.metagrad", net, "1", "15"]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        figures += [
+            _compared(f"{net}: second-order / plain step", found["ours"], found["plain"], most=3),
+            _compared(f"{net}: first-order / plain step", found["first order"], found["plain"]),
+            _compared(f"{net}: second-order / cloned modules", found["ours"], found["cloned"], most=1.0),
+        ]
+    return figures
+
+
 def _seconds(action: Callable[[], object]) -> float:
     begun = time.perf_counter()
     action()
@@ -196,5 +210,5 @@ def _compared(what: str, above: list[float], below: list[float], **goal: float) 
 
 
 SUITE: dict[str, Callable[[str | None], list[Figure]]] = {
-    one.__name__: one for one in (overhead, pool, whole, help, population, wire, condense)
+    one.__name__: one for one in (overhead, pool, whole, help, population, wire, condense, metagrad)
 }

@@ -10,12 +10,16 @@ if TYPE_CHECKING:
     from fewer.methods import Method as Method
     from fewer.methods import Party as Party
     from fewer.methods.fedavg import FedAvg as FedAvg
+    from fewer.methods.fedavg_meta import FedAvgMeta as FedAvgMeta
     from fewer.methods.fedbn import FedBN as FedBN
     from fewer.methods.feddistill import FedDistill as FedDistill
     from fewer.methods.fedensemble import FedEnsemble as FedEnsemble
     from fewer.methods.fedgen import FedGen as FedGen
+    from fewer.methods.fedmeta import FedMeta as FedMeta
     from fewer.methods.fedprox import FedProx as FedProx
     from fewer.methods.local import Local as Local
+    from fewer.methods.per_fedavg import PerFedAvg as PerFedAvg
+    from fewer.methods.reptile import Reptile as Reptile
     from fewer.runs import Result as Result
     from fewer.runs import load as load
     from fewer.runs import resume as resume
@@ -31,12 +35,16 @@ _HOMES = {
     "Method": "fewer.methods",
     "Party": "fewer.methods",
     "FedAvg": "fewer.methods.fedavg",
+    "FedAvgMeta": "fewer.methods.fedavg_meta",
     "FedBN": "fewer.methods.fedbn",
     "FedDistill": "fewer.methods.feddistill",
     "FedEnsemble": "fewer.methods.fedensemble",
     "FedGen": "fewer.methods.fedgen",
+    "FedMeta": "fewer.methods.fedmeta",
     "FedProx": "fewer.methods.fedprox",
     "Local": "fewer.methods.local",
+    "PerFedAvg": "fewer.methods.per_fedavg",
+    "Reptile": "fewer.methods.reptile",
     "Result": "fewer.runs",
     "load": "fewer.runs",
     "resume": "fewer.runs",

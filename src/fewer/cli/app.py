@@ -272,6 +272,10 @@ def predict(
         typer.Option(metavar="NAME=VALUE", help="Options of the data. \\[default: those of the run]"),
     ] = None,
     party: One = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", metavar="FILE", help="Use these weights: model.safetensors of adapt or export."),
+    ] = None,
     out: Annotated[
         Path, typer.Option("--out", metavar="FILE.csv", help="Where to write; - for standard output.")
     ] = Path("-"),
@@ -280,7 +284,7 @@ def predict(
     from fewer.cli.options import assignments
     from fewer.runs.use import predictions
 
-    lines, accuracy = predictions(path, data, data_dir, party, assignments(data_set or []))
+    lines, accuracy = predictions(path, data, data_dir, party, assignments(data_set or []), weights)
     text = "".join(line + "\n" for line in lines)
     if str(out) == "-":
         sys.stdout.write(text)
@@ -289,6 +293,34 @@ def predict(
         print(f"{len(lines) - 1} predictions in {out}")
     if accuracy is not None:
         print(f"accuracy {accuracy:.2%} on the labels that came with the data", file=sys.stderr)
+
+
+@app.command(rich_help_panel="Use")
+@told
+def adapt(
+    path: Run,
+    data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with arrays x and y, …), or a set.")],
+    data_dir: DataDir = None,
+    data_set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Options of the data. \\[default: those of the run]"),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the model goes.")] = Path("adapted"),
+) -> None:
+    """Take what a run has learned to a new party's data and write its personal model.
+
+    The run's method must be one that learns to adapt: fedmeta, fedavg-meta, per-fedavg, reptile.
+
+    [dim]fewer adapt runs/… --data npz:mine.npz --out mine[/dim]
+    [dim]fewer predict runs/… --data npz:new.npz --weights mine/model.safetensors[/dim]
+    """
+    from fewer.cli.options import assignments
+    from fewer.runs.use import adapt as write
+
+    files, count = write(path, data, out, data_dir, assignments(data_set or []))
+    print(f"adapted to {count} samples", file=sys.stderr)
+    for file in files:
+        print(file)
 
 
 @app.command(rich_help_panel="Use")
@@ -349,6 +381,11 @@ def _finish(result: Result, where: Path, json_file: Path | None, report: bool) -
         f"{result.method.name}: accuracy {scores['accuracy']:.2%} after {scores['round']} rounds, "
         f"{megabytes(scores['up'])} up, {megabytes(scores['down'])} down, {duration(scores['seconds'])}"
     )
+    if fair := scores.get("fairness"):
+        print(
+            f"New parties, each adapted to its support: mean {fair['mean']:.2%}, "
+            f"standard deviation {fair['variance'] ** 0.5:.2%}, worst tenth {fair['worst']:.2%}"
+        )
     if "global" in scores:
         print(f"Each party's model on all parties' test samples: {scores['global']:.2%}")
     print(f"Kept in {where}" + (f", see {page}" if page else ""))

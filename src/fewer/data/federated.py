@@ -51,6 +51,8 @@ class Data(ABC):
     """The common test set."""
     origin: Mapping[str, Any] | None = None
     """How `load` made it, so that a run can be resumed from its directory alone; None for a user's own."""
+    in_time: bool = False
+    """Whether each party's samples are in the order of time."""
 
     @property
     def vocabulary(self) -> int | None:

@@ -8,7 +8,7 @@ import platform
 import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -21,8 +21,10 @@ import fewer
 from fewer.errors import SettingError, unknown
 from fewer.experiments.compare import Row, Series, Watch, own_settings
 from fewer.experiments.studies import Runs, Study, prepared
+from fewer.experiments.targets import Reached, best, reach
 from fewer.experiments.tune import TRIALS
 from fewer.methods import find
+from fewer.runs.directory import RunDirectory
 from fewer.runs.job import check, setting_error
 from fewer.runs.statistics import half_width
 
@@ -71,6 +73,8 @@ class Recipe(BaseModel):
     """What a picture shows the accuracy over, if there is one: rounds, traffic, or the columns of the table."""
     study: dict[str, Any] = {}
     """What is looked at in the runs besides their accuracy: the name of a study, and its options."""
+    target: str | None = None
+    """A row whose best accuracy is the target: what every row costs to reach it is told too."""
     column: list[RecipeColumn]
     row: list[RecipeRow]
 
@@ -83,6 +87,8 @@ class Cell:
     column: str
     ours: Row
     paper: float | None
+    reached: Reached | None = None
+    """What it costs to reach the best accuracy of the recipe's target."""
 
 
 def names() -> dict[str, str]:
@@ -145,6 +151,8 @@ def reproduce(
             ours = series.run(check({**settings, **(changes or {})}), _slug(row.name), row.tune)
             paper = row.paper[place] if place < len(row.paper) else None
             cells.append(Cell(row.name, title, ours, paper))
+    if plan.target is not None:
+        cells = [replace(cell, reached=_reached(plan.target, cell, out)) for cell in cells]
     return plan, cells
 
 
@@ -172,6 +180,16 @@ def carry_out(plan: Recipe, cells: list[Cell], out: Path) -> Study | None:
         for c in cells
     ]
     return prepared(plan.study)(runs)
+
+
+def _reached(target: str, cell: Cell, out: Path) -> Reached:
+    """What a cell costs to reach the best accuracy of the target's row in the same column."""
+
+    def histories(row: str) -> list[list[dict[str, Any]]]:
+        runs = [out / _slug(cell.column) / f"{_slug(row)}-seed{seed}" for seed in cell.ours.seeds]
+        return [RunDirectory.open(run).history() for run in runs]
+
+    return reach(histories(cell.row), best(histories(target)))
 
 
 def write(
@@ -221,6 +239,7 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
         lines += ["", f"![{_ALTS[plan.figure]} of each row]({image})"]
     if plan.by_round:
         lines += _by_round(plan, cells)
+    lines += _costs(plan, cells)
     tuned = [cell for cell in cells if cell.ours.trials]
     if tuned:
         lines += ["", "Chosen settings of tuned rows: " + "; ".join(_chosen(cell) for cell in tuned) + "."]
@@ -237,6 +256,20 @@ def machine() -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, Fewer {fewer.__version__}"
     )
+
+
+def _costs(plan: Recipe, cells: list[Cell]) -> list[str]:
+    """What it costs to reach the target, where the recipe has one."""
+    told = [(cell, cell.reached) for cell in cells if cell.reached is not None]
+    if not told:
+        return []
+    lines = ["", f"To reach the best accuracy of *{plan.target}* (mean over seeds, in the rounds evaluated):", ""]
+    lines += ["| method | column | target | rounds | MB, up and down | GFLOP of parties |", "|---|---|---|---|---|---|"]
+    for cell, reached in told:
+        figures = [reached.round, reached.mb and f"{reached.mb:.3g}", reached.gflop and f"{reached.gflop:.3g}"]
+        shown = " | ".join("never" if reached.round is None else "–" if f is None else str(f) for f in figures)
+        lines.append(f"| {cell.row} | {cell.column} | {100 * reached.target:.2f} | {shown} |")
+    return lines
 
 
 def _figure(cell: Cell) -> str:

@@ -36,10 +36,11 @@ def tune(
 
     `notes` is a file that keeps finished trials, so that a search that was stopped goes on where it was.
     """
-    held = replace(job, data=job.data.held_out(SHARE, job.settings.seed))
-    grids = job.method.tunable
+    grids = job.method.grids()
     if not grids:
         return job, []
+    method, data = job.method.trial(job.data, SHARE, job.settings.seed)
+    held = replace(job, method=method, data=data)
     task = f"{job.hash} {job.data.fingerprint()}"
     done = _noted(notes, task) if notes and notes.exists() else []
     known = {_key(trial.settings): trial.accuracy for trial in done}

@@ -119,6 +119,11 @@ class Party(Seat):
         """What it is tested on; may be empty."""
         return self.data.test
 
+    @property
+    def in_time(self) -> bool:
+        """Whether its samples are in the order of time."""
+        return self._data.in_time
+
     def initial(self) -> Weights:
         """The weights that everyone starts from: known from the seed, so nothing need be sent."""
         return self.task.initial(self.seed)
@@ -210,11 +215,21 @@ class Method(BaseModel):
         """After a round: by default the global model on the common test set."""
         items = [{"start": start, "stop": start + PIECE} for start in range(0, len(data.test), PIECE)]
         counts = parties.spread(self.score_chunk, items, model=self.shared(state))
-        return _figures([Counts(**count) for count in counts])
+        return figures([Counts(**count) for count in counts])
 
     def report(self, state: Any, parties: Parties, data: Data) -> Scores:
         """Once, after the last round: by default how each party's model does on its own test samples."""
         return {"personal": (own := self.ask_scores(state, parties))["accuracy"], "parties": own["parties"]}
+
+    # How its settings are chosen.
+
+    def grids(self) -> Mapping[str, Sequence[float]]:
+        """What `--tune` chooses for this method as it is set: by default all that is tunable."""
+        return self.tunable
+
+    def trial(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
+        """Method and data of a trial, which must not see test data: by default some training data is held out."""
+        return self, data.held_out(share, seed)
 
     # What a trained state is worth to a user; methods with personal models say more.
 
@@ -252,12 +267,12 @@ class Method(BaseModel):
     def ask_scores(self, state: Any, parties: Parties, everywhere: bool = False) -> Scores:
         """Each party's model on its own test samples, or (`everywhere`) on everyone's; pooled and by party."""
         answers = parties.ask(
-            parties.panel(), self.score, model=self.shared(state), everywhere=everywhere, returns=_COUNTS
+            parties.panel(), self.score, model=self.shared(state), everywhere=everywhere, returns=COUNTS
         )
         counts = {answer.party: Counts(**answer.fields) for answer in answers}
         by_party = {party: count for party, count in counts.items() if count.correct <= count.total}
         accuracies = {str(party): count.correct / count.total for party, count in by_party.items() if count.total}
-        return _figures(list(by_party.values())) | {"parties": accuracies}
+        return figures(list(by_party.values())) | {"parties": accuracies}
 
     @on_party
     def score(self, me: Party, model: Weights, everywhere: bool) -> dict[str, float]:
@@ -293,10 +308,10 @@ class PersonalMethod(Method):
         return None
 
 
-_COUNTS: Schema = {"correct": Number(int, 0), "total": Number(int, 0, MAX_SIZE), "loss": float}
+COUNTS: Schema = {"correct": Number(int, 0), "total": Number(int, 0, MAX_SIZE), "loss": float}
 
 
-def _figures(counts: Sequence[Counts]) -> Scores:
+def figures(counts: Sequence[Counts]) -> Scores:
     total = sum(count.total for count in counts)
     if not total:
         raise SettingError("there are no test samples to evaluate on")

@@ -25,8 +25,8 @@ class LSTM(nn.LSTM):
 class CharLSTM(Split):
     """LEAF's net for Shakespeare (FedMeta): embedding 8, two LSTM layers of 256, the next of `classes` characters."""
 
-    def __init__(self, shape: tuple[int], classes: int, vocabulary: int) -> None:
-        super().__init__(_LastOutput(vocabulary, 8, 256), 256, classes)
+    def __init__(self, shape: tuple[int], classes: int, vocabulary: int, hidden: int = 256) -> None:
+        super().__init__(_LastOutput(vocabulary, 8, hidden), hidden, classes)
 
 
 class _LastOutput(nn.Module):

@@ -14,6 +14,7 @@ from fewer.report.pictures import (
     Histories,
     Interval,
     by_party,
+    density_picture,
     made_picture,
     megabyte_picture,
     partition_picture,
@@ -77,6 +78,7 @@ def _pictures(groups: Sequence[Group]) -> tuple[list[Picture], list[str]]:
         for label, runs in histories.items()
         if (values := by_party(runs))
     )
+    fair = {label: runs for label, runs in histories.items() if any("fairness" in run[-1] for run in runs)}
     drawn = [
         (
             "accuracy-by-round",
@@ -96,6 +98,12 @@ def _pictures(groups: Sequence[Group]) -> tuple[list[Picture], list[str]]:
             "How evenly accuracy is spread: the parties of all runs, each judged on its own test samples, from the "
             "worst to the best, and their mean.",
             f"Parties in the order of their accuracy: {spread}.",
+        ),
+        (
+            "accuracy-density",
+            density_picture(fair),
+            "How the accuracies of new parties are spread: narrow and far to the right is fair and good.",
+            f"Density of the accuracies of new parties: {spread}.",
         ),
     ]
     pictures = [Picture(name, figure, caption, alt) for name, figure, caption, alt in drawn if figure]

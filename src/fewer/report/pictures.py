@@ -195,6 +195,26 @@ def party_picture(histories: Histories) -> Figure | None:
     return figure
 
 
+def density_picture(histories: Histories) -> Figure | None:
+    """How parties' accuracies are spread (kernel density, Scott's width); None where too few parties were measured."""
+    found = {method: values for method, runs in histories.items() if len(set(values := by_party(runs))) >= 3}
+    if not found:
+        return None
+    from scipy.stats import gaussian_kde
+
+    with style():
+        figure, axes = _chart("Spread of accuracy over parties")
+        handles: dict[str, Artist] = {}
+        at = np.linspace(0, 1, 201)
+        for method, values in found.items():
+            colour, marker, dash = look(method)
+            height = gaussian_kde(values)(at) / 100
+            (handles[method],) = axes.plot(100 * at, height, dash, color=colour, marker=marker, markevery=20)
+        axes.set(xlabel="accuracy %", ylabel="density", xlim=(0, 100), ylim=(0, None))
+        _legend(figure, handles)
+    return figure
+
+
 # --- pictures of data -----------------------------------------------------------------------------------------
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
 
-from fewer.data import Data
-from fewer.errors import RunError, SettingError
-from fewer.methods import Method, Party
+from fewer.data import Data, Samples
+from fewer.data.federated import inputs_of, labels_of
+from fewer.errors import DataError, RunError, SettingError
+from fewer.methods import Method, Party, find, names
 from fewer.methods.base import Place
+from fewer.methods.newparties import NewParties
 from fewer.models import Task, Weights, load_weights
 from fewer.runs.directory import RunDirectory
 from fewer.runs.settings import Settings
@@ -65,6 +69,32 @@ class Result:
         me = place(party, len(self.history))
         assert isinstance(me, Party)
         return self.method.personal(me, self.method.shared(self.state)).eval()
+
+    def adapt(self, x: Samples | ArrayLike | Tensor, y: ArrayLike | Tensor) -> nn.Module:
+        """The model of a party that was never met, from its own inputs and labels, ready to use.
+
+        Arrays are normalised as the data of the run was; the method must be one that learns to adapt.
+        """
+        if not isinstance(self.method, NewParties):
+            known = [name for name in names() if issubclass(find(name), NewParties)]
+            raise SettingError(f"{self.method.name} has not learned to adapt to new data (allowed: {', '.join(known)})")
+        samples = x if isinstance(x, Samples) else replace(self.data.test, x=inputs_of(x, "x"), rows=None)
+        labels = torch.from_numpy(labels_of(y, "y"))
+        if not len(labels) or len(labels) != len(samples.x):
+            raise DataError(
+                f"{len(samples.x)} inputs and {len(labels)} labels to adapt to (allowed: as many, at least 1)"
+            )
+        if int(labels.max()) >= self.data.classes:
+            raise DataError(f"a label of {int(labels.max())} to adapt to (allowed: 0 … {self.data.classes - 1})")
+        from fewer.runs.engine import one_thread
+
+        shared = self.method.shared(self.state)
+        net = self.task.net()
+        load_weights(net, self.method.initialisation(shared))
+        own = replace(samples, y=labels).to(self.task.device)
+        with one_thread():
+            self.method.adapt(net, own, shared)
+        return net.eval()
 
 
 def open_result(path: str | Path, method: Method | None = None, data: Data | None = None, model: Any = None) -> Result:

@@ -12,12 +12,14 @@ import numpy as np
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from fewer.data import Samples, text
 from fewer.data.federated import inputs_of, labels_of
 from fewer.data.raw import Inputs
 from fewer.data.sources import inputs
 from fewer.errors import DataError, FewerError
+from fewer.models import Weights, load_weights
 from fewer.runs.result import Result, open_result
 
 
@@ -27,23 +29,24 @@ def predictions(
     directory: Path | None = None,
     party: int | None = None,
     options: Mapping[str, Any] | None = None,
+    weights: Path | None = None,
 ) -> tuple[list[str], float | None]:
     """Lines of CSV (a header first), and the accuracy where the data has labels.
+
+    With `weights`, the run's net is used with those of a file that `adapt` or `export` wrote.
 
     Options of the data are by default those of the run, if it read the same format. Of the set that the run learned
     from, the test samples are taken.
     """
     result = open_result(path)
     net = result.model if party is None else result.personal(party)
-    own = result.settings.data
+    if weights is not None:
+        load_weights(net, _weights_in(weights))
     labels: NDArray[np.int64] | None
-    if name == own and not options:
+    if name == result.settings.data and not options:
         samples, labels = result.data.test, result.data.test.slice(0, len(result.data.test))[1].cpu().numpy()
     else:
-        same = name.partition(":")[0] == own.partition(":")[0]
-        x, y = inputs(name, directory, options or (result.settings.data_set if same else {}))
-        samples = _like(result, x, name)
-        labels = None if y is None else labels_of(y, name)
+        samples, labels = _read(result, name, directory, options)
     lines, right = ["sample,class,confidence"], 0
     with torch.no_grad():
         for start in range(0, len(samples), 1000):
@@ -53,6 +56,42 @@ def predictions(
                 lines.append(f"{place},{label},{sure:.6f}")
                 right += labels is not None and int(labels[place]) == label
     return lines, None if labels is None else right / len(labels)
+
+
+def adapt(
+    path: Path,
+    name: str,
+    out: Path,
+    directory: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[list[Path], int]:
+    """A new party's own model: what a run has learned, adapted to all samples of this data; the same files as `export`.
+
+    How many samples there were comes second.
+    """
+    result = open_result(path)
+    samples, labels = _read(result, name, directory, options)
+    if labels is None:
+        raise DataError(f"data '{name}' has no labels to adapt to (npz: an array y)")
+    net = result.adapt(samples, torch.from_numpy(labels))
+    return _write(result, net, out), len(labels)
+
+
+def _read(
+    result: Result, name: str, directory: Path | None, options: Mapping[str, Any] | None
+) -> tuple[Samples, NDArray[np.int64] | None]:
+    """Samples in the form that the model takes, and their labels if there are any."""
+    same = name.partition(":")[0] == result.settings.data.partition(":")[0]
+    x, y = inputs(name, directory, options or (result.settings.data_set if same else {}))
+    return _like(result, x, name), None if y is None else labels_of(y, name)
+
+
+def _weights_in(path: Path) -> Weights:
+    try:
+        found: Weights = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise DataError(f"{path} is not a file of weights (expected: model.safetensors): {error}") from error
+    return found
 
 
 def _like(result: Result, x: Inputs, name: str) -> Samples:
@@ -74,7 +113,11 @@ def _like(result: Result, x: Inputs, name: str) -> Samples:
 def export(path: Path, out: Path, party: int | None = None) -> list[Path]:
     """Weights as safetensors, a torch.export program with a free batch size, and a note on inputs and classes."""
     result = open_result(path)
-    net = (result.model if party is None else result.personal(party)).cpu()
+    return _write(result, result.model if party is None else result.personal(party), out)
+
+
+def _write(result: Result, net: nn.Module, out: Path) -> list[Path]:
+    net = net.cpu()
     sample = result.data.test.slice(0, 2)[0].cpu()
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -106,19 +106,24 @@ class Parties(ABC):
     def __len__(self) -> int:
         return self.population
 
-    def sample(self, count: int, purpose: str = "sample") -> list[int]:
-        """`count` different parties, drawn from the round's stream; the cost does not grow with the population."""
-        if not 1 <= count <= self.population:
-            raise SettingError(f"active = {count} parties a round, but there are {self.population} (allowed: 1 … all)")
-        draw = np.random.default_rng(seed_of(self.seed, self.round, purpose))
-        return [int(party) for party in draw.choice(self.population, count, replace=False)]
+    def sample(self, count: int, purpose: str = "sample", among: Sequence[int] | None = None) -> list[int]:
+        """`count` different parties, of all or `among` these, drawn from the round's stream.
 
-    def panel(self) -> list[int]:
-        """The parties to measure on: all, or of a large population always the same hundred."""
-        if self.population <= PANEL:
-            return list(range(self.population))
+        The cost does not grow with the population.
+        """
+        some = range(self.population) if among is None else among
+        if not 1 <= count <= len(some):
+            raise SettingError(f"active = {count} parties a round, but there are {len(some)} (allowed: 1 … all)")
+        draw = np.random.default_rng(seed_of(self.seed, self.round, purpose))
+        return [some[place] for place in draw.choice(len(some), count, replace=False)]
+
+    def panel(self, among: Sequence[int] | None = None) -> list[int]:
+        """The parties to measure on, of all or `among` these: each of them, or of many always the same hundred."""
+        some = range(self.population) if among is None else among
+        if len(some) <= PANEL:
+            return list(some)
         draw = np.random.default_rng(seed_of(self.seed, "panel"))
-        return sorted(int(party) for party in draw.choice(self.population, PANEL, replace=False))
+        return sorted(some[place] for place in draw.choice(len(some), PANEL, replace=False))
 
     def stream(self, purpose: str) -> torch.Generator:
         """The coordinator's own random stream of this round."""

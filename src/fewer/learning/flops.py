@@ -1,0 +1,54 @@
+"""Floating-point operations, counted by torch as they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+MAX_FLOPS = 1 << 60
+"""What a party can claim to have done in a round."""
+
+
+class Tally:
+    """What was counted."""
+
+    flops: int = 0
+
+
+@contextmanager
+def counted(wanted: bool = True) -> Iterator[Tally]:
+    """Counts all matrix products and convolutions inside, forward and backward; a multiplication and an addition are 2.
+
+    Element-wise work is not counted, as is usual. Where it is not `wanted` nothing is counted, and nothing slower.
+    """
+    tally = Tally()
+    if not wanted:
+        yield tally
+        return
+    with FlopCounterMode(display=False, custom_mapping=_RECURRENT) as counter:
+        yield tally
+    tally.flops = counter.get_total_flops()
+
+
+# oneDNN's fused recurrent layers hide their matrix products, and torch's own table does not know them.
+
+
+def _forward(x: Any, w_ih: Any, w_hh: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Each of time × batch inputs meets both matrices of the layer."""
+    return int(2 * prod(x[:-1]) * (prod(w_ih) + prod(w_hh)))
+
+
+def _backward(x: Any, w_ih: Any, w_hh: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """By inputs and by weights: twice the forward."""
+    return 2 * _forward(x, w_ih, w_hh)
+
+
+_RECURRENT = {
+    torch.ops.aten.mkldnn_rnn_layer: _forward,
+    torch.ops.aten.mkldnn_rnn_layer_backward: _backward,
+}

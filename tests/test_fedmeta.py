@@ -1,0 +1,650 @@
+"""Meta-gradients against finite differences and formulas, and methods that are judged on parties they never met."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+import fewer
+from fewer.data import ArrayData, from_parties
+from fewer.data.episodes import split_parties
+from fewer.errors import SettingError
+from fewer.experiments import recipes
+from fewer.experiments.targets import Reached, best, reach
+from fewer.experiments.tune import tune
+from fewer.learning.adam import adam
+from fewer.learning.adapt import Batch, Rate, adapted, learnable, meta_gradient
+from fewer.learning.flops import counted
+from fewer.methods.fedavg_meta import FedAvgMeta
+from fewer.methods.fedmeta import ALPHA, FedMeta
+from fewer.methods.newparties import NewParties, fairness
+from fewer.methods.per_fedavg import PerFedAvg
+from fewer.methods.reptile import Reptile
+from fewer.models import SmallCNN, Weights, load_weights
+from fewer.models.sequences import MLP, CharLSTM
+from fewer.report import write_report
+from fewer.report.pictures import density_picture
+from fewer.runs.job import check, job_from
+from fewer.runs.result import open_result
+from fewer.runtime import stream
+from tests.test_cli import DIGITS, call
+
+torch.set_num_threads(1)
+
+Array = NDArray[np.float64]
+
+# --- exactness ------------------------------------------------------------------------------------------------
+
+
+def mlp() -> tuple[nn.Module, Any]:
+    return MLP((5,), 4, hidden=7), lambda count: torch.randn(count, 5, dtype=torch.float64)
+
+
+def cnn(norm: Any) -> tuple[nn.Module, Any]:
+    return SmallCNN((1, 8, 8), 4, norm), lambda count: torch.randn(count, 1, 8, 8, dtype=torch.float64)
+
+
+def lstm() -> tuple[nn.Module, Any]:
+    return CharLSTM((6,), 4, vocabulary=9, hidden=5), lambda count: torch.randint(9, (count, 6))
+
+
+NETS = {"mlp": mlp, "cnn, group": lambda: cnn("group"), "cnn, batch": lambda: cnn("batch"), "lstm": lstm}
+
+
+def case(net: str, steps: int) -> tuple[nn.Module, Weights, list[Batch], Batch]:
+    torch.manual_seed(len(net) + steps)
+    made, draw = NETS[net]()
+    made = made.double().train()
+    support = [(draw(6), torch.randint(4, (6,))) for _ in range(steps)]
+    return made, {n: t.clone() for n, t in learnable(made).items()}, support, (draw(8), torch.randint(4, (8,)))
+
+
+def query_loss(net: nn.Module, theta: Weights, support: Sequence[Batch], query: Batch, rate: Rate) -> float:
+    """L_Q(θ_K), by nothing but first derivatives."""
+    theta = dict(theta)
+    for x, y in support:
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
+        slopes = torch.autograd.grad(F.cross_entropy(functional_call(net, leaves, (x,)), y), list(leaves.values()))
+        for (name, leaf), slope in zip(leaves.items(), slopes, strict=True):
+            theta[name] = (leaf - (rate if isinstance(rate, float) else rate[name]) * slope).detach()
+    return float(F.cross_entropy(functional_call(net, theta, (query[0],)), query[1]))
+
+
+def along(gradient: Weights, direction: Weights) -> float:
+    return float(sum((gradient[name] * direction[name]).sum() for name in direction))
+
+
+def moved(weights: Weights, direction: Weights, far: float) -> Weights:
+    return {name: tensor + far * direction[name] for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("net", NETS)
+def test_gradients_by_weights_and_rates_agree_with_finite_differences(net: str, steps: int) -> None:
+    made, theta, support, query = case(net, steps)
+    rates = {name: 0.2 + 0.3 * torch.rand_like(tensor) for name, tensor in theta.items()}
+    found = meta_gradient(made, theta, support, query, rates, exact=True)
+    assert found.loss == pytest.approx(query_loss(made, theta, support, query, rates), rel=1e-12)
+    small = 1e-6
+    for _ in range(4):
+        way = {name: torch.randn_like(tensor) for name, tensor in theta.items()}
+        by_theta = [query_loss(made, moved(theta, way, far), support, query, rates) for far in (small, -small)]
+        assert along(found.weights, way) == pytest.approx((by_theta[0] - by_theta[1]) / (2 * small), rel=1e-5, abs=1e-7)
+        by_alpha = [query_loss(made, theta, support, query, moved(rates, way, far)) for far in (small, -small)]
+        assert along(found.rates, way) == pytest.approx((by_alpha[0] - by_alpha[1]) / (2 * small), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_maml_is_not_fomaml(net: str) -> None:
+    made, theta, support, query = case(net, 2)
+    exact, first = (meta_gradient(made, theta, support, query, 0.4, order) for order in (True, False))
+    end = {name: tensor.requires_grad_() for name, tensor in adapted(made, theta, support, 0.4).items()}
+    loss = F.cross_entropy(functional_call(made, end, (query[0],)), query[1])
+    plain = dict(zip(end, torch.autograd.grad(loss, list(end.values())), strict=True))
+    assert all(torch.allclose(first.weights[name], plain[name], rtol=1e-10, atol=1e-12) for name in plain)
+    apart = sum(float((exact.weights[name] - first.weights[name]).square().sum()) for name in plain) ** 0.5
+    assert apart > 0.01 * sum(float(slope.square().sum()) for slope in plain.values()) ** 0.5
+
+
+def softmax_regression(w: Array, x: Array, y: NDArray[np.int64]) -> tuple[Array, Array]:
+    """Gradient and Hessian (flat by flat) of the mean cross-entropy of scores x wᵀ."""
+    scores = x @ w.T
+    likely = np.exp(scores - scores.max(axis=1, keepdims=True))
+    likely /= likely.sum(axis=1, keepdims=True)
+    gradient = (likely - np.eye(len(w))[y]).T @ x / len(y)
+    inner = np.einsum("nc,cd->ncd", likely, np.eye(len(w))) - np.einsum("nc,nd->ncd", likely, likely)
+    return gradient, np.einsum("ncd,ni,nj->cidj", inner, x, x).reshape(w.size, w.size) / len(y)
+
+
+def test_one_step_of_meta_sgd_against_the_closed_form() -> None:
+    draw = np.random.default_rng(0)
+    w, alpha = draw.normal(size=(3, 4)), draw.uniform(0.1, 0.9, (3, 4))
+    (sx, sy), (qx, qy) = ((draw.normal(size=(n, 4)), draw.integers(3, size=n)) for n in (6, 9))
+    g, hessian = softmax_regression(w, sx, sy)
+    v = softmax_regression(w - alpha * g, qx, qy)[0]
+    net = nn.Linear(4, 3, bias=False).double()
+    tensors = [torch.from_numpy(array) for array in (sx, sy, qx, qy)]
+    found = meta_gradient(
+        net,
+        {"weight": torch.from_numpy(w)},
+        [(tensors[0], tensors[1])],
+        (tensors[2], tensors[3]),
+        {"weight": torch.from_numpy(alpha)},
+        exact=True,
+    )
+    assert np.allclose(found.rates["weight"], -g * v, rtol=1e-10)
+    assert np.allclose(found.weights["weight"], v - (hessian @ (alpha * v).ravel()).reshape(3, 4), rtol=1e-10)
+
+
+def test_adam_by_hand_and_against_torch() -> None:
+    draw = torch.Generator().manual_seed(0)
+    slopes = [torch.randn(5, generator=draw, dtype=torch.float64) for _ in range(4)]
+    theirs = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.Adam([theirs], lr=0.03)
+    weights = {"w": torch.ones(5, dtype=torch.float64), "buffer": torch.tensor(7)}
+    first = second = {"w": torch.zeros(5, dtype=torch.float64)}
+    for step, slope in enumerate(slopes, 1):
+        theirs.grad = slope
+        optimiser.step()
+        weights, first, second = adam(weights, {"w": slope}, first, second, step, 0.03)
+        if step == 1:  # at first Adam takes one step of its rate, whatever the size of the gradient
+            assert torch.allclose(weights["w"], 1 - 0.03 * slope.sign(), atol=1e-7)
+    assert torch.allclose(weights["w"], theirs.detach(), rtol=1e-12) and int(weights["buffer"]) == 7
+
+
+# --- a federation in which everything can be done by hand -----------------------------------------------------
+
+FEATURES, CLASSES, SEED = 3, 2, 4
+DRAW = np.random.default_rng(1)
+PAIRS = [
+    (DRAW.normal(party % 3, 1, (size, FEATURES)).astype(np.float32), DRAW.integers(CLASSES, size=size))
+    for party, size in enumerate([5, 8, 6, 10, 7, 9, 5, 6, 12, 8])
+]
+WEIGHT: Array = DRAW.normal(0, 0.5, (CLASSES, FEATURES)).astype(np.float32).astype(np.float64)
+GROUPS = split_parties(10, seed=SEED)
+
+
+def linear() -> nn.Module:
+    net = nn.Linear(FEATURES, CLASSES, bias=False)
+    load_weights(net, {"weight": torch.from_numpy(WEIGHT)})
+    return net
+
+
+def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
+    """Ten parties whose samples are in time: the first ones are the support."""
+    return replace(from_parties(pairs, test=(PAIRS[0][0], PAIRS[0][1])), in_time=True)
+
+
+def halves(party: int, share: float) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
+    x, y = PAIRS[party]
+    cut = round(len(y) * share)
+    return (x[:cut].astype(float), y[:cut]), (x[cut:].astype(float), y[cut:])
+
+
+def by_hand(w: Array, party: int, alpha: Any, share: float) -> tuple[Array, Array]:
+    """∇_θ and ∇_α of a party's query loss after one inner step."""
+    support, query = halves(party, share)
+    g, hessian = softmax_regression(w, *support)
+    v = softmax_regression(w - alpha * g, *query)[0]
+    return v - (hessian @ (alpha * v).ravel()).reshape(w.shape), -g * v
+
+
+def close(given: Tensor, expected: Array, tolerance: float = 3e-6) -> bool:
+    return given.shape == expected.shape and bool(np.abs(given.double().numpy() - expected).max() <= tolerance)
+
+
+@pytest.mark.parametrize("weights", ["size", "uniform"])
+@pytest.mark.parametrize("algorithm", ["maml", "fomaml", "meta-sgd"])
+def test_three_rounds_of_fedmeta_by_hand(algorithm: Any, weights: Any) -> None:
+    method = FedMeta(rounds=3, active=8, algorithm=algorithm, weights=weights, inner_rate=0.7, rate=0.05, support=0.4)
+    state = fewer.run(method, federation(), model=linear(), seed=SEED).state
+    phi = np.stack([WEIGHT, np.full_like(WEIGHT, 0.7)])
+    first = second = np.zeros_like(phi)
+    for step in (1, 2, 3):
+        found = []
+        for party in GROUPS.train:
+            theta, alpha = by_hand(phi[0], party, phi[1], 0.4)
+            if algorithm == "fomaml":
+                support, query = halves(party, 0.4)
+                theta = softmax_regression(phi[0] - 0.7 * softmax_regression(phi[0], *support)[0], *query)[0]
+            found.append(np.stack([theta, alpha if algorithm == "meta-sgd" else np.zeros_like(alpha)]))
+        shares = [len(PAIRS[party][1]) if weights == "size" else 1 for party in GROUPS.train]
+        gradient = np.average(found, axis=0, weights=shares)
+        first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
+        phi = phi - 0.05 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
+    assert state.step == 3 and close(state.algorithm["weight"], phi[0], 1e-5)
+    assert (ALPHA + "weight" in state.algorithm) == (algorithm == "meta-sgd")
+    if algorithm == "meta-sgd":
+        assert close(state.algorithm[ALPHA + "weight"], phi[1], 1e-5)
+    assert close(state.first["weight"], first[0]) and np.abs(phi[0] - WEIGHT).max() > 0.05
+
+
+def test_local_steps_go_their_way_and_rates_stay_with_the_coordinator() -> None:
+    method = FedMeta(
+        rounds=1, active=8, algorithm="meta-sgd", local_steps=2, local_rate=0.5, inner_rate=0.7, rate=0.05, support=0.4
+    )
+    ends, slopes = [], []
+    for party in GROUPS.train:
+        one, first = by_hand(WEIGHT, party, 0.7, 0.4)
+        two, second = by_hand(WEIGHT - 0.5 * one, party, 0.7, 0.4)
+        ends.append(WEIGHT - 0.5 * one - 0.5 * two)
+        slopes.append((first + second) / 2)
+    state = fewer.run(method, federation(), model=linear(), seed=SEED).state
+    sizes = [len(PAIRS[party][1]) for party in GROUPS.train]
+    assert close(state.algorithm["weight"], np.average(ends, axis=0, weights=sizes), 1e-5)
+    sign = np.sign(np.average(slopes, axis=0, weights=sizes))
+    assert close(state.algorithm[ALPHA + "weight"], 0.7 - 0.05 * sign, 1e-4)  # the first step of Adam
+    assert method.grids().keys() == {"local_rate", "inner_rate"} and FedMeta().grids().keys() == {"rate", "inner_rate"}
+
+
+def batches(method: Any, party: int, count: int) -> list[tuple[Array, Any]]:
+    x, y = PAIRS[party]
+    numbers = torch.randint(len(y), (count, method.batch), generator=stream(SEED, 1, party, "batches"))
+    return [(x[row].astype(float), y[row]) for row in numbers.numpy()]
+
+
+def descent(w: Array, steps: Sequence[tuple[Array, Any]], rate: float) -> Array:
+    for batch in steps:
+        w = w - rate * softmax_regression(w, *batch)[0]
+    return w
+
+
+def test_fedavg_meta_and_reptile_by_hand() -> None:
+    sizes = [len(PAIRS[party][1]) for party in GROUPS.train]
+    method = FedAvgMeta(rounds=1, active=8, steps=3, batch=2, rate=0.3)
+    ends = [descent(WEIGHT, batches(method, party, 3), 0.3) for party in GROUPS.train]
+    model = fewer.run(method, federation(), model=linear(), seed=SEED).state.model["weight"]
+    assert close(model, np.average(ends, axis=0, weights=sizes))
+    reptile = Reptile(rounds=1, active=8, steps=3, batch=2, rate=0.3, outer_rate=0.25)
+    model = fewer.run(reptile, federation(), model=linear(), seed=SEED).state.model["weight"]
+    assert close(model, WEIGHT + 0.25 * (np.mean(ends, axis=0) - WEIGHT))
+
+
+@pytest.mark.parametrize("order", ["exact", "first"])
+def test_per_fedavg_by_hand(order: Any) -> None:
+    method = PerFedAvg(rounds=1, active=8, steps=2, batch=3, rate=0.4, adapt_rate=0.6, order=order)
+    ends = []
+    for party in GROUPS.train:
+        w = WEIGHT
+        drawn = batches(method, party, 4)
+        for inner, outer in (drawn[:2], drawn[2:]):
+            g, hessian = softmax_regression(w, *inner)
+            v = softmax_regression(w - 0.6 * g, *outer)[0]
+            curve = 0.6 * (hessian @ v.ravel()).reshape(w.shape) if order == "exact" else 0
+            w = w - 0.4 * (v - curve)
+        ends.append(w)
+    model = fewer.run(method, federation(), model=linear(), seed=SEED).state.model["weight"]
+    assert close(model, np.mean(ends, axis=0))
+
+
+def test_fedavg_with_adam_learns_and_is_not_sgd() -> None:
+    one, two = (
+        fewer.run(FedAvgMeta(rounds=1, optimiser=kind, rate=0.1), federation(), model=linear(), seed=SEED).state.model
+        for kind in ("sgd", "adam")
+    )
+    assert not torch.equal(one["weight"], two["weight"])
+
+
+# --- who is judged, and on what -------------------------------------------------------------------------------
+
+
+def accuracy(w: Array, parties: Sequence[int], steps: int, rate: float, share: float) -> tuple[float, dict[str, float]]:
+    """Pooled and by party, after adapting on the support."""
+    right = {}
+    for party in parties:
+        support, (x, y) = halves(party, share)
+        end = descent(w, [support] * steps, rate)
+        right[party] = (x @ end.T).argmax(axis=1) == y
+    by_party = {str(party): float(hits.mean()) for party, hits in right.items()}
+    return float(np.concatenate(list(right.values())).mean()), by_party
+
+
+@pytest.mark.parametrize(("judge", "steps"), [("new", 2), ("new", 0), ("validation", 2)])
+def test_new_parties_are_judged_on_their_queries_after_adapting(judge: Any, steps: int) -> None:
+    pairs = [PAIRS[party % 10] for party in range(40)]
+    groups = split_parties(40, seed=SEED)
+    method = FedAvgMeta(rounds=1, adapt_steps=steps, adapt_rate=2.0, support=0.4, judge=judge)
+    result = fewer.run(method, federation(pairs), model=linear(), seed=SEED)
+    who = groups.test if judge == "new" else groups.validation
+    w = result.state.model["weight"].double().numpy()
+    pooled, by_party = accuracy(w, [party % 10 for party in who], steps, 2.0, 0.4)
+    assert result.scores["parties"].keys() == {str(party) for party in who}
+    assert {str(int(party) % 10) for party in result.scores["parties"]} == by_party.keys()
+    if len(by_party) == len(who):  # else some pair of arrays is there twice
+        assert result.accuracy == pytest.approx(pooled)
+    assert all(value == by_party[str(int(party) % 10)] for party, value in result.scores["parties"].items())
+    assert result.scores["fairness"] == fairness(list(result.scores["parties"].values()))
+
+
+def test_only_training_parties_train_and_only_new_ones_are_measured(tmp_path: Path) -> None:
+    fewer.run(FedMeta(rounds=3, active=4), federation(), model=linear(), seed=SEED, out=tmp_path / "run")
+    lines = [line.split(",") for line in (tmp_path / "run/ledger.csv").read_text().splitlines()[1:]]
+    assert {int(line[1]) for line in lines if line[3] == "train"} <= set(GROUPS.train)
+    assert {int(line[1]) for line in lines if line[3].startswith("evaluate")} == set(GROUPS.test)
+
+
+def test_trials_are_judged_on_validation_parties_and_see_no_new_one() -> None:
+    seen: set[int] = set()
+
+    class Watched(FedMeta):
+        def judged(self, parties: fewer.Parties) -> list[int]:
+            seen.update(found := super().judged(parties))
+            return found
+
+    job = job_from(check({"seed": SEED, "method": "fedmeta"}), Watched(rounds=1), federation(), linear())
+    tuned, trials = tune(job, 3)
+    assert len(trials) == 3 and seen == set(GROUPS.validation)
+    assert tuned.method.judge == "new" and tuned.data is job.data  # type: ignore[attr-defined]
+
+
+def test_a_fine_tuning_that_does_not_happen_is_not_tuned() -> None:
+    assert FedAvgMeta(adapt_steps=0).grids().keys() == {"rate"}
+    assert FedAvgMeta(adapt_steps=1).grids().keys() == {"rate", "adapt_rate"}
+
+
+def test_support_and_queries_of_a_new_party_are_the_same_for_all_methods_and_rounds() -> None:
+    drawn: dict[str, list[Any]] = {}
+
+    def watching(kind: type[NewParties]) -> type[NewParties]:
+        class Watched(kind):  # type: ignore[misc, valid-type]
+            def halves(self, me: Any, draw: Any = None) -> Any:
+                found = super().halves(me, draw)
+                if draw is None:
+                    drawn.setdefault(f"{kind.__name__} {me.id}", []).append([half.rows.tolist() for half in found])
+                return found
+
+        return Watched
+
+    data = from_parties(PAIRS, test=(PAIRS[0][0], PAIRS[0][1]))
+    for kind in (FedMeta, FedAvgMeta):
+        fewer.run(watching(kind)(rounds=2), data, model=linear(), seed=SEED)
+    divisions = [division for each in drawn.values() for division in each]
+    assert len(divisions) > 4 and all(division == divisions[0] for division in divisions)
+    assert divisions[0][0] != sorted(divisions[0][0]) or len(divisions[0][0]) == 1
+
+
+def test_a_party_uses_no_more_samples_than_are_allowed() -> None:
+    sizes: list[int] = []
+
+    class Watched(FedAvgMeta):
+        def samples(self, me: Any) -> Any:
+            sizes.append(len(found := super().samples(me)))
+            assert found.rows is not None and found.rows[[0, -1]].tolist() == me.train.rows[[0, -1]].tolist()
+            return found
+
+    fewer.run(Watched(rounds=1, most=6), federation(), model=linear(), seed=SEED)
+    assert max(sizes) == 6 and min(sizes) == 5
+
+
+def test_parties_with_one_sample_one_class_or_nothing_do_not_break_a_round(tmp_path: Path) -> None:
+    pairs = list(PAIRS)
+    one, none, same = GROUPS.train[:3]
+    pairs[one] = (PAIRS[one][0][:1], PAIRS[one][1][:1])
+    pairs[none] = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
+    pairs[same] = (PAIRS[same][0], np.zeros_like(PAIRS[same][1]))
+    pairs[GROUPS.test[0]] = (PAIRS[0][0][:1], PAIRS[0][1][:1])
+    if len(GROUPS.test) == 1:
+        pairs += [PAIRS[0]] * 10
+    for number, kind in enumerate((FedMeta, FedAvgMeta, PerFedAvg, Reptile)):
+        run = tmp_path / str(number)
+        result = fewer.run(kind(rounds=2, active=16), federation(pairs), model=linear(), seed=SEED, out=run)
+        model = result.model.state_dict()
+        assert 0 <= result.accuracy <= 1 and all(torch.isfinite(tensor).all() for tensor in model.values())
+        events = (run / "events.jsonl").read_text()
+        assert '"unable"' in events and "no training data" in events and '"failed"' not in events
+        if kind is FedMeta:
+            assert "1 sample, which is its support: no queries are left" in events
+
+
+def test_too_few_parties_get_one_line() -> None:
+    with pytest.raises(SettingError, match="4 parties cannot be divided in shares"):
+        fewer.run(FedMeta(rounds=1), federation(PAIRS[:4]), model=linear())
+    with pytest.raises(SettingError, match=r"active = 9 parties a round, but there are 8 \(allowed: 1 … all\)"):
+        fewer.run(FedMeta(rounds=1, active=9), federation(), model=linear())
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ({"algorithm": "mmaml"}, "'maml', 'fomaml' or 'meta-sgd'"),
+        ({"support": 1.0}, "less than 1"),
+        ({"weights": "sizes"}, "'size' or 'uniform'"),
+        ({"judge": "old"}, "'new' or 'validation'"),
+    ],
+)
+def test_wrong_settings_name_what_is_allowed(setting: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingError, match=text):
+        fewer.run("fedmeta", "digits", set=setting)
+
+
+def test_fairness_by_hand() -> None:
+    found = fairness([0.5, 1.0, 0.0, 0.5])
+    assert found == {"mean": 0.5, "variance": 0.125, "worst": 0.0}
+    assert fairness([i / 20 for i in range(20)])["worst"] == pytest.approx(0.025)
+
+
+# --- promises -------------------------------------------------------------------------------------------------
+
+METHODS = [
+    FedMeta(rounds=3, algorithm="meta-sgd", steps=2, batch=3, queries=4, flops=True),
+    FedMeta(rounds=3),
+    FedMeta(rounds=3, local_steps=3),
+    FedAvgMeta(rounds=3, optimiser="adam", rate=0.01),
+    PerFedAvg(rounds=3, steps=3, batch=4),
+    Reptile(rounds=3, steps=3, batch=4),
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_pool_and_resume_give_the_same_numbers(method: NewParties, tmp_path: Path) -> None:
+    data = fewer.data.load("digits", parties=12, alpha=1.0)
+    whole = fewer.run(method, data, seed=2)
+    pooled = fewer.run(method, data, seed=2, runtime="pool")
+
+    class Stop(Exception): ...
+
+    class Stopping:
+        def begin(self, *_: Any) -> None: ...
+        def answer(self, *_: Any) -> None: ...
+        def round(self, figures: Any) -> None:
+            if figures["round"] == 2:
+                raise Stop
+
+    with pytest.raises(Stop):
+        fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())
+    resumed = fewer.resume(tmp_path / "run")
+    for other in (pooled, resumed):
+        assert [{**h, "seconds": 0} for h in other.history] == [{**h, "seconds": 0} for h in whole.history]
+        mine, theirs = method.shared(other.state), method.shared(whole.state)
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_batch_norm_is_learned_and_its_statistics_are_averaged() -> None:
+    data = fewer.data.load("digits", parties=12, alpha=1.0)
+    state = fewer.run(FedMeta(rounds=2, algorithm="meta-sgd"), data, norm="batch", seed=2).state
+    assert int(state.algorithm["encoder.1.num_batches_tracked"]) == 4  # support and queries, two rounds
+    assert float(state.algorithm["encoder.1.running_mean"].abs().sum()) > 0
+    assert ALPHA + "encoder.1.weight" in state.algorithm and ALPHA + "encoder.1.running_mean" not in state.algorithm
+
+
+def test_bytes_are_those_of_the_algorithm() -> None:
+    up = {}
+    names: tuple[Any, ...] = ("maml", "fomaml", "meta-sgd")
+    for algorithm in names:
+        method = FedMeta(rounds=1, active=5, algorithm=algorithm)
+        result = fewer.run(method, "digits", parties=12)
+        size = 4 * sum(p.numel() for p in result.task.net().parameters()) * (2 if algorithm == "meta-sgd" else 1)
+        up[algorithm] = result.scores["up"]
+        assert 5 * size < result.scores["up"] < 5 * size * 1.05 + 5000
+    assert up["maml"] == up["fomaml"] < up["meta-sgd"]
+
+
+def test_a_float16_gradient_costs_half_and_still_learns() -> None:
+    one, two = (fewer.run(FedMeta(rounds=1, codec=codec), "digits", parties=12) for codec in ("float32", "float16"))
+    assert two.scores["up"] < 0.6 * one.scores["up"]
+
+
+# --- a new party's own model ----------------------------------------------------------------------------------
+
+
+def test_adapt_writes_a_personal_model_that_predicts(tmp_path: Path) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    words: list[str | Path] = ["fedmeta", *DIGITS, "--parties", "12", "--rounds", "2", "--set", "inner_rate=0.5"]
+    assert "worst tenth" in call("run", *words, "--out", run, "--no-report").stdout
+    draw = np.random.default_rng(0)
+    x, y = draw.integers(0, 255, (30, 1, 8, 8), np.uint8), np.full(30, 3)
+    np.savez(tmp_path / "mine.npz", x=x, y=y)
+    result = call("adapt", run, "--data", f"npz:{tmp_path / 'mine.npz'}", "--out", mine)
+    assert "adapted to 30 samples" in result.stderr and str(mine / "model.safetensors") in result.stdout
+    by_hand = open_result(run)
+    start = by_hand.model
+    pixels = by_hand.data.test
+    batch = (torch.from_numpy(x).float() - pixels.shift) * pixels.scale, torch.from_numpy(y)
+    start.train()
+    end = adapted(start, learnable(start), [batch], 0.5)
+    written = safetensors.torch.load_file(mine / "model.safetensors")
+    assert all(torch.allclose(written[name], end[name], atol=1e-6) for name in end)
+    from_python = by_hand.adapt(x, y).state_dict()
+    assert all(torch.equal(written[name], from_python[name]) for name in written)
+    sure = {}
+    options: tuple[list[str | Path], ...] = ([], ["--weights", mine / "model.safetensors"])
+    for weights in options:
+        lines = call("predict", run, "--data", f"npz:{tmp_path / 'mine.npz'}", *weights).stdout.splitlines()[1:]
+        sure[len(weights)] = sum(line.split(",")[1] == "3" for line in lines)
+    assert sure[2] == 30 > sure[0]
+
+
+def test_what_cannot_be_adapted_gets_one_line(tmp_path: Path) -> None:
+    call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "run", "--no-report")
+    np.savez(tmp_path / "mine.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.zeros(3, int))
+    words: list[str | Path] = ["adapt", tmp_path / "run", "--out", tmp_path / "mine", "--data"]
+    assert (
+        "(allowed: fedavg-meta, fedmeta, per-fedavg, reptile)"
+        in call(*words, f"npz:{tmp_path}/mine.npz", code=2).stderr
+    )
+    call("run", "fedmeta", *DIGITS, "--parties", "12", "--rounds", "1", "--out", tmp_path / "meta", "--no-report")
+    words[1] = tmp_path / "meta"
+    np.savez(tmp_path / "bare.npz", x=np.zeros((3, 1, 8, 8), np.uint8))
+    assert "has no labels to adapt to" in call(*words, f"npz:{tmp_path}/bare.npz", code=2).stderr
+    np.savez(tmp_path / "odd.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.array([0, 1, 10]))
+    assert "a label of 10 to adapt to (allowed: 0 … 9)" in call(*words, f"npz:{tmp_path}/odd.npz", code=2).stderr
+
+
+# --- counting -------------------------------------------------------------------------------------------------
+
+
+def test_flops_of_a_linear_net_by_arithmetic() -> None:
+    net = nn.Linear(5, 4, bias=False)
+    theta, batch = learnable(net), (torch.randn(6, 5), torch.randint(4, (6,)))
+    one = 2 * 6 * 5 * 4  # scores of 6 samples; a gradient by the weights costs the same
+    with counted() as tally:
+        meta_gradient(net, theta, [batch], batch, 0.1, exact=False)
+    assert tally.flops == 4 * one
+    with counted() as tally:
+        meta_gradient(net, theta, [batch], batch, 0.1, exact=True)
+    assert tally.flops == 6 * one  # ∇_θ⟨g, v⟩: of g back to the scores, and from there to the weights
+    with counted(False) as tally:
+        meta_gradient(net, theta, [batch], batch, 0.1, exact=True)
+    assert tally.flops == 0
+
+
+def test_flops_of_an_lstm_are_counted_also_where_its_kernel_is_fused() -> None:
+    net = CharLSTM((6,), 4, vocabulary=9, hidden=16)
+    x = torch.randint(9, (3, 6))
+    with counted() as tally:
+        scores = net(x)
+    forward = 2 * 3 * 6 * 4 * 16 * ((8 + 16) + (16 + 16)) + 2 * 3 * 16 * 4
+    assert tally.flops == forward
+    with counted() as tally:
+        scores.sum().backward()
+    assert 1.5 * forward < tally.flops <= 2 * forward
+
+
+def test_a_long_gradient_is_shortened() -> None:
+    ways = []
+    for clip in (None, 1e-3, 1e3):
+        method = FedMeta(rounds=1, active=1, local_steps=1, local_rate=1.0, clip=clip)
+        state = fewer.run(method, federation(), model=linear(), seed=SEED).state
+        ways.append(torch.from_numpy(WEIGHT).float() - state.algorithm["weight"])
+    assert float(ways[1].norm()) == pytest.approx(1e-3, rel=1e-3) and torch.equal(ways[0], ways[2])
+    assert torch.allclose(ways[1] / ways[1].norm(), ways[0] / ways[0].norm(), atol=1e-3)
+
+
+def test_flops_add_up_over_rounds_and_parties() -> None:
+    method = FedMeta(rounds=2, active=8, flops=True, support=0.4)
+    result = fewer.run(method, federation(), model=linear(), seed=SEED)
+    each = sum(
+        2 * FEATURES * CLASSES * (4 * len(halves(party, 0.4)[0][1]) + 2 * len(halves(party, 0.4)[1][1]))
+        for party in GROUPS.train
+    )
+    assert [line["flops"] for line in result.history] == [each, 2 * each]
+
+
+def test_cost_of_a_target_by_hand() -> None:
+    def history(accuracies: Sequence[float | None]) -> list[dict[str, Any]]:
+        lines = [{"round": r, "up": 1e6 * r, "down": 2e6 * r, "flops": 5e9 * r} for r in range(1, len(accuracies) + 1)]
+        return [line | ({} if a is None else {"accuracy": a}) for line, a in zip(lines, accuracies, strict=True)]
+
+    runs = [history([0.1, 0.5, None, 0.7]), history([0.3, 0.3, 0.9, 0.5])]
+    assert best(runs) == pytest.approx(0.6)
+    assert reach(runs, 0.4) == Reached(0.4, 2, 6.0, 10.0)
+    assert reach(runs, 0.61) == Reached(0.61)
+
+
+def test_a_recipe_tells_what_a_target_costs(tmp_path: Path) -> None:
+    text = """
+title = "t"
+paper = "p"
+seeds = 1
+trials = 1
+target = "FedAvg"
+[settings]
+data = "digits"
+parties = 12
+rounds = 2
+set = { flops = true }
+[[column]]
+name = "50 %"
+set = { support = 0.5 }
+[[row]]
+name = "FedAvg"
+method = "fedavg-meta"
+set = { adapt_steps = 0, steps = 2 }
+[[row]]
+name = "MAML"
+method = "fedmeta"
+"""
+    (tmp_path / "t.toml").write_text(text)
+    plan, cells = recipes.reproduce(str(tmp_path / "t.toml"), tmp_path / "runs")
+    assert all(cell.ours.settings["support"] == 0.5 and cell.reached for cell in cells)
+    found = cells[0].reached
+    assert found and found.round and found.mb and found.gflop and found.target == cells[1].reached.target  # type: ignore[union-attr]
+    page = recipes.markdown(plan, cells, "c", False)
+    assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {found.round} | {found.mb:.3g} | {found.gflop:.3g} |" in page
+    pages = write_report([tmp_path / "runs/50/fedavg-seed0"], tmp_path / "report")
+    assert pages[0].exists()
+
+
+def test_the_spread_over_parties_is_drawn() -> None:
+    line = {"round": 1, "accuracy": 0.5, "parties": {str(n): n / 10 for n in range(10)}}
+    assert density_picture({"fedmeta": [[line]]}) is not None
+    assert density_picture({"fedmeta": [[{"round": 1, "accuracy": 0.5}]]}) is None
+
+
+def test_a_net_is_left_as_it_was() -> None:
+    made, theta, support, query = case("mlp", 2)
+    before = copy.deepcopy(made.state_dict())
+    meta_gradient(made, theta, support, query, 0.3, exact=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
