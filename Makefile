@@ -15,7 +15,7 @@ export MKL_NUM_THREADS = 1
 
 demo: .venv/.installed      ## compare six methods on real images
 	$(BIN)/fewer compare local fedavg fedprox fedbn fedgen fedmk --data fashion-mini --parties 20 --alpha 0.5 --rounds 5 --seeds 3 --runtime pool \
-		--set per_class=15 --set least=20 --set matching=100 --set outer_steps=5 --set server_steps=500
+		--set per_class=15 --set matching=100 --set outer_steps=5 --set server_steps=500
 
 test: .venv/.installed      ## run the tests
 	$(BIN)/pytest -n 2

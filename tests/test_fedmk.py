@@ -21,9 +21,9 @@ from fewer.learning.generator import Generator, diversity
 from fewer.learning.match import FLOOR, REAL, _features, distance, match, redraw, statistics
 from fewer.methods.base import Coordinator, Party, Place
 from fewer.methods.fedavg import FedAvgMoved
-from fewer.methods.fedmk import FedMK, FedMKPaper, Knowledge, MKState, joined
+from fewer.methods.fedmk import FedMK, FedMKPaper, Knowledge, MKState, _balance, joined
 from fewer.models import SmallCNN, Split, Task, Weights, weights_of
-from fewer.runtime import Inline, Site, Unable, stream
+from fewer.runtime import Inline, Site, Unable, on_party, stream
 from fewer.wire import Refused, Shaped, decode, encode
 
 torch.set_num_threads(1)
@@ -188,11 +188,8 @@ def test_outer_loss_is_the_weighted_mean() -> None:
     assert classes == pytest.approx((1.5 * losses[0] + 0.75 * (losses[1] + losses[2])) / 3)
 
 
-def test_class_weights_give_each_held_class_the_same_sum(tmp_path: Path) -> None:
-    from fewer.methods.fedmk import _balance
-
-    labels = torch.tensor([0, 0, 0, 2])
-    balance = _balance(labels, CLASSES)
+def test_class_weights_give_each_held_class_the_same_sum() -> None:
+    balance = _balance(torch.tensor([0, 0, 0, 2]))
     assert balance[[0, 2]].tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
 
 
@@ -223,7 +220,7 @@ def test_refining_is_descent_from_the_global_model_or_carried_along(restart: int
         loss = F.cross_entropy(torch.func.functional_call(net, moved, (x,)), y)
         expected = d - 3.0 * torch.autograd.grad(loss, d)[0]
         weights = {name: w.detach().requires_grad_() for name, w in moved.items()}
-    assert torch.allclose(method.refine(me, net, images, labels), expected, atol=1e-6)
+    assert torch.allclose(method.refine(net, images, labels, me.train, stream("any")), expected, atol=1e-6)
     assert not torch.allclose(expected, images, atol=1e-3)
 
 
@@ -295,11 +292,31 @@ def test_own_knowledge_goes_on_from_the_last_round(tmp_path: Path) -> None:
 
 
 def test_labels_are_those_held_or_all(tmp_path: Path) -> None:
-    assert FedMK(per_class=2, least=1).hard_labels(party(tmp_path, 0)).tolist() == [0, 0, 2, 2]
-    assert FedMK(per_class=1, least=2).hard_labels(party(tmp_path, 1)).tolist() == [0, 1]
-    assert FedMK(per_class=1, labels="all").hard_labels(party(tmp_path, 3)).tolist() == [0, 1, 2]
+    def labels(method: FedMK, number: int) -> list[int]:
+        made: list[int] = method.hard_labels(method.enough(party(tmp_path, number)), CLASSES).tolist()
+        return made
+
+    assert labels(FedMK(per_class=2, least=1), 0) == [0, 0, 2, 2]
+    assert labels(FedMK(per_class=1, least=2), 1) == [0, 1]
+    assert labels(FedMK(per_class=1, least=2, labels="all"), 3) == [0, 1, 2]
     with pytest.raises(Unable, match="no class with 3 samples or more"):
-        FedMK(least=3).hard_labels(party(tmp_path, 3))
+        FedMK(least=3).enough(party(tmp_path, 3))
+
+
+@pytest.mark.parametrize("labels", ["held", "all"])
+def test_samples_of_rare_classes_do_not_come_into_d(labels: str, tmp_path: Path) -> None:
+    """Party 1 has one sample of class 2: D̂ is the same whatever it looks like."""
+    method = FedMK(**{**SMALL, "least": 2, "labels": labels})
+    model, blank = task_of().initial(SEED), method.start(task_of(), SEED).blank
+    made = []
+    for change in (0.0, 5.0):
+        x, y = PAIRS[1]
+        data = from_parties([PAIRS[0], (x + change * (y == 2)[:, None, None, None].astype(np.float32), y)], test=TEST)
+        me = Place(data, task_of(), SEED, tmp_path / str(change))(1, 1)
+        assert isinstance(me, Party)
+        torch.manual_seed(0)
+        made.append(method.condense(me, model=model, shared=blank)["knowledge"].value)
+    assert same(*made)
 
 
 # --- matching and moving --------------------------------------------------------------------------------------
@@ -443,9 +460,9 @@ def test_generated_features_add_beta_times_their_loss_to_the_head_only(tmp_path:
     make.train()
     draw = coordinator(tmp_path).stream("learning")
     for _ in range(4):
-        make.draw(8, draw)  # what training the generator drew
+        make.draw(8, draw, torch.ones(3))  # what training the generator drew
     chosen = torch.randint(9, (8,), generator=draw)
-    noise, y = make.draw(round(beta * 8), draw)
+    noise, y = make.draw(round(beta * 8), draw, torch.ones(3))
     before = Generator(CLASSES, 32)
     before.load_state_dict(state.generator)
     net = task_of().net()
@@ -465,7 +482,7 @@ def test_the_generator_learns_what_the_head_takes_for_its_class(tmp_path: Path) 
     before = weights_of(head)
     noise, y = make.draw(200, stream("try"))
     first = F.cross_entropy(head(make(noise, y)), y).item()
-    FedMK(generator_steps=60, generator_rate=0.01).learn_generator(make, head, stream("learn"))
+    FedMK(generator_steps=60, generator_rate=0.01).learn_generator(make, head, torch.ones(3), stream("learn"))
     features = make(noise, y)
     assert F.cross_entropy(head(features), y).item() < 0.2 * first
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(head).items())
@@ -616,6 +633,33 @@ def test_answers_that_do_not_fit_are_refused() -> None:
         knowledge(good, torch.full((1, *SHAPE), torch.nan))
 
 
+class Liar(FedMK):
+    """Party 0 sends what it likes."""
+
+    value: float = 0.0
+    none: bool = False
+
+    @on_party
+    def condense(self, me: Party, model: Weights, shared: Knowledge) -> dict[str, Any]:
+        answer = super().condense(me, model, shared)
+        if me.id == 0 or self.none:
+            answer["knowledge"] = {
+                label: images[:0] if self.none else torch.full_like(images, self.value)
+                for label, images in answer["knowledge"].value.items()
+            }
+        return answer
+
+
+def test_one_liar_does_not_end_a_run(tmp_path: Path) -> None:
+    wild = run(tmp_path / "a", Liar(rounds=2, active=4, value=3e38, **SMALL))
+    assert 0 not in wild.state.knowledge
+    assert "beyond 1000" in (tmp_path / "a/events.jsonl").read_text()
+    loud = run(tmp_path / "b", Liar(rounds=2, active=4, value=999.0, **{**SMALL, "server_rate": 50.0}))
+    assert all(bool(tensor.isfinite().all()) for tensor in loud.state.model.values())
+    mute = Liar(rounds=1, active=4, none=True, **SMALL)
+    assert same(run(tmp_path / "c", mute).state, mute.start(task_of(), SEED))
+
+
 def test_absent_parties_and_a_party_without_enough_samples_leave_the_round_whole(tmp_path: Path) -> None:
     result = run(tmp_path, FedMK(rounds=3, active=4, **{**SMALL, "least": 3}), drop=0.3)
     assert 3 not in result.state.knowledge  # two samples only
@@ -639,7 +683,9 @@ def test_any_model_will_do_without_a_generator() -> None:
     whole = Task(SHAPE, CLASSES, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES)))
     with pytest.raises(SettingError, match="no encoder"):
         FedMK().start(whole, SEED)
-    assert FedMK(pseudo=0).start(whole, SEED).generator == {}
+    result = fewer.run(FedMK(rounds=2, **{**SMALL, "pseudo": 0}), DATA, model=whole.make, seed=SEED)
+    assert result.state.generator == {}
+    assert len(result.state.knowledge) == 4
 
 
 def test_bi_level_steps_begin_when_told(tmp_path: Path) -> None:
@@ -657,7 +703,7 @@ def test_bi_level_steps_begin_when_told(tmp_path: Path) -> None:
 def test_the_papers_form_has_no_departure() -> None:
     method = FedMKPaper()
     assert (method.matching, method.augment, method.inner_steps, method.inner_batch) == (0, False, 1, None)
-    assert method.refine_from == 1
+    assert (method.refine_from, method.momentum, method.decay) == (1, 0.0, False)
     assert (method.begin, method.keep, method.least, method.codec) == ("shared", "round", 1, "float32")
     assert (method.weights, method.tau, method.per_class, method.restart) == ("dynamic", 5.0, 20, 1)
 

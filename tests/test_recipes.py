@@ -85,7 +85,7 @@ def test_recipes_are_listed_and_sound() -> None:
         plan = recipes.recipe(name)
         assert all(len(row.paper) <= len(plan.column) for row in plan.row)
         for titles in ([row.name for row in plan.row], [column.name for column in plan.column]):
-            assert len({recipes._slug(title) for title in titles}) == len(titles)  # each has its own directory
+            assert len({recipes.slug(title) for title in titles}) == len(titles)  # each has its own directory
         for column, quick in itertools.product(plan.column, (False, True)):
             for row, given in zip(plan.row, recipes.settings_in(column, plan, quick), strict=True):
                 settings = check(given)

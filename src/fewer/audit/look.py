@@ -127,7 +127,7 @@ class _Look:
                 f"{result.method.name} has no global model and its parties send no synthetic data: "
                 "there is nothing that this audit attacks"
             )
-        known = [party for party in sorted(took_part) if not sent or party in sent]
+        known = [party for party in sorted(took_part) if not sent or (party in sent and len(sent[party][1]))]
         if not known:
             raise FewerError("no party has taken part yet: there is nothing to audit")
         drawn = torch.randperm(len(known), generator=self.stream("parties"))[:parties]
@@ -162,7 +162,7 @@ class _Look:
             columns: list[tuple[Tensor, Tensor, str]] = []
             for label in sorted(set(labels.tolist()) & set(y.tolist())):
                 real, made = x[y == label], images[labels == label]
-                usual = typical(real)
+                usual = typical(real) or typical(x)  # of a class with one sample: as images of this party are apart
                 if usual is None:
                     continue
                 away, which = nearest(made, real)
@@ -355,7 +355,7 @@ def _nets(result: Result) -> dict[str, nn.Module]:
     weights = result.method.whole(result.state)
     if weights is None:
         return {}
-    nets = {"first": result.task.net(), "trained": result.task.net()}
+    nets = {"first": result.task.net()}
     load_weights(nets["first"], result.task.initial(result.settings.seed))
-    load_weights(nets["trained"], weights)
+    nets["trained"] = result.model.train()
     return nets

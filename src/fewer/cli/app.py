@@ -182,7 +182,7 @@ def reproduce(
     only = "".join(f' --column "{one}"' for one in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + only
     figure = recipe_picture(plan, cells)
-    short = Path(name).stem if name.endswith(".toml") else name
+    short = "-".join([Path(name).stem if name.endswith(".toml") else name, *map(recipes.slug, column or ())])
     pages = recipes.write(short, plan, cells, results, command, quick, png(figure) if figure else None, study)
     if study:
         write_sheets(study.sheets, pages[0].with_suffix(""))

@@ -135,6 +135,8 @@ def reproduce(
     known = [column.name for column in plan.column]
     for wrong in [column for column in columns if column not in known]:
         raise unknown("column", wrong, known)
+    if columns and plan.study:
+        raise SettingError(f"recipe '{name}' studies its columns together: --column does not go with it")
     if quick:
         own: dict[str, Any] = {key: plan.quick[key] for key in _OWN if key in plan.quick}
         own["study"] = {**plan.study, **own.get("study", {})}
@@ -146,9 +148,9 @@ def reproduce(
         title = column.name
         if columns and title not in columns:
             continue
-        series = Series(plan.seeds, plan.trials, out / _slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
+        series = Series(plan.seeds, plan.trials, out / slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
         for row, settings in zip(plan.row, settings_in(column, plan, quick), strict=True):
-            ours = series.run(check({**settings, **(changes or {})}), _slug(row.name), row.tune)
+            ours = series.run(check({**settings, **(changes or {})}), slug(row.name), row.tune)
             paper = row.paper[place] if place < len(row.paper) else None
             cells.append(Cell(row.name, title, ours, paper))
     if plan.target is not None:
@@ -176,7 +178,7 @@ def carry_out(plan: Recipe, cells: list[Cell], out: Path) -> Study | None:
     if not plan.study:
         return None
     runs = [
-        Runs(c.row, c.column, [out / _slug(c.column) / f"{_slug(c.row)}-seed{seed}" for seed in c.ours.seeds])
+        Runs(c.row, c.column, [out / slug(c.column) / f"{slug(c.row)}-seed{seed}" for seed in c.ours.seeds])
         for c in cells
     ]
     return prepared(plan.study)(runs)
@@ -186,7 +188,7 @@ def _reached(target: str, cell: Cell, out: Path) -> Reached:
     """What a cell costs to reach the best accuracy of the target's row in the same column."""
 
     def histories(row: str) -> list[list[dict[str, Any]]]:
-        runs = [out / _slug(cell.column) / f"{_slug(row)}-seed{seed}" for seed in cell.ours.seeds]
+        runs = [out / slug(cell.column) / f"{slug(row)}-seed{seed}" for seed in cell.ours.seeds]
         return [RunDirectory.open(run).history() for run in runs]
 
     return reach(histories(cell.row), best(histories(target)))
@@ -323,7 +325,8 @@ def _chosen(cell: Cell) -> str:
     return f"{cell.row} {cell.column}: {values}"
 
 
-def _slug(text: str) -> str:
+def slug(text: str) -> str:
+    """The text as part of a file name."""
     return (
         "".join(c if (c.isalnum() and c.isascii()) or c in ".-" else "-" for c in text.replace("α", "alpha"))
         .strip("-")

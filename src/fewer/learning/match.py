@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from fewer.data import Samples
 from fewer.learning.augment import draw_moves, move
-from fewer.models import parts_of
 
 REAL = 64
 """Real samples of each class in a step."""
@@ -86,26 +85,32 @@ def _means(labels: Tensor, held: Tensor) -> Tensor:
 
 @contextmanager
 def _features(net: nn.Module) -> Iterator[nn.Module]:
-    """The net cut off where its feature maps end: before the first full layer after a convolution, or its head."""
+    """The net cut off where its feature maps end: before the first full layer after a convolution, or the last one.
+
+    A net without full layers gives its scores.
+    """
     kept: list[Tensor] = []
-    layer = _first_full(net)
+    layer = _end_of_maps(net)
 
     class Cut(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            net(x)
-            return kept.pop().flatten(1)
+            whole = net(x)
+            return (kept.pop() if kept else whole).flatten(1)
 
-    hook = layer.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    hook = layer.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0])) if layer else None
     try:
         yield Cut()
     finally:
-        hook.remove()
+        if hook:
+            hook.remove()
 
 
-def _first_full(net: nn.Module) -> nn.Module:
-    convolved = False
+def _end_of_maps(net: nn.Module) -> nn.Module | None:
+    convolved, full = False, None
     for module in net.modules():
         convolved |= isinstance(module, nn.Conv1d | nn.Conv2d)
-        if convolved and isinstance(module, nn.Linear):
-            return module
-    return parts_of(net)[1]
+        if isinstance(module, nn.Linear):
+            full = module
+            if convolved:
+                break
+    return full

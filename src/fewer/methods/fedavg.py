@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from fewer.errors import SettingError
 from fewer.learning import draw_batches, sgd, weighted_mean
 from fewer.learning.augment import draw_moves, move
 from fewer.methods.base import MAX_SIZE, Method, ModelState, Party
@@ -70,6 +71,12 @@ class FedAvgMoved(FedAvg):
     """FedAvg on images that are turned and shifted a little: what augmentation, which FedMK uses, is worth alone."""
 
     name: ClassVar[str] = "fedavg-moved"
+
+    def start(self, task: Task, seed: int) -> ModelState:
+        """The initial model."""
+        if len(task.shape) != 3:
+            raise SettingError(f"fedavg-moved moves images, and samples here have the shape {task.shape}")
+        return super().start(task, seed)
 
     def descend(self, net: nn.Module, me: Party) -> None:
         """Local training; each image is moved by its own random move each time."""

@@ -14,7 +14,7 @@ as the paper's count of bytes implies); Algorithm 1's "t == 1" is read as t ≥ 
 φ is taken at w*, where the loss is; the ablation "w/o Iter" is `rounds = 1`. Never does D̂ begin from real samples: that
 would upload near-copies of private data.
 
-Departures, each a setting; `fedmk-paper` has them all off:
+Departures, each a setting; `fedmk-paper` has all of these off:
 
 - `matching`: before the bi-level steps, D̂ is brought near the party's samples by matching class statistics under
   random nets (`fewer.learning.match`). Bi-level steps alone leave most of the noise that D̂ begins with.
@@ -32,14 +32,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from fewer.data import Samples
+from fewer.data.episodes import of_classes
 from fewer.errors import SettingError
 from fewer.learning.augment import draw_moves, move
 from fewer.learning.generator import Generator, diversity
@@ -50,6 +52,8 @@ from fewer.runtime import Each, Parties, Unable, on_coordinator, on_party
 from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Coded, Shaped
 
+MOST = 1e3
+"""The largest value that a pixel of D̂ may have, in what nets see."""
 Knowledge = dict[str, Tensor]
 """D̂ of one party: the images of each class, by its number; none where it sent none."""
 SHOWN = 10
@@ -123,9 +127,9 @@ class FedMK(Method):
     """The coordinator's steps in a round."""
     server_rate: PositiveFloat = 0.05
     """Step size of these."""
-    server_batch: PositiveInt = 128
+    server_batch: Annotated[int, Field(ge=2)] = 128
     """Images of D̂ in each."""
-    momentum: NonNegativeFloat = 0.9
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of these."""
     decay: bool = True
     """Whether their size falls to 0 (half a cosine)."""
@@ -165,9 +169,14 @@ class FedMK(Method):
             self.condense,
             model=state.model,
             shared=Each(self.lots(state, who, parties.stream("sharing"))),
-            returns={"knowledge": {c: Shaped((per_class, *none.shape[1:])) for c, none in state.blank.items()}},
+            returns={
+                "knowledge": {c: Shaped((per_class, *none.shape[1:]), most=MOST) for c, none in state.blank.items()}
+            },
         )
-        new: dict[int, Knowledge] = {answer.party: answer["knowledge"] for answer in answers}
+        sent: dict[int, Knowledge] = {answer.party: answer["knowledge"] for answer in answers}
+        new = {party: one for party, one in sent.items() if any(map(len, one.values()))}
+        if not new:
+            return state
         knowledge = {**state.knowledge, **new}
         used = knowledge if self.keep == "latest" else new
         images, labels = joined(used.values())
@@ -197,33 +206,39 @@ class FedMK(Method):
     @on_party
     def condense(self, me: Party, model: Weights, shared: Knowledge) -> dict[str, Any]:
         """D̂ of this party's data."""
-        labels = self.hard_labels(me)
+        samples = self.enough(me)
+        labels = self.hard_labels(samples, me.task.classes)
         images = self.first_images(me, labels, shared)
         if self.matching:
             images = match(
                 me.net(model),
                 images,
                 labels,
-                me.train,
+                samples,
                 steps=self.matching,
                 rate=self.matching_rate,
                 augment=self.augment,
                 stream=me.stream("matching"),
             )
         if self.outer_steps and me.round >= self.refine_from:
-            images = self.refine(me, me.net(model), images, labels)
+            images = self.refine(me.net(model), images, labels, samples, me.stream("refining"))
         knowledge = {str(label): images[labels == label] for label in range(me.task.classes)}
         if self.begin == "own":
             me.store.put("knowledge", knowledge)
         return {"knowledge": Coded(knowledge, self.codec)}
 
-    def hard_labels(self, me: Party) -> Tensor:
-        """The labels of D̂: `per_class` of each class."""
-        counts = torch.bincount(me.train.labels, minlength=me.task.classes)
-        enough = counts >= (self.least if self.labels == "held" else 0)
-        if not enough.any():
+    def enough(self, me: Party) -> Samples:
+        """The samples that D̂ is made of: those of classes of which there are enough."""
+        held = torch.nonzero(torch.bincount(me.train.labels) >= self.least).squeeze(1).tolist()
+        if not held:
             raise Unable(f"no class with {self.least} samples or more (setting least)")
-        return enough.nonzero().squeeze(1).repeat_interleave(self.per_class)
+        return of_classes(me.train, held)
+
+    def hard_labels(self, samples: Samples, classes: int) -> Tensor:
+        """The labels of D̂: `per_class` of each class."""
+        held = torch.bincount(samples.labels, minlength=classes) > 0
+        which = held if self.labels == "held" else torch.ones_like(held)
+        return which.nonzero().squeeze(1).repeat_interleave(self.per_class)
 
     def first_images(self, me: Party, labels: Tensor, shared: Knowledge) -> Tensor:
         """U[-1, 1], or where there is one the image of the same class that was shared or that the party had."""
@@ -234,20 +249,22 @@ class FedMK(Method):
             images[slots[: len(given)]] = given[: len(slots)].to(images)
         return images
 
-    def refine(self, me: Party, net: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    def refine(
+        self, net: nn.Module, images: Tensor, labels: Tensor, samples: Samples, stream: torch.Generator
+    ) -> Tensor:
         """Bi-level steps: D̂ ← D̂ − α ∇_D̂ of the outer loss."""
         images = images.clone().requires_grad_()
         kind = torch.optim.Adam if self.optimiser == "adam" else torch.optim.SGD
         optimiser = kind([images], lr=self.outer_rate)
         first: dict[str, Tensor] = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        balance = _balance(me.train.labels, me.task.classes)
-        stream, count, batch = me.stream("refining"), len(me.train), self.outer_batch
+        balance = _balance(samples.labels)
+        count, batch = len(samples), self.outer_batch
         reached = first
         for step in range(self.outer_steps):
             if step % self.restart == 0:
                 reached = first
             chosen = torch.arange(count) if batch is None else torch.randint(count, (batch,), generator=stream)
-            x, y = me.train.pick(chosen)
+            x, y = samples.pick(chosen)
             reached = self.unroll(net, reached, images, labels, stream)
             (images.grad,) = torch.autograd.grad(self.outer_loss(net, reached, x, y, balance), images)
             optimiser.step()
@@ -293,13 +310,17 @@ class FedMK(Method):
     def learn(
         self, here: Coordinator, model: Weights, generator: Weights, images: Tensor, labels: Tensor
     ) -> dict[str, Any]:
-        """Train the generator (Eq 10), then the model on D̂ (Eq 9) and on what is generated (Eq 11)."""
+        """Train the generator (Eq 10), then the model on D̂ (Eq 9) and on what is generated (Eq 11).
+
+        Where this runs off to infinity, for a rate that is too high or a party that lies, they stay as they were.
+        """
         net, stream = here.net(model), here.stream("learning")
+        chances = torch.bincount(labels, minlength=here.task.classes).float()
         make = None
         if self.pseudo:
             make = _generator(here.task, net)
             load_weights(make, generator)
-            self.learn_generator(make, parts_of(net)[1], stream)
+            self.learn_generator(make, parts_of(net)[1], chances, stream)
         optimiser = torch.optim.SGD(net.parameters(), lr=self.server_rate, momentum=self.momentum)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, self.server_steps)
         for _ in range(self.server_steps):
@@ -309,20 +330,22 @@ class FedMK(Method):
                 x = move(x, draw_moves(len(x), stream))
             loss = F.cross_entropy(net(x), labels[chosen])
             if make is not None:
-                loss = loss + self.pseudo * self.pseudo_loss(make, parts_of(net)[1], stream)
+                loss = loss + self.pseudo * self.pseudo_loss(make, parts_of(net)[1], chances, stream)
             optimiser.zero_grad()
             torch.autograd.backward(loss)
             optimiser.step()
             if self.decay:
                 schedule.step()
-        return {"model": weights_of(net), "generator": {} if make is None else weights_of(make)}
+        learned = {"model": weights_of(net), "generator": {} if make is None else weights_of(make)}
+        finite = all(bool(tensor.isfinite().all()) for part in learned.values() for tensor in part.values())
+        return learned if finite else {"model": model, "generator": generator}
 
-    def learn_generator(self, make: Generator, head: nn.Module, stream: torch.Generator) -> None:
+    def learn_generator(self, make: Generator, head: nn.Module, chances: Tensor, stream: torch.Generator) -> None:
         """Eq 10: features that the head, as it is, takes for their class; and that differ."""
         optimiser = torch.optim.Adam(make.parameters(), lr=self.generator_rate)
         make.train()
         for _ in range(self.generator_steps):
-            noise, y = make.draw(self.server_batch, stream)
+            noise, y = make.draw(self.server_batch, stream, chances)
             features = make(noise, y)
             loss = F.cross_entropy(head(features), y) + diversity(noise, features)
             gradients = torch.autograd.grad(loss, list(make.parameters()))
@@ -330,9 +353,9 @@ class FedMK(Method):
                 parameter.grad = gradient
             optimiser.step()
 
-    def pseudo_loss(self, make: Generator, head: nn.Module, stream: torch.Generator) -> Tensor:
+    def pseudo_loss(self, make: Generator, head: nn.Module, chances: Tensor, stream: torch.Generator) -> Tensor:
         """Loss of the head on generated features; they are constants, so the encoder gets no gradient from them."""
-        noise, y = make.draw(max(2, round(self.pseudo * self.server_batch)), stream)
+        noise, y = make.draw(max(2, round(self.pseudo * self.server_batch)), stream, chances)
         with torch.no_grad():
             features = make(noise, y)
         return F.cross_entropy(head(features), y)
@@ -355,7 +378,10 @@ class FedMK(Method):
 
 
 class FedMKPaper(FedMK):
-    """FedMK as the paper has it: no matching, no augmentation, one inner step on all of D̂, this round's D̂ only."""
+    """FedMK as the paper has it: no matching, no augmentation, one inner step on all of D̂, this round's D̂ only.
+
+    What the paper does not say is our choice: Adam for D̂, 256 real samples a step, and how the coordinator trains.
+    """
 
     name: ClassVar[str] = "fedmk-paper"
 
@@ -370,6 +396,10 @@ class FedMKPaper(FedMK):
     inner_steps: PositiveInt = 1
     inner_batch: PositiveInt | None = None
     keep: Literal["latest", "round"] = "round"
+    server_steps: PositiveInt = 80
+    server_rate: PositiveFloat = 0.1
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    decay: bool = False
 
 
 def joined(knowledge: Iterable[Knowledge]) -> tuple[Tensor, Tensor]:
@@ -383,18 +413,22 @@ def _by_class(knowledge: Knowledge) -> dict[int, Tensor]:
     return {int(label): images for label, images in knowledge.items() if len(images)}
 
 
-def _balance(labels: Tensor, classes: int) -> Tensor:
+def _balance(labels: Tensor) -> Tensor:
     """By class, N / (classes held · samples of it)."""
-    counts = torch.bincount(labels, minlength=classes)
+    counts = torch.bincount(labels)
     return len(labels) / ((counts > 0).sum() * counts.clamp_min(1))
 
 
 def _generator(task: Task, net: nn.Module) -> Generator:
     encoder, _ = parts_of(net)
     with torch.no_grad():
-        features = encoder.eval()(torch.zeros(1, *task.shape, device=task.device)).shape[1]
+        shape = encoder.eval()(torch.zeros(1, *task.shape, device=task.device)).shape
     encoder.train()
-    return Generator(task.classes, features).to(task.device)
+    if len(shape) != 2:
+        raise SettingError(
+            f"pseudo > 0 makes features, which are vectors; this encoder's have the shape {tuple(shape[1:])}"
+        )
+    return Generator(task.classes, shape[1]).to(task.device)
 
 
 def _page(round: int, knowledge: Mapping[int, Knowledge], new: Mapping[int, Knowledge]) -> dict[int, Knowledge]:

@@ -85,6 +85,8 @@ class Shaped:
 
     shape: tuple[int | range | None, ...]
     dtype: torch.dtype = torch.float32
+    most: float = math.inf
+    """No value may be further from 0."""
 
     def takes(self, lengths: Sequence[int], dtype: str) -> bool:
         """Whether a tensor of these lengths and this dtype is meant."""
@@ -174,6 +176,8 @@ def decode(blob: bytes, schema: Schema | None = None, limit: int = MAX_BYTES) ->
         if schema is not None:
             _check_shapes(name, items, shape, schema[name])
         fields[name] = _read(name, items, entry.get("codec"), entries, used)
+        if schema is not None:
+            _check_bounds(name, fields[name], schema[name])
         if shape == "tensor":
             fields[name] = fields[name][""]
     if used != set(entries):
@@ -284,6 +288,14 @@ def _check_shapes(name: str, items: list[Any], shape: str, expected: Any) -> Non
     }
     if [item[0] for item in items] != list(like) or not all(like[item[0]].takes(*item[1:3]) for item in items):
         _refuse(f"'{name}' has other names, shapes or dtypes than expected")
+
+
+def _check_bounds(name: str, tensors: Mapping[str, Tensor], expected: Any) -> None:
+    bounds = expected if isinstance(expected, Mapping) else {"": expected}
+    for key, tensor in tensors.items():
+        most = bounds[key].most if isinstance(bounds[key], Shaped) else math.inf
+        if most < math.inf and tensor.numel() and max(map(abs, torch.aminmax(tensor))) > most:
+            _refuse(f"'{name}' has values beyond {most:g}")
 
 
 def _read(field: str, items: list[Any], codec: Any, entries: Mapping[str, Tensor], used: set[str]) -> dict[str, Tensor]:
