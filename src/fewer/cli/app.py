@@ -351,7 +351,7 @@ def _fresh(name: str) -> Path:
 
 
 def _chosen(method: Any) -> str:
-    return ", ".join(f"{name} = {getattr(method, name):g}" for name in method.tunable)
+    return ", ".join(f"{name} = {getattr(method, name):g}" for name in method.grids())
 
 
 def _write_report(runs: list[Path], where: Path) -> Path:
