@@ -460,8 +460,9 @@ def test_fedgen_needs_features() -> None:
     with pytest.raises(SettingError, match=r"works on features, and the model Linear has no encoder and no head"):
         fewer.run(FedGen(rounds=1), federation(), model=linear(), seed=0)
     net = split()
-    net.head = nn.Identity()  # type: ignore[assignment]
-    with pytest.raises(SettingError, match="fedgen needs a model whose head begins with a linear layer"):
+    net.encoder = nn.Unflatten(1, (1, -1))
+    net.head = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))  # type: ignore[assignment]
+    with pytest.raises(SettingError, match=r"needs an encoder that gives vectors, not the shape"):
         fewer.run(FedGen(rounds=1), federation(), model=net, seed=0)
 
 

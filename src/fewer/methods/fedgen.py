@@ -28,8 +28,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.errors import SettingError
-from fewer.learning import Generator, diversity, sgd, weighted_mean
+from fewer.learning import diversity, sgd, weighted_mean
+from fewer.learning.generator import generator_for
 from fewer.methods.base import MAX_SIZE, Coordinator, ModelState, Party
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights, load_weights, parts_of, weights_of
@@ -69,7 +69,7 @@ class FedGen(FedAvg):
     def start(self, task: Task, seed: int) -> Generating:
         """The initial model and an untrained generator."""
         with global_streams(seed, "generator"):
-            generator = _generator(task, parts_of(task.net())[1])
+            generator = generator_for(task, task.net())
         return Generating(task.initial(seed), weights_of(generator), torch.zeros(task.classes))
 
     def round(self, state: Any, parties: Parties) -> Generating:
@@ -104,8 +104,9 @@ class FedGen(FedAvg):
         self, here: Coordinator, generator: Weights, heads: Weights, shares: Tensor, chances: Tensor
     ) -> dict[str, Any]:
         """Train the generator to be understood by the parties' heads."""
-        head = parts_of(here.task.net())[1].eval().requires_grad_(False)
-        maker = _generator(here.task, head, generator)
+        net = here.task.net()
+        head = parts_of(net)[1].eval().requires_grad_(False)
+        maker = generator_for(here.task, net, generator)
         ensemble = [copy.deepcopy(head) for _ in shares]
         for number, member in enumerate(ensemble):
             load_weights(member, {name.removeprefix(HEAD): tensor[number] for name, tensor in heads.items()})
@@ -129,7 +130,7 @@ class FedGen(FedAvg):
         net = me.net(model)
         if chances.any():
             head = parts_of(net)[1]
-            maker = _generator(me.task, head, generator).eval().requires_grad_(False)
+            maker = generator_for(me.task, net, generator).eval().requires_grad_(False)
             stream = me.stream("generator")
             weight = self.weight * self.fade ** (me.round - 1)
 
@@ -147,14 +148,3 @@ class FedGen(FedAvg):
             self.descend(net, me)
         counts = torch.bincount(me.train.labels, minlength=len(chances))
         return {"model": Coded(weights_of(net), self.codec), "size": len(me.train), "counts": counts}
-
-
-def _generator(task: Task, head: nn.Module, weights: Weights | None = None) -> Generator:
-    """A generator of what the head takes."""
-    layer = next((layer for layer in head.modules() if isinstance(layer, nn.Linear)), None)
-    if layer is None:
-        raise SettingError("fedgen needs a model whose head begins with a linear layer")
-    generator = Generator(task.classes, layer.in_features).to(task.device)
-    if weights is not None:
-        load_weights(generator, weights)
-    return generator

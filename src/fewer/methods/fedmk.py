@@ -44,10 +44,10 @@ from fewer.data import Samples
 from fewer.data.episodes import of_classes
 from fewer.errors import SettingError
 from fewer.learning.augment import draw_moves, move
-from fewer.learning.generator import Generator, diversity
+from fewer.learning.generator import Generator, diversity, generator_for
 from fewer.learning.match import match
 from fewer.methods.base import Coordinator, Method, Party, Sheet
-from fewer.models import Task, Weights, load_weights, parts_of, weights_of
+from fewer.models import Task, Weights, parts_of, weights_of
 from fewer.runtime import Each, Parties, Unable, on_coordinator, on_party
 from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Coded, Shaped
@@ -156,7 +156,7 @@ class FedMK(Method):
         generator: Weights = {}
         if self.pseudo:
             with global_streams(seed, "generator"):
-                generator = weights_of(_generator(task, net))
+                generator = weights_of(generator_for(task, net))
         blank = {str(label): torch.empty(0, *task.shape) for label in range(task.classes)}
         return MKState(task.initial(seed), generator, blank)
 
@@ -318,8 +318,7 @@ class FedMK(Method):
         chances = torch.bincount(labels, minlength=here.task.classes).float()
         make = None
         if self.pseudo:
-            make = _generator(here.task, net)
-            load_weights(make, generator)
+            make = generator_for(here.task, net, generator)
             self.learn_generator(make, parts_of(net)[1], chances, stream)
         optimiser = torch.optim.SGD(net.parameters(), lr=self.server_rate, momentum=self.momentum)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, self.server_steps)
@@ -417,18 +416,6 @@ def _balance(labels: Tensor) -> Tensor:
     """By class, N / (classes held · samples of it)."""
     counts = torch.bincount(labels)
     return len(labels) / ((counts > 0).sum() * counts.clamp_min(1))
-
-
-def _generator(task: Task, net: nn.Module) -> Generator:
-    encoder, _ = parts_of(net)
-    with torch.no_grad():
-        shape = encoder.eval()(torch.zeros(1, *task.shape, device=task.device)).shape
-    encoder.train()
-    if len(shape) != 2:
-        raise SettingError(
-            f"pseudo > 0 makes features, which are vectors; this encoder's have the shape {tuple(shape[1:])}"
-        )
-    return Generator(task.classes, shape[1]).to(task.device)
 
 
 def _page(round: int, knowledge: Mapping[int, Knowledge], new: Mapping[int, Knowledge]) -> dict[int, Knowledge]:
