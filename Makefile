@@ -30,6 +30,7 @@ bench: .venv/.installed     ## speed, memory and scaling, as ratios within one r
 
 reproduce: .venv/.installed ## the tables of docs/results (hours; needs FEWER_DATA)
 	$(BIN)/fewer reproduce baselines/mnist
+	$(BIN)/fewer reproduce fedmk/table1
 
 clean:
 	rm -rf .venv build dist
