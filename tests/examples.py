@@ -101,5 +101,5 @@ class SlowToScore(Local):
 
     @on_party
     def score(self, me: Party, model: Weights, everywhere: bool) -> dict[str, float]:
-        time.sleep(0.6 if me.id == 0 else 0)
+        time.sleep(2.2 if me.id == 0 else 0)
         return super().score(me, model, everywhere)

@@ -19,7 +19,7 @@ from fewer.errors import DataError
 def test_glyphs_are_many_and_always_the_same() -> None:
     begun = time.monotonic()
     x, y, writer = glyphs(28)
-    assert time.monotonic() - begun < 30  # 3 s on a quiet core
+    assert time.monotonic() - begun < 90  # 3 s on a quiet core
     assert x.shape == (WRITERS * 62 * COPIES, 28, 28) and x.dtype == np.uint8 and WRITERS >= 100
     assert len(CLASSES) == 62 and np.bincount(y).tolist() == [WRITERS * COPIES] * 62
     assert np.bincount(writer).tolist() == [62 * COPIES] * WRITERS

@@ -362,7 +362,7 @@ def test_settings_of_an_object_are_given_to_the_object(digits: Data) -> None:
 
 def test_a_deadline_does_not_cut_the_evaluation_short(digits: Data) -> None:
     for runtime in ("inline", "pool"):
-        result = fewer.run(SlowToScore(rounds=1, active=2), digits, runtime=runtime, deadline=0.5)
+        result = fewer.run(SlowToScore(rounds=1, active=2), digits, runtime=runtime, deadline=2)
         assert len(result.scores["parties"]) == 6
 
 

@@ -201,10 +201,10 @@ def test_a_diverging_run_says_why(digits: Data) -> None:
 @pytest.mark.parametrize("runtime", ["inline", "pool"])
 def test_deadline(runtime: str, digits: Data, tmp_path: Path) -> None:
     # In the pool the nap outlasts the grace, so that the worker is killed.
-    nap = 0.6 if runtime == "inline" else 30
+    nap = 2.2 if runtime == "inline" else 60
     begun = time.monotonic()
-    fewer.run(Sleepy(rounds=2, active=6, nap=nap), digits, runtime=runtime, deadline=0.4, out=tmp_path / "run")
-    assert time.monotonic() - begun < 20
+    fewer.run(Sleepy(rounds=2, active=6, nap=nap), digits, runtime=runtime, deadline=2, out=tmp_path / "run")
+    assert time.monotonic() - begun < 50
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert [(e["party"], e["why"]) for e in events if e["event"] == "absent"] == [(0, "late")] * 2
     assert not children()
