@@ -207,7 +207,7 @@ def write(
     """The table as Markdown, everything behind it as JSON, and beside them its picture (a PNG)."""
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
-    page, data, image = (stem.with_suffix(kind) for kind in (".md", ".json", ".png"))
+    page, data, image = (stem.with_name(stem.name + kind) for kind in (".md", ".json", ".png"))
     table = markdown(plan, cells, command, quick, image.name if picture else None)
     page.write_text(table + (study.markdown(stem.name) if study else ""))
     content = {
@@ -327,11 +327,8 @@ def _chosen(cell: Cell) -> str:
 
 def slug(text: str) -> str:
     """The text as part of a file name."""
-    return (
-        "".join(c if (c.isalnum() and c.isascii()) or c in ".-" else "-" for c in text.replace("α", "alpha"))
-        .strip("-")
-        .lower()
-    )
+    words = "".join(c if (c.isalnum() and c.isascii()) or c == "." else " " for c in text.replace("α", "alpha"))
+    return "-".join(words.lower().split())
 
 
 def _files() -> dict[str, Traversable]:
