@@ -32,6 +32,9 @@ app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. \\[default: runs/…]")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 One = Annotated[int | None, typer.Option("--party", metavar="N", help="Use this party's personal model.")]
+DataSet = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=VALUE", help="Options of the data. \\[default: those of the run]")
+]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write pictures and an HTML page beside the run.")]
 Tune = Annotated[
     bool, typer.Option("--tune", help="First choose each method's rates on held-out training data, by equal effort.")
@@ -267,10 +270,7 @@ def predict(
     path: Run,
     data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with an array x, …), or a set.")],
     data_dir: DataDir = None,
-    data_set: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Options of the data. \\[default: those of the run]"),
-    ] = None,
+    data_set: DataSet = None,
     party: One = None,
     weights: Annotated[
         Path | None,
@@ -301,10 +301,7 @@ def adapt(
     path: Run,
     data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with arrays x and y, …), or a set.")],
     data_dir: DataDir = None,
-    data_set: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="Options of the data. \\[default: those of the run]"),
-    ] = None,
+    data_set: DataSet = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the model goes.")] = Path("adapted"),
 ) -> None:
     """Take what a run has learned to a new party's data and write its personal model.

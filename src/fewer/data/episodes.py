@@ -47,7 +47,7 @@ def of_classes(samples: Samples, classes: Sequence[int]) -> Samples:
     """The samples of these classes, in their order."""
     labels = samples.labels
     wanted = torch.isin(labels, torch.tensor(list(classes), device=labels.device)).nonzero().squeeze(1)
-    return replace(samples, rows=wanted if samples.rows is None else samples.rows[wanted])
+    return samples.only(wanted)
 
 
 def support_query(

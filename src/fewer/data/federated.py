@@ -122,8 +122,7 @@ class ArrayData(Data):
         """The samples of one party."""
 
         def view(samples: Samples, parts: Parts) -> Samples:
-            rows = torch.from_numpy(parts.of(number)).to(samples.y.device)
-            return replace(samples, rows=rows if samples.rows is None else samples.rows[rows])
+            return samples.only(torch.from_numpy(parts.of(number)))
 
         return PartyData(
             view(self.source, self.train), view(self.source, self.validation), view(self.common, self.tests)

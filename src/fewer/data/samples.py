@@ -36,6 +36,11 @@ class Samples:
         """The labels of all samples, in order."""
         return self.y if self.rows is None else self.y[self.rows]
 
+    def only(self, which: Tensor) -> Samples:
+        """The samples with these numbers, as another view."""
+        which = which.to(self.y.device)
+        return replace(self, rows=which if self.rows is None else self.rows[which])
+
     def pick(self, which: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs and labels of the samples with these numbers (a one-dimensional tensor)."""
         which = which.to(self.y.device)

@@ -42,14 +42,17 @@ class FedAvg(Method):
 
     def round(self, state: ModelState, parties: Parties) -> ModelState:
         """w ← Σ (n_k / n) w_k over the parties that answered."""
+        return ModelState(weighted_mean(*self.collect(state, parties)))
+
+    def collect(self, state: ModelState, parties: Parties) -> tuple[list[Weights], list[int]]:
+        """Models and sizes of the active parties that answered."""
         answers = parties.ask(
             self.choose(parties),
             self.train,
             model=Coded(state.model, self.codec),
             returns={"model": state.model, "size": Number(int, 1, MAX_SIZE)},
         )
-        models = [answer["model"] for answer in answers]
-        return ModelState(weighted_mean(models, [answer["size"] for answer in answers]))
+        return [answer["model"] for answer in answers], [answer["size"] for answer in answers]
 
     @on_party
     def train(self, me: Party, model: Weights) -> dict[str, Any]:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fewer.learning import weighted_mean
-from fewer.methods.base import MAX_SIZE, ModelState
+from fewer.methods.base import ModelState
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights
 from fewer.runtime import Parties
-from fewer.wire import Coded, Number
 
 
 class Ensemble(nn.Module):
@@ -56,14 +55,8 @@ class FedEnsemble(FedAvg):
 
     def round(self, state: Any, parties: Parties) -> Members:
         """As FedAvg, but the models that came are kept."""
-        answers = parties.ask(
-            self.choose(parties),
-            self.train,
-            model=Coded(state.model, self.codec),
-            returns={"model": state.model, "size": Number(int, 1, MAX_SIZE)},
-        )
-        models = [answer["model"] for answer in answers]
-        return _members(weighted_mean(models, [answer["size"] for answer in answers]), models)
+        models, sizes = self.collect(state, parties)
+        return _members(weighted_mean(models, sizes), models)
 
     def shared(self, state: Any) -> Weights:
         """The models of the ensemble; their mean is `state.model`."""

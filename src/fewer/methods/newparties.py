@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import ceil
 from typing import Annotated, Any, Literal
@@ -74,7 +73,7 @@ class NewParties(Method):
         if len(me.train) <= self.most:
             return me.train
         which = torch.linspace(0, len(me.train) - 1, self.most, dtype=torch.float64).round().long()
-        return some_of(me.train, which)
+        return me.train.only(which)
 
     def halves(self, me: Party, draw: torch.Generator | None = None) -> tuple[Samples, Samples]:
         """Support and queries of a party: always the same, or drawn anew."""
@@ -137,12 +136,6 @@ def descend(net: nn.Module, batches: Sequence[Batch], rate: Rate) -> None:
 def everything(samples: Samples, steps: int) -> list[Batch]:
     """All samples as one batch, so many times."""
     return [samples.slice(0, len(samples))] * steps
-
-
-def some_of(samples: Samples, which: torch.Tensor) -> Samples:
-    """The samples with these numbers."""
-    rows = which.to(samples.y.device)
-    return replace(samples, rows=rows if samples.rows is None else samples.rows[rows])
 
 
 def fairness(accuracies: Sequence[float]) -> Mapping[str, float]:
