@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,12 +11,12 @@ import typer
 
 from fewer.cli import data as data_commands
 from fewer.cli.data import DataDir
+from fewer.cli.machines import add_machines
 from fewer.cli.options import with_settings
-from fewer.cli.printing import GO_ON, Json, print_rows, told, write_json
+from fewer.cli.printing import GO_ON, Json, Out, Report, finish, fresh, print_rows, told, write_json, write_page
 
 if TYPE_CHECKING:
     from fewer.experiments import Comparison
-    from fewer.runs import Result
 
 app = typer.Typer(
     help="Federated learning in fewer rounds, with fewer samples and fewer bytes.",
@@ -28,14 +27,13 @@ app = typer.Typer(
 )
 
 app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
+add_machines(app)
 
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. \\[default: runs/…]")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 One = Annotated[int | None, typer.Option("--party", metavar="N", help="Use this party's personal model.")]
 DataSet = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="Options of the data. \\[default: those of the run]")
 ]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write pictures and an HTML page beside the run.")]
 Tune = Annotated[
     bool, typer.Option("--tune", help="First choose each method's rates on held-out training data, by equal effort.")
 ]
@@ -76,10 +74,10 @@ def run(
         if tune:
             job, tried = choose(job, trials, None, watch(f"{job.method.name} tuning"))
             print(f"chosen of {len(tried)}: {_chosen(job.method)}", file=sys.stderr)
-        where = out or _fresh(f"{job.method.name}-{job.settings.data}")
+        where = out or fresh(f"{job.method.name}-{job.settings.data}")
         GO_ON.append(f"Go on with: fewer resume {where}")
         result = start(job, where, watch(job.method.name))
-    _finish(result, where, json_file, report)
+    finish(result, where, json_file, report)
 
 
 @app.command(rich_help_panel="Learn")
@@ -112,7 +110,7 @@ def resume(
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
         result = go_on(path, progress=watch(path.name), **changed)
-    _finish(result, path, json_file, report)
+    finish(result, path, json_file, report)
 
 
 @app.command(rich_help_panel="Learn")
@@ -136,11 +134,11 @@ def compare(
     from fewer.experiments import compare as contest
     from fewer.runs.job import check
 
-    where = out or _fresh("compare")
+    where = out or fresh("compare")
     GO_ON.append(f"Go on with the same command and --out {where}")
     with shown() as watch:
         table = contest(methods, check(given), seeds=seeds, trials=trials if tune else 0, out=where, watch=watch)
-    page = _write_report(sorted(path.parent for path in where.glob("*/settings.json")), where) if report else None
+    page = write_page(sorted(path.parent for path in where.glob("*/settings.json")), where) if report else None
     if not write_json(json_file, table.as_json()):
         _print_table(table)
         print(f"Kept in {where}" + (f", see {page}" if page else ""))
@@ -339,53 +337,8 @@ def _runs_in(path: Path) -> list[Path]:
     return below if below and not (path / "settings.json").exists() else [path]
 
 
-def _fresh(name: str) -> Path:
-    """A run directory that is not there yet."""
-    base = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    options = [Path("runs") / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
-    return next(path for path in options if not path.exists())
-
-
 def _chosen(method: Any) -> str:
     return ", ".join(f"{name} = {getattr(method, name):g}" for name in method.grids())
-
-
-def _write_report(runs: list[Path], where: Path) -> Path:
-    """Pictures and a page on these runs; the page."""
-    from fewer.report import write_report
-
-    return write_report(runs, where / "report")[0]
-
-
-def _finish(result: Result, where: Path, json_file: Path | None, report: bool) -> None:
-    """The last word on a run."""
-    from fewer.cli.progress import duration, megabytes
-    from fewer.runs.settings import hash_of
-
-    page = _write_report([where], where) if report else None
-    scores = result.scores
-    figures = {
-        "method": result.method.name,
-        **{key: value for key, value in scores.items() if key != "parties"},
-        "hash": hash_of(result.settings, result.method),
-        "run": str(where),
-        "history": result.history,
-    }
-    if write_json(json_file, figures):
-        return
-    print(
-        f"{result.method.name}: accuracy {scores['accuracy']:.2%} after {scores['round']} rounds, "
-        f"{megabytes(scores['up'])} up, {megabytes(scores['down'])} down, {duration(scores['seconds'])}"
-    )
-    if fair := scores.get("fairness"):
-        print(
-            f"New parties, each adapted to its support: mean {fair['mean']:.2%}, "
-            f"standard deviation {fair['variance'] ** 0.5:.2%}, worst tenth {fair['worst']:.2%}"
-        )
-    if "global" in scores:
-        print(f"Each party's model on all parties' test samples: {scores['global']:.2%}")
-    print(f"Kept in {where}" + (f", see {page}" if page else ""))
 
 
 def _print_table(table: Comparison) -> None:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewer.errors import FewerError
+
+if TYPE_CHECKING:
+    from fewer.runs import Result
+
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. \\[default: runs/…]")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write pictures and an HTML page beside the run.")]
 
 
 def _writable(file: Path | None) -> Path | None:
@@ -83,3 +90,48 @@ def write_json(file: Path | None, value: Any) -> bool:
     except OSError as error:
         raise FewerError(f"--json {file} cannot be written: {error.strerror}") from error
     return False
+
+
+def fresh(name: str) -> Path:
+    """A run directory that is not there yet."""
+    base = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    options = [Path("runs") / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
+    return next(path for path in options if not path.exists())
+
+
+def write_page(runs: list[Path], where: Path) -> Path:
+    """Pictures and a page on these runs; the page."""
+    from fewer.report import write_report
+
+    return write_report(runs, where / "report")[0]
+
+
+def finish(result: Result, where: Path, json_file: Path | None, report: bool) -> None:
+    """The last word on a run."""
+    from fewer.cli.progress import duration, megabytes
+    from fewer.runs.settings import hash_of
+
+    page = write_page([where], where) if report else None
+    scores = result.scores
+    figures = {
+        "method": result.method.name,
+        **{key: value for key, value in scores.items() if key != "parties"},
+        "hash": hash_of(result.settings, result.method),
+        "run": str(where),
+        "history": result.history,
+    }
+    if write_json(json_file, figures):
+        return
+    print(
+        f"{result.method.name}: accuracy {scores['accuracy']:.2%} after {scores['round']} rounds, "
+        f"{megabytes(scores['up'])} up, {megabytes(scores['down'])} down, {duration(scores['seconds'])}"
+    )
+    if fair := scores.get("fairness"):
+        print(
+            f"New parties, each adapted to its support: mean {fair['mean']:.2%}, "
+            f"standard deviation {fair['variance'] ** 0.5:.2%}, worst tenth {fair['worst']:.2%}"
+        )
+    if "global" in scores:
+        print(f"Each party's model on all parties' test samples: {scores['global']:.2%}")
+    print(f"Kept in {where}" + (f", see {page}" if page else ""))

@@ -8,7 +8,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -110,14 +110,17 @@ def _origin(data: Data) -> dict[str, Any]:
     return {names.get(name, name): value for name, value in origin.items()}
 
 
-def start(job: Job, out: Path | None = None, progress: Progress | None = None) -> Result:
+def start(
+    job: Job, out: Path | None = None, progress: Progress | None = None, opening: Opening | None = None
+) -> Result:
     """Begin a run, in a new directory if one is named."""
+    opening = opening or _here(job.settings)
     state = first_state(job)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
-            return _execute(job, state, None, Path(folder), progress)
+            return _execute(job, state, None, Path(folder), progress, opening)
     with RunDirectory.create(out, _description(job)) as directory:
-        return _execute(job, state, directory, directory.parties, progress)
+        return _execute(job, state, directory, directory.parties, progress, opening)
 
 
 def first_state(job: Job) -> Any:
@@ -133,12 +136,14 @@ def resume(
     data: Data | None = None,
     model: Model | None = None,
     progress: Progress | None = None,
+    opening: Opening | None = None,
     **settings: Any,
 ) -> Result:
     """Go on with a run from its last whole round; the end is the same as without the break.
 
     What came as Python objects must be given again. `runtime`, `workers`, `device` and `data_dir` may be changed, and
-    so that a run that lost its quorum can go on, `quorum`, `deadline`, `drop`, `slow` and `corrupt`.
+    so that a run that lost its quorum can go on, `quorum`, `deadline`, `drop`, `slow` and `corrupt`. `opening` reaches
+    the parties where they are not on this machine.
     """
     path = Path(path)
     directory = RunDirectory.open(path)
@@ -152,10 +157,11 @@ def resume(
         if given[part] is None:
             raise RunError(f"{path} was run with a {part} of your own: fewer.resume(path, {part}=…) from Python")
     job = job_from(check({**old["settings"], **changed}), method, data, model)
+    opening = opening or _here(job.settings)
     if (found := job.data.fingerprint()) != old["data"]["fingerprint"]:
         raise RunError(f"{path} was run on other data (fingerprint {old['data']['fingerprint']}, now {found})")
     with directory:
-        return _execute(job, first_state(job), directory, directory.parties, progress, changed)
+        return _execute(job, first_state(job), directory, directory.parties, progress, opening, changed)
 
 
 def _description(job: Job) -> dict[str, Any]:
@@ -190,17 +196,37 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def open_parties(job: Job, folder: Path) -> Parties:
-    """The runtime that the settings name."""
+Opening = Callable[[Job, Path, int], Parties]
+"""Opens the way to the parties, of a job, with a folder for what they remember and so many rounds behind them."""
+
+
+def _here(settings: Settings) -> Opening:
+    """How parties on this machine are reached; SettingError where they are on others."""
+    if settings.runtime == "flower":
+        raise SettingError("runtime = flower: parties on other machines (see: fewer coordinator, fewer local-cluster)")
+    return open_parties
+
+
+def site_of(job: Job, folder: Path) -> Site:
+    """Where the handlers of a job run, and parties remember things in a folder."""
+    place = Place(job.data, job.task, job.settings.seed, folder)
+    return Site(job.method, place, job.settings.seed, job.task.device, Rules.limit)
+
+
+def common(job: Job) -> dict[str, Any]:
+    """What every runtime is told of a job."""
     settings = job.settings
-    rules = Rules(settings.quorum, settings.deadline)
-    site = Site(
-        job.method, Place(job.data, job.task, settings.seed, folder), settings.seed, job.task.device, rules.limit
-    )
     faults = Faults(settings.drop, settings.slow, settings.corrupt)
-    if settings.runtime == "inline":
-        return Inline(len(job.data), settings.seed, faults, rules, site=site)
-    return Pool(len(job.data), settings.seed, faults, rules, site=site, workers=settings.workers, cost=job.data.size)
+    rules = Rules(settings.quorum, settings.deadline)
+    return {"population": len(job.data), "seed": settings.seed, "faults": faults, "rules": rules}
+
+
+def open_parties(job: Job, folder: Path, done: int = 0) -> Parties:
+    """The runtime on this machine that the settings name."""
+    site = site_of(job, folder)
+    if job.settings.runtime == "inline":
+        return Inline(**common(job), site=site)
+    return Pool(**common(job), site=site, workers=job.settings.workers, cost=job.data.size)
 
 
 def _execute(
@@ -209,6 +235,7 @@ def _execute(
     directory: RunDirectory | None,
     folder: Path,
     progress: Progress | None,
+    opening: Opening,
     changed: Mapping[str, Any] | None = None,
 ) -> Result:
     """All rounds from the last checkpoint, or the first state, to the end."""
@@ -229,9 +256,9 @@ def _execute(
             progress.begin(method.name, len(result.history), method.rounds)
         if len(result.history) == method.rounds:
             return result
-        parties = stack.enter_context(open_parties(job, folder))
-        parties.ledger.total.update(kept["ledger"] if kept else {})
         try:
+            parties = stack.enter_context(opening(job, folder, len(result.history)))
+            parties.ledger.total.update(kept["ledger"] if kept else {})
             for number in range(len(result.history) + 1, method.rounds + 1):
                 figures = _round(job, parties, number, result, directory, progress)
                 if directory:

@@ -41,7 +41,7 @@ def on_coordinator(handler: Callable[Concatenate[S, M, P], R]) -> Callable[Conca
     return handler
 
 
-Failure = Literal["refused", "failed", "unable", "late"]
+Failure = Literal["refused", "failed", "unable", "late", "lost"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,174 @@
+"""Commands for runs between machines: keys, coordinator, parties, and all of it on one machine for a try."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fewer.cli.options import with_settings
+from fewer.cli.printing import GO_ON, Json, Out, Report, finish, fresh, told
+
+PORT = 8443
+PANEL = "Between machines"
+NOT_HERE = ("method", "runtime", "workers")
+"""Settings that are given otherwise."""
+
+Method = Annotated[str | None, typer.Argument(metavar="METHOD", help="A method's name.")]
+Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="The directory of `fewer keys init`.")]
+Patience = Annotated[
+    float, typer.Option(metavar="SECONDS", min=0, help="Wait so long for all parties, then begin if they are a quorum.")
+]
+
+keys_app = typer.Typer(help="Make keys and certificates for runs between machines.", no_args_is_help=True)
+
+
+def add_machines(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.add_typer(keys_app, name="keys", rich_help_panel=PANEL)
+    for name, command in (("coordinator", coordinator), ("join", join), ("local-cluster", local_cluster)):
+        app.command(name, rich_help_panel=PANEL)(command)
+
+
+@keys_app.command("init")
+@told
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory for the keys.")],
+    parties: Annotated[int, typer.Option(metavar="N", min=1, help="How many parties there are.")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A name or address by which parties reach the coordinator; may be repeated."),
+    ] = None,
+    days: Annotated[int, typer.Option(metavar="N", min=1, help="How long the certificate is good.")] = 825,
+) -> None:
+    """Make an authority, the coordinator's certificate, and a folder of keys for each party.
+
+    [dim]fewer keys init keys --parties 3 --host coordinator.example.org[/dim]
+    """
+    _need_flower()
+    from fewer.runtime.flower.credentials import Credentials
+
+    made = Credentials.create(folder, parties, host or (), days)
+    print(f"Keys are in {folder}. Each party gets its own folder, and nothing else:")
+    for party in range(parties):
+        print(f"  party {party}: {made.party(party)}")
+
+
+@told
+@with_settings(without=NOT_HERE)
+def coordinator(
+    given: dict[str, Any],
+    method: Method = None,
+    keys: Keys = Path("keys"),
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", help="Listen on this port.")] = PORT,
+    patience: Patience = 600.0,
+    going_on: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run instead of beginning one.")
+    ] = None,
+    report: Report = True,
+    out: Out = None,
+    json_file: Json = None,
+) -> None:
+    """Train with parties on other machines, which `fewer join`. METHOD is a method's name.
+
+    The data named here is only tested on: parties bring their own. With --resume, of the settings only --quorum,
+    --deadline, --drop, --slow, --corrupt, --device and --data-dir may be given.
+
+    [dim]fewer coordinator fedmk --keys keys --data fashion-mini --parties 3 --rounds 5[/dim]
+    """
+    _need_flower()
+    from fewer.cli.progress import shown
+    from fewer.errors import SettingError
+    from fewer.runs.job import check, job_from
+    from fewer.runs.machines import Coordinator
+    from fewer.runtime.flower.credentials import Credentials
+
+    there = Coordinator(Credentials.open(keys), host, port, patience, _say)
+    if going_on is not None:
+        if method is not None or out is not None:
+            raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
+        where = going_on
+        GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
+        with shown() as watch:
+            result = there.resume(where, watch(where.name), **given)
+    else:
+        if method is not None:
+            given["method"] = method
+        job = job_from(check({**given, "runtime": "flower"}))
+        where = out or fresh(f"{job.method.name}-{job.settings.data}")
+        GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
+        with shown() as watch:
+            result = there.start(job, where, watch(job.method.name))
+    finish(result, where, json_file, report)
+
+
+@told
+def join(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the coordinator is.")],
+    key: Annotated[Path, typer.Option("--key", metavar="DIR", help="This party's folder of keys (party-N).")],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Its data: FORMAT:PATH, or a set. \\[default: its part of the set that the coordinator names]",
+        ),
+    ] = None,
+    data_set: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Options of the data.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where this party remembers things. \\[default: KEY/store]")
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="NAME", help="Any torch device.")] = "cpu",
+) -> None:
+    """Take part in runs as a party, with your own data, which stays here. Ends with Ctrl-C.
+
+    [dim]fewer join coordinator.example.org:443 --key party-0 --data npz:mine.npz[/dim]
+    """
+    _need_flower()
+    from fewer.cli.options import assignments
+    from fewer.runs.machines import Station
+
+    station = Station(store or key / "store", data, assignments(data_set or []), data_dir, device, _say)
+    station.join(address, key)
+
+
+@told
+@with_settings(without=(*NOT_HERE, "parties"))
+def local_cluster(
+    given: dict[str, Any],
+    parties: Annotated[int, typer.Argument(metavar="N", help="How many parties.")],
+    method: Method = None,
+    patience: Patience = 600.0,
+    report: Report = True,
+    out: Out = None,
+    json_file: Json = None,
+) -> None:
+    """Try runs between machines on this one: N parties in processes of their own, with keys and TLS, on loopback.
+
+    [dim]fewer local-cluster 3 fedmk --data fashion-mini --rounds 3[/dim]
+    """
+    _need_flower()
+    from fewer.cli.progress import shown
+    from fewer.runs.job import check, job_from
+    from fewer.runs.machines import local_cluster as together
+
+    if method is not None:
+        given["method"] = method
+    job = job_from(check({**given, "parties": parties, "runtime": "flower"}))
+    where = out or fresh(f"{job.method.name}-{job.settings.data}")
+    with shown() as watch:
+        result = together(job, where, watch(job.method.name), patience, _say)
+    finish(result, where, json_file, report)
+
+
+def _need_flower() -> None:
+    from fewer.runtime.flower import need_flower
+
+    need_flower()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,298 @@
+"""Runs between machines: the coordinator's side, and a party's. The same engine, the same methods, another carrier.
+
+The coordinator tells its parties the settings of the run; a party builds from them what `fewer run` would, with its own
+data, and answers. What belongs to a party stays in its own folder, by run. A coordinator that goes on with a run says
+how many rounds count, and what a party remembers from later ones is forgotten, as on one machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fewer.data import Data, PartyData, Samples, text
+from fewer.data.federated import ArrayData, federate
+from fewer.data.raw import Inputs
+from fewer.data.sources import read
+from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
+from fewer.runs.engine import Opening, Progress, common, resume, site_of, start
+from fewer.runs.job import Job, check, job_from
+from fewer.runs.result import Result
+from fewer.runtime.flower.credentials import Credentials
+from fewer.runtime.flower.link import Link, LinkLost
+from fewer.runtime.flower.node import Node
+from fewer.runtime.flower.parties import Flower, surely
+from fewer.runtime.flower.programs import Program, free_port
+from fewer.runtime.site import Call, Reply, Site
+from fewer.runtime.store import forget_after, write_durably
+
+NOTE = "machines.json"
+"""In a run's directory: its number, and that of the session."""
+AGAIN = 5
+"""How often a run is begun anew on a SuperLink that has lost it, before that is an error."""
+
+
+# --- the coordinator ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """Runs a job on parties elsewhere. They come to `host`:`port` (see docs/machines.md for what may be open)."""
+
+    credentials: Credentials
+    host: str = "127.0.0.1"
+    port: int = 8443
+    patience: float = 600.0
+    """Seconds to wait for all parties; then it begins with those who are there, if they are a quorum."""
+    say: Callable[[str], None] = lambda text: None
+
+    def start(self, job: Job, out: Path, progress: Progress | None = None) -> Result:
+        """Begin a run."""
+        self._check(job)
+        with self._link() as link:
+            try:
+                return start(job, out, progress, self._opening(link, out))
+            except LinkLost as lost:
+                return self._again(link, out, progress, lost)
+
+    def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
+        """Go on with a run."""
+        with self._link() as link:
+            try:
+                return resume(out, progress=progress, opening=self._opening(link, out), **changed)
+            except LinkLost as lost:
+                return self._again(link, out, progress, lost)
+
+    def _again(self, link: Link, out: Path, progress: Progress | None, lost: LinkLost) -> Result:
+        for _ in range(AGAIN):
+            self.say(f"{lost}; going on from the last checkpoint")
+            try:
+                return resume(out, progress=progress, opening=self._opening(link, out))
+            except LinkLost as error:
+                lost = error
+        raise lost
+
+    @contextmanager
+    def _link(self) -> Iterator[Link]:
+        with Link(self.credentials, self.host, self.port) as link:
+            self.say(f"listening on {self.host}:{self.port}")
+            yield link
+
+    def _check(self, job: Job) -> None:
+        settings = job.settings
+        for name in ("method", "model"):
+            if ":" in (given := getattr(settings, name)):
+                raise SettingError(f"{name} = {given} lies in a file: between machines it must be installed everywhere")
+        if (keys := len(self.credentials.public_keys)) != len(job.data):
+            raise SettingError(f"parties = {len(job.data)}, but {self.credentials.folder} has keys of {keys}")
+
+    def _opening(self, link: Link, out: Path) -> Opening:
+        """Begins a session of the run on the link, and waits for the parties."""
+
+        def open_parties(job: Job, folder: Path, done: int) -> Flower:
+            link.begin_run(json.dumps(_told(job, out, done)))
+            parties = Flower(**common(job), site=site_of(job, folder), link=link)
+            self._wait(link, parties)
+            return parties
+
+        return open_parties
+
+    def _wait(self, link: Link, parties: Flower) -> None:
+        """Until all are there; or the time is up, and enough are."""
+        end, told = time.monotonic() + self.patience, -1
+        while (there := len(surely(link.there))) < len(parties):
+            if there != told:
+                self.say(f"{there} of {len(parties)} parties are there")
+                told = there
+            if time.monotonic() > end:
+                needed = max(1, math.ceil(parties.rules.quorum * len(parties) - 1e-9))
+                if there < needed:
+                    raise QuorumLost(f"{there} of {len(parties)} parties are there, {needed} needed")
+                return
+            time.sleep(0.5)
+        self.say(f"all {there} parties are there")
+
+
+def _told(job: Job, out: Path, done: int) -> dict[str, Any]:
+    """What parties are told of a job."""
+    path = out / NOTE
+    note: dict[str, Any] = {"run": secrets.token_hex(8), "session": 0}
+    if path.exists():
+        note = json.loads(path.read_text())
+    note["session"] += 1
+    write_durably(path, json.dumps(note).encode())
+    test = job.data.test
+    facts = {
+        "parties": len(job.data),
+        "shape": list(job.data.shape),
+        "classes": job.data.classes,
+        "tokens": list(job.data.tokens),
+        "shift": test.shift,
+        "scale": test.scale,
+        "dtype": str(test.x.dtype),
+        "fingerprint": job.data.fingerprint(),
+    }
+    return {**note, "done": done, "settings": job.settings.model_dump(mode="json"), "facts": facts}
+
+
+# --- a party --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alone(Data):
+    """The data of one party, in the form that the coordinator's has; it does not know anybody else's."""
+
+    own: ArrayData
+    parties: int
+    classes: int
+
+    def __post_init__(self) -> None:
+        for name in ("name", "shape", "tokens", "in_time", "test"):
+            object.__setattr__(self, name, getattr(self.own, name))
+
+    def __len__(self) -> int:
+        return self.parties
+
+    def party(self, number: int) -> PartyData:
+        """What it holds."""
+        return self.own.party(0)
+
+    def size(self, number: int) -> int:
+        """How many training samples it has."""
+        return self.own.size(0)
+
+    def fingerprint(self) -> str:
+        """Of its own."""
+        return self.own.fingerprint()
+
+    def to(self, device: torch.device) -> Alone:
+        """The same data on another device."""
+        return replace(self, own=self.own.to(device))
+
+
+@dataclass
+class Station:
+    """A party's place: what it brings along, and what it has built of the job that it is at."""
+
+    folder: Path
+    """What it remembers, by run."""
+    data: str | None = None
+    """Its own data, FORMAT:PATH or a set's name; None for its part of the set that the coordinator names."""
+    data_set: Mapping[str, Any] = field(default_factory=dict)
+    data_dir: Path | None = None
+    device: str = "cpu"
+    say: Callable[[str], None] = lambda text: None
+    _job: str = ""
+    _site: Site | None = None
+
+    def join(self, address: str, keys: Path) -> None:
+        """Answer a coordinator until stopped."""
+        torch.set_num_threads(1)
+        Node(address, keys, self.folder, self.say).serve(self.answer)
+
+    def answer(self, job: str, call: Call, blob: bytes) -> Reply:
+        """The reply to one question of a job."""
+        if job != self._job or self._site is None:
+            try:
+                self._site, self._job = self._build(json.loads(job), call.party), job
+            except FewerError as error:
+                self.say(str(error))
+                return Reply(b"", "unable", str(error))
+            except (ValueError, KeyError, TypeError):
+                return Reply(b"", "refused", "not a job")
+        reply = self._site.answer(call, blob)
+        outcome = f"{reply.failure}: {reply.detail}" if reply.failure else f"{len(reply.blob)} bytes"
+        self.say(f"round {call.round}  {call.handler}  {reply.seconds:.1f} s  {outcome}")
+        return reply
+
+    def _build(self, told: Mapping[str, Any], party: int) -> Site:
+        """Where questions of this job are answered; forgets what came after the rounds that count."""
+        folder = self.folder / "runs" / f"{int(str(told['run']), 16):016x}"
+        path = folder / "session"
+        last = int(path.read_text()) if path.exists() else 0
+        session, done = int(told["session"]), int(told["done"])
+        if session < last:
+            raise RunError(f"session {session} of a run whose session {last} has begun")
+        job = self._job_of(told["settings"], told["facts"])
+        if session > last:
+            forget_after(folder, done)
+            folder.mkdir(parents=True, exist_ok=True)
+            write_durably(path, str(session).encode())
+        self.say(f"party {party} of {len(job.data)}: {job.method.name}, {job.data.size(party)} samples")
+        return site_of(job, folder)
+
+    def _job_of(self, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Job:
+        for name in ("method", "model", *(() if self.data else ("data",))):
+            if ":" in str(settings[name]):
+                raise SettingError(f"{name} = {settings[name]} lies in a file, which is not taken from a coordinator")
+        here = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
+        asked = check({**settings, **here})
+        if self.data:
+            return job_from(asked, data=self._own(facts, asked.length, asked.validation))
+        job = job_from(asked)
+        if (found := job.data.fingerprint()) != facts["fingerprint"]:
+            raise DataError(f"data '{asked.data}' is another here (fingerprint {found}, not {facts['fingerprint']})")
+        return job
+
+    def _own(self, facts: Mapping[str, Any], length: int, validation: float) -> Alone:
+        """Its own data, normalised as the coordinator's, or with its vocabulary."""
+        assert self.data
+        raw = read(self.data, self.data_dir, **self.data_set)
+        if facts["tokens"]:
+            tokens = tuple(facts["tokens"])
+
+            def encoded(x: Inputs) -> Inputs:
+                return text.encode(x, tokens, length) if isinstance(x, list) else x
+
+            test = raw.test and (encoded(raw.test[0]), raw.test[1])
+            raw = replace(raw, x=encoded(raw.x), test=test, tokens=tokens)
+        own = federate(raw, parties=1, partition="iid", validation=validation, name=self.data)
+        if list(own.shape) != facts["shape"] or str(own.source.x.dtype) != facts["dtype"]:
+            raise DataError(
+                f"data '{self.data}' has inputs of {own.source.x.dtype} {own.shape}; "
+                f"the task takes {facts['dtype']} {tuple(facts['shape'])}"
+            )
+        if own.classes > facts["classes"]:
+            raise DataError(f"data '{self.data}' has {own.classes} classes; the task has {facts['classes']}")
+
+        def like(samples: Samples) -> Samples:
+            return replace(samples, shift=facts["shift"], scale=facts["scale"])
+
+        return Alone(replace(own, source=like(own.source), common=like(own.common)), facts["parties"], facts["classes"])
+
+
+# --- all on one machine ---------------------------------------------------------------------------------------
+
+
+def local_cluster(
+    job: Job,
+    out: Path,
+    progress: Progress | None = None,
+    patience: float = Coordinator.patience,
+    say: Callable[[str], None] = lambda text: None,
+) -> Result:
+    """Coordinator and parties on loopback, each party in a process of its own; their folders are in OUT-cluster."""
+    home = out.with_name(out.name + "-cluster")
+    credentials = Credentials.create(home / "keys", len(job.data))
+    coordinator = Coordinator(credentials, port=free_port(), patience=patience, say=say)
+    words = ["join", f"127.0.0.1:{coordinator.port}", "--device", job.settings.device]
+    if job.settings.data_dir:
+        words += ["--data-dir", str(job.settings.data_dir)]
+    with ExitStack() as stack:
+        for party in range(len(job.data)):
+            store = home / f"party-{party}"
+            program = Program(
+                "fewer.cli:main", [*words, "--key", str(credentials.party(party)), "--store", str(store)], store
+            )
+            program.start()
+            stack.callback(program.stop)
+        return coordinator.start(job, out, progress)

@@ -1,0 +1,75 @@
+"""Our calls and replies as Flower's messages: a few plain values in one record, the encoded bytes in another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any, get_args
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+
+from fewer.runtime.site import Call, Failure, Reply
+from fewer.wire import Refused
+from fewer.wire.message import MAX_REASON
+
+TYPE = "query.fewer"
+"""Flower's name for the kind of message."""
+
+
+def question(call: Call, blob: bytes) -> RecordDict:
+    """A call with its message."""
+    return _content({"call": json.dumps(asdict(call))}, blob)
+
+
+def read_question(content: RecordDict) -> tuple[Call, bytes]:
+    """What was asked; Refused where it is no question of ours."""
+    values, blob = _open(content)
+    try:
+        call = Call(**json.loads(str(values["call"])))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused("not a question") from error
+    if type(call.party) is not int or type(call.round) is not int or call.party < 0 or type(call.handler) is not str:
+        raise Refused("not a question to a party")
+    return call, blob
+
+
+def answer(reply: Reply) -> RecordDict:
+    """A reply."""
+    values = {"failure": reply.failure or "", "detail": reply.detail, "seconds": reply.seconds}
+    return _content(values, reply.blob)
+
+
+def read_answer(message: Message) -> Reply:
+    """What came back; whatever a node sends that is no answer of ours is a refused one."""
+    if message.has_error():
+        return Reply(b"", "lost", message.error.reason or f"Flower's error {message.error.code}")
+    try:
+        values, blob = _open(message.content)
+        failure, detail, seconds = values["failure"], values["detail"], values["seconds"]
+    except (Refused, KeyError):
+        return Reply(b"", "refused", "not an answer")
+    if not (isinstance(detail, str) and isinstance(seconds, float)):
+        return Reply(b"", "refused", "not an answer")
+    why: Failure | None = next((known for known in get_args(Failure) if known == failure), None)
+    if failure and not why:
+        return Reply(b"", "refused", "not an answer")
+    return Reply(blob, why, detail[:MAX_REASON], seconds)
+
+
+def size(message: Message) -> int:
+    """Bytes of a message as Flower packs it, ours among them."""
+    return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+
+
+def _content(values: dict[str, Any], blob: bytes) -> RecordDict:
+    # In an array, since Flower cuts those into chunks and anything else into none.
+    record = ArrayRecord({"blob": Array("uint8", (len(blob),), "fewer", blob)})
+    return RecordDict({"about": ConfigRecord(values), "message": record})
+
+
+def _open(content: RecordDict) -> tuple[ConfigRecord, bytes]:
+    values, record = content.get("about"), content.get("message")
+    if not isinstance(values, ConfigRecord) or not isinstance(record, ArrayRecord) or list(record) != ["blob"]:
+        raise Refused("not a message of ours")
+    return values, record["blob"].data

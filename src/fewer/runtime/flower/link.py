@@ -1,0 +1,278 @@
+"""The coordinator's side: a SuperLink of our own, and one run on it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
+
+import httpx
+from flwr.app import Message
+from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import SubStatus
+from flwr.common.serde import fab_to_proto, run_from_proto, user_config_to_proto
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+)
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+
+from fewer.errors import RunError
+from fewer.runtime.flower import envelope
+from fewer.runtime.flower.credentials import Credentials
+from fewer.runtime.flower.executor import executor
+from fewer.runtime.flower.programs import Program, secret_file
+from fewer.runtime.site import Call, Reply
+from fewer.wire import Direction
+
+START = 60.0
+"""Seconds that a SuperLink gets to answer after its start."""
+APP = b"""
+[project]
+name = "fewer"
+version = "1.0.0"
+description = "No code: both sides run the package that they have installed."
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fewer"
+
+[tool.flwr.app.components]
+serverapp = "fewer.runtime.flower.link:Link"
+clientapp = "fewer.runtime.flower.node:Node"
+
+[tool.flwr.app.config]
+job = ""
+"""
+
+
+class LinkLost(RunError):
+    """The SuperLink does not know our run any more: it must be begun anew, and goes on from our checkpoint."""
+
+
+class There(NamedTuple):
+    """A party's SuperNode that is online."""
+
+    node: int
+    since: str
+    """When it came: another time means that it has lost what it was at."""
+
+
+class Asked(NamedTuple):
+    """A question under way."""
+
+    call: Call
+    there: There
+
+
+@dataclass
+class Link:
+    """Starts the SuperLink, submits the run, and carries its messages. Its ports are open on `host` alone."""
+
+    credentials: Credentials
+    host: str = "127.0.0.1"
+    port: int = 8443
+    packed: Counter[Direction] = field(default_factory=Counter)
+    """Bytes of messages as Flower packs them."""
+    _program: Program | None = field(default=None, repr=False)
+    _grid: HttpGrid | None = field(default=None, repr=False)
+    _heart: HeartbeatSender | None = field(default=None, repr=False)
+
+    @property
+    def address(self) -> str:
+        """Where it is reached from this machine."""
+        return f"127.0.0.1:{self.port}" if self.host == "0.0.0.0" else f"{self.host}:{self.port}"
+
+    # --- the program ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        keys, home = self.credentials.folder.resolve(), self.credentials.folder.resolve() / "flower"
+        arguments = ["--ssl-ca-certfile", keys / "ca.crt", "--ssl-certfile", keys / "server.crt"]
+        arguments += ["--ssl-keyfile", keys / "server.key", "--enable-supernode-auth"]
+        arguments += ["--host", self.host, "--port", self.port, "--database", home / "superlink.db"]
+        arguments += ["--isolation", "process", "--superexec-auth-secret-file", secret_file(home)]
+        arguments += ["--disable-runtime-dependency-installation"]
+        self._program = Program("flwr.superlink.cli:flower_superlink", list(map(str, arguments)), home)
+        try:
+            self._start()
+            self._register()
+        except BaseException:
+            self._program.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_run()
+        assert self._program
+        self._program.stop()
+
+    def _start(self) -> None:
+        """Start the program and wait until it answers."""
+        assert self._program
+        self._program.start()
+        end = time.monotonic() + START
+        while True:
+            with suppress(httpx.TransportError), self._control() as control:
+                control.ListNodes(ListNodesRequest())
+                return
+            if self._program.pid is None or time.monotonic() > end:
+                why = self._program.last_words() or f"see {self._program.log}"
+                self._program.stop()
+                raise RunError(f"Flower's SuperLink does not start on {self.host}:{self.port}: {why}")
+            time.sleep(0.2)
+
+    @property
+    def pid(self) -> int | None:
+        """The SuperLink's process, if it runs."""
+        return self._program.pid if self._program else None
+
+    def _register(self) -> None:
+        """Let in the parties whose keys are in the directory, and nobody else."""
+        with self._control() as control:
+            known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
+            for party, key in self.credentials.public_keys.items():
+                if key not in known:
+                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=f"party-{party}"))
+
+    @contextmanager
+    def _control(self) -> Iterator[ControlHttpClient]:
+        client = ControlHttpClient.from_server_address(
+            self.address, False, self._root, [RuntimeVersionHttpInterceptor(component_name="flwr-cli")]
+        )
+        try:
+            yield client
+        finally:
+            client.close()
+
+    @property
+    def _root(self) -> bytes:
+        return (self.credentials.folder / "ca.crt").read_bytes()
+
+    # --- the run --------------------------------------------------------------------------------------------
+
+    def begin_run(self, job: str) -> None:
+        """Submit a run; every party gets `job` with the first question."""
+        fab, _ = build_fab_from_files({"pyproject.toml": APP})
+        with self._control() as control:
+            started = control.StartRun(
+                StartRunRequest(
+                    fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
+                    override_config=user_config_to_proto({"job": job}),
+                )
+            )
+        if not started.HasField("run_id"):
+            raise RunError("Flower's SuperLink does not take the run")
+        self._grid = HttpGrid(self.address, False, self._root, token=self._claim(started.run_id))
+        self._grid._retry_invoker = None  # type: ignore[assignment]  # ours: Flower's would interrupt this process
+        task = self._grid._runtime_client.PullTaskInput(PullTaskInputRequest())
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
+            task.task_id,
+            task.run.run_id,
+            task.context.node_id,
+        )
+        self._grid.set_run(run_from_proto(task.run))
+        self._heart = HeartbeatSender(self._beat)
+        self._heart.start()
+
+    def _claim(self, run: int) -> str:
+        """The token with which this process is the run's coordinator."""
+        client = executor(self.address, self.credentials.folder / "flower", self._root)
+        try:
+            while True:
+                found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
+                if not found.token:
+                    raise RunError("Flower's SuperLink has lost the run that it took")
+                if found.task.run_id == run:
+                    return found.token
+                # of a run that was submitted and never begun: it ends by itself
+        finally:
+            client.close()
+
+    def _beat(self) -> bool:
+        try:
+            return (
+                self._grid is None or self._grid._runtime_client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
+            )
+        except httpx.HTTPError:
+            return False
+
+    def end_run(self, done: bool = True) -> None:
+        """Let the SuperLink forget the run."""
+        if self._grid is None:
+            return
+        status = SubStatus.COMPLETED if done else SubStatus.FAILED
+        with suppress(httpx.HTTPError):
+            self._grid._runtime_client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=""))
+        if self._heart and self._heart.is_running:
+            self._heart.stop()
+        self._grid.close()
+        self._grid = None
+
+    # --- its messages ---------------------------------------------------------------------------------------
+
+    def there(self) -> dict[int, There]:
+        """The parties that are online."""
+        numbers = {key: party for party, key in self.credentials.public_keys.items()}
+        with self._answering() as grid:
+            nodes = list(grid.get_nodes())
+        return {
+            numbers[node.public_key]: There(node.node_id, node.last_activated_at)
+            for node in nodes
+            if node.public_key in numbers
+        }
+
+    def push(self, questions: Sequence[tuple[Asked, bytes]], seconds: float | None) -> dict[str, Asked]:
+        """Send questions, to be taken within so many seconds; by the number of the message, what was asked of whom."""
+        if not questions:
+            return {}
+        messages = [
+            Message(
+                envelope.question(asked.call, blob),
+                asked.there.node,
+                envelope.TYPE,
+                ttl=seconds,
+                group_id=str(asked.call.round),
+            )
+            for asked, blob in questions
+        ]
+        with self._answering() as grid:
+            numbers = list(grid.push_messages(messages))
+        self.packed["down"] += sum(map(envelope.size, messages))
+        return {number: asked for number, (asked, _) in zip(numbers, questions, strict=True)}
+
+    def pull(self, waiting: Iterable[str]) -> Mapping[str, Reply]:
+        """The replies that have come."""
+        with self._answering() as grid:
+            messages = list(grid.pull_messages(list(waiting)))
+        self.packed["up"] += sum(envelope.size(message) for message in messages if message.has_content())
+        return {message.metadata.reply_to_message_id: envelope.read_answer(message) for message in messages}
+
+    @contextmanager
+    def _answering(self) -> Iterator[Any]:
+        """The grid. Where the SuperLink is gone it is started again; LinkLost where it does not know us then."""
+        assert self._grid and self._program
+        try:
+            yield self._grid
+        except httpx.TransportError as error:
+            if self._program.pid is None:
+                self._start()
+            raise Again from error
+        except httpx.HTTPStatusError as error:
+            raise LinkLost(f"Flower's SuperLink has given up the run ({error.response.status_code})") from error
+
+
+class Again(Exception):
+    """The SuperLink did not answer; it is to be asked again."""

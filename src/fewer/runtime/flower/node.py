@@ -1,0 +1,108 @@
+"""A party's side: a SuperNode that fetches questions, and the loop that answers them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from flwr.app import Message
+from flwr.common.constant import SubStatus
+from flwr.proto.runtime_pb2 import AcquireTaskRequest
+from flwr.supercore.constant import TaskType
+from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+
+from fewer.errors import RunError
+from fewer.runtime.flower import envelope
+from fewer.runtime.flower.executor import beats, executor
+from fewer.runtime.flower.programs import Program, free_port, secret_file
+from fewer.runtime.site import Call, Reply
+from fewer.wire import Refused
+
+PAUSE = 0.2
+"""Seconds between two looks for a question."""
+LONGEST = 30.0
+"""Seconds between two attempts to join, at most."""
+
+Answering = Callable[[str, Call, bytes], Reply]
+"""Answers a call with its message, of a job (as text)."""
+
+
+@dataclass
+class Node:
+    """Joins a coordinator at `address` with the keys in a folder, and answers until it is stopped."""
+
+    address: str
+    keys: Path
+    home: Path
+    say: Callable[[str], None] = lambda text: None
+    """Told what happens."""
+
+    def serve(self, answering: Answering) -> None:
+        """Answer questions for ever. A SuperNode that ends (no coordinator yet, a key in use) is started again."""
+        for name in ("node.key", "ca.crt"):
+            if not (self.keys / name).is_file():
+                raise RunError(f"{self.keys} has no {name} (expected: the folder party-N that `fewer keys init` made)")
+        wait = 1.0
+        while True:
+            program, port = self._program()
+            program.start()
+            begun = time.monotonic()
+            try:
+                self._answer_all(program, port, answering)
+            finally:
+                program.stop()
+            if time.monotonic() - begun > LONGEST:
+                wait = 1.0
+            self.say(f"not joined: {program.last_words() or 'the SuperNode ended'}; again in {wait:.0f} s")
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST)
+
+    def _program(self) -> tuple[Program, int]:
+        home, port = self.home.resolve() / "flower", free_port()
+        arguments = ["--superlink", self.address, "--root-certificates", self.keys.resolve() / "ca.crt"]
+        arguments += ["--auth-supernode-private-key", self.keys.resolve() / "node.key"]
+        arguments += ["--isolation", "process", "--superexec-auth-secret-file", secret_file(home)]
+        arguments += ["--host", "127.0.0.1", "--port", port]
+        return Program("flwr.supernode.cli:flower_supernode", list(map(str, arguments)), home), port
+
+    def _answer_all(self, program: Program, port: int, answering: Answering) -> None:
+        """Answer what comes until the SuperNode ends."""
+        client = executor(f"127.0.0.1:{port}", program.home, None)
+        try:
+            while program.pid is not None:
+                # whatever ends in the middle is lost: the coordinator finds out, and asks again if it wants to
+                with suppress(httpx.HTTPError, RuntimeError):
+                    task = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
+                    if task.token:
+                        self._answer(port, task.token, answering)
+                        continue
+                time.sleep(PAUSE)
+        finally:
+            client.close()
+
+    def _answer(self, port: int, token: str, answering: Answering) -> None:
+        """One question, from its token to its reply."""
+        signing = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), RuntimeTokenHttpInterceptor(token)
+        client = RuntimeHttpClient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
+        heart = HeartbeatSender(lambda: beats(client))
+        heart.start()
+        try:
+            message, context, _, _ = pull_task_input(client)
+            try:
+                call, blob = envelope.read_question(message.content)
+                reply = answering(str(context.run_config.get("job", "")), call, blob)
+            except Refused as refused:
+                reply = Reply(b"", "refused", refused.reason)
+            push_message(client, Message(envelope.answer(reply), reply_to=message), context)
+            push_task_output(client, context, SubStatus.COMPLETED, "")
+        finally:
+            if heart.is_running:
+                heart.stop()
+            client.close()
