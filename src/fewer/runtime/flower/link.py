@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import httpx
@@ -184,7 +185,7 @@ class Link:
             task.context.node_id,
         )
         self._grid.set_run(run_from_proto(task.run))
-        self._heart = HeartbeatSender(self._beat)
+        self._heart = HeartbeatSender(partial(beats, self._grid._runtime_client))
         self._heart.start()
 
     def _claim(self, run: int) -> str:
@@ -200,14 +201,6 @@ class Link:
                 # of a run that was submitted and never begun: it ends by itself
         finally:
             client.close()
-
-    def _beat(self) -> bool:
-        try:
-            return (
-                self._grid is None or self._grid._runtime_client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
-            )
-        except httpx.HTTPError:
-            return False
 
     def end_run(self, done: bool = True) -> None:
         """Let the SuperLink forget the run."""
