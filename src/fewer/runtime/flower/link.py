@@ -33,7 +33,7 @@ from flwr.superlink.grid import HttpGrid
 from fewer.errors import RunError
 from fewer.runtime.flower import envelope
 from fewer.runtime.flower.credentials import Credentials
-from fewer.runtime.flower.executor import executor
+from fewer.runtime.flower.executor import beats, executor
 from fewer.runtime.flower.programs import Program, secret_file
 from fewer.runtime.site import Call, Reply
 from fewer.wire import Direction
