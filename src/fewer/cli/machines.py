@@ -92,7 +92,7 @@ def coordinator(
             raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
         where = going_on
         GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
-        with shown() as watch:
+        with shown() as watch, there:
             result = there.resume(where, watch(where.name), **given)
     else:
         if method is not None:
@@ -100,7 +100,7 @@ def coordinator(
         job = job_from(check({**given, "runtime": "flower"}))
         where = out or fresh(f"{job.method.name}-{job.settings.data}")
         GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
-        with shown() as watch:
+        with shown() as watch, there:
             result = there.start(job, where, watch(job.method.name))
     finish(result, where, json_file, report)
 

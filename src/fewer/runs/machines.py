@@ -11,11 +11,12 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -44,9 +45,12 @@ AGAIN = 5
 # --- the coordinator ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class Coordinator:
-    """Runs a job on parties elsewhere. They come to `host`:`port` (see docs/machines.md for what may be open)."""
+    """Runs jobs on parties elsewhere, who come to `host`:`port`: `with Coordinator(…) as there: there.start(job, out)`.
+
+    What of that port may be open to whom is told in docs/machines.md.
+    """
 
     credentials: Credentials
     host: str = "127.0.0.1"
@@ -55,37 +59,33 @@ class Coordinator:
     """Seconds to wait for all parties; then it begins with those who are there, if they are a quorum."""
     say: Callable[[str], None] = lambda text: None
 
+    def __enter__(self) -> Self:
+        self.link = Link(self.credentials, self.host, self.port).__enter__()
+        self.say(f"listening on {self.host}:{self.port}")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.link.__exit__(*error)
+
     def start(self, job: Job, out: Path, progress: Progress | None = None) -> Result:
         """Begin a run."""
         self._check(job)
-        with self._link() as link:
-            try:
-                return start(job, out, progress, self._opening(link, out))
-            except LinkLost as lost:
-                return self._again(link, out, progress, lost)
+        return self._steadily(out, progress, lambda: start(job, out, progress, self._opening(out)))
 
     def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
         """Go on with a run."""
-        with self._link() as link:
-            try:
-                return resume(out, progress=progress, opening=self._opening(link, out), **changed)
-            except LinkLost as lost:
-                return self._again(link, out, progress, lost)
+        go_on = partial(resume, out, progress=progress, opening=self._opening(out))
+        return self._steadily(out, progress, lambda: go_on(**changed))
 
-    def _again(self, link: Link, out: Path, progress: Progress | None, lost: LinkLost) -> Result:
+    def _steadily(self, out: Path, progress: Progress | None, begin: Callable[[], Result]) -> Result:
+        """A run to its end, also where the SuperLink loses it in between."""
         for _ in range(AGAIN):
-            self.say(f"{lost}; going on from the last checkpoint")
             try:
-                return resume(out, progress=progress, opening=self._opening(link, out))
-            except LinkLost as error:
-                lost = error
-        raise lost
-
-    @contextmanager
-    def _link(self) -> Iterator[Link]:
-        with Link(self.credentials, self.host, self.port) as link:
-            self.say(f"listening on {self.host}:{self.port}")
-            yield link
+                return begin()
+            except LinkLost as lost:
+                self.say(f"{lost}; going on from the last checkpoint")
+            begin = partial(resume, out, progress=progress, opening=self._opening(out))
+        return begin()
 
     def _check(self, job: Job) -> None:
         settings = job.settings
@@ -95,21 +95,21 @@ class Coordinator:
         if (keys := len(self.credentials.public_keys)) != len(job.data):
             raise SettingError(f"parties = {len(job.data)}, but {self.credentials.folder} has keys of {keys}")
 
-    def _opening(self, link: Link, out: Path) -> Opening:
-        """Begins a session of the run on the link, and waits for the parties."""
+    def _opening(self, out: Path) -> Opening:
+        """Begins a session of the run on the SuperLink, and waits for the parties."""
 
         def open_parties(job: Job, folder: Path, done: int) -> Flower:
-            link.begin_run(json.dumps(_told(job, out, done)))
-            parties = Flower(**common(job), site=site_of(job, folder), link=link)
-            self._wait(link, parties)
+            self.link.begin_run(json.dumps(_told(job, out, done)))
+            parties = Flower(**common(job), site=site_of(job, folder), link=self.link)
+            self._wait(parties)
             return parties
 
         return open_parties
 
-    def _wait(self, link: Link, parties: Flower) -> None:
+    def _wait(self, parties: Flower) -> None:
         """Until all are there; or the time is up, and enough are."""
         end, told = time.monotonic() + self.patience, -1
-        while (there := len(surely(link.there))) < len(parties):
+        while (there := len(surely(self.link.there))) < len(parties):
             if there != told:
                 self.say(f"{there} of {len(parties)} parties are there")
                 told = there
@@ -295,4 +295,5 @@ def local_cluster(
             )
             program.start()
             stack.callback(program.stop)
-        return coordinator.start(job, out, progress)
+        with coordinator:
+            return coordinator.start(job, out, progress)

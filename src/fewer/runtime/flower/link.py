@@ -38,7 +38,7 @@ from fewer.runtime.flower.programs import Program, secret_file
 from fewer.runtime.site import Call, Reply
 from fewer.wire import Direction
 
-START = 60.0
+START = 120.0
 """Seconds that a SuperLink gets to answer after its start."""
 APP = b"""
 [project]
@@ -130,7 +130,7 @@ class Link:
                 control.ListNodes(ListNodesRequest())
                 return
             if self._program.pid is None or time.monotonic() > end:
-                why = self._program.last_words() or f"see {self._program.log}"
+                why = self._program.last_words()
                 self._program.stop()
                 raise RunError(f"Flower's SuperLink does not start on {self.host}:{self.port}: {why}")
             time.sleep(0.2)

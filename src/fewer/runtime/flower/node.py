@@ -60,7 +60,7 @@ class Node:
                 program.stop()
             if time.monotonic() - begun > LONGEST:
                 wait = 1.0
-            self.say(f"not joined: {program.last_words() or 'the SuperNode ended'}; again in {wait:.0f} s")
+            self.say(f"not joined: {_reason(program.last_words())}; again in {wait:.0f} s")
             time.sleep(wait)
             wait = min(2 * wait, LONGEST)
 
@@ -75,8 +75,12 @@ class Node:
     def _answer_all(self, program: Program, port: int, answering: Answering) -> None:
         """Answer what comes until the SuperNode ends."""
         client = executor(f"127.0.0.1:{port}", program.home, None)
+        joined = False
         try:
             while program.pid is not None:
+                if not joined and any("SuperNode ID" in line for line in program.said()):
+                    joined = True
+                    self.say(f"joined {self.address}")
                 # whatever ends in the middle is lost: the coordinator finds out, and asks again if it wants to
                 with suppress(httpx.HTTPError, RuntimeError):
                     task = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
@@ -106,3 +110,13 @@ class Node:
             if heart.is_running:
                 heart.stop()
             client.close()
+
+
+def _reason(told: str) -> str:
+    """Why the SuperNode could not join, in our words."""
+    if "[code: 2004]" in told:
+        return "the coordinator does not take this key (it is not registered, or in use at this moment)"
+    if "CERTIFICATE_VERIFY_FAILED" in told:
+        why = told.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+        return f"the coordinator's certificate is not to be trusted ({why})"
+    return told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import secrets
 import signal
 import socket
@@ -16,6 +17,8 @@ from pathlib import Path
 from fewer.runtime.flower import QUIET
 
 _LIBC = ctypes.CDLL(None)
+_COLOUR = re.compile(r"\x1b\[\d*m")
+_CHATTER = re.compile(r"^(INFO|WARNING|For more information|The SuperNode could not)|Z (INFO|WARNING) ")
 PATIENCE = 5.0
 """Seconds that a program gets to end in peace."""
 
@@ -28,6 +31,8 @@ class Program:
     arguments: Sequence[str]
     home: Path
     """What it keeps on disk is here, and its log: NAME.log."""
+    _from: int = 0
+    """How long the log was at the start."""
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -46,6 +51,7 @@ class Program:
         code = f"import sys; sys.argv[0] = {function!r}; from {module} import {function}; {function}()"
         self.home.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            self._from = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, *self.arguments],
                 stdin=subprocess.DEVNULL,
@@ -68,16 +74,20 @@ class Program:
             self._process.wait()
         self._process = None
 
-    def last_words(self) -> str:
-        """The last line that it printed, for whoever wants to know why it ended."""
+    def said(self) -> list[str]:
+        """The lines that it has printed since its start, as far as they tell something; the last hundred of them."""
         try:
             with self.log.open("rb") as log:
-                log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
-                lines = [line.strip() for line in log.read().decode(errors="replace").splitlines()]
+                log.seek(max(self._from, log.seek(0, os.SEEK_END) - (1 << 14)))
+                lines = _COLOUR.sub("", log.read().decode(errors="replace")).splitlines()
         except OSError:
-            return ""
-        telling = [line for line in lines if line and not line.startswith(("INFO", "WARNING"))]
-        return telling[-1] if telling else ""
+            return []
+        return [line.strip() for line in lines if line.strip()][-100:]
+
+    def last_words(self) -> str:
+        """Why it ended, as far as it told."""
+        telling = [line for line in self.said() if not _CHATTER.search(line)]
+        return telling[-1] if telling else f"see {self.log}"
 
 
 def _die_with_parent() -> None:

@@ -1,0 +1,270 @@
+"""What goes wrong between machines, with real processes: killed, late, strange, and not let in."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
+
+from fewer.errors import QuorumLost
+from fewer.runs.engine import start
+from fewer.runtime.flower.credentials import Credentials
+from fewer.runtime.flower.parties import Flower
+from tests.machines.cluster import Cluster, job, until
+from tests.test_baselines import left
+
+pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path, 2)
+    yield made
+    made.close()
+    until(lambda: not made.strays(), 30)
+
+
+class After:
+    """Does something once: after a round, or after the first answer of a round."""
+
+    def __init__(self, do: Callable[[], Any], round: int = 0, answer: int = 0) -> None:
+        self.do, self.at, self.within = do, round, answer
+        self.begun: list[int] = []
+
+    def begin(self, method: str, done: int, rounds: int) -> None:
+        self.begun.append(done)
+
+    def answer(self, round: int, done: int, asked: int) -> None:
+        if (round, done) == (self.within, 1):
+            self.within = 0
+            self.do()
+
+    def round(self, figures: Mapping[str, Any]) -> None:
+        if figures["round"] == self.at:
+            self.do()
+
+
+def absent(run: Path) -> list[tuple[int, int, str]]:
+    """Round, party and reason of all answers that did not come."""
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [(one["round"], one["party"], one["why"]) for one in events if one["event"] == "absent"]
+
+
+def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
+    """Whether a run left what an unbroken one on one machine leaves."""
+    start(job(2, runtime="inline", **settings), folder)
+    one, two = left(folder), left(run)
+    return {**one, "parties": {}} == two
+
+
+# --- killed ---------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_coordinator_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.join(0)
+    cluster.join(1)
+    words = ["fedavg", "--data", "digits", "--parties", "2", "--alpha", "1", "--rounds", "3", "--seed", "3"]
+    run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    first = subprocess.Popen(cluster.command(*words, "--out", run))
+    until(lambda: metrics.exists() and metrics.read_text().count("\n") == 1)
+    link = psutil.Process(first.pid).children()
+    first.kill()
+    first.wait()
+    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in link), 10)
+    done = subprocess.run(cluster.command("--resume", run), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "goes on after round" in done.stderr and "fedavg: accuracy" in done.stdout
+    assert same_as_inline(run, tmp_path / "inline", rounds=3)
+
+
+def test_a_party_killed_in_mid_round_is_lost_and_comes_back_with_its_key(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.join(0)
+    cluster.join(1, "hangs")
+
+    def strike() -> None:  # the party is at its first question
+        until((tmp_path / "mark-1").exists)
+        cluster.kill(1)
+        cluster.join(1)
+
+    threading.Thread(target=strike, daemon=True).start()
+    with cluster.coordinator() as coordinator:
+        run = tmp_path / "run"
+        with pytest.raises(QuorumLost, match="1 of 2 parties answered, 2 needed.*lost"):
+            coordinator.start(job(2, quorum=1.0), run)
+        assert absent(run) == [(1, 1, "lost")]
+        coordinator.resume(run)  # waits for both
+    assert same_as_inline(run, tmp_path / "inline", quorum=1.0)
+
+
+@pytest.mark.cluster
+def test_a_killed_supernode_is_started_again(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.join(0)
+    cluster.join(1)
+    watch = After(lambda: cluster.node(1).kill(), round=1)
+    with cluster.coordinator() as coordinator:
+        coordinator.start(job(2), tmp_path / "run", watch)
+        coordinator.start(job(2), tmp_path / "again")
+    assert [(party, why) for _, party, why in absent(tmp_path / "run")] in ([(1, "lost")] * n for n in (1, 2))
+    assert same_as_inline(tmp_path / "again", tmp_path / "inline")
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("when", [{"round": 1}, {"answer": 2}])
+def test_a_killed_superlink_is_started_again(when: dict[str, int], cluster: Cluster, tmp_path: Path) -> None:
+    cluster.join(0)
+    cluster.join(1)
+    with cluster.coordinator() as coordinator:
+        first = coordinator.link.pid
+        watch = After(lambda: os.kill(first or 0, signal.SIGKILL), **when)
+        coordinator.start(job(2, rounds=3), tmp_path / "run", watch)
+        assert coordinator.link.pid not in (None, first)
+    assert same_as_inline(tmp_path / "run", tmp_path / "inline", rounds=3)
+
+
+@pytest.mark.cluster
+def test_a_quorum_that_is_lost_stops_the_run_and_it_can_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.join(0)
+    cluster.join(1)
+    run = tmp_path / "run"
+    settings: dict[str, Any] = {"rounds": 3, "quorum": 1.0}
+    with cluster.coordinator() as coordinator:
+        with pytest.raises(QuorumLost, match="round 2: 1 of 2 parties answered, 2 needed"):
+            coordinator.start(job(2, **settings), run, After(lambda: cluster.kill(1), round=1))
+        cluster.join(1)
+        coordinator.resume(run)
+    assert same_as_inline(run, tmp_path / "inline", **settings)
+
+
+@pytest.mark.cluster
+def test_nobody_there_is_a_quorum_lost(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.coordinator(patience=1) as coordinator, pytest.raises(QuorumLost, match="0 of 2 parties are there"):
+        coordinator.start(job(2), tmp_path / "run")
+
+
+@pytest.mark.cluster
+def test_a_late_party_takes_part_from_then_on(cluster: Cluster, tmp_path: Path) -> None:
+    def late() -> None:
+        cluster.join(1)
+        until(lambda: cluster.said(1, "joined"))
+
+    cluster.join(0)
+    with cluster.coordinator(patience=0) as coordinator:
+        until(lambda: cluster.said(0, "joined"))
+        coordinator.start(job(2, rounds=3), tmp_path / "run", After(late, round=1))
+    assert absent(tmp_path / "run") == [(1, 1, "lost")]
+
+
+# --- strange --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("mode", ["garbage", "huge"])
+def test_a_party_that_sends_rubbish_is_refused(mode: str, cluster: Cluster, tmp_path: Path) -> None:
+    cluster.join(0)
+    cluster.join(1, mode)
+    with cluster.coordinator() as coordinator:
+        result = coordinator.start(job(2, rounds=1), tmp_path / "run")
+    assert absent(tmp_path / "run") == [(1, 1, "refused")] * 2  # in training and when it was to score
+    assert result.accuracy > 0
+    sizes = {"garbage": 1000, "huge": 200_000_000}
+    assert f"1,1,up,train,{sizes[mode]}" in (tmp_path / "run/ledger.csv").read_text()
+
+
+@pytest.mark.cluster
+def test_a_message_of_200_mb_goes_both_ways(cluster: Cluster) -> None:
+    def echo() -> None: ...
+
+    large = torch.arange(50_000_000, dtype=torch.float32)
+    cluster.join(0, "echo")
+    with cluster.coordinator() as coordinator:
+        coordinator.link.begin_run("{}")
+        until(lambda: 0 in coordinator.link.there())
+        parties = Flower(2, 0, site=None, link=coordinator.link)  # type: ignore[arg-type]
+        (answer,) = parties.ask([0], echo, returns={"x": large}, x=large)
+    assert torch.equal(answer["x"], large)
+    assert parties.ledger.total["up"] == parties.ledger.total["down"] > 200_000_000
+    assert 0 < coordinator.link.packed["up"] - parties.ledger.total["up"] < 10_000
+
+
+# --- not let in -----------------------------------------------------------------------------------------------
+
+
+def mixed(folder: Path, key: Path, authority: Path) -> Path:
+    """A party's folder with the key of one federation and the authority of another."""
+    folder.mkdir()
+    shutil.copy(key / "node.key", folder)
+    shutil.copy(authority / "ca.crt", folder)
+    return folder
+
+
+def test_a_foreign_key_and_a_foreign_authority_are_not_let_in(cluster: Cluster, tmp_path: Path) -> None:
+    other = Credentials.create(tmp_path / "other", 1)
+    mine = cluster.keys.party(0)
+    with cluster.coordinator() as coordinator:
+        cluster.join(0, keys=mixed(tmp_path / "wrong-key", other.party(0), mine))
+        cluster.join(1, keys=mixed(tmp_path / "wrong-authority", mine, other.party(0)))
+        until(lambda: cluster.said(0, "does not take this key"))
+        until(lambda: cluster.said(1, "certificate is not to be trusted (unable to get local issuer"))
+        coordinator.link.begin_run("{}")
+        assert coordinator.link.there() == {}
+
+
+@pytest.mark.cluster
+def test_without_a_key_nobody_is_let_in(cluster: Cluster, tmp_path: Path) -> None:
+    from fewer.runtime.flower.programs import Program, free_port
+
+    words = ["--superlink", cluster.address, "--root-certificates", str(cluster.keys.folder / "ca.crt")]
+    words += ["--isolation", "process", "--port", str(free_port())]
+    node = Program("flwr.supernode.cli:flower_supernode", words, tmp_path / "home")
+    with cluster.coordinator() as coordinator:
+        node.start()
+        until(lambda: node.pid is None)
+        coordinator.link.begin_run("{}")
+        assert coordinator.link.there() == {}
+    assert "Failed to initialize the connection to the SuperLink." in node.said()
+
+
+@pytest.mark.cluster
+def test_one_key_is_for_one_party(cluster: Cluster) -> None:
+    cluster.join(0)
+    with cluster.coordinator():
+        until(lambda: cluster.said(0, "joined"))
+        cluster.join(1, keys=cluster.keys.party(0))
+        until(lambda: cluster.said(1, "does not take this key"))
+
+
+@pytest.mark.cluster
+def test_an_expired_certificate_is_not_trusted(cluster: Cluster) -> None:
+    cluster.keys.certify((), days=-1)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cluster.keys.folder / "server.crt", cluster.keys.folder / "server.key")
+
+    def serve(listener: socket.socket) -> None:
+        while True:
+            try:
+                with listener.accept()[0] as connection:
+                    context.wrap_socket(connection, server_side=True)
+            except ssl.SSLError:
+                continue
+            except OSError:
+                return
+
+    with closing(socket.create_server(("127.0.0.1", cluster.port))) as listener:
+        threading.Thread(target=serve, args=(listener,), daemon=True).start()
+        cluster.join(0)
+        until(lambda: cluster.said(0, "certificate is not to be trusted (certificate has expired)"))

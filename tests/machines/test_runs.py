@@ -1,0 +1,79 @@
+"""Runs between machines, with real processes on loopback: the same numbers as on one machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
+
+from fewer.methods import names
+from fewer.runs.engine import start
+from fewer.runs.machines import Coordinator
+from tests.machines.cluster import Cluster, job, until
+from tests.test_baselines import left
+
+pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.timeout(900)]
+META = ("fedmeta", "fedavg-meta", "reptile", "per-fedavg")
+"""These need parties to train with, to choose on and to judge on: eight at least."""
+SMALL: dict[str, dict[str, Any]] = {
+    "fedmk": {"per_class": 2, "matching": 5, "outer_steps": 2, "server_steps": 10},
+    "fedmk-paper": {"per_class": 2, "server_steps": 10},
+}
+"""Settings with which a method is quick."""
+SOME = ("fedavg", "fedbn", "fedmk")
+"""One with a model, one that remembers, one with much to say."""
+
+
+def parties_of(method: str) -> int:
+    return 8 if method in META else 3
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], tuple[Cluster, Coordinator]]]:
+    """Parties that stay, and a coordinator for all runs on them, made when they are first needed."""
+    with ExitStack() as stack:
+
+        @cache
+        def make(parties: int) -> tuple[Cluster, Coordinator]:
+            made = Cluster(tmp_path_factory.mktemp("cluster"), parties)
+            stack.callback(until, lambda: not made.strays(), 30)
+            stack.callback(made.close)
+            for party in range(parties):
+                made.join(party)
+            return made, stack.enter_context(made.coordinator())
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    "method", [name if name in SOME else pytest.param(name, marks=pytest.mark.cluster) for name in names()]
+)
+def test_the_numbers_are_those_of_inline(
+    method: str, clusters: Callable[[int], tuple[Cluster, Coordinator]], tmp_path: Path
+) -> None:
+    parties = parties_of(method)
+    cluster, coordinator = clusters(parties)
+    settings: dict[str, Any] = {"set": SMALL.get(method, {}), "norm": "batch" if method == "fedbn" else None}
+    settings |= {"drop": 0.2, "corrupt": 0.2} if method == "fedavg" else {}
+    here = start(job(parties, method, runtime="inline", **settings), tmp_path / "inline")
+    there = coordinator.start(job(parties, method, **settings), tmp_path / "flower")
+    one, two = left(tmp_path / "inline"), left(tmp_path / "flower")
+    run = json.loads((tmp_path / "flower/machines.json").read_text())["run"]
+    kept = {
+        Path("parties", *file.parts[-3:]): file.read_bytes()
+        for party in range(parties)
+        for file in (cluster.store(party) / "runs" / run).rglob("*.safetensors")
+    }
+    assert two["parties"] == {} and {**two, "parties": kept} == one
+    assert there.accuracy == here.accuracy
+    if method == "fedavg":
+        assert any(line["absent"] for line in here.history)
+    if method == "fedbn":
+        assert kept
