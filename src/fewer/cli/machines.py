@@ -22,6 +22,12 @@ Patience = Annotated[
     float, typer.Option(metavar="SECONDS", min=0, help="Wait so long for all parties, then begin if they are a quorum.")
 ]
 
+Host = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="A name or address by which parties reach the coordinator; may be repeated."),
+]
+Days = Annotated[int, typer.Option(metavar="N", min=1, help="How long the certificate is good.")]
+
 keys_app = typer.Typer(help="Make keys and certificates for runs between machines.", no_args_is_help=True)
 
 
@@ -37,11 +43,8 @@ def add_machines(app: typer.Typer) -> None:
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory for the keys.")],
     parties: Annotated[int, typer.Option(metavar="N", min=1, help="How many parties there are.")],
-    host: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A name or address by which parties reach the coordinator; may be repeated."),
-    ] = None,
-    days: Annotated[int, typer.Option(metavar="N", min=1, help="How long the certificate is good.")] = 825,
+    host: Host = None,
+    days: Days = 825,
 ) -> None:
     """Make an authority, the coordinator's certificate, and a folder of keys for each party.
 
@@ -54,6 +57,24 @@ def init(
     print(f"Keys are in {folder}. Each party gets its own folder, and nothing else:")
     for party in range(parties):
         print(f"  party {party}: {made.party(party)}")
+
+
+@keys_app.command("renew")
+@told
+def renew(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of `fewer keys init`.")],
+    host: Host = None,
+    days: Days = 825,
+) -> None:
+    """Make a new certificate for the coordinator. The parties' keys stay as they are.
+
+    [dim]fewer keys renew keys --host coordinator.example.org[/dim]
+    """
+    _need_flower()
+    from fewer.runtime.flower.credentials import Credentials
+
+    Credentials(folder).certify(host or (), days)
+    print(f"{folder / 'server.crt'} is good for {days} days")
 
 
 @told
@@ -98,6 +119,7 @@ def coordinator(
         if method is not None:
             given["method"] = method
         job = job_from(check({**given, "runtime": "flower"}))
+        there.check(job)
         where = out or fresh(f"{job.method.name}-{job.settings.data}")
         GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
         with shown() as watch, there:

@@ -69,7 +69,7 @@ class Coordinator:
 
     def start(self, job: Job, out: Path, progress: Progress | None = None) -> Result:
         """Begin a run."""
-        self._check(job)
+        self.check(job)
         return self._steadily(out, progress, lambda: start(job, out, progress, self._opening(out)))
 
     def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
@@ -87,7 +87,8 @@ class Coordinator:
             begin = partial(resume, out, progress=progress, opening=self._opening(out))
         return begin()
 
-    def _check(self, job: Job) -> None:
+    def check(self, job: Job) -> None:
+        """SettingError where this job cannot be run between machines, or not with these."""
         settings = job.settings
         for name in ("method", "model"):
             if ":" in (given := getattr(settings, name)):

@@ -63,6 +63,8 @@ class Result:
         """The model of one party, ready to use."""
         if not 0 <= party < len(self.data):
             raise SettingError(f"party = {party} (allowed: 0 … {len(self.data) - 1})")
+        if self.settings.runtime == "flower":
+            raise RunError(f"the model of party {party} is where that party is, and nowhere else")
         if self.folder is None:
             raise RunError("parties' models are kept only in a run directory: run with out=DIR")
         place = Place(self.data, self.task, self.settings.seed, self.folder)

@@ -59,10 +59,15 @@ class Credentials:
         for name in ("ca.crt", "server.crt", "server.key"):
             if not (folder / name).is_file():
                 raise RunError(f"{folder} has no {name} (make keys with: fewer keys init {folder} --parties N)")
+        end = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes()).not_valid_after_utc
+        if end < datetime.datetime.now(datetime.UTC):
+            raise RunError(
+                f"{folder / 'server.crt'} expired on {end:%Y-%m-%d} (a new one: fewer keys renew {folder} --host NAME)"
+            )
         return cls(folder)
 
     def certify(self, hosts: Sequence[str], days: float) -> None:
-        """A new certificate for the coordinator, under the same authority."""
+        """A new certificate for the coordinator, under the same authority: parties need nothing new."""
         authority = x509.load_pem_x509_certificate((self.folder / "ca.crt").read_bytes())
         signer = serialization.load_pem_private_key((self.folder / "ca.key").read_bytes(), None)
         assert isinstance(signer, ec.EllipticCurvePrivateKey)

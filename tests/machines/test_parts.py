@@ -1,0 +1,318 @@
+"""The parts of the runtime between machines, each by itself and without processes."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import stat
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata, RecordDict
+from flwr.app.message import make_message
+
+import fewer.runtime.flower.parties as module
+from fewer.errors import RunError
+from fewer.runs.engine import site_of, start
+from fewer.runs.machines import Station, _told
+from fewer.runtime import Faults, Rules
+from fewer.runtime.flower import envelope
+from fewer.runtime.flower.credentials import Credentials
+from fewer.runtime.flower.link import Again, Asked, Link, There
+from fewer.runtime.flower.parties import Flower
+from fewer.runtime.site import Call, Reply
+from fewer.wire import Refused, decode, encode
+from tests.machines.cluster import job
+from tests.test_cli import call as command
+
+# --- envelopes ------------------------------------------------------------------------------------------------
+
+
+def sent(content: RecordDict | None = None, error: Error | None = None) -> Message:
+    about = Metadata(
+        run_id=1,
+        message_id="",
+        src_node_id=1,
+        dst_node_id=1,
+        reply_to_message_id="a",
+        group_id="",
+        created_at=0.0,
+        ttl=1.0,
+        message_type=envelope.TYPE,
+    )
+    return make_message(metadata=about, content=content, error=error)
+
+
+def test_a_question_and_an_answer_come_as_they_were() -> None:
+    call, blob = Call(3, "train", 7), bytes(range(256)) * 50_000  # more than one chunk of Flower's
+    assert envelope.read_question(envelope.question(call, blob)) == (call, blob)
+    for reply in (Reply(blob, None, "", 1.5), Reply(b"", "unable", "no data", 0.25)):
+        assert envelope.read_answer(sent(envelope.answer(reply))) == reply
+
+
+RECORD = ArrayRecord({"blob": Array("uint8", (1,), "fewer", b"x")})
+FINE: dict[str, Any] = {"failure": "", "detail": "", "seconds": 1.0}
+ODD = [
+    RecordDict({}),
+    RecordDict({"about": ConfigRecord(FINE)}),
+    RecordDict({"about": RECORD, "message": RECORD}),
+    RecordDict({"about": ConfigRecord(FINE), "message": ArrayRecord({})}),
+    RecordDict({"about": ConfigRecord({}), "message": RECORD}),
+    *(
+        RecordDict({"about": ConfigRecord(FINE | wrong), "message": RECORD})
+        for wrong in ({"failure": "bored"}, {"failure": [1]}, {"detail": 5}, {"seconds": "long"}, {"seconds": [1.0]})
+    ),
+]
+
+
+@pytest.mark.parametrize("content", ODD)
+def test_what_is_no_answer_is_refused(content: RecordDict) -> None:
+    assert envelope.read_answer(sent(content)).failure == "refused"
+
+
+def test_an_error_of_flowers_is_a_lost_answer() -> None:
+    assert envelope.read_answer(sent(error=Error(3, "Node Unavailable"))) == Reply(b"", "lost", "Node Unavailable")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"party": -1, "handler": "x", "round": 1}', '{"party": "0", "handler": "x", "round": 1}']
+)
+def test_what_is_no_question_is_refused(text: str) -> None:
+    with pytest.raises(Refused):
+        envelope.read_question(RecordDict({"about": ConfigRecord({"call": text}), "message": RECORD}))
+
+
+# --- carrying -------------------------------------------------------------------------------------------------
+
+
+class FakeLink(Link):
+    """Says what it was told to say: who is online at each look, and which replies come at each pull."""
+
+    def __init__(self, looks: Sequence[Mapping[int, There]], pulls: Sequence[Any]) -> None:
+        self.looks, self.pulls, self.pushed = deque(looks), deque(pulls), []  # type: ignore[var-annotated]
+
+    def there(self) -> dict[int, There]:
+        return dict(self.looks.popleft() if len(self.looks) > 1 else self.looks[0])
+
+    def push(self, questions: Sequence[tuple[Asked, bytes]], seconds: float | None) -> dict[str, Asked]:
+        self.pushed.append(seconds)
+        return {str(asked.call.party): asked for asked, _ in questions}
+
+    def pull(self, waiting: Any) -> Mapping[str, Reply]:
+        found = self.pulls.popleft() if self.pulls else {}
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def carried(link: Link, parties: Sequence[int], rules: Rules | None = None) -> dict[int, Reply | None]:
+    flower = Flower(4, 0, Faults(), rules or Rules(), site=None, link=link)  # type: ignore[arg-type]
+    return {call.party: reply for call, reply in flower._carry([(Call(party, "f", 1), b"") for party in parties])}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PAUSE", "LOOK"):
+        monkeypatch.setattr(module, name, 0.01)
+
+
+def test_who_is_not_online_is_lost_at_once_and_replies_go_to_their_questions() -> None:
+    here = {0: There(10, "a"), 2: There(12, "a")}
+    late = Reply(b"of another question")
+    link = FakeLink([here], [{}, {"99": late}, Again(), {"2": Reply(b"two")}, {"0": Reply(b"nought")}])
+    got = carried(link, [0, 1, 2])
+    assert got == {0: Reply(b"nought"), 1: Reply(b"", "lost", "not online"), 2: Reply(b"two")}
+    assert link.pushed == [None]
+
+
+def test_a_node_that_was_started_anew_has_lost_its_question() -> None:
+    before, gone, back = {0: There(10, "a"), 1: There(11, "a")}, {1: There(11, "a")}, {0: There(10, "b")}
+    link = FakeLink([before, gone, back], [{"1": Reply(b"one")}])
+    assert carried(link, [0, 1]) == {0: Reply(b"", "lost", "its node was started anew"), 1: Reply(b"one")}
+
+
+def test_after_the_deadline_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TRANSIT", 0.1)
+    link = FakeLink([{0: There(10, "a")}], [])
+    reply = carried(link, [0], Rules(deadline=0.1))[0]
+    assert reply is not None and reply.failure == "late"
+    assert link.pushed == [pytest.approx(0.2)]
+
+
+# --- keys -----------------------------------------------------------------------------------------------------
+
+
+def test_keys_are_private_and_the_certificate_is_of_the_authority(tmp_path: Path) -> None:
+    made = Credentials.create(tmp_path / "keys", 2, ["fewer.example.org", "10.0.0.7"])
+    for file in [*tmp_path.rglob("*.key")]:
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert sorted(file.name for file in made.party(1).iterdir()) == ["ca.crt", "node.key", "node.pub"]
+    assert list(made.public_keys) == [0, 1] and len(set(made.public_keys.values())) == 2
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server.load_cert_chain(made.folder / "server.crt", made.folder / "server.key")
+    client.verify_flags |= ssl.VERIFY_X509_STRICT
+    client.load_verify_locations(made.party(0) / "ca.crt")
+    for name, fine in (("fewer.example.org", True), ("10.0.0.7", True), ("127.0.0.1", True), ("elsewhere", False)):
+        assert shakes_hands(server, client, name) is fine
+    made.certify((), days=-1)
+    assert not shakes_hands(server, client, "elsewhere")
+    with pytest.raises(RunError, match="expired on .* fewer keys renew"):
+        Credentials.open(made.folder)
+
+
+def shakes_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> bool:
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(back, there, server_hostname=name),
+        server.wrap_bio(there, back, server_side=True),
+    ]
+    try:
+        for end in ends * 3:
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+    except ssl.SSLCertVerificationError:
+        return False
+    return True
+
+
+def test_mistakes_with_keys_are_told_in_one_line(tmp_path: Path) -> None:
+    made = Credentials.create(tmp_path / "keys", 1)
+    with pytest.raises(RunError, match="holds keys already"):
+        Credentials.create(tmp_path / "keys", 1)
+    with pytest.raises(RunError, match="has no ca.crt .*fewer keys init"):
+        Credentials.open(tmp_path)
+    (made.party(0) / "node.pub").write_text("nonsense")
+    with pytest.raises(RunError, match="is not a public key"):
+        made.public_keys  # noqa: B018
+
+
+# --- a party --------------------------------------------------------------------------------------------------
+
+
+def told(out: Path, done: int = 0, **settings: Any) -> dict[str, Any]:
+    """What a coordinator tells, as it arrives."""
+    out.mkdir(exist_ok=True)
+    found: dict[str, Any] = json.loads(json.dumps(_told(job(3, **settings), out, done)))
+    return found
+
+
+def ask(station: Station, said: Any, round: int = 1, party: int = 0) -> Reply:
+    model = job(3).task.initial(3)
+    return station.answer(json.dumps(said), Call(party, "train", round), encode("train", {"model": model}))
+
+
+def test_a_station_answers_as_a_site_on_one_machine(tmp_path: Path) -> None:
+    reply = ask(Station(tmp_path / "store"), told(tmp_path), party=2)
+    here = site_of(job(3), tmp_path / "here")
+    model = encode("train", {"model": job(3).task.initial(3)})
+    assert reply.failure is None and reply.blob == here.answer(Call(2, "train", 1), model).blob
+
+
+def test_a_party_has_its_own_data_in_the_form_of_the_coordinators(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    x = draw.integers(0, 17, (50, 8, 8), np.uint8)
+    np.savez(tmp_path / "mine.npz", x=x, y=np.arange(50) % 4)
+    said, station = told(tmp_path), Station(tmp_path / "store", f"npz:{tmp_path / 'mine.npz'}")
+    data = station._job_of(said["settings"], said["facts"]).data
+    common = job(3).data.test
+    held = data.party(1)
+    assert (len(data), data.classes, len(held.train), len(held.test)) == (3, 10, 40, 10)
+    assert (held.train.shift, held.train.scale) == (common.shift, common.scale)
+    assert decode(ask(station, said, party=1).blob)[1]["size"] == 40
+    np.savez(tmp_path / "mine.npz", x=x[:, :7], y=np.arange(50) % 4)
+    reply = ask(Station(tmp_path / "store", station.data), said)
+    assert reply.failure == "unable" and "the task takes torch.uint8 (1, 8, 8)" in reply.detail
+
+
+def test_a_party_of_texts_uses_the_coordinators_words(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} thing{n % 5}", "label": n % 2}) for n in range(60)]
+    (tmp_path / "all.jsonl").write_text("\n".join(lines))
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines[:20]).replace("good", "novel"))
+    said = told(tmp_path, data=f"jsonl:{tmp_path / 'all.jsonl'}", model="text-bilstm", partition="iid", length=4)
+    station = Station(tmp_path / "store", f"jsonl:{tmp_path / 'mine.jsonl'}")
+    data = station._job_of(said["settings"], said["facts"]).data
+    assert list(data.tokens) == said["facts"]["tokens"] and "novel" not in data.tokens
+    words, _ = data.party(0).train.slice(0, 16)
+    assert words.shape[1] == 4 and int(words.max()) < len(data.tokens)
+
+
+@pytest.mark.parametrize("name", ["method", "model", "data"])
+def test_no_file_is_taken_from_a_coordinator(name: str, tmp_path: Path) -> None:
+    said = told(tmp_path)
+    said["settings"][name] = "npz:/etc/secret" if name == "data" else "/tmp/evil.py:Evil"
+    reply = ask(Station(tmp_path / "store"), said)
+    assert reply.failure == "unable" and f"{name} = " in reply.detail and "not taken from a coordinator" in reply.detail
+
+
+def test_other_data_under_the_same_name_is_told(tmp_path: Path) -> None:
+    said = told(tmp_path)
+    said["facts"]["fingerprint"] = "00000000"
+    assert "is another here" in ask(Station(tmp_path / "store"), said).detail
+
+
+@pytest.mark.parametrize("said", [[], {}, {"run": "../x", "session": 1, "done": 0}, {"run": "a", "session": {}}])
+def test_what_is_no_job_is_refused(said: Any, tmp_path: Path) -> None:
+    assert ask(Station(tmp_path / "store"), said).failure == "refused"
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_new_session_forgets_what_does_not_count_and_an_old_one_is_over(tmp_path: Path) -> None:
+    first = told(tmp_path, method="fedbn", norm="batch")
+    station = Station(tmp_path / "store")
+
+    def remembered() -> list[str]:
+        return sorted(file.name.split(".")[-2] for file in (tmp_path / "store").rglob("*.safetensors"))
+
+    blob = encode("train", {"model": {}})
+    site = station._build(first, 0)
+    for round in (1, 2, 3):
+        site.place(0, round).store.put("model", {"a": torch.ones(1)})
+    assert remembered() == ["00000002", "00000003"]
+    second = told(tmp_path, 2, method="fedbn", norm="batch")
+    assert second["session"] == first["session"] + 1 and second["run"] == first["run"]
+    station._build(second, 0)
+    assert remembered() == ["00000002"]
+    station._build(second, 0)  # the same session again, after a restart of the party: all stays
+    reply = station.answer(json.dumps(first), Call(0, "train", 3), blob)
+    assert reply.failure == "unable" and "session 1 of a run whose session 2 has begun" in reply.detail
+
+
+# --- commands -------------------------------------------------------------------------------------------------
+
+
+def test_keys_and_mistakes_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = tmp_path / "keys"
+    assert "party 1: " in command("keys", "init", keys, "--parties", "2", "--host", "a.example").stdout
+    assert "holds keys already" in command("keys", "init", keys, "--parties", "2", code=2).stderr
+    before = (keys / "server.crt").read_bytes()
+    command("keys", "renew", keys, "--host", "b.example")
+    assert (keys / "server.crt").read_bytes() != before
+    digits: list[str | Path] = ["--data", "digits", "--keys", keys, "--parties"]
+    wrong = command("coordinator", "fedavg", *digits, "3", code=2).stderr
+    assert f"parties = 3, but {keys} has keys of 2" in wrong
+    own = Path(__file__).parents[2] / "docs/examples/fedmedian.py"
+    assert "lies in a file" in command("coordinator", f"{own}:FedMedian", *digits, "2", code=2).stderr
+    assert "has no node.key" in command("join", "127.0.0.1:1", "--key", tmp_path, code=2).stderr
+    assert "--resume RUN" in command("coordinator", "fedavg", "--resume", tmp_path, *digits, "2", code=2).stderr
+    assert "runtime = flower" in command("run", "fedavg", "--data", "digits", "--runtime", "flower", code=2).stderr
+    monkeypatch.setattr("fewer.runtime.flower.find_spec", lambda name: None)
+    for words in (["join", "a:1", "--key", "x"], ["local-cluster", "2"], ["keys", "init", "x", "--parties", "1"]):
+        assert "pip install 'fewer[flower]'" in command(*words, code=2).stderr
+
+
+def test_a_partys_model_is_where_the_party_is(tmp_path: Path) -> None:
+    result = start(job(3, rounds=1, runtime="inline"), tmp_path / "run")
+    result.personal(0)
+    result.settings = result.settings.model_copy(update={"runtime": "flower"})
+    with pytest.raises(RunError, match="where that party is"):
+        result.personal(0)
