@@ -79,7 +79,8 @@ def test_what_is_no_answer_is_refused(content: RecordDict) -> None:
 
 
 def test_an_error_of_flowers_is_a_lost_answer() -> None:
-    assert envelope.read_answer(sent(error=Error(3, "Node Unavailable"))) == Reply(b"", "lost", "Node Unavailable")
+    assert envelope.read_answer(sent(error=Error(5, "…"))) == Reply(b"", "lost", "its node is gone")
+    assert envelope.read_answer(sent(error=Error(4, "no more"))) == Reply(b"", "lost", "no more")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_after_the_deadline_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch
     link = FakeLink([{0: There(10, "a")}], [])
     reply = carried(link, [0], Rules(deadline=0.1))[0]
     assert reply is not None and reply.failure == "late"
-    assert link.pushed == [pytest.approx(0.2)]
+    assert link.pushed == [pytest.approx(0.3)]
 
 
 # --- keys -----------------------------------------------------------------------------------------------------

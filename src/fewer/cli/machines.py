@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,7 +101,7 @@ def coordinator(
 
     [dim]fewer coordinator fedmk --keys keys --data fashion-mini --parties 3 --rounds 5[/dim]
     """
-    _need_flower()
+    _begin()
     from fewer.cli.progress import shown
     from fewer.errors import SettingError
     from fewer.runs.job import check, job_from
@@ -149,7 +150,7 @@ def join(
 
     [dim]fewer join coordinator.example.org:443 --key party-0 --data npz:mine.npz[/dim]
     """
-    _need_flower()
+    _begin()
     from fewer.cli.options import assignments
     from fewer.runs.machines import Station
 
@@ -172,7 +173,7 @@ def local_cluster(
 
     [dim]fewer local-cluster 3 fedmk --data fashion-mini --rounds 3[/dim]
     """
-    _need_flower()
+    _begin()
     from fewer.cli.progress import shown
     from fewer.runs.job import check, job_from
     from fewer.runs.machines import local_cluster as together
@@ -184,6 +185,12 @@ def local_cluster(
     with shown() as watch:
         result = together(job, where, watch(job.method.name), patience, _say)
     finish(result, where, json_file, report)
+
+
+def _begin() -> None:
+    """Flower must be there; and whoever is ended (systemd, docker) takes leave of the others first."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _need_flower()
 
 
 def _need_flower() -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from fewer.runtime.site import Call, Failure, Reply
@@ -43,7 +44,8 @@ def answer(reply: Reply) -> RecordDict:
 def read_answer(message: Message) -> Reply:
     """What came back; whatever a node sends that is no answer of ours is a refused one."""
     if message.has_error():
-        return Reply(b"", "lost", message.error.reason or f"Flower's error {message.error.code}")
+        gone = message.error.code == ErrorCode.NODE_UNAVAILABLE
+        return Reply(b"", "lost", "its node is gone" if gone else message.error.reason or str(message.error.code))
     try:
         values, blob = _open(message.content)
         failure, detail, seconds = values["failure"], values["detail"], values["seconds"]

@@ -1,0 +1,79 @@
+"""The reverse proxy of the docs: parties get through it, and nothing else does."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
+
+from fewer.runs.engine import start
+from fewer.runtime.flower.programs import free_port
+from tests.machines.cluster import Cluster, job
+from tests.test_baselines import left
+
+NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+pytestmark = [
+    pytest.mark.xdist_group("machines"),
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: apt-get install nginx-light)"),
+]
+CONF = Path(__file__).parents[2] / "docs/examples/machines/nginx.conf"
+
+
+@pytest.fixture
+def proxied(tmp_path: Path) -> Iterator[tuple[Cluster, int]]:
+    """A cluster whose parties know the proxy's port alone."""
+    cluster = Cluster(tmp_path, 2)
+    inner, outer = cluster.port, free_port()
+    changes = {"listen 443": f"listen 127.0.0.1:{outer}", "127.0.0.1:8443": f"127.0.0.1:{inner}"}
+    changes |= {"/etc/fewer/keys": str(cluster.keys.folder), "/var/log/nginx/fewer.log": str(tmp_path / "access.log")}
+    text = CONF.read_text()
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    places = "".join(f"    {kind}_temp_path {tmp_path / kind};\n" for kind in kinds)
+    (tmp_path / "nginx.conf").write_text(text.replace("http {\n", "http {\n" + places))
+    also = f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log;"
+    if os.getuid() == 0:
+        also += " user root;"
+    words = [str(NGINX), "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"), "-g", also]
+    proxy = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    yield cluster, outer
+    cluster.close()
+    proxy.terminate()
+    proxy.wait()
+
+
+def test_parties_get_through_the_proxy_and_nothing_else_does(proxied: tuple[Cluster, int], tmp_path: Path) -> None:
+    cluster, outer = proxied
+    context = ssl.create_default_context(cafile=str(cluster.keys.folder / "ca.crt"))
+
+    def status(path: str, port: int = outer) -> int:
+        connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=30)
+        connection.request("POST", path, body=b"", headers={"content-type": "application/protobuf"})
+        return connection.getresponse().status
+
+    inner = cluster.port
+    with cluster.coordinator() as coordinator:
+        assert status("/v1/control/list-nodes", inner) != 404
+        assert status("/v1/fleet/pull-messages") == 401
+        for path in ("/v1/control/list-nodes", "/v1/runtime/acquire-task", "/", "/docs", "/v1//control/list-nodes"):
+            assert status(path) == 404
+        for climbing in ("..", "%2e%2e", "..%2f.", "%2e%2e%2f."):
+            assert status(f"/v1/fleet/{climbing}/control/list-nodes") in (400, 404)
+        cluster.port = outer  # that is where the parties go
+        cluster.join(0)
+        cluster.join(1)
+        coordinator.start(job(2, rounds=1), tmp_path / "run")
+    start(job(2, rounds=1, runtime="inline"), tmp_path / "inline")
+    assert {**left(tmp_path / "inline"), "parties": {}} == left(tmp_path / "run")
+    assert "/v1/fleet/push-messages" in (tmp_path / "access.log").read_text()
