@@ -40,6 +40,8 @@ class RecipeRow(BaseModel):
     name: str
     method: str
     set: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
+    """What differs in this row besides the method's own settings: its net, options of the data …"""
     tune: bool = False
     paper: list[float | None] = []
 
@@ -168,7 +170,13 @@ def settings_in(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[st
     kinds = [find(row.method) for row in plan.row]
     common = own_settings(kinds, {key: value for layer in layers for key, value in layer.get("set", {}).items()})
     return [
-        {**shared, "method": row.method, "set": {**common[kind.name], **row.set}}
+        {
+            **shared,
+            **row.settings,
+            "data_set": {**shared.get("data_set", {}), **row.settings.get("data_set", {})},
+            "method": row.method,
+            "set": {**common[kind.name], **row.set},
+        }
         for row, kind in zip(plan.row, kinds, strict=True)
     ]
 
