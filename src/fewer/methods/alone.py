@@ -50,14 +50,14 @@ class Alone(NewParties):
     """Steps of gradient descent of a net, each on the whole support."""
     rate: PositiveFloat = 0.1
     """Their step size."""
-    smoothing: PositiveFloat = 0.01
+    smoothing: PositiveFloat = 1.0
     """Naive Bayes: what is added to all variances, as a share of the largest one."""
 
     def grids(self) -> Mapping[str, Sequence[float]]:
         """What each learner has to choose."""
         if self.learner == "net":
-            return {"rate": (0.03, 0.1, 0.3, 1.0)}
-        return {"smoothing": (0.001, 0.01, 0.1, 1.0)} if self.learner == "naive-bayes" else {}
+            return {"rate": (0.003, 0.01, 0.03, 0.1)}
+        return {"smoothing": (0.01, 0.1, 1.0, 10.0)} if self.learner == "naive-bayes" else {}
 
     def start(self, task: Task, seed: int) -> State:
         """The initial model."""
