@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from fewer.experiments.tune import tune
 from fewer.learning.adam import adam
 from fewer.learning.adapt import Batch, Rate, adapted, learnable, meta_gradient
 from fewer.learning.flops import counted
+from fewer.methods.alone import Alone
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.methods.fedmeta import ALPHA, FedMeta
 from fewer.methods.newparties import NewParties, fairness
@@ -388,24 +390,51 @@ def test_a_party_uses_no_more_samples_than_are_allowed() -> None:
     assert max(sizes) == 6 and min(sizes) == 5
 
 
-def test_parties_with_one_sample_one_class_or_nothing_do_not_break_a_round(tmp_path: Path) -> None:
+ODD = [
+    *(FedMeta(rounds=2, active=32, algorithm=kind, steps=2) for kind in ("maml", "fomaml", "meta-sgd")),
+    FedMeta(rounds=2, active=32, local_steps=2, batch=3, queries=3, clip=1.0),
+    *(FedAvgMeta(rounds=2, active=32, steps=2, adapt_steps=steps) for steps in (0, 2)),
+    FedAvgMeta(rounds=2, active=32, steps=2, optimiser="adam"),
+    *(PerFedAvg(rounds=2, active=32, steps=2, order=order) for order in ("exact", "first")),
+    Reptile(rounds=2, active=32, steps=2),
+    *(Alone(learner=kind) for kind in ("net", "most-used", "last-used", "naive-bayes")),
+]
+
+
+@pytest.mark.parametrize("judge", ["new", "validation"])
+@pytest.mark.parametrize("method", ODD, ids=lambda method: method.name)
+def test_parties_with_one_sample_one_class_or_nothing_break_neither_round_nor_judgement(
+    method: NewParties, judge: Any, tmp_path: Path
+) -> None:
+    pairs = [PAIRS[party % 10] for party in range(40)]
+    groups = split_parties(40, seed=SEED)
+    for group in groups:  # of each kind of party one with one sample, one with nothing, one with one class
+        one, none, same = group[:3]
+        pairs[one] = (pairs[one][0][:1], pairs[one][1][:1])
+        pairs[none] = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
+        pairs[same] = (pairs[same][0], np.zeros_like(pairs[same][1]))
+    chosen = method.model_copy(update={"judge": judge})
+    result = fewer.run(chosen, federation(pairs), model=linear(), seed=SEED, out=tmp_path)
+    judged = groups.test if judge == "new" else groups.validation
+    assert result.scores["parties"].keys() == {str(party) for party in judged[2:]}
+    assert all(torch.isfinite(tensor).all() for tensor in chosen.shared(result.state).values())
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = {(event["party"], event["detail"]) for event in events if event.get("why") == "unable"}
+    few, nothing = "1 sample, which is its support: no queries are left", "no training data"
+    expected = {(judged[0], few), (judged[1], nothing)}
+    if not isinstance(method, Alone):
+        expected.add((groups.train[1], nothing))
+    if isinstance(method, FedMeta):  # the others train on all samples, also on one
+        expected.add((groups.train[0], few))
+    assert told == expected and not any(event.get("why") in ("failed", "refused") for event in events)
+
+
+def test_no_party_with_queries_gets_one_line() -> None:
     pairs = list(PAIRS)
-    one, none, same = GROUPS.train[:3]
-    pairs[one] = (PAIRS[one][0][:1], PAIRS[one][1][:1])
-    pairs[none] = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
-    pairs[same] = (PAIRS[same][0], np.zeros_like(PAIRS[same][1]))
-    pairs[GROUPS.test[0]] = (PAIRS[0][0][:1], PAIRS[0][1][:1])
-    if len(GROUPS.test) == 1:
-        pairs += [PAIRS[0]] * 10
-    for number, kind in enumerate((FedMeta, FedAvgMeta, PerFedAvg, Reptile)):
-        run = tmp_path / str(number)
-        result = fewer.run(kind(rounds=2, active=16), federation(pairs), model=linear(), seed=SEED, out=run)
-        model = result.model.state_dict()
-        assert 0 <= result.accuracy <= 1 and all(torch.isfinite(tensor).all() for tensor in model.values())
-        events = (run / "events.jsonl").read_text()
-        assert '"unable"' in events and "no training data" in events and '"failed"' not in events
-        if kind is FedMeta:
-            assert "1 sample, which is its support: no queries are left" in events
+    for party in GROUPS.test:
+        pairs[party] = (PAIRS[party][0][:1], PAIRS[party][1][:1])
+    with pytest.raises(SettingError, match="no test samples to evaluate on"):
+        fewer.run(FedMeta(rounds=1), federation(pairs), model=linear(), seed=SEED)
 
 
 def test_too_few_parties_get_one_line() -> None:
@@ -531,7 +560,7 @@ def test_what_cannot_be_adapted_gets_one_line(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.zeros(3, int))
     words: list[str | Path] = ["adapt", tmp_path / "run", "--out", tmp_path / "mine", "--data"]
     assert (
-        "(allowed: fedavg-meta, fedmeta, per-fedavg, reptile)"
+        "(allowed: alone, fedavg-meta, fedmeta, per-fedavg, reptile)"
         in call(*words, f"npz:{tmp_path}/mine.npz", code=2).stderr
     )
     call("run", "fedmeta", *DIGITS, "--parties", "12", "--rounds", "1", "--out", tmp_path / "meta", "--no-report")
