@@ -102,7 +102,7 @@ def test_top_and_query_share_are_used() -> None:
         ("last-used", 0.25, 2, 0.5),
         ("last-used", 0.25, 3, 1.0),
     ):
-        method = Alone(learner=learner, support=0.5, query_share=share, top=top)  # type: ignore[arg-type]
+        method = Alone(learner=learner, support=0.5, query_share=share, top=top)
         assert fewer.run(method, data, model="logistic").accuracy == right, (learner, share, top)
 
 
