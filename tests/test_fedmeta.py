@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -812,7 +813,10 @@ method = "fedmeta"
     found = cells[0].reached
     assert found and found.round and found.mb and found.gflop and found.target == cells[1].reached.target  # type: ignore[union-attr]
     page = recipes.markdown(plan, cells, "c", False)
-    assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {found.round} | {found.mb:.3g} | {found.gflop:.3g} |" in page
+    ahead = 100 * (cells[1].ours.accuracies[0] - cells[0].ours.accuracies[0])
+    cost = f"{found.round} | {found.mb:.3g} | {found.gflop:.3g}"
+    assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {cost} | 0.0 |" in page
+    assert re.search(rf"\| MAML \| 50 % .* {ahead:.1f} \|", page)
     pages = write_report([tmp_path / "runs/50/fedavg-seed0"], tmp_path / "report")
     assert pages[0].exists()
 

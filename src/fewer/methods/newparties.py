@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from math import ceil
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from torch import nn
 from fewer.data import Data, Samples
 from fewer.data.episodes import Three, split_parties, support_query
 from fewer.learning.adapt import Batch, Rate, adapted, learnable
+from fewer.learning.flops import Tally, counted
 from fewer.learning.score import Counts, score
 from fewer.methods.base import ACTIVE, CHUNK, COUNTS, Method, Party, Scores, figures
 from fewer.models import Weights
@@ -90,6 +92,11 @@ class NewParties(Method):
             return support, rest
         count = min(max(1, round(len(samples) * self.query_share)), len(rest))
         return support, rest.only(torch.arange(len(rest) - count, len(rest)))
+
+    def tally(self, me: Party, net: nn.Module) -> AbstractContextManager[Tally]:
+        """Counts operations, if they are to be counted: once for each net and number of samples."""
+        samples = self.samples(me)
+        return counted(self.flops, like=(self, repr(net), len(samples), samples.slice(0, 1)[0].shape))
 
     # How it is judged.
 
