@@ -5,7 +5,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 
-.PHONY: demo test lint bench reproduce clean
+.PHONY: demo cluster-demo test test-cluster lint bench reproduce clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Fewer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
@@ -17,8 +17,15 @@ demo: .venv/.installed      ## compare six methods on real images
 	$(BIN)/fewer compare local fedavg fedprox fedbn fedgen fedmk --data fashion-mini --parties 20 --alpha 0.5 --rounds 5 --seeds 3 --runtime pool \
 		--set per_class=15 --set matching=100 --set outer_steps=5 --set server_steps=500
 
+cluster-demo: .venv/.installed ## three parties with keys and TLS, each in processes of its own, on this machine
+	$(BIN)/fewer local-cluster 3 fedmk --data fashion-mini --rounds 3 \
+		--set per_class=10 --set matching=50 --set outer_steps=5 --set server_steps=300
+
 test: .venv/.installed      ## run the tests
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadgroup
+
+test-cluster: .venv/.installed ## all tests of runs between machines, with every fault and every method
+	$(BIN)/pytest -n 0 -m 'cluster or not cluster' tests/machines
 
 lint: .venv/.installed      ## style and types
 	$(BIN)/ruff check .

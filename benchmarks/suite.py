@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +21,9 @@ from torch.nn import functional as F
 from benchmarks import work
 from benchmarks.measure import Figure, Process, alternate, in_turn, ratio
 from fewer.methods.fedmk import FedMK
+from fewer.runs.engine import start
+from fewer.runs.job import check, job_from
+from fewer.runs.machines import local_cluster
 from fewer.wire import decode, encode
 
 ROUNDS = 25
@@ -189,6 +193,38 @@ def metagrad(directory: str | None) -> list[Figure]:
     return figures
 
 
+def machines(directory: str | None) -> list[Figure]:
+    """A round of FedAvg with three parties between machines (Flower, on loopback) against inline: what is added."""
+    settings = {"method": "fedavg", "data": "digits", "parties": 3, "rounds": 12, "evaluate_every": 12}
+
+    def rounds(seconds: Sequence[float]) -> list[float]:
+        return [after - before for before, after in pairwise(seconds)][
+            :-1
+        ]  # not the first, and not the last with its report
+
+    with tempfile.TemporaryDirectory() as folder:
+        here = start(job_from(check(settings)), Path(folder) / "inline")
+        begun = time.perf_counter()
+        there = local_cluster(job_from(check({**settings, "runtime": "flower"})), Path(folder) / "flower")
+        before = time.perf_counter() - begun - there.seconds
+        packed = json.loads((Path(folder) / "flower/events.jsonl").read_text().splitlines()[-1])
+        lines = (Path(folder) / "flower/ledger.csv").read_text().splitlines()[1:]
+    mine, theirs = (rounds([line["seconds"] for line in run.history]) for run in (there, here))
+    sent = sum(int(line.rpartition(",")[2]) for line in lines)
+    extra = (packed["packed_up"] + packed["packed_down"] - sent) / len(lines)
+    detail = f"({median(mine):.3g} s / {median(theirs):.3g} s; {min(mine):.2g} to {max(mine):.2g} s)"
+    return [
+        Figure("a round over Flower − a round inline", median(mine) - median(theirs), "s", most=6, detail=detail),
+        Figure("from launch to the first round", before, "s", detail="(SuperLink, three SuperNodes, three parties)"),
+        Figure(
+            "Flower's own bytes in a message",
+            extra,
+            "B",
+            detail=f"({len(lines)} messages, {sent / len(lines):.0f} B each)",
+        ),
+    ]
+
+
 def _seconds(action: Callable[[], object]) -> float:
     begun = time.perf_counter()
     action()
@@ -210,5 +246,5 @@ def _compared(what: str, above: list[float], below: list[float], **goal: float) 
 
 
 SUITE: dict[str, Callable[[str | None], list[Figure]]] = {
-    one.__name__: one for one in (overhead, pool, whole, help, population, wire, condense, metagrad)
+    one.__name__: one for one in (overhead, pool, whole, help, population, wire, condense, metagrad, machines)
 }

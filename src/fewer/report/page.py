@@ -197,6 +197,12 @@ def _page(groups: Sequence[Group], figures: Sequence[str], notes: Sequence[str])
     notes = [
         *_differences(groups),
         *(f"{group.label} with seed {run.seed} {run.unfinished}." for group, run in runs if run.unfinished),
+        *(
+            f"{group.label} with seed {run.seed} ran between machines: of its messages, those of measuring among them, "
+            f"Flower made {run.packed[0]:.3g} MB up and {run.packed[1]:.3g} MB down."
+            for group, run in runs
+            if run.packed
+        ),
         *notes,
     ]
     environments = list({json.dumps(run.description["environment"]): run for _, run in runs}.values())

@@ -77,6 +77,14 @@ class Run:
         return found
 
     @property
+    def packed(self) -> tuple[float, float] | None:
+        """MB up and down that the carrier made of all messages, where it says so."""
+        if not any("packed_up" in event for event in self.events):
+            return None
+        up, down = (sum(event.get(f"packed_{way}", 0) for event in self.events) / MB for way in ("up", "down"))
+        return up, down
+
+    @property
     def unfinished(self) -> str:
         """How far a run has come and why it stopped, if it did; empty for a finished one."""
         planned, done = self.description["method"]["rounds"], len(self.history)

@@ -256,6 +256,7 @@ def _execute(
             progress.begin(method.name, len(result.history), method.rounds)
         if len(result.history) == method.rounds:
             return result
+        parties: Parties | None = None
         try:
             parties = stack.enter_context(opening(job, folder, len(result.history)))
             parties.ledger.total.update(kept["ledger"] if kept else {})
@@ -274,10 +275,12 @@ def _execute(
                     progress.round(figures)
         except BaseException as error:
             if directory:
-                directory.event("stop", round=len(result.history), reason=f"{type(error).__name__}: {error}")
+                carried = parties.carried() if parties else {}
+                reason = f"{type(error).__name__}: {error}"
+                directory.event("stop", round=len(result.history), reason=reason, **carried)
             raise
         if directory:
-            directory.event("finish", round=method.rounds)
+            directory.event("finish", round=method.rounds, **parties.carried())
     return result
 
 

@@ -201,6 +201,10 @@ class Parties(ABC):
     def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
         """Deliver each call and yield its reply, in any order; None where the carrier lost it."""
 
+    def carried(self) -> dict[str, int]:
+        """Bytes that the carrier has made of all messages, where it packs them its own way."""
+        return {}
+
     def close(self) -> None:  # noqa: B027
         """Give back what the runtime holds. Safe to call twice."""
 

@@ -87,7 +87,7 @@ class Link:
     host: str = "127.0.0.1"
     port: int = 8443
     packed: Counter[Direction] = field(default_factory=Counter)
-    """Bytes of messages as Flower packs them."""
+    """Bytes of the run's messages as Flower packs them."""
     _program: Program | None = field(default=None, repr=False)
     _grid: HttpGrid | None = field(default=None, repr=False)
     _heart: HeartbeatSender | None = field(default=None, repr=False)
@@ -166,6 +166,7 @@ class Link:
 
     def begin_run(self, job: str) -> None:
         """Submit a run; every party gets `job` with the first question."""
+        self.packed.clear()
         fab, _ = build_fab_from_files({"pyproject.toml": APP})
         with self._control() as control:
             started = control.StartRun(

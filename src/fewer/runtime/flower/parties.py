@@ -57,6 +57,10 @@ class Flower(Inline):
                         yield waiting.pop(number).call, Reply(b"", "lost", "its node was started anew")
             time.sleep(PAUSE)
 
+    def carried(self) -> dict[str, int]:
+        """Bytes of the messages as Flower packs them."""
+        return {f"packed_{way}": size for way, size in self.link.packed.items()}
+
     def close(self) -> None:
         """End the run on the SuperLink, which goes on for the next one."""
         self.link.end_run()
