@@ -21,6 +21,7 @@ from flwr.app.message import make_message
 
 import fewer.runtime.flower.parties as module
 from fewer.errors import RunError
+from fewer.report import write_report
 from fewer.runs.engine import site_of, start
 from fewer.runs.machines import Station, _told
 from fewer.runtime import Faults, Rules
@@ -216,7 +217,9 @@ def test_a_station_answers_as_a_site_on_one_machine(tmp_path: Path) -> None:
     reply = ask(Station(tmp_path / "store"), told(tmp_path), party=2)
     here = site_of(job(3), tmp_path / "here")
     model = encode("train", {"model": job(3).task.initial(3)})
-    assert reply.failure is None and reply.blob == here.answer(Call(2, "train", 1), model).blob
+    mine, theirs = decode(reply.blob)[1], decode(here.answer(Call(2, "train", 1), model).blob)[1]
+    assert reply.failure is None and mine["size"] == theirs["size"]
+    assert all(torch.equal(mine["model"][name], tensor) for name, tensor in theirs["model"].items())
 
 
 def test_a_party_has_its_own_data_in_the_form_of_the_coordinators(tmp_path: Path) -> None:
@@ -317,3 +320,11 @@ def test_a_partys_model_is_where_the_party_is(tmp_path: Path) -> None:
     result.settings = result.settings.model_copy(update={"runtime": "flower"})
     with pytest.raises(RunError, match="where that party is"):
         result.personal(0)
+
+
+def test_the_report_tells_what_flower_made_of_the_messages(tmp_path: Path) -> None:
+    start(job(3, rounds=1, runtime="inline"), tmp_path / "run")
+    with (tmp_path / "run/events.jsonl").open("a") as events:
+        events.write(json.dumps({"event": "finish", "packed_up": 2_500_000, "packed_down": 1_000_000}) + "\n")
+    page = write_report([tmp_path / "run"], tmp_path / "report")[0]
+    assert "Flower made 2.5 MB up and 1 MB down" in page.read_text()
