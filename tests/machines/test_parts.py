@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import stat
 from collections import deque
@@ -147,6 +148,17 @@ def test_after_the_deadline_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch
     reply = carried(link, [0], Rules(deadline=0.1))[0]
     assert reply is not None and reply.failure == "late"
     assert link.pushed == [pytest.approx(0.3)]
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    keys = Credentials.create(tmp_path / "keys", 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(RunError, match=f"127.0.0.1:{port} cannot be listened on: Address already in use"),
+            Link(keys, port=port),
+        ):
+            pass
 
 
 # --- keys -----------------------------------------------------------------------------------------------------
