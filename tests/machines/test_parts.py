@@ -21,9 +21,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata,
 from flwr.app.message import make_message
 
 import fewer.runtime.flower.parties as module
-from fewer.errors import RunError
+from fewer.errors import RunError, SettingError
 from fewer.report import write_report
-from fewer.runs.engine import site_of, start
+from fewer.runs.engine import resume, site_of, start
 from fewer.runs.machines import Station, _told
 from fewer.runtime import Faults, Rules
 from fewer.runtime.flower import envelope
@@ -328,6 +328,8 @@ def test_keys_and_mistakes_on_the_command_line(tmp_path: Path, monkeypatch: pyte
 
 def test_a_partys_model_is_where_the_party_is(tmp_path: Path) -> None:
     result = start(job(3, rounds=1, runtime="inline"), tmp_path / "run")
+    with pytest.raises(SettingError, match="cannot move between this machine and others"):
+        resume(tmp_path / "run", runtime="flower")
     result.personal(0)
     result.settings = result.settings.model_copy(update={"runtime": "flower"})
     with pytest.raises(RunError, match="where that party is"):
