@@ -29,14 +29,14 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.data import Samples
+from fewer.data import Data, Samples
 from fewer.data.episodes import support_query
 from fewer.errors import QuorumLost, SettingError
 from fewer.learning import score, sgd, weighted_mean
 from fewer.learning.adapt import learnable
 from fewer.learning.prototypes import Prototypes, distance_loss, merged, nearness, places, prototypes
 from fewer.learning.sgd import epochs
-from fewer.methods.base import CHUNK, MAX_SIZE, Coordinator, Method, Party, Seat
+from fewer.methods.base import CHUNK, MAX_SIZE, Coordinator, Method, Party, Scores, Seat
 from fewer.methods.groups import OnGroups
 from fewer.models import Task, Weights, load_weights, parts_of, weights_of
 from fewer.models.split import feature_width
@@ -290,7 +290,7 @@ class Answering(nn.Module):
         encoder, head = parts_of(self.net)
         features = encoder(x)
         scores = nearness(features, means) if means.shape[1] else head(features)[:, classes]
-        return scores.new_full((len(x), self.total), -torch.inf).index_copy(1, classes, scores)
+        return scores.new_full((x.shape[0], self.total), -torch.inf).index_copy(1, classes, scores)
 
 
 # --- preparation: lines 1 to 4 and 16 to 22 --------------------------------------------------------------------
@@ -437,6 +437,10 @@ class FRL(Prepared):
     def shared(self, state: State) -> Weights:
         """φ"""
         return state.initial
+
+    def evaluate(self, state: State, parties: Parties, data: Data) -> Scores:
+        """At the end of an episode; within one φ stands still."""
+        return {} if state.who else super().evaluate(state, parties, data)
 
 
 # --- Theorem 1 --------------------------------------------------------------------------------------------------
