@@ -210,7 +210,7 @@ def reproduce(
     """
     from fewer.cli.progress import shown
     from fewer.experiments import recipes
-    from fewer.report import png, recipe_picture, write_sheets
+    from fewer.report import png, recipe_picture, write_study
 
     if listed or name is None:
         for each, title in recipes.names().items():
@@ -229,7 +229,7 @@ def reproduce(
     short = "-".join([Path(name).stem if name.endswith(".toml") else name, *map(recipes.slug, column or ())])
     pages = recipes.write(short, plan, cells, results, command, quick, png(figure) if figure else None, study)
     if study:
-        write_sheets(study.sheets, pages[0].with_suffix(""))
+        write_study(study, pages[0].with_suffix(""))
     if not write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
         print(f"Kept in {', '.join(map(str, pages))}, runs in {where}")
@@ -477,6 +477,8 @@ def _print_table(table: Comparison) -> None:
         shown.add_row(row.method, *cells, style="bold" if row.accuracy == best else "")
     Console().print(shown)
     some = " (of a hundred parties, for methods with personal models)" if table.parties > 100 else ""
+    if any(row.groups for row in table.rows):
+        print("frl and its baselines: what groups make of the prepared model, mean ± 95 % over groups.")
     print(
         f"accuracy: each test sample judged by the model of the party that it belongs to{some}"
         + (f", ± 95 % over {table.settings['seeds']} seeds." if table.settings["seeds"] > 1 else ".")

@@ -1,9 +1,9 @@
 """FRL: few-round learning with global prototype-assisted learning (GPAL).
 
-Park, Han, Kim, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Algorithm 1 and Eqs 1 to 5. Preparation
-looks for a model φ from which any later group of parties, with classes never met, gets a good global model in R rounds.
-An episode plays such a group: R rounds on the support of K parties, then φ moves by the gradient of their query loss
-at the end of those rounds (first order). `rounds` counts communication rounds: an episode has R + 1 of them.
+Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Algorithm 1 and Eqs 1 to 5.
+Preparation looks for a model φ from which any later group of parties, with classes never met, gets a good global model
+in R rounds. An episode plays such a group: R rounds on the support of K parties, then φ moves by the gradient of their
+query loss at the end of those rounds (first order). `rounds` counts communication rounds: an episode has R + 1 of them.
 
 The head of a group's model is `linear`, `distance` (to prototypes, the mean features of each class) or `gpal`: by
 distance too, but from the second round on parties also learn from the global prototypes Γ of the round before (Eq 3).
@@ -305,12 +305,18 @@ class Prepared(OnGroups, FewRounds):
     """Rounds of the groups that it is judged on; by default R."""
 
     def group_model(self, here: Coordinator, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
-        """The model of a group after its rounds (Section 2.3), with all its members played here."""
+        """The model of a group after its rounds (Section 2.3)."""
+        net, group = self.played(here, model, supports, number, self.deploy_rounds or self.group_rounds)
+        return Answering(net, group.classes, group.means, group.total)
+
+    def played(
+        self, here: Coordinator, model: Weights, supports: Sequence[Samples], number: int, rounds: int
+    ) -> tuple[nn.Module, Group]:
+        """A net with θ after so many rounds of a group, and the group; all its members are played here."""
         group = self.begin(self.nobody(here.task), model, stream(here.seed, "head", number))
         if self.head == "linear":
             group = replace(group, classes=torch.unique(torch.cat([support.labels for support in supports])))
         net, first = self.net(here, group.model), here.task.initial(here.seed)
-        rounds = self.deploy_rounds or self.group_rounds
         for turn in range(1, rounds + 1):
             known = (group.classes, group.means) if self.tells(group) else None
             found = []
@@ -320,7 +326,7 @@ class Prepared(OnGroups, FewRounds):
                 found.append(self.update(net, support, known, self.wanted(turn == rounds), draw))
             group = self.merge(group, found)
         load_weights(net, {**first, **group.model})
-        return Answering(net, group.classes, group.means, group.total)
+        return net, group
 
     def assemble(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
         """There is nothing to answer with before a group has made its own model."""

@@ -1,11 +1,11 @@
 """What FRL is compared with: other models to begin a group's few rounds from.
 
-Park, Han, Kim, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 4, "Comparison schemes". All are
-judged on the same groups as FRL, each with any head; each round of preparation is one of communication, so that equal
-`rounds` are equal effort. `frl-scratch` is FedAvg from a random model. `frl-fine-tuning` is pretrained by FedAvg as a
-classifier of all training classes; with `keep` (and twice the members) its groups average only the models that do best
-on samples held out, one-shot FL (Guha, Talwalkar, Smith, 2019). `frl-per-fedavg` begins from the model of Per-FedAvg
-(Fallah, Mokhtari, Ozdaglar, NeurIPS 2020), which is geared to a step at each party alone.
+Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 4, "Comparison schemes". All
+are judged on the same groups as FRL, each with any head; each round of preparation is one of communication, so that
+equal `rounds` are equal effort. `frl-scratch` is FedAvg from a random model. `frl-fine-tuning` is pretrained by FedAvg
+as a classifier of all training classes; with `keep` (and twice the members) its groups average only the models that do
+best on samples held out, one-shot FL (Guha, Talwalkar, Smith, 2019). `frl-per-fedavg` begins from the model of Per-
+FedAvg (Fallah, Mokhtari, Ozdaglar, NeurIPS 2020), which is geared to a step at each party alone.
 
 Departures: Per-FedAvg is its first-order variant, as FRL is; the mean goes by size; one-shot FL averages weights, as a
 group needs one global model, and a party judges its own model on a fifth of its support.

@@ -1,8 +1,8 @@
 """Deployment: a group's few rounds from a prepared model.
 
-Park, Han, Kim, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 2.3: R rounds of lines 5 to 15 of
-Algorithm 1 with the whole data of each party as its support; then a sample is answered by its distance to the global
-prototypes. `fewer prepare` writes the file that it begins from, `fewer deploy` runs it.
+Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 2.3: R rounds of lines 5 to
+15 of Algorithm 1 with the whole data of each party as its support; then a sample is answered by its distance to the
+global prototypes. `fewer prepare` writes the file that it begins from, `fewer deploy` runs it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What methods share that prepare a model for groups: which groups they are judged on, and how.
 
-Park, Han, Kim, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 4. A group has some classes, most
-or all of them never met in preparation, whose samples are divided among its members evenly or by shards; each member
-has half of its samples of each class as support. The group's global model is judged on the queries of all members. No
-party of the run is one of them: their samples are of the common test set, so groups are played by the coordinator.
+Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 4. A group has some classes,
+most or all of them never met in preparation, whose samples are divided among its members evenly or by shards; each
+member has half of its samples of each class as support. The group's global model is judged on the queries of all
+members. No party of the run is one of them: their samples are of the common test set, so groups are played by the
+coordinator.
 """
 
 from __future__ import annotations
