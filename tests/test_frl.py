@@ -26,6 +26,7 @@ from fewer.methods.frl_baselines import FineTuning, PersonalStart, Scratch
 from fewer.methods.frl_deploy import FILE
 from fewer.models import Split, Weights, load_weights, weights_of
 from fewer.runs.job import check, job_from
+from fewer.runs.statistics import half_width
 from fewer.runs.use import deploy
 from fewer.runtime import Absent, Answer, Parties, stream
 from tests.test_cli import call
@@ -670,3 +671,87 @@ def test_preparation_of_quadratics_stays_below_the_bound(beta: float, rounds: in
     variance = smooth**2 * float(centres.var())
     most = bound(episodes, gap, beta, rounds, 1, k, smoothness=smooth, sample_variance=0.0, party_variance=variance)
     assert np.mean(squares) <= most and abs(phi - centres.mean()) < abs(first - centres.mean())
+
+
+# --- recipes and classes set apart ------------------------------------------------------------------------------
+
+
+def test_a_recipe_draws_one_members_embedding_and_has_intervals_over_groups(tmp_path: Path) -> None:
+    text = """
+title = "Small"
+paper = "Nobody"
+seeds = 2
+[settings]
+data = "digits"
+data_set = { unseen = "5-9" }
+partition = "shards"
+parties = 12
+rounds = 4
+evaluate_every = 4
+set = { groups = 3, members = 5, samples = 20 }
+[study]
+name = "embedding"
+most = 40
+[[column]]
+name = "digits"
+[[row]]
+name = "distance"
+method = "frl"
+set = { head = "distance" }
+[[row]]
+name = "GPAL"
+method = "frl"
+"""
+    file = tmp_path / "small.toml"
+    file.write_text(text)
+    told = call("reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs").stdout
+    found = json.loads((tmp_path / "small.json").read_text())
+    assert "95 % CI over 6 groups" in told and "![Embedding of one member of a group](small-embedding.png)" in told
+    assert (tmp_path / "small-embedding.png").read_bytes().startswith(b"\x89PNG")
+    for row, cell in zip(("distance", "GPAL"), found["cells"], strict=True):
+        groups = [
+            value
+            for seed in (0, 1)
+            for value in json.loads(
+                (tmp_path / f"runs/digits/{row.lower()}-seed{seed}/metrics.jsonl").read_text().splitlines()[-1]
+            )["groups"]
+        ]
+        assert cell["ours"]["groups"] == 6 and cell["ours"]["ci95"] == half_width(groups)
+        assert 0 <= found["study"][f"{row}, digits"]["others"] <= 1
+    linear = text.replace('{ head = "distance" }', '{ head = "linear" }')
+    file.write_text(linear)
+    words = ["reproduce", file, "--results", tmp_path, "--out", tmp_path / "linear"]
+    assert "frl has no prototypes" in call(*words, code=2).stderr
+
+
+def test_classes_set_apart_are_for_testing_only() -> None:
+    whole = fewer.data.load("digits", parties=5, partition="iid")
+    data = fewer.data.load("digits", parties=5, partition="iid", data_set={"classes": "0-3,5", "unseen": [8, 9]})
+    every = torch.cat([whole.source.y[whole.train.rows], whole.common.labels])
+    trained = torch.cat([data.party(party).train.labels for party in range(5)])
+    assert set(trained.tolist()) == {0, 1, 2, 3, 5} and data.unseen == {8, 9} and data.classes == 10
+    for label in (8, 9):
+        assert int((data.test.labels == label).sum()) == int((every == label).sum())
+    for label in (0, 5):
+        assert int((data.test.labels == label).sum()) == int((whole.test.labels == label).sum())
+        assert int((trained == label).sum()) == int((whole.source.y[whole.train.rows] == label).sum())
+    assert not whole.unseen
+    one = fewer.data.load("glyphs", partition="natural", data_set={"unseen": 3})
+    assert len(one) == 120 and one.unseen == {3} and int((one.test.labels == 3).sum()) == 480
+    assert int((one.party(7).test.labels == 3).sum()) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"unseen": "x"}, "allowed: class numbers and ranges, as 0-9,20"),
+        ({"unseen": "3-12"}, "has no samples of class 10"),
+        ({"unseen": "9-3"}, "names no class"),
+        ({"classes": "0-5", "unseen": "5-6"}, "class 5 of data 'digits' is both in classes and unseen"),
+        ({"unseen": "0-9"}, "leaves no class of data 'digits' to train on"),
+        ({"unsen": "1"}, "allowed: classes, unseen"),
+    ],
+)
+def test_wrong_classes_name_what_is_allowed(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingError, match=text):
+        fewer.data.load("digits", data_set=options)
