@@ -203,10 +203,8 @@ def loaded(weights: Weights) -> nn.Module:
     return net
 
 
-def episode(
-    method: FRL, phi: Weights, first: Weights, who: Sequence[int] = range(5)
-) -> tuple[Weights, Weights, dict[int, Tensor]]:
-    """Algorithm 1, line by line: φ after it, θ^R and Γ."""
+def episode(method: FRL, first: Weights, who: Sequence[int] = range(5)) -> tuple[Weights, Weights, dict[int, Tensor]]:
+    """Algorithm 1, line by line: the gradient that φ moves by, θ^R and Γ."""
     theta = first
     known: dict[int, Tensor] = dict.fromkeys(range(5), torch.zeros(0)) if method.head == "linear" else {}
     last: dict[int, dict[int, Tensor]] = {}
@@ -233,16 +231,15 @@ def episode(
                 if holders:
                     known[label] = sum(n * protos[p][label] for p, n in holders.items()) / sum(holders.values())  # type: ignore[assignment]
         last = protos
-    new = dict(phi)
+    mean = {name: torch.zeros_like(tensor) for name, tensor in first.items() if not name.startswith("head.")}
     total = sum(len(PAIRS[party][1]) for party in who)
     for party in who:
         x, y = halves(party)[1]
         net = loaded(theta)
         own = last[party] if method.query_prototypes == "support" else None
         slopes = slopes_of(f(method, net, x, y, known if method.head != "distance" else {}, own), net)
-        share = len(PAIRS[party][1]) / total
-        new = {n: t - method.meta_rate * share * slopes[n] if not n.startswith("head.") else t for n, t in new.items()}
-    return new, theta, known
+        mean = {name: slope + len(PAIRS[party][1]) / total * slopes[name] for name, slope in mean.items()}
+    return mean, theta, known
 
 
 def double(weights: Weights) -> Weights:
@@ -258,11 +255,13 @@ def double(weights: Weights) -> Weights:
         {"head": "gpal", "gamma": 0.4, "epochs": 2},
         {"head": "gpal", "uploaded": "after"},
         {"head": "gpal", "query_prototypes": "support", "group_rounds": 2},
+        {"head": "gpal", "optimiser": "adam", "meta_rate": 0.05},
     ],
     ids=str,
 )
 def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None:
     options = {
+        "optimiser": "sgd",
         "rate": 0.2,
         "meta_rate": 0.5,
         "batch": None,
@@ -278,14 +277,19 @@ def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None
         fewer.run(method.model_copy(update={"rounds": r}), federation(), model=first_net(), out=tmp_path / str(r))
         for r in (each, 2 * each)
     ]
-    phi = double(first_net().state_dict())
+    phi = {name: tensor.requires_grad_() for name, tensor in double(first_net().state_dict()).items()}
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[method.optimiser]
+    optimiser = kind(list(phi.values()), lr=method.meta_rate)
     for number, run in enumerate(runs):
-        start = phi
+        start = {name: tensor.detach().clone() for name, tensor in phi.items()}
         if method.head == "linear":
             start = double(
-                new_head({n: t.float() for n, t in phi.items()}, stream(0, number * each + 1, "coordinator", "head"))
+                new_head({n: t.float() for n, t in start.items()}, stream(0, number * each + 1, "coordinator", "head"))
             )
-        phi, theta, known = episode(method, phi, start)
+        slopes, theta, known = episode(method, start)
+        for name, slope in slopes.items():
+            phi[name].grad = slope
+        optimiser.step()
         for name, tensor in run.state.initial.items():
             assert torch.allclose(tensor.double(), phi[name], atol=2e-5), name
         for name, tensor in run.state.model.items():
@@ -293,7 +297,7 @@ def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None
         if method.head == "gpal":
             assert run.state.classes.tolist() == sorted(known) == [0, 1, 2, 3, 4]
             assert torch.allclose(run.state.means.double(), torch.stack([known[c] for c in sorted(known)]), atol=2e-5)
-    moved = max(float((phi[name] - tensor).abs().max()) for name, tensor in first_net().state_dict().items())
+    moved = max(float((phi[name] - tensor).detach().abs().max()) for name, tensor in first_net().state_dict().items())
     assert moved > 0.05
 
 
@@ -720,7 +724,7 @@ method = "frl"
         assert 0 <= found["study"][f"{row}, digits"]["others"] <= 1
     linear = text.replace('{ head = "distance" }', '{ head = "linear" }')
     file.write_text(linear)
-    words = ["reproduce", file, "--results", tmp_path, "--out", tmp_path / "linear"]
+    words: list[str | Path] = ["reproduce", file, "--results", tmp_path, "--out", tmp_path / "linear"]
     assert "frl has no prototypes" in call(*words, code=2).stderr
 
 

@@ -13,9 +13,11 @@ is in the sum, which makes it the cross-entropy of a softmax over −‖g(x) −
 prototype that some do not hold: Γ(c) is the mean over those who hold c, by their samples of c. Local prototypes carry
 gradient, global ones are constants. γ = 5/6 is the paper's released L_local + 0.2 L_aux up to the rate. In a step on
 part of the support the local prototypes are those of that part. A party sends the gradient of line 19 and the
-coordinator takes the step, which is the same and spares it θ⁰. A linear head is drawn anew (Xavier) for each episode as
-for each group, over the classes that the group holds, so that preparation is like what follows. Batch norm uses the
-statistics of the batch, also to answer queries; of its weights the mean is taken like of all others.
+coordinator takes the step, which is the same and spares it θ⁰; by default that is a step of Adam, whose moments last,
+since plain descent (`optimiser = sgd`) needs the paper's thousands of episodes. A linear head is drawn anew (Xavier)
+for each episode as for each group, over the classes that the group holds, so that preparation is like what follows.
+Batch norm uses the statistics of the batch, also to answer queries; of its weights the mean is taken like of all
+others.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from fewer.data import Data, Samples
 from fewer.data.episodes import support_query
 from fewer.errors import QuorumLost, SettingError
 from fewer.learning import score, sgd, weighted_mean
+from fewer.learning.adam import adam
 from fewer.learning.adapt import learnable
 from fewer.learning.prototypes import Prototypes, distance_loss, merged, nearness, places, prototypes
 from fewer.learning.sgd import epochs
@@ -341,8 +344,11 @@ class State(Group):
     """φ"""
     who: list[int] = field(default_factory=list)
     """The parties of the episode."""
-    learns: list[str] = field(default_factory=list)
-    """The weights that have a gradient and last longer than an episode."""
+    first: Weights = field(default_factory=dict)
+    """Adam's first moment, of all weights that learn and last longer than an episode."""
+    second: Weights = field(default_factory=dict)
+    episodes: int = 0
+    """How many there were."""
 
 
 class FRL(Prepared):
@@ -350,14 +356,16 @@ class FRL(Prepared):
 
     name: ClassVar[str] = "frl"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "meta_rate": (0.03, 0.1, 0.3, 1.0),
+        "meta_rate": (0.001, 0.003, 0.01, 0.03),
         "rate": (0.003, 0.01, 0.03, 0.1),
     }
 
     rounds: PositiveInt = 80
     """Rounds of preparation: each episode has R + 1."""
-    meta_rate: PositiveFloat = 0.3
+    meta_rate: PositiveFloat = 0.003
     """Step size of the meta-update (β)."""
+    optimiser: Literal["adam", "sgd"] = "adam"
+    """Of the meta-update; the paper has plain gradient descent, which needs far more episodes."""
     queries: PositiveInt | None = None
     """Queries of a party in a meta-update (|D|); by default all."""
     query_prototypes: Literal["queries", "support"] = "queries"
@@ -368,37 +376,38 @@ class FRL(Prepared):
         if self.rounds % (self.group_rounds + 1):
             each = self.group_rounds + 1
             raise SettingError(f"rounds = {self.rounds} (allowed: multiples of {each}, the rounds of an episode)")
-        learns = [name for name in learnable(task.net()) if not name.startswith(HEAD)]
-        return State(**vars(self.nobody(task)), initial=task.initial(seed), learns=learns)
+        learns = {name: weights for name, weights in learnable(task.net()).items() if not name.startswith(HEAD)}
+        nothing = {name: torch.zeros_like(weights) for name, weights in learns.items()}
+        return State(**vars(self.nobody(task)), initial=task.initial(seed), first=nothing, second=nothing)
 
     def round(self, state: State, parties: Parties) -> State:
         """Lines 2 to 21, one communication round at a time: R of the group's own, then the meta-update."""
         if not state.who:
             state = replace(self.begin(state, state.initial, parties.stream("head")), who=self.choose(parties))
         if state.done == self.group_rounds:
-            return replace(state, initial=self.meta_update(state, parties), who=[])
+            return self.meta_update(state, parties)
         last = state.done == self.group_rounds - 1 and self.query_prototypes == "support"
         return self.play(state, state.who, parties, last)
 
-    def meta_update(self, state: State, parties: Parties) -> Weights:
-        """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), the mean of what each party would make of θ⁰."""
+    def meta_update(self, state: State, parties: Parties) -> State:
+        """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), the mean of what each party would make of θ⁰; or by Adam."""
         answers = parties.ask(
             state.who,
             self.answer_queries,
             model=Coded(state.model, self.codec),
-            returns={
-                "slopes": {name: state.initial[name] for name in state.learns},
-                "size": Number(int, 1, MAX_SIZE),
-            },
+            returns={"slopes": state.first, "size": Number(int, 1, MAX_SIZE)},
             **self.known(state),
         )
-        mean = weighted_mean([answer["slopes"] for answer in answers], [answer["size"] for answer in answers])
-        moved = {name: state.initial[name] - self.meta_rate * slope for name, slope in mean.items()}
-        return {**state.initial, **self.buffers(state), **moved}
+        slopes = weighted_mean([answer["slopes"] for answer in answers], [answer["size"] for answer in answers])
+        number = state.episodes + 1
+        phi, first, second = adam(state.initial, slopes, state.first, state.second, number, self.meta_rate)
+        if self.optimiser == "sgd":
+            phi |= {name: state.initial[name] - self.meta_rate * slope for name, slope in slopes.items()}
+        return replace(state, initial=phi | self.buffers(state), first=first, second=second, episodes=number, who=[])
 
     def buffers(self, state: State) -> Weights:
         """Running statistics of batch norm, which have no gradient, as the episode left them."""
-        return {n: t for n, t in state.model.items() if n not in state.learns and not n.startswith(HEAD)}
+        return {n: t for n, t in state.model.items() if n not in state.first and not n.startswith(HEAD)}
 
     @on_party
     def learn(
