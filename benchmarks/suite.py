@@ -194,8 +194,8 @@ def metagrad(directory: str | None) -> list[Figure]:
 
 def episode(directory: str | None) -> list[Figure]:
     """An episode of FRL (10 parties, 300 samples each, Conv-4, R = 3, 32×32) against the bare passes that it needs."""
-    inline, two, bare = (Process("benchmarks.episode", side, "4", waits=True) for side in ("inline", "pool", "bare"))
-    in_turn(4, [inline], [bare], [two])
+    inline, two, bare = (Process("benchmarks.episode", side, "3", waits=True) for side in ("inline", "pool", "bare"))
+    in_turn(3, [inline], [bare], [two])
     with counted() as tally:
         passes(torch.randn(SAMPLES, 3, 32, 32), torch.arange(SAMPLES) % 2, parties=1)
     work_of_all = 1e-9 * PARTIES * tally.flops
