@@ -425,6 +425,8 @@ def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
     before, after = (sum(source.size(party) for party in range(12)) for source in (data, held))
     assert after + len(held.test) == before
     assert len(held.party(0).test) == len(data.held_out(0.2, 3).party(0).test)
+    assert list(Scratch(head="linear").grids()["rate"]) == pytest.approx([0.01, 0.03, 0.1, 0.3])
+    assert list(FRL().grids()) == ["meta_rate", "rate"] and FRL().grids()["rate"] == (0.001, 0.003, 0.01, 0.03)
     job = job_from(check({"method": "frl-scratch", "set": GROUPS}), Scratch(**GROUPS), data)
     tuned, trials = tune(job, 2)
     assert len(trials) == 2 and tuned.method.groups == 3 and tuned.data is job.data  # type: ignore[attr-defined]

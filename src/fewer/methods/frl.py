@@ -51,6 +51,8 @@ HEAD = "head."
 Known = tuple[Tensor, Tensor]
 """Classes and their global prototypes; of a linear head, the classes of the group."""
 AnyGroup = TypeVar("AnyGroup", bound="Group")
+RATES = 0.001, 0.003, 0.01, 0.03
+"""Step sizes (α) to choose from where classes are told apart by distance; for a linear head, ten times as much."""
 HELD = 0.2
 """Share of its support that a party of one-shot FL holds out to judge its own model."""
 
@@ -79,8 +81,8 @@ class FewRounds(Method):
 
     head: Literal["linear", "distance", "gpal"] = "gpal"
     """How classes are told apart: by a linear layer, by distance to prototypes, or by that with GPAL."""
-    rate: PositiveFloat = 0.03
-    """Step size of local training (α)."""
+    rate: PositiveFloat = 0.003
+    """Step size of local training (α); a linear head needs a larger one."""
     epochs: PositiveInt = 1
     """Passes over the support in a round (E)."""
     batch: PositiveInt | None = 60
@@ -93,6 +95,11 @@ class FewRounds(Method):
     """One-shot FL: average so many models only, those that do best on samples that their parties held out."""
     codec: Codec = "float32"
     """How models and prototypes are written on the wire."""
+
+    def grids(self) -> Mapping[str, Sequence[float]]:
+        """A linear head learns with larger steps."""
+        linear = self.head == "linear"
+        return {n: [10 * rate for rate in RATES] if n == "rate" and linear else g for n, g in self.tunable.items()}
 
     def nobody(self, task: Task) -> Group:
         """A group before it begins."""
@@ -357,7 +364,7 @@ class FRL(Prepared):
     name: ClassVar[str] = "frl"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         "meta_rate": (0.001, 0.003, 0.01, 0.03),
-        "rate": (0.003, 0.01, 0.03, 0.1),
+        "rate": RATES,
     }
 
     rounds: PositiveInt = 80

@@ -23,7 +23,7 @@ from fewer.data.episodes import support_query
 from fewer.learning import sgd, weighted_mean
 from fewer.learning.sgd import epochs
 from fewer.methods.base import MAX_SIZE, ModelState, Party
-from fewer.methods.frl import Prepared
+from fewer.methods.frl import RATES, Prepared
 from fewer.models import Task, Weights, parts_of, weights_of
 from fewer.runtime import Parties, Unable, on_party
 from fewer.wire import Coded, Number
@@ -33,7 +33,7 @@ class Scratch(Prepared):
     """FRL's baseline: no preparation, a group begins from a random model."""
 
     name: ClassVar[str] = "frl-scratch"
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.003, 0.01, 0.03, 0.1)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": RATES}
 
     rounds: PositiveInt = 1
     """Rounds in which nothing happens."""

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fewer.errors import DataError, SettingError
-from fewer.methods.frl import HEAD, Answering, FewRounds, Group
+from fewer.methods.frl import HEAD, RATES, Answering, FewRounds, Group
 from fewer.models import Task, Weights
 from fewer.runtime import Parties, stream
 
@@ -41,7 +41,7 @@ class Deploy(FewRounds):
     """A group makes its own global model from a prepared one, in a few rounds."""
 
     name: ClassVar[str] = "frl-deploy"
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.003, 0.01, 0.03, 0.1)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": RATES}
 
     rounds: PositiveInt = 3
     """Rounds of the group (R)."""
