@@ -29,6 +29,7 @@ from fewer.runs.job import check, job_from
 from fewer.runs.statistics import half_width
 from fewer.runs.use import deploy
 from fewer.runtime import Absent, Answer, Parties, stream
+from tests.examples import Stop, Stopping
 from tests.test_cli import call
 
 torch.set_num_threads(1)
@@ -613,15 +614,6 @@ def test_pool_and_resume_in_an_episode_give_the_same_numbers(method: Prepared, t
     whole = fewer.run(method, data, seed=2)
     others = [fewer.run(method, data, seed=2, runtime="pool")] if method.head == "gpal" else []
 
-    class Stop(Exception): ...
-
-    class Stopping:
-        def begin(self, *_: Any) -> None: ...
-        def answer(self, *_: Any) -> None: ...
-        def round(self, figures: Any) -> None:
-            if figures["round"] == 2:
-                raise Stop
-
     with pytest.raises(Stop):
         fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())
     for other in (*others, fewer.resume(tmp_path / "run")):
@@ -656,7 +648,7 @@ CONSTANTS: dict[str, float] = {"smoothness": 2.0, "sample_variance": 3.0, "party
 
 def test_the_bound_is_that_of_theorem_1() -> None:
     assert settles_at(0.01, 3, 60, 10, **CONSTANTS) == pytest.approx(0.01 * 2 * 32 * (3 / 60 + 5 / 10))
-    assert bound(100, 7.0, 0.01, 3, 60, 10, **CONSTANTS) == pytest.approx(28 / (0.01 * 100) + 0.352)
+    assert bound(100, 7.0, 0.01, 0.352) == pytest.approx(28 / (0.01 * 100) + 0.352)
     assert settles_at(0.01, 4, 60, 10, **CONSTANTS) == pytest.approx(2 * settles_at(0.01, 3, 60, 10, **CONSTANTS))
 
 
@@ -674,7 +666,8 @@ def test_preparation_of_quadratics_stays_below_the_bound(beta: float, rounds: in
         phi -= beta * smooth * float(np.mean(left * phi + (1 - left) * group.mean() - group))
     gap = smooth / 2 * left**2 * (first - centres.mean()) ** 2
     variance = smooth**2 * float(centres.var())
-    most = bound(episodes, gap, beta, rounds, 1, k, smoothness=smooth, sample_variance=0.0, party_variance=variance)
+    error = settles_at(beta, rounds, 1, k, smoothness=smooth, sample_variance=0.0, party_variance=variance)
+    most = bound(episodes, gap, beta, error)
     assert np.mean(squares) <= most and abs(phi - centres.mean()) < abs(first - centres.mean())
 
 

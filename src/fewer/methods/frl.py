@@ -486,19 +486,6 @@ def settles_at(
     return meta_rate * smoothness * 2.0 ** (rounds + 2) * (sample_variance / batch + party_variance / parties)
 
 
-def bound(
-    episodes: int,
-    gap: float,
-    meta_rate: float,
-    rounds: int,
-    batch: int,
-    parties: int,
-    *,
-    smoothness: float,
-    sample_variance: float,
-    party_variance: float,
-) -> float:
-    """Eq 5: what the mean over T episodes of E‖∇F(φ)‖² is at most, with F(φ⁰) − F(φ*) = `gap`."""
-    variances = {"sample_variance": sample_variance, "party_variance": party_variance}
-    rest = settles_at(meta_rate, rounds, batch, parties, smoothness=smoothness, **variances)
-    return 4 * gap / (meta_rate * episodes) + rest
+def bound(episodes: int, gap: float, meta_rate: float, error: float) -> float:
+    """Eq 5: what the mean over T episodes of E‖∇F(φ)‖² is at most, with F(φ⁰) − F(φ*) = `gap` and ε = `error`."""
+    return 4 * gap / (meta_rate * episodes) + error
