@@ -46,5 +46,5 @@ def feature_width(task: Task, net: nn.Module | None = None) -> int:
             shape = encoder(blank.long()).shape
     encoder.train(training)
     if len(shape) != 2:
-        raise SettingError(f"features are needed from an encoder that gives vectors, not the shape {[*shape[1:]]}")
+        raise SettingError(f"this method needs an encoder that gives vectors, not the shape {[*shape[1:]]}")
     return int(shape[1])
