@@ -50,6 +50,8 @@ class Row:
     """What was tried to choose them."""
     groups: int = 0
     """Groups that all runs together were judged on, where that is how a method is judged: the interval is over them."""
+    judged: list[float] = field(default_factory=list)
+    """Accuracies of these groups or, where there are none, of the parties, one seed after the other."""
 
 
 @dataclass(frozen=True)
@@ -181,4 +183,5 @@ def _row(job: Job, results: Sequence[Result], trials: list[Trial]) -> Row:
         hash=job.hash,
         trials=trials,
         groups=len(groups),
+        judged=groups or [own for scores in last for _, own in sorted(scores.get("parties", {}).items())],
     )
