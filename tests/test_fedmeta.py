@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +42,7 @@ from fewer.report.pictures import density_picture
 from fewer.runs.job import check, job_from
 from fewer.runs.result import open_result
 from fewer.runtime import stream
+from tests.examples import Stop, Stopping
 from tests.test_cli import DIGITS, call
 
 torch.set_num_threads(1)
@@ -626,15 +626,6 @@ def test_pool_and_resume_give_the_same_numbers(method: NewParties, tmp_path: Pat
     whole = fewer.run(method, data, seed=2)
     pooled = fewer.run(method, data, seed=2, runtime="pool")
 
-    class Stop(Exception): ...
-
-    class Stopping:
-        def begin(self, *_: Any) -> None: ...
-        def answer(self, *_: Any) -> None: ...
-        def round(self, figures: Any) -> None:
-            if figures["round"] == 2:
-                raise Stop
-
     with pytest.raises(Stop):
         fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())
     resumed = fewer.resume(tmp_path / "run")
@@ -791,9 +782,10 @@ paper = "p"
 seeds = 1
 trials = 1
 target = "FedAvg"
+rivals = ["FedAvg"]
 [settings]
 data = "digits"
-parties = 12
+parties = 20
 rounds = 2
 set = { flops = true }
 [[column]]
@@ -813,10 +805,14 @@ method = "fedmeta"
     found = cells[0].reached
     assert found and found.round and found.mb and found.gflop and found.target == cells[1].reached.target  # type: ignore[union-attr]
     page = recipes.markdown(plan, cells, "c", False)
-    ahead = 100 * (cells[1].ours.accuracies[0] - cells[0].ours.accuracies[0])
-    cost = f"{found.round} | {found.mb:.3g} | {found.gflop:.3g}"
-    assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {cost} | 0.0 |" in page
-    assert re.search(rf"\| MAML \| 50 % .* {ahead:.1f} \|", page)
+    assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {found.round} | {found.mb:.3g} | {found.gflop:.3g} |" in page
+    lines = [(tmp_path / f"runs/50/{row}-seed0/metrics.jsonl").read_text().splitlines() for row in ("fedavg", "maml")]
+    first, second = (json.loads(line[-1])["parties"] for line in lines)
+    ways = [second[party] - first[party] for party in first]
+    assert len(ways) == 2 and list(first) == list(second)
+    half = 12.706 * abs(ways[0] - ways[1]) / 2  # Student's t with one degree of freedom
+    assert "| FedAvg | 50 % | – |" in page
+    assert f"| MAML | 50 % | {50 * sum(ways):.1f} ± {100 * half:.1f} |" in page
     pages = write_report([tmp_path / "runs/50/fedavg-seed0"], tmp_path / "report")
     assert pages[0].exists()
 

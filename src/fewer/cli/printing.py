@@ -111,6 +111,7 @@ def finish(result: Result, where: Path, json_file: Path | None, report: bool) ->
     """The last word on a run."""
     from fewer.cli.progress import duration, megabytes
     from fewer.runs.settings import hash_of
+    from fewer.runs.statistics import half_width
 
     page = write_page([where], where) if report else None
     scores = result.scores
@@ -132,6 +133,12 @@ def finish(result: Result, where: Path, json_file: Path | None, report: bool) ->
             f"New parties, each adapted to its support: mean {fair['mean']:.2%}, "
             f"standard deviation {fair['variance'] ** 0.5:.2%}, worst tenth {fair['worst']:.2%}"
         )
+    if groups := scores.get("groups"):
+        half = half_width(groups)
+        sure = "" if half is None else f", ± {100 * half:.2f} (95 % CI)"
+        print(f"Mean over {len(groups)} groups that began from the prepared model{sure}")
     if "global" in scores:
         print(f"Each party's model on all parties' test samples: {scores['global']:.2%}")
     print(f"Kept in {where}" + (f", see {page}" if page else ""))
+    if groups:
+        print(f"For groups: fewer deploy {where} --data …")

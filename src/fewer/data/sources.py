@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from fewer.data import items
+from fewer.data.apart import OPTIONS, set_apart
 from fewer.data.cache import cached
 from fewer.data.federated import ArrayData, federate
 from fewer.data.formats import FORMATS
@@ -70,7 +71,9 @@ def load(
 
     `name` is one of `NAMES`, or FORMAT:PATH with one of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
     Files are looked for in `directory`, by default $FEWER_DATA. `data_set` holds the options of the format or set
-    (csv: label, client, text; folder: size …). The other settings are those of `federate`.
+    (csv: label, client, text; folder: size …), and for any of them `classes`, the only ones that are kept ("0-9,20"),
+    and `unseen`, those that nobody trains on: all their samples are for testing. The other settings are those of
+    `federate`.
     """
     Division(**{key: settings[key] for key in ("parties", "alpha") if key in settings}).check(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
@@ -83,7 +86,15 @@ def load(
 
 
 def read(name: str, directory: str | Path | None = None, **options: Any) -> Raw:
-    """The named data, not yet divided."""
+    """The named data, not yet divided among parties."""
+    own = {name: value for name, value in options.items() if name not in OPTIONS}
+    raw = _read(name, directory, own)
+    if len(own) == len(options):
+        return raw
+    return set_apart(raw, options.get("classes"), options.get("unseen"), name)
+
+
+def _read(name: str, directory: str | Path | None, options: Mapping[str, Any]) -> Raw:
     kind, colon, where = name.partition(":")
     if colon:
         if kind not in FORMATS:
@@ -156,7 +167,7 @@ def _check_options(reader: Callable[..., Raw], options: Mapping[str, Any], name:
     allowed = [key for key in inspect.signature(reader).parameters if key != "path"]
     for key in options:
         if key not in allowed:
-            raise unknown(f"option of data {name}", key, allowed or ["none"])
+            raise unknown(f"option of data {name}", key, [*allowed, *OPTIONS])
 
 
 # --- sets that the package carries ------------------------------------------------------------------------------

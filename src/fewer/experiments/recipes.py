@@ -77,6 +77,8 @@ class Recipe(BaseModel):
     """What is looked at in the runs besides their accuracy: the name of a study, and its options."""
     target: str | None = None
     """A row whose best accuracy is the target: what every row costs to reach it is told too."""
+    rivals: list[str] = []
+    """Rows that all rows are compared with, one by one of the parties or groups that both were judged on."""
     column: list[RecipeColumn]
     row: list[RecipeRow]
 
@@ -143,6 +145,8 @@ def reproduce(
         own: dict[str, Any] = {key: plan.quick[key] for key in _OWN if key in plan.quick}
         own["study"] = {**plan.study, **own.get("study", {})}
         plan = _checked(name, {**plan.model_dump(), **own})
+    for wrong in [rival for rival in plan.rivals if rival not in {row.name for row in plan.row}]:
+        raise unknown("rival", wrong, [row.name for row in plan.row])
     if plan.study:
         prepared(plan.study)  # what is wrong with it shows before the first run
     cells = []
@@ -240,7 +244,8 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
             "**Quick mode**: smaller data and fewer rounds, to try the recipe; not to be compared with the paper.",
             "",
         ]
-    lines += ["Accuracy in %, mean ± 95 % CI over seeds; the paper's figure behind a stroke.", ""]
+    over = f"{cells[0].ours.groups} groups" if cells[0].ours.groups else "seeds"
+    lines += [f"Accuracy in %, mean ± 95 % CI over {over}; the paper's figure behind a stroke.", ""]
     lines += ["| method | " + " | ".join(columns) + " | MB up | MB down |", "|---|" + "---|" * (len(columns) + 2)]
     for row in dict.fromkeys(cell.row for cell in cells):
         mine = [cell for cell in cells if cell.row == row]
@@ -249,7 +254,7 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
         lines += ["", f"![{_ALTS[plan.figure]} of each row]({image})"]
     if plan.by_round:
         lines += _by_round(plan, cells)
-    lines += _costs(plan, cells)
+    lines += _duels(plan, cells) + _costs(plan, cells)
     tuned = [cell for cell in cells if cell.ours.trials]
     if tuned:
         lines += ["", "Chosen settings of tuned rows: " + "; ".join(_chosen(cell) for cell in tuned) + "."]
@@ -269,25 +274,45 @@ def machine() -> str:
 
 
 def _costs(plan: Recipe, cells: list[Cell]) -> list[str]:
-    """What it costs to reach the target, where the recipe has one, and how far a row is ahead of it in the end."""
+    """What it costs to reach the target, where the recipe has one."""
     told = [(cell, cell.reached) for cell in cells if cell.reached is not None]
     if not told:
         return []
-    lines = [
-        "",
-        f"To reach the best accuracy of *{plan.target}* (mean over seeds, in the rounds evaluated), and how far a row "
-        "is ahead of it in the end (in points; mean ± 95 % CI of the differences seed by seed):",
-        "",
-        "| method | column | target | rounds | MB, up and down | GFLOP of parties | ahead |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    theirs = {cell.column: cell.ours.accuracies for cell in cells if cell.row == plan.target}
+    lines = ["", f"To reach the best accuracy of *{plan.target}* (mean over seeds, in the rounds evaluated):", ""]
+    lines += ["| method | column | target | rounds | MB, up and down | GFLOP of parties |", "|---|---|---|---|---|---|"]
     for cell, reached in told:
         figures = [reached.round, reached.mb and f"{reached.mb:.3g}", reached.gflop and f"{reached.gflop:.3g}"]
         shown = " | ".join("never" if reached.round is None else "–" if f is None else str(f) for f in figures)
-        ahead = _mean([a - b for a, b in zip(cell.ours.accuracies, theirs[cell.column], strict=True)])
-        lines.append(f"| {cell.row} | {cell.column} | {100 * reached.target:.2f} | {shown} | {ahead} |")
+        lines.append(f"| {cell.row} | {cell.column} | {100 * reached.target:.2f} | {shown} |")
     return lines
+
+
+def _duels(plan: Recipe, cells: list[Cell]) -> list[str]:
+    """How far each row is ahead of its rivals, where the recipe has some."""
+    if not plan.rivals:
+        return []
+    units = "groups" if cells[0].ours.groups else "parties"
+    lines = [
+        "",
+        "How far a row is ahead, in points: mean ± 95 % CI of the differences over the "
+        f"{len(cells[0].ours.judged)} {units} that both were judged on, seed by seed:",
+        "",
+        "| method | column | " + " | ".join(f"ahead of {rival}" for rival in plan.rivals) + " |",
+        "|---|---|" + "---|" * len(plan.rivals),
+    ]
+    judged = {(cell.row, cell.column): cell.ours.judged for cell in cells}
+    for (row, column), mine in judged.items():
+        theirs = [judged[rival, column] for rival in plan.rivals]
+        shown = " | ".join(_ahead(mine, other) for other in theirs)
+        lines.append(f"| {row} | {column} | {shown} |")
+    return lines
+
+
+def _ahead(mine: Sequence[float], theirs: Sequence[float]) -> str:
+    """A dash where it is the row itself, or they were not judged on the same."""
+    if mine is theirs or len(mine) != len(theirs):
+        return "–"
+    return _mean([one - other for one, other in zip(mine, theirs, strict=True)])
 
 
 def _figure(cell: Cell) -> str:
