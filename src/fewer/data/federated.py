@@ -75,6 +75,10 @@ class Data(ABC):
     def fingerprint(self) -> str:
         """Changes when any of the data or its division does."""
 
+    def inside(self, number: int) -> Data:
+        """The parties that one of these parties is made of, where it is a federation itself."""
+        raise SettingError(f"data '{self.name}' has no federations of parties")
+
     def to(self, device: torch.device) -> Data:
         """The same data on another device."""
         return self
