@@ -50,13 +50,16 @@ class Teacher:
     weight: float
 
 
-def seated(me: Party, net: str) -> Party:
-    """The same party with another net in the place of the task's; '' is the task's."""
+def with_net(task: Task, net: str) -> Task:
+    """The same task for another net; '' is the task's own."""
     if not net:
-        return me
-    facts = {"shape": me.task.shape, "classes": me.task.classes}
-    task = replace(me.task, make=maker(find_net(net), facts, {}), given=None)
-    return replace(me, task=task, _nets=[], _taken=0)
+        return task
+    return replace(task, make=maker(find_net(net), {"shape": task.shape, "classes": task.classes}, {}), given=None)
+
+
+def seated(me: Party, net: str) -> Party:
+    """The same party with another net in the place of the task's."""
+    return replace(me, task=with_net(me.task, net), _nets=[], _taken=0) if net else me
 
 
 class Federation(Protocol):
@@ -148,7 +151,7 @@ class Group:
 
     def practise(self, model: Weights, purpose: str) -> Weights:
         """Rounds of the star method from this model."""
-        task = replace(self._task(), given=model)
+        task = replace(with_net(self.me.task, self.net), given=model)
         with self._asking(self.star, task) as parties:
             with global_streams(parties.seed, "start"):
                 state = self.star.start(task, parties.seed)
@@ -167,7 +170,7 @@ class Group:
         """Rounds of federated averaging with the teacher's loss."""
         program = Members(self.star, self.work)
         codec = self.work.codec
-        with self._asking(program, self._task()) as parties:
+        with self._asking(program, with_net(self.me.task, self.net)) as parties:
             for parties.round in self._numbers("study"):
                 answers = parties.ask(
                     range(len(parties)),
@@ -191,9 +194,6 @@ class Group:
             )
         counts = [Counts(**answer.fields) for answer in answers]
         return Counts(*(sum(part) for part in zip(*counts, strict=True)))
-
-    def _task(self) -> Task:
-        return seated(self.me, self.net).task
 
     def _numbers(self, purpose: str) -> range:
         """The numbers of the rounds inside: none of them comes twice, so neither does what is drawn in them."""

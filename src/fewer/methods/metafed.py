@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
 from pydantic import (
     BeforeValidator,
     Field,
@@ -44,9 +45,9 @@ from fewer.data.federations import federations
 from fewer.errors import SettingError
 from fewer.learning import Counts
 from fewer.methods.base import Method, Party, PersonalMethod, Scores
-from fewer.methods.federation import BEGIN, Alone, Federation, Group, Teacher, Work, seated
+from fewer.methods.federation import BEGIN, Alone, Federation, Group, Teacher, Work, seated, with_net
 from fewer.methods.registry import find
-from fewer.models import Task, Weights, find_net, is_norm, parts_of
+from fewer.models import Task, Weights, is_norm, parts_of
 from fewer.runtime import Parties, Unable, on_party
 from fewer.wire import Codec, Coded, Number, Refused
 
@@ -113,17 +114,25 @@ class MetaFed(PersonalMethod):
         """Nobody holds anything yet."""
         parts_of(task.net())
         for net in self.nets:
-            find_net(net)
+            made = with_net(task, net).net().eval()
+            try:
+                made(torch.zeros(1, *task.shape, device=task.device))
+            except RuntimeError as error:
+                raise SettingError(f"nets: {net} does not take inputs of shape {task.shape}") from error
         self.star()
         return Trail([])
 
     def round(self, state: Trail, parties: Parties) -> Trail:
         """Once round the ring."""
-        ring = sorted(parties.sample(len(parties) if self.active is None else self.active))
+        ring = self.choose(parties)
         if parties.round == 1:
             parties.ask(ring, self.begin, returns={})
         personal = self.stages == "personalise" or (self.stages == "both" and parties.round == self.rounds)
         return Trail(parties.pass_on(ring, self.personalise if personal else self.accumulate, state.trail, self.sealed))
+
+    def choose(self, parties: Parties) -> list[int]:
+        """All federations, or some, in the order of the ring."""
+        return sorted(parties.sample(len(parties) if self.active is None else self.active))
 
     # --- a federation -----------------------------------------------------------------------------------------
 
@@ -207,7 +216,7 @@ class MetaFed(PersonalMethod):
 
     def mixed(self, me: Party, model: Weights, own: Weights) -> Weights:
         """The model that came, with the federation's own normalisation layers."""
-        norms = is_norm(seated(me, self.net(me)).task.net()) if self.own_norms else set()
+        norms = is_norm(with_net(me.task, self.net(me)).net()) if self.own_norms else set()
         return {name: own[name] if name in norms else tensor for name, tensor in model.items()}
 
     def net(self, me: Party) -> str:

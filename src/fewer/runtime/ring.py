@@ -38,16 +38,17 @@ class Journal:
         kept = unpack(path.read_bytes())
         return Reply(bytes(kept.pop("blob").numpy()), kept["failure"], kept["detail"], kept["seconds"])
 
-    def put(self, round: int, number: int, party: int, reply: Reply) -> None:
-        """Keep a reply."""
+    def put(self, round: int, number: int, taker: int | None, reply: Reply) -> None:
+        """Keep a reply, and who worked for it; whoever only gives changes nothing at home."""
         self.folder.mkdir(parents=True, exist_ok=True)
         blob = torch.frombuffer(bytearray(reply.blob), dtype=torch.uint8) if reply.blob else torch.empty(0).byte()
-        kept = {"party": party, "failure": reply.failure, "detail": reply.detail, "seconds": reply.seconds}
+        kept = {"taker": taker, "failure": reply.failure, "detail": reply.detail, "seconds": reply.seconds}
         write_durably(self._path(round, number), pack({**kept, "blob": blob}))
 
     def finished(self, round: int) -> set[int]:
-        """Parties whose calls of this round are over: what they remember belongs to it."""
-        return {unpack(path.read_bytes())["party"] for path in self.folder.glob(f"{round:08d}-*.safetensors")}
+        """Parties whose work of this round is over: what they remember belongs to it."""
+        takers = (unpack(path.read_bytes())["taker"] for path in self.folder.glob(f"{round:08d}-*.safetensors"))
+        return {taker for taker in takers if taker is not None}
 
     def clear(self) -> None:
         """Forget all: the round is over."""
@@ -134,5 +135,5 @@ class Pass:
         ((_, reply),) = self.parties._carry([(Call(party, handler, round, hop=hop), blob)])
         reply = reply or Reply(b"", "lost", "its worker process died")
         if journal:
-            journal.put(round, number, party, reply)
+            journal.put(round, number, None if handler == GIVE else party, reply)
         return reply
