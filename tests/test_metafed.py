@@ -846,7 +846,7 @@ def test_a_federation_that_diverges_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--set", "enough=2"], "metafed: enough = 2: input should be less than or equal to 1"),
+        (["--set", "poor=2"], "metafed: poor = 2: input should be less than or equal to 1"),
         (["--set", "stages=three"], "metafed: stages = 'three': input should be 'both', 'accumulate' or 'personalise'"),
         (["--set", "nets=cnn,alexnett"], "unknown model 'alexnett', did you mean 'alexnet'?"),
         (["--set", "nets=cnn,lenet5"], "nets: lenet5 does not take inputs of shape (1, 8, 8)"),

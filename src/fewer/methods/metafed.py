@@ -67,9 +67,9 @@ class MetaFed(PersonalMethod):
     """Federations in a ring teach each other, one model a hop; each ends with its own, and there is no server."""
 
     name: ClassVar[str] = "metafed"
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.01, 0.03, 0.1, 0.3), "weight": (0.1, 1.0, 10.0)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.01, 0.03, 0.1, 0.3), "enough": (0.6, 0.8, 1.0)}
 
-    rate: PositiveFloat = 0.01
+    rate: PositiveFloat = 0.1
     """Step size of training."""
     steps: PositiveInt = 20
     """Steps of a federation in a round; of a group of parties, of each member in each round inside."""
@@ -77,8 +77,8 @@ class MetaFed(PersonalMethod):
     """Samples in a step."""
     weight: NonNegativeFloat = 1.0
     """How strongly a teacher's features are followed (λ₀)."""
-    enough: Share = 0.6
-    """Own validation accuracy above which a teacher is distilled; below it is taken over (l_t1)."""
+    enough: NonNegativeFloat = 0.6
+    """Own validation accuracy above which a teacher is distilled, not taken over; 1 is always taken over (l_t1)."""
     poor: Share = 0.5
     """Validation accuracy below which a common model that is no better than the own one is not followed (l_t2)."""
     alone: NonNegativeInt | None = None
