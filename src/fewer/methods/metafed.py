@@ -1,7 +1,7 @@
 """MetaFed: a ring of federations without a server.
 
 Chen, Lu, Qin, Wang, Xie: MetaFed: Federated Learning among Federations with Cyclic Knowledge Distillation for
-Personalized Healthcare, 2022 (arXiv 2206.08516), Algorithms 1 and 2, Eqs 2 to 4. Every federation ends with a model of
+Personalized Healthcare, 2022, Algorithms 1 and 2, Eqs 2 to 4. Every federation ends with a model of
 its own. A message goes round the ring: the model of the one before is the teacher of the next.
 
 Stage I, common knowledge (Algorithm 1): a federation whose own model does well on its validation samples distils the
@@ -12,7 +12,8 @@ and each federation distils it into its own with a λ of its own (Eq 4), or none
 The last of `rounds` is Stage II, the others are Stage I. Departures: Eq 2's square is the mean over features, not the
 sum, so that λ means the same for all nets; a federation takes a fixed number of steps, not epochs; what it keeps is
 the best of all its models on its validation samples (Section 4.1: they "select the best model"), the later one where
-they are equally often right and its loss is smaller; in the ablation without Stage I, where there is no f, the first
+they are equally often right and its loss is smaller; l_t1 is 0.9 where nothing else is set, the paper's 0.6 leaves too
+little common knowledge with so few steps; in the ablation without Stage I, where there is no f, the first
 federation's own model takes its place, and Stage II is repeated for as many rounds.
 
 Beyond the paper, its future work: a federation can be a group of parties with a star method of its own inside
@@ -67,8 +68,10 @@ class MetaFed(PersonalMethod):
     """Federations in a ring teach each other, one model a hop; each ends with its own, and there is no server."""
 
     name: ClassVar[str] = "metafed"
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.01, 0.03, 0.1, 0.3), "enough": (0.6, 0.8, 1.0)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.01, 0.03, 0.1, 0.3), "enough": (0.6, 0.9, 1.0)}
 
+    active: PositiveInt | None = None
+    """How many federations are part of a round, drawn anew each time; by default all."""
     rate: PositiveFloat = 0.1
     """Step size of training."""
     steps: PositiveInt = 20
@@ -77,7 +80,7 @@ class MetaFed(PersonalMethod):
     """Samples in a step."""
     weight: NonNegativeFloat = 1.0
     """How strongly a teacher's features are followed (λ₀)."""
-    enough: NonNegativeFloat = 0.6
+    enough: NonNegativeFloat = 0.9
     """Own validation accuracy above which a teacher is distilled, not taken over; 1 is always taken over (l_t1)."""
     poor: Share = 0.5
     """Validation accuracy below which a common model that is no better than the own one is not followed (l_t2)."""
