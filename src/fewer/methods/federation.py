@@ -76,7 +76,7 @@ class Federation(Protocol):
 
 
 @dataclass
-class Alone:
+class Single:
     """A federation that is one party."""
 
     me: Party
@@ -121,13 +121,13 @@ class Members:
     @on_party
     def study(self, me: Party, model: Weights, teacher: Weights, own: str, net: str, weight: float) -> dict[str, Any]:
         """Distil, and send the model that comes of it."""
-        found = Alone(me, own, self.work).study(model, Teacher(teacher, net, weight))
+        found = Single(me, own, self.work).study(model, Teacher(teacher, net, weight))
         return {"model": Coded(found, self.work.codec), "size": len(me.train)}
 
     @on_party
     def judge(self, me: Party, model: Weights, net: str) -> dict[str, float]:
         """Count right answers of a model."""
-        return Alone(me, "", self.work).judge(model, net)._asdict()
+        return Single(me, "", self.work).judge(model, net)._asdict()
 
     @on_party
     def show(self, me: Party, model: Weights) -> dict[str, Any]:

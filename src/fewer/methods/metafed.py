@@ -46,7 +46,7 @@ from fewer.data.federations import federations
 from fewer.errors import SettingError
 from fewer.learning import Counts
 from fewer.methods.base import Method, Party, PersonalMethod, Scores
-from fewer.methods.federation import BEGIN, Alone, Federation, Group, Teacher, Work, seated, with_net
+from fewer.methods.federation import BEGIN, Federation, Group, Single, Teacher, Work, seated, with_net
 from fewer.methods.registry import find
 from fewer.models import Task, Weights, is_norm, parts_of
 from fewer.runtime import Parties, Unable, on_party
@@ -230,7 +230,7 @@ class MetaFed(PersonalMethod):
         """One party, or a group with a star method inside."""
         work = Work(self.rate, steps or self.steps, self.batch, self.codec)
         if self.federations is None:
-            return Alone(me, self.net(me), work)
+            return Single(me, self.net(me), work)
         return Group(me, self.net(me), work, self.star(steps), self.inside_rounds)
 
     def star(self, steps: int | None = None) -> Method:
