@@ -668,7 +668,7 @@ class Marked(MetaFed):
 def test_the_carrier_holds_ciphertext_only(sealed: bool, tmp_path: Path) -> None:
     """Greps the memory of the process that carries, and its files, for a model that went through."""
     out = tmp_path / "run"
-    method = Marked(file=str(tmp_path / "mark"), sealed=sealed, **SMALL)
+    method = Marked(file=str(tmp_path / "mark"), sealed=sealed, enough=0.0, **SMALL)
     found: list[Any] = []
 
     class Grep(Break):
