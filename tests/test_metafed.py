@@ -319,6 +319,8 @@ def test_ablations_are_what_they_say(tmp_path: Path) -> None:
     assert kinds == second
     sent = {bytes(decode(blob)[1]["model"]["head.weight"].numpy()) for blob in work.messages}
     assert len(sent) == 1  # f is one federation's own model throughout
+    assert list(MetaFed().grids()) == ["rate", "enough"]
+    assert list(MetaFed(transfer="fine-tune").grids()) == list(MetaFed(stages="personalise").grids()) == ["rate"]
     kinds, work = calls(transfer="fine-tune", enough=0.0)
     assert kinds == both and [work.own(p)["taken"] for p in range(COUNT)] == [1, 2, 2, 2]
 

@@ -26,7 +26,7 @@ passed over, and a model that is damaged is refused, so that the one before it g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -107,6 +107,11 @@ class MetaFed(PersonalMethod):
     """Whether models are sealed for the next federation, so that who carries them cannot read them."""
     codec: Codec = "float32"
     """How models are written on the wire."""
+
+    def grids(self) -> Mapping[str, Sequence[float]]:
+        """The threshold counts only where there is a choice between distilling and taking over."""
+        chooses = self.transfer == "distil" and self.stages != "personalise"
+        return {name: grid for name, grid in self.tunable.items() if chooses or name != "enough"}
 
     # --- the ring ---------------------------------------------------------------------------------------------
 
