@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fewer.methods.fedprox import FedProx as FedProx
     from fewer.methods.frl import FRL as FRL
     from fewer.methods.local import Local as Local
+    from fewer.methods.metafed import MetaFed as MetaFed
     from fewer.methods.per_fedavg import PerFedAvg as PerFedAvg
     from fewer.methods.reptile import Reptile as Reptile
     from fewer.runs import Result as Result
@@ -48,6 +49,7 @@ _HOMES = {
     "FedProx": "fewer.methods.fedprox",
     "FRL": "fewer.methods.frl",
     "Local": "fewer.methods.local",
+    "MetaFed": "fewer.methods.metafed",
     "PerFedAvg": "fewer.methods.per_fedavg",
     "Reptile": "fewer.methods.reptile",
     "Result": "fewer.runs",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.federated import hold_out
+from fewer.data.federated import TEST_SHARE, hold_out
 from fewer.data.raw import Inputs, Raw
 from fewer.errors import SettingError
 
@@ -25,7 +25,7 @@ def set_apart(raw: Raw, classes: Any = None, unseen: Any = None, name: str = "")
     """
     x, y, owners = raw.x, raw.y, raw.client
     if raw.test is None:
-        train, test = hold_out(raw, np.arange(len(y)))
+        train, test = hold_out(raw, np.arange(len(y)), TEST_SHARE)
     else:
         train, test = np.arange(len(y)), len(y) + np.arange(len(raw.test[1]))
         x, y = _joined(x, raw.test[0]), np.concatenate([y, raw.test[1]])

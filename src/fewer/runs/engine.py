@@ -243,6 +243,8 @@ def _execute(
 ) -> Result:
     """All rounds from the last checkpoint, or the first state, to the end."""
     method, settings = job.method, job.settings
+    if directory and any(name in MENDABLE for name in changed or {}):
+        directory.journal.clear()  # hops of a round that began under other rules
     kept = directory.go_back() if directory else None
     with ExitStack() as stack:
         stack.enter_context(one_thread())
@@ -263,6 +265,7 @@ def _execute(
         try:
             parties = stack.enter_context(opening(job, folder, len(result.history)))
             parties.ledger.total.update(kept["ledger"] if kept else {})
+            parties.journal = directory.journal if directory else None
             for number in range(len(result.history) + 1, method.rounds + 1):
                 figures = _round(job, parties, number, result, directory, progress)
                 if directory:
