@@ -209,11 +209,16 @@ def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
     data = federate(raw, parties=5, partition=kind, validation=0.25)  # type: ignore[arg-type]
     tested = set(data.test.slice(0, 9999)[0][:, 0].long().tolist())
     assert tested == {start + n for start in range(0, 1000, 250) for n in range(200, 250)}
-    for party in range(len(data)):
-        mine = data.party(party)
-        parts = [part.slice(0, 9999)[0][:, 0].long() for part in (mine.train, mine.validation)]
-        assert not tested & set(torch.cat(parts).tolist())
-        assert parts[0].max() < parts[1].min()  # validated on what comes last
+    held_parties = [data.party(party) for party in range(len(data))]
+    train, valid = (
+        torch.cat([getattr(mine, part).slice(0, 9999)[0][:, 0].long() for mine in held_parties])
+        for part in ("train", "validation")
+    )
+    assert not tested & {*train.tolist(), *valid.tolist()} and len(train) + len(valid) == 800
+    for number in range(4):  # validated on what comes last
+        assert train[train // 250 == number].max() < valid[valid // 250 == number].min()
+    for mine in held_parties:
+        assert 0 < len(mine.validation) < len(mine.train)
     held = data.held_out(0.2, 0)
     assert max(held.party(0).train.rows.tolist()) < min(held.party(0).test.rows.tolist())  # type: ignore[union-attr]
 

@@ -111,6 +111,22 @@ def test_settings_are_those_of_recipe_column_and_row() -> None:
         told(0, text=text.replace("mu = 0.3", "nu = 0.3"))
 
 
+def test_a_recipe_can_mean_over_parties_and_set_more_for_a_row(tmp_path: Path) -> None:
+    text = RECIPE.replace("seeds = 2\ntrials = 4\n", 'seeds = 1\ntrials = 2\nmean = "parties"\n')
+    text = text.replace('[[column]]\nname = "α = 5"\nalpha = 5.0\n', "")
+    text = text.replace("paper = [12.5]\n", "settings = { validation = 0.3 }\n")
+    file = tmp_path / "small.toml"
+    file.write_text(text)
+    plan, (given, tuned) = recipes.reproduce(str(file), tmp_path / "runs")
+    run = tmp_path / "runs/alpha-0.5/fedavg-given-seed0"
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads((run / "settings.json").read_text())["settings"]["validation"] == 0.3
+    assert given.ours.accuracy == pytest.approx(np.mean(list(last["parties"].values()))) != last["accuracy"]
+    assert "Mean accuracy over parties" in recipes.markdown(plan, [given, tuned], "", False)
+    other = tmp_path / "runs/alpha-0.5/fedprox-tuned-seed0/settings.json"
+    assert json.loads(other.read_text())["settings"]["validation"] == 0 and len(tuned.ours.trials) == 2
+
+
 def row(method: str, curves: list[list[float]], first: int = 1) -> Row:
     """A row of handmade runs, which send 3 MB up and 1 MB down in a round."""
     last = [curve[-1] for curve in curves]

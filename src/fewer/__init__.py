@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fewer.methods.fedmeta import FedMeta as FedMeta
     from fewer.methods.fedprox import FedProx as FedProx
     from fewer.methods.local import Local as Local
+    from fewer.methods.metafed import MetaFed as MetaFed
     from fewer.methods.per_fedavg import PerFedAvg as PerFedAvg
     from fewer.methods.reptile import Reptile as Reptile
     from fewer.runs import Result as Result
@@ -45,6 +46,7 @@ _HOMES = {
     "FedMeta": "fewer.methods.fedmeta",
     "FedProx": "fewer.methods.fedprox",
     "Local": "fewer.methods.local",
+    "MetaFed": "fewer.methods.metafed",
     "PerFedAvg": "fewer.methods.per_fedavg",
     "Reptile": "fewer.methods.reptile",
     "Result": "fewer.runs",

@@ -75,6 +75,10 @@ class Data(ABC):
     def fingerprint(self) -> str:
         """Changes when any of the data or its division does."""
 
+    def inside(self, number: int) -> Data:
+        """The parties that one of these parties is made of, where it is a federation itself."""
+        raise SettingError(f"data '{self.name}' has no federations of parties")
+
     def to(self, device: torch.device) -> Data:
         """The same data on another device."""
         return self
@@ -226,8 +230,11 @@ def federate(
     everyone = None if raw.client is None else np.unique(raw.client[rows])
     test_rows = rows[:0]
     if raw.test is None:
-        rows, test_rows = _hold_out(raw, rows)
+        rows, test_rows = _hold_out(raw, rows, TEST_SHARE)
     raw, rows = _some(raw, rows, fraction, draw)
+    apart = rows[:0]
+    if validation and raw.in_time and raw.client is not None and partition != "natural":
+        rows, apart = _hold_out(raw, rows, validation)  # in each client's time, whoever gets it
     labels = labels_of(raw.y, name)
     tested = labels[test_rows] if raw.test is None else labels_of(raw.test[1], f"{name} (test)")
     if partition == "natural":
@@ -241,7 +248,10 @@ def federate(
     if raw.in_time:
         train = _in_order(train)
     held = _empty(len(train.sizes))
-    if validation:
+    if len(apart):
+        held = follow(train, labels, labels[apart], draw)
+        held = _in_order(Parts(apart[held.rows], held.offsets))
+    elif validation:
         train, held = split_off(train, validation, None if raw.in_time else draw)
     source, common, tokens = _samples(raw, labels, tested, train, name, words, length)
     if raw.test is None:
@@ -250,8 +260,8 @@ def federate(
     return ArrayData(name, classes, source, train, held, common, tests, origin, tokens, raw.names, raw.in_time)
 
 
-def _hold_out(raw: Raw, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows to train on and a fifth of each client's to test on: always the same, whatever the seed of the division.
+def _hold_out(raw: Raw, rows: NDArray[np.int64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows to train on and a share of each client's to judge on: always the same, whatever the seed of the division.
 
     What is in time is split in time. Of overlapping windows only those are tested that do not overlap.
     """
@@ -259,7 +269,7 @@ def _hold_out(raw: Raw, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDA
     if raw.client is not None:
         owners = np.unique(raw.client[rows], return_inverse=True)[1].reshape(-1)
     groups = Parts.by_owner(rows, owners, int(owners.max(initial=0)) + 1)
-    left, taken = split_off(groups, TEST_SHARE, None if raw.in_time else np.random.default_rng(0))
+    left, taken = split_off(groups, share, None if raw.in_time else np.random.default_rng(0))
     test_rows = np.sort(taken.rows)
     if _windows(raw):
         test_rows = test_rows[:: raw.x.shape[1]]  # type: ignore[union-attr]

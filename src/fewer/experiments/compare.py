@@ -10,7 +10,7 @@ from typing import Any
 
 from fewer.data import Data
 from fewer.errors import RunError, SettingError
-from fewer.experiments.tune import Trial, tune
+from fewer.experiments.tune import Trial, pooled, tune
 from fewer.methods import Method, find
 from fewer.runs.directory import RunDirectory
 from fewer.runs.engine import Progress, resume, start
@@ -97,10 +97,12 @@ def compare(
 class Series:
     """Runs settings with several seeds, after choosing rates if there are trials; data is read once for all of them."""
 
-    def __init__(self, seeds: int, trials: int, out: Path | None, watch: Watch) -> None:
+    def __init__(
+        self, seeds: int, trials: int, out: Path | None, watch: Watch, measure: Callable[[Result], float] = pooled
+    ) -> None:
         if seeds < 1:
             raise SettingError(f"seeds = {seeds} (allowed: 1 or more)")
-        self.seeds, self.trials, self.out, self.watch = seeds, trials, out, watch
+        self.seeds, self.trials, self.out, self.watch, self.measure = seeds, trials, out, watch, measure
         self._data: dict[str, Data] = {}
         if out:
             out.mkdir(parents=True, exist_ok=True)
@@ -119,13 +121,13 @@ class Series:
         job, done = self.job(settings), list[Trial]()
         if self.trials and tuned:
             notes = self.out and self.out / f"{label}-trials.json"
-            job, done = tune(job, self.trials, notes, self.watch(f"{label} tuning"))
+            job, done = tune(job, self.trials, notes, self.watch(f"{label} tuning"), self.measure)
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):
             again = self.job(job.settings.model_copy(update={"seed": seed}))
             progress = self.watch(f"{label} seed {seed}" if self.seeds > 1 else label)
             results.append(_run(again, self.out and self.out / f"{label}-seed{seed}", progress))
-        return _row(job, results, done)
+        return _row(job, results, [self.measure(result) for result in results], done)
 
 
 def _run(job: Job, where: Path | None, progress: Progress | None) -> Result:
@@ -151,9 +153,8 @@ def own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[s
     return own
 
 
-def _row(job: Job, results: Sequence[Result], trials: list[Trial]) -> Row:
+def _row(job: Job, results: Sequence[Result], accuracies: list[float], trials: list[Trial]) -> Row:
     method = job.method
-    accuracies = [result.accuracy for result in results]
     last = [result.scores for result in results]
     return Row(
         method=method.name,

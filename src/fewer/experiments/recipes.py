@@ -22,12 +22,13 @@ from fewer.errors import SettingError, unknown
 from fewer.experiments.compare import Row, Series, Watch, own_settings
 from fewer.experiments.studies import Runs, Study, prepared
 from fewer.experiments.targets import Reached, best, reach
-from fewer.experiments.tune import TRIALS
+from fewer.experiments.tune import TRIALS, by_party, pooled
 from fewer.methods import find
 from fewer.runs.directory import RunDirectory
 from fewer.runs.job import check, setting_error
 from fewer.runs.statistics import half_width
 
+_MEASURES = {"samples": pooled, "parties": by_party}
 _OWN = ("seeds", "trials", "by_round", "study")
 """What of a recipe itself `--quick` may change."""
 
@@ -75,6 +76,8 @@ class Recipe(BaseModel):
     """What a picture shows the accuracy over, if there is one: rounds, traffic, or the columns of the table."""
     study: dict[str, Any] = {}
     """What is looked at in the runs besides their accuracy: the name of a study, and its options."""
+    mean: Literal["samples", "parties"] = "samples"
+    """What the accuracy is the mean over: all samples judged, or parties, each with its model on its own samples."""
     target: str | None = None
     """A row whose best accuracy is the target: what every row costs to reach it is told too."""
     column: list[RecipeColumn]
@@ -150,7 +153,7 @@ def reproduce(
         title = column.name
         if columns and title not in columns:
             continue
-        series = Series(plan.seeds, plan.trials, out / slug(title), lambda what, title=title: watch(f"{title} {what}"))  # type: ignore[misc]
+        series = Series(plan.seeds, plan.trials, out / slug(title), _titled(watch, title), _MEASURES[plan.mean])
         for row, settings in zip(plan.row, settings_in(column, plan, quick), strict=True):
             ours = series.run(check({**settings, **(changes or {})}), slug(row.name), row.tune)
             paper = row.paper[place] if place < len(row.paper) else None
@@ -158,6 +161,10 @@ def reproduce(
     if plan.target is not None:
         cells = [replace(cell, reached=_reached(plan.target, cell, out)) for cell in cells]
     return plan, cells
+
+
+def _titled(watch: Watch, title: str) -> Watch:
+    return lambda what: watch(f"{title} {what}")
 
 
 def settings_in(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[str, Any]]:
@@ -240,7 +247,8 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
             "**Quick mode**: smaller data and fewer rounds, to try the recipe; not to be compared with the paper.",
             "",
         ]
-    lines += ["Accuracy in %, mean ± 95 % CI over seeds; the paper's figure behind a stroke.", ""]
+    what = "Accuracy" if plan.mean == "samples" else "Mean accuracy over parties, each with its own model,"
+    lines += [f"{what} in %, mean ± 95 % CI over seeds; the paper's figure behind a stroke.", ""]
     lines += ["| method | " + " | ".join(columns) + " | MB up | MB down |", "|---|" + "---|" * (len(columns) + 2)]
     for row in dict.fromkeys(cell.row for cell in cells):
         mine = [cell for cell in cells if cell.row == row]

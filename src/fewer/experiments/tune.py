@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import Progress, start
 from fewer.runs.job import Job
+from fewer.runs.result import Result
 from fewer.runtime.store import write_durably
 
 TRIALS = 8
@@ -29,8 +31,22 @@ class Trial:
     accuracy: float | None
 
 
+def pooled(result: Result) -> float:
+    """Accuracy over all samples that were judged."""
+    return result.accuracy
+
+
+def by_party(result: Result) -> float:
+    """The mean over parties of the accuracy of each one's own model on its own samples."""
+    return statistics.fmean(result.scores["parties"].values())
+
+
 def tune(
-    job: Job, trials: int = TRIALS, notes: Path | None = None, progress: Progress | None = None
+    job: Job,
+    trials: int = TRIALS,
+    notes: Path | None = None,
+    progress: Progress | None = None,
+    measure: Callable[[Result], float] = pooled,
 ) -> tuple[Job, list[Trial]]:
     """The job with the best settings found in exactly `trials` runs, and all that was tried.
 
@@ -48,7 +64,7 @@ def tune(
     def judge(point: Point) -> float:
         if _key(point) not in known:
             try:
-                accuracy: float | None = start(_with(held, point), None, progress).accuracy
+                accuracy: float | None = measure(start(_with(held, point), None, progress))
             except QuorumLost:  # every answer was refused: the weights are no longer finite
                 accuracy = None
             known[_key(point)] = accuracy

@@ -17,7 +17,20 @@ from fewer.data import Data, PartyData, Samples
 from fewer.errors import SettingError
 from fewer.learning import Counts, score
 from fewer.models import Task, Weights, load_weights
-from fewer.runtime import Answers, Parties, Store, Unable, on_coordinator, on_party, stream
+from fewer.runtime import (
+    Answers,
+    Inline,
+    Parties,
+    Rules,
+    Site,
+    Store,
+    Unable,
+    on_coordinator,
+    on_party,
+    seed_of,
+    stream,
+)
+from fewer.runtime.keys import KeyFiles, Keys
 from fewer.runtime.store import folder_of
 from fewer.wire import Number, Schema
 
@@ -124,6 +137,17 @@ class Party(Seat):
         """Whether its samples are in the order of time."""
         return self._data.in_time
 
+    def members(self, program: object, task: Task) -> Parties:
+        """Those that this party is made of, where it is a federation, to be asked by a program of its own.
+
+        They remember what they are told in the folder of the federation, with its rounds; their own rounds, seed and
+        count of bytes have nothing to do with those outside.
+        """
+        seed = seed_of(self.seed, self.id, "members")
+        data = self._data.inside(self.id)
+        place = Place(data, task, seed, self.store.folder / "members", version=self.round)
+        return Inline(len(data), seed, site=Site(program, place, seed, task.device, Rules.limit))
+
     def initial(self) -> Weights:
         """The weights that everyone starts from: known from the seed, so nothing need be sent."""
         return self.task.initial(self.seed)
@@ -138,13 +162,26 @@ class Place:
     seed: int
     folder: Path
     nets: list[_Pristine] = field(default_factory=list)
+    version: int | None = None
+    """The round under which parties keep things, where it is not that of the call."""
+    sealing: Keys | None = None
+    """Keys that are not in the folder: a party's on a machine of its own."""
 
     def __call__(self, party: int, round: int) -> Seat:
         """The seat of one party, or for numbers below zero the coordinator's."""
         seat = (party, round, self.seed, self.task, self.data.test, self.nets)
         if party < 0:
             return Coordinator(*seat)
-        return Party(*seat, store=Store(folder_of(self.folder, party), round), _data=self.data)
+        return Party(*seat, store=self.store(party, round), _data=self.data)
+
+    @property
+    def keys(self) -> Keys:
+        """The parties' keys for what they pass to each other."""
+        return self.sealing or KeyFiles(self.folder)
+
+    def store(self, party: int, round: int) -> Store:
+        """What a party remembers."""
+        return Store(folder_of(self.folder, party), round if self.version is None else self.version)
 
     def keep(self, party: int, error: str) -> None:
         """Add an error to the party's own notes; the coordinator's own go beside them."""
@@ -220,6 +257,10 @@ class Method(BaseModel):
     def report(self, state: Any, parties: Parties, data: Data) -> Scores:
         """Once, after the last round: by default how each party's model does on its own test samples."""
         return {"personal": (own := self.ask_scores(state, parties))["accuracy"], "parties": own["parties"]}
+
+    def gathered(self, data: Data) -> Data:
+        """The data as it lies with those whom this method asks: by default as it is."""
+        return data
 
     # How its settings are chosen.
 

@@ -5,6 +5,7 @@
     metrics.jsonl            one line a round
     ledger.csv               one line a message: round, party, direction, kind, bytes
     checkpoint.safetensors   state after the last whole round, and how long the records were then
+    hops/                    what was passed from party to party in the round under way, if the method does that
     parties/                 what each party remembers (where parties are simulated)
     lock                     held by the process that writes
 
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fewer.errors import RunError
+from fewer.runtime.ring import Journal
 from fewer.runtime.store import forget_after, write_durably
 from fewer.wire import Tree, pack, unpack
 from fewer.wire.ledger import Entry
@@ -33,6 +35,7 @@ FORMAT = 1
 EVENTS = "events.jsonl"
 PARTS = {"settings", "hash", "own", "method", "data", "environment"}
 """What settings.json tells of a run."""
+HOPS = "hops"
 FIGURES = ("metrics.jsonl", "ledger.csv")
 
 
@@ -80,6 +83,11 @@ class RunDirectory:
         """Where the parties' own state lies."""
         return self.path / "parties"
 
+    @property
+    def journal(self) -> Journal:
+        """Where the hops of an unfinished pass lie."""
+        return Journal(self.path / HOPS)
+
     # --- writing --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> RunDirectory:
@@ -119,7 +127,8 @@ class RunDirectory:
         if not self._records["ledger.csv"].tell():
             self._write("ledger.csv", ",".join(Entry._fields) + "\n")
         self._records[EVENTS] = (self.path / EVENTS).open("ab", buffering=0)
-        forget_after(self.parties, kept["round"] if kept else 0)
+        round = kept["round"] if kept else 0
+        forget_after(self.parties, round, self.journal.finished(round + 1))
         return kept
 
     def event(self, what: str, **details: Any) -> None:
@@ -141,6 +150,7 @@ class RunDirectory:
                 os.fsync(self._records[name].fileno())
             lengths = {name: self._records[name].tell() for name in FIGURES}
             write_durably(self.path / "checkpoint.safetensors", pack({**content, "lengths": lengths}))
+            self.journal.clear()
         except OSError as error:
             raise self._full(error) from error
 

@@ -27,6 +27,7 @@ from fewer.runs.job import Job, Model, check, job_from
 from fewer.runs.result import Result
 from fewer.runs.settings import MENDABLE, OUTSIDE, Settings
 from fewer.runtime import Absent, Faults, Inline, Parties, Pool, Rules
+from fewer.runtime.keys import Keys
 from fewer.runtime.site import Site
 from fewer.runtime.streams import global_streams
 from fewer.wire import Ledger
@@ -207,9 +208,9 @@ def _here(settings: Settings) -> Opening:
     return open_parties
 
 
-def site_of(job: Job, folder: Path) -> Site:
-    """Where the handlers of a job run, and parties remember things in a folder."""
-    place = Place(job.data, job.task, job.settings.seed, folder)
+def site_of(job: Job, folder: Path, keys: Keys | None = None) -> Site:
+    """Where the handlers of a job run, and parties remember things in a folder; `keys` if they are not there too."""
+    place = Place(job.data, job.task, job.settings.seed, folder, sealing=keys)
     return Site(job.method, place, job.settings.seed, job.task.device, Rules.limit)
 
 
@@ -240,6 +241,8 @@ def _execute(
 ) -> Result:
     """All rounds from the last checkpoint, or the first state, to the end."""
     method, settings = job.method, job.settings
+    if directory and any(name in MENDABLE for name in changed or {}):
+        directory.journal.clear()  # hops of a round that began under other rules
     kept = directory.go_back() if directory else None
     with ExitStack() as stack:
         stack.enter_context(one_thread())
@@ -260,6 +263,7 @@ def _execute(
         try:
             parties = stack.enter_context(opening(job, folder, len(result.history)))
             parties.ledger.total.update(kept["ledger"] if kept else {})
+            parties.journal = directory.journal if directory else None
             for number in range(len(result.history) + 1, method.rounds + 1):
                 figures = _round(job, parties, number, result, directory, progress)
                 if directory:

@@ -73,6 +73,7 @@ def job_from(
         data = load_data(settings)
     elif data.origin is not None:
         own = tuple(name for name in own if name != "data")
+    data = method.gathered(data)
     if method.active is not None and method.active > len(data):
         raise SettingError(f"active = {method.active}, but there are {len(data)} parties (allowed: 1 … {len(data)})")
     device = make_device(settings.device)

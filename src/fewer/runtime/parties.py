@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fewer.errors import QuorumLost, RunError, SettingError
+from fewer.runtime.ring import Journal, Pass
 from fewer.runtime.site import Call, Reply
 from fewer.runtime.streams import seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
@@ -100,6 +101,10 @@ class Parties(ABC):
     on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
     """Called for each absent answer, with the handler's name."""
     on_progress: Callable[[int, int], None] = lambda done, asked: None
+    journal: Journal | None = None
+    """Where the hops of a pass are kept until its round is over."""
+    _passed: tuple[int, int] = field(default=(0, 0), repr=False)
+    """A round, and how many calls its passes have made so far."""
 
     # --- choosing -------------------------------------------------------------------------------------------
 
@@ -161,12 +166,37 @@ class Parties(ABC):
             if sizes.get(party):
                 self.ledger.add(self.round, party, "up", kind, sizes[party])
         missing = [absent[party] for party in who if party in absent]
-        for one in missing:
-            self.on_absent(one, handler.__name__)
-        needed = max(1, math.ceil(self.rules.quorum * len(who) - 1e-9))
-        if len(good) < needed and not self.evaluating:
-            raise QuorumLost(_quorum_text(self.round, len(good), len(who), needed, self.rules.quorum, missing))
+        self._tell(missing, handler.__name__, len(good), len(who))
         return Answers((good[party] for party in who if party in good), missing)
+
+    def pass_on(
+        self, order: Sequence[int], handler: Callable[..., Any], trail: Sequence[int] = (), sealed: bool = True
+    ) -> list[int]:
+        """Bring a message from party to party: each gets what the one before made, and makes the next of it.
+
+        `trail` says who holds a message to begin with, the last one last; without any the first party's handler gets
+        no fields. Comes back with who holds one now. Each message is sealed for the one who gets it, unless that is
+        not wanted. A party that does not take is passed over; QuorumLost where too few took.
+        """
+        begun = self._passed[1] if self._passed[0] == self.round else 0
+        way = Pass(self, handler.__name__, sealed, list(trail), begun)
+        way.along(order)
+        self._passed = self.round, way.calls
+        try:
+            self._tell([Absent(*one) for one in way.absent], handler.__name__, way.taken, len(order))
+        except QuorumLost:
+            if self.journal:
+                self.journal.clear()  # the next attempt is to find out anew who is there
+            raise
+        return way.trail
+
+    def _tell(self, absent: Sequence[Absent], handler: str, good: int, asked: int) -> None:
+        """Say who is absent; QuorumLost where too few are left."""
+        for one in absent:
+            self.on_absent(one, handler)
+        needed = max(1, math.ceil(self.rules.quorum * asked - 1e-9))
+        if good < needed and not self.evaluating:
+            raise QuorumLost(_quorum_text(self.round, good, asked, needed, self.rules.quorum, absent))
 
     def spread(
         self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field
@@ -239,6 +269,12 @@ class Parties(ABC):
                 return fault
         return None
 
+    def _on_its_way(self, party: int, handler: str, blob: bytes) -> bytes:
+        """What becomes of a party's message before it is there."""
+        if self._fate(party, handler) != "corrupt":
+            return blob
+        return _damage(blob, np.random.default_rng(seed_of(self.seed, self.round, party, "damage")))
+
     def _receive(
         self, call: Call, reply: Reply | None, fate: str | None, returns: Schema
     ) -> tuple[Answer | Absent, int]:
@@ -248,9 +284,7 @@ class Parties(ABC):
             return Absent(party, "lost", "its worker process died"), 0
         if reply.failure:
             return Absent(party, reply.failure, reply.detail), 0
-        blob = reply.blob
-        if fate == "corrupt":
-            blob = _damage(blob, np.random.default_rng(seed_of(self.seed, self.round, party, "damage")))
+        blob = self._on_its_way(party, call.handler, reply.blob)
         if fate == "slow" or (deadline is not None and reply.seconds > deadline):
             return Absent(party, "late", f"after {reply.seconds:.1f} s" if fate is None else ""), len(blob)
         try:

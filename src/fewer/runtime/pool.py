@@ -172,7 +172,7 @@ def _work(site: Site, pipe: Connection, foreign: Sequence[Connection], coordinat
             header = json.loads(pipe.recv_bytes())
             if header.pop("fresh"):
                 message = pipe.recv_bytes()
-            reply = asdict(site.answer(Call(**header), message))
+            reply = asdict(site.answer(Call.of(header), message))
             blob = reply.pop("blob")
             pipe.send_bytes(json.dumps(reply).encode())
             pipe.send_bytes(blob)

@@ -13,8 +13,11 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
+from fewer.runtime.keys import Keys
+from fewer.runtime.store import Store
 from fewer.runtime.streams import seed_globals
 from fewer.wire import Refused, decode, encode
+from fewer.wire.sealing import Head, look, seal, unseal
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -41,7 +44,26 @@ def on_coordinator(handler: Callable[Concatenate[S, M, P], R]) -> Callable[Conca
     return handler
 
 
+SEEN, LETTER = "ring_seen", "ring_letter"
+"""Under these names a party's store has the number of the last sealed message that it opened, and what it passes on."""
+
 Failure = Literal["refused", "failed", "unable", "late", "lost"]
+
+GIVE = "pass on"
+"""Asks a party for the message it has made for whoever comes next: the one call that names no handler."""
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A call that is part of a message's way from party to party."""
+
+    other: int
+    """Whom to give to, or whom it came from; -1 where it came from nobody."""
+    kind: str
+    """The handler that the message is for."""
+    number: int
+    """Of the message, rising within a round."""
+    sealed: bool
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,14 @@ class Call:
     round: int
     item: Mapping[str, int] = field(default_factory=dict)
     """Which piece of the coordinator's own work."""
+    hop: Hop | None = None
+    """Set where a message is passed from party to party."""
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Call:
+        """A call from what `asdict` made of it."""
+        hop = told.get("hop")
+        return cls(**{**told, "hop": hop and Hop(**hop)})
 
 
 @dataclass(frozen=True)
@@ -68,6 +98,13 @@ class Reply:
 
 class Place(Protocol):
     """Makes the object that a handler gets as `me` (a party) or `here` (the coordinator, party below 0)."""
+
+    @property
+    def keys(self) -> Keys:
+        """Keys for sealed messages."""
+
+    def store(self, party: int, round: int) -> Store:
+        """What a party remembers."""
 
     def __call__(self, party: int, round: int) -> Any:
         """The party's data, store and streams for this round."""
@@ -96,12 +133,17 @@ class Site:
             return Reply(blob, **what, seconds=time.perf_counter() - begun)
 
         try:
+            if call.handler == GIVE:
+                return reply(self._give(call))
             handler = self._handler(call)
-            fields = self._fields(blob)
+            fields = self._fields(self._open(call, blob) if call.hop and call.hop.other >= 0 else blob)
             fields |= call.item
             _check_names(handler, fields)
             seed_globals(self.seed, call.round, call.party, call.handler)
             answer = handler(self.place(call.party, call.round), **fields)
+            if call.hop:
+                self._put_out(call, answer)
+                return reply()
             return reply(encode(call.handler, answer))
         except Refused as refused:
             return reply(failure="refused", detail=refused.reason)
@@ -119,6 +161,46 @@ class Site:
         if getattr(handler, "__fewer__", None) != wanted:
             raise Refused(f"'{call.handler}' is not something that can be asked of a {wanted}")
         return cast(Callable[..., Mapping[str, Any]], handler)
+
+    # --- passing on -----------------------------------------------------------------------------------------
+
+    def _open(self, call: Call, blob: bytes) -> bytes:
+        """The message that another party made for this one; Refused where it is another, or came before."""
+        assert call.hop
+        if not call.hop.sealed:
+            return blob
+        sealed = look(blob)
+        head = sealed.head
+        if head != Head(call.hop.other, call.party, call.handler, call.round, call.hop.number):
+            raise Refused(f"a sealed message of another kind: {head}")
+        store = self.place.store(call.party, call.round)
+        seen = store.get(SEEN)
+        if seen is not None and (head.round, head.number) <= tuple(seen):
+            raise Refused(f"a sealed message that was there already (round {head.round}, number {head.number})")
+        message = unseal(sealed, self.place.keys.private(call.party), self.place.keys.public(call.party, head.sender))
+        store.put(SEEN, (head.round, head.number))
+        return message
+
+    def _put_out(self, call: Call, answer: Mapping[str, Any]) -> None:
+        """Keep an answer where whoever comes next can be given it."""
+        try:
+            blob = encode(call.handler, answer)
+        except Refused as refused:  # its own answer: nothing is wrong with the message that it got
+            raise ValueError(refused.reason) from refused
+        letter = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        self.place.store(call.party, call.round).put(LETTER, letter)
+
+    def _give(self, call: Call) -> bytes:
+        """The answer that this party made last, for another one; sealed, if so asked."""
+        assert call.hop
+        letter = self.place.store(call.party, call.round).get(LETTER)
+        if letter is None:
+            raise Unable("nothing to pass on")
+        if not call.hop.sealed:
+            return bytes(letter.numpy())
+        keys, to = self.place.keys, call.hop.other
+        head = Head(call.party, to, call.hop.kind, call.round, call.hop.number)
+        return seal(bytes(letter.numpy()), head, keys.private(call.party), keys.public(call.party, to))
 
     def _fields(self, blob: bytes) -> dict[str, Any]:
         """What the message says, a copy for each call; a message that many get is decoded once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +68,10 @@ def folder_of(root: Path, party: int) -> Path:
     return root / f"{party // 1000:03d}" / f"{party:06d}"
 
 
-def forget_after(root: Path, round: int) -> None:
-    """Remove what parties put after this round: the run goes on from there."""
-    for path in root.glob("*/*/*.safetensors"):
-        if int(path.name.split(".")[-2]) > round:
+def forget_after(root: Path, round: int, spared: Collection[int] = ()) -> None:
+    """Remove what parties put after this round: the run goes on from there. Those spared keep what they put."""
+    kept = {folder_of(root, party) for party in spared}
+    for path in root.glob("*/*/**/*.safetensors"):
+        own = root.joinpath(*path.relative_to(root).parts[:2])
+        if int(path.name.split(".")[-2]) > round and own not in kept:
             path.unlink()

@@ -1,0 +1,293 @@
+"""MetaFed: a ring of federations without a server.
+
+Chen, Lu, Qin, Wang, Xie: MetaFed: Federated Learning among Federations with Cyclic Knowledge Distillation for
+Personalized Healthcare, 2022, Algorithms 1 and 2, Eqs 2 to 4. Every federation ends with a model of
+its own. A message goes round the ring: the model of the one before is the teacher of the next.
+
+Stage I, common knowledge (Algorithm 1): a federation whose own model does well on its validation samples distils the
+teacher into it (Eq 3 with λ₀), one whose model does not takes the teacher's weights over, but for its normalisation
+layers, and trains them. Stage II, personalisation (Algorithm 2): the last model f goes round once more, unchanged,
+and each federation distils it into its own with a λ of its own (Eq 4), or none if f is worth nothing there.
+
+The last of `rounds` is Stage II, the others are Stage I. Departures: Eq 2's square is the mean over features, not the
+sum, so that λ means the same for all nets; a federation takes a fixed number of steps, not epochs; what it keeps is
+the best of all its models on its validation samples (Section 4.1: they "select the best model"), the later one where
+they are equally often right and its loss is smaller; l_t1 is 0.9 where nothing else is set, the paper's 0.6 leaves too
+little common knowledge with so few steps; in the ablation without Stage I, where there is no f, the first
+federation's own model takes its place, and Stage II is repeated for as many rounds.
+
+Beyond the paper, its future work: a federation can be a group of parties with a star method of its own inside
+(`federations`, `inside`); federations can have different nets (`nets`), whose features are compared through a learned
+linear map, and which are never taken over; messages are sealed for the next federation, one that does not answer is
+passed over, and a model that is damaged is refused, so that the one before it goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+from torch import nn
+
+from fewer.data import Data
+from fewer.data.federations import federations
+from fewer.errors import SettingError
+from fewer.learning import Counts
+from fewer.methods.base import Method, Party, PersonalMethod, Scores
+from fewer.methods.federation import BEGIN, Federation, Group, Single, Teacher, Work, seated, with_net
+from fewer.methods.registry import find
+from fewer.models import Task, Weights, is_norm, parts_of
+from fewer.runtime import Parties, Unable, on_party
+from fewer.wire import Codec, Coded, Number, Refused
+
+Share = Annotated[float, Field(ge=0, le=1)]
+OWN = "own"
+"""Under this name a federation's store has its model, the best one, and how they came about."""
+
+
+@dataclass(frozen=True)
+class Trail:
+    """All that the carrier knows: who holds a model that can be passed on, the last one last."""
+
+    trail: list[int]
+
+
+class MetaFed(PersonalMethod):
+    """Federations in a ring teach each other, one model a hop; each ends with its own, and there is no server."""
+
+    name: ClassVar[str] = "metafed"
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.01, 0.03, 0.1, 0.3), "enough": (0.6, 0.9, 1.0)}
+
+    active: PositiveInt | None = None
+    """How many federations are part of a round, drawn anew each time; by default all."""
+    rate: PositiveFloat = 0.1
+    """Step size of training."""
+    steps: PositiveInt = 20
+    """Steps of a federation in a round; of a group of parties, of each member in each round inside."""
+    batch: PositiveInt = 32
+    """Samples in a step."""
+    weight: NonNegativeFloat = 1.0
+    """How strongly a teacher's features are followed (λ₀)."""
+    enough: NonNegativeFloat = 0.9
+    """Own validation accuracy above which a teacher is distilled, not taken over; 1 is always taken over (l_t1)."""
+    poor: Share = 0.5
+    """Validation accuracy below which a common model that is no better than the own one is not followed (l_t2)."""
+    alone: NonNegativeInt | None = None
+    """Steps of a federation by itself before the first round; by default as many as in a round."""
+    stages: Literal["both", "accumulate", "personalise"] = "both"
+    """Stage I and II, or one of them in all rounds."""
+    transfer: Literal["distil", "fine-tune"] = "distil"
+    """Whether to learn from a teacher by distillation or, always, by taking it over."""
+    own_norms: bool = True
+    """Whether a federation keeps its normalisation layers when it takes a model over."""
+    nets: Annotated[tuple[str, ...], BeforeValidator(lambda x: x.split(",") if isinstance(x, str) else x)] = ()
+    """Nets of the federations along the ring, over and over (cnn,lenet5); by default the model for all."""
+    federations: PositiveInt | None = None
+    """In how many federations the parties stand; by default each is one by itself."""
+    inside: str = "fedavg"
+    """The star method inside a federation of parties."""
+    inside_rounds: PositiveInt = 1
+    """Rounds inside for each time a federation trains."""
+    inside_set: dict[str, Any] = Field({})
+    """Settings of the star method, besides those it shares with this one."""
+    sealed: bool = True
+    """Whether models are sealed for the next federation, so that who carries them cannot read them."""
+    codec: Codec = "float32"
+    """How models are written on the wire."""
+
+    # --- the ring ---------------------------------------------------------------------------------------------
+
+    def gathered(self, data: Data) -> Data:
+        """Parties in federations, if so set."""
+        return data if self.federations is None else federations(data, self.federations)
+
+    def start(self, task: Task, seed: int) -> Trail:
+        """Nobody holds anything yet."""
+        parts_of(task.net())
+        for net in self.nets:
+            made = with_net(task, net).net().eval()
+            try:
+                made(torch.zeros(1, *task.shape, device=task.device))
+            except RuntimeError as error:
+                raise SettingError(f"nets: {net} does not take inputs of shape {task.shape}") from error
+        self.star()
+        return Trail([])
+
+    def round(self, state: Trail, parties: Parties) -> Trail:
+        """Once round the ring."""
+        ring = self.choose(parties)
+        if parties.round == 1:
+            parties.ask(ring, self.begin, returns={})
+        personal = self.stages == "personalise" or (self.stages == "both" and parties.round == self.rounds)
+        return Trail(parties.pass_on(ring, self.personalise if personal else self.accumulate, state.trail, self.sealed))
+
+    def choose(self, parties: Parties) -> list[int]:
+        """All federations, or some, in the order of the ring."""
+        return sorted(parties.sample(len(parties) if self.active is None else self.active))
+
+    # --- a federation -----------------------------------------------------------------------------------------
+
+    @on_party
+    def begin(self, me: Party) -> dict[str, Any]:
+        """Algorithm 1, line 2: a model of its own. One that is not there now does so when it first takes a model."""
+        if me.store.get(OWN) is None:
+            self.own(me)
+        return {}
+
+    @on_party
+    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        """Algorithm 1, lines 4 to 10: distil the model that came, or take it over; pass on what comes of it."""
+        own = self.own(me)
+        if model is None:  # the first of the ring: there is nothing to learn from yet
+            return self.letter(me, own["model"])
+        here = self.federation(me)
+        self.fits(me, model, net)
+        able = accuracy(here.judge(own["model"], self.net(me))) > self.enough
+        if net != self.net(me) or (able and self.transfer == "distil"):
+            found = here.study(own["model"], Teacher(model, net, self.weight))
+            self.keep(me, here, own, found, weight=self.weight)
+        else:
+            found = here.practise(self.mixed(me, model, own["model"]), "taken")
+            self.keep(me, here, own, found, taken=own["taken"] + 1)
+        return self.letter(me, found)
+
+    @on_party
+    def personalise(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        """Algorithm 2: learn from the common model as much as it is worth here; pass it on as it came."""
+        own = self.own(me)
+        here = self.federation(me)
+        if model is None:
+            model, net = own["model"], self.net(me)
+        self.fits(me, model, net)
+        common, mine = accuracy(here.judge(model, net)), accuracy(here.judge(own["model"], self.net(me)))
+        weight = adapted(self.weight, common, mine, self.poor)
+        if net != self.net(me) or self.transfer == "distil":
+            found = here.study(own["model"], Teacher(model, net, weight))
+        else:
+            found = here.practise(self.mixed(me, model, own["model"]), "taken")
+        self.keep(me, here, own, found, weight=weight)
+        return {"model": Coded(model, self.codec), "net": net}
+
+    # --- its pieces -------------------------------------------------------------------------------------------
+
+    def own(self, me: Party) -> dict[str, Any]:
+        """What the federation has; if that is nothing yet, a model trained on its own samples."""
+        kept: dict[str, Any] | None = me.store.get(OWN)
+        if kept is not None:
+            return kept
+        steps = self.steps if self.alone is None else self.alone
+        here = self.federation(me, steps)
+        model = seated(me, self.net(me)).initial()
+        if steps:
+            model = here.practise(model, BEGIN)
+        nothing = {"correct": -1, "loss": 0.0, "weight": 0.0, "taken": 0, "bytes": {}}
+        return self.keep(me, here, nothing, model)
+
+    def keep(self, me: Party, here: Federation, own: Mapping[str, Any], model: Weights, **facts: Any) -> dict[str, Any]:
+        """Remember a new model, and of all models the best on validation samples."""
+        if not all(bool(tensor.isfinite().all()) for tensor in model.values()):
+            raise Unable(f"its training diverged (rate {self.rate:g})")
+        count = here.judge(model, self.net(me))
+        better = (count.correct, -count.loss) >= (own["correct"], -own["loss"])
+        best = {"best": model, "correct": count.correct, "loss": count.loss} if better else {}
+        inside = Counter(own["bytes"]) + (here.bytes if isinstance(here, Group) else Counter())
+        kept = {**own, **facts, "model": model, **best, "bytes": dict(inside)}
+        me.store.put(OWN, kept)
+        return kept
+
+    def letter(self, me: Party, model: Weights) -> dict[str, Any]:
+        """What goes to the next federation."""
+        return {"model": Coded(model, self.codec), "net": self.net(me)}
+
+    def fits(self, me: Party, model: Weights, net: str) -> None:
+        """Refused where this is no model of a net of the ring."""
+        if net not in (self.nets or ("",)):
+            raise Refused(f"a model of a net that is not of this ring: '{net[:50]}'")
+        seated(me, net).net(model)
+
+    def mixed(self, me: Party, model: Weights, own: Weights) -> Weights:
+        """The model that came, with the federation's own normalisation layers."""
+        norms = is_norm(with_net(me.task, self.net(me)).net()) if self.own_norms else set()
+        return {name: own[name] if name in norms else tensor for name, tensor in model.items()}
+
+    def net(self, me: Party) -> str:
+        """The net of this federation; '' is the task's."""
+        return self.nets[me.id % len(self.nets)] if self.nets else ""
+
+    def federation(self, me: Party, steps: int | None = None) -> Federation:
+        """One party, or a group with a star method inside."""
+        work = Work(self.rate, steps or self.steps, self.batch, self.codec)
+        if self.federations is None:
+            return Single(me, self.net(me), work)
+        return Group(me, self.net(me), work, self.star(steps), self.inside_rounds)
+
+    def star(self, steps: int | None = None) -> Method:
+        """The star method inside, with the settings that it shares with this one."""
+        kind = find(self.inside)
+        if issubclass(kind, MetaFed):
+            raise SettingError("inside = metafed: a ring has no room for another (allowed: a star method)")
+        same = {"rate": self.rate, "steps": steps or self.steps, "batch": self.batch, "codec": self.codec}
+        shared = {name: value for name, value in same.items() if name in kind.model_fields}
+        try:
+            return kind(**{**shared, "rounds": self.inside_rounds, **self.inside_set})
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = ".".join(map(str, first["loc"]))
+            raise SettingError(f"inside_set: {kind.name}: {what}: {first['msg'].lower()}") from error
+
+    # --- what comes of it -------------------------------------------------------------------------------------
+
+    def shared(self, state: Trail) -> Weights:
+        """Nothing: models are where they were made."""
+        return {}
+
+    def personal(self, me: Party, model: Weights) -> nn.Module:
+        """The federation's best model; before its first round, the initial one."""
+        seat = seated(me, self.net(me))
+        kept = me.store.get(OWN)
+        return seat.net(kept["best"] if kept else seat.initial())
+
+    def report(self, state: Trail, parties: Parties, data: Data) -> Scores:
+        """Once: also what λ each federation came to, how often it took a model over, and the bytes inside it."""
+        told = parties.ask(parties.panel(), self.tell, returns=TOLD)
+        ring = {str(answer.party): dict(answer.fields) for answer in told}
+        return super().report(state, parties, data) | {"ring": ring}
+
+    @on_party
+    def tell(self, me: Party) -> dict[str, Any]:
+        """How this federation fared."""
+        own = me.store.get(OWN) or {"weight": 0.0, "taken": 0, "bytes": {}}
+        inside = own["bytes"]
+        return {
+            "weight": float(own["weight"]),
+            "taken": own["taken"],
+            "up": inside.get("up", 0),
+            "down": inside.get("down", 0),
+        }
+
+
+TOLD = {"weight": Number(float, 0), "taken": Number(int, 0), "up": Number(int, 0), "down": Number(int, 0)}
+
+
+def accuracy(counts: Counts) -> float:
+    """Share of right answers."""
+    return counts.correct / counts.total
+
+
+def adapted(weight: float, common: float, own: float, poor: float) -> float:
+    """λ of a federation (Algorithm 2, lines 4 to 8, and Eq 4), from the validation accuracies of f and of its own."""
+    if common <= own and common < poor:
+        return 0.0
+    return float(weight * 10 ** (min(1.0, 5 * (common - own)) - 1))

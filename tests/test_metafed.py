@@ -1,0 +1,861 @@
+"""MetaFed against arithmetic done by hand, and the ring that carries it: faults, seals, groups, other nets."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import fewer
+from fewer import FedAvg, MetaFed
+from fewer.data import ArrayData, Data
+from fewer.data.federated import from_arrays
+from fewer.data.federations import federations
+from fewer.errors import QuorumLost, SettingError
+from fewer.learning.distil import distil, feature_loss, fitted
+from fewer.methods import Party, find
+from fewer.methods.base import Place
+from fewer.methods.metafed import OWN, adapted
+from fewer.models import Split, Task, Weights, is_norm, load_weights, weights_of
+from fewer.runtime import Absent, Inline, Site, on_party, seed_of, stream
+from fewer.runtime.site import GIVE, Call, Hop, Reply
+from fewer.wire import Refused, decode, pack, unpack
+from fewer.wire.sealing import Head, fingerprint, look, new_key, public_of, seal, unseal
+from tests.test_baselines import left
+from tests.test_cli import DIGITS, call
+from tests.test_methods import Array, close
+
+FEATURES, HIDDEN, CLASSES, SEED, COUNT = 3, 2, 2, 4, 4
+DRAW = np.random.default_rng(1)
+CLIENT = np.repeat(np.arange(COUNT), 20)
+X = DRAW.normal(0, 1, (len(CLIENT), FEATURES)).astype(np.float32)
+Y = (X[:, 0] + 0.5 * X[:, 1] * (CLIENT % 2) > 0).astype(np.int64)
+A = DRAW.normal(0, 0.7, (HIDDEN, FEATURES)).astype(np.float32)
+C = DRAW.normal(0, 0.7, (CLASSES, HIDDEN)).astype(np.float32)
+
+Model = tuple[Array, Array]
+"""Encoder and head of the linear net."""
+
+
+def ring_data(parties: int = COUNT) -> ArrayData:
+    return from_arrays(X, Y, client=CLIENT if parties == COUNT else np.arange(len(Y)) % parties, validation=0.3)
+
+
+DATA = ring_data()
+
+
+def linear() -> Split:
+    net = Split(nn.Linear(FEATURES, HIDDEN, bias=False), HIDDEN, CLASSES)
+    net.head = nn.Linear(HIDDEN, CLASSES, bias=False)
+    load_weights(net, {"encoder.weight": torch.from_numpy(A), "head.weight": torch.from_numpy(C)})
+    return net
+
+
+def normed() -> Split:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh())
+    return Split(encoder, HIDDEN, CLASSES)
+
+
+@dataclass
+class Carrier(Inline):
+    """Notes every call, and gives federations the fates that a test wants."""
+
+    down: list[tuple[Call, bytes]] = field(default_factory=list)
+    fates: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    missed: list[Absent] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.on_absent = lambda one, handler: self.missed.append(one)
+
+    def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+        self.down += calls
+        return super()._carry(calls)
+
+    def _fate(self, party: int, handler: str) -> str | None:
+        return None if handler == "begin" else self.fates.get((self.round, party))
+
+
+@dataclass
+class Work:
+    """A ring at work without the engine."""
+
+    method: MetaFed
+    parties: Carrier
+    place: Place
+    state: Any
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            self.parties.round += 1
+            self.state = self.method.round(self.state, self.parties)
+
+    def party(self, number: int) -> Party:
+        seat = self.place(number, self.parties.round)
+        assert isinstance(seat, Party)
+        return seat
+
+    def personal(self, number: int) -> Weights:
+        return weights_of(self.method.personal(self.party(number), {}))
+
+    def own(self, party: int) -> dict[str, Any]:
+        kept: dict[str, Any] = self.party(party).store.get(OWN)
+        return kept
+
+    @property
+    def hops(self) -> list[tuple[int, int]]:
+        """From whom to whom messages went; -1 is nobody."""
+        return [(c.hop.other, c.party) for c, _ in self.parties.down if c.hop and c.handler != GIVE]
+
+    @property
+    def messages(self) -> list[bytes]:
+        """What was brought from one to another."""
+        return [blob for c, blob in self.parties.down if c.hop and c.handler != GIVE and c.hop.other >= 0]
+
+    @property
+    def missed(self) -> list[tuple[int, str]]:
+        return [(one.party, one.why) for one in self.parties.missed]
+
+
+def bench(
+    method: MetaFed, net: nn.Module, folder: Path, data: Data = DATA, fates: Mapping[tuple[int, int], str] | None = None
+) -> Work:
+    data = method.gathered(data)
+    task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), given=weights_of(net))
+    place = Place(data, task, SEED, folder)
+    site = Site(method, place, SEED, torch.device("cpu"), 1 << 20)
+    return Work(method, Carrier(len(data), SEED, site=site, fates=fates or {}), place, method.start(task, SEED))
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------
+
+
+def rows(party: int, part: str) -> tuple[Array, Any]:
+    samples = getattr(DATA.party(party), part)
+    x, y = samples.slice(0, len(samples))
+    return x.double().numpy(), y.numpy()
+
+
+def steps(method: MetaFed, party: int, round: int, purpose: str) -> list[tuple[Array, Any]]:
+    x, y = rows(party, "train")
+    drawn = torch.randint(len(y), (method.steps, method.batch), generator=stream(SEED, round, party, purpose))
+    return [(x[row], y[row]) for row in drawn.numpy()]
+
+
+def descent(
+    model: Model, batches: Sequence[tuple[Array, Any]], rate: float, teacher: Model | None, lam: float
+) -> Model:
+    """Scores = C A x; the derivative of cross-entropy by them is (softmax − one-hot) / n; that of the mean square of
+    A x − A_t x over features and samples is 2 (A x − A_t x) / (n · features)."""
+    a, c = model
+    for x, y in batches:
+        features = x @ a.T
+        scores = features @ c.T
+        likely = np.exp(scores - scores.max(1, keepdims=True))
+        likely /= likely.sum(1, keepdims=True)
+        away = (likely - np.eye(CLASSES)[y]) / len(y)
+        back = away @ c
+        if teacher is not None:
+            back = back + lam * 2 * (features - x @ teacher[0].T) / (len(y) * HIDDEN)
+        a, c = a - rate * back.T @ x, c - rate * away.T @ features
+    return a, c
+
+
+def valid(model: Model, party: int) -> tuple[float, float]:
+    """Accuracy and summed loss on validation samples."""
+    x, y = rows(party, "validation")
+    scores = x @ model[0].T @ model[1].T
+    loss = np.log(np.exp(scores).sum(1)) - scores[np.arange(len(y)), y]
+    return float((scores.argmax(1) == y).mean()), float(loss.sum())
+
+
+def same(weights: Weights, model: Model) -> bool:
+    return close(weights["encoder.weight"], model[0], 1e-5) and close(weights["head.weight"], model[1], 1e-5)
+
+
+FIRST: Model = (A.astype(np.float64), C.astype(np.float64))
+
+
+@pytest.mark.parametrize("enough", [0.0, 0.6, 1.0])
+def test_both_stages_by_hand(enough: float, tmp_path: Path) -> None:
+    method = MetaFed(rounds=3, rate=0.3, steps=3, batch=4, weight=2.0, enough=enough, alone=3)
+    work = bench(method, linear(), tmp_path)
+    mine = [descent(FIRST, steps(method, p, 1, "begin"), 0.3, None, 0) for p in range(COUNT)]
+    best = [(valid(mine[p], p), mine[p]) for p in range(COUNT)]
+    passing: Model | None = None
+    took = [0] * COUNT
+    for round in (1, 2, 3):
+        work.rounds(1)
+        for p in range(COUNT):
+            if passing is None:  # the first of the ring has no teacher, and passes its own model on
+                passing = mine[p]
+                continue
+            if round == 3:
+                lam = adapted(2.0, valid(passing, p)[0], valid(mine[p], p)[0], method.poor)
+                mine[p] = descent(mine[p], steps(method, p, round, "study"), 0.3, passing if lam else None, lam)
+            elif valid(mine[p], p)[0] > enough:
+                mine[p] = passing = descent(mine[p], steps(method, p, round, "study"), 0.3, passing, 2.0)
+            else:
+                mine[p] = passing = descent(passing, steps(method, p, round, "taken"), 0.3, None, 0)
+                took[p] += 1
+            count = valid(mine[p], p)
+            if (count[0], -count[1]) >= (best[p][0][0], -best[p][0][1]):
+                best[p] = count, mine[p]
+        assert all(same(work.own(p)["model"], mine[p]) for p in range(COUNT))
+        assert work.state.trail == list(range(COUNT))
+    assert all(same(work.personal(p), best[p][1]) for p in range(COUNT))
+    assert [work.own(p)["taken"] for p in range(COUNT)] == took
+    assert sum(took) == {0.0: 0, 1.0: 7}.get(enough, sum(took))
+    assert enough != 0.6 or 0 < sum(took) < 7  # some distil, some take over
+    assert any(best[p][1] is not mine[p] for p in range(COUNT)) or enough  # the best is not always the last
+
+
+@pytest.mark.parametrize(
+    ("common", "mine", "expected"),
+    [
+        (0.4, 0.4, 0.0),  # no better, and poor
+        (0.3, 0.6, 0.0),
+        (0.5, 0.5, 0.2),  # acceptable: λ₀ · 10^(0 − 1)
+        (0.6, 0.8, 2 * 10**-2.0),
+        (0.9, 0.8, 2 * 10**-0.5),
+        (0.4, 0.3, 2 * 10**-0.5),  # poor, but better than its own
+        (1.0, 0.8, 2.0),
+        (0.9, 0.1, 2.0),  # the exponent is 0 at most
+    ],
+)
+def test_lambda_of_a_federation(common: float, mine: float, expected: float) -> None:
+    assert adapted(2.0, common, mine, 0.5) == pytest.approx(expected)
+
+
+def test_gradient_of_the_loss_with_features_is_that_of_finite_differences() -> None:
+    torch.manual_seed(1)
+    nets = [Split(nn.Sequential(nn.Linear(FEATURES, n), nn.Tanh()), n, CLASSES).double() for n in (4, 3)]
+    net, teacher = nets
+    x, y = torch.randn(5, FEATURES).double(), torch.tensor([0, 1, 1, 0, 1])
+    link = fitted(net, teacher, x).double()
+    loss = feature_loss(net, teacher, 0.7, link)
+    parameters = [*net.parameters(), *link.parameters()]
+    slopes = torch.autograd.grad(loss(net, x, y), parameters)
+    for parameter, slope in zip(parameters, slopes, strict=True):
+        for place in range(parameter.numel()):
+            with torch.no_grad():
+                flat = parameter.view(-1)
+                flat[place] += 1e-6
+                above = loss(net, x, y).item()
+                flat[place] -= 2e-6
+                below = loss(net, x, y).item()
+                flat[place] += 1e-6
+            assert slope.view(-1)[place].item() == pytest.approx((above - below) / 2e-6, abs=1e-7)
+    features = net.encoder(x), teacher.encoder(x)
+    expected = F.cross_entropy(net.head(features[0]), y) + 0.7 * ((link(features[0]) - features[1]) ** 2).mean()
+    assert loss(net, x, y).item() == pytest.approx(expected.item())
+
+
+def test_the_map_between_features_fits_and_learns() -> None:
+    torch.manual_seed(2)
+    wide, narrow = (Split(nn.Linear(FEATURES, n), n, CLASSES) for n in (5, 2))
+    x, y = torch.randn(50, FEATURES), torch.randint(CLASSES, (50,))
+    link = fitted(wide, narrow, x)
+    assert link.weight.shape == (2, 5)
+    # Both see linear functions of x and a constant, so the narrow net's features are a linear map of the wide one's.
+    assert ((link(wide.encoder(x)) - narrow.encoder(x)) ** 2).mean() < 0.02 * (narrow.encoder(x) ** 2).mean()
+    poor = fitted(narrow, wide, x)
+    before, target = poor.weight.detach().clone(), weights_of(wide)
+    distil(narrow, wide, [(x, y)] * 5, 0.1, 1.0, poor)
+    assert not torch.equal(before, poor.weight)
+    assert all(torch.equal(tensor, target[name]) for name, tensor in weights_of(wide).items())
+
+
+def test_the_teacher_is_in_evaluation_mode() -> None:
+    net, teacher = normed(), normed()
+    before = weights_of(teacher)
+    x = torch.randn(8, FEATURES)
+    distil(net, teacher.train(), [(x, torch.zeros(8, dtype=torch.long))] * 3, 0.1, 1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(teacher).items())
+    assert not torch.equal(weights_of(net)["encoder.1.running_mean"], before["encoder.1.running_mean"])
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_norms_stay_at_home_when_a_model_is_taken_over(keep: bool, tmp_path: Path) -> None:
+    work = bench(MetaFed(own_norms=keep), normed(), tmp_path)
+    came = {name: torch.full_like(tensor, 7) for name, tensor in weights_of(normed()).items()}
+    mine = weights_of(normed())
+    assert isinstance(work.method, MetaFed)
+    mixed = work.method.mixed(work.party(0), came, mine)
+    norms = is_norm(normed())
+    assert len(norms) == 5
+    for name, tensor in mixed.items():
+        assert torch.equal(tensor, (mine if keep and name in norms else came)[name])
+
+
+# --- ablations ----------------------------------------------------------------------------------------------------
+
+
+def test_ablations_are_what_they_say(tmp_path: Path) -> None:
+    def calls(**settings: Any) -> tuple[list[str], Work]:
+        work = bench(MetaFed(rounds=3, steps=2, **settings), linear(), tmp_path / str(settings))
+        work.rounds(3)
+        asked = [call.handler for call, _ in work.parties.down if call.hop and call.handler != GIVE]
+        return [asked[round * COUNT] for round in range(3)], work
+
+    both, first, second = ["accumulate", "accumulate", "personalise"], ["accumulate"] * 3, ["personalise"] * 3
+    assert calls()[0] == both
+    assert calls(stages="accumulate")[0] == first
+    kinds, work = calls(stages="personalise", sealed=False)
+    assert kinds == second
+    sent = {bytes(decode(blob)[1]["model"]["head.weight"].numpy()) for blob in work.messages}
+    assert len(sent) == 1  # f is one federation's own model throughout
+    kinds, work = calls(transfer="fine-tune", enough=0.0)
+    assert kinds == both and [work.own(p)["taken"] for p in range(COUNT)] == [1, 2, 2, 2]
+
+
+# --- the ring -----------------------------------------------------------------------------------------------------
+
+
+def test_a_message_goes_from_each_to_the_next(tmp_path: Path) -> None:
+    work = bench(MetaFed(rounds=2, steps=1), linear(), tmp_path / "sealed")
+    work.rounds(2)
+    assert work.hops == [(-1, 0), (0, 1), (1, 2), (2, 3), (3, 0), (0, 1), (1, 2), (2, 3)]
+    ledger = [entry for entry in work.parties.ledger.entries if entry.kind != "begin"]
+    assert [entry.party for entry in ledger if entry.direction == "up"] == [0, 1, 2, 3, 0, 1, 2]
+    downs = [entry for entry in ledger if entry.direction == "down"]
+    assert [entry.party for entry in downs] == [1, 2, 3, 0, 1, 2, 3]
+    model = 4 * (FEATURES * HIDDEN + HIDDEN * CLASSES)
+    opened = bench(MetaFed(rounds=2, steps=1, sealed=False), linear(), tmp_path / "open")
+    opened.rounds(2)
+    for entry, sealed, blob in zip(downs, work.messages, opened.messages, strict=True):
+        assert len(blob) - 8 - int.from_bytes(blob[:8], "little") == model
+        head = 8 + int.from_bytes(sealed[4:8], "little")
+        assert entry.bytes == len(sealed) == head + 32 + len(blob) + 16  # head, fresh key, message, tag
+
+
+class Without(MetaFed):
+    """A ring that leaves one out."""
+
+    out: int = -1
+
+    def choose(self, parties: Any) -> list[int]:
+        return [party for party in super().choose(parties) if party != self.out]
+
+
+class Dead(MetaFed):
+    """A federation whose code breaks whenever it is to take or begin."""
+
+    victim: int = -1
+    until: int = 99
+
+    @on_party
+    def begin(self, me: Party) -> dict[str, Any]:
+        self._die(me)
+        return super().begin(me)
+
+    @on_party
+    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        self._die(me)
+        return super().accumulate(me, model, net)
+
+    @on_party
+    def personalise(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        self._die(me)
+        return super().personalise(me, model, net)
+
+    def _die(self, me: Party) -> None:
+        if me.id == self.victim and me.round <= self.until:
+            raise ConnectionError("gone")
+
+
+SMALL: dict[str, Any] = {"rounds": 3, "rate": 0.3, "steps": 2, "batch": 4}
+
+
+@pytest.mark.parametrize("victim", range(COUNT))
+def test_the_ring_closes_over_a_dead_federation(victim: int, tmp_path: Path) -> None:
+    ring = fewer.run(Dead(victim=victim, **SMALL), DATA, model=linear(), seed=SEED, out=tmp_path / "dead")
+    alone = fewer.run(Without(out=victim, **SMALL), DATA, model=linear(), seed=SEED, out=tmp_path / "without")
+    others = [party for party in range(COUNT) if party != victim]
+    assert ring.state.trail == alone.state.trail == others
+    for party in others:
+        one, two = weights_of(ring.personal(party)), weights_of(alone.personal(party))
+        assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    assert [line["absent"] for line in ring.history] == [2, 1, 1]  # it does not begin either
+    assert weights_of(ring.personal(victim)).keys() == weights_of(linear()).keys()
+
+
+def test_a_federation_is_let_back_in(tmp_path: Path) -> None:
+    ring = fewer.run(Dead(victim=2, until=1, **SMALL), DATA, model=linear(), seed=SEED, out=tmp_path / "ring")
+    assert [line["absent"] for line in ring.history] == [2, 0, 0] and ring.state.trail == [0, 1, 2, 3]
+    assert not torch.equal(weights_of(ring.personal(2))["head.weight"], torch.from_numpy(C))
+
+
+def test_a_slow_federation_is_passed_over_but_has_learned(tmp_path: Path) -> None:
+    work = bench(MetaFed(**SMALL), linear(), tmp_path, fates={(1, 2): "slow"})
+    before = descent(FIRST, [], 0, None, 0)
+    work.rounds(1)
+    assert work.state.trail == [0, 1, 3] and work.missed == [(2, "late")]
+    assert work.hops[-1] == (1, 3)  # the one after is given what the one before the slow one made
+    assert not close(work.own(2)["model"]["head.weight"], before[1], 1e-3)
+    work.rounds(1)
+    assert work.state.trail == [0, 1, 2, 3]
+
+
+def test_a_damaged_model_is_refused_and_the_one_before_goes_on(tmp_path: Path) -> None:
+    for sealed in (True, False):
+        work = bench(MetaFed(sealed=sealed, **SMALL), linear(), tmp_path / str(sealed), fates={(1, 1): "corrupt"})
+        work.rounds(1)
+        assert work.missed == [(1, "refused")] and work.state.trail == [0, 2, 3]
+        assert work.hops == [(-1, 0), (0, 1), (1, 2), (0, 2), (2, 3)]
+        assert "by party 2: " in work.parties.missed[0].detail
+        work.rounds(1)
+        assert work.state.trail == [0, 1, 2, 3]
+
+
+class Liar(MetaFed):
+    """Federation 1 passes on what is no model of this ring, and makes sure of it."""
+
+    lie: str = "nan"
+
+    def letter(self, me: Party, model: Weights) -> dict[str, Any]:
+        letter = super().letter(me, model)
+        if me.id == 1 and self.lie == "nan":
+            letter["model"] = {**model, "head.weight": torch.full((CLASSES, HIDDEN), torch.nan)}
+        if me.id == 1 and self.lie == "shape":
+            letter["model"] = {**model, "head.weight": torch.zeros(9, 9)}
+        if me.id == 1 and self.lie == "net":
+            letter["net"] = "resnet12"
+        if me.id == 1 and self.lie == "field":
+            letter["more"] = 1
+        return letter
+
+
+@pytest.mark.parametrize("lie", ["nan", "shape", "net", "field"])
+def test_what_is_no_model_is_refused_by_whoever_gets_it(lie: str, tmp_path: Path) -> None:
+    work = bench(Liar(lie=lie, **SMALL), linear(), tmp_path)
+    work.rounds(1)
+    assert work.missed == [(1, "refused")] and work.state.trail == [0, 2, 3]
+
+
+def test_a_federation_that_refuses_everything_is_passed_over(tmp_path: Path) -> None:
+    work = bench(MetaFed(**SMALL), linear(), tmp_path)
+    work.rounds(1)
+    keys = work.place.keys
+    for other in range(COUNT):
+        keys.public(2, other)
+    pins = tmp_path / "000/000002/pins.json"
+    pins.write_text(json.dumps({str(other): "0" * 64 for other in range(COUNT)}))
+    work.rounds(1)
+    assert work.missed[-1] == (2, "refused") and work.state.trail == [2, 0, 1, 3]
+    assert "has the fingerprint" in work.parties.missed[-1].detail
+
+
+def test_nobody_gives_to_a_key_that_is_not_pinned(tmp_path: Path) -> None:
+    work = bench(MetaFed(**SMALL), linear(), tmp_path)
+    work.rounds(1)
+    (tmp_path / "000/000002/key.pub").write_bytes(public_of(new_key()))  # what a carrier would like to be taken for it
+    work.rounds(1)
+    assert work.missed == [(2, "refused")] and work.hops[-1] == (1, 3)
+    assert "by party 1: the key offered for party 2 has the fingerprint" in work.parties.missed[0].detail
+
+
+def test_the_first_holder_gone_leaves_the_ring_to_begin_anew(tmp_path: Path) -> None:
+    work = bench(MetaFed(**SMALL), linear(), tmp_path, fates={(1, 0): "corrupt"})
+    work.rounds(1)
+    assert work.hops == [(-1, 0), (0, 1), (-1, 1), (1, 2), (2, 3)] and work.state.trail == [1, 2, 3]
+    for path in (tmp_path / "000/000003").glob("ring_letter.*"):
+        path.unlink()
+    work.rounds(1)
+    assert work.missed[-1] == (3, "unable") and work.hops[5] == (2, 0)
+
+
+def test_too_few_federations_stop_the_run(tmp_path: Path) -> None:
+    with pytest.raises(QuorumLost, match="0 of 4 parties answered"):
+        fewer.run(MetaFed(**SMALL), DATA, model=linear(), seed=SEED, drop=1.0)
+    lost = tmp_path / "lost"
+    with pytest.raises(QuorumLost, match="1: 3 of 4 parties answered, 4 needed"):
+        fewer.run(Dead(victim=1, until=1, **SMALL), DATA, model=linear(), seed=SEED, quorum=1.0, out=lost)
+
+
+# --- resuming, and other runtimes -----------------------------------------------------------------------------------
+
+TAKEN: list[tuple[int, int]] = []
+
+
+def ends(path: Path) -> dict[str, Any]:
+    """All of a run that must be the same; letters by what they say, since the order of their head varies."""
+    kept = left(path)
+    letters = {f: unpack((path / f).read_bytes()) for f in kept["parties"] if f.name.startswith("ring_letter")}
+    told = {f: decode(bytes(letter.numpy()))[1] for f, letter in letters.items()}
+    said = {f: (fields["net"], pack(fields["model"])) for f, fields in told.items()}
+    return {**kept, "parties": {f: blob for f, blob in kept["parties"].items() if f not in letters}, "letters": said}
+
+
+class Counted(MetaFed):
+    """Notes who takes in which round."""
+
+    @on_party
+    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        TAKEN.append((me.round, me.id))
+        return super().accumulate(me, model, net)
+
+
+class Break:
+    """Breaks a run off after so many hops of its second round."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def begin(self, method: str, done: int, rounds: int) -> None: ...
+
+    def answer(self, round: int, done: int, asked: int) -> None:
+        if round == 2 and done == self.after:
+            raise KeyboardInterrupt
+
+    def round(self, figures: Mapping[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_run_goes_on_at_the_hop_where_it_stopped(after: int, tmp_path: Path) -> None:
+    method = Counted(sealed=False, **SMALL)
+    given_: dict[str, Any] = {"model": linear(), "seed": SEED, "drop": 0.1, "corrupt": 0.2}
+    fewer.run(method, DATA, out=tmp_path / "whole", **given_)
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run(method, DATA, out=tmp_path / "broken", progress=Break(after), **given_)
+    before = len([one for one in TAKEN if one[0] == 2])
+    half = next((tmp_path / "broken/parties/000/000003").glob("own.00000001.safetensors"))
+    half.with_name("own.00000002.safetensors").write_bytes(half.read_bytes()[:99])  # it was about to write
+    TAKEN.clear()
+    fewer.resume(tmp_path / "broken", method=method, data=DATA, model=linear())
+    assert before and {party for round, party in TAKEN if round == 2} == set(range(after, COUNT))
+    one, two = ends(tmp_path / "whole"), ends(tmp_path / "broken")
+    assert one == two and not list((tmp_path / "broken/hops").iterdir())
+
+
+def test_inline_and_pool_give_the_same_and_so_do_sealed_and_open(digits: Data, tmp_path: Path) -> None:
+    faulty: dict[str, Any] = {"seed": 3, "drop": 0.15, "slow": 0.1, "corrupt": 0.15}
+    runs = {
+        "inline": fewer.run(MetaFed(rounds=3, rate=0.1, steps=5), digits, out=tmp_path / "inline", **faulty),
+        "pool": fewer.run(
+            MetaFed(rounds=3, rate=0.1, steps=5), digits, out=tmp_path / "pool", runtime="pool", **faulty
+        ),
+        "open": fewer.run(MetaFed(rounds=3, rate=0.1, steps=5, sealed=False), digits, out=tmp_path / "open", **faulty),
+    }
+    assert any(line["absent"] for line in runs["inline"].history)
+    assert ends(tmp_path / "inline") == ends(tmp_path / "pool")
+    for party in range(6):
+        same, other = (weights_of(runs[kind].personal(party)) for kind in ("inline", "open"))
+        assert all(torch.equal(tensor, other[name]) for name, tensor in same.items())
+    figures = [[(line["accuracy"], line["loss"], line["absent"]) for line in runs[k].history] for k in runs]
+    assert figures[0] == figures[2]
+
+
+class Killer(MetaFed):
+    """Kills the process in which a federation takes, once."""
+
+    victim: int = 0
+    mark: str = ""
+
+    @on_party
+    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        if me.id == self.victim and not Path(self.mark).exists():
+            Path(self.mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().accumulate(me, model, net)
+
+
+def test_a_killed_process_is_passed_over_and_let_back_in(tmp_path: Path) -> None:
+    method = Killer(victim=1, mark=str(tmp_path / "mark"), **SMALL)
+    ring = fewer.run(method, DATA, model=linear(), seed=SEED, runtime="pool", workers=1, out=tmp_path / "ring")
+    assert [line["absent"] for line in ring.history] == [1, 0, 0] and ring.state.trail == [0, 1, 2, 3]
+
+
+# --- seals ----------------------------------------------------------------------------------------------------------
+
+
+def sealed_ring(tmp_path: Path) -> tuple[Work, Call, bytes]:
+    """A ring after a round, and a call with a sealed message that its receiver has not had yet."""
+    work = bench(MetaFed(**SMALL), linear(), tmp_path)
+    work.rounds(1)
+    work.parties.round = 2
+    give = Call(1, "pass on", 2, hop=Hop(2, "accumulate", 5, True))
+    blob = work.parties.site.answer(give, b"").blob
+    return work, Call(2, "accumulate", 2, hop=Hop(1, "accumulate", 5, True)), blob
+
+
+def test_a_sealed_message_is_taken_once(tmp_path: Path) -> None:
+    work, take, blob = sealed_ring(tmp_path)
+    answer = work.parties.site.answer
+    assert answer(take, blob).failure is None
+    again = answer(take, blob)
+    assert again.failure == "refused" and "was there already (round 2, number 5)" in again.detail
+    older = replace(take, round=1, hop=Hop(1, "accumulate", 5, True))
+    assert answer(older, blob).failure == "refused"
+
+
+def test_a_changed_message_is_refused_wherever_it_was_changed(tmp_path: Path) -> None:
+    work, take, blob = sealed_ring(tmp_path)
+    for place in [*range(60), *range(60, len(blob), 41), len(blob) - 1]:
+        changed = bytearray(blob)
+        changed[place] ^= 1
+        assert work.parties.site.answer(take, bytes(changed)).failure == "refused", place
+    for cut in (0, 3, 8, 100, len(blob) - 1):
+        assert work.parties.site.answer(take, blob[:cut]).failure == "refused"
+    assert work.parties.site.answer(take, blob).failure is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"party": 3}, {"handler": "personalise"}, {"other": 0}, {"number": 6}, {"round": 3}]
+)
+def test_a_message_is_for_one_federation_one_purpose_and_one_moment(change: dict[str, Any], tmp_path: Path) -> None:
+    work, take, blob = sealed_ring(tmp_path)
+    assert take.hop
+    hop = replace(take.hop, **{name: change[name] for name in ("other", "number") if name in change})
+    call_ = replace(take, hop=hop, **{name: change[name] for name in change if name not in ("other", "number")})
+    reply = work.parties.site.answer(call_, blob)
+    assert reply.failure == "refused" and "a sealed message of another kind" in reply.detail
+
+
+def test_only_the_sender_can_have_written_it_and_only_the_receiver_can_read_it() -> None:
+    one, two, three = new_key(), new_key(), new_key()
+    head = Head(1, 2, "accumulate", 1, 0)
+    blob = seal(b"weights", head, one, public_of(two))
+    assert unseal(look(blob), two, public_of(one)) == b"weights" and b"weights" not in blob
+    assert blob != seal(b"weights", head, one, public_of(two))
+    for private, sender in ((three, public_of(one)), (two, public_of(three))):
+        with pytest.raises(Refused, match="the seal is broken"):
+            unseal(look(blob), private, sender)
+    forged = seal(b"weights", head, three, public_of(two))  # knows the receiver's key, says that it is 1
+    with pytest.raises(Refused, match="the seal is broken"):
+        unseal(look(forged), two, public_of(one))
+    assert len(fingerprint(public_of(one))) == 64 and fingerprint(public_of(one)) != fingerprint(public_of(two))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_with_a_reason(junk: bytes) -> None:
+    for blob in (junk, b"FWS1" + junk, b"FWS1\x02\0\0\0{}" + junk, b"FWS1\x04\0\0\0null" + junk):
+        with pytest.raises(Refused):
+            look(blob)
+            raise AssertionError("it has no head")
+
+
+class Marked(MetaFed):
+    """Federation 0 passes on a secret; the file has it backwards, so that nobody else need ever hold it."""
+
+    file: str = ""
+
+    def letter(self, me: Party, model: Weights) -> dict[str, Any]:
+        if me.id == 0 and me.round == 1:
+            mark = torch.randint(1, 120, (16,), dtype=torch.uint8)
+            Path(self.file).write_bytes(bytes(mark.tolist())[::-1])
+            model = {**model, "head.weight": mark.view(torch.float32).view(CLASSES, HIDDEN).clone()}
+        return super().letter(me, model)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("sealed", [True, False])
+def test_the_carrier_holds_ciphertext_only(sealed: bool, tmp_path: Path) -> None:
+    """Greps the memory of the process that carries, and its files, for a model that went through."""
+    out = tmp_path / "run"
+    method = Marked(file=str(tmp_path / "mark"), sealed=sealed, **SMALL)
+    found: list[Any] = []
+
+    class Grep(Break):
+        def answer(self, round: int, done: int, asked: int) -> None:
+            if round == 1 and done == 3 and Path(method.file).exists():
+                mark = Path(method.file).read_bytes()
+                own = [path for path in out.rglob("*") if path.is_file() and "parties" not in path.parts]
+                assert any("hops" in path.parts for path in own)
+                found.extend(path for path in own if mark in path.read_bytes()[::-1])
+                found.extend(["memory"] if in_memory(mark) else [])
+
+    fewer.run(method, DATA, model=linear(), seed=SEED, runtime="pool", workers=1, out=out, progress=Grep(99))
+    assert bool(found) is not sealed  # with the seal nowhere; without it, it is seen: the test can see
+    secret = Path(method.file).read_bytes()
+    letters = list(out.glob("parties/*/*/ring_letter*"))
+    assert letters and secret
+
+
+def in_memory(backwards: bytes) -> bool:
+    """Whether this process holds these bytes the right way round."""
+    with Path("/proc/self/maps").open() as maps, Path("/proc/self/mem").open("rb", 0) as memory:
+        for line in maps:
+            span, rights = line.split()[:2]
+            low, high = (int(part, 16) for part in span.split("-"))
+            if rights[:2] != "rw" or high - low > 1 << 28:
+                continue
+            try:
+                memory.seek(low)
+                if backwards in memory.read(high - low)[::-1]:
+                    return True
+            except (OSError, OverflowError, ValueError):
+                continue
+    return False
+
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+STARS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "fedprox": {"mu": 0.5},
+    "fedbn": {},
+    "fedmk": {"least": 2, "per_class": 2, "outer_steps": 1, "inner_steps": 1, "matching": 4, "server_steps": 3},
+}
+
+
+def test_federations_hold_what_their_members_hold() -> None:
+    data = ring_data(7)
+    three = federations(data, 3)
+    assert len(three) == 3 and [len(three.inside(n)) for n in range(3)] == [2, 2, 3]
+    for number, members in enumerate(([0, 1], [2, 3], [4, 5, 6])):
+        inside = three.inside(number)
+        for part in ("train", "validation", "test"):
+            whole = getattr(three.party(number), part).labels
+            each = [getattr(data.party(member), part) for member in members]
+            assert torch.equal(whole, torch.cat([samples.labels for samples in each]))
+            for place, samples in enumerate(each):
+                assert torch.equal(getattr(inside.party(place), part).rows, samples.rows)
+    held = three.held_out(0.2, 0)
+    assert isinstance(held, type(three)) and len(held.inside(2)) == 3 and held.size(0) < three.size(0)
+    assert three.fingerprint() != data.fingerprint()
+    for wrong in (0, 8):
+        with pytest.raises(SettingError, match=f"federations = {wrong}, but there are 7 parties"):
+            federations(data, wrong)
+    with pytest.raises(SettingError, match="has no federations"):
+        data.inside(0)
+
+
+def group(inside: str, **more: Any) -> MetaFed:
+    return MetaFed(**SMALL, federations=2, inside=inside, inside_rounds=2, inside_set=STARS[inside], **more)
+
+
+@pytest.mark.parametrize("inside", ["fedavg", "fedprox"])
+def test_two_levels_are_equal_to_their_parts(inside: str, tmp_path: Path) -> None:
+    data = ring_data(6)
+    method = group(inside, enough=0.0)
+    work = bench(method, linear(), tmp_path, data)
+    work.rounds(1)
+    two = federations(data, 2)
+
+    def alone(number: int, kind: type[FedAvg], **more: Any) -> Any:
+        """The star method by itself among the members of one federation."""
+        seed = seed_of(SEED, number, "members")
+        star = kind(rounds=2, rate=0.3, steps=2, batch=4, **more)
+        return fewer.run(star, two.inside(number), model=linear(), seed=seed).state.model
+
+    kind = find(inside)
+    assert issubclass(kind, FedAvg)
+    first = alone(0, kind, **STARS[inside])
+    assert all(torch.equal(tensor, work.own(0)["model"][name]) for name, tensor in first.items())
+
+    class Taught(FedAvg):
+        """Members distil the model of the federation before into theirs."""
+
+        def descend(self, net: nn.Module, me: Party) -> None:
+            numbers = torch.randint(len(me.train), (2, 4), generator=me.stream("study"))
+            teacher = linear()
+            load_weights(teacher, first)
+            distil(net, teacher, me.train.batches(numbers), self.rate, 1.0)
+
+    second = alone(1, kind, **STARS[inside])
+    star, seed = Taught(rounds=2, rate=0.3), seed_of(SEED, 1, "members")
+    inside_data = two.inside(1)
+    task = Task((FEATURES,), CLASSES, lambda: linear(), given=second)
+    place = Place(inside_data, task, seed, tmp_path / "taught")
+    members = Inline(len(inside_data), seed, site=Site(star, place, seed, torch.device("cpu"), 1 << 20))
+    state = star.start(task, seed)
+    for members.round in (3, 4):
+        state = star.round(state, members)
+    assert all(torch.equal(tensor, work.own(1)["model"][name]) for name, tensor in state.model.items())
+
+
+@pytest.mark.parametrize("inside", ["fedavg", "fedbn"])
+def test_groups_resume_and_run_anywhere(inside: str, tmp_path: Path) -> None:
+    data, net = ring_data(6), normed()
+    method = group(inside)
+    result = fewer.run(method, data, model=net, seed=SEED, out=tmp_path / "whole")
+    fewer.run(method, data, model=net, seed=SEED, out=tmp_path / "pool", runtime="pool")
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run(method, data, model=net, seed=SEED, out=tmp_path / "broken", progress=Break(1))
+    fewer.resume(tmp_path / "broken", method=method, data=data, model=net)
+    members = {
+        kind: {
+            f.relative_to(tmp_path / kind): f.read_bytes() for f in tmp_path.glob(f"{kind}/parties/*/*/members/**/*.s*")
+        }
+        for kind in ("whole", "pool", "broken")
+    }
+    assert ends(tmp_path / "whole") == ends(tmp_path / "pool") == ends(tmp_path / "broken")
+    assert members["whole"] == members["pool"] == members["broken"] and bool(members["whole"]) == (inside == "fedbn")
+    told = result.scores["ring"]
+    assert set(told) == {"0", "1"} and all(told[one]["up"] > 0 and told[one]["down"] > 0 for one in told)
+
+
+def test_fedmk_works_inside() -> None:
+    data = fewer.data.load("digits", parties=4, alpha=5.0, validation=0.2, fraction=0.2)
+    method = MetaFed(rounds=1, steps=2, federations=2, inside="fedmk", inside_set=STARS["fedmk"])
+    result = fewer.run(method, data, seed=0)
+    assert result.history[-1]["absent"] == 0 and all(told["up"] > 0 for told in result.scores["ring"].values())
+
+
+# --- different nets -------------------------------------------------------------------------------------------------
+
+
+def test_federations_with_different_nets_learn_from_each_other(digits: Data, tmp_path: Path) -> None:
+    method = MetaFed(rounds=3, rate=0.1, steps=3, nets=("cnn", "mlp"), enough=1.0)
+    result = fewer.run(method, digits, seed=1, out=tmp_path / "run")
+    assert [type(result.personal(party)).__name__ for party in range(6)] == ["SmallCNN", "MLP"] * 3
+    assert [result.scores["ring"][str(party)]["taken"] for party in range(6)] == [0] * 6  # never taken over
+    assert [line["absent"] for line in result.history] == [0, 0, 0]
+    three = MetaFed(rounds=3, rate=0.1, steps=3, nets=("cnn", "mlp", "mlp"), enough=1.0)
+    told = fewer.run(three, digits, seed=1).scores["ring"]
+    assert [told[str(party)]["taken"] for party in range(6)] == [0, 0, 2, 0, 0, 2]  # of the same net it can be
+    assert MetaFed(nets="cnn,mlp").nets == ("cnn", "mlp")
+
+
+# --- odd parties and wrong settings -----------------------------------------------------------------------------------
+
+
+def test_odd_federations_break_nothing(tmp_path: Path) -> None:
+    client = np.repeat([0, 1, 2, 3], [30, 1, 6, 43])
+    y = np.where(client == 2, 1, Y)  # 2 has one class, 1 one sample, so neither validation nor test samples
+    data = from_arrays(X, y, client=client, validation=0.3, test=(X[:20], Y[:20]))
+    result = fewer.run(MetaFed(rounds=3, steps=2, batch=4), data, model=linear(), seed=0, out=tmp_path / "run")
+    assert [line["absent"] for line in result.history] == [0, 0, 0]
+    pairs = [(X[:20], Y[:20]), (X[:0], Y[:0]), (X[20:40], Y[20:40])]
+    empty = fewer.data.from_parties(pairs, validation=0.3)
+    result = fewer.run(MetaFed(rounds=2, steps=2, batch=4), empty, model=linear(), seed=0)
+    assert [line["absent"] for line in result.history] == [2, 1] and result.state.trail == [0, 2]
+
+
+def test_a_federation_that_diverges_says_so(tmp_path: Path) -> None:
+    with pytest.raises(QuorumLost, match=r"4 unable \(its training diverged \(rate 1e\+30\)\)"):
+        fewer.run(MetaFed(rate=1e30, steps=5), DATA, model=linear(), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--set", "poor=2"], "metafed: poor = 2: input should be less than or equal to 1"),
+        (["--set", "stages=three"], "metafed: stages = 'three': input should be 'both', 'accumulate' or 'personalise'"),
+        (["--set", "nets=cnn,alexnett"], "unknown model 'alexnett', did you mean 'alexnet'?"),
+        (["--set", "nets=cnn,lenet5"], "nets: lenet5 does not take inputs of shape (1, 8, 8)"),
+        (["--set", "inside=metafed"], "inside = metafed: a ring has no room for another"),
+        (["--set", "inside=fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'?"),
+        (["--set", "federations=99"], "federations = 99, but there are 6 parties (allowed: 1 … 6)"),
+        (["--set", 'inside_set={"rats":1}'], "inside_set: fedavg: rats: extra inputs are not permitted"),
+    ],
+)
+def test_a_wrong_setting_gets_one_line(words: list[str], text: str) -> None:
+    result = call("run", "metafed", *words, *DIGITS, code=2)
+    assert result.stderr.startswith("fewer: ") and result.stderr.count("\n") == 1 and text in result.stderr
