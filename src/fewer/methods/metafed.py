@@ -12,9 +12,10 @@ and each federation distils it into its own with a λ of its own (Eq 4), or none
 The last of `rounds` is Stage II, the others are Stage I. Departures: Eq 2's square is the mean over features, not the
 sum, so that λ means the same for all nets; a federation takes a fixed number of steps, not epochs; what it keeps is
 the best of all its models on its validation samples (Section 4.1: they "select the best model"), the later one where
-they are equally often right and its loss is smaller; l_t1 is 0.9 where nothing else is set, the paper's 0.6 leaves too
-little common knowledge with so few steps; in the ablation without Stage I, where there is no f, the first
-federation's own model takes its place, and Stage II is repeated for as many rounds.
+they are equally often right and its loss is smaller; l_t1 is 1 where nothing else is set, so that Stage I always takes
+over and Stage II distils: with few samples that is worth far more than the paper's 0.6; in the ablation without
+Stage I, where there is no f, the first federation's own model takes its place, and Stage II is repeated for as many
+rounds.
 
 Beyond the paper, its future work: a federation can be a group of parties with a star method of its own inside
 (`federations`, `inside`); federations can have different nets (`nets`), whose features are compared through a learned
@@ -80,8 +81,8 @@ class MetaFed(PersonalMethod):
     """Samples in a step."""
     weight: NonNegativeFloat = 1.0
     """How strongly a teacher's features are followed (λ₀)."""
-    enough: NonNegativeFloat = 0.9
-    """Own validation accuracy above which a teacher is distilled, not taken over; 1 is always taken over (l_t1)."""
+    enough: NonNegativeFloat = 1.0
+    """Own validation accuracy above which Stage I distils a teacher; up to it the teacher is taken over (l_t1)."""
     poor: Share = 0.5
     """Validation accuracy below which a common model that is no better than the own one is not followed (l_t2)."""
     alone: NonNegativeInt | None = None

@@ -87,17 +87,13 @@ class Pass:
     def _reach(self, party: int, late: bool) -> bool:
         """Whether this party took the message, in time. If it refuses those of two holders, the fault is its own."""
         doubted: list[tuple[int, Why, str]] = []
-        while True:
-            blob = self._give(party)
-            if blob is None:
-                return False
-            reply = self._take(party, blob)
-            if reply.failure != "refused" or not self.trail or len(doubted) == 1:
-                break
-            doubted.append((self.trail.pop(), "refused", f"by party {party}: {reply.detail}"))
-        if reply.failure:
+        reply = self._offer(party)
+        if reply and reply.failure == "refused" and self.trail:
+            doubted = [(self.trail.pop(), "refused", f"by party {party}: {reply.detail}")]
+            reply = self._offer(party)
+        if reply is None or reply.failure:
             self.trail += [holder for holder, _, _ in doubted]
-            self.absent.append((party, reply.failure, reply.detail))
+            self.absent += [(party, reply.failure, reply.detail)] if reply and reply.failure else []
             return False
         self.absent += doubted
         limit = self.parties.rules.deadline
@@ -105,6 +101,11 @@ class Pass:
             self.absent.append((party, "late", "" if late else f"after {reply.seconds:.1f} s"))
             return False
         return True
+
+    def _offer(self, party: int) -> Reply | None:
+        """What the party says to the message of the last holder; None where nobody may give to it."""
+        blob = self._give(party)
+        return None if blob is None else self._take(party, blob)
 
     def _give(self, to: int) -> bytes | None:
         """What the last holder has for this party, of nobody an empty message; None where nobody may give to it."""
