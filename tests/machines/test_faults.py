@@ -21,7 +21,7 @@ import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 
-from fewer.errors import QuorumLost
+from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import start
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.parties import Flower
@@ -255,6 +255,20 @@ def test_without_a_key_nobody_is_let_in(cluster: Cluster, tmp_path: Path) -> Non
         coordinator.link.begin_run("{}")
         assert coordinator.link.there() == {}
     assert "Failed to initialize the connection to the SuperLink." in node.said()
+
+
+@pytest.mark.cluster
+def test_a_key_that_was_taken_away_is_not_let_in_again(cluster: Cluster, tmp_path: Path) -> None:
+    public = cluster.keys.party(1) / "node.pub"
+    with cluster.coordinator():
+        pass
+    public.rename(tmp_path / "taken")
+    with cluster.coordinator():
+        cluster.join(1)
+        until(lambda: cluster.said(1, "does not take this key"))
+    (tmp_path / "taken").rename(public)
+    with pytest.raises(RunError, match="party 1: Flower does not take a key again"), cluster.coordinator():
+        pass
 
 
 @pytest.mark.cluster

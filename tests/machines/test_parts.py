@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import stat
 from collections import deque
@@ -20,9 +21,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata,
 from flwr.app.message import make_message
 
 import fewer.runtime.flower.parties as module
-from fewer.errors import RunError
+from fewer.errors import RunError, SettingError
 from fewer.report import write_report
-from fewer.runs.engine import site_of, start
+from fewer.runs.engine import resume, site_of, start
 from fewer.runs.machines import Station, _told
 from fewer.runtime import Faults, Rules
 from fewer.runtime.flower import envelope
@@ -155,6 +156,17 @@ def test_after_the_deadline_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch
     reply = carried(link, [0], Rules(deadline=0.1))[0]
     assert reply is not None and reply.failure == "late"
     assert link.pushed == [pytest.approx(0.3)]
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    keys = Credentials.create(tmp_path / "keys", 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with (
+            pytest.raises(RunError, match=f"127.0.0.1:{port} cannot be listened on: Address already in use"),
+            Link(keys, port=port),
+        ):
+            pass
 
 
 # --- keys -----------------------------------------------------------------------------------------------------
@@ -346,6 +358,8 @@ def test_keys_and_mistakes_on_the_command_line(tmp_path: Path, monkeypatch: pyte
 
 def test_a_partys_model_is_where_the_party_is(tmp_path: Path) -> None:
     result = start(job(3, rounds=1, runtime="inline"), tmp_path / "run")
+    with pytest.raises(SettingError, match="cannot move between this machine and others"):
+        resume(tmp_path / "run", runtime="flower")
     result.personal(0)
     result.settings = result.settings.model_copy(update={"runtime": "flower"})
     with pytest.raises(RunError, match="where that party is"):

@@ -158,6 +158,8 @@ def resume(
         if given[part] is None:
             raise RunError(f"{path} was run with a {part} of your own: fewer.resume(path, {part}=…) from Python")
     job = job_from(check({**old["settings"], **changed}), method, data, model)
+    if "flower" in (was := old["settings"]["runtime"], job.settings.runtime) and was != job.settings.runtime:
+        raise SettingError(f"runtime = {job.settings.runtime}: a run cannot move between this machine and others")
     opening = opening or _here(job.settings)
     if (found := job.data.fingerprint()) != old["data"]["fingerprint"]:
         raise RunError(f"{path} was run on other data (fingerprint {old['data']['fingerprint']}, now {found})")
@@ -204,7 +206,7 @@ Opening = Callable[[Job, Path, int], Parties]
 def _here(settings: Settings) -> Opening:
     """How parties on this machine are reached; SettingError where they are on others."""
     if settings.runtime == "flower":
-        raise SettingError("runtime = flower: parties on other machines (see: fewer coordinator, fewer local-cluster)")
+        raise SettingError("runtime = flower: for parties on other machines (see: fewer coordinator [--resume RUN], …)")
     return open_parties
 
 

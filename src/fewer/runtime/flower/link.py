@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import httpx
 from flwr.app import Message
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import SubStatus
 from flwr.common.serde import fab_to_proto, run_from_proto, user_config_to_proto
-from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest, UnregisterNodeRequest
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullTaskInputRequest,
@@ -61,7 +62,7 @@ job = ""
 
 
 class LinkLost(RunError):
-    """The SuperLink does not know our run any more: it must be begun anew, and goes on from our checkpoint."""
+    """The SuperLink is gone, or has given up our run: it must be begun anew, and goes on from our checkpoint."""
 
 
 class There(NamedTuple):
@@ -123,6 +124,12 @@ class Link:
     def _start(self) -> None:
         """Start the program and wait until it answers."""
         assert self._program
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise RunError(f"{self.host}:{self.port} cannot be listened on: {error.strerror}") from error
         self._program.start()
         end = time.monotonic() + START
         while True:
@@ -143,10 +150,20 @@ class Link:
     def _register(self) -> None:
         """Let in the parties whose keys are in the directory, and nobody else."""
         with self._control() as control:
-            known = {node.public_key for node in control.ListNodes(ListNodesRequest()).nodes_info}
-            for party, key in self.credentials.public_keys.items():
-                if key not in known:
-                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=f"party-{party}"))
+            nodes = control.ListNodes(ListNodesRequest()).nodes_info
+            known = {node.public_key: node for node in nodes if not node.unregistered_at}
+            keys = {key: party for party, key in self.credentials.public_keys.items()}
+            for key in keys.keys() - known.keys():
+                try:
+                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=f"party-{keys[key]}"))
+                except httpx.HTTPStatusError as error:
+                    folder = self.credentials.folder
+                    raise RunError(
+                        f"party {keys[key]}: Flower does not take a key again whose node.pub was taken away before "
+                        f"(make a new key; or delete {folder / 'flower'}, to begin anew with all that are in {folder})"
+                    ) from error
+            for key in known.keys() - keys.keys():
+                control.UnregisterNode(UnregisterNodeRequest(node_id=known[key].node_id))
 
     @contextmanager
     def _control(self) -> Iterator[ControlHttpClient]:
@@ -166,6 +183,8 @@ class Link:
 
     def begin_run(self, job: str) -> None:
         """Submit a run; every party gets `job` with the first question."""
+        if self.pid is None:
+            self._start()
         self.packed.clear()
         fab, _ = build_fab_from_files({"pyproject.toml": APP})
         with self._control() as control:
@@ -242,8 +261,11 @@ class Link:
             )
             for asked, blob in questions
         ]
-        with self._answering() as grid:
-            numbers = list(grid.push_messages(messages))
+        try:
+            with self._answering() as grid:
+                numbers = list(grid.push_messages(messages))
+        except Again as error:  # nobody may be asked twice: a party would take what it made for what was before
+            raise LinkLost("Flower's SuperLink does not answer") from error
         self.packed["down"] += sum(map(envelope.size, messages))
         return {number: asked for number, (asked, _) in zip(numbers, questions, strict=True)}
 
@@ -255,14 +277,14 @@ class Link:
         return {message.metadata.reply_to_message_id: envelope.read_answer(message) for message in messages}
 
     @contextmanager
-    def _answering(self) -> Iterator[Any]:
-        """The grid. Where the SuperLink is gone it is started again; LinkLost where it does not know us then."""
-        assert self._grid and self._program
+    def _answering(self) -> Iterator[HttpGrid]:
+        """The grid; Again where it can be asked once more, LinkLost where the SuperLink is gone or has given us up."""
+        assert self._grid
         try:
             yield self._grid
         except httpx.TransportError as error:
-            if self._program.pid is None:
-                self._start()
+            if self.pid is None:
+                raise LinkLost("Flower's SuperLink has ended") from error
             raise Again from error
         except httpx.HTTPStatusError as error:
             raise LinkLost(f"Flower's SuperLink has given up the run ({error.response.status_code})") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,12 +54,12 @@ class Node:
             program.start()
             begun = time.monotonic()
             try:
-                self._answer_all(program, port, answering)
+                why = self._answer_all(program, port, answering)
             finally:
                 program.stop()
             if time.monotonic() - begun > LONGEST:
                 wait = 1.0
-            self.say(f"not joined: {_reason(program.last_words())}; again in {wait:.0f} s")
+            self.say(f"not joined: {why}; again in {wait:.0f} s")
             time.sleep(wait)
             wait = min(2 * wait, LONGEST)
 
@@ -72,8 +71,8 @@ class Node:
         arguments += ["--host", "127.0.0.1", "--port", port]
         return Program("flwr.supernode.cli:flower_supernode", list(map(str, arguments)), home), port
 
-    def _answer_all(self, program: Program, port: int, answering: Answering) -> None:
-        """Answer what comes until the SuperNode ends."""
+    def _answer_all(self, program: Program, port: int, answering: Answering) -> str:
+        """Answer what comes until the SuperNode ends, or an answer cannot be given to it; why."""
         client = executor(f"127.0.0.1:{port}", program.home, None)
         joined = False
         try:
@@ -81,13 +80,18 @@ class Node:
                 if not joined and any("SuperNode ID" in line for line in program.said()):
                     joined = True
                     self.say(f"joined {self.address}")
-                # whatever ends in the middle is lost: the coordinator finds out, and asks again if it wants to
-                with suppress(httpx.HTTPError, RuntimeError):
-                    task = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
-                    if task.token:
-                        self._answer(port, task.token, answering)
-                        continue
-                time.sleep(PAUSE)
+                try:
+                    token = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])).token
+                except httpx.HTTPError:  # it is not there yet, or not any more
+                    token = ""
+                if not token:
+                    time.sleep(PAUSE)
+                    continue
+                try:
+                    self._answer(port, token, answering)
+                except Exception as error:  # a SuperNode without its answer would wait for it for ever
+                    return f"an answer was lost ({type(error).__name__})"
+            return _reason(program.last_words())
         finally:
             client.close()
 
@@ -104,6 +108,9 @@ class Node:
                 reply = answering(str(context.run_config.get("job", "")), call, blob)
             except Refused as refused:
                 reply = Reply(b"", "refused", refused.reason)
+            except Exception as error:  # a full disk, say: it is told, and the next question may go well
+                self.say(f"{type(error).__name__}: {error}")
+                reply = Reply(b"", "failed", type(error).__name__)
             push_message(client, Message(envelope.answer(reply), reply_to=message), context)
             push_task_output(client, context, SubStatus.COMPLETED, "")
         finally:
