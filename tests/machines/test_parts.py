@@ -345,7 +345,7 @@ def test_keys_and_mistakes_on_the_command_line(tmp_path: Path, monkeypatch: pyte
     assert (keys / "server.crt").read_bytes() != before
     digits: list[str | Path] = ["--data", "digits", "--keys", keys, "--parties"]
     wrong = command("coordinator", "fedavg", *digits, "3", code=2).stderr
-    assert f"parties = 3, but {keys} has keys of 2" in wrong
+    assert f"parties = 3, but {keys} has keys of 2: [0, 1]" in wrong
     own = Path(__file__).parents[2] / "docs/examples/fedmedian.py"
     assert "lies in a file" in command("coordinator", f"{own}:FedMedian", *digits, "2", code=2).stderr
     assert "has no node.key" in command("join", "127.0.0.1:1", "--key", tmp_path, code=2).stderr

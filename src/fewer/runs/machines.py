@@ -96,8 +96,10 @@ class Coordinator:
         for name in ("method", "model"):
             if ":" in (given := getattr(settings, name)):
                 raise SettingError(f"{name} = {given} lies in a file: between machines it must be installed everywhere")
-        if (keys := len(self.credentials.public_keys)) != len(job.data):
-            raise SettingError(f"parties = {len(job.data)}, but {self.credentials.folder} has keys of {keys}")
+        if (keys := list(self.credentials.public_keys)) != list(range(len(job.data))):
+            raise SettingError(
+                f"parties = {len(job.data)}, but {self.credentials.folder} has keys of {len(keys)}: {keys}"
+            )
 
     def _opening(self, out: Path) -> Opening:
         """Begins a session of the run on the SuperLink, and waits for the parties."""

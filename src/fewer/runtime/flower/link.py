@@ -183,6 +183,7 @@ class Link:
 
     def begin_run(self, job: str) -> None:
         """Submit a run; every party gets `job` with the first question."""
+        self.end_run()  # of an attempt that did not get as far as to a runtime
         if self.pid is None:
             self._start()
         self.packed.clear()
