@@ -8,7 +8,6 @@ how many rounds count, and what a party remembers from later ones is forgotten, 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +119,7 @@ class Coordinator:
                 self.say(f"{there} of {len(parties)} parties are there")
                 told = there
             if time.monotonic() > end:
-                needed = max(1, math.ceil(parties.rules.quorum * len(parties) - 1e-9))
+                needed = parties.rules.needed(len(parties))
                 if there < needed:
                     raise QuorumLost(f"{there} of {len(parties)} parties are there, {needed} needed")
                 return
