@@ -20,6 +20,7 @@ demo: .venv/.installed      ## compare six methods on real images
 cluster-demo: .venv/.installed ## three parties with keys and TLS, each in processes of its own, on this machine
 	$(BIN)/fewer local-cluster 3 fedmk --data fashion-mini --rounds 2 \
 		--set per_class=10 --set matching=30 --set outer_steps=5 --set server_steps=200
+	$(BIN)/fewer local-cluster 3 metafed --data fashion-mini --validation 0.2 --rounds 2 --set steps=50
 
 test: .venv/.installed      ## run the tests
 	$(BIN)/pytest -n 2 --dist loadgroup

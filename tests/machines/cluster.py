@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from fewer.runs.job import Job, check, job_from
-from fewer.runs.machines import Coordinator
+from fewer.runs.machines import Coordinator, acquaint
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.programs import free_port
 
@@ -43,6 +43,7 @@ class Cluster:
     def __init__(self, folder: Path, parties: int) -> None:
         self.folder = folder
         self.keys = Credentials.create(folder / "keys", parties)
+        acquaint([self.keys.party(party) for party in range(parties)])
         self.port = free_port()
         self.parties: dict[int, subprocess.Popen[bytes]] = {}
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from fewer.runs.machines import Station
 from fewer.runtime.flower.node import Node
+from fewer.runtime.keys import PinnedKeys
 from fewer.runtime.site import Call, Reply
 
 address, keys, store, mode, mark = sys.argv[1], *map(Path, sys.argv[2:4]), sys.argv[4], Path(sys.argv[5])
-station = Station(store)
+station = Station(store, keys=PinnedKeys(keys))
 
 
 def answer(job: str, call: Call, blob: bytes) -> Reply:

@@ -151,6 +151,24 @@ def test_a_quorum_that_is_lost_stops_the_run_and_it_can_go_on(cluster: Cluster, 
 
 
 @pytest.mark.cluster
+def test_a_sealed_ring_goes_on_at_the_hop_where_it_was_broken_off(cluster: Cluster, tmp_path: Path) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    cluster.join(0)
+    cluster.join(1)
+    run, ring = tmp_path / "run", job(2, "metafed", validation=0.2)
+    with cluster.coordinator() as coordinator:
+        with pytest.raises(KeyboardInterrupt):
+            coordinator.start(ring, run, After(stop, answer=2))
+        assert list((run / "hops").glob("00000002-*"))
+        coordinator.resume(run)
+    for party in (0, 1):  # nobody was asked twice
+        assert cluster.log(party).read_text().count("round 2  personalise") == 1
+    assert same_as_inline(run, tmp_path / "inline", method="metafed", validation=0.2)
+
+
+@pytest.mark.cluster
 def test_nobody_there_is_a_quorum_lost(cluster: Cluster, tmp_path: Path) -> None:
     with cluster.coordinator(patience=1) as coordinator, pytest.raises(QuorumLost, match="0 of 2 parties are there"):
         coordinator.start(job(2), tmp_path / "run")

@@ -30,8 +30,10 @@ from fewer.runtime.flower import envelope
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.link import Again, Asked, Link, There
 from fewer.runtime.flower.parties import Flower
-from fewer.runtime.site import Call, Reply
+from fewer.runtime.keys import PinnedKeys
+from fewer.runtime.site import GIVE, Call, Hop, Reply
 from fewer.wire import Refused, decode, encode
+from fewer.wire.sealing import public_of
 from tests.machines.cluster import job
 from tests.test_cli import call as command
 
@@ -54,8 +56,9 @@ def sent(content: RecordDict | None = None, error: Error | None = None) -> Messa
 
 
 def test_a_question_and_an_answer_come_as_they_were() -> None:
-    call, blob = Call(3, "train", 7), bytes(range(256)) * 50_000  # more than one chunk of Flower's
-    assert envelope.read_question(envelope.question(call, blob)) == (call, blob)
+    blob = bytes(range(256)) * 50_000  # more than one chunk of Flower's
+    for call in (Call(3, "train", 7), Call(3, GIVE, 7, hop=Hop(1, "train", 4, True))):
+        assert envelope.read_question(envelope.question(call, blob)) == (call, blob)
     for reply in (Reply(blob, None, "", 1.5), Reply(b"", "unable", "no data", 0.25)):
         assert envelope.read_answer(sent(envelope.answer(reply))) == reply
 
@@ -91,6 +94,11 @@ def test_an_error_of_flowers_is_a_lost_answer() -> None:
 def test_what_is_no_question_is_refused(text: str) -> None:
     with pytest.raises(Refused):
         envelope.read_question(RecordDict({"about": ConfigRecord({"call": text}), "message": RECORD}))
+
+
+def test_nothing_is_passed_on_unsealed() -> None:
+    with pytest.raises(Refused, match="sealed"):
+        envelope.read_question(envelope.question(Call(0, GIVE, 1, hop=Hop(1, "train", 4, False)), b""))
 
 
 # --- carrying -------------------------------------------------------------------------------------------------
@@ -210,6 +218,25 @@ def test_mistakes_with_keys_are_told_in_one_line(tmp_path: Path) -> None:
         made.public_keys  # noqa: B018
 
 
+def test_a_party_makes_its_own_key_for_sealing_and_pins_those_of_others(tmp_path: Path) -> None:
+    one, two = PinnedKeys(tmp_path / "one"), PinnedKeys(tmp_path / "two")
+    for keys in (one, two):
+        keys.folder.mkdir()
+        with pytest.raises(Refused, match="fewer keys seal"):
+            keys.private(0)
+    printed = command("keys", "seal", two.folder).stdout.strip()
+    assert command("keys", "seal", two.folder).stdout.strip() == printed == two.create().hex()
+    assert stat.S_IMODE((two.folder / "seal.key").stat().st_mode) == 0o600
+    one.create()
+    with pytest.raises(Refused, match="no key of party 1 is pinned"):
+        one.public(0, 1)
+    command("keys", "trust", one.folder, f"1={printed}")
+    command("keys", "trust", one.folder, f"2={'00' * 32}")
+    assert one.public(0, 1) == public_of(two.private(1)) and one.public(0, 2) == bytes(32)
+    for wrong in ("1", "x=00", "1=zz", "1=00"):
+        command("keys", "trust", one.folder, wrong, code=2)
+
+
 # --- a party --------------------------------------------------------------------------------------------------
 
 
@@ -296,11 +323,14 @@ def test_a_new_session_forgets_what_does_not_count_and_an_old_one_is_over(tmp_pa
     assert remembered() == ["00000002", "00000003"]
     second = told(tmp_path, 2, method="fedbn", norm="batch")
     assert second["session"] == first["session"] + 1 and second["run"] == first["run"]
+    station._build({**second, "spared": [0]}, 0)  # what it did in a ring that goes on where it was counts
+    assert remembered() == ["00000002", "00000003"]
+    second = told(tmp_path, 2, method="fedbn", norm="batch")
     station._build(second, 0)
     assert remembered() == ["00000002"]
     station._build(second, 0)  # the same session again, after a restart of the party: all stays
     reply = station.answer(json.dumps(first), Call(0, "train", 3), blob)
-    assert reply.failure == "unable" and "session 1 of a run whose session 2 has begun" in reply.detail
+    assert reply.failure == "unable" and "session 1 of a run whose session 3 has begun" in reply.detail
 
 
 # --- commands -------------------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ Host = Annotated[
 ]
 Days = Annotated[int, typer.Option(metavar="N", min=1, help="How long the certificate is good.")]
 
+KeyFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A party's folder of keys (party-N).", exists=True)]
+
 keys_app = typer.Typer(help="Make keys and certificates for runs between machines.", no_args_is_help=True)
 
 
@@ -76,6 +78,44 @@ def renew(
 
     Credentials(folder).certify(host or (), days)
     print(f"{folder / 'server.crt'} is good for {days} days")
+
+
+@keys_app.command("seal")
+@told
+def seal(folder: KeyFolder) -> None:
+    """Make, on its own machine, a party's key for what parties pass to each other, and print the public half.
+
+    [dim]fewer keys seal party-0[/dim]
+    """
+    from fewer.runtime.keys import PinnedKeys
+
+    print(PinnedKeys(folder).create().hex())
+
+
+@keys_app.command("trust")
+@told
+def trust(
+    folder: KeyFolder,
+    peers: Annotated[list[str], typer.Argument(metavar="N=KEY...", help="Other parties, with what `seal` printed.")],
+) -> None:
+    """Pin the public keys of other parties, as their people told them: never as the coordinator did.
+
+    [dim]fewer keys trust party-0 1=8f3a… 2=07c1…[/dim]
+    """
+    from fewer.errors import SettingError
+    from fewer.runtime.keys import PinnedKeys
+    from fewer.wire.sealing import KEY
+
+    found: dict[int, bytes] = {}
+    for peer in peers:
+        number, _, key = peer.partition("=")
+        try:
+            found[int(number)] = bytes.fromhex(key)
+        except ValueError:
+            raise SettingError(f"{peer}: not of the form N=KEY, with a key as `fewer keys seal` prints it") from None
+        if len(found[int(number)]) != KEY:
+            raise SettingError(f"{peer}: a key has {2 * KEY} digits")
+    PinnedKeys(folder).trust(found)
 
 
 @told
@@ -153,8 +193,10 @@ def join(
     _begin()
     from fewer.cli.options import assignments
     from fewer.runs.machines import Station
+    from fewer.runtime.keys import PinnedKeys
 
-    station = Station(store or key / "store", data, assignments(data_set or []), data_dir, device, _say)
+    options = assignments(data_set or [])
+    station = Station(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _say)
     station.join(address, key)
 
 

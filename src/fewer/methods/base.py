@@ -164,6 +164,8 @@ class Place:
     nets: list[_Pristine] = field(default_factory=list)
     version: int | None = None
     """The round under which parties keep things, where it is not that of the call."""
+    sealing: Keys | None = None
+    """Keys that are not in the folder: a party's on a machine of its own."""
 
     def __call__(self, party: int, round: int) -> Seat:
         """The seat of one party, or for numbers below zero the coordinator's."""
@@ -175,7 +177,7 @@ class Place:
     @property
     def keys(self) -> Keys:
         """The parties' keys for what they pass to each other."""
-        return KeyFiles(self.folder)
+        return self.sealing or KeyFiles(self.folder)
 
     def store(self, party: int, round: int) -> Store:
         """What a party remembers."""

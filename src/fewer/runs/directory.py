@@ -35,6 +35,7 @@ FORMAT = 1
 EVENTS = "events.jsonl"
 PARTS = {"settings", "hash", "own", "method", "data", "environment"}
 """What settings.json tells of a run."""
+HOPS = "hops"
 FIGURES = ("metrics.jsonl", "ledger.csv")
 
 
@@ -85,7 +86,7 @@ class RunDirectory:
     @property
     def journal(self) -> Journal:
         """Where the hops of an unfinished pass lie."""
-        return Journal(self.path / "hops")
+        return Journal(self.path / HOPS)
 
     # --- writing --------------------------------------------------------------------------------------------
 

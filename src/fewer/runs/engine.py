@@ -28,6 +28,7 @@ from fewer.runs.prepared import write_prepared
 from fewer.runs.result import Result
 from fewer.runs.settings import MENDABLE, OUTSIDE, Settings
 from fewer.runtime import Absent, Faults, Inline, Parties, Pool, Rules
+from fewer.runtime.keys import Keys
 from fewer.runtime.site import Site
 from fewer.runtime.streams import global_streams
 from fewer.wire import Ledger
@@ -210,9 +211,9 @@ def _here(settings: Settings) -> Opening:
     return open_parties
 
 
-def site_of(job: Job, folder: Path) -> Site:
-    """Where the handlers of a job run, and parties remember things in a folder."""
-    place = Place(job.data, job.task, job.settings.seed, folder)
+def site_of(job: Job, folder: Path, keys: Keys | None = None) -> Site:
+    """Where the handlers of a job run, and parties remember things in a folder; `keys` if they are not there too."""
+    place = Place(job.data, job.task, job.settings.seed, folder, sealing=keys)
     return Site(job.method, place, job.settings.seed, job.task.device, Rules.limit)
 
 

@@ -8,10 +8,9 @@ how many rounds count, and what a party remembers from later ones is forgotten, 
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,6 +24,7 @@ from fewer.data.federated import ArrayData, federate
 from fewer.data.raw import Inputs
 from fewer.data.sources import read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
+from fewer.runs.directory import HOPS
 from fewer.runs.engine import Opening, Progress, common, resume, site_of, start
 from fewer.runs.job import Job, check, job_from
 from fewer.runs.result import Result
@@ -33,6 +33,8 @@ from fewer.runtime.flower.link import Link, LinkLost
 from fewer.runtime.flower.node import Node
 from fewer.runtime.flower.parties import Flower, surely
 from fewer.runtime.flower.programs import Program, free_port
+from fewer.runtime.keys import Keys, PinnedKeys
+from fewer.runtime.ring import Journal
 from fewer.runtime.site import Call, Reply, Site
 from fewer.runtime.store import forget_after, write_durably
 
@@ -117,7 +119,7 @@ class Coordinator:
                 self.say(f"{there} of {len(parties)} parties are there")
                 told = there
             if time.monotonic() > end:
-                needed = max(1, math.ceil(parties.rules.quorum * len(parties) - 1e-9))
+                needed = parties.rules.needed(len(parties))
                 if there < needed:
                     raise QuorumLost(f"{there} of {len(parties)} parties are there, {needed} needed")
                 return
@@ -144,7 +146,8 @@ def _told(job: Job, out: Path, done: int) -> dict[str, Any]:
         "dtype": str(test.x.dtype),
         "fingerprint": job.data.fingerprint(),
     }
-    return {**note, "done": done, "settings": job.settings.model_dump(mode="json"), "facts": facts}
+    spared = sorted(Journal(out / HOPS).finished(done + 1))
+    return {**note, "done": done, "spared": spared, "settings": job.settings.model_dump(mode="json"), "facts": facts}
 
 
 # --- a party --------------------------------------------------------------------------------------------------
@@ -193,6 +196,8 @@ class Station:
     data_set: Mapping[str, Any] = field(default_factory=dict)
     data_dir: Path | None = None
     device: str = "cpu"
+    keys: Keys | None = None
+    """For what it passes to other parties."""
     say: Callable[[str], None] = lambda text: None
     _job: str = ""
     _site: Site | None = None
@@ -227,11 +232,11 @@ class Station:
             raise RunError(f"session {session} of a run whose session {last} has begun")
         job = self._job_of(told["settings"], told["facts"])
         if session > last:
-            forget_after(folder, done)
+            forget_after(folder, done, [int(one) for one in told["spared"]])
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(path, str(session).encode())
         self.say(f"party {party} of {len(job.data)}: {job.method.name}, {job.data.size(party)} samples")
-        return site_of(job, folder)
+        return site_of(job, folder, self.keys)
 
     def _job_of(self, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Job:
         for name in ("method", "model", *(() if self.data else ("data",))):
@@ -273,6 +278,14 @@ class Station:
         return Alone(replace(own, source=like(own.source), common=like(own.common)), facts["parties"], facts["classes"])
 
 
+def acquaint(folders: Sequence[Path]) -> None:
+    """Let parties in these folders, by number, make their own keys for sealing and pin those of the others."""
+    keys = [PinnedKeys(folder) for folder in folders]
+    public = {party: one.create() for party, one in enumerate(keys)}
+    for one in keys:
+        one.trust(public)
+
+
 # --- all on one machine ---------------------------------------------------------------------------------------
 
 
@@ -286,6 +299,7 @@ def local_cluster(
     """Coordinator and parties on loopback, each party in a process of its own; their folders are in OUT-cluster."""
     home = out.with_name(out.name + "-cluster")
     credentials = Credentials.create(home / "keys", len(job.data))
+    acquaint([credentials.party(party) for party in range(len(job.data))])
     coordinator = Coordinator(credentials, port=free_port(), patience=patience, say=say)
     words = ["join", f"127.0.0.1:{coordinator.port}", "--device", job.settings.device]
     if job.settings.data_dir:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -59,3 +60,46 @@ class KeyFiles:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(pins).encode())
         return offered
+
+
+@dataclass(frozen=True)
+class PinnedKeys:
+    """The keys that a party on a machine of its own has: `seal.key`, which it made itself, and `peers.json`.
+
+    The latter holds the public keys of the others by number. They come from them, over any way but the carrier, and
+    nothing that is carried changes them.
+    """
+
+    folder: Path
+
+    def create(self) -> bytes:
+        """The public key; the private one is made if there is none yet."""
+        path = self.folder / "seal.key"
+        if not path.exists():
+            path.touch(0o600)
+            path.write_bytes(new_key())
+        return public_of(path.read_bytes())
+
+    def trust(self, others: Mapping[int, bytes]) -> None:
+        """Pin the public keys of others."""
+        pins = self._pins() | {str(party): key.hex() for party, key in others.items()}
+        write_durably(self.folder / "peers.json", json.dumps(pins, indent=2).encode())
+
+    def private(self, party: int) -> bytes:
+        """Its own private key."""
+        path = self.folder / "seal.key"
+        if not path.exists():
+            raise Refused("no key to open what is sealed (fewer keys seal)")
+        return path.read_bytes()
+
+    def public(self, party: int, other: int) -> bytes:
+        """The pinned key of another one."""
+        try:
+            return bytes.fromhex(self._pins()[str(other)])
+        except KeyError:
+            raise Refused(f"no key of party {other} is pinned here (fewer keys trust)") from None
+
+    def _pins(self) -> dict[str, str]:
+        path = self.folder / "peers.json"
+        pins: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        return pins

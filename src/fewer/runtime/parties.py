@@ -86,6 +86,10 @@ class Rules:
     limit: int = 1 << 30
     """Bytes that one message may have."""
 
+    def needed(self, asked: int) -> int:
+        """How many of so many parties must answer."""
+        return max(1, math.ceil(self.quorum * asked - 1e-9))
+
 
 @dataclass
 class Parties(ABC):
@@ -194,7 +198,7 @@ class Parties(ABC):
         """Say who is absent; QuorumLost where too few are left."""
         for one in absent:
             self.on_absent(one, handler)
-        needed = max(1, math.ceil(self.rules.quorum * asked - 1e-9))
+        needed = self.rules.needed(asked)
         if good < needed and not self.evaluating:
             raise QuorumLost(_quorum_text(self.round, good, asked, needed, self.rules.quorum, absent))
 

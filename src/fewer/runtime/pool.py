@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 
 from fewer.runtime.parties import Parties
-from fewer.runtime.site import Call, Hop, Reply, Site
+from fewer.runtime.site import Call, Reply, Site
 
 _LIBC = ctypes.CDLL(None)
 GRACE = 0.5
@@ -172,8 +172,7 @@ def _work(site: Site, pipe: Connection, foreign: Sequence[Connection], coordinat
             header = json.loads(pipe.recv_bytes())
             if header.pop("fresh"):
                 message = pipe.recv_bytes()
-            hop = header.pop("hop")
-            reply = asdict(site.answer(Call(**header, hop=hop and Hop(**hop)), message))
+            reply = asdict(site.answer(Call.of(header), message))
             blob = reply.pop("blob")
             pipe.send_bytes(json.dumps(reply).encode())
             pipe.send_bytes(blob)

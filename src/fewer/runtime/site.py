@@ -79,6 +79,12 @@ class Call:
     hop: Hop | None = None
     """Set where a message is passed from party to party."""
 
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Call:
+        """A call from what `asdict` made of it."""
+        hop = told.get("hop")
+        return cls(**{**told, "hop": hop and Hop(**hop)})
+
 
 @dataclass(frozen=True)
 class Reply:

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from fewer.runtime.site import Call, Failure, Reply
+from fewer.runtime.site import Call, Failure, Hop, Reply
 from fewer.wire import Refused
 from fewer.wire.message import MAX_REASON
 
@@ -27,11 +27,15 @@ def read_question(content: RecordDict) -> tuple[Call, bytes]:
     """What was asked; Refused where it is no question of ours."""
     values, blob = _open(content)
     try:
-        call = Call(**json.loads(str(values["call"])))
-    except (KeyError, TypeError, ValueError) as error:
+        call = Call.of(json.loads(str(values["call"])))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused("not a question") from error
-    if type(call.party) is not int or type(call.round) is not int or call.party < 0 or type(call.handler) is not str:
+    hop = call.hop or Hop(0, "", 0, True)
+    numbers, names = (call.party, call.round, hop.other, hop.number), (call.handler, hop.kind)
+    if any(type(one) is not int for one in numbers) or any(type(one) is not str for one in names) or call.party < 0:
         raise Refused("not a question to a party")
+    if hop.sealed is not True:
+        raise Refused("between machines, what is passed on is sealed")
     return call, blob
 
 
