@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from fewer.data.cache import cached
+from fewer.data.episodes import by_class
 from fewer.data.federated import ArrayData, federate
 from fewer.data.formats import FORMATS
 from fewer.data.partition import Division
@@ -41,6 +42,9 @@ FILES = {
     "cifar10": Known("cifar10", "cifar10", "CIFAR-10, 3×32×32"),
     "cifar100": Known("cifar100", "cifar100", "CIFAR-100, 100 fine classes"),
     "cifar100-coarse": Known("cifar100", "cifar100", "CIFAR-100, 20 coarse classes", {"labels": "coarse"}),
+    "fc100": Known(
+        "cifar100", "cifar100", "FC100: CIFAR-100 split 60/20/20", {"labels": "fc100", "split": "60/20/20"}
+    ),
     "omniglot": Known("omniglot", "omniglot", "characters of 50 alphabets by 20 drawers"),
     "femnist": Known("leaf-femnist", "femnist", "LEAF's FEMNIST, 62 classes by writer"),
     "leaf-shakespeare": Known("leaf-shakespeare", "leaf-shakespeare", "LEAF's Shakespeare, next character by role"),
@@ -69,7 +73,8 @@ def load(
 
     `name` is one of `NAMES`, or FORMAT:PATH with one of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
     Files are looked for in `directory`, by default $FEWER_DATA. `data_set` holds the options of the format or set
-    (csv: label, client, text; folder: size …). The other settings are those of `federate`.
+    (csv: label, client, text; folder: size …), and for any of them `split`, which divides the classes into base,
+    validation and novel ones (20/5/16). The other settings are those of `federate`.
     """
     Division(**{key: settings[key] for key in ("parties", "alpha") if key in settings}).check(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
@@ -82,7 +87,14 @@ def load(
 
 
 def read(name: str, directory: str | Path | None = None, **options: Any) -> Raw:
-    """The named data, not yet divided."""
+    """The named data, not yet divided among parties."""
+    options = {**(FILES[name].options if name in FILES else {}), **options}
+    split = options.pop("split", None)
+    raw = _read(name, directory, options)
+    return raw if split is None else by_class(raw, split, name)
+
+
+def _read(name: str, directory: str | Path | None, options: Mapping[str, Any]) -> Raw:
     kind, colon, where = name.partition(":")
     if colon:
         if kind not in FORMATS:
@@ -93,7 +105,7 @@ def read(name: str, directory: str | Path | None = None, **options: Any) -> Raw:
         return EMBEDDED[name](**options)
     if name in FILES:
         known = FILES[name]
-        raw = _from_files(known.format, _find(known.path, directory), {**known.options, **options})
+        raw = _from_files(known.format, _find(known.path, directory), options)
         return replace(raw, normal=known.normal, in_time=raw.in_time or known.in_time)
     raise unknown("data", name, [*NAMES, *(f"{kind}:PATH" for kind in FORMATS)])
 

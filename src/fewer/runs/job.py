@@ -16,7 +16,7 @@ from torch import nn
 from fewer.data import Data, load
 from fewer.data.text import word_vectors
 from fewer.errors import DataError, SettingError, unknown
-from fewer.methods import Method, find
+from fewer.methods import Method, find, names
 from fewer.models import Task, find_net, maker, weights_of
 from fewer.plugins import from_file
 from fewer.runs.settings import Settings, hash_of
@@ -75,6 +75,16 @@ def job_from(
         own = tuple(name for name in own if name != "data")
     if method.active is not None and method.active > len(data):
         raise SettingError(f"active = {method.active}, but there are {len(data)} parties (allowed: 1 … {len(data)})")
+    if method.novel and not data.novel:
+        raise SettingError(
+            f"{method.name} is judged on novel classes, but data '{data.name}' does not divide its classes "
+            "(--data-set split=BASE/VALIDATION/NOVEL, as 20/5/16)"
+        )
+    if data.novel and not method.novel:
+        known = [name for name in names() if find(name).novel]
+        raise SettingError(
+            f"data '{data.name}' is tested on novel classes, which {method.name} cannot be (allowed: {', '.join(known)})"
+        )
     device = make_device(settings.device)
     task = make_task(settings.model if model is None else model, settings, data, device)
     return Job(method, task, data.to(device), settings, own)
