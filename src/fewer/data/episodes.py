@@ -57,7 +57,7 @@ def by_class(raw: Raw, split: str, name: str) -> Raw:
         x = x + list(more) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(more)])
         y = np.concatenate([y, raw.test[1]])
         both = client is not None and raw.test_client is not None
-        client = np.concatenate([client, raw.test_client]) if both else None  # type: ignore[list-item]
+        client = np.concatenate([client, raw.test_client]) if both else None
     order = [number for group in groups for number in group]
     numbers = np.full(max(int(y.max(initial=0)), max(order)) + 1, -1)
     numbers[order] = np.arange(len(order))

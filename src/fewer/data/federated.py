@@ -265,7 +265,7 @@ def federate(
 def _by_class(
     parts: Parts, labels: NDArray[np.int64], split: tuple[int, int, int]
 ) -> tuple[Parts, Parts, Parts, NDArray[np.int64]]:
-    """Each party's samples of base, validation and novel classes, and all of the novel ones, which the last count in."""
+    """Each party's samples of base, validation and novel classes, and all rows of novel ones, which the last count."""
     owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
     group = np.searchsorted(np.cumsum(split), labels[parts.rows], side="right")
     base, held, novel = (

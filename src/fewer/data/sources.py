@@ -42,9 +42,7 @@ FILES = {
     "cifar10": Known("cifar10", "cifar10", "CIFAR-10, 3×32×32"),
     "cifar100": Known("cifar100", "cifar100", "CIFAR-100, 100 fine classes"),
     "cifar100-coarse": Known("cifar100", "cifar100", "CIFAR-100, 20 coarse classes", {"labels": "coarse"}),
-    "fc100": Known(
-        "cifar100", "cifar100", "FC100: CIFAR-100 split 60/20/20", {"labels": "fc100", "split": "60/20/20"}
-    ),
+    "fc100": Known("cifar100", "cifar100", "FC100: CIFAR-100 split 60/20/20", {"labels": "fc100", "split": "60/20/20"}),
     "omniglot": Known("omniglot", "omniglot", "characters of 50 alphabets by 20 drawers"),
     "femnist": Known("leaf-femnist", "femnist", "LEAF's FEMNIST, 62 classes by writer"),
     "leaf-shakespeare": Known("leaf-shakespeare", "leaf-shakespeare", "LEAF's Shakespeare, next character by role"),

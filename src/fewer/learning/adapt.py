@@ -97,9 +97,7 @@ def _slopes(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, graph: bo
     return leaves, dict(zip(leaves, found, strict=True))
 
 
-def _query(
-    net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion
-) -> tuple[Weights, float]:
+def _query(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion) -> tuple[Weights, float]:
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
     loss = _loss(net, leaves, batch, criterion)
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
@@ -130,9 +128,7 @@ def _rate(rate: Rate, name: str) -> float | Tensor:
     return rate if isinstance(rate, float) else rate[name]
 
 
-def _loss(
-    net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion = F.cross_entropy
-) -> Tensor:
+def _loss(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion = F.cross_entropy) -> Tensor:
     x, y = batch
     return criterion(functional_call(net, dict(theta), (x,)), y)
 

@@ -14,14 +14,13 @@ answered by ψ, fine-tuned on its support.
 Departures: the first line of Eq 13 lost its minus, which its second line has. h_ψ and p_ψ in L_MI are those of ψ̃, as
 Section 3.2.2 says (Eq 5 writes ψ). With K = 1 each class has one sample, the softmax of Eq 10 has one term and L_MI is
 0; `mi = across` takes it over the samples of all classes. Queries see the support and themselves in the Transformer,
-not each other (`transductive`: they do). Dropout is in the Transformer and, as DropBlock, in ResNet-12. Adam begins
+not each other (`transductive`: they do). The head of ψ begins at zero. Dropout is in the Transformer and, as DropBlock, in ResNet-12. Adam begins
 anew for φ in each round, which is another φ; for ψ it goes on. The paper's `\\M` is `decoupled = false`, `\\T` is
 `mi_weight = 0`, `\\A` is `kd_weight = 0`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,7 +33,7 @@ from fewer.data.episodes import Episode
 from fewer.learning.adam import adam
 from fewer.learning.adapt import adapted, learnable, meta_gradient
 from fewer.methods.base import Party
-from fewer.methods.fewshot import FewShot, State, features_of, logistic_regression
+from fewer.methods.fewshot import FewShot, State, blank, features_of, logistic_regression
 from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
 from fewer.models.sets import SetEncoder
 from fewer.runtime.streams import global_streams
@@ -175,7 +174,7 @@ class F2L(FewShot):
         features = features_of(server)
         with global_streams(seed, "client model"):
             encoder = SetEncoder(features, self.way * self.shot, self.heads, self.drop, self.transductive)
-            return Split(encoder, features, self.way).to(next(server.parameters()).device)
+            return blank(Split(encoder, features, self.way)).to(next(server.parameters()).device)
 
     # Meta-test.
 

@@ -1,9 +1,9 @@
 """What methods share that are judged on classes nobody trained on: tasks, the choice of a model, and figures.
 
-A task is N-way K-shot: N classes, of each K samples to learn from (the support) and some to answer (the queries). Parties
-learn from tasks of base classes, a model is chosen by tasks of validation classes, and judged on tasks of novel classes.
-All of them are drawn from a party's own samples. Those for choosing and judging depend on seed and party only, so they
-are the same for all methods. The setting is that of F2L (Wang et al., KDD 2023, Sections 2 and 4.2).
+A task is N-way K-shot: N classes, of each K samples to learn from (the support) and some to answer (the queries).
+Parties learn from tasks of base classes, a model is chosen by tasks of validation classes, and judged on tasks of novel
+classes. All of them are drawn from a party's own samples. Those for choosing and judging depend on seed and party only,
+so they are the same for all methods. The setting is that of F2L (Wang et al., KDD 2023, Sections 2 and 4.2).
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from fewer.learning import weighted_mean
 from fewer.methods.base import Method, Party, Scores
 from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
 from fewer.runtime import Parties, Unable, on_party, stream
-from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Coded, Shaped
 
 Part = Literal["validation", "test"]
@@ -92,6 +91,10 @@ class FewShot(Method):
     @abstractmethod
     def answer(self, ready: Any, task: Episode) -> dict[str, Tensor]:
         """The classes of the queries, by each reading."""
+
+    def model_of(self, me: Party, model: Weights, kept: bool) -> Weights:
+        """The model that a party uses: the one that was sent."""
+        return model
 
     # Learning together.
 
@@ -161,13 +164,20 @@ class FewShot(Method):
         first = [share for shares in readings[0].values() for share in shares]
         spread = 1.96 * statistics.stdev(first) / len(first) ** 0.5 if len(first) > 1 else None
         scores = {name: mean_of(shares) for name, shares in zip(self.ranked(), readings, strict=True)}
-        return {"accuracy": mean_of(readings[0]), "tasks": len(first), "tasks_ci95": spread, **scores}
+        by_party = {str(party): statistics.fmean(shares) for party, shares in readings[0].items()}
+        return {
+            "accuracy": mean_of(readings[0]),
+            **scores,
+            "tasks": len(first),
+            "tasks_ci95": spread,
+            "chosen": state.chosen,
+            "validation": state.validation,
+            "parties": by_party,
+        }
 
     def report(self, state: State, parties: Parties, data: Data) -> Scores:
-        """Once: the same by party, and which round was chosen."""
-        first = self.shares(self.judged(state, parties))[0]
-        by_party = {str(party): statistics.fmean(shares) for party, shares in first.items()}
-        return {"parties": by_party, "chosen": state.chosen, "validation": state.validation}
+        """All is in the figures already."""
+        return {}
 
     def judged(self, state: State, parties: Parties) -> dict[int, Mapping[str, Tensor]]:
         """What each party gets right of its tasks."""
@@ -214,7 +224,7 @@ class FewShot(Method):
         samples = me.test if part == "test" else me.validation
         draw = stream(me.seed, me.id, part, "tasks")
         drawn = [self.task(samples, draw) for _ in range(tasks)]
-        ready = self.prepare(me, model, kept)
+        ready = self.prepare(me, self.model_of(me, model, kept), kept)
         right: dict[str, list[int]] = {name: [] for name in self.readings}
         for task in drawn:
             for name, classes in self.answer(ready, task).items():
@@ -230,6 +240,30 @@ class FewShot(Method):
     def personal(self, me: Party, model: Weights) -> nn.Module:
         """A party has a model only once it has a task."""
         raise SettingError(f"{self.name} has no models of parties: it makes one of the samples of each task")
+
+
+class Alone(FewShot):
+    """Before a method of this family: each party has a model of its own, and nothing is shared."""
+
+    def start(self, task: Task, seed: int) -> State:
+        """There is no global model."""
+        self.begin(task, seed)  # what is wrong with the model shows now
+        return State({}, {}, 0, 0.0)
+
+    def round(self, state: State, parties: Parties) -> State:
+        """The parties train. What is sent is the order to do so, and that it was done."""
+        parties.ask(self.choose(parties), self.practise, returns={})
+        return self.choice(state, parties)
+
+    @on_party
+    def practise(self, me: Party) -> dict[str, Any]:
+        """Go on with the party's own model."""
+        me.store.put("own", self.learn(me, self.model_of(me, {}, kept=False)))
+        return {}
+
+    def model_of(self, me: Party, model: Weights, kept: bool) -> Weights:
+        """The party's own; before its first round, the one that all begin with."""
+        return self.own(me, kept) or self.begin(me.task, me.seed)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------
@@ -250,7 +284,7 @@ def features_of(net: nn.Module) -> int:
     for layer in parts_of(net)[1].modules():
         if isinstance(layer, nn.Linear):
             return layer.in_features
-    raise SettingError(f"the head of the model {type(net).__name__} has no linear layer that tells how long features are")
+    raise SettingError(f"the head of the model {type(net).__name__} has no linear layer: how long are features?")
 
 
 def small_head(net: nn.Module, way: int) -> Split:
@@ -261,9 +295,7 @@ def small_head(net: nn.Module, way: int) -> Split:
 
 def small_start(task: Task, seed: int, way: int) -> Weights:
     """The weights that such a net begins with: the encoder's as everyone's."""
-    with global_streams(seed, "head of a task"):
-        net = small_head(task.net(), way)
-    own = weights_of(net)
+    own = weights_of(blank(small_head(task.net(), way)))
     return own | {name: tensor for name, tensor in task.initial(seed).items() if name.startswith("encoder.")}
 
 
@@ -271,6 +303,14 @@ def small_net(me: Party, model: Weights, way: int) -> Split:
     """Such a net with these weights."""
     net = small_head(me.net(me.initial()), way)
     load_weights(net, model)
+    return net
+
+
+def blank(net: Split) -> Split:
+    """The net with a head of zeros: one step of fine-tuning then gives each class the mean of its features."""
+    with torch.no_grad():
+        for parameter in net.head.parameters():
+            parameter.zero_()
     return net
 
 

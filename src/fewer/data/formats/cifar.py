@@ -37,7 +37,7 @@ def cifar10(path: Path) -> Raw:
 def cifar100(path: Path, labels: Labels = "fine") -> Raw:
     """CIFAR-100 with its 100 fine or 20 coarse classes: the archive, a directory that holds it, or its contents.
 
-    `fc100` are the fine classes in the order of FC100, by coarse class: 60 to train on, 20 to validate on, 20 to test on.
+    `fc100` are the fine classes in the order of FC100, by coarse class: 60 to train on, 20 to validate, 20 to test on.
     """
     if labels not in get_args(Labels):
         raise unknown("labels", labels, get_args(Labels))
