@@ -44,8 +44,8 @@ def own_vectors(rows: NDArray[np.int64], vocabulary: int, width: int) -> Tensor:
     """Vectors for tokens, from which tokens occur in the same texts: where no file of vectors is at hand.
 
     Positive pointwise mutual information, cut to its first singular vectors (Levy, Goldberg, Dagan, TACL 2015, with
-    contexts smoothed by 0.75); all of one length, with numbers about as large as GloVe's. Those of the fill and of
-    unknown words are zero.
+    contexts smoothed by 0.75); all of one length, with numbers about as large as GloVe's. Those of the fill, of
+    unknown words and of words that are always alone are zero.
     """
     from scipy.sparse import coo_matrix
     from sklearn.utils.extmath import randomized_svd
@@ -63,8 +63,9 @@ def own_vectors(rows: NDArray[np.int64], vocabulary: int, width: int) -> Tensor:
     strength = np.log(counts.data / word[counts.row] / smooth[counts.col]).clip(min=0)
     table = coo_matrix((strength, (counts.row, counts.col)), counts.shape).tocsr()
     left, size, _ = randomized_svd(table, width, random_state=0)
-    vectors = torch.from_numpy(left * np.sqrt(size)).float()
-    return torch.nn.functional.normalize(vectors, dim=1) * width**0.5 / 2
+    vectors = torch.from_numpy(left * np.sqrt(size) * (word > 0)[:, None]).float()
+    even: Tensor = torch.nn.functional.normalize(vectors, dim=1) * (width**0.5 / 2)
+    return even
 
 
 def word_vectors(path: Path, tokens: Sequence[str]) -> Tensor:

@@ -223,6 +223,10 @@ class Method(BaseModel):
         """Once, after the last round: by default how each party's model does on its own test samples."""
         return {"personal": (own := self.ask_scores(state, parties))["accuracy"], "parties": own["parties"]}
 
+    def notes(self) -> Sequence[str]:
+        """What a user should know of these settings before a run begins."""
+        return ()
+
     # How its settings are chosen.
 
     def grids(self) -> Mapping[str, Sequence[float]]:

@@ -14,13 +14,15 @@ answered by ψ, fine-tuned on its support.
 Departures: the first line of Eq 13 lost its minus, which its second line has. h_ψ and p_ψ in L_MI are those of ψ̃, as
 Section 3.2.2 says (Eq 5 writes ψ). With K = 1 each class has one sample, the softmax of Eq 10 has one term and L_MI is
 0; `mi = across` takes it over the samples of all classes. Queries see the support and themselves in the Transformer,
-not each other (`transductive`: they do). The head of ψ begins at zero. Dropout is in the Transformer and, as DropBlock, in ResNet-12. Adam begins
-anew for φ in each round, which is another φ; for ψ it goes on. The paper's `\\M` is `decoupled = false`, `\\T` is
-`mi_weight = 0`, `\\A` is `kd_weight = 0`.
+not each other (`transductive`: they do). ψ begins as a mere normalisation with a head of zeros, so that one step of
+fine-tuning gives each class the mean of its features. Dropout is in the Transformer and, as DropBlock, in ResNet-12. Adam begins anew for φ in each
+round, which is another φ; for ψ it goes on. The paper's \\M is `decoupled = false`, \\T is `mi_weight = 0`, \\A is
+`kd_weight = 0`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -68,7 +70,9 @@ class F2L(FewShot):
     fine_rate: PositiveFloat = 0.01
     """Step size of fine-tuning on a support (α_ft)."""
     steps: PositiveInt = 1
-    """Steps of fine-tuning."""
+    """Steps of fine-tuning in training."""
+    adapt_steps: PositiveInt | None = None
+    """Steps of fine-tuning on a task of novel classes; by default as many as in training."""
     order: Literal["exact", "first"] = "exact"
     """Whether the meta-update of the client model has second derivatives."""
     mi: Literal["within", "across"] = "within"
@@ -89,6 +93,12 @@ class F2L(FewShot):
     def ranked(self) -> tuple[str, ...]:
         """The reading that counts comes first."""
         return (self.reading, *(name for name in self.readings if name != self.reading))
+
+    def notes(self) -> Sequence[str]:
+        """One sample of a class has no mutual information within the class."""
+        if self.shot > 1 or self.mi == "across" or not self.mi_weight:
+            return ()
+        return ["with shot = 1 the mutual information within a class is 0, as in the paper (mi = across: is not)"]
 
     # Training: Algorithm 1.
 
@@ -184,7 +194,7 @@ class F2L(FewShot):
         ready.client.eval()
         with torch.no_grad():
             support, queries = encoder(task.support_x), encoder(task.query_x)
-        batches = [(support, task.support_y)] * self.steps
+        batches = [(support, task.support_y)] * (self.adapt_steps or self.steps)
         load_weights(ready.client, adapted(ready.client, ready.own["weights"], batches, self.fine_rate))
         with torch.no_grad():
             scores = ready.client(torch.cat([support, queries]))[len(support) :]

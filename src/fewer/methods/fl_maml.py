@@ -3,7 +3,7 @@
 Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning (F2L), KDD 2023, Section 4.2 and Appendix C.2: parties take
 meta-steps of MAML (Finn, Abbeel, Levine, ICML 2017) on tasks of base classes, the coordinator averages their models; a
 task of novel classes is answered by the model after fine-tuning on its support. Departures: meta-steps are Adam's,
-which begins anew in each round; the head begins at zero. `local-maml` averages nothing: each party has a model of its own.
+which begins anew in each round; the head begins at zero. `local-maml` averages nothing: each party has its own model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class FLMaml(FewShot):
     fine_rate: PositiveFloat = 0.01
     """Step size of fine-tuning on a support."""
     steps: PositiveInt = 1
-    """Steps of fine-tuning."""
+    """Steps of fine-tuning in training."""
+    adapt_steps: PositiveInt | None = None
+    """Steps of fine-tuning on a task of novel classes; by default as many as in training."""
     order: Literal["exact", "first"] = "exact"
     """Whether meta-steps have second derivatives."""
 
@@ -66,7 +68,8 @@ class FLMaml(FewShot):
     def answer(self, ready: Split, task: Episode) -> dict[str, Tensor]:
         """Fine-tune on the support, classify the queries."""
         before = weights_of(ready)
-        tuned = adapted(ready, learnable(ready), [(task.support_x, task.support_y)] * self.steps, self.fine_rate)
+        batches = [(task.support_x, task.support_y)] * (self.adapt_steps or self.steps)
+        tuned = adapted(ready, learnable(ready), batches, self.fine_rate)
         load_weights(ready, {**before, **tuned})
         with torch.no_grad():
             classes = ready(task.query_x).argmax(1)

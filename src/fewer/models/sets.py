@@ -10,7 +10,8 @@ class SetEncoder(nn.Module):
     """One Transformer layer (Vaswani et al., NeurIPS 2017) over feature vectors, without places: a set has no order.
 
     The first `context` rows are the context, which every row sees. Rows beyond it see the context and themselves,
-    or (`transductive`) each other too. Attention is written out, so that it can be differentiated twice everywhere.
+    or (`transductive`) each other too. Attention is written out, so that it can be differentiated twice everywhere. What
+    is added to the features begins at zero, so that at first they are only normalised.
     """
 
     def __init__(
@@ -26,6 +27,9 @@ class SetEncoder(nn.Module):
         )
         self.drop = nn.Dropout(drop)
         self.first, self.second = nn.LayerNorm(features), nn.LayerNorm(features)
+        for last in (self.gather, self.think[-1]):
+            for parameter in last.parameters():
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor) -> Tensor:
         """One vector for each row, as long as it was."""
