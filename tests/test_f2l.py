@@ -17,7 +17,6 @@ import fewer
 from fewer.data import ArrayData, Data, Raw, federate
 from fewer.data.episodes import Episode, by_class, episode
 from fewer.errors import SettingError
-from fewer.experiments import recipes
 from fewer.learning.adapt import learnable, meta_gradient
 from fewer.methods import Method
 from fewer.methods.f2l import CLIENT, F2L, distillation, mutual_information
@@ -673,14 +672,3 @@ def test_the_command_line_runs_it_and_says_what_shot_1_means(
     call("run", "f2l", *given, *small, "--no-report")
     assert len(caplog.messages) == 1 and "mutual information within a class is 0" in caplog.text
     assert fewer.load(tmp_path / "run")(torch.zeros(1, 1, 8, 8)).shape == (1, 4)  # the server model: base classes
-
-
-def test_recipes_of_f2l_name_what_exists() -> None:
-    for name in ("f2l/table1", "f2l/fig4", "f2l/fig5", "f2l/fig6"):
-        plan = recipes.recipe(name)
-        for quick in (False, True):
-            for column in plan.column:
-                for row, settings in zip(plan.row, recipes.settings_in(column, plan, quick), strict=True):
-                    kind = fewer.methods.find(row.method)
-                    kind(**settings["set"])
-                    assert issubclass(kind, FewShot)

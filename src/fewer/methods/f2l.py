@@ -15,9 +15,9 @@ Departures: the first line of Eq 13 lost its minus, which its second line has. h
 Section 3.2.2 says (Eq 5 writes ψ). With K = 1 each class has one sample, the softmax of Eq 10 has one term and L_MI is
 0; `mi = across` takes it over the samples of all classes. Queries see the support and themselves in the Transformer,
 not each other (`transductive`: they do). ψ begins as a mere normalisation with a head of zeros, so that one step of
-fine-tuning gives each class the mean of its features. Dropout is in the Transformer and, as DropBlock, in ResNet-12. Adam begins anew for φ in each
-round, which is another φ; for ψ it goes on. The paper's \\M is `decoupled = false`, \\T is `mi_weight = 0`, \\A is
-`kd_weight = 0`.
+fine-tuning gives each class the mean of its features. Dropout is in the Transformer and, as DropBlock, in ResNet-12.
+Adam begins anew for φ in each round, which is another φ; for ψ it goes on. The paper's ablations are settings:
+`decoupled = false` (without M), `mi_weight = 0` (without T) and `kd_weight = 0` (without A).
 """
 
 from __future__ import annotations

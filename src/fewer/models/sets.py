@@ -10,8 +10,8 @@ class SetEncoder(nn.Module):
     """One Transformer layer (Vaswani et al., NeurIPS 2017) over feature vectors, without places: a set has no order.
 
     The first `context` rows are the context, which every row sees. Rows beyond it see the context and themselves,
-    or (`transductive`) each other too. Attention is written out, so that it can be differentiated twice everywhere. What
-    is added to the features begins at zero, so that at first they are only normalised.
+    or (`transductive`) each other too. Attention is written out, so that it can be differentiated twice everywhere.
+    What is added to the features begins at zero, so that at first they are only normalised.
     """
 
     def __init__(
