@@ -126,7 +126,8 @@ def test_one_sample_of_a_class_has_no_mutual_information_within_it_but_has_acros
     assert float(torch.autograd.grad(across, server)[0].abs().max()) > 1e-3
     (note,) = F2L(shot=1).notes()
     assert "mi = across" in note
-    assert not F2L(shot=1, mi="across").notes() and not F2L(shot=5).notes() and not F2L(shot=1, mi_weight=0).notes()
+    for fine in ({"mi": "across"}, {"shot": 5}, {"mi_weight": 0}, {"learn_from": "task"}):
+        assert not F2L(**{"shot": 1, **fine}).notes()
 
 
 def test_distillation_is_the_paper_s_double_sum() -> None:
@@ -245,12 +246,13 @@ def party(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
     return place(id, round)
 
 
-@pytest.mark.parametrize("order", ["exact", "first"])
+@pytest.mark.parametrize(("order", "learn_from"), [("exact", "support"), ("first", "support"), ("exact", "task")])
 def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
-    data: ArrayData, tmp_path: Path, order: str
+    data: ArrayData, tmp_path: Path, order: str, learn_from: str
 ) -> None:
     """Plain autograd through Eqs 3 to 20, in the order of Algorithm 1; φ moves by gradient descent here, ψ by Adam."""
-    method = F2L(**FAST | {"drop": 0.0, "order": order, "decay": 0.01, "fine_rate": 0.2, "mi": "within"})
+    settings = {"drop": 0.0, "order": order, "learn_from": learn_from, "decay": 0.01, "fine_rate": 0.2}
+    method = F2L(**FAST | settings)
     me = party(data, tmp_path)
     pair = method.prepare(me, me.initial(), kept=False)
     torch.manual_seed(4)
@@ -273,15 +275,13 @@ def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
     both = torch.cat([support.detach(), queries.detach()])
     scores = functional_call(pair.client, tuned, (both,))[WAY * SHOT :]
     client_loss = 0.5 * F.cross_entropy(scores, task.query_y) + 0.5 * distillation(scores, teacher, task.query_y)
-    theirs = functional_call(
-        pair.client.encoder, {n.removeprefix("encoder."): t for n, t in tuned.items() if "encoder." in n},
-        (support.detach(),),
-    ).detach()  # fmt: skip
+    rows = WAY * SHOT if learn_from == "support" else WAY * (SHOT + QUERIES)
+    seen, y = torch.cat([support, queries])[:rows], torch.cat([task.support_y, task.query_y])[:rows]
+    inside = {name.removeprefix("encoder."): tensor for name, tensor in tuned.items() if "encoder." in name}
+    theirs = functional_call(pair.client.encoder, inside, (seen.detach(),)).detach()
     sure = F.linear(theirs, tuned["head.weight"], tuned["head.bias"]).softmax(1).detach()
-    base = F.linear(support, phi["head.weight"], phi["head.bias"])
-    server_loss = 0.5 * F.cross_entropy(base, task.classes[task.support_y]) + 0.5 * mutual_information(
-        support, theirs, sure, task.support_y
-    )
+    base = F.cross_entropy(F.linear(seen, phi["head.weight"], phi["head.bias"]), task.classes[y])
+    server_loss = 0.5 * base + 0.5 * mutual_information(seen, theirs, sure, y)
     method.learn_task(pair, torch.optim.SGD(pair.server.parameters(), lr=1.0), task)
     now = dict(pair.server.named_parameters())
     for name, slope in zip(phi, torch.autograd.grad(server_loss, list(phi.values())), strict=True):
