@@ -65,8 +65,8 @@ class F2L(FewShot):
     name: ClassVar[str] = "f2l"
     readings: ClassVar[tuple[str, ...]] = ("client", "server")
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "rate": (0.0003, 0.001, 0.003, 0.01),
-        "fine_rate": (0.01, 0.03, 0.1, 0.3),
+        "rate": (0.001, 0.003, 0.01),
+        "fine_rate": (0.03, 0.1, 0.3),
     }
 
     reading: Literal["client", "server"] = "client"

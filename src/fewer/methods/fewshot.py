@@ -51,7 +51,7 @@ class FewShot(Method):
     novel: ClassVar[bool] = True
     readings: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The ways in which it answers a task; the first one counts."""
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.0003, 0.001, 0.003, 0.01)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.001, 0.003, 0.01)}
 
     active: PositiveInt | None = None
     """How many parties are asked in a round; by default all."""

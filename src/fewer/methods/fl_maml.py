@@ -27,8 +27,8 @@ class FLMaml(FewShot):
 
     name: ClassVar[str] = "fl-maml"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "rate": (0.0003, 0.001, 0.003, 0.01),
-        "fine_rate": (0.01, 0.03, 0.1, 0.3),
+        "rate": (0.001, 0.003, 0.01),
+        "fine_rate": (0.03, 0.1, 0.3),
     }
 
     fine_rate: PositiveFloat = 0.01
