@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import fewer
-from fewer.data import ArrayData, from_parties
+from fewer.data import ArrayData, Samples, from_parties
 from fewer.data.episodes import split_parties
 from fewer.errors import SettingError
 from fewer.experiments import recipes
@@ -27,9 +30,10 @@ from fewer.experiments.tune import tune
 from fewer.learning.adam import adam
 from fewer.learning.adapt import Batch, Rate, adapted, learnable, meta_gradient
 from fewer.learning.flops import counted
+from fewer.methods.alone import Alone
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.methods.fedmeta import ALPHA, FedMeta
-from fewer.methods.newparties import NewParties, fairness
+from fewer.methods.newparties import NewParties, descend, fairness
 from fewer.methods.per_fedavg import PerFedAvg
 from fewer.methods.reptile import Reptile
 from fewer.models import SmallCNN, Weights, load_weights
@@ -164,6 +168,29 @@ def test_adam_by_hand_and_against_torch() -> None:
     assert torch.allclose(weights["w"], theirs.detach(), rtol=1e-12) and int(weights["buffer"]) == 7
 
 
+def test_adam_of_hardly_any_gradient() -> None:
+    """ε stands outside the root: a gradient of ε takes half a step, none takes none."""
+    slope, none = torch.tensor([1e-8, 0.0], dtype=torch.float64), {"w": torch.zeros(2, dtype=torch.float64)}
+    moved, _, _ = adam(none, {"w": slope}, none, none, 1, 0.5)
+    assert torch.allclose(moved["w"], torch.tensor([-0.25, 0.0], dtype=torch.float64))
+
+
+def test_weights_that_do_not_learn_have_no_gradient_and_stay() -> None:
+    made, theta, support, query = case("mlp", 1)
+    frozen = next(iter(theta))
+    dict(made.named_parameters())[frozen].requires_grad_(False)
+    assert learnable(made).keys() == theta.keys() - {frozen}
+    found = meta_gradient(made, learnable(made), support, query, 0.3, exact=True)
+    assert found.weights.keys() == found.rates.keys() == learnable(made).keys()
+
+
+def test_fine_tuning_normalises_as_training_does() -> None:
+    made, theta, support, _ = case("cnn, batch", 2)
+    expected = adapted(copy.deepcopy(made).train(), theta, support, 0.3)
+    descend(made.eval(), support, 0.3)
+    assert all(torch.allclose(tensor, expected[name]) for name, tensor in learnable(made).items())
+
+
 # --- a federation in which everything can be done by hand -----------------------------------------------------
 
 FEATURES, CLASSES, SEED = 3, 2, 4
@@ -246,6 +273,7 @@ def test_local_steps_go_their_way_and_rates_stay_with_the_coordinator() -> None:
     assert close(state.algorithm["weight"], np.average(ends, axis=0, weights=sizes), 1e-5)
     sign = np.sign(np.average(slopes, axis=0, weights=sizes))
     assert close(state.algorithm[ALPHA + "weight"], 0.7 - 0.05 * sign, 1e-4)  # the first step of Adam
+    assert close(state.first[ALPHA + "weight"], 0.1 * np.average(slopes, axis=0, weights=sizes))
     assert method.grids().keys() == {"local_rate", "inner_rate"} and FedMeta().grids().keys() == {"rate", "inner_rate"}
 
 
@@ -289,6 +317,59 @@ def test_per_fedavg_by_hand(order: Any) -> None:
     assert close(model, np.mean(ends, axis=0))
 
 
+def test_inner_steps_of_training_are_as_many_as_are_set() -> None:
+    method = FedMeta(rounds=1, active=8, steps=3, inner_rate=0.7, support=0.4)
+    state = fewer.run(method, federation(), model=linear(), seed=SEED).state
+    found = []
+    for party in GROUPS.train:
+        (sx, sy), (qx, qy) = ([torch.from_numpy(array) for array in half] for half in halves(party, 0.4))
+        start = w = torch.from_numpy(WEIGHT).requires_grad_()
+        for _ in range(3):  # all steps in one graph
+            (slope,) = torch.autograd.grad(F.cross_entropy(sx @ w.T, sy), w, create_graph=True)
+            w = w - 0.7 * slope
+        found.append(torch.autograd.grad(F.cross_entropy(qx @ w.T, qy), start)[0].numpy())
+    sizes = [len(PAIRS[party][1]) for party in GROUPS.train]
+    assert close(state.first["weight"], 0.1 * np.average(found, axis=0, weights=sizes))
+
+
+def test_samples_of_a_step_are_as_many_as_are_set_and_from_their_half() -> None:
+    samples = Samples(torch.arange(20.0)[:, None], torch.zeros(20, dtype=torch.int64))
+    support, queries = samples.only(torch.arange(8)), samples.only(torch.arange(8, 20))
+    method, draw = FedMeta(steps=3, batch=5, queries=4), stream("test")
+    inner, outer = method.inner_batches(support, draw), method.query_batch(queries, draw)
+    assert [len(x) for x, _ in inner] == [5, 5, 5] and not torch.equal(inner[0][0], inner[1][0])
+    assert float(torch.cat([x for x, _ in inner]).max()) < 8
+    assert len(set(outer[0][:, 0].tolist())) == 4 and float(outer[0].min()) >= 8
+    assert len(FedMeta(queries=99).query_batch(queries, draw)[0]) == 12
+
+
+def test_fedavg_with_adam_is_torchs_adam_begun_anew() -> None:
+    method = FedAvgMeta(rounds=1, active=8, optimiser="adam", rate=0.07, steps=3, batch=2)
+    ends = []
+    for party in GROUPS.train:
+        w = torch.from_numpy(WEIGHT.copy()).requires_grad_()
+        optimiser = torch.optim.Adam([w], lr=0.07)
+        for batch in batches(method, party, 3):
+            w.grad = torch.from_numpy(softmax_regression(w.detach().numpy(), *batch)[0])
+            optimiser.step()
+        ends.append(w.detach().numpy())
+    model = fewer.run(method, federation(), model=linear(), seed=SEED).state.model["weight"]
+    assert close(model, np.average(ends, axis=0, weights=[len(PAIRS[party][1]) for party in GROUPS.train]), 1e-5)
+
+
+@pytest.mark.parametrize("weights", ["size", "uniform"])
+def test_running_statistics_are_averaged_as_gradients_are(weights: Any) -> None:
+    class Normed(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.BatchNorm1d(FEATURES, momentum=1.0), nn.Linear(FEATURES, CLASSES))
+
+    method = FedMeta(rounds=1, active=8, support=0.4, weights=weights)
+    state = fewer.run(method, federation(), model=Normed(), seed=SEED).state
+    means = [halves(party, 0.4)[1][0].mean(axis=0) for party in GROUPS.train]  # the last batch that each has seen
+    shares = [len(PAIRS[party][1]) if weights == "size" else 1 for party in GROUPS.train]
+    assert close(state.algorithm["0.running_mean"], np.average(means, axis=0, weights=shares))
+
+
 def test_fedavg_with_adam_learns_and_is_not_sgd() -> None:
     one, two = (
         fewer.run(FedAvgMeta(rounds=1, optimiser=kind, rate=0.1), federation(), model=linear(), seed=SEED).state.model
@@ -326,6 +407,26 @@ def test_new_parties_are_judged_on_their_queries_after_adapting(judge: Any, step
         assert result.accuracy == pytest.approx(pooled)
     assert all(value == by_party[str(int(party) % 10)] for party, value in result.scores["parties"].items())
     assert result.scores["fairness"] == fairness(list(result.scores["parties"].values()))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "adapt_steps"), [("maml", None), ("meta-sgd", None), ("meta-sgd", 3), ("maml", 0)]
+)
+def test_new_parties_adapt_with_what_was_learned(algorithm: Any, adapt_steps: int | None) -> None:
+    method = FedMeta(rounds=2, algorithm=algorithm, steps=2, adapt_steps=adapt_steps, inner_rate=0.7, rate=0.3)
+    result = fewer.run(method, federation(), model=linear(), seed=SEED)
+    phi = {name: tensor.double().numpy() for name, tensor in result.state.algorithm.items()}
+    alpha = phi[ALPHA + "weight"] if algorithm == "meta-sgd" else 0.7
+    total = count = 0.0
+    for party in GROUPS.test:
+        support, (x, y) = halves(party, 0.2)
+        w = phi["weight"]
+        for _ in range(2 if adapt_steps is None else adapt_steps):
+            w = w - alpha * softmax_regression(w, *support)[0]
+        total += float(F.cross_entropy(torch.from_numpy(x @ w.T), torch.from_numpy(y), reduction="sum"))
+        count += len(y)
+    assert result.history[-1]["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert algorithm == "maml" or np.abs(alpha - 0.7).max() > 0.1
 
 
 def test_only_training_parties_train_and_only_new_ones_are_measured(tmp_path: Path) -> None:
@@ -375,6 +476,37 @@ def test_support_and_queries_of_a_new_party_are_the_same_for_all_methods_and_rou
     assert divisions[0][0] != sorted(divisions[0][0]) or len(divisions[0][0]) == 1
 
 
+def test_divisions_are_drawn_anew_in_training_and_stay_for_new_parties() -> None:
+    drawn: dict[tuple[int, int, bool], list[Any]] = {}
+
+    class Watched(FedMeta):
+        def halves(self, me: Any, draw: Any = None) -> Any:
+            found: Any = super().halves(me, draw)
+            drawn.setdefault((me.seed, me.id, draw is not None), []).append([half.rows.tolist() for half in found])
+            return found
+
+    groups = {}
+    for seed in (0, 1):
+        x, y = np.zeros((30, FEATURES), np.float32), np.arange(30) % 2
+        data = from_parties([(x, y)] * 20, test=(x, y))
+        fewer.run(Watched(rounds=2, active=16), data, model=linear(), seed=seed)
+        groups[seed] = split_parties(20, seed=seed)
+
+    def within(rows: Any, party: int) -> tuple[int, ...]:  # numbers within the party
+        assert sorted(rows[0] + rows[1]) == list(range(30 * party, 30 * party + 30)) and len(rows[0]) == 6
+        return tuple(row - 30 * party for row in rows[0])
+
+    for seed in (0, 1):
+        for party in groups[seed].train:
+            one, two = (within(rows, party) for rows in drawn[seed, party, True])
+            assert one != two
+        for party in groups[seed].test:
+            assert len({within(rows, party) for rows in drawn[seed, party, False]}) == 1
+    me: list[Any] = [SimpleNamespace(train=data.party(0).train, seed=n // 2, id=n % 2, in_time=False) for n in range(4)]
+    firsts: list[Any] = [FedMeta().halves(each)[0].rows for each in me]
+    assert len({tuple(rows.tolist()) for rows in firsts}) == 4  # by seed and party
+
+
 def test_a_party_uses_no_more_samples_than_are_allowed() -> None:
     sizes: list[int] = []
 
@@ -388,24 +520,64 @@ def test_a_party_uses_no_more_samples_than_are_allowed() -> None:
     assert max(sizes) == 6 and min(sizes) == 5
 
 
-def test_parties_with_one_sample_one_class_or_nothing_do_not_break_a_round(tmp_path: Path) -> None:
+ODD = [
+    *(FedMeta(rounds=2, active=32, algorithm=kind, steps=2) for kind in ("maml", "fomaml", "meta-sgd")),
+    FedMeta(rounds=2, active=32, local_steps=2, batch=3, queries=3, clip=1.0),
+    *(FedAvgMeta(rounds=2, active=32, steps=2, adapt_steps=steps) for steps in (0, 2)),
+    FedAvgMeta(rounds=2, active=32, steps=2, optimiser="adam"),
+    *(PerFedAvg(rounds=2, active=32, steps=2, order=order) for order in ("exact", "first")),
+    Reptile(rounds=2, active=32, steps=2),
+    *(Alone(learner=kind) for kind in ("net", "most-used", "last-used", "naive-bayes")),
+]
+
+
+@pytest.mark.parametrize("judge", ["new", "validation"])
+@pytest.mark.parametrize("method", ODD, ids=lambda method: method.name)
+def test_parties_with_one_sample_one_class_or_nothing_break_neither_round_nor_judgement(
+    method: NewParties, judge: Any, tmp_path: Path
+) -> None:
+    pairs = [PAIRS[party % 10] for party in range(40)]
+    groups = split_parties(40, seed=SEED)
+    for group in groups:  # of each kind of party one with one sample, one with nothing, one with one class
+        one, none, same = group[:3]
+        pairs[one] = (pairs[one][0][:1], pairs[one][1][:1])
+        pairs[none] = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
+        pairs[same] = (pairs[same][0], np.zeros_like(pairs[same][1]))
+    chosen = method.model_copy(update={"judge": judge})
+    result = fewer.run(chosen, federation(pairs), model=linear(), seed=SEED, out=tmp_path)
+    judged = groups.test if judge == "new" else groups.validation
+    assert result.scores["parties"].keys() == {str(party) for party in judged[2:]}
+    assert all(torch.isfinite(tensor).all() for tensor in chosen.shared(result.state).values())
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    told = {(event["party"], event["detail"]) for event in events if event.get("why") == "unable"}
+    few, nothing = "1 sample, which is its support: no queries are left", "no training data"
+    expected = {(judged[0], few), (judged[1], nothing)}
+    if not isinstance(method, Alone):
+        expected.add((groups.train[1], nothing))
+    if isinstance(method, FedMeta):  # the others train on all samples, also on one
+        expected.add((groups.train[0], few))
+    assert told == expected and not any(event.get("why") in ("failed", "refused") for event in events)
+
+
+def test_who_counts_more_right_than_there_are_is_not_believed() -> None:
+    class Liar(FedAvgMeta):
+        @fewer.on_party
+        def answer_queries(self, me: Any, model: Weights) -> dict[str, float]:
+            told = super().answer_queries(me, model)
+            return told | ({"correct": told["total"] + 1} if me.id == first else {})
+
+    pairs = [PAIRS[party % 10] for party in range(40)]
+    first, *others = split_parties(40, seed=SEED).test
+    result = fewer.run(Liar(rounds=1), federation(pairs), model=linear(), seed=SEED)
+    assert result.scores["parties"].keys() == {str(party) for party in others} and result.accuracy <= 1
+
+
+def test_no_party_with_queries_gets_one_line() -> None:
     pairs = list(PAIRS)
-    one, none, same = GROUPS.train[:3]
-    pairs[one] = (PAIRS[one][0][:1], PAIRS[one][1][:1])
-    pairs[none] = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
-    pairs[same] = (PAIRS[same][0], np.zeros_like(PAIRS[same][1]))
-    pairs[GROUPS.test[0]] = (PAIRS[0][0][:1], PAIRS[0][1][:1])
-    if len(GROUPS.test) == 1:
-        pairs += [PAIRS[0]] * 10
-    for number, kind in enumerate((FedMeta, FedAvgMeta, PerFedAvg, Reptile)):
-        run = tmp_path / str(number)
-        result = fewer.run(kind(rounds=2, active=16), federation(pairs), model=linear(), seed=SEED, out=run)
-        model = result.model.state_dict()
-        assert 0 <= result.accuracy <= 1 and all(torch.isfinite(tensor).all() for tensor in model.values())
-        events = (run / "events.jsonl").read_text()
-        assert '"unable"' in events and "no training data" in events and '"failed"' not in events
-        if kind is FedMeta:
-            assert "1 sample, which is its support: no queries are left" in events
+    for party in GROUPS.test:
+        pairs[party] = (PAIRS[party][0][:1], PAIRS[party][1][:1])
+    with pytest.raises(SettingError, match="no test samples to evaluate on"):
+        fewer.run(FedMeta(rounds=1), federation(pairs), model=linear(), seed=SEED)
 
 
 def test_too_few_parties_get_one_line() -> None:
@@ -433,6 +605,7 @@ def test_fairness_by_hand() -> None:
     found = fairness([0.5, 1.0, 0.0, 0.5])
     assert found == {"mean": 0.5, "variance": 0.125, "worst": 0.0}
     assert fairness([i / 20 for i in range(20)])["worst"] == pytest.approx(0.025)
+    assert fairness([i / 20 for i in range(11)])["worst"] == pytest.approx(0.025)  # a tenth of 11 is two
 
 
 # --- promises -------------------------------------------------------------------------------------------------
@@ -531,7 +704,7 @@ def test_what_cannot_be_adapted_gets_one_line(tmp_path: Path) -> None:
     np.savez(tmp_path / "mine.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.zeros(3, int))
     words: list[str | Path] = ["adapt", tmp_path / "run", "--out", tmp_path / "mine", "--data"]
     assert (
-        "(allowed: fedavg-meta, fedmeta, per-fedavg, reptile)"
+        "(allowed: alone, fedavg-meta, fedmeta, per-fedavg, reptile)"
         in call(*words, f"npz:{tmp_path}/mine.npz", code=2).stderr
     )
     call("run", "fedmeta", *DIGITS, "--parties", "12", "--rounds", "1", "--out", tmp_path / "meta", "--no-report")
@@ -573,11 +746,14 @@ def test_flops_of_an_lstm_are_counted_also_where_its_kernel_is_fused() -> None:
 
 
 def test_a_long_gradient_is_shortened() -> None:
+    """Its length is that of all weights together."""
+    torch.manual_seed(0)
+    net = nn.Linear(FEATURES, CLASSES)
     ways = []
     for clip in (None, 1e-3, 1e3):
         method = FedMeta(rounds=1, active=1, local_steps=1, local_rate=1.0, clip=clip)
-        state = fewer.run(method, federation(), model=linear(), seed=SEED).state
-        ways.append(torch.from_numpy(WEIGHT).float() - state.algorithm["weight"])
+        end = fewer.run(method, federation(), model=net, seed=SEED).state.algorithm
+        ways.append(torch.cat([(net.state_dict()[name] - end[name]).flatten() for name in ("weight", "bias")]))
     assert float(ways[1].norm()) == pytest.approx(1e-3, rel=1e-3) and torch.equal(ways[0], ways[2])
     assert torch.allclose(ways[1] / ways[1].norm(), ways[0] / ways[0].norm(), atol=1e-3)
 
@@ -589,6 +765,11 @@ def test_flops_add_up_over_rounds_and_parties() -> None:
         2 * FEATURES * CLASSES * (4 * len(halves(party, 0.4)[0][1]) + 2 * len(halves(party, 0.4)[1][1]))
         for party in GROUPS.train
     )
+    assert [line["flops"] for line in result.history] == [each, 2 * each]
+    result = fewer.run(
+        FedAvgMeta(rounds=2, active=8, flops=True, steps=3, batch=2), federation(), model=linear(), seed=SEED
+    )
+    each = 8 * 3 * 2 * (2 * 2 * FEATURES * CLASSES)  # parties, steps, there and back
     assert [line["flops"] for line in result.history] == [each, 2 * each]
 
 
@@ -632,7 +813,10 @@ method = "fedmeta"
     found = cells[0].reached
     assert found and found.round and found.mb and found.gflop and found.target == cells[1].reached.target  # type: ignore[union-attr]
     page = recipes.markdown(plan, cells, "c", False)
-    assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {found.round} | {found.mb:.3g} | {found.gflop:.3g} |" in page
+    ahead = 100 * (cells[1].ours.accuracies[0] - cells[0].ours.accuracies[0])
+    cost = f"{found.round} | {found.mb:.3g} | {found.gflop:.3g}"
+    assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {cost} | 0.0 |" in page
+    assert re.search(rf"\| MAML \| 50 % .* {ahead:.1f} \|", page)
     pages = write_report([tmp_path / "runs/50/fedavg-seed0"], tmp_path / "report")
     assert pages[0].exists()
 
@@ -648,3 +832,13 @@ def test_a_net_is_left_as_it_was() -> None:
     before = copy.deepcopy(made.state_dict())
     meta_gradient(made, theta, support, query, 0.3, exact=True)
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
+
+
+def test_the_fused_kernel_is_back_after_a_second_derivative() -> None:
+    made, theta, support, query = case("lstm", 1)
+    before = torch._C._get_mkldnn_enabled()
+    meta_gradient(made, theta, support, query, 0.3, exact=True)
+    assert torch._C._get_mkldnn_enabled() == before
+    with pytest.raises(ValueError, match="batch_size"):
+        meta_gradient(made, theta, [(support[0][0], query[1])], query, 0.3, exact=True)
+    assert torch._C._get_mkldnn_enabled() == before

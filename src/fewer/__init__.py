@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fewer.errors import FewerError as FewerError
     from fewer.methods import Method as Method
     from fewer.methods import Party as Party
+    from fewer.methods.alone import Alone as Alone
     from fewer.methods.fedavg import FedAvg as FedAvg
     from fewer.methods.fedavg_meta import FedAvgMeta as FedAvgMeta
     from fewer.methods.fedbn import FedBN as FedBN
@@ -34,6 +35,7 @@ _HOMES = {
     "FewerError": "fewer.errors",
     "Method": "fewer.methods",
     "Party": "fewer.methods",
+    "Alone": "fewer.methods.alone",
     "FedAvg": "fewer.methods.fedavg",
     "FedAvgMeta": "fewer.methods.fedavg_meta",
     "FedBN": "fewer.methods.fedbn",

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from fewer.data import items
 from fewer.data.cache import cached
 from fewer.data.episodes import by_class
 from fewer.data.federated import ArrayData, federate
@@ -227,12 +228,18 @@ def _shakespeare_mini() -> Raw:
         return FORMATS["plays"](path)
 
 
+def _usage(own: bool = False) -> Raw:
+    """Generated: which of 30 services each of 40 users used next; with own=true numbered by user."""
+    return items.of_users(items.usage(), own)
+
+
 EMBEDDED: dict[str, Callable[..., Raw]] = {
     "digits": _digits,
     "fashion-mini": _fashion_mini,
     "glyphs": _glyphs,
     "looks": _looks,
     "shakespeare-mini": _shakespeare_mini,
+    "usage": _usage,
 }
 NAMES = (*EMBEDDED, *FILES)
 

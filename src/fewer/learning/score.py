@@ -22,14 +22,21 @@ class Counts(NamedTuple):
 
 
 @torch.no_grad()
-def score(net: nn.Module, chunks: Iterable[tuple[Tensor, Tensor]]) -> Counts:
-    """Count on all chunks, with the net in evaluation mode."""
+def score(net: nn.Module, chunks: Iterable[tuple[Tensor, Tensor]], top: int = 1) -> Counts:
+    """Count on all chunks, with the net in evaluation mode; an answer is right if it is among the `top` best."""
     net.eval()
-    correct = total = 0
-    loss = 0.0
+    found = Counts(0, 0, 0.0)
     for x, y in chunks:
-        scores = net(x)
-        correct += int((scores.argmax(1) == y).sum())
-        loss += min(float(F.cross_entropy(scores, y, reduction="sum").nan_to_num(nan=WORST)), WORST)
-        total += len(y)
-    return Counts(correct, total, loss)
+        some = judged(net(x), y, top)
+        found = Counts(found.correct + some.correct, found.total + some.total, found.loss + some.loss)
+    return found
+
+
+def judged(scores: Tensor, y: Tensor, top: int = 1) -> Counts:
+    """Counts of some scores (samples × classes). Of equal scores the first counts as the best."""
+    if top == 1:
+        best = scores.argmax(1, keepdim=True)
+    else:
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :top]
+    loss = float(F.cross_entropy(scores, y, reduction="sum").nan_to_num(nan=WORST))
+    return Counts(int((best == y[:, None]).sum()), len(y), min(loss, WORST))

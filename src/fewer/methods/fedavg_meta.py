@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from fewer.data import Samples
 from fewer.learning import draw_batches, sgd, weighted_mean
-from fewer.learning.flops import MAX_FLOPS, counted
+from fewer.learning.flops import MAX_FLOPS
 from fewer.methods.base import MAX_SIZE, Party
 from fewer.methods.newparties import NewParties, descend, everything
 from fewer.models import Task, Weights, weights_of
@@ -85,7 +85,7 @@ class FedAvgMeta(NewParties):
     def train(self, me: Party, model: Weights) -> dict[str, Any]:
         """Local training on all samples of the party."""
         net = me.net(model)
-        with counted(self.flops) as tally:
+        with self.tally(me, net) as tally:
             self.learn(net, me)
         return {"model": Coded(weights_of(net), self.codec), "size": len(self.samples(me)), "flops": tally.flops}
 

@@ -30,7 +30,7 @@ from fewer.data import Samples
 from fewer.learning import draw_batches, weighted_mean
 from fewer.learning.adam import adam
 from fewer.learning.adapt import Batch, Rate, learnable, meta_gradient
-from fewer.learning.flops import MAX_FLOPS, counted
+from fewer.learning.flops import MAX_FLOPS
 from fewer.methods.base import MAX_SIZE, Party
 from fewer.methods.newparties import NewParties, descend, everything
 from fewer.models import Task, Weights, weights_of
@@ -60,7 +60,7 @@ class FedMeta(NewParties):
     name: ClassVar[str] = "fedmeta"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         "rate": (0.001, 0.003, 0.01, 0.03),
-        "inner_rate": (0.01, 0.03, 0.1, 0.3),
+        "inner_rate": (0.03, 0.1, 0.3),
     }
 
     algorithm: Literal["maml", "fomaml", "meta-sgd"] = "maml"
@@ -90,7 +90,7 @@ class FedMeta(NewParties):
 
     def grids(self) -> Mapping[str, Sequence[float]]:
         """With local steps, it is their step size that counts."""
-        grids = {"local_rate": (0.03, 0.1, 0.3, 1.0), **self.tunable}
+        grids = {"local_rate": (0.1, 0.3, 1.0), **self.tunable}
         return {name: grid for name, grid in grids.items() if name != ("rate" if self.local_steps else "local_rate")}
 
     def start(self, task: Task, seed: int) -> State:
@@ -131,7 +131,7 @@ class FedMeta(NewParties):
         """Lines 11 to 18, and what an answer needs besides."""
         net = me.net(self.initialisation(algorithm)).train()
         draw = me.stream("samples")
-        with counted(self.flops) as tally:
+        with self.tally(me, net) as tally:
             found = (self.way if self.local_steps else self.gradient)(me, net, algorithm, draw)
         return {
             "gradient": Coded(found, self.codec),

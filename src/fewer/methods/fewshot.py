@@ -244,7 +244,7 @@ class FewShot(Method):
         raise SettingError(f"{self.name} has no models of parties: it makes one of the samples of each task")
 
 
-class Alone(FewShot):
+class Unshared(FewShot):
     """Before a method of this family: each party has a model of its own, and nothing is shared."""
 
     def start(self, task: Task, seed: int) -> State:

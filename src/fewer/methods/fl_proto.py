@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fewer.data.episodes import Episode
 from fewer.methods.base import Party
-from fewer.methods.fewshot import Alone, FewShot
+from fewer.methods.fewshot import Unshared, FewShot
 from fewer.models import Task, Weights, parts_of, weights_of
 
 ENCODER = "encoder."
@@ -58,7 +58,7 @@ class FLProto(FewShot):
         return {"accuracy": scores.argmax(1)}
 
 
-class LocalProto(Alone, FLProto):
+class LocalProto(Unshared, FLProto):
     """Prototypical networks at each party alone; nothing is shared."""
 
     name: ClassVar[str] = "local-proto"

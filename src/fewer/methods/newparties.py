@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from math import ceil
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from torch import nn
 from fewer.data import Data, Samples
 from fewer.data.episodes import Three, split_parties, support_query
 from fewer.learning.adapt import Batch, Rate, adapted, learnable
+from fewer.learning.flops import Tally, counted
 from fewer.learning.score import Counts, score
 from fewer.methods.base import ACTIVE, CHUNK, COUNTS, Method, Party, Scores, figures
 from fewer.models import Weights
@@ -39,6 +41,10 @@ class NewParties(Method):
 
     support: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Share of a party's samples that it adapts on; it is judged on the rest."""
+    query_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of its samples, the last of the rest, that it is judged on. [default: all the rest]"""
+    top: PositiveInt = 1
+    """An answer counts as right if it is among so many best ones."""
     most: PositiveInt = 1000
     """Samples of a party that are used at most; of more, so many evenly spread ones."""
     judge: Literal["new", "validation"] = "new"
@@ -81,7 +87,16 @@ class NewParties(Method):
         if len(samples) < 2:
             raise Unable("1 sample, which is its support: no queries are left")
         draw = draw or stream(me.seed, me.id, "division")
-        return support_query(samples, self.support, None if me.in_time else draw)
+        support, rest = support_query(samples, self.support, None if me.in_time else draw)
+        if self.query_share is None:
+            return support, rest
+        count = min(max(1, round(len(samples) * self.query_share)), len(rest))
+        return support, rest.only(torch.arange(len(rest) - count, len(rest)))
+
+    def tally(self, me: Party, net: nn.Module) -> AbstractContextManager[Tally]:
+        """Counts operations, if they are to be counted: once for each net and number of samples."""
+        samples = self.samples(me)
+        return counted(self.flops, like=(self, repr(net), len(samples), samples.slice(0, 1)[0].shape))
 
     # How it is judged.
 
@@ -120,7 +135,7 @@ class NewParties(Method):
     def answer_queries(self, me: Party, model: Weights) -> dict[str, float]:
         """Adapt to the support, count right answers on the queries."""
         queries = self.halves(me)[1]
-        return score(self.personal(me, model), queries.chunks(CHUNK))._asdict()
+        return score(self.personal(me, model), queries.chunks(CHUNK), self.top)._asdict()
 
 
 def descend(net: nn.Module, batches: Sequence[Batch], rate: Rate) -> None:

@@ -48,7 +48,6 @@ class PerFedAvg(FedAvgMeta):
         samples = self.samples(me)
         numbers = draw_batches(len(samples), 2 * self.steps, self.batch, me.stream("batches"))
         batches = list(samples.batches(numbers))
-        net.train()
         parameters = dict(net.named_parameters())
         for inner, outer in zip(batches[::2], batches[1::2], strict=True):
             found = meta_gradient(net, learnable(net), [inner], outer, self.adapt_rate, self.order == "exact")

@@ -23,22 +23,30 @@ class LSTM(nn.LSTM):
 
 
 class CharLSTM(Split):
-    """LEAF's net for Shakespeare (FedMeta): embedding 8, two LSTM layers of 256, the next of `classes` characters."""
+    """LEAF's net for Shakespeare (FedMeta): embedding 8, two LSTM layers of 256, the next of `classes` characters.
 
-    def __init__(self, shape: tuple[int], classes: int, vocabulary: int, hidden: int = 256) -> None:
-        super().__init__(_LastOutput(vocabulary, 8, hidden), hidden, classes)
+    With a `context` it looks at so many last characters only, which costs that much less.
+    """
+
+    def __init__(
+        self, shape: tuple[int], classes: int, vocabulary: int, hidden: int = 256, context: int | None = None
+    ) -> None:
+        if context is not None and not 1 <= context <= shape[0]:
+            raise SettingError(f"context = {context} of char-lstm (allowed: 1 … {shape[0]})")
+        super().__init__(_LastOutput(vocabulary, 8, hidden, context or shape[0]), hidden, classes)
 
 
 class _LastOutput(nn.Module):
     """Embedding and a two-layer LSTM; the features are its last output."""
 
-    def __init__(self, vocabulary: int, width: int, hidden: int) -> None:
+    def __init__(self, vocabulary: int, width: int, hidden: int, context: int) -> None:
         super().__init__()
+        self.context = context
         self.embedding = nn.Embedding(vocabulary, width)
         self.lstm = LSTM(width, hidden, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(self.embedding(x))[0]
+        out: Tensor = self.lstm(self.embedding(x[:, -self.context :]))[0]
         return out[:, -1]
 
 

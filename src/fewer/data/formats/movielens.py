@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fewer.data.formats.reading import inside, members, reader
+from fewer.data.items import of_users
 from fewer.data.raw import Raw
-from fewer.errors import DataError
+from fewer.errors import DataError, unknown
 
 Floats = NDArray[np.float32]
 
@@ -46,12 +47,17 @@ FEATURES = (
 
 
 @reader("MovieLens 100k (u.data, u.item, u.user)")
-def movielens(path: Path) -> Raw:
+def movielens(path: Path, items: str = "films", own: bool = False, most: int = 0, least: int = 0) -> Raw:
     """Films in the order in which each user rated them: a client is a user, a class is a film.
 
     The features are those of `FEATURES`. They follow the recommendation task of FedMeta (Chen et al., 2018), where
     a record of 103 features describes what was used last, the user and the time, as far as these files say so.
+    A user rates a film once, so that nobody can learn from it which one comes next; with `items = genres` the class is
+    the film's set of genres (drama, comedy + romance …), which comes again. `own`, `most` and `least` are those of
+    `of_users`.
     """
+    if items not in ("films", "genres"):
+        raise unknown("items of movielens", items, ("films", "genres"))
     path = inside(path, "ml-100k.zip", "ml-100k")
     needed = ("u.data", "u.item", "u.user")
     files = {
@@ -66,7 +72,11 @@ def movielens(path: Path) -> Raw:
     user, film, rating, time = _ratings(files["u.data"], len(users), len(titles), path)
     past = _past(user, film, rating, time, genres, years)
     x = np.concatenate([past[:, :-2], users[user], _moment(time), past[:, -2:]], axis=1)
-    return Raw(x, film, client=user + 1, names=titles, in_time=True)
+    if items == "films":
+        return of_users(Raw(x, film, client=user + 1, names=titles, in_time=True), own, most, least)
+    sets, kind = np.unique(genres, axis=0, return_inverse=True)
+    names = tuple(" + ".join(np.array(_GENRES)[held > 0]) for held in sets)
+    return of_users(Raw(x, kind.reshape(-1)[film], client=user + 1, names=names, in_time=True), own, most, least)
 
 
 def _table(content: str, separator: str, columns: int, where: str) -> list[list[str]]:

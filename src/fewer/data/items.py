@@ -1,0 +1,64 @@
+"""What users use again and again: their items as classes, numbered for all users together or for each one alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from fewer.data.raw import Raw
+from fewer.errors import DataError, SettingError
+
+HABITS = 0.4, 0.4
+"""In `usage`: the chance to use the last service again, and that of the hour's own."""
+
+
+def of_users(raw: Raw, own: bool = False, most: int = 0, least: int = 0) -> Raw:
+    """Records in time with an item as class, made a task for each user.
+
+    Of a user's items the first `most` count, in the order in which they first came; records of later ones are left
+    out, and then users with fewer than `least` records. 0 leaves out nothing. With `own`, the classes are a user's own
+    items in that order: a small classifier serves everyone, but its classes mean something else to each.
+    """
+    if min(most, least) < 0:
+        raise SettingError(f"most = {most}, least = {least} (allowed: 0 or more)")
+    assert raw.client is not None and isinstance(raw.x, np.ndarray)
+    place = np.empty(len(raw.y), np.int64)
+    for user in np.unique(raw.client):
+        rows = np.flatnonzero(raw.client == user)
+        _, first, which = np.unique(raw.y[rows], return_index=True, return_inverse=True)
+        place[rows] = np.argsort(np.argsort(first))[which.reshape(-1)]
+    kept = place < (most or len(place))
+    _, user, counts = np.unique(raw.client[kept], return_inverse=True, return_counts=True)
+    kept[kept] = (counts >= least)[user.reshape(-1)]
+    if not kept.any():
+        raise DataError(f"no user has {least} records (allowed: a smaller least, or a larger most)")
+    raw = replace(raw, x=raw.x[kept], y=raw.y[kept], client=raw.client[kept])
+    if not own:
+        return raw
+    classes = most or int(place[kept].max()) + 1
+    return replace(raw, y=place[kept], names=tuple(f"item {number}" for number in range(1, classes + 1)))
+
+
+def usage(users: int = 40, records: int = 60, services: int = 30) -> Raw:
+    """Generated records of which service a user used, each in an hour: made once and for all, by a fixed seed.
+
+    A user has 3 to 8 services: one for each of four parts of the day. Features are a code of the last service
+    and the part of the day.
+    """
+    draw = np.random.default_rng(0)
+    codes = draw.integers(2, size=(services + 1, 12)).astype(np.float32)
+    x, y = [], []
+    for _ in range(users):
+        mine = draw.choice(services, draw.integers(3, 9), replace=False)
+        daily = draw.choice(mine, 4)
+        last = services  # none yet
+        for _ in range(records):
+            hour = draw.integers(4)
+            x.append(np.concatenate([codes[last], np.eye(4, dtype=np.float32)[hour]]))
+            habit = draw.choice(3, p=(*HABITS, 1 - sum(HABITS)))
+            last = last if habit == 0 and last < services else daily[hour] if habit == 1 else draw.choice(mine)
+            y.append(last)
+    client = np.repeat(np.arange(users), records)
+    names = tuple(f"service {number}" for number in range(1, services + 1))
+    return Raw(np.stack(x), np.array(y, np.int64), client=client, names=names, in_time=True)

@@ -1,0 +1,219 @@
+"""Users and their items: classes of their own, learners alone with their support, top-k, the last queries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.naive_bayes import GaussianNB
+
+import fewer
+from fewer.data import ArrayData, Raw, federate, from_parties
+from fewer.data.episodes import split_parties
+from fewer.data.items import of_users, usage
+from fewer.data.sources import read
+from fewer.errors import DataError, SettingError
+from fewer.experiments import recipes
+from fewer.learning.score import WORST, judged
+from fewer.methods.alone import Alone, MostUsed, NaiveBayes, recency
+from fewer.methods.fedavg_meta import FedAvgMeta
+from fewer.models import weights_of
+from fewer.models.sequences import LogisticRegression
+from fewer.runs.result import open_result
+from tests.test_formats import film, movielens, write
+
+torch.set_num_threads(1)
+
+# --- items ----------------------------------------------------------------------------------------------------
+
+
+def records() -> Raw:
+    y = np.array([7, 2, 7, 5, 2, 9, 7, 7, 1])
+    client = np.array([1, 1, 1, 1, 1, 2, 2, 2, 2])
+    return Raw(np.arange(9.0)[:, None], y, client=client, names=tuple("abcdefghij"), in_time=True)
+
+
+def test_items_are_numbered_by_user_from_the_first_to_come() -> None:
+    raw = of_users(records(), own=True)
+    assert raw.y.tolist() == [0, 1, 0, 2, 1, 0, 1, 1, 2] and raw.names == ("item 1", "item 2", "item 3") and raw.in_time
+    assert of_users(records()).y.tolist() == records().y.tolist()
+
+
+def test_later_items_and_then_users_with_few_records_are_left_out() -> None:
+    raw = of_users(records(), own=True, most=2)
+    assert np.asarray(raw.x)[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7] and raw.y.tolist() == [0, 1, 0, 1, 0, 1, 1]
+    raw = of_users(records(), most=2, least=4)
+    assert raw.client is not None and raw.client.tolist() == [1] * 4 and raw.y.tolist() == [7, 2, 7, 2]
+    assert len(raw.names) == 10 and len(of_users(records(), own=True, most=40).names) == 40
+    with pytest.raises(DataError, match="no user has 6 records"):
+        of_users(records(), least=6)
+    with pytest.raises(SettingError, match="most = -1, least = 0"):
+        of_users(records(), most=-1)
+
+
+def test_movielens_by_genres(tmp_path: Path) -> None:
+    movielens(tmp_path)
+    films = film(1, "1995", {1, 5}) + film(2, "", {0}) + film(3, "1970", {5, 1})
+    write(tmp_path / "u.item", films)
+    raw = read(f"movielens:{tmp_path}", items="genres")
+    assert raw.names == ("action + comedy", "unknown") and raw.y.tolist() == [0, 0, 1, 0]
+    assert read(f"movielens:{tmp_path}", items="genres", own=True, most=1).y.tolist() == [0, 0, 0]
+    assert len(read(f"movielens:{tmp_path}", least=2).y) == 3
+    with pytest.raises(SettingError, match="unknown items of movielens 'genre'"):
+        read(f"movielens:{tmp_path}", items="genre")
+
+
+def test_usage_is_always_the_same_and_has_habits() -> None:
+    one, two = usage(), usage()
+    assert np.array_equal(np.asarray(one.x), np.asarray(two.x)) and np.array_equal(one.y, two.y)
+    assert one.client is not None
+    of = [one.y[one.client == user] for user in range(40)]
+    assert all(len(user) == 60 and 1 <= len(set(user)) <= 8 for user in of)
+    assert 0.4 < np.mean([np.mean(user[1:] == user[:-1]) for user in of]) < 0.8
+    assert len(read("usage", own=True).names) <= 8 < 30 == len(read("usage").names)
+
+
+# --- right among the best -------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_right_among_the_best() -> None:
+    scores = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 0.0, 0.0, 5.0]])
+    y = torch.tensor([2, 1])
+    assert [judged(scores, y, top).correct for top in (1, 2, 3, 4, 9)] == [0, 0, 2, 2, 2]
+    assert judged(scores, torch.tensor([1, 2]), 2).correct == 1  # of equal ones the first is the best
+    assert judged(torch.full((1, 2), torch.nan), torch.tensor([1])).loss == WORST
+
+
+def test_top_and_query_share_are_used() -> None:
+    """Each party has classes 0 0 1 2 in a row; the support is the first half, the query the last quarter."""
+    x, y = np.zeros((8, 1), np.float32), np.array([0, 0, 0, 1, 1, 1, 2, 1])
+    data = replace(from_parties([(x, y)] * 10, test=(x, y)), in_time=True)
+    for learner, share, top, right in (
+        ("most-used", None, 1, 0.0),  # 0 of 1 1 2 1
+        ("most-used", None, 2, 0.75),
+        ("most-used", None, 3, 1.0),
+        ("most-used", 0.25, 2, 0.5),  # 2 1
+        ("last-used", None, 1, 0.5),  # 1 1 1 2 before 1 1 2 1
+        ("last-used", 0.25, 1, 0.0),
+        ("last-used", 0.25, 2, 0.5),
+        ("last-used", 0.25, 3, 1.0),
+    ):
+        method = Alone(learner=learner, support=0.5, query_share=share, top=top)
+        assert fewer.run(method, data, model="logistic").accuracy == right, (learner, share, top)
+
+
+def test_queries_are_the_last_whatever_the_support() -> None:
+    seen: list[tuple[list[int], list[int]]] = []
+
+    class Watched(Alone):
+        def halves(self, me: Any, draw: Any = None) -> Any:
+            support, queries = super().halves(me, draw)
+            seen.append((support.slice(0, 99)[0][:, 0].int().tolist(), queries.slice(0, 99)[0][:, 0].int().tolist()))
+            return support, queries
+
+    x, y = np.arange(10, dtype=np.float32)[:, None], np.arange(10) % 2
+    data = replace(from_parties([(x, y)] * 10, test=(x, y)), in_time=True)
+    for support, share, expected in (
+        (0.8, 0.2, (list(range(8)), [8, 9])),
+        (0.05, 0.2, ([0], [8, 9])),
+        (0.8, 0.5, (list(range(8)), [8, 9])),  # never what the support has
+        (0.5, 0.01, (list(range(5)), [9])),  # never nothing
+    ):
+        seen.clear()
+        fewer.run(Watched(support=support, query_share=share), data, model="logistic")
+        assert seen and all(each == expected for each in seen)
+
+
+# --- learners -------------------------------------------------------------------------------------------------
+
+
+def test_naive_bayes_against_scikit_learn() -> None:
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(60, 4)), draw.choice([0, 1, 3], size=60)
+    x[:, 1] *= 3
+    x[y == 3] += 1
+    queries = draw.normal(size=(20, 4))
+    theirs = GaussianNB(var_smoothing=0.05).fit(x, y).predict_log_proba(queries)
+    scores = NaiveBayes(torch.from_numpy(x), torch.from_numpy(y), 5, 0.05)(torch.from_numpy(queries))
+    mine = scores[:, [0, 1, 3]].log_softmax(1).numpy()
+    assert np.allclose(mine, theirs, atol=1e-8)
+    assert torch.isfinite(scores).all() and (scores[:, [2, 4]].amax(1) < scores[:, [0, 1, 3]].amin(1)).all()
+
+
+def test_naive_bayes_of_one_sample_knows_one_class() -> None:
+    net = NaiveBayes(torch.ones(1, 3), torch.tensor([2]), 4, 0.1)
+    assert net(torch.randn(5, 3)).argmax(1).tolist() == [2] * 5
+
+
+def test_most_and_last_used_by_hand() -> None:
+    labels = torch.tensor([1, 0, 0, 2, 1])
+    assert MostUsed(labels, 4)(torch.zeros(2, 1)).exp().round().tolist() == [[3, 3, 2, 1]] * 2
+    assert recency(labels, 2, 4).tolist() == [[2, 1, 0, 0], [3, 1, 0, 0], [3, 1, 4, 0]]
+
+
+def test_a_net_alone_is_descent_from_the_initial_one() -> None:
+    raw = of_users(usage(users=12, records=20), own=True)
+    data = federate(raw, partition="natural")
+    common: dict[str, Any] = {"support": 0.8, "query_share": 0.2}
+    own = fewer.run(Alone(steps=7, rate=0.3, **common), data, model="logistic", seed=1).history[-1]
+    # FedAvg of no rate to speak of leaves the initial model as it is; fine-tuned, it is a net alone
+    still = FedAvgMeta(rounds=1, rate=1e-12, adapt_steps=7, adapt_rate=0.3, **common)
+    assert own["loss"] == pytest.approx(fewer.run(still, data, model="logistic", seed=1).history[-1]["loss"], abs=1e-6)
+    assert own["up"] == own["down"] == 0
+    few = fewer.run(Alone(steps=6, rate=0.3, **common), data, model="logistic", seed=1).history[-1]
+    assert abs(own["loss"] - few["loss"]) > 1e-4
+
+
+def test_what_each_learner_chooses() -> None:
+    assert Alone().grids().keys() == {"rate"} and Alone(learner="naive-bayes").grids().keys() == {"smoothing"}
+    assert not Alone(learner="most-used").grids() and not Alone(learner="last-used").grids()
+
+
+def test_a_learner_without_a_net_and_without_time_says_so(tmp_path: Path) -> None:
+    x, y = np.zeros((6, 1), np.float32), np.array([0, 1] * 3)
+    data = from_parties([(x, y)] * 10, test=(x, y))
+    with pytest.raises(SettingError, match="samples are in no order of time"):
+        fewer.run(Alone(learner="last-used"), data, model="logistic")
+    result = fewer.run(Alone(learner="most-used"), data, model="logistic")
+    with pytest.raises(SettingError, match="learner = most-used has no net"):
+        result.adapt(x, y)
+    with pytest.raises(SettingError, match="alone has no global model"):
+        _ = result.model
+    run = tmp_path / "run"
+    fewer.run("alone", "usage", partition="natural", model="logistic", set={"learner": "last-used"}, out=run)
+    with pytest.raises(SettingError, match="learner = last-used has no net"):
+        open_result(run).personal(0)
+
+
+def test_a_net_alone_is_written_for_new_data() -> None:
+    x, y = np.eye(6, 2, dtype=np.float32), np.array([0, 1] * 3)
+    result = fewer.run(Alone(steps=3), from_parties([(x, y)] * 10, test=(x, y)), model="logistic")
+    first = LogisticRegression((2,), 2)
+    first.load_state_dict(result.task.initial(0))
+    assert not torch.equal(weights_of(result.adapt(x, y))["head.weight"], weights_of(first)["head.weight"])
+
+
+# --- the table ------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_recipe_may_differ_in_net_and_data() -> None:
+    plan = recipes.recipe("fedmeta/table3")
+    for quick, options in ((False, {"items": "genres", "most": 40, "least": 100}), (True, {})):
+        found = dict(zip([r.name for r in plan.row], recipes.settings_in(plan.column[3], plan, quick), strict=True))
+        mixed, meta, alone = found["MIXED: NN, tuned"], found["META: MAML + NN, tuned"], found["SELF: MRU"]
+        assert mixed["data_set"] == options and meta["data_set"] == alone["data_set"] == {**options, "own": True}
+        assert mixed["model"] == meta["model"] == "mlp" and alone["model"] == "logistic" and alone["rounds"] == 1
+        assert all(each["set"]["top"] == 4 and each["set"]["support"] == 0.05 for each in found.values())
+
+
+def test_local_classes_beat_guessing_on_usage() -> None:
+    groups = split_parties(40, seed=0)
+    data: ArrayData = fewer.data.load("usage", partition="natural", data_set={"own": True})
+    set_: dict[str, Any] = {"support": 0.8, "query_share": 0.2}
+    result = fewer.run(Alone(rate=0.3, **set_), data, model="logistic")
+    assert result.scores["parties"].keys() == {str(party) for party in groups.test}
+    assert result.accuracy > 1.5 / len(data.names)
