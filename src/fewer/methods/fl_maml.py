@@ -18,7 +18,7 @@ from fewer.data.episodes import Episode
 from fewer.learning.adam import adam
 from fewer.learning.adapt import adapted, learnable, meta_gradient
 from fewer.methods.base import Party
-from fewer.methods.fewshot import Unshared, FewShot, small_net, small_start
+from fewer.methods.fewshot import FewShot, Unshared, small_net, small_start
 from fewer.models import Split, Task, Weights, load_weights, weights_of
 
 

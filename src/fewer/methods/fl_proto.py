@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fewer.data.episodes import Episode
 from fewer.methods.base import Party
-from fewer.methods.fewshot import Unshared, FewShot
+from fewer.methods.fewshot import FewShot, Unshared
 from fewer.models import Task, Weights, parts_of, weights_of
 
 ENCODER = "encoder."
