@@ -485,7 +485,7 @@ def test_a_party_with_too_few_classes_is_skipped_with_a_word(
     monkeypatch.setattr("fewer.runs.engine._TOLD", set())
     result = run(F2L(**FAST, rounds=2), lame)
     assert result.scores["absent"] == 1 and result.scores["tasks"] == 9
-    assert caplog.messages == ["f2l: skipped: party 2: 2 classes have 2 + 2 samples, 3 are needed (3-way 2-shot)"]
+    assert caplog.messages == ["f2l: skipped: party 2: base: 2 classes have 2 + 2 samples, 3 are needed (3-way 2-shot)"]
     with pytest.raises(fewer.errors.QuorumLost, match="3 are needed"):
         run(F2L(**FAST | {"shot": 40}, rounds=1), lame)
 
@@ -668,6 +668,8 @@ def test_the_command_line_runs_it_and_says_what_shot_1_means(
     monkeypatch.setattr("fewer.runs.engine._TOLD", set())
     given = ("--data", "digits", "--data-set", "split=4/3/3", "--parties", "3", "--partition", "iid", "--rounds", "1")
     small = ("--set", "way=3", "--set", "tasks=1", "--set", "test_tasks=3", "--out", str(tmp_path / "run"))
-    call("run", "f2l", *given, *small, "--no-report")
+    call("run", "f2l", *given, *small)  # with its report
+    inspected = call("data", "inspect", *given[1:8], "--out", tmp_path / "pictures")
+    assert "classes                 4" in inspected.stdout and (tmp_path / "pictures/digits-examples.png").exists()
     assert len(caplog.messages) == 1 and "mutual information within a class is 0" in caplog.text
     assert fewer.load(tmp_path / "run")(torch.zeros(1, 1, 8, 8)).shape == (1, 4)  # the server model: base classes

@@ -147,12 +147,12 @@ class FewShot(Method):
         """What the party has of its own, now or as it was kept; None before it has anything."""
         return (me.store.get("kept") if kept else None) or me.store.get("own")
 
-    def task(self, samples: Samples, draw: torch.Generator) -> Episode:
+    def task(self, samples: Samples, draw: torch.Generator, kind: str = "base") -> Episode:
         """A task; a party that has too few classes for one says so, and is skipped."""
         try:
             return episode(samples, self.way, self.shot, self.queries, draw)
         except DataError as error:
-            raise Unable(str(error)) from error
+            raise Unable(f"{kind}: {error}") from error
 
     # How it is judged.
 
@@ -223,9 +223,9 @@ class FewShot(Method):
     @on_party
     def answer_tasks(self, me: Party, model: Weights, part: str, tasks: int, kept: bool) -> dict[str, Any]:
         """Answer tasks of the party's own samples; they depend on seed and party alone."""
-        samples = me.test if part == "test" else me.validation
+        samples, kind = (me.test, "novel") if part == "test" else (me.validation, "validation")
         draw = stream(me.seed, me.id, part, "tasks")
-        drawn = [self.task(samples, draw) for _ in range(tasks)]
+        drawn = [self.task(samples, draw, kind) for _ in range(tasks)]
         ready = self.prepare(me, self.model_of(me, model, kept), kept)
         right: dict[str, list[int]] = {name: [] for name in self.readings}
         for task in drawn:
