@@ -490,6 +490,15 @@ def test_a_party_with_too_few_classes_is_skipped_with_a_word(
         run(F2L(**FAST | {"shot": 40}, rounds=1), lame)
 
 
+def test_where_nobody_can_choose_the_last_model_is_taken_and_where_nobody_can_be_judged_that_is_told() -> None:
+    raw = clouds()
+    few = federate(Raw(raw.x, raw.y, split=(BASE, 2, VALIDATION - 2 + NOVEL)), parties=2, partition="iid")
+    assert run(FLProto(**FAST, rounds=4), few).scores["chosen"] == 4
+    none = federate(Raw(raw.x, raw.y, split=(BASE, VALIDATION + NOVEL - 2, 2)), parties=2, partition="iid")
+    with pytest.raises(SettingError, match="no party has 3 novel classes with 2 \\+ 2 samples"):
+        run(FLProto(**FAST, rounds=1), none)
+
+
 def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_apart(
     data: ArrayData, tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fewer.data import Data, Samples
 from fewer.data.episodes import Episode, episode
-from fewer.errors import DataError, SettingError
+from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.learning import weighted_mean
 from fewer.methods.base import Method, Party, Scores
 from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
@@ -124,8 +124,10 @@ class FewShot(Method):
         """The new model instead of the best so far, if it does as well on validation classes."""
         if parties.round % self.validate_every and parties.round != self.rounds:
             return state
-        found = self.ask_tasks(state.model, parties, "validation", kept=False)
-        accuracy = mean_of(self.shares(found)[0])
+        try:
+            accuracy = mean_of(self.shares(self.ask_tasks(state.model, parties, "validation", kept=False))[0])
+        except QuorumLost:  # nobody has classes enough to choose by: it is the last model
+            accuracy = state.validation
         if accuracy < state.validation:
             return state
         parties.ask(parties.panel(), self.keep, returns={})
