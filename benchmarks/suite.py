@@ -18,7 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import work
+from benchmarks.episode import PARTIES, SAMPLES, peak
+from benchmarks.episode import bare as passes
 from benchmarks.measure import Figure, Process, alternate, in_turn, ratio
+from fewer.learning.flops import counted
 from fewer.methods.fedmk import FedMK
 from fewer.wire import decode, encode
 
@@ -189,6 +192,23 @@ def metagrad(directory: str | None) -> list[Figure]:
     return figures
 
 
+def episode(directory: str | None) -> list[Figure]:
+    """An episode of FRL (10 parties, 300 samples each, Conv-4, R = 3, 32×32) against the bare passes that it needs."""
+    inline, two, bare = (Process("benchmarks.episode", side, "3", waits=True) for side in ("inline", "pool", "bare"))
+    in_turn(3, [inline], [bare], [two])
+    with counted() as tally:
+        passes(torch.randn(SAMPLES, 3, 32, 32), torch.arange(SAMPLES) % 2, parties=1)
+    work_of_all = 1e-9 * PARTIES * tally.flops
+    reached = work_of_all / median(bare.times)
+    share = f"({reached:.0f} GFLOP/s, a matrix product of 1024² {peak():.0f})"
+    return [
+        Figure("an episode inline", median(inline.times), "s"),
+        _compared("inline / bare passes", inline.times, bare.times, most=1.3),
+        _compared("pool of 2 / bare passes", two.times, bare.times, most=0.75),
+        Figure("bare passes", work_of_all, "GF", detail=share),
+    ]
+
+
 def _seconds(action: Callable[[], object]) -> float:
     begun = time.perf_counter()
     action()
@@ -210,5 +230,5 @@ def _compared(what: str, above: list[float], below: list[float], **goal: float) 
 
 
 SUITE: dict[str, Callable[[str | None], list[Figure]]] = {
-    one.__name__: one for one in (overhead, pool, whole, help, population, wire, condense, metagrad)
+    one.__name__: one for one in (overhead, pool, whole, help, population, wire, condense, metagrad, episode)
 }

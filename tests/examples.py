@@ -1,4 +1,4 @@
-"""Methods that misbehave on purpose."""
+"""Methods that misbehave on purpose, and a run that is stopped."""
 
 import os
 import random
@@ -103,3 +103,17 @@ class SlowToScore(Local):
     def score(self, me: Party, model: Weights, everywhere: bool) -> dict[str, float]:
         time.sleep(2.2 if me.id == 0 else 0)
         return super().score(me, model, everywhere)
+
+
+class Stop(Exception):
+    """What stops a run."""
+
+
+class Stopping:
+    """Stops a run after its second round."""
+
+    def begin(self, *_: Any) -> None: ...
+    def answer(self, *_: Any) -> None: ...
+    def round(self, figures: Any) -> None:
+        if figures["round"] == 2:
+            raise Stop

@@ -21,9 +21,9 @@ from fewer.learning.adapt import learnable, meta_gradient
 from fewer.methods import Method
 from fewer.methods.f2l import CLIENT, F2L, distillation, mutual_information
 from fewer.methods.fedfsl import FedFSL
-from fewer.methods.fewshot import FewShot, features_of, logistic_regression
+from fewer.methods.fewshot import FewShot, logistic_regression
 from fewer.methods.fl_maml import FLMaml, LocalMaml
-from fewer.methods.fl_proto import FLProto, LocalProto, nearness
+from fewer.methods.fl_proto import FLProto, LocalProto
 from fewer.models import Split, Weights
 from fewer.models.sequences import MLP
 from fewer.models.sets import SetEncoder
@@ -534,12 +534,6 @@ def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_a
             assert torch.allclose(found[name], grad, atol=1e-6), name
 
 
-def test_prototypes_are_means_and_nearness_is_distance() -> None:
-    support = torch.tensor([[0.0, 0.0], [2.0, 0.0], [0.0, 4.0], [0.0, 6.0]])
-    scores = nearness(support, torch.tensor([0, 0, 1, 1]), torch.tensor([[1.0, 1.0], [0.0, 5.0]]), 2)
-    assert torch.equal(scores, torch.tensor([[-1.0, -17.0], [-26.0, 0.0]]))
-
-
 def test_what_is_sent_is_the_encoder_alone_or_both_parts(data: ArrayData) -> None:
     """Bytes by arithmetic: 8 × 8 + 8 weights of the encoder, and a head of 8 × N + N or 8 × |C_b| + |C_b|."""
     encoder = 8 * FEATURES + FEATURES
@@ -567,13 +561,6 @@ def test_logistic_regression_is_that_of_scikit_learn() -> None:
     )
     theirs = LogisticRegression(tol=1e-8).fit(F.normalize(support, dim=1), y).predict(F.normalize(queries, dim=1))
     assert (logistic_regression(support, y, queries).numpy() == theirs).mean() > 0.97
-
-
-def test_features_of_a_net_without_a_linear_head_are_unknown() -> None:
-    odd = nn.Module()
-    odd.encoder, odd.head = nn.Identity(), nn.Identity()
-    with pytest.raises(SettingError, match="no linear layer"):
-        features_of(odd)
 
 
 # --- data -------------------------------------------------------------------------------------------------------
@@ -669,6 +656,8 @@ def test_methods_and_data_that_do_not_go_together_are_told_apart(data: ArrayData
         fewer.run("fedavg", data, model=net, rounds=1)
     with pytest.raises(SettingError, match="divided by classes"):
         cloud_data(validation=0.1)
+    with pytest.raises(SettingError, match="split and unseen"):
+        fewer.data.load("digits", data_set={"split": "4/3/3", "unseen": "1"})
 
 
 def test_the_command_line_runs_it_and_says_what_shot_1_means(

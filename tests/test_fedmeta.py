@@ -43,6 +43,7 @@ from fewer.report.pictures import density_picture
 from fewer.runs.job import check, job_from
 from fewer.runs.result import open_result
 from fewer.runtime import stream
+from tests.examples import Stop, Stopping
 from tests.test_cli import DIGITS, call
 
 torch.set_num_threads(1)
@@ -625,15 +626,6 @@ def test_pool_and_resume_give_the_same_numbers(method: NewParties, tmp_path: Pat
     data = fewer.data.load("digits", parties=12, alpha=1.0)
     whole = fewer.run(method, data, seed=2)
     pooled = fewer.run(method, data, seed=2, runtime="pool")
-
-    class Stop(Exception): ...
-
-    class Stopping:
-        def begin(self, *_: Any) -> None: ...
-        def answer(self, *_: Any) -> None: ...
-        def round(self, figures: Any) -> None:
-            if figures["round"] == 2:
-                raise Stop
 
     with pytest.raises(Stop):
         fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())

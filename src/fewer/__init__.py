@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fewer.methods.fedgen import FedGen as FedGen
     from fewer.methods.fedmeta import FedMeta as FedMeta
     from fewer.methods.fedprox import FedProx as FedProx
+    from fewer.methods.frl import FRL as FRL
     from fewer.methods.local import Local as Local
     from fewer.methods.per_fedavg import PerFedAvg as PerFedAvg
     from fewer.methods.reptile import Reptile as Reptile
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from fewer.runs import load as load
     from fewer.runs import resume as resume
     from fewer.runs import run as run
+    from fewer.runs.use import deploy as deploy
     from fewer.runtime import Parties as Parties
     from fewer.runtime import on_party as on_party
 
@@ -44,6 +46,7 @@ _HOMES = {
     "FedGen": "fewer.methods.fedgen",
     "FedMeta": "fewer.methods.fedmeta",
     "FedProx": "fewer.methods.fedprox",
+    "FRL": "fewer.methods.frl",
     "Local": "fewer.methods.local",
     "PerFedAvg": "fewer.methods.per_fedavg",
     "Reptile": "fewer.methods.reptile",
@@ -51,6 +54,7 @@ _HOMES = {
     "load": "fewer.runs",
     "resume": "fewer.runs",
     "run": "fewer.runs",
+    "deploy": "fewer.runs.use",
     "Parties": "fewer.runtime",
     "on_party": "fewer.runtime",
 }

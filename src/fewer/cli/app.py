@@ -66,18 +66,59 @@ def run(
     """
     if (chosen := named if method is None else method) is not None:
         given["method"] = chosen
+    _train(given, tune, trials, report, out, json_file)
+
+
+@app.command(rich_help_panel="Learn")
+@told
+@with_settings(without=("method",))
+def prepare(
+    given: dict[str, Any],
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="frl, or a baseline of it.")] = "frl",
+    tune: Tune = False,
+    trials: Trials = 8,
+    report: Report = True,
+    out: Out = None,
+    json_file: Json = None,
+) -> None:
+    """Prepare a model from which later groups, with classes of their own, get a good one in a few rounds.
+
+    It is a run like any other, which leaves prepared.safetensors for fewer deploy in its directory.
+
+    [dim]fewer prepare --data glyphs --data-set unseen=0-9 --partition shards --parties 52 --model conv4[/dim]
+    """
+    from fewer.methods import find
+    from fewer.runs.use import preparing
+
+    preparing(find(method))
+    _train({**given, "method": method}, tune, trials, report, out, json_file)
+
+
+@app.command(rich_help_panel="Use")
+@told
+@with_settings(without=("method", "model", "norm", "model_set"))
+def deploy(
+    given: dict[str, Any],
+    prepared: Annotated[Path, typer.Argument(metavar="MODEL", help="A prepared model, or the run that made it.")],
+    report: Report = True,
+    out: Out = None,
+    json_file: Json = None,
+) -> None:
+    """Let the parties of a group make their own model from a prepared one, in a few rounds.
+
+    All parties of the data take part. Net, head and rates are those of the preparation, unless --set says otherwise.
+
+    [dim]fewer deploy runs/… --data glyphs --data-set classes=0-4 --parties 10 --partition shards[/dim]
+    """
     from fewer.cli.progress import shown
-    from fewer.experiments import tune as choose
     from fewer.runs.engine import start
     from fewer.runs.job import check, job_from
+    from fewer.runs.use import deploying
 
-    job = job_from(check(given))
+    job = job_from(check(deploying(prepared, given)))
+    where = out or _fresh(f"{job.method.name}-{job.settings.data}")
+    GO_ON.append(f"Go on with: fewer resume {where}")
     with shown() as watch:
-        if tune:
-            job, tried = choose(job, trials, None, watch(f"{job.method.name} tuning"))
-            print(f"chosen of {len(tried)}: {_chosen(job.method)}", file=sys.stderr)
-        where = out or _fresh(f"{job.method.name}-{job.settings.data}")
-        GO_ON.append(f"Go on with: fewer resume {where}")
         result = start(job, where, watch(job.method.name))
     _finish(result, where, json_file, report)
 
@@ -169,7 +210,7 @@ def reproduce(
     """
     from fewer.cli.progress import shown
     from fewer.experiments import recipes
-    from fewer.report import png, recipe_picture, write_sheets
+    from fewer.report import png, recipe_picture, write_study
 
     if listed or name is None:
         for each, title in recipes.names().items():
@@ -188,7 +229,7 @@ def reproduce(
     short = "-".join([Path(name).stem if name.endswith(".toml") else name, *map(recipes.slug, column or ())])
     pages = recipes.write(short, plan, cells, results, command, quick, png(figure) if figure else None, study)
     if study:
-        write_sheets(study.sheets, pages[0].with_suffix(""))
+        write_study(study, pages[0].with_suffix(""))
     if not write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
         print(f"Kept in {', '.join(map(str, pages))}, runs in {where}")
@@ -358,10 +399,31 @@ def _write_report(runs: list[Path], where: Path) -> Path:
     return write_report(runs, where / "report")[0]
 
 
+def _train(
+    given: dict[str, Any], tune: bool, trials: int, report: bool, out: Path | None, json_file: Path | None
+) -> None:
+    """One run, from settings to the last word on it."""
+    from fewer.cli.progress import shown
+    from fewer.experiments import tune as choose
+    from fewer.runs.engine import start
+    from fewer.runs.job import check, job_from
+
+    job = job_from(check(given))
+    with shown() as watch:
+        if tune:
+            job, tried = choose(job, trials, None, watch(f"{job.method.name} tuning"))
+            print(f"chosen of {len(tried)}: {_chosen(job.method)}", file=sys.stderr)
+        where = out or _fresh(f"{job.method.name}-{job.settings.data}")
+        GO_ON.append(f"Go on with: fewer resume {where}")
+        result = start(job, where, watch(job.method.name))
+    _finish(result, where, json_file, report)
+
+
 def _finish(result: Result, where: Path, json_file: Path | None, report: bool) -> None:
     """The last word on a run."""
     from fewer.cli.progress import duration, megabytes
     from fewer.runs.settings import hash_of
+    from fewer.runs.statistics import half_width
 
     page = _write_report([where], where) if report else None
     scores = result.scores
@@ -383,9 +445,15 @@ def _finish(result: Result, where: Path, json_file: Path | None, report: bool) -
             f"New parties, each adapted to its support: mean {fair['mean']:.2%}, "
             f"standard deviation {fair['variance'] ** 0.5:.2%}, worst tenth {fair['worst']:.2%}"
         )
+    if groups := scores.get("groups"):
+        half = half_width(groups)
+        sure = "" if half is None else f", ± {100 * half:.2f} (95 % CI)"
+        print(f"Mean over {len(groups)} groups that began from the prepared model{sure}")
     if "global" in scores:
         print(f"Each party's model on all parties' test samples: {scores['global']:.2%}")
     print(f"Kept in {where}" + (f", see {page}" if page else ""))
+    if groups:
+        print(f"For groups: fewer deploy {where} --data …")
 
 
 def _print_table(table: Comparison) -> None:
@@ -409,6 +477,8 @@ def _print_table(table: Comparison) -> None:
         shown.add_row(row.method, *cells, style="bold" if row.accuracy == best else "")
     Console().print(shown)
     some = " (of a hundred parties, for methods with personal models)" if table.parties > 100 else ""
+    if any(row.groups for row in table.rows):
+        print("frl and its baselines: what groups make of the prepared model, mean ± 95 % over groups.")
     print(
         f"accuracy: each test sample judged by the model of the party that it belongs to{some}"
         + (f", ± 95 % over {table.settings['seeds']} seeds." if table.settings["seeds"] > 1 else ".")

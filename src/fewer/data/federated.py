@@ -85,6 +85,15 @@ class Data(ABC):
         """The training data alone, a share of it in the place of the test data: to choose settings on."""
         raise DataError(f"data '{self.name}' cannot be tuned on: it does not say how to hold out a share")
 
+    @property
+    def unseen(self) -> frozenset[int]:
+        """Classes of the common test set that no party trains on."""
+        return frozenset()
+
+    def held_classes(self, share: float, seed: int) -> Data:
+        """As `held_out`, and all samples of a share of the classes besides: nobody trains on these."""
+        raise DataError(f"data '{self.name}' cannot be tuned on: it does not say how to hold out classes")
+
 
 @dataclass(frozen=True)
 class ArrayData(Data):
@@ -161,6 +170,28 @@ class ArrayData(Data):
         common = replace(self.source, rows=torch.from_numpy(held.rows).to(self.source.y.device))
         return replace(self, train=train, common=common, tests=parts, origin=None)
 
+    @cached_property
+    def unseen(self) -> frozenset[int]:
+        """Classes of the common test set that no party trains on."""
+        trained = self.source.y.cpu()[torch.from_numpy(self.train.rows)]
+        return frozenset(self.common.labels.tolist()) - frozenset(trained.tolist())
+
+    def held_classes(self, share: float, seed: int) -> ArrayData:
+        """As `held_out`, and all samples of a share of the classes besides: nobody trains on these."""
+        held = self.held_out(share, seed)
+        labels = self.source.y.cpu().numpy()
+        trained = np.unique(labels[held.train.rows])
+        away = np.random.default_rng(seed).permutation(trained)[: max(1, round(share * len(trained)))]
+        if len(away) == len(trained):
+            raise DataError(f"data '{self.name}' cannot be tuned on: parties train on one class only")
+        gone = np.isin(labels[held.train.rows], away)
+        owners = np.repeat(np.arange(len(self)), held.train.sizes)
+        rows = held.common.rows
+        assert rows is not None
+        more = torch.from_numpy(held.train.rows[gone]).to(rows.device)
+        train = Parts.by_owner(held.train.rows[~gone], owners[~gone], len(self))
+        return replace(held, train=train, common=replace(held.common, rows=torch.cat([rows, more])))
+
 
 # --- a user's own arrays --------------------------------------------------------------------------------------
 
@@ -233,7 +264,7 @@ def federate(
     everyone = None if raw.client is None else np.unique(raw.client[rows])
     test_rows = rows[:0]
     if raw.test is None and raw.split is None:
-        rows, test_rows = _hold_out(raw, rows)
+        rows, test_rows = hold_out(raw, rows)
     raw, rows = _some(raw, rows, fraction, draw)
     labels = labels_of(raw.y, name)
     tested = labels[test_rows] if raw.test is None else labels_of(raw.test[1], f"{name} (test)")
@@ -275,7 +306,7 @@ def _by_class(
     return base, held, Parts(np.searchsorted(rows, novel.rows), novel.offsets), rows
 
 
-def _hold_out(raw: Raw, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def hold_out(raw: Raw, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows to train on and a fifth of each client's to test on: always the same, whatever the seed of the division.
 
     What is in time is split in time. Of overlapping windows only those are tested that do not overlap.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from fewer.data import items
+from fewer.data.apart import OPTIONS, set_apart
 from fewer.data.cache import cached
 from fewer.data.episodes import by_class
 from fewer.data.federated import ArrayData, federate
@@ -72,8 +73,9 @@ def load(
 
     `name` is one of `NAMES`, or FORMAT:PATH with one of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
     Files are looked for in `directory`, by default $FEWER_DATA. `data_set` holds the options of the format or set
-    (csv: label, client, text; folder: size …), and for any of them `split`, which divides the classes into base,
-    validation and novel ones (20/5/16). The other settings are those of `federate`.
+    (csv: label, client, text; folder: size …), and for any of them `classes`, the only ones that are kept ("0-9,20"),
+    `unseen`, those that nobody trains on: all their samples are for testing, and `split`, which divides the classes
+    into base, validation and novel ones (20/5/16). The other settings are those of `federate`.
     """
     Division(**{key: settings[key] for key in ("parties", "alpha") if key in settings}).check(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
@@ -89,7 +91,12 @@ def read(name: str, directory: str | Path | None = None, **options: Any) -> Raw:
     """The named data, not yet divided among parties."""
     options = {**(FILES[name].options if name in FILES else {}), **options}
     split = options.pop("split", None)
-    raw = _read(name, directory, options)
+    own = {key: value for key, value in options.items() if key not in OPTIONS}
+    raw = _read(name, directory, own)
+    if split is not None and "unseen" in options:
+        raise SettingError(f"split and unseen of data '{name}' (allowed: one of them)")
+    if len(own) < len(options):
+        raw = set_apart(raw, options.get("classes"), options.get("unseen"), name)
     return raw if split is None else by_class(raw, split, name)
 
 
@@ -166,7 +173,7 @@ def _check_options(reader: Callable[..., Raw], options: Mapping[str, Any], name:
     allowed = [key for key in inspect.signature(reader).parameters if key != "path"]
     for key in options:
         if key not in allowed:
-            raise unknown(f"option of data {name}", key, allowed or ["none"])
+            raise unknown(f"option of data {name}", key, [*allowed, *OPTIONS])
 
 
 # --- sets that the package carries ------------------------------------------------------------------------------

@@ -48,6 +48,8 @@ class Row:
     """Of all settings of the run with the first seed."""
     trials: list[Trial] = field(default_factory=list)
     """What was tried to choose them."""
+    groups: int = 0
+    """Groups that all runs together were judged on, where that is how a method is judged: the interval is over them."""
 
 
 @dataclass(frozen=True)
@@ -155,10 +157,11 @@ def _row(job: Job, results: Sequence[Result], trials: list[Trial]) -> Row:
     method = job.method
     accuracies = [result.accuracy for result in results]
     last = [result.scores for result in results]
+    groups = [accuracy for scores in last for accuracy in scores.get("groups", ())]
     return Row(
         method=method.name,
         accuracy=statistics.fmean(accuracies),
-        ci95=half_width(accuracies),
+        ci95=half_width(groups or accuracies),
         everywhere=statistics.fmean(scores.get("global", scores["accuracy"]) for scores in last),
         rounds=method.rounds,
         mb_up=statistics.fmean(scores["up"] for scores in last) / MB,
@@ -177,4 +180,5 @@ def _row(job: Job, results: Sequence[Result], trials: list[Trial]) -> Row:
         settings=method.model_dump(mode="json"),
         hash=job.hash,
         trials=trials,
+        groups=len(groups),
     )

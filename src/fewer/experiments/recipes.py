@@ -240,7 +240,8 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
             "**Quick mode**: smaller data and fewer rounds, to try the recipe; not to be compared with the paper.",
             "",
         ]
-    lines += ["Accuracy in %, mean ± 95 % CI over seeds; the paper's figure behind a stroke.", ""]
+    over = f"{cells[0].ours.groups} groups" if cells[0].ours.groups else "seeds"
+    lines += [f"Accuracy in %, mean ± 95 % CI over {over}; the paper's figure behind a stroke.", ""]
     lines += ["| method | " + " | ".join(columns) + " | MB up | MB down |", "|---|" + "---|" * (len(columns) + 2)]
     for row in dict.fromkeys(cell.row for cell in cells):
         mine = [cell for cell in cells if cell.row == row]

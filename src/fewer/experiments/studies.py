@@ -10,10 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from fewer.audit import Sheet, audit
 from fewer.audit.distance import earth_mover, span_of
 from fewer.audit.telling import HEADS, LIMITS, MEANING, figure_rows
 from fewer.errors import SettingError, unknown
+from fewer.learning.prototypes import nearness
+from fewer.methods.base import Coordinator, Place
+from fewer.methods.frl import Prepared, batch_statistics
+from fewer.models import parts_of
 from fewer.runs.result import Result, open_result
 from fewer.runs.statistics import half_width
 from fewer.runtime.streams import stream
@@ -27,6 +35,26 @@ class Runs(NamedTuple):
     paths: Sequence[Path]
 
 
+class Cloud(NamedTuple):
+    """Features of samples and prototypes in the plane."""
+
+    points: NDArray[np.float64]
+    labels: NDArray[np.int64]
+    own: NDArray[np.bool_]
+    """Which of the samples are the party's own."""
+    stars: NDArray[np.float64]
+    star_labels: NDArray[np.int64]
+
+
+class Map(NamedTuple):
+    """Clouds to draw side by side."""
+
+    name: str
+    title: str
+    caption: str
+    clouds: Mapping[str, Cloud]
+
+
 @dataclass(frozen=True)
 class Study:
     """What a study found: lines for the page, all figures, and images to draw."""
@@ -34,12 +62,14 @@ class Study:
     lines: list[str]
     figures: dict[str, Any]
     sheets: list[Sheet] = field(default_factory=list)
+    maps: list[Map] = field(default_factory=list)
 
     def markdown(self, stem: str) -> str:
         """The lines, then the pictures, which lie beside the page as STEM-NAME.png."""
         lines = list(self.lines)
-        for sheet in self.sheets:
-            lines += ["", f"![{sheet.title}]({stem}-{sheet.name}.png)", "", f"*{sheet.caption}*"]
+        shown = [*((s.name, s.title, s.caption) for s in self.sheets), *(m[:3] for m in self.maps)]
+        for name, title, caption in shown:
+            lines += ["", f"![{title}]({stem}-{name}.png)", "", f"*{caption}*"]
         return "\n".join([*lines, ""])
 
 
@@ -113,4 +143,60 @@ def _apart(one: Result, other: Result) -> float:
     return statistics.fmean(found)
 
 
-STUDIES: dict[str, Callable[..., Study]] = {"leakage": leakage, "emd": emd}
+def embedding(cells: Sequence[Runs], group: int = 0, member: int = 0, most: int = 400) -> Study:
+    """The embedding of one member of a group after its last local training, by t-SNE (FRL's Figure 3).
+
+    Besides the picture: how many queries of the whole group the member's embedding puts nearest to the right global
+    prototype, all of them and those of classes that the member does not hold.
+    """
+    clouds, figures = {}, {}
+    lines = ["", "## One member's embedding", "", "| | all queries | classes it does not hold |", "|---|---|---|"]
+    for row, column, paths in cells:
+        cloud, everything, others = _member(open_result(paths[0]), group, member, most)
+        clouds[row if len({cell.column for cell in cells}) == 1 else f"{row}, {column}"] = cloud
+        figures[f"{row}, {column}"] = {"all": everything, "others": others}
+        lines.append(f"| {row}, {column} | {100 * everything:.1f} % | {100 * others:.1f} % |")
+    caption = (
+        "t-SNE of a member's embedding after its local training in the last round. Diamonds: its own samples; circles: "
+        "those of the other members; stars: global prototypes; colours: classes."
+    )
+    return Study(lines, figures, maps=[Map("embedding", "Embedding of one member of a group", caption, clouds)])
+
+
+def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud, float, float]:
+    """What a member of a group sees before the last round is averaged."""
+    from sklearn.manifold import TSNE
+
+    method = result.method
+    if not isinstance(method, Prepared) or method.head == "linear":
+        raise SettingError(
+            f"study embedding: {method.name} has no prototypes (allowed: frl and its baselines, not linear)"
+        )
+    here = Place(result.data, result.task, result.settings.seed, Path())(-1, 0)
+    assert isinstance(here, Coordinator)
+    never = sorted(result.data.unseen)
+    drawn = method.draw_group(here.common, never, min(method.way, len(never)), here.seed, number)
+    rounds = method.deploy_rounds or method.group_rounds
+    _, end = method.played(here, method.shared(result.state), drawn.supports, number, rounds)
+    net, before = method.played(here, method.shared(result.state), drawn.supports, number, rounds - 1)
+    own = drawn.supports[member]
+    known = (before.classes, before.means) if method.tells(before) else None
+    method.update(net, own, known, False, stream(here.seed, "embedding"))
+    batch_statistics(net)
+    with torch.no_grad():
+        x, y = drawn.queries.slice(0, len(drawn.queries))
+        features = parts_of(net)[0](x)
+        right = end.classes[nearness(features, end.means).argmax(1)] == y
+    elsewhere = ~torch.isin(y, torch.unique(own.labels))
+    shown = torch.arange(min(len(y), most))
+    with torch.no_grad():
+        mine, labels = own.slice(0, len(own))
+        parts = [features[shown], parts_of(net)[0](mine), end.means]
+    flat = TSNE(random_state=0, perplexity=min(30, len(shown) // 4), init="pca").fit_transform(torch.cat(parts).numpy())
+    stars = len(end.classes)
+    marks = np.arange(len(flat) - stars) >= len(shown)
+    cloud = Cloud(flat[:-stars], torch.cat([y[shown], labels]).numpy(), marks, flat[-stars:], end.classes.numpy())
+    return cloud, float(right.double().mean()), float(right[elsewhere].double().mean())
+
+
+STUDIES: dict[str, Callable[..., Study]] = {"leakage": leakage, "emd": emd, "embedding": embedding}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.errors import SettingError
-from fewer.models import Task, Weights, load_weights, parts_of
+from fewer.models import Task, Weights, load_weights
+from fewer.models.split import feature_width
 
 
 class Generator(nn.Module):
@@ -49,18 +49,7 @@ def diversity(noise: Tensor, features: Tensor) -> Tensor:
 
 def generator_for(task: Task, net: nn.Module, weights: Weights | None = None) -> Generator:
     """A generator of the features that the net's encoder gives, with these weights or new ones."""
-    encoder, _ = parts_of(net)
-    training = encoder.training
-    blank = torch.zeros(1, *task.shape, device=task.device)
-    with torch.no_grad():
-        try:
-            shape = encoder.eval()(blank).shape
-        except RuntimeError:  # an embedding, which takes tokens
-            shape = encoder(blank.long()).shape
-    encoder.train(training)
-    if len(shape) != 2:
-        raise SettingError(f"a generator of features needs an encoder that gives vectors, not the shape {[*shape[1:]]}")
-    generator = Generator(task.classes, shape[1]).to(task.device)
+    generator = Generator(task.classes, feature_width(task, net)).to(task.device)
     if weights is not None:
         load_weights(generator, weights)
     return generator

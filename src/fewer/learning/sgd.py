@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from fewer.data import Samples
 
 Pull = Callable[[list[Tensor], tuple[Tensor, ...]], None]
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -16,6 +18,13 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 def draw_batches(count: int, steps: int, batch: int, stream: torch.Generator) -> Tensor:
     """Sample numbers for `steps` batches (steps × batch), each drawn evenly from all, with replacement."""
     return torch.randint(count, (steps, batch), generator=stream)
+
+
+def epochs(samples: Samples, count: int, batch: int | None, stream: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """All samples `count` times over, each time in a new order and in steps of `batch`, or at once."""
+    for _ in range(count):
+        for numbers in torch.split(torch.randperm(len(samples), generator=stream), batch or len(samples)):
+            yield samples.pick(numbers)
 
 
 def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:

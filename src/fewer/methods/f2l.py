@@ -39,9 +39,10 @@ from fewer.data.episodes import Episode
 from fewer.learning.adam import adam
 from fewer.learning.adapt import adapted, learnable, meta_gradient
 from fewer.methods.base import Party
-from fewer.methods.fewshot import FewShot, State, blank, features_of, logistic_regression
+from fewer.methods.fewshot import FewShot, State, blank, logistic_regression
 from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
 from fewer.models.sets import SetEncoder
+from fewer.models.split import feature_width
 from fewer.runtime.streams import global_streams
 
 CLIENT = "ψ "
@@ -115,7 +116,7 @@ class F2L(FewShot):
         phi = task.initial(seed)
         if self.decoupled:
             return phi
-        return phi | {CLIENT + name: tensor for name, tensor in weights_of(self.client(task.net(), seed)).items()}
+        return phi | {CLIENT + name: tensor for name, tensor in weights_of(self.client(task, seed)).items()}
 
     def learn(self, me: Party, model: Weights) -> Weights:
         """Lines 3 to 10: some tasks of base classes; ψ stays here, φ is sent."""
@@ -185,7 +186,7 @@ class F2L(FewShot):
     def prepare(self, me: Party, model: Weights, kept: bool) -> Pair:
         """φ as it was sent, and ψ as the party has it."""
         server = me.net({name: tensor for name, tensor in model.items() if not name.startswith(CLIENT)})
-        client = self.client(server, me.seed)
+        client = self.client(me.task, me.seed)
         own = self.own(me, kept)
         if own is None:
             weights = learnable(client)
@@ -195,12 +196,12 @@ class F2L(FewShot):
             own = {"weights": weights, "first": nothing, "second": nothing, "step": 0}
         return Pair(server, client, own)
 
-    def client(self, server: nn.Module, seed: int) -> Split:
+    def client(self, task: Task, seed: int) -> Split:
         """ψ as everyone begins with it: a Transformer over a set (Eq 22) and a head for N classes."""
-        features = features_of(server)
+        features = feature_width(task)
         with global_streams(seed, "client model"):
             encoder = SetEncoder(features, self.way * self.shot, self.heads, self.drop, self.transductive)
-            return blank(Split(encoder, features, self.way)).to(next(server.parameters()).device)
+            return blank(Split(encoder, features, self.way)).to(task.device)
 
     # Meta-test.
 

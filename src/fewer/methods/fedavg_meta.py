@@ -39,8 +39,8 @@ class FedAvgMeta(NewParties):
 
     name: ClassVar[str] = "fedavg-meta"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "rate": (0.01, 0.03, 0.1, 0.3),
-        "adapt_rate": (0.01, 0.03, 0.1, 0.3),
+        "rate": (0.03, 0.1, 0.3, 1.0),
+        "adapt_rate": (0.03, 0.1, 0.3),
     }
 
     rate: PositiveFloat = 0.1

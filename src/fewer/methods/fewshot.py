@@ -25,6 +25,7 @@ from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.learning import weighted_mean
 from fewer.methods.base import Method, Party, Scores
 from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
+from fewer.models.split import feature_width
 from fewer.runtime import Parties, Unable, on_party, stream
 from fewer.wire import Codec, Coded, Shaped
 
@@ -283,29 +284,20 @@ def mean_of(shares: Mapping[int, list[float]]) -> float:
     return statistics.fmean(share for one in shares.values() for share in one)
 
 
-def features_of(net: nn.Module) -> int:
-    """How long the feature vectors of a net are: what the first linear layer of its head takes."""
-    for layer in parts_of(net)[1].modules():
-        if isinstance(layer, nn.Linear):
-            return layer.in_features
-    raise SettingError(f"the head of the model {type(net).__name__} has no linear layer: how long are features?")
-
-
-def small_head(net: nn.Module, way: int) -> Split:
-    """The encoder of a net with a new head for the classes of a task."""
-    made = Split(parts_of(net)[0], features_of(net), way)
-    return made.to(next(iter(net.parameters())).device)
+def small_head(task: Task, net: nn.Module, way: int) -> Split:
+    """The encoder of the task's net with a new head for so many classes."""
+    return Split(parts_of(net)[0], feature_width(task, net), way).to(task.device)
 
 
 def small_start(task: Task, seed: int, way: int) -> Weights:
     """The weights that such a net begins with: the encoder's as everyone's."""
-    own = weights_of(blank(small_head(task.net(), way)))
+    own = weights_of(blank(small_head(task, task.net(), way)))
     return own | {name: tensor for name, tensor in task.initial(seed).items() if name.startswith("encoder.")}
 
 
 def small_net(me: Party, model: Weights, way: int) -> Split:
     """Such a net with these weights."""
-    net = small_head(me.net(me.initial()), way)
+    net = small_head(me.task, me.net(me.initial()), way)
     load_weights(net, model)
     return net
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data.episodes import Episode
+from fewer.learning.prototypes import nearness, prototypes
 from fewer.methods.base import Party
 from fewer.methods.fewshot import FewShot, Unshared
 from fewer.models import Task, Weights, parts_of, weights_of
@@ -40,7 +41,7 @@ class FLProto(FewShot):
         draw = me.stream("tasks")
         for _ in range(self.tasks):
             task = self.task(me.train, draw)
-            scores = nearness(encoder(task.support_x), task.support_y, encoder(task.query_x), self.way)
+            scores = nearness(encoder(task.query_x), prototypes(encoder(task.support_x), task.support_y).means)
             optimiser.zero_grad()
             F.cross_entropy(scores, task.query_y).backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -54,7 +55,7 @@ class FLProto(FewShot):
         """The nearest prototype."""
         encoder = parts_of(ready)[0]
         with torch.no_grad():
-            scores = nearness(encoder(task.support_x), task.support_y, encoder(task.query_x), self.way)
+            scores = nearness(encoder(task.query_x), prototypes(encoder(task.support_x), task.support_y).means)
         return {"accuracy": scores.argmax(1)}
 
 
@@ -67,9 +68,3 @@ class LocalProto(Unshared, FLProto):
 def encoder_of(weights: Weights) -> Weights:
     """Those of the encoder."""
     return {name: tensor for name, tensor in weights.items() if name.startswith(ENCODER)}
-
-
-def nearness(support: Tensor, labels: Tensor, queries: Tensor, way: int) -> Tensor:
-    """Minus the squared distance of each query to the mean of each class: queries × classes."""
-    prototypes = torch.stack([support[labels == label].mean(0) for label in range(way)])
-    return -(queries[:, None] - prototypes).square().sum(2)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from fewer.errors import SettingError
+from fewer.models.task import Task
 
 
 class Split(nn.Module):
@@ -30,3 +32,19 @@ def parts_of(net: nn.Module) -> tuple[nn.Module, nn.Module]:
             "(allowed: an nn.Module with attributes encoder and head, as head(encoder(x)))"
         )
     return net.encoder, net.head  # type: ignore[return-value]
+
+
+def feature_width(task: Task, net: nn.Module | None = None) -> int:
+    """How many features the encoder of the task's net gives."""
+    encoder, _ = parts_of(net or task.net())
+    training = encoder.training
+    blank = torch.zeros(1, *task.shape, device=task.device)
+    with torch.no_grad():
+        try:
+            shape = encoder.eval()(blank).shape
+        except RuntimeError:  # an embedding, which takes tokens
+            shape = encoder(blank.long()).shape
+    encoder.train(training)
+    if len(shape) != 2:
+        raise SettingError(f"this method needs an encoder that gives vectors, not the shape {[*shape[1:]]}")
+    return int(shape[1])

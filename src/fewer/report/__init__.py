@@ -1,10 +1,10 @@
 """Reports: pictures and one page, read from runs and data. Nothing here computes a run."""
 
-from fewer.report.audit import write_audit, write_sheets
+from fewer.report.audit import write_audit
 from fewer.report.page import write_report
 from fewer.report.pictures import megabyte_picture, partition_picture, party_picture, round_picture, sheet_picture
 from fewer.report.style import png
-from fewer.report.tables import recipe_picture
+from fewer.report.tables import recipe_picture, write_study
 
 __all__ = [
     "megabyte_picture",
@@ -16,5 +16,5 @@ __all__ = [
     "sheet_picture",
     "write_audit",
     "write_report",
-    "write_sheets",
+    "write_study",
 ]

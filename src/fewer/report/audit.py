@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -33,11 +32,6 @@ def write_audit(found: Audit, out: Path) -> list[Path]:
     ]
     page = document(title, body).encode()
     return write_files(out, {PAGE: page, FIGURES: (json.dumps(found.as_json(), indent=1) + "\n").encode(), **files})
-
-
-def write_sheets(sheets: Sequence[Sheet], stem: Path) -> None:
-    """Write the pictures of sheets beside a page, as STEM-NAME.png."""
-    write_files(stem.parent, {f"{stem.name}-{sheet.name}.png": png(picture(sheet).figure) for sheet in sheets})
 
 
 def picture(sheet: Sheet) -> Picture:

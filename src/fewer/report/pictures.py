@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from fewer.data import Data, Samples
+from fewer.experiments.studies import Cloud
 from fewer.report.style import BLUE, COLOURS, INK, SIZE, Look, look, style
 from fewer.runs.statistics import half_width
 
@@ -317,6 +318,34 @@ def made_picture(
         centres = [float(np.mean(places[start : start + each])) for start in range(0, columns, each)]
         axes.set_xticks(centres, names, fontsize=9, rotation=90 if upright else 0)
         axes.xaxis.tick_top()
+        _bare(axes)
+    return figure
+
+
+def cloud_picture(title: str, clouds: Mapping[str, Cloud]) -> Figure:
+    """Clouds side by side: a colour for each class, diamonds for own samples, stars for prototypes."""
+    figure, charts = _charts(title, list(clouds), (3.6, 3.4))
+    for axes, cloud in zip(charts, clouds.values(), strict=True):
+        for number, label in enumerate(np.unique(cloud.star_labels)):
+            colour = COLOURS[number % len(COLOURS)]
+            for own, marker, size in ((False, "o", 9), (True, "D", 20)):
+                here = cloud.points[(cloud.labels == label) & (cloud.own == own)]
+                edge = INK if own else "none"
+                axes.scatter(
+                    here[:, 0],
+                    here[:, 1],
+                    s=size,
+                    marker=marker,
+                    color=colour,
+                    edgecolors=edge,
+                    linewidths=0.6,
+                    alpha=0.8,
+                )
+            star = cloud.stars[cloud.star_labels == label]
+            axes.scatter(
+                star[:, 0], star[:, 1], s=190, marker="*", color=colour, edgecolors=INK, linewidths=0.9, zorder=3
+            )
+        axes.set(xticks=[], yticks=[])
         _bare(axes)
     return figure
 

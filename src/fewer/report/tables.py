@@ -1,13 +1,17 @@
-"""The picture that a recipe asks for, drawn from the figures of its table."""
+"""The pictures that a recipe asks for: of the figures of its table, and of what its study found."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fewer.experiments.recipes import Cell, Recipe
-from fewer.report.pictures import Histories, Interval, column_picture, curve, curve_picture
-from fewer.report.style import looks
+from fewer.experiments.studies import Study
+from fewer.report.audit import picture
+from fewer.report.page import write_files
+from fewer.report.pictures import Histories, Interval, cloud_picture, column_picture, curve, curve_picture
+from fewer.report.style import looks, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,3 +44,10 @@ def _after(cells: Sequence[Cell], number: int) -> dict[str, dict[str, Interval]]
         if known:
             found.setdefault(cell.row, {})[cell.column] = known
     return found
+
+
+def write_study(study: Study, stem: Path) -> None:
+    """Write the pictures of a study beside its page, as STEM-NAME.png."""
+    files = {sheet.name: picture(sheet).figure for sheet in study.sheets}
+    files |= {one.name: cloud_picture(one.title, one.clouds) for one in study.maps}
+    write_files(stem.parent, {f"{stem.name}-{name}.png": png(figure) for name, figure in files.items()})

@@ -25,6 +25,7 @@ from fewer.methods import Method, find, names
 from fewer.methods.base import Place
 from fewer.runs.directory import RunDirectory
 from fewer.runs.job import Job, Model, check, job_from
+from fewer.runs.prepared import write_prepared
 from fewer.runs.result import Result
 from fewer.runs.settings import MENDABLE, OUTSIDE, Settings
 from fewer.runtime import Absent, Faults, Inline, Parties, Pool, Rules
@@ -255,6 +256,7 @@ def _execute(
                 directory.event("stop", round=len(result.history), reason=f"{type(error).__name__}: {error}")
             raise
         if directory:
+            write_prepared(result, directory.path)
             directory.event("finish", round=method.rounds)
     return result
 

@@ -14,12 +14,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fewer.data import Samples, text
+from fewer.data import Data, Samples, text
 from fewer.data.federated import inputs_of, labels_of
 from fewer.data.raw import Inputs
 from fewer.data.sources import inputs
-from fewer.errors import DataError, FewerError
+from fewer.errors import DataError, FewerError, SettingError
+from fewer.methods import Method, find, names
+from fewer.methods.frl import Prepared
+from fewer.methods.frl_deploy import Deploy, read_prepared
 from fewer.models import Weights, load_weights
+from fewer.runs.engine import Progress, run
+from fewer.runs.job import Model
 from fewer.runs.result import Result, open_result
 
 
@@ -108,6 +113,42 @@ def _like(result: Result, x: Inputs, name: str) -> Samples:
     if tensor.dtype != result.data.test.x.dtype:
         raise DataError(f"data '{name}' has {tensor.dtype} inputs; the model was trained on {result.data.test.x.dtype}")
     return replace(result.data.test, x=tensor, y=torch.zeros(len(tensor), dtype=torch.int64), rows=None)
+
+
+# --- models for groups ------------------------------------------------------------------------------------------
+
+
+def preparing(kind: type[Method]) -> None:
+    """SettingError where a method prepares nothing."""
+    if not issubclass(kind, Prepared):
+        known = [name for name in names() if issubclass(find(name), Prepared)]
+        raise SettingError(f"{kind.name} prepares no model for groups (allowed: {', '.join(known)})")
+
+
+def deploying(prepared: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group's run from a prepared model: those of its preparation, and what is given."""
+    facts = read_prepared(prepared)[1]
+    own = {**facts["set"], **given.get("set", {}), "prepared": str(prepared.resolve())}
+    return {"rounds": facts["rounds"], **facts["model"], **given, "method": Deploy.name, "set": own}
+
+
+def deploy(
+    prepared: str | Path,
+    data: Data | str,
+    *,
+    model: Model | None = None,
+    out: str | Path | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Result:
+    """Let the parties of `data` make their own model from a prepared one: `fewer.deploy("runs/…", mine).model`.
+
+    `prepared` is the file that `fewer prepare` wrote, or the directory of a run that prepared a model. A model of your
+    own must be given again. Settings are those of `fewer.run`.
+    """
+    chosen = deploying(Path(prepared), settings)
+    named = chosen.pop("model")
+    return run(chosen.pop("method"), data, model=model or named, out=out, progress=progress, **chosen)
 
 
 def export(path: Path, out: Path, party: int | None = None) -> list[Path]:

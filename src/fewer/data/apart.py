@@ -1,0 +1,74 @@
+"""Classes set apart: some that parties train on, others that they never meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fewer.data.federated import hold_out
+from fewer.data.raw import Inputs, Raw
+from fewer.errors import SettingError
+
+OPTIONS = ("classes", "unseen")
+"""Options that all data has."""
+Rows = NDArray[np.int64]
+
+
+def set_apart(raw: Raw, classes: Any = None, unseen: Any = None, name: str = "") -> Raw:
+    """The same data without samples of `unseen` classes to train on: all of these are for testing.
+
+    Of the other classes only `classes` are kept, if they are named. Both are class numbers: 3, "0-9" or "0-9,20,30-39".
+    Labels keep their numbers.
+    """
+    x, y, owners = raw.x, raw.y, raw.client
+    if raw.test is None:
+        train, test = hold_out(raw, np.arange(len(y)))
+    else:
+        train, test = np.arange(len(y)), len(y) + np.arange(len(raw.test[1]))
+        x, y = _joined(x, raw.test[0]), np.concatenate([y, raw.test[1]])
+        known = raw.client is not None and raw.test_client is not None
+        owners = np.concatenate([raw.client, raw.test_client]) if known else None
+    there = set(np.unique(y).tolist())
+    away = _numbers("unseen", unseen, there, name) if unseen is not None else set()
+    kept = _numbers("classes", classes, there, name) if classes is not None else there - away
+    if both_ways := sorted(kept & away):
+        raise SettingError(f"class {both_ways[0]} of data '{name}' is both in classes and unseen")
+    if not kept:
+        raise SettingError(f"unseen = {unseen} leaves no class of data '{name}' to train on")
+    train = train[np.isin(y[train], sorted(kept))]
+    test = np.concatenate([test[np.isin(y[test], sorted(kept))], np.flatnonzero(np.isin(y, sorted(away)))])
+    return replace(
+        raw,
+        x=_rows(x, train),
+        y=y[train],
+        test=(_rows(x, test), y[test]),
+        client=None if raw.client is None else raw.client[train],
+        test_client=None if owners is None else owners[test],
+    )
+
+
+def _numbers(what: str, given: Any, there: set[int], name: str) -> set[int]:
+    """Class numbers from a number, a list of them, or a text of numbers and ranges."""
+    parts = given if isinstance(given, list) else str(given).split(",")
+    found: set[int] = set()
+    for part in parts:
+        first, dash, last = str(part).strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise SettingError(f"{what} = {given} of data '{name}' (allowed: class numbers and ranges, as 0-9,20)")
+        found |= set(range(int(first), int(last or first) + 1))
+    if odd := sorted(found - there):
+        raise SettingError(f"{what} = {given}, but data '{name}' has no samples of class {odd[0]}")
+    if not found:
+        raise SettingError(f"{what} = {given} of data '{name}' names no class")
+    return found
+
+
+def _joined(x: Inputs, more: Inputs) -> Inputs:
+    return x + list(more) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(more)])
+
+
+def _rows(x: Inputs, rows: Rows) -> Inputs:
+    return [x[row] for row in rows] if isinstance(x, list) else x[rows]

@@ -1,0 +1,491 @@
+"""FRL: few-round learning with global prototype-assisted learning (GPAL).
+
+Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Algorithm 1 and Eqs 1 to 5.
+Preparation looks for a model φ from which any later group of parties, with classes never met, gets a good global model
+in R rounds. An episode plays such a group: R rounds on the support of K parties, then φ moves by the gradient of their
+query loss at the end of those rounds (first order). `rounds` counts communication rounds: an episode has R + 1 of them.
+
+The head of a group's model is `linear`, `distance` (to prototypes, the mean features of each class) or `gpal`: by
+distance too, but from the second round on parties also learn from the global prototypes Γ of the round before (Eq 3).
+
+Departures. Eq 2 sums over c' ≠ c, which has no lower bound and is log 0 for a party with one class: here the true class
+is in the sum, which makes it the cross-entropy of a softmax over −‖g(x) − Γ(c)‖². Line 14 read literally would shrink a
+prototype that some do not hold: Γ(c) is the mean over those who hold c, by their samples of c. Local prototypes carry
+gradient, global ones are constants. γ = 5/6 is the paper's released L_local + 0.2 L_aux up to the rate. In a step on
+part of the support the local prototypes are those of that part. A party sends the gradient of line 19 and the
+coordinator takes the step, which is the same and spares it θ⁰; by default that is a step of Adam, whose moments last,
+since plain descent (`optimiser = sgd`) needs the paper's thousands of episodes. A linear head is drawn anew (Xavier)
+for each episode as for each group, over the classes that the group holds, so that preparation is like what follows.
+Batch norm uses the statistics of the batch, also to answer queries; of its weights the mean is taken like of all
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fewer.data import Data, Samples
+from fewer.data.episodes import support_query
+from fewer.errors import QuorumLost, SettingError
+from fewer.learning import score, sgd, weighted_mean
+from fewer.learning.adam import adam
+from fewer.learning.adapt import learnable
+from fewer.learning.prototypes import Prototypes, distance_loss, merged, nearness, places, prototypes
+from fewer.learning.sgd import epochs
+from fewer.methods.base import CHUNK, MAX_SIZE, Coordinator, Method, Party, Scores, Seat
+from fewer.methods.groups import OnGroups
+from fewer.models import Task, Weights, load_weights, parts_of, weights_of
+from fewer.models.split import feature_width
+from fewer.runtime import Absent, Answer, Parties, Unable, on_party, stream
+from fewer.wire import Codec, Coded, Number, Shaped
+
+HEAD = "head."
+"""How the names of a head's weights begin."""
+Known = tuple[Tensor, Tensor]
+"""Classes and their global prototypes; of a linear head, the classes of the group."""
+AnyGroup = TypeVar("AnyGroup", bound="Group")
+RATES = 0.001, 0.003, 0.01, 0.03
+"""Step sizes (α) to choose from where classes are told apart by distance; for a linear head, ten times as much."""
+HELD = 0.2
+"""Share of its support that a party of one-shot FL holds out to judge its own model."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the coordinator of a group has after some of its rounds."""
+
+    model: Weights
+    """θ"""
+    classes: Tensor
+    """The classes that Γ has; of a linear head, those that the group holds."""
+    means: Tensor
+    """Γ (classes × features); of a linear head, without width."""
+    total: int
+    """Classes that there are at all."""
+    done: int = 0
+    """Rounds so far (r)."""
+
+
+# --- R rounds of a group: lines 4 to 15 ------------------------------------------------------------------------
+
+
+class FewRounds(Method):
+    """R rounds in a group of parties, from a model that is given."""
+
+    head: Literal["linear", "distance", "gpal"] = "gpal"
+    """How classes are told apart: by a linear layer, by distance to prototypes, or by that with GPAL."""
+    rate: PositiveFloat = 0.003
+    """Step size of local training (α); a linear head needs a larger one."""
+    epochs: PositiveInt = 1
+    """Passes over the support in a round (E)."""
+    batch: PositiveInt | None = 60
+    """Samples in a step; none for all of the support at once, as in Algorithm 1."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
+    """Share of the loss by local prototypes beside that by global ones (γ)."""
+    uploaded: Literal["before", "after"] = "before"
+    """Whether prototypes are those before local training (Algorithm 1) or after it."""
+    keep: PositiveInt | None = None
+    """One-shot FL: average so many models only, those that do best on samples that their parties held out."""
+    codec: Codec = "float32"
+    """How models and prototypes are written on the wire."""
+
+    def grids(self) -> Mapping[str, Sequence[float]]:
+        """A linear head learns with larger steps."""
+        linear = self.head == "linear"
+        return {n: [10 * rate for rate in RATES] if n == "rate" and linear else g for n, g in self.tunable.items()}
+
+    def nobody(self, task: Task) -> Group:
+        """A group before it begins."""
+        none = torch.zeros(0, dtype=torch.int64, device=task.device)
+        width = 0 if self.head == "linear" else feature_width(task)
+        return Group({}, none, torch.zeros(0, width, device=task.device), task.classes)
+
+    def begin(self, group: AnyGroup, model: Weights, draw: torch.Generator) -> AnyGroup:
+        """Line 4: θ⁰. Nothing is known of classes yet."""
+        first = new_head(model, draw) if self.head == "linear" else model
+        return replace(group, model=self.carried(first), classes=group.classes[:0], means=group.means[:0], done=0)
+
+    def play(self, group: AnyGroup, who: Sequence[int], parties: Parties, last: bool) -> AnyGroup:
+        """Lines 6 to 14: one round of the group. Prototypes are needed for GPAL, and in the end to answer with."""
+        some = Shaped((range(1, group.total + 1),), torch.int64)
+        if self.head == "linear" and not group.done:
+            told = fitting(parties.ask(who, self.holds, returns={"classes": some}), parties, group.total)
+            group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in told])))
+        fields: dict[str, Any] = {"model": Coded(group.model, self.codec), **self.known(group)}
+        wanted = self.wanted(last)
+        returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SIZE)}
+        if wanted:
+            returns |= {"classes": some, "means": Shaped((some.shape[0], group.means.shape[1])), "counts": some}
+        if self.keep is not None:
+            returns["score"] = Number(float, 0, 1)
+        answers = parties.ask(who, self.learn, wanted=wanted, returns=returns, **fields)
+        return self.merge(group, [answer.fields for answer in fitting(answers, parties, group.total)])
+
+    def tells(self, group: Group) -> bool:
+        """Whether parties are told what is known of the group's classes."""
+        return self.head == "linear" or (self.head == "gpal" and group.done > 0)
+
+    def known(self, group: Group) -> dict[str, Any]:
+        """What they are told."""
+        return {"classes": group.classes, "means": Coded(group.means, self.codec)} if self.tells(group) else {}
+
+    def wanted(self, last: bool) -> bool:
+        """Whether parties send prototypes in this round."""
+        return self.head == "gpal" or (self.head == "distance" and last)
+
+    def merge(self, group: AnyGroup, found: Sequence[Mapping[str, Any]]) -> AnyGroup:
+        """Lines 13 and 14: the mean of models by size of support, of prototypes over those who hold the class."""
+        if self.keep is not None:
+            found = sorted(found, key=lambda one: -one["score"])[: self.keep]
+        model = weighted_mean([one["model"] for one in found], [one["size"] for one in found])
+        group = replace(group, model=model, done=group.done + 1)
+        if "means" not in found[0]:
+            return group
+        new = merged([Prototypes(one["classes"], one["means"], one["counts"]) for one in found])
+        return replace(group, classes=new.classes, means=new.means)
+
+    def carried(self, model: Weights) -> Weights:
+        """What of a model travels: all but a head that is not used."""
+        return {name: model[name] for name in model if self.head == "linear" or not name.startswith(HEAD)}
+
+    def net(self, seat: Seat, model: Weights) -> nn.Module:
+        """A net with what travelled."""
+        return seat.net({**seat.task.initial(seat.seed), **model})
+
+    def support(self, me: Party) -> Samples:
+        """What a party learns from."""
+        return me.train
+
+    @on_party
+    def holds(self, me: Party) -> dict[str, Any]:
+        """Which classes the party has: a linear head needs to know before it begins."""
+        return {"classes": torch.unique(self.support(me).labels)}
+
+    @on_party
+    def learn(
+        self, me: Party, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Lines 7 to 11 at a party."""
+        known = None if classes is None or means is None else (classes, means)
+        answer = self.update(self.net(me, model), self.support(me), known, wanted, me.stream("batches"))
+        sent = ("model", "means") if wanted else ("model",)
+        return {**answer, **{name: Coded(answer[name], self.codec) for name in sent}}
+
+    def update(
+        self, net: nn.Module, support: Samples, known: Known | None, wanted: bool, draw: torch.Generator
+    ) -> dict[str, Any]:
+        """Lines 8 to 11, E times: local training in place, and what the party sends."""
+        held = support
+        if self.keep is not None and len(support) > 1:
+            held, support = support_query(support, HELD, draw)
+        first: list[Prototypes] = []
+
+        def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            found, own = self.loss(net, x, y, known)
+            if wanted and not first:
+                first.append(Prototypes(own.classes, own.means.detach(), own.counts))
+            return found
+
+        if wanted and self.uploaded == "before" and self.batch is not None and self.batch < len(support):
+            first.append(embed(net, support))  # else the first step passes over all of the support anyway
+        sgd(net, epochs(support, self.epochs, self.batch, draw), self.rate, loss=loss)
+        answer: dict[str, Any] = {"model": self.carried(weights_of(net)), "size": len(support)}
+        if wanted:
+            answer |= (first[0] if self.uploaded == "before" else embed(net, support))._asdict()
+        if self.keep is not None:
+            answer["score"] = self.own_score(net, support, held, known)
+        return answer
+
+    def loss(
+        self, net: nn.Module, x: Tensor, y: Tensor, known: Known | None, own: Prototypes | None = None
+    ) -> tuple[Tensor, Prototypes]:
+        """f of Eq 3: L_local (Eq 2) and from the second round on L_aux; and the local prototypes, of the same pass."""
+        encoder, head = parts_of(net)
+        features = encoder(x)
+        own = own or prototypes(features, y)
+        if self.head == "linear":
+            assert known
+            place, there = places(known[0], y)
+            scores = head(features)[:, known[0]]
+            return F.cross_entropy(scores[there], place[there], reduction="sum") / len(y), own
+        local = distance_loss(features, y, own.classes, own.means)
+        if known is None:
+            return local, own
+        return self.gamma * local + (1 - self.gamma) * distance_loss(features, y, *known), own
+
+    def own_score(self, net: nn.Module, support: Samples, held: Samples, known: Known | None) -> float:
+        """The accuracy of a party's model on samples that it held out."""
+        classes, means = known if known and self.head == "linear" else embed(net, support)[:2]
+        total = int(torch.cat([classes, held.labels]).max()) + 1
+        counts = score(Answering(net, classes, means, total), held.chunks(CHUNK))
+        return counts.correct / counts.total
+
+
+def fitting(answers: Sequence[Answer], parties: Parties, total: int) -> list[Answer]:
+    """The answers whose classes are classes, each once and with one prototype; the others count as refused."""
+    good = []
+    for answer in answers:
+        if "classes" in answer.fields:
+            classes = answer["classes"]
+            lengths = {len(answer[name]) for name in ("classes", "means", "counts") if name in answer.fields}
+            counts = answer.fields.get("counts", classes.new_ones(1))
+            rising = bool((classes.diff() > 0).all() and classes[0] >= 0 and classes[-1] < total)
+            if len(lengths) > 1 or not rising or int(counts.min()) < 1 or int(counts.max()) > MAX_SIZE:
+                parties.on_absent(Absent(answer.party, "refused", "its classes and prototypes do not fit"), "learn")
+                continue
+        good.append(answer)
+    if not good:
+        raise QuorumLost(f"round {parties.round}: no party sent classes and prototypes that fit")
+    return good
+
+
+def new_head(model: Weights, draw: torch.Generator) -> Weights:
+    """The model with a head drawn anew: matrices by Xavier, biases 0."""
+    fresh = dict(model)
+    for name, tensor in model.items():
+        if name.startswith(HEAD):
+            drawn = torch.zeros(tensor.shape)
+            if drawn.ndim > 1:
+                nn.init.xavier_uniform_(drawn, generator=draw)
+            fresh[name] = drawn.to(tensor)
+    return fresh
+
+
+def batch_statistics(net: nn.Module) -> None:
+    """Evaluation mode, but for batch norm, which goes on to use the statistics of the batch."""
+    net.eval()
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.train()
+
+
+@torch.no_grad()
+def embed(net: nn.Module, samples: Samples) -> Prototypes:
+    """The prototypes of some samples under a net (line 9), without gradient."""
+    batch_statistics(net)
+    encoder, _ = parts_of(net)
+    found = [(encoder(x), y) for x, y in samples.chunks(CHUNK)]
+    return prototypes(torch.cat([x for x, _ in found]), torch.cat([y for _, y in found]))
+
+
+class Answering(nn.Module):
+    """A group's model (Section 2.3): scores by distance to Γ, or by the linear head where Γ has no width.
+
+    Classes that nobody in the group holds get −∞.
+    """
+
+    def __init__(self, net: nn.Module, classes: Tensor, means: Tensor, total: int) -> None:
+        super().__init__()
+        self.net, self.total = net, total
+        self.register_buffer("classes", classes)
+        self.register_buffer("means", means)
+
+    def train(self, mode: bool = True) -> Answering:
+        """Batch norm uses the statistics of the batch in evaluation too."""
+        super().train(mode)
+        if not mode:
+            batch_statistics(self.net)
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of all classes."""
+        classes, means = self.get_buffer("classes"), self.get_buffer("means")
+        encoder, head = parts_of(self.net)
+        features = encoder(x)
+        scores = nearness(features, means) if means.shape[1] else head(features)[:, classes]
+        return scores.new_full((x.shape[0], self.total), -torch.inf).index_copy(1, classes, scores)
+
+
+# --- preparation: lines 1 to 4 and 16 to 22 --------------------------------------------------------------------
+
+
+class Prepared(OnGroups, FewRounds):
+    """A method that prepares a model φ for groups, and is judged by what groups make of it in R rounds."""
+
+    group_rounds: PositiveInt = 3
+    """Rounds of a group (R)."""
+    deploy_rounds: PositiveInt | None = None
+    """Rounds of the groups that it is judged on; by default R."""
+
+    def group_model(self, here: Coordinator, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
+        """The model of a group after its rounds (Section 2.3)."""
+        net, group = self.played(here, model, supports, number, self.deploy_rounds or self.group_rounds)
+        return Answering(net, group.classes, group.means, group.total)
+
+    def played(
+        self, here: Coordinator, model: Weights, supports: Sequence[Samples], number: int, rounds: int
+    ) -> tuple[nn.Module, Group]:
+        """A net with θ after so many rounds of a group, and the group; all its members are played here."""
+        group = self.begin(self.nobody(here.task), model, stream(here.seed, "head", number))
+        if self.head == "linear":
+            group = replace(group, classes=torch.unique(torch.cat([support.labels for support in supports])))
+        net, first = self.net(here, group.model), here.task.initial(here.seed)
+        for turn in range(1, rounds + 1):
+            known = (group.classes, group.means) if self.tells(group) else None
+            found = []
+            for place, support in enumerate(supports):
+                load_weights(net, {**first, **group.model})
+                draw = stream(here.seed, "group", number, turn, place)
+                found.append(self.update(net, support, known, self.wanted(turn == rounds), draw))
+            group = self.merge(group, found)
+        load_weights(net, {**first, **group.model})
+        return net, group
+
+    def assemble(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+        """There is nothing to answer with before a group has made its own model."""
+        raise SettingError(f"{self.name} prepares a model for groups; fewer deploy makes one of it that can be used")
+
+
+@dataclass(frozen=True)
+class State(Group):
+    """The episode that is under way, and φ."""
+
+    initial: Weights = field(default_factory=dict)
+    """φ"""
+    who: list[int] = field(default_factory=list)
+    """The parties of the episode."""
+    first: Weights = field(default_factory=dict)
+    """Adam's first moment, of all weights that learn and last longer than an episode."""
+    second: Weights = field(default_factory=dict)
+    episodes: int = 0
+    """How many there were."""
+
+
+class FRL(Prepared):
+    """Prepares a model from which any group, with classes never met, gets a good global model in a few rounds."""
+
+    name: ClassVar[str] = "frl"
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
+        "meta_rate": (0.001, 0.003, 0.01, 0.03),
+        "rate": RATES,
+    }
+
+    rounds: PositiveInt = 80
+    """Rounds of preparation: each episode has R + 1."""
+    meta_rate: PositiveFloat = 0.003
+    """Step size of the meta-update (β)."""
+    optimiser: Literal["adam", "sgd"] = "adam"
+    """Of the meta-update; the paper has plain gradient descent, which needs far more episodes."""
+    queries: PositiveInt | None = None
+    """Queries of a party in a meta-update (|D|); by default all."""
+    query_prototypes: Literal["queries", "support"] = "queries"
+    """Local prototypes of the meta-update: of the queries (line 18), or the last ones of the support."""
+
+    def start(self, task: Task, seed: int) -> State:
+        """φ⁰, and no episode yet."""
+        if self.rounds % (self.group_rounds + 1):
+            each = self.group_rounds + 1
+            raise SettingError(f"rounds = {self.rounds} (allowed: multiples of {each}, the rounds of an episode)")
+        learns = {name: weights for name, weights in learnable(task.net()).items() if not name.startswith(HEAD)}
+        nothing = {name: torch.zeros_like(weights) for name, weights in learns.items()}
+        return State(**vars(self.nobody(task)), initial=task.initial(seed), first=nothing, second=nothing)
+
+    def round(self, state: State, parties: Parties) -> State:
+        """Lines 2 to 21, one communication round at a time: R of the group's own, then the meta-update."""
+        if not state.who:
+            state = replace(self.begin(state, state.initial, parties.stream("head")), who=self.choose(parties))
+        if state.done == self.group_rounds:
+            return self.meta_update(state, parties)
+        last = state.done == self.group_rounds - 1 and self.query_prototypes == "support"
+        return self.play(state, state.who, parties, last)
+
+    def meta_update(self, state: State, parties: Parties) -> State:
+        """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), the mean of what each party would make of θ⁰; or by Adam."""
+        answers = parties.ask(
+            state.who,
+            self.answer_queries,
+            model=Coded(state.model, self.codec),
+            returns={"slopes": state.first, "size": Number(int, 1, MAX_SIZE)},
+            **self.known(state),
+        )
+        slopes = weighted_mean([answer["slopes"] for answer in answers], [answer["size"] for answer in answers])
+        number = state.episodes + 1
+        phi, first, second = adam(state.initial, slopes, state.first, state.second, number, self.meta_rate)
+        if self.optimiser == "sgd":
+            phi |= {name: state.initial[name] - self.meta_rate * slope for name, slope in slopes.items()}
+        return replace(state, initial=phi | self.buffers(state), first=first, second=second, episodes=number, who=[])
+
+    def buffers(self, state: State) -> Weights:
+        """Running statistics of batch norm, which have no gradient, as the episode left them."""
+        return {n: t for n, t in state.model.items() if n not in state.first and not n.startswith(HEAD)}
+
+    @on_party
+    def learn(
+        self, me: Party, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
+    ) -> dict[str, Any]:
+        """As in any group; the prototypes may be needed in the meta-update."""
+        answer = super().learn(me, model, wanted, classes, means)
+        if wanted and self.query_prototypes == "support":
+            me.store.put("prototypes", [answer["classes"], answer["means"].value, answer["counts"]])
+        return answer
+
+    @on_party
+    def answer_queries(
+        self, me: Party, model: Weights, classes: Tensor | None = None, means: Tensor | None = None
+    ) -> dict[str, Any]:
+        """Lines 17 to 19: the gradient of the query loss at θ^R."""
+        queries = self.halves(me)[1]
+        if not len(queries):
+            raise Unable("no class with two samples: all are support, no queries are left")
+        x, y = queries.slice(0, len(queries))
+        if self.queries is not None and self.queries < len(queries):
+            x, y = queries.pick(torch.randperm(len(queries), generator=me.stream("queries"))[: self.queries])
+        net = self.net(me, model)
+        kept: Any = me.store.get("prototypes") if self.query_prototypes == "support" else None
+        known = None if classes is None or means is None else (classes, means)
+        loss, _ = self.loss(net, x, y, known, Prototypes(*kept) if kept else None)
+        parameters = {name: tensor for name, tensor in net.named_parameters() if not name.startswith(HEAD)}
+        learns = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
+        slopes = torch.autograd.grad(loss, list(learns.values()), allow_unused=True, materialize_grads=True)
+        return {"slopes": Coded(dict(zip(learns, slopes, strict=True)), self.codec), "size": len(me.train)}
+
+    def support(self, me: Party) -> Samples:
+        """S_k"""
+        return self.halves(me)[0]
+
+    def halves(self, me: Party) -> tuple[Samples, Samples]:
+        """Line 3: S_k and Q_k, the same in all rounds of an episode."""
+        episode = (me.round - 1) // (self.group_rounds + 1)
+        draw = None if me.in_time else stream(me.seed, me.id, episode, "division")
+        return support_query(me.train, self.support_share, draw, by_class=True)
+
+    def shared(self, state: State) -> Weights:
+        """φ"""
+        return state.initial
+
+    def evaluate(self, state: State, parties: Parties, data: Data) -> Scores:
+        """At the end of an episode; within one φ stands still."""
+        return {} if state.who else super().evaluate(state, parties, data)
+
+
+# --- Theorem 1 --------------------------------------------------------------------------------------------------
+
+
+def settles_at(
+    meta_rate: float,
+    rounds: int,
+    batch: int,
+    parties: int,
+    *,
+    smoothness: float,
+    sample_variance: float,
+    party_variance: float,
+) -> float:
+    """ε(β, R, |D|, K) of Theorem 1: the mean squared gradient norm that preparation surely settles below.
+
+    β L 2^(R+2) (V_d / |D| + V_p / K), for losses that are L-smooth, with gradients that vary by V_d over the samples
+    of a party and by V_p over parties, and α of at most 1 / L.
+    """
+    return meta_rate * smoothness * 2.0 ** (rounds + 2) * (sample_variance / batch + party_variance / parties)
+
+
+def bound(episodes: int, gap: float, meta_rate: float, error: float) -> float:
+    """Eq 5: what the mean over T episodes of E‖∇F(φ)‖² is at most, with F(φ⁰) − F(φ*) = `gap` and ε = `error`."""
+    return 4 * gap / (meta_rate * episodes) + error

@@ -1,0 +1,111 @@
+"""What FRL is compared with: other models to begin a group's few rounds from.
+
+Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 4, "Comparison schemes". All
+are judged on the same groups as FRL, each with any head; each round of preparation is one of communication, so that
+equal `rounds` are equal effort. `frl-scratch` is FedAvg from a random model. `frl-fine-tuning` is pretrained by FedAvg
+as a classifier of all training classes; with `keep` (and twice the members) its groups average only the models that do
+best on samples held out, one-shot FL (Guha, Talwalkar, Smith, 2019). `frl-per-fedavg` begins from the model of Per-
+FedAvg (Fallah, Mokhtari, Ozdaglar, NeurIPS 2020), which is geared to a step at each party alone.
+
+Departures: Per-FedAvg is its first-order variant, as FRL is; the mean goes by size; one-shot FL averages weights, as a
+group needs one global model, and a party judges its own model on a fifth of its support.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from fewer.data.episodes import support_query
+from fewer.learning import sgd, weighted_mean
+from fewer.learning.sgd import epochs
+from fewer.methods.base import MAX_SIZE, ModelState, Party
+from fewer.methods.frl import RATES, Prepared
+from fewer.models import Task, Weights, parts_of, weights_of
+from fewer.runtime import Parties, Unable, on_party
+from fewer.wire import Coded, Number
+
+
+class Scratch(Prepared):
+    """FRL's baseline: no preparation, a group begins from a random model."""
+
+    name: ClassVar[str] = "frl-scratch"
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": RATES}
+
+    rounds: PositiveInt = 1
+    """Rounds in which nothing happens."""
+
+    def start(self, task: Task, seed: int) -> ModelState:
+        """A random model."""
+        parts_of(task.net())
+        return ModelState(task.initial(seed))
+
+    def round(self, state: ModelState, parties: Parties) -> ModelState:
+        """Nothing."""
+        return state
+
+
+class FineTuning(Scratch):
+    """FRL's baseline: a group fine-tunes what FedAvg learned of the training classes; one-shot FL with `keep`."""
+
+    name: ClassVar[str] = "frl-fine-tuning"
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"prepare_rate": (0.03, 0.1, 0.3, 1.0), **Scratch.tunable}
+
+    rounds: PositiveInt = 80
+    """Rounds of preparation."""
+    prepare_rate: PositiveFloat = 0.1
+    """Step size of local training in preparation."""
+
+    def round(self, state: ModelState, parties: Parties) -> ModelState:
+        """A round of FedAvg."""
+        answers = parties.ask(
+            self.choose(parties),
+            self.prepare,
+            model=Coded(state.model, self.codec),
+            returns={"model": state.model, "size": Number(int, 1, MAX_SIZE)},
+        )
+        return ModelState(
+            weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
+        )
+
+    @on_party
+    def prepare(self, me: Party, model: Weights) -> dict[str, Any]:
+        """Local training on all samples of the party."""
+        net = me.net(model)
+        self.pretrain(net, me)
+        return {"model": Coded(weights_of(net), self.codec), "size": len(me.train)}
+
+    def pretrain(self, net: nn.Module, me: Party) -> None:
+        """Some passes over all samples, in place: what relatives change."""
+        sgd(net, epochs(me.train, self.epochs, self.batch, me.stream("batches")), self.prepare_rate)
+
+
+class PersonalStart(FineTuning):
+    """FRL's baseline: a group begins from the model of Per-FedAvg, geared to a step at each party alone."""
+
+    name: ClassVar[str] = "frl-per-fedavg"
+
+    def pretrain(self, net: nn.Module, me: Party) -> None:
+        """Steps w ← w − β ∇f(w − α ∇f(w; D); D′) in place, D and D′ from halves of the samples."""
+        draw = me.stream("batches")
+        inner, outer = support_query(me.train, self.support_share, draw, by_class=True)
+        if not len(outer):
+            raise Unable("no class with two samples: no half is left to answer")
+        every = torch.arange(me.task.classes, device=me.train.y.device)
+        known = (every, torch.zeros(len(every), 0)) if self.head == "linear" else None
+        parameters: list[Tensor] = [tensor for tensor in net.parameters() if tensor.requires_grad]
+        net.train()
+        for there, back in zip(
+            epochs(inner, self.epochs, self.batch, draw), epochs(outer, self.epochs, self.batch, draw), strict=False
+        ):
+            first = [tensor.detach().clone() for tensor in parameters]
+            for batch, rate in ((there, self.rate), (back, self.prepare_rate)):
+                loss, _ = self.loss(net, *batch, known)
+                slopes = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+                with torch.no_grad():
+                    if batch is back:
+                        torch._foreach_copy_(parameters, first)
+                    torch._foreach_add_(parameters, slopes, alpha=-rate)

@@ -1,0 +1,122 @@
+"""What methods share that prepare a model for groups: which groups they are judged on, and how.
+
+Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 4. A group has some classes,
+most or all of them never met in preparation, whose samples are divided among its members evenly or by shards; each
+member has half of its samples of each class as support. The group's global model is judged on the queries of all
+members. No party of the run is one of them: their samples are of the common test set, so groups are played by the
+coordinator.
+"""
+
+from __future__ import annotations
+
+import statistics
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+from torch import Tensor, nn
+
+from fewer.data import Data, Samples
+from fewer.data.episodes import support_query
+from fewer.data.partition import WAYS, Division
+from fewer.errors import SettingError
+from fewer.learning import Counts, score
+from fewer.methods.base import CHUNK, Coordinator, Method, Scores
+from fewer.models import Weights
+from fewer.runtime import Parties, on_coordinator, seed_of, stream
+
+TRIAL_GROUPS = 30
+"""Groups that a trial is judged on at most."""
+
+
+class Drawn(NamedTuple):
+    """A group: what each member learns from, and all their queries."""
+
+    supports: list[Samples]
+    queries: Samples
+
+
+class OnGroups(Method):
+    """A method that prepares a model with the parties of the run, and is judged on groups with other classes."""
+
+    groups: PositiveInt = 100
+    """How many groups it is judged on."""
+    way: PositiveInt = 5
+    """Classes of a group (τ)."""
+    unseen: NonNegativeInt | None = None
+    """How many of them nobody trained on; by default all, or as many as the data has."""
+    members: PositiveInt = 10
+    """Parties of a group (K)."""
+    division: Literal["iid", "shards"] = "shards"
+    """How a group's samples are divided: evenly, or two shards of one class each to a member."""
+    samples: PositiveInt | None = None
+    """Samples of each class that a group has at most; by default all."""
+    support_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Share of its samples of each class that a party learns from; the others are its queries."""
+
+    @abstractmethod
+    def group_model(self, here: Coordinator, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
+        """The model that a group makes of the prepared one."""
+
+    def evaluate(self, state: Any, parties: Parties, data: Data) -> Scores:
+        """After a round: what groups make of the prepared model, mean over groups."""
+        counts = self.ask_groups(state, parties, data)
+        return {
+            "accuracy": statistics.fmean(count.correct / count.total for count in counts),
+            "loss": sum(count.loss for count in counts) / sum(count.total for count in counts),
+            "groups": [count.correct / count.total for count in counts],
+        }
+
+    def report(self, state: Any, parties: Parties, data: Data) -> Scores:
+        """Nothing more: no party has a model of its own."""
+        return {}
+
+    def ask_groups(self, state: Any, parties: Parties, data: Data) -> list[Counts]:
+        """What is counted in each group."""
+        there = sorted(set(data.test.labels.tolist()))
+        never = [label for label in there if label in data.unseen]
+        wanted = min(self.way, len(never)) if self.unseen is None else self.unseen
+        if wanted > len(never) or self.way - wanted > len(there) - len(never):
+            raise SettingError(
+                f"groups of {wanted} classes never met and {self.way - wanted} others, but the test samples are of "
+                f"{len(never)} and {len(there) - len(never)} (--set way, --set unseen, --data-set unseen=CLASSES)"
+            )
+        items = [{"number": number} for number in range(self.groups)]
+        labels = torch.tensor(never, dtype=torch.int64)
+        found = parties.spread(self.play_group, items, model=self.shared(state), never=labels, wanted=wanted)
+        return [Counts(**count) for count in found]
+
+    @on_coordinator
+    def play_group(
+        self, here: Coordinator, model: Weights, never: Tensor, wanted: int, number: int
+    ) -> dict[str, float]:
+        """All rounds of one group, and right answers on its queries."""
+        group = self.draw_group(here.common, never.tolist(), wanted, here.seed, number)
+        net = self.group_model(here, model, group.supports, number)
+        return score(net, group.queries.chunks(CHUNK))._asdict()
+
+    def draw_group(self, samples: Samples, never: Sequence[int], wanted: int, seed: int, number: int) -> Drawn:
+        """The group of this number: the same for all methods and rounds."""
+        draw = np.random.default_rng(seed_of(seed, "group", number))
+        labels = samples.labels.cpu().numpy()
+        others = np.setdiff1d(labels, never)
+        classes = [*draw.choice(list(never), wanted, replace=False), *draw.choice(others, self.way - wanted, False)]
+        rows = np.concatenate([draw.permutation(np.flatnonzero(labels == label))[: self.samples] for label in classes])
+        parts = WAYS[self.division](labels[rows], Division(self.division, self.members), draw)
+        divide = stream(seed, "group", number)
+        halves = [
+            support_query(samples.only(torch.from_numpy(rows[parts.of(member)])), self.support_share, divide, True)
+            for member in range(self.members)
+        ]
+        queries = [half.rows for _, half in halves if half.rows is not None]
+        mixed = torch.cat(queries)[torch.randperm(sum(map(len, queries)), generator=divide).to(samples.y.device)]
+        return Drawn([half for half, _ in halves if len(half)], replace(samples, rows=mixed))
+
+    def trial(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
+        """A trial is judged on classes of the training data that are set apart for it."""
+        fewer = {"groups": min(self.groups, TRIAL_GROUPS)}
+        return self.model_copy(update=fewer), data.held_classes(share, seed)

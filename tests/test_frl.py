@@ -1,0 +1,752 @@
+"""FRL: prototypes and losses against formulas, an episode against loops written out, odd groups, deployment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fewer
+from fewer.data import ArrayData, from_parties
+from fewer.data.episodes import support_query
+from fewer.errors import FewerError, SettingError
+from fewer.experiments.tune import tune
+from fewer.learning.prototypes import distance_loss, merged, nearness, places, prototypes
+from fewer.learning.sgd import epochs
+from fewer.methods.frl import FRL, Answering, Prepared, batch_statistics, bound, embed, fitting, new_head, settles_at
+from fewer.methods.frl_baselines import FineTuning, PersonalStart, Scratch
+from fewer.methods.frl_deploy import FILE
+from fewer.models import Split, Weights, load_weights, weights_of
+from fewer.runs.job import check, job_from
+from fewer.runs.statistics import half_width
+from fewer.runs.use import deploy
+from fewer.runtime import Absent, Answer, Parties, stream
+from tests.examples import Stop, Stopping
+from tests.test_cli import call
+
+torch.set_num_threads(1)
+
+# --- prototypes and losses ------------------------------------------------------------------------------------
+
+
+def test_prototypes_are_means_by_class_and_carry_gradient() -> None:
+    features = torch.tensor([[1.0, 2.0], [3.0, 6.0], [5.0, 5.0]], dtype=torch.float64, requires_grad=True)
+    found = prototypes(features, torch.tensor([7, 2, 7]))
+    assert found.classes.tolist() == [2, 7] and found.counts.tolist() == [1, 2]
+    assert found.means.tolist() == [[3.0, 6.0], [3.0, 3.5]]
+    (slope,) = torch.autograd.grad(found.means[1, 0], features)
+    assert slope.tolist() == [[0.5, 0.0], [0.0, 0.0], [0.5, 0.0]]
+
+
+def test_global_prototypes_are_means_over_those_who_hold_the_class() -> None:
+    one = prototypes(torch.tensor([[1.0], [3.0], [10.0]]), torch.tensor([0, 0, 4]))
+    two = prototypes(torch.tensor([[8.0], [5.0]]), torch.tensor([0, 1]))
+    found = merged([one, two])
+    assert found.classes.tolist() == [0, 1, 4] and found.counts.tolist() == [3, 1, 1]
+    assert found.means[:, 0].tolist() == [4.0, 5.0, 10.0]  # (1 + 3 + 8) / 3; others are not shrunk by who lacks them
+
+
+def eq2(features: Tensor, labels: Tensor, classes: Sequence[int], means: Tensor) -> Tensor:
+    """Eq 2 sample by sample, with the true class in the sum."""
+    total = torch.zeros((), dtype=features.dtype)
+    for x, label in zip(features, labels.tolist(), strict=True):
+        distances = torch.stack([(x - mean).square().sum() for mean in means])
+        total = total + distances[list(classes).index(label)] + torch.logsumexp(-distances, 0)
+    return total / len(labels)
+
+
+def test_the_loss_is_eq_2_with_the_true_class() -> None:
+    draw = torch.Generator().manual_seed(0)
+    features, means = (torch.randn(n, 3, generator=draw, dtype=torch.float64) for n in (9, 4))
+    classes = torch.tensor([1, 3, 5, 8])
+    labels = classes[torch.randint(4, (9,), generator=draw)]
+    assert torch.allclose(distance_loss(features, labels, classes, means), eq2(features, labels, [1, 3, 5, 8], means))
+    scores = nearness(features, means)
+    exact = -(features[:, None] - means).square().sum(2)
+    assert torch.allclose(scores - scores[:, :1], exact - exact[:, :1])
+
+
+def test_one_class_and_classes_without_prototype_cost_nothing() -> None:
+    features = torch.tensor([[1.0], [2.0]], requires_grad=True)
+    alone = distance_loss(features, torch.tensor([3, 3]), torch.tensor([3]), torch.tensor([[0.5]]))
+    assert float(alone.detach()) == 0
+    none = distance_loss(features, torch.tensor([3, 3]), torch.tensor([1, 2]), torch.tensor([[0.5], [0.7]]))
+    assert float(none.detach()) == 0 and torch.autograd.grad(none, features)[0].abs().sum() == 0
+    half = distance_loss(features, torch.tensor([3, 1]), torch.tensor([1, 2]), torch.tensor([[0.5], [0.7]]))
+    assert torch.allclose(half, eq2(features[1:], torch.tensor([1]), [1, 2], torch.tensor([[0.5], [0.7]])) / 2)
+    assert not places(torch.zeros(0, dtype=torch.int64), torch.tensor([2]))[1].any()
+
+
+class Small(Split):
+    """Two inputs to three features, so that everything can be written out."""
+
+    def __init__(self, shape: tuple[int, ...] = (2,), classes: int = 6) -> None:
+        super().__init__(nn.Sequential(nn.Linear(shape[0], 3), nn.Tanh()), 3, classes)
+
+
+def moved_loss(
+    method: FRL, net: nn.Module, batch: tuple[Tensor, Tensor], known: Any, way: Weights, far: float
+) -> float:
+    there = {name: tensor + far * way[name] for name, tensor in net.state_dict().items()}
+    other = Small().double()
+    load_weights(other, there)
+    return float(method.loss(other, *batch, known)[0].detach())
+
+
+@pytest.mark.parametrize("head", ["linear", "distance", "gpal"])
+def test_gradients_of_eq_3_agree_with_finite_differences(head: Any) -> None:
+    torch.manual_seed(3)
+    net = Small().double()
+    batch = torch.randn(8, 2, dtype=torch.float64), torch.tensor([0, 0, 1, 4, 4, 4, 1, 0])
+    classes = torch.tensor([0, 1, 2, 4])
+    known = None if head == "distance" else (classes, torch.randn(4, 3, dtype=torch.float64))
+    method = FRL(head=head, gamma=0.3)
+    loss, own = method.loss(net, *batch, known)
+    slopes = dict(
+        zip(
+            dict(net.named_parameters()),
+            torch.autograd.grad(loss, list(net.parameters()), allow_unused=True),
+            strict=True,
+        )
+    )
+    if head == "gpal":
+        assert known
+        features = net.encoder(batch[0])
+        local, aux = eq2(features, batch[1], [0, 1, 4], own.means), eq2(features, batch[1], [0, 1, 2, 4], known[1])
+        assert torch.allclose(loss, 0.3 * local + 0.7 * aux)
+    for _ in range(3):
+        way = {name: torch.randn_like(tensor) for name, tensor in net.state_dict().items()}
+        along = sum(float((slope * way[name]).sum()) for name, slope in slopes.items() if slope is not None)
+        ends = [moved_loss(method, net, batch, known, way, far) for far in (1e-6, -1e-6)]
+        assert along == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-8)
+
+
+def test_without_global_prototypes_the_loss_is_the_local_one_alone() -> None:
+    net, batch = Small(), (torch.randn(6, 2), torch.tensor([0, 1, 2, 0, 1, 2]))
+    assert torch.equal(FRL(gamma=0.1).loss(net, *batch, None)[0], FRL(head="distance").loss(net, *batch, None)[0])
+
+
+def test_a_new_head_is_xavier_and_the_encoder_stays() -> None:
+    model = Small(classes=400).state_dict()
+    fresh = new_head(model, stream(1))
+    most = (6 / (400 + 3)) ** 0.5
+    assert float(fresh["head.bias"].abs().sum()) == 0 and 0.9 * most < float(fresh["head.weight"].abs().max()) <= most
+    assert all(torch.equal(fresh[name], model[name]) for name in model if not name.startswith("head."))
+
+
+# --- an episode written out ------------------------------------------------------------------------------------
+
+DRAW = np.random.default_rng(5)
+HELD = [[0, 1], [1, 2], [3], [0, 4], [2, 4]]
+"""Classes of each party: the third has one only, and class 3 nobody else has."""
+PAIRS = [
+    (
+        np.concatenate([DRAW.normal([label, -label], 0.5, (size, 2)) for label in labels]).astype(np.float32),
+        np.repeat(labels, size),
+    )
+    for labels, size in zip(HELD, (4, 6, 8, 4, 2), strict=True)
+]
+UNSEEN = DRAW.normal(0, 1, (60, 2)).astype(np.float32), DRAW.integers(4, 6, 60)
+
+
+def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
+    """Parties whose samples are in time: the first half of each class is the support."""
+    return replace(from_parties(pairs, test=UNSEEN), in_time=True)
+
+
+def first_net() -> nn.Module:
+    torch.manual_seed(0)
+    return Small()
+
+
+def halves(party: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    x, y = (torch.from_numpy(array) for array in PAIRS[party])
+    first = torch.cat([torch.nonzero(y == label)[:, 0][: int((y == label).sum()) // 2] for label in HELD[party]])
+    rest = torch.tensor([row for row in range(len(y)) if row not in first.tolist()])
+    return (x[first].double(), y[first]), (x[rest].double(), y[rest])
+
+
+def means_of(features: Tensor, y: Tensor) -> dict[int, Tensor]:
+    return {int(label): features[y == label].mean(0) for label in torch.unique(y)}
+
+
+def f(
+    method: FRL, net: nn.Module, x: Tensor, y: Tensor, known: dict[int, Tensor], own: dict[int, Tensor] | None
+) -> Tensor:
+    features = net.encoder(x)  # type: ignore[operator]
+    if method.head == "linear":
+        scores = net.head(features)[:, sorted(known)]  # type: ignore[operator]
+        return F.cross_entropy(scores, torch.tensor([sorted(known).index(int(label)) for label in y]))
+    local = means_of(features, y) if own is None else own
+    total = eq2(features, y, list(local), torch.stack(list(local.values())))
+    if method.head == "gpal" and known:
+        aux = eq2(features, y, list(known), torch.stack(list(known.values())))
+        total = method.gamma * total + (1 - method.gamma) * aux
+    return total
+
+
+def slopes_of(loss: Tensor, net: nn.Module) -> Weights:
+    found = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
+    return dict(zip(dict(net.named_parameters()), found, strict=True))
+
+
+def loaded(weights: Weights) -> nn.Module:
+    net = Small().double()
+    load_weights(net, weights)
+    return net
+
+
+def episode(method: FRL, first: Weights, who: Sequence[int] = range(5)) -> tuple[Weights, Weights, dict[int, Tensor]]:
+    """Algorithm 1, line by line: the gradient that φ moves by, θ^R and Γ."""
+    theta = first
+    known: dict[int, Tensor] = dict.fromkeys(range(5), torch.zeros(0)) if method.head == "linear" else {}
+    last: dict[int, dict[int, Tensor]] = {}
+    sizes = {party: len(halves(party)[0][1]) for party in who}
+    for _ in range(method.group_rounds):
+        models, protos = {}, {}
+        for party in who:
+            (x, y), _ = halves(party)
+            local = theta
+            for step in range(method.epochs):
+                net = loaded(local)
+                if step == 0:
+                    protos[party] = means_of(net.encoder(x).detach(), y)  # type: ignore[operator]
+                slopes = slopes_of(f(method, net, x, y, known, None), net)
+                local = {name: local[name] - method.rate * slopes[name] for name in local}
+            if method.uploaded == "after":
+                protos[party] = means_of(loaded(local).encoder(x).detach(), y)  # type: ignore[operator]
+            models[party] = local
+        theta = {name: sum(sizes[p] * models[p][name] for p in who) / sum(sizes.values()) for name in theta}  # type: ignore[misc]
+        if method.head != "linear":
+            known = {}
+            for label in range(6):
+                holders = {p: int((halves(p)[0][1] == label).sum()) for p in who if label in protos[p]}
+                if holders:
+                    known[label] = sum(n * protos[p][label] for p, n in holders.items()) / sum(holders.values())  # type: ignore[assignment]
+        last = protos
+    mean = {name: torch.zeros_like(tensor) for name, tensor in first.items() if not name.startswith("head.")}
+    total = sum(len(PAIRS[party][1]) for party in who)
+    for party in who:
+        x, y = halves(party)[1]
+        net = loaded(theta)
+        own = last[party] if method.query_prototypes == "support" else None
+        slopes = slopes_of(f(method, net, x, y, known if method.head != "distance" else {}, own), net)
+        mean = {name: slope + len(PAIRS[party][1]) / total * slopes[name] for name, slope in mean.items()}
+    return mean, theta, known
+
+
+def double(weights: Weights) -> Weights:
+    return {name: tensor.double() for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"head": "linear", "epochs": 2},
+        {"head": "distance"},
+        {"head": "distance", "query_prototypes": "support"},
+        {"head": "gpal", "gamma": 0.4, "epochs": 2},
+        {"head": "gpal", "uploaded": "after"},
+        {"head": "gpal", "query_prototypes": "support", "group_rounds": 2},
+        {"head": "gpal", "optimiser": "adam", "meta_rate": 0.05},
+    ],
+    ids=str,
+)
+def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None:
+    options = {
+        "optimiser": "sgd",
+        "rate": 0.2,
+        "meta_rate": 0.5,
+        "batch": None,
+        "active": 5,
+        "groups": 1,
+        "way": 2,
+        "members": 2,
+        **settings,
+    }
+    each = settings.get("group_rounds", 3) + 1
+    method = FRL(rounds=2 * each, **options)
+    runs = [
+        fewer.run(method.model_copy(update={"rounds": r}), federation(), model=first_net(), out=tmp_path / str(r))
+        for r in (each, 2 * each)
+    ]
+    phi = {name: tensor.requires_grad_() for name, tensor in double(first_net().state_dict()).items()}
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[method.optimiser]
+    optimiser = kind(list(phi.values()), lr=method.meta_rate)
+    for number, run in enumerate(runs):
+        start = {name: tensor.detach().clone() for name, tensor in phi.items()}
+        if method.head == "linear":
+            start = double(
+                new_head({n: t.float() for n, t in start.items()}, stream(0, number * each + 1, "coordinator", "head"))
+            )
+        slopes, theta, known = episode(method, start)
+        for name, slope in slopes.items():
+            phi[name].grad = slope
+        optimiser.step()
+        for name, tensor in run.state.initial.items():
+            assert torch.allclose(tensor.double(), phi[name], atol=2e-5), name
+        for name, tensor in run.state.model.items():
+            assert torch.allclose(tensor.double(), theta[name], atol=2e-5), name
+        if method.head == "gpal":
+            assert run.state.classes.tolist() == sorted(known) == [0, 1, 2, 3, 4]
+            assert torch.allclose(run.state.means.double(), torch.stack([known[c] for c in sorted(known)]), atol=2e-5)
+    moved = max(float((phi[name] - tensor).detach().abs().max()) for name, tensor in first_net().state_dict().items())
+    assert moved > 0.05
+
+
+def test_steps_on_parts_of_the_support_send_the_prototypes_of_all_of_it() -> None:
+    method, samples = FRL(batch=3, rate=0.5), federation().party(1).train
+    net = first_net()
+    expected = embed(net, samples)
+    answer = method.update(net, samples, None, True, stream(0))
+    assert torch.allclose(answer["means"], expected.means) and answer["counts"].tolist() == [6, 6]
+    assert not torch.allclose(embed(net, samples).means, expected.means)
+    parts = list(epochs(samples, 2, 5, stream(1)))
+    assert [len(y) for _, y in parts] == [5, 5, 2] * 2
+    for start in (0, 3):
+        seen = torch.cat([x for x, _ in parts[start : start + 3]])
+        assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, samples.slice(0, 12)[0].tolist()))
+
+
+def messages(path: Path) -> list[tuple[int, int, str, str, int]]:
+    lines = [line.split(",") for line in (path / "ledger.csv").read_text().splitlines()[1:]]
+    return [(int(r), int(p), way, kind, int(size)) for r, p, way, kind, size in lines]
+
+
+def test_a_group_stays_together_for_an_episode_and_only_what_is_needed_travels(tmp_path: Path) -> None:
+    pairs = [PAIRS[number % 5] for number in range(20)]
+    for head in ("distance", "gpal", "linear"):
+        fewer.run(
+            FRL(rounds=8, active=4, head=head, way=2, members=2, groups=1),
+            federation(pairs),
+            model=first_net(),
+            out=tmp_path / head,
+        )
+    sent = messages(tmp_path / "gpal")
+    groups = [{p for r, p, way, _, _ in sent if r == number and way == "down"} for number in range(1, 9)]
+    assert all(group == groups[0] for group in groups[:4]) and all(group == groups[4] for group in groups[4:])
+    assert len(groups[0]) == len(groups[4]) == 4 and groups[0] != groups[4]
+    assert {kind for r, _, _, kind, _ in sent if r in (4, 8)} == {"answer_queries"}
+    sizes = {
+        head: {
+            (r, way): [s for q, _, w, k, s in messages(tmp_path / head) if (q, w) == (r, way) and k != "holds"]
+            for r in (1, 2, 4)
+            for way in ("up", "down")
+        }
+        for head in ("distance", "gpal", "linear")
+    }
+    assert sizes["gpal"][1, "down"] == sizes["distance"][1, "down"]  # no prototypes before there are any
+    head_bytes = 4 * (3 * 6 + 6)
+    for round in (2, 4):  # at most six prototypes of three floats, with their class numbers and names
+        more = sizes["gpal"][round, "down"][0] - sizes["distance"][round, "down"][0]
+        assert 2 * (4 * 3 + 8) <= more <= 6 * (4 * 3 + 8) + 300
+    assert 0 < sizes["gpal"][1, "up"][0] - sizes["distance"][1, "up"][0] < 2 * (4 * 3 + 8 + 8) + 400
+    assert sizes["linear"][1, "up"][0] - sizes["distance"][1, "up"][0] >= head_bytes  # else the head stays at home
+    assert {kind for _, _, _, kind, _ in messages(tmp_path / "linear")} == {"holds", "learn", "answer_queries"}
+
+
+def test_support_and_queries_are_drawn_anew_for_each_episode_and_halve_each_class() -> None:
+    seen: dict[tuple[int, int], set[tuple[int, ...]]] = {}
+
+    class Watched(FRL):
+        def halves(self, me: Any) -> Any:
+            support, queries = super().halves(me)
+            assert support.rows is not None and queries.rows is not None
+            seen.setdefault((me.id, (me.round - 1) // 4), set()).add(tuple(sorted(support.rows.tolist())))
+            assert not set(support.rows.tolist()) & set(queries.rows.tolist())
+            labels = support.labels.tolist()
+            assert all(labels.count(c) == queries.labels.tolist().count(c) for c in HELD[me.id])
+            return support, queries
+
+    data = from_parties(PAIRS, test=UNSEEN)
+    fewer.run(Watched(rounds=12, active=5, way=2, members=2, groups=1), data, model=first_net())
+    assert len(seen) == 15 and all(len(found) == 1 for found in seen.values())
+    assert len({found for key, (found,) in seen.items() if key[0] == 1}) > 1
+
+
+# --- groups -----------------------------------------------------------------------------------------------------
+
+GROUPS: dict[str, Any] = {"way": 3, "members": 4, "groups": 3, "samples": 8}
+
+
+def digits(**settings: Any) -> ArrayData:
+    options = {"parties": 12, "partition": "shards", "data_set": {"unseen": "6-9"}, "fraction": 0.3, **settings}
+    return fewer.data.load("digits", **options)
+
+
+@pytest.mark.parametrize("division", ["iid", "shards"])
+def test_groups_have_their_classes_and_members_their_shards(division: Any) -> None:
+    data = digits()
+    method = FRL(**{**GROUPS, "samples": 16, "members": 6}, division=division)
+    assert data.unseen == {6, 7, 8, 9}
+    drawn = [method.draw_group(data.test, [6, 7, 8, 9], 2, 3, number) for number in range(8)]
+    for group in drawn:
+        labels = {int(label) for support in group.supports for label in support.labels}
+        assert len(labels) == 3 and len(labels & {6, 7, 8, 9}) == 2
+        rows = [row for support in group.supports for row in support.rows.tolist()]  # type: ignore[union-attr]
+        queries = group.queries.rows.tolist()  # type: ignore[union-attr]
+        assert len(set(rows)) + len(set(queries)) == 3 * 16 and not set(rows) & set(queries)
+        assert queries != sorted(queries)
+        held = [len(set(support.labels.tolist())) for support in group.supports]
+        assert max(held) <= 2 if division == "shards" else max(held) == 3
+        assert len(group.supports) == 6
+    assert len({tuple(sorted(set(group.queries.labels.tolist()))) for group in drawn}) > 1
+    again = Scratch(**{**GROUPS, "samples": 16, "members": 6}, division=division)
+    same = again.draw_group(data.test, [6, 7, 8, 9], 2, 3, 5).queries.rows
+    assert torch.equal(same, drawn[5].queries.rows)  # type: ignore[arg-type]
+
+
+def test_by_default_groups_have_as_many_unseen_classes_as_there_are() -> None:
+    class Watched(Scratch):
+        def draw_group(self, samples: Any, never: Any, wanted: int, seed: int, number: int) -> Any:
+            assert (sorted(never), wanted) == ([6, 7, 8, 9], 4)
+            return super().draw_group(samples, never, wanted, seed, number)
+
+    scores = fewer.run(Watched(**{**GROUPS, "way": 5}), digits()).scores
+    assert len(scores["groups"]) == 3 and scores["accuracy"] == pytest.approx(np.mean(scores["groups"]))
+    for wrong in ({"way": 11}, {"unseen": 5, "way": 5}):
+        with pytest.raises(SettingError, match="the test samples are of 4 and 6"):
+            fewer.run(Scratch(**{**GROUPS, **wrong}), digits())
+
+
+def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
+    data = digits()
+    held = data.held_classes(0.2, 3)
+    assert len(held.unseen) == 1 and held.unseen < set(range(6))
+    trained = {int(label) for party in range(12) for label in held.party(party).train.labels}
+    assert trained == set(range(6)) - held.unseen and set(held.test.labels.tolist()) == set(range(6))
+    before, after = (sum(source.size(party) for party in range(12)) for source in (data, held))
+    assert after + len(held.test) == before
+    assert len(held.party(0).test) == len(data.held_out(0.2, 3).party(0).test)
+    assert list(Scratch(head="linear").grids()["rate"]) == pytest.approx([0.01, 0.03, 0.1, 0.3])
+    assert list(FRL().grids()) == ["meta_rate", "rate"] and FRL().grids()["rate"] == (0.001, 0.003, 0.01, 0.03)
+    job = job_from(check({"method": "frl-scratch", "set": GROUPS}), Scratch(**GROUPS), data)
+    tuned, trials = tune(job, 2)
+    assert len(trials) == 2 and tuned.method.groups == 3 and tuned.data is job.data  # type: ignore[attr-defined]
+
+
+# --- odd groups -------------------------------------------------------------------------------------------------
+
+NOTHING = np.zeros((0, 2), np.float32), np.zeros(0, np.int64)
+ODD = {
+    "fewer parties than K": PAIRS[:3],
+    "one class each": [(x[y == y[0]], y[y == y[0]]) for x, y in PAIRS],
+    "all the same class": [(x, np.zeros_like(y)) for x, y in PAIRS],
+    "one sample, and nothing": [*PAIRS, (PAIRS[0][0][:1], PAIRS[0][1][:1]), NOTHING],
+    "one party": PAIRS[:1],
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("head", ["linear", "distance", "gpal"])
+def test_odd_groups_do_not_break_a_round(head: Any, odd: str, tmp_path: Path) -> None:
+    pairs, options = ODD[odd], {"way": 2, "members": 2, "groups": 1}
+    methods = [FRL(rounds=4, head=head, **options), PersonalStart(rounds=1, head=head, **options)]
+    for number, method in enumerate(methods if head == "gpal" else methods[:1]):
+        run = tmp_path / str(number)
+        result = fewer.run(method, from_parties(pairs, test=UNSEEN), model=first_net(), out=run)
+        assert all(torch.isfinite(tensor).all() for tensor in method.shared(result.state).values())
+        events = (run / "events.jsonl").read_text()
+        assert '"failed"' not in events
+        if "nothing" in odd:
+            assert "no training data" in events and "no class with two samples" in events
+        group = deploy(run, from_parties(pairs, test=UNSEEN), model=Small, set={"keep": 1} if number else {})
+        held = sorted({int(label) for _, y in pairs for label in y}) if not number else group.state.classes.tolist()
+        assert group.state.classes.tolist() == held
+        scores = group.model(torch.zeros(1, 2))
+        assert scores.shape == (1, 6) and torch.isfinite(scores[0, held]).all()
+        assert (scores[0, [label for label in range(6) if label not in held]] == -torch.inf).all()
+
+
+def test_answers_that_do_not_fit_are_refused() -> None:
+    class Nobody(Parties):
+        def _carry(self, calls: Any) -> Any:
+            return iter(())
+
+    told: list[Absent] = []
+    parties = Nobody(3, 0, on_absent=lambda absent, _: told.append(absent))
+    good = {"classes": torch.tensor([1, 4]), "means": torch.zeros(2, 3), "counts": torch.tensor([1, 2])}
+    bad = [
+        {**good, "classes": torch.tensor([4, 1])},
+        {**good, "classes": torch.tensor([1, 1])},
+        {**good, "classes": torch.tensor([-1, 1])},
+        {**good, "classes": torch.tensor([1, 5])},
+        {**good, "counts": torch.tensor([0, 1])},
+        {**good, "means": torch.zeros(1, 3)},
+    ]
+    answers = [Answer(number, fields) for number, fields in enumerate([*bad, good])]
+    assert [answer.party for answer in fitting(answers, parties, 5)] == [6]
+    assert [one.party for one in told] == [0, 1, 2, 3, 4, 5] and told[0].why == "refused"
+    with pytest.raises(FewerError, match="no party sent classes and prototypes that fit"):
+        fitting(answers[:2], parties, 5)
+
+
+# --- baselines --------------------------------------------------------------------------------------------------
+
+
+def test_one_shot_averages_the_models_that_do_best_on_what_they_held_out() -> None:
+    method = Scratch(keep=2, head="gpal")
+    group = method.nobody(job_from(check({}), method, federation(), first_net()).task)
+    found = [
+        {
+            "model": {"w": torch.tensor([float(number)])},
+            "size": number + 1,
+            "score": scored,
+            "classes": torch.tensor([number]),
+            "means": torch.full((1, 3), float(number)),
+            "counts": torch.tensor([1]),
+        }
+        for number, scored in enumerate([0.5, 0.9, 0.1, 0.9])
+    ]
+    end = method.merge(group, found)
+    assert float(end.model["w"]) == pytest.approx((2 * 1 + 4 * 3) / 6) and end.classes.tolist() == [1, 3]
+    samples = federation().party(1).train
+    for head in ("linear", "gpal"):
+        known = (torch.tensor([1, 2]), torch.zeros(2, 0)) if head == "linear" else None
+        answer = Scratch(keep=2, head=head).update(first_net(), samples, known, True, stream(0))
+        assert answer["size"] == 10 and answer["score"] in (0.0, 0.5, 1.0)  # two of twelve are held out
+
+
+def test_fine_tuning_prepares_by_fedavg_and_per_fedavg_by_its_first_order_step() -> None:
+    options: dict[str, Any] = {"rounds": 1, "active": 5, "batch": None, "rate": 0.3, "prepare_rate": 0.2, "groups": 1}
+    options |= {"way": 2, "members": 2, "head": "linear"}
+    ends: dict[str, list[Weights]] = {"fine": [], "per": []}
+    for party in range(5):
+        x, y = (torch.from_numpy(array) for array in PAIRS[party])
+        net = loaded(double(first_net().state_dict()))
+        start = weights_of(net)
+        slopes = slopes_of(F.cross_entropy(net(x.double()), y), net)
+        ends["fine"].append({name: start[name] - 0.2 * slopes[name] for name in start})
+        halved = stream(0, 1, party, "batches")
+        inner, outer = support_query(federation().party(party).train, 0.5, halved, by_class=True)
+        slopes = slopes_of(F.cross_entropy(net(inner.slice(0, 99)[0].double()), inner.labels), net)
+        near = loaded({name: start[name] - 0.3 * slopes[name] for name in start})
+        slopes = slopes_of(F.cross_entropy(near(outer.slice(0, 99)[0].double()), outer.labels), near)
+        ends["per"].append({name: start[name] - 0.2 * slopes[name] for name in start})
+    sizes = np.array([len(y) for _, y in PAIRS]) / sum(len(y) for _, y in PAIRS)
+    for kind, key in ((FineTuning, "fine"), (PersonalStart, "per")):
+        model = fewer.run(kind(**options), federation(), model=first_net()).state.model
+        for name, tensor in model.items():
+            mean = sum(share * end[name] for share, end in zip(sizes, ends[key], strict=True))
+            assert torch.allclose(tensor.double(), mean, atol=1e-6), (key, name)
+
+
+# --- deployment -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["linear", "distance", "gpal"])
+def test_a_deployed_group_gets_the_model_that_it_was_judged_by(head: Any, tmp_path: Path) -> None:
+    method = FRL(rounds=4, head=head, batch=None, rate=0.2, way=2, members=2, groups=1)
+    prepared = fewer.run(method, federation(), model=first_net(), out=tmp_path / "prepared")
+    group = deploy(tmp_path / "prepared", federation(), model=Small)
+    assert group.method.rounds == 3 and (tmp_path / "prepared" / FILE).exists()
+    supports = [federation().party(party).train for party in range(5)]
+
+    class Seat:  # with the head that the deployed group drew
+        seed, task = 0, group.task
+
+        def net(self, weights: Weights) -> nn.Module:
+            net = Small()
+            load_weights(net, weights)
+            return net
+
+    played = type(
+        "Played", (FRL,), {"begin": lambda self, g, model, draw: FRL.begin(self, g, model, stream(0, "head"))}
+    )
+    net = played(**method.model_dump()).group_model(Seat(), prepared.state.initial, supports, 0).eval()
+    x = torch.from_numpy(UNSEEN[0])
+    assert torch.allclose(net(x)[:, :5], group.model(x)[:, :5], atol=1e-5)
+    right = float((net(x).argmax(1) == torch.from_numpy(UNSEEN[1])).float().mean())
+    assert group.accuracy == pytest.approx(right)
+
+
+def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> None:
+    words = ["--data", "digits", "--partition", "shards", "--set", "way=3", "--set", "groups=2", "--set", "members=3"]
+    run, group = tmp_path / "run", tmp_path / "group"
+    more = ["--data-set", "unseen=5-9", "--parties", "12", "--rounds", "4", "--set", "rate=0.02", "--no-report"]
+    told = call("prepare", *words, *more, "--out", run).stdout
+    assert "Mean over 2 groups" in told and f"fewer deploy {run}" in told
+    mine = ["--data", "digits", "--data-set", "classes=5-9", "--parties", "4", "--alpha", "1"]
+    call("deploy", run / FILE, *mine, "--out", group, "--rounds", "2", "--no-report")
+    found = json.loads((group / "settings.json").read_text())
+    assert found["method"]["rate"] == 0.02 and found["method"]["rounds"] == 2 and found["method"]["head"] == "gpal"
+    (run / FILE).rename(tmp_path / FILE)  # it is all that a group needs
+    again = call("deploy", tmp_path / FILE, *mine, "--out", tmp_path / "again", "--rounds", "2", "--no-report")
+    assert again.stdout.split("MB")[0] == call("resume", tmp_path / "again", "--no-report").stdout.split("MB")[0]
+    lines = call("predict", tmp_path / "again", "--data", "digits", "--data-set", "classes=5-9").stdout.splitlines()
+    assert {line.split(",")[1] for line in lines[1:]} <= set("56789") and len(lines) > 150
+    assert len(call("export", tmp_path / "again").stdout.splitlines()) == 3
+    for wrong, text in (
+        (["deploy", run / "events.jsonl", *mine], "is not a prepared model"),
+        (["deploy", tmp_path / "nowhere", *mine], "no prepared model"),
+        (["deploy", tmp_path / "again", *mine], "no prepared model"),
+        (["deploy", tmp_path / FILE, "--data", "fashion-mini", "--parties", "4"], "was prepared for another net"),
+        (["prepare", "fedavg"], "fedavg prepares no model for groups (allowed: frl, "),
+        (["predict", run, "--data", "digits"], "fewer deploy makes one"),
+        (["run", "frl", "--data", "digits", "--rounds", "6"], "rounds = 6 (allowed: multiples of 4"),
+    ):
+        assert text in call(*wrong, code=2).stderr
+
+
+# --- promises ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        FRL(rounds=8, active=4, **GROUPS),
+        FRL(rounds=8, active=4, head="linear", codec="float16", **GROUPS),
+        FRL(rounds=8, active=4, head="distance", query_prototypes="support", queries=3, **GROUPS),
+        PersonalStart(rounds=4, active=4, keep=2, **GROUPS),
+    ],
+    ids=lambda method: f"{method.name} {method.head}",
+)
+def test_pool_and_resume_in_an_episode_give_the_same_numbers(method: Prepared, tmp_path: Path) -> None:
+    data = digits()
+    whole = fewer.run(method, data, seed=2)
+    others = [fewer.run(method, data, seed=2, runtime="pool")] if method.head == "gpal" else []
+
+    with pytest.raises(Stop):
+        fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())
+    for other in (*others, fewer.resume(tmp_path / "run")):
+        assert [{**h, "seconds": 0} for h in other.history] == [{**h, "seconds": 0} for h in whole.history]
+        mine, theirs = method.shared(other.state), method.shared(whole.state)
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    told = [line["round"] for line in whole.history if "accuracy" in line]
+    assert told == ([4, 8] if isinstance(method, FRL) else [1, 2, 3, 4])
+
+
+def test_batch_norm_answers_by_the_statistics_of_the_batch() -> None:
+    class Normed(Split):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)), 3, 6)
+
+    torch.manual_seed(0)
+    net = Normed()
+    answering = Answering(net, torch.tensor([0, 4]), torch.randn(2, 3), 6).eval()
+    x = torch.randn(16, 2)
+    assert torch.allclose(answering(x), answering(3 * x + 5), atol=1e-2)  # whatever the running statistics say
+    assert net.encoder[1].training and not net.encoder[2].training  # type: ignore[index]
+    batch_statistics(net.train())
+    assert net.encoder[1].training and not net.training  # type: ignore[index]
+    state = fewer.run(FRL(rounds=4, active=5, way=2, members=2, groups=1), federation(), model=Normed).state
+    assert int(state.initial["encoder.1.num_batches_tracked"]) > 0  # carried along, for whoever wants them
+
+
+# --- Theorem 1 --------------------------------------------------------------------------------------------------
+
+CONSTANTS: dict[str, float] = {"smoothness": 2.0, "sample_variance": 3.0, "party_variance": 5.0}
+
+
+def test_the_bound_is_that_of_theorem_1() -> None:
+    assert settles_at(0.01, 3, 60, 10, **CONSTANTS) == pytest.approx(0.01 * 2 * 32 * (3 / 60 + 5 / 10))
+    assert bound(100, 7.0, 0.01, 0.352) == pytest.approx(28 / (0.01 * 100) + 0.352)
+    assert settles_at(0.01, 4, 60, 10, **CONSTANTS) == pytest.approx(2 * settles_at(0.01, 3, 60, 10, **CONSTANTS))
+
+
+@pytest.mark.parametrize(("beta", "rounds", "k"), [(0.05, 1, 2), (0.05, 3, 5), (0.01, 2, 10)])
+def test_preparation_of_quadratics_stays_below_the_bound(beta: float, rounds: int, k: int) -> None:
+    """f_k(φ) = L/2 (φ − c_k)²: a group ends at q φ + (1 − q) c̄, q = (1 − αL)^R, so ∇F(φ) = L q² (φ − mean of c)."""
+    draw, smooth, alpha, parties, episodes = np.random.default_rng(1), 1.5, 0.2, 40, 400
+    centres = draw.normal(0, 2, parties)
+    left = (1 - alpha * smooth) ** rounds
+    phi = first = 8.0
+    squares = []
+    for _ in range(episodes):
+        squares.append((smooth * left**2 * (phi - centres.mean())) ** 2)
+        group = centres[draw.choice(parties, k, replace=False)]
+        phi -= beta * smooth * float(np.mean(left * phi + (1 - left) * group.mean() - group))
+    gap = smooth / 2 * left**2 * (first - centres.mean()) ** 2
+    variance = smooth**2 * float(centres.var())
+    error = settles_at(beta, rounds, 1, k, smoothness=smooth, sample_variance=0.0, party_variance=variance)
+    most = bound(episodes, gap, beta, error)
+    assert np.mean(squares) <= most and abs(phi - centres.mean()) < abs(first - centres.mean())
+
+
+# --- recipes and classes set apart ------------------------------------------------------------------------------
+
+
+def test_a_recipe_draws_one_members_embedding_and_has_intervals_over_groups(tmp_path: Path) -> None:
+    text = """
+title = "Small"
+paper = "Nobody"
+seeds = 2
+[settings]
+fraction = 0.3
+data = "digits"
+data_set = { unseen = "5-9" }
+partition = "shards"
+parties = 12
+rounds = 4
+evaluate_every = 4
+set = { groups = 2, members = 4, samples = 12 }
+[study]
+name = "embedding"
+most = 40
+[[column]]
+name = "digits"
+[[row]]
+name = "distance"
+method = "frl"
+set = { head = "distance" }
+[[row]]
+name = "GPAL"
+method = "frl"
+"""
+    file = tmp_path / "small.toml"
+    file.write_text(text)
+    told = call("reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs").stdout
+    found = json.loads((tmp_path / "small.json").read_text())
+    assert "95 % CI over 4 groups" in told and "![Embedding of one member of a group](small-embedding.png)" in told
+    assert (tmp_path / "small-embedding.png").read_bytes().startswith(b"\x89PNG")
+    for row, cell in zip(("distance", "GPAL"), found["cells"], strict=True):
+        groups = [
+            value
+            for seed in (0, 1)
+            for value in json.loads(
+                (tmp_path / f"runs/digits/{row.lower()}-seed{seed}/metrics.jsonl").read_text().splitlines()[-1]
+            )["groups"]
+        ]
+        assert cell["ours"]["groups"] == 4 and cell["ours"]["ci95"] == half_width(groups)
+        assert 0 <= found["study"][f"{row}, digits"]["others"] <= 1
+
+
+def test_classes_set_apart_are_for_testing_only() -> None:
+    whole = fewer.data.load("digits", parties=5, partition="iid")
+    data = fewer.data.load("digits", parties=5, partition="iid", data_set={"classes": "0-3,5", "unseen": [8, 9]})
+    every = torch.cat([whole.source.y[whole.train.rows], whole.common.labels])
+    trained = torch.cat([data.party(party).train.labels for party in range(5)])
+    assert set(trained.tolist()) == {0, 1, 2, 3, 5} and data.unseen == {8, 9} and data.classes == 10
+    for label in (8, 9):
+        assert int((data.test.labels == label).sum()) == int((every == label).sum())
+    for label in (0, 5):
+        assert int((data.test.labels == label).sum()) == int((whole.test.labels == label).sum())
+        assert int((trained == label).sum()) == int((whole.source.y[whole.train.rows] == label).sum())
+    assert not whole.unseen
+    one = fewer.data.load("glyphs", partition="natural", data_set={"unseen": 3})
+    assert len(one) == 120 and one.unseen == {3} and int((one.test.labels == 3).sum()) == 480
+    assert int((one.party(7).test.labels == 3).sum()) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"unseen": "x"}, "allowed: class numbers and ranges, as 0-9,20"),
+        ({"unseen": "3-12"}, "has no samples of class 10"),
+        ({"unseen": "9-3"}, "names no class"),
+        ({"classes": "0-5", "unseen": "5-6"}, "class 5 of data 'digits' is both in classes and unseen"),
+        ({"unseen": "0-9"}, "leaves no class of data 'digits' to train on"),
+        ({"unsen": "1"}, "allowed: classes, unseen"),
+    ],
+)
+def test_wrong_classes_name_what_is_allowed(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(SettingError, match=text):
+        fewer.data.load("digits", data_set=options)
