@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -31,6 +32,9 @@ from fewer.runtime import Absent, Faults, Inline, Parties, Pool, Rules
 from fewer.runtime.site import Site
 from fewer.runtime.streams import global_streams
 from fewer.wire import Ledger
+
+_LOG = logging.getLogger("fewer")
+_TOLD: set[str] = set()
 
 
 class Progress(Protocol):
@@ -230,6 +234,7 @@ def _execute(
             directory.event("start", method=method.name, hash=job.hash)
         if progress:
             progress.begin(method.name, len(result.history), method.rounds)
+        warn(method.name, method.notes())
         if len(result.history) == method.rounds:
             return result
         parties = stack.enter_context(open_parties(job, folder))
@@ -291,6 +296,7 @@ def _round(
             figures |= method.evaluate(state, parties, job.data)
         if last:
             figures |= method.report(state, parties, job.data)
+    warn(method.name, _skipped(absent))
     if len(absent) > figures["absent"]:
         figures["unmeasured"] = len(absent) - figures["absent"]  # answers that the evaluation had to do without
     result.seconds += time.perf_counter() - begun
@@ -298,6 +304,25 @@ def _round(
     result.state = state
     result.history.append(figures)
     return figures
+
+
+def warn(name: str, texts: Iterable[str]) -> None:
+    """Tell what is no error but should be known: once in a process, however many runs it makes."""
+    for text in texts:
+        if (told := f"{name}: {text}") not in _TOLD:
+            _TOLD.add(told)
+            _LOG.warning(told)
+
+
+def _skipped(absent: Sequence[Absent]) -> Iterator[str]:
+    """Which parties could not do what they were asked, and why."""
+    unable: dict[str, set[int]] = {}
+    for one in absent:
+        if one.why == "unable":
+            unable.setdefault(one.detail, set()).add(one.party)
+    for reason, who in unable.items():
+        some = ", ".join(map(str, sorted(who)[:10])) + (" …" if len(who) > 10 else "")
+        yield f"skipped: {'party' if len(who) == 1 else 'parties'} {some}: {reason}"
 
 
 def _bytes(ledger: Ledger) -> dict[str, int]:
