@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fewer.data.raw import Raw
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError
 
@@ -41,6 +42,55 @@ def split_classes(classes: int, base: int, validation: int, novel: int, seed: in
     order = np.arange(classes) if seed is None else np.random.default_rng(seed).permutation(classes)
     bounds = np.cumsum([0, base, validation, novel])
     return Three(*(sorted(int(c) for c in order[bounds[i] : bounds[i + 1]]) for i in range(3)))
+
+
+def by_class(raw: Raw, split: str, name: str) -> Raw:
+    """All samples in one pool, classes numbered anew: base, validation, novel ones; those in none of them are dropped.
+
+    `split` has three parts with / between them: how many classes each has (20/5/16), in the order of their numbers, or
+    how the names of its classes begin (sci,rec/comp/talk,misc).
+    """
+    groups = _groups(raw, str(split).split("/"), name, split)
+    x, y, client = raw.x, raw.y, raw.client
+    if raw.test is not None:
+        more = raw.test[0]
+        x = x + list(more) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(more)])
+        y = np.concatenate([y, raw.test[1]])
+        both = client is not None and raw.test_client is not None
+        client = np.concatenate([client, raw.test_client]) if both else None
+    order = [number for group in groups for number in group]
+    numbers = np.full(max(int(y.max(initial=0)), max(order)) + 1, -1)
+    numbers[order] = np.arange(len(order))
+    kept = np.flatnonzero(numbers[y] >= 0)
+    return replace(
+        raw,
+        x=[x[row] for row in kept] if isinstance(x, list) else x[kept],
+        y=numbers[y[kept]],
+        test=None,
+        client=None if client is None else client[kept],
+        test_client=None,
+        names=tuple(raw.names[number] for number in order) if raw.names else (),
+        split=(len(groups.train), len(groups.validation), len(groups.test)),
+    )
+
+
+def _groups(raw: Raw, parts: Sequence[str], name: str, split: str) -> Three:
+    """The class numbers that a split means."""
+    allowed = "allowed: BASE/VALIDATION/NOVEL, each a number of classes or beginnings of their names with commas"
+    if len(parts) != 3:
+        raise SettingError(f"split = {split} of data '{name}' ({allowed})")
+    if all(part.isdecimal() for part in parts):
+        last = max(int(labels.max(initial=-1)) for labels in (raw.y, *(raw.test or ())[1:]))
+        return split_classes(max(len(raw.names), last + 1), *map(int, parts))
+    groups: list[list[int]] = []
+    for part in parts:
+        begins = tuple(filter(None, part.split(",")))
+        groups.append([number for number, label in enumerate(raw.names) if label.startswith(begins)])
+    numbers = [number for group in groups for number in group]
+    if not all(groups) or len(set(numbers)) < len(numbers):
+        known = ", ".join(raw.names[:8]) + (" …" if len(raw.names) > 8 else "") or "none"
+        raise SettingError(f"split = {split} of data '{name}': a part has no classes or two share one (names: {known})")
+    return Three(*groups)
 
 
 def of_classes(samples: Samples, classes: Sequence[int]) -> Samples:

@@ -53,6 +53,8 @@ class Data(ABC):
     """How `load` made it, so that a run can be resumed from its directory alone; None for a user's own."""
     in_time: bool = False
     """Whether each party's samples are in the order of time."""
+    novel: bool = False
+    """Whether validation and test samples are of classes that nobody trains on; `classes` counts those of training."""
 
     @property
     def vocabulary(self) -> int | None:
@@ -117,6 +119,8 @@ class ArrayData(Data):
     """What the classes are called, where that is known."""
     in_time: bool = False
     """Whether each party's samples are in the order of time."""
+    novel: bool = False
+    """Whether validation and test samples are of classes that nobody trains on."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -245,13 +249,16 @@ def federate(
     `partition` is one of iid, dirichlet (with `alpha` and a `minimum` for each party), dirichlet-pairs, pathological
     (`classes_per_party`), shards (`shards` for each party), quantity, and natural (by client). `fraction` keeps only so
     much of the training samples; `validation` holds out a share of each party's. Of texts, at most `words` words are
-    known and `length` are read.
+    known and `length` are read. Where a source divides its classes, all samples are divided among parties, then each
+    party's by class: base classes are to train on, validation and novel classes to validate and to test on.
     """
     _same_length(name, raw.x, raw.y)
     if raw.test is not None:
         _same_length(f"{name} (test)", *raw.test)
     if raw.client is not None:
         _same_length(f"{name} (client)", raw.y, raw.client)
+    if raw.split is not None and validation:
+        raise SettingError(f"validation = {validation:g}, but data '{name}' is divided by classes (allowed: 0)")
     if partition == "natural":
         raw = _one_pool(raw, name)
     draw = np.random.default_rng(seed)
@@ -260,7 +267,7 @@ def federate(
         rows = np.flatnonzero(raw.client >= 0)
     everyone = None if raw.client is None else np.unique(raw.client[rows])
     test_rows = rows[:0]
-    if raw.test is None:
+    if raw.test is None and raw.split is None:
         rows, test_rows = hold_out(raw, rows, TEST_SHARE)
     raw, rows = _some(raw, rows, fraction, draw)
     apart = rows[:0]
@@ -279,6 +286,8 @@ def federate(
     if raw.in_time:
         train = _in_order(train)
     held = _empty(len(train.sizes))
+    if raw.split is not None:
+        train, held, tests, test_rows = _by_class(train, labels, raw.split)
     if len(apart):
         held = follow(train, labels, labels[apart], draw)
         held = _in_order(Parts(apart[held.rows], held.offsets))
@@ -288,7 +297,23 @@ def federate(
     if raw.test is None:
         common = replace(source, rows=torch.from_numpy(test_rows))
     classes = max(len(raw.names), int(max(labels.max(), tested.max(initial=0))) + 1)
-    return ArrayData(name, classes, source, train, held, common, tests, origin, tokens, raw.names, raw.in_time)
+    if raw.split is not None:
+        classes = raw.split[0]
+    names, novel = raw.names, raw.split is not None
+    return ArrayData(name, classes, source, train, held, common, tests, origin, tokens, names, raw.in_time, novel)
+
+
+def _by_class(
+    parts: Parts, labels: NDArray[np.int64], split: tuple[int, int, int]
+) -> tuple[Parts, Parts, Parts, NDArray[np.int64]]:
+    """Each party's samples of base, validation and novel classes, and all rows of novel ones, which the last count."""
+    owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
+    group = np.searchsorted(np.cumsum(split), labels[parts.rows], side="right")
+    base, held, novel = (
+        Parts.by_owner(parts.rows[group == number], owners[group == number], len(parts.sizes)) for number in range(3)
+    )
+    rows = np.sort(novel.rows)
+    return base, held, Parts(np.searchsorted(rows, novel.rows), novel.offsets), rows
 
 
 def hold_out(raw: Raw, rows: NDArray[np.int64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -33,3 +33,5 @@ class Raw:
     """Mean and deviation of pixels in 0 … 1, where they are known."""
     in_time: bool = False
     """Whether the samples of a client are in the order of time, and so to be split in time."""
+    split: tuple[int, int, int] | None = None
+    """How many of the classes are base, validation and novel ones, in this order, where they are divided so."""

@@ -16,6 +16,7 @@ import numpy as np
 from fewer.data import items
 from fewer.data.apart import OPTIONS, set_apart
 from fewer.data.cache import cached
+from fewer.data.episodes import by_class
 from fewer.data.federated import ArrayData, federate
 from fewer.data.formats import FORMATS
 from fewer.data.partition import Division
@@ -43,6 +44,7 @@ FILES = {
     "cifar10": Known("cifar10", "cifar10", "CIFAR-10, 3×32×32"),
     "cifar100": Known("cifar100", "cifar100", "CIFAR-100, 100 fine classes"),
     "cifar100-coarse": Known("cifar100", "cifar100", "CIFAR-100, 20 coarse classes", {"labels": "coarse"}),
+    "fc100": Known("cifar100", "cifar100", "FC100: CIFAR-100 split 60/20/20", {"labels": "fc100", "split": "60/20/20"}),
     "omniglot": Known("omniglot", "omniglot", "characters of 50 alphabets by 20 drawers"),
     "femnist": Known("leaf-femnist", "femnist", "LEAF's FEMNIST, 62 classes by writer"),
     "leaf-shakespeare": Known("leaf-shakespeare", "leaf-shakespeare", "LEAF's Shakespeare, next character by role"),
@@ -72,8 +74,8 @@ def load(
     `name` is one of `NAMES`, or FORMAT:PATH with one of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
     Files are looked for in `directory`, by default $FEWER_DATA. `data_set` holds the options of the format or set
     (csv: label, client, text; folder: size …), and for any of them `classes`, the only ones that are kept ("0-9,20"),
-    and `unseen`, those that nobody trains on: all their samples are for testing. The other settings are those of
-    `federate`.
+    `unseen`, those that nobody trains on: all their samples are for testing, and `split`, which divides the classes
+    into base, validation and novel ones (20/5/16). The other settings are those of `federate`.
     """
     Division(**{key: settings[key] for key in ("parties", "alpha") if key in settings}).check(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
@@ -87,11 +89,15 @@ def load(
 
 def read(name: str, directory: str | Path | None = None, **options: Any) -> Raw:
     """The named data, not yet divided among parties."""
-    own = {name: value for name, value in options.items() if name not in OPTIONS}
+    options = {**(FILES[name].options if name in FILES else {}), **options}
+    split = options.pop("split", None)
+    own = {key: value for key, value in options.items() if key not in OPTIONS}
     raw = _read(name, directory, own)
-    if len(own) == len(options):
-        return raw
-    return set_apart(raw, options.get("classes"), options.get("unseen"), name)
+    if split is not None and "unseen" in options:
+        raise SettingError(f"split and unseen of data '{name}' (allowed: one of them)")
+    if len(own) < len(options):
+        raw = set_apart(raw, options.get("classes"), options.get("unseen"), name)
+    return raw if split is None else by_class(raw, split, name)
 
 
 def _read(name: str, directory: str | Path | None, options: Mapping[str, Any]) -> Raw:
@@ -105,7 +111,7 @@ def _read(name: str, directory: str | Path | None, options: Mapping[str, Any]) -
         return EMBEDDED[name](**options)
     if name in FILES:
         known = FILES[name]
-        raw = _from_files(known.format, _find(known.path, directory), {**known.options, **options})
+        raw = _from_files(known.format, _find(known.path, directory), options)
         return replace(raw, normal=known.normal, in_time=raw.in_time or known.in_time)
     raise unknown("data", name, [*NAMES, *(f"{kind}:PATH" for kind in FORMATS)])
 

@@ -40,6 +40,34 @@ def encode(texts: Sequence[str], tokens: Sequence[str], length: int) -> NDArray[
     return rows
 
 
+def own_vectors(rows: NDArray[np.int64], vocabulary: int, width: int) -> Tensor:
+    """Vectors for tokens, from which tokens occur in the same texts: where no file of vectors is at hand.
+
+    Positive pointwise mutual information, cut to its first singular vectors (Levy, Goldberg, Dagan, TACL 2015, with
+    contexts smoothed by 0.75); all of one length, with numbers about as large as GloVe's. Those of the fill, of
+    unknown words and of words that are always alone are zero.
+    """
+    from scipy.sparse import coo_matrix
+    from sklearn.utils.extmath import randomized_svd
+
+    pairs = [(rows[:, :-far].ravel(), rows[:, far:].ravel()) for far in range(1, rows.shape[1])]
+    one, other = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
+    known = (one > 1) & (other > 1)
+    there, back = one[known], other[known]
+    both = np.concatenate([there, back]), np.concatenate([back, there])
+    counts = coo_matrix((np.ones(len(both[0])), both), (vocabulary, vocabulary)).tocsr().tocoo()
+    if min(counts.shape) <= width or not counts.nnz:
+        raise DataError(f"{vocabulary} words are too few for word vectors of {width} (allowed: a smaller width)")
+    word, context = (np.asarray(counts.sum(axis)).ravel() for axis in (1, 0))
+    smooth = context**0.75 / (context**0.75).sum()
+    strength = np.log(counts.data / word[counts.row] / smooth[counts.col]).clip(min=0)
+    table = coo_matrix((strength, (counts.row, counts.col)), counts.shape).tocsr()
+    left, size, _ = randomized_svd(table, width, random_state=0)
+    vectors = torch.from_numpy(left * np.sqrt(size) * (word > 0)[:, None]).float()
+    even: Tensor = torch.nn.functional.normalize(vectors, dim=1) * (width**0.5 / 2)
+    return even
+
+
 def word_vectors(path: Path, tokens: Sequence[str]) -> Tensor:
     """Vectors of the tokens from a text file (a word and its numbers on each line, as GloVe and fastText have them).
 

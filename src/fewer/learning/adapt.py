@@ -12,7 +12,7 @@ This is what differentiating through all steps at once gives, but each step's gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -26,6 +26,8 @@ from fewer.models import Weights
 Batch = tuple[Tensor, Tensor]
 Rate = float | Mapping[str, Tensor]
 """One step size (α) for all weights, or one for each."""
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""The loss of a net's scores on labels."""
 
 
 class MetaGradient(NamedTuple):
@@ -36,6 +38,8 @@ class MetaGradient(NamedTuple):
     rates: Weights
     """∇_α, one for each weight."""
     loss: float
+    adapted: Weights
+    """θ_K"""
 
 
 def learnable(net: nn.Module) -> Weights:
@@ -52,16 +56,26 @@ def adapted(net: nn.Module, weights: Mapping[str, Tensor], batches: Sequence[Bat
 
 
 def meta_gradient(
-    net: nn.Module, weights: Mapping[str, Tensor], support: Sequence[Batch], query: Batch, rate: Rate, exact: bool
+    net: nn.Module,
+    weights: Mapping[str, Tensor],
+    support: Sequence[Batch],
+    query: Batch,
+    rate: Rate,
+    exact: bool,
+    criterion: Criterion = F.cross_entropy,
 ) -> MetaGradient:
-    """The gradient of L_Q(θ_K) by θ_0 and α, with one inner step for each support batch; `exact` or first order."""
+    """The gradient of L_Q(θ_K) by θ_0 and α, with one inner step for each support batch; `exact` or first order.
+
+    L_Q is what `criterion` says of the queries; inner steps are on the cross-entropy.
+    """
     path = []
     theta: Weights = dict(weights)
     for batch in support:
         theta, slopes = _slopes(net, theta, batch, graph=exact)
         path.append((theta, slopes))
         theta = _step(theta, slopes, rate)
-    theta, back, loss = _query(net, theta, query)
+    end = theta
+    back, loss = _query(net, end, query, criterion)
     rates = {name: torch.zeros_like(tensor) for name, tensor in back.items()}
     while path:
         theta, slopes = path.pop()
@@ -69,7 +83,7 @@ def meta_gradient(
             rates[name] -= slope.detach() * back[name]
         if exact:
             back = _through(theta, slopes, back, rate)
-    return MetaGradient(back, rates, loss)
+    return MetaGradient(back, rates, loss, end)
 
 
 def _slopes(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, graph: bool) -> tuple[Weights, Weights]:
@@ -83,11 +97,11 @@ def _slopes(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, graph: bo
     return leaves, dict(zip(leaves, found, strict=True))
 
 
-def _query(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch) -> tuple[Weights, Weights, float]:
+def _query(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion) -> tuple[Weights, float]:
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
-    loss = _loss(net, leaves, batch)
+    loss = _loss(net, leaves, batch, criterion)
     found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return leaves, dict(zip(leaves, found, strict=True)), float(loss.detach())
+    return dict(zip(leaves, found, strict=True)), float(loss.detach())
 
 
 def _through(
@@ -114,9 +128,9 @@ def _rate(rate: Rate, name: str) -> float | Tensor:
     return rate if isinstance(rate, float) else rate[name]
 
 
-def _loss(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch) -> Tensor:
+def _loss(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion = F.cross_entropy) -> Tensor:
     x, y = batch
-    return F.cross_entropy(functional_call(net, dict(theta), (x,)), y)
+    return criterion(functional_call(net, dict(theta), (x,)), y)
 
 
 @contextmanager

@@ -228,6 +228,8 @@ class Method(BaseModel):
     """What it is called on the command line; by default the class's name in lower case."""
     tunable: ClassVar[Mapping[str, Sequence[float]]] = {}
     """The settings that `--tune` chooses, most important first, with values to begin from in rising order."""
+    novel: ClassVar[bool] = False
+    """Whether it is judged on classes that nobody trains on, and so needs data whose classes are divided."""
 
     rounds: PositiveInt = 10
     """How many rounds to run."""
@@ -261,6 +263,10 @@ class Method(BaseModel):
     def gathered(self, data: Data) -> Data:
         """The data as it lies with those whom this method asks: by default as it is."""
         return data
+
+    def notes(self) -> Sequence[str]:
+        """What a user should know of these settings before a run begins."""
+        return ()
 
     # How its settings are chosen.
 

@@ -229,7 +229,7 @@ def partition_picture(data: Data) -> Figure:
     height = min(0.3, max(3 / classes, 0.12), 10 / classes)
     most = max(1, int(counts.max()))
     area = (70 * min(width, height)) ** 2 / most  # of one sample, so that the largest bubble just fits
-    names = _names(data)
+    names = _names(data, range(data.classes))
     with style():
         title = f"{_short(data.name)}: training samples by party and class"
         if len(data) > parties:
@@ -261,11 +261,11 @@ def sheet_picture(data: Data, columns: int = 10) -> Figure | None:
     picked = [np.flatnonzero(labels == label)[:columns] for label in shown]
     examples = [_inputs(data.test, row) for row in picked]
     across, down = (0.42, 0.42 * data.shape[1] / data.shape[2]) if image else (0.5, 0.4)
-    names = [_names(data)[label] for label in shown]
+    names = _names(data, shown)
     with style():
-        title = f"{_short(data.name)}: examples by class"
-        if data.classes > len(shown):
-            title += f"\n({len(shown)} of {data.classes:,} classes)"
+        title = f"{_short(data.name)}: examples by {'novel ' if data.novel else ''}class"
+        if len(shown) < (classes := len(np.unique(labels)) if data.novel else data.classes):
+            title += f"\n({len(shown)} of {classes:,} classes)"
         if not image and data.shape[0] > CHANNELS:
             title += f"\n(the first {CHANNELS} of {data.shape[0]} channels)"
         size = (columns * across + 0.4 + 0.085 * max(map(len, names)), len(shown) * down + 0.6)
@@ -302,7 +302,7 @@ def made_picture(
     limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _range([image for cell in cells for image in cell])
     padded: list[NDArray[Any] | None] = [image for cell in cells for image in [*cell, *[None] * (each - len(cell))]]
     columns = len(labels) * each
-    names = [_names(data)[label] for label in labels]
+    names = _names(data, labels)
     across, letter = 0.36, 0.07
     down = across * data.shape[1] / data.shape[2]
     upright = max(map(len, names)) * letter > across * each
@@ -481,10 +481,10 @@ def _range(examples: Sequence[NDArray[Any]]) -> tuple[float, float]:
     return low, high if high > low else low + 1
 
 
-def _names(data: Data) -> list[str]:
+def _names(data: Data, labels: Iterable[int]) -> list[str]:
     """What to call the classes: their names where those are known, or else their numbers."""
     known: Sequence[str] = getattr(data, "names", ())
-    return [_short(known[label]) if label < len(known) else str(label) for label in range(data.classes)]
+    return [_short(known[label]) if label < len(known) else str(label) for label in labels]
 
 
 def _short(name: str, most: int = 24) -> str:

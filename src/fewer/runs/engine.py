@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -32,6 +33,9 @@ from fewer.runtime.keys import Keys
 from fewer.runtime.site import Site
 from fewer.runtime.streams import global_streams
 from fewer.wire import Ledger
+
+_LOG = logging.getLogger("fewer")
+_TOLD: set[str] = set()
 
 
 class Progress(Protocol):
@@ -260,6 +264,7 @@ def _execute(
             directory.event("start", method=method.name, hash=job.hash)
         if progress:
             progress.begin(method.name, len(result.history), method.rounds)
+        warn(method.name, method.notes())
         if len(result.history) == method.rounds:
             return result
         parties: Parties | None = None
@@ -324,6 +329,7 @@ def _round(
             figures |= method.evaluate(state, parties, job.data)
         if last:
             figures |= method.report(state, parties, job.data)
+    warn(method.name, _skipped(absent))
     if len(absent) > figures["absent"]:
         figures["unmeasured"] = len(absent) - figures["absent"]  # answers that the evaluation had to do without
     result.seconds += time.perf_counter() - begun
@@ -331,6 +337,25 @@ def _round(
     result.state = state
     result.history.append(figures)
     return figures
+
+
+def warn(name: str, texts: Iterable[str]) -> None:
+    """Tell what is no error but should be known: once in a process, however many runs it makes."""
+    for text in texts:
+        if (told := f"{name}: {text}") not in _TOLD:
+            _TOLD.add(told)
+            _LOG.warning(told)
+
+
+def _skipped(absent: Sequence[Absent]) -> Iterator[str]:
+    """Which parties could not do what they were asked, and why."""
+    unable: dict[str, set[int]] = {}
+    for one in absent:
+        if one.why == "unable":
+            unable.setdefault(one.detail, set()).add(one.party)
+    for reason, who in unable.items():
+        some = ", ".join(map(str, sorted(who)[:10])) + (" …" if len(who) > 10 else "")
+        yield f"skipped: {'party' if len(who) == 1 else 'parties'} {some}: {reason}"
 
 
 def _bytes(ledger: Ledger) -> dict[str, int]:

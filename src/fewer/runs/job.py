@@ -13,10 +13,10 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from fewer.data import Data, load
-from fewer.data.text import word_vectors
+from fewer.data import ArrayData, Data, load
+from fewer.data.text import own_vectors, word_vectors
 from fewer.errors import DataError, SettingError, unknown
-from fewer.methods import Method, find
+from fewer.methods import Method, find, names
 from fewer.models import Task, find_net, maker, weights_of
 from fewer.plugins import from_file
 from fewer.runs.settings import Settings, hash_of
@@ -76,6 +76,16 @@ def job_from(
     data = method.gathered(data)
     if method.active is not None and method.active > len(data):
         raise SettingError(f"active = {method.active}, but there are {len(data)} parties (allowed: 1 … {len(data)})")
+    if method.novel and not data.novel:
+        raise SettingError(
+            f"{method.name} is judged on novel classes, but data '{data.name}' does not divide its classes "
+            "(--data-set split=BASE/VALIDATION/NOVEL, as 20/5/16)"
+        )
+    if data.novel and not method.novel:
+        known = [name for name in names() if find(name).novel]
+        raise SettingError(
+            f"data '{data.name}' is tested on novel classes, {method.name} on known ones (allowed: {', '.join(known)})"
+        )
     device = make_device(settings.device)
     task = make_task(settings.model if model is None else model, settings, data, device)
     return Job(method, task, data.to(device), settings, own)
@@ -147,12 +157,18 @@ def make_task(model: Model, settings: Settings, data: Data, device: torch.device
 
 
 def _options(settings: Settings, data: Data) -> dict[str, Any]:
-    """The options of the net; word vectors are named by their file."""
+    """The options of the net; word vectors are named by their file, or `own`: from the training text itself."""
     options = dict(settings.model_set)
     if isinstance(options.get("vectors"), str):
         if not data.tokens:
             raise SettingError(f"vectors = {options['vectors']}, but data '{data.name}' is no text")
-        options["vectors"] = word_vectors(Path(options["vectors"]), data.tokens)
+        if options["vectors"] == "own":
+            if not isinstance(data, ArrayData):
+                raise SettingError(f"vectors = own, but data '{data.name}' is not in arrays (allowed: a file)")
+            rows = data.source.x[torch.from_numpy(data.train.rows)].numpy()
+            options["vectors"] = own_vectors(rows, len(data.tokens), int(options.pop("width", 100)))
+        else:
+            options["vectors"] = word_vectors(Path(options["vectors"]), data.tokens)
     return options
 
 

@@ -15,7 +15,10 @@ from fewer.data.formats.reading import inside, members, reader
 from fewer.data.raw import Array, Raw
 from fewer.errors import DataError, unknown
 
-Labels = Literal["fine", "coarse"]
+Labels = Literal["fine", "coarse", "fc100"]
+
+FC100 = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19), (8, 11, 13, 16), (0, 7, 12, 14)
+"""Coarse classes to train on, to validate on and to test on (Oreshkin, Rodríguez López, Lacoste, NeurIPS 2018)."""
 
 
 @reader("CIFAR-10 (cifar-10-python.tar.gz or what it holds)")
@@ -32,13 +35,25 @@ def cifar10(path: Path) -> Raw:
 
 @reader("CIFAR-100 (cifar-100-python.tar.gz or what it holds)")
 def cifar100(path: Path, labels: Labels = "fine") -> Raw:
-    """CIFAR-100 with its 100 fine or 20 coarse classes: the archive, a directory that holds it, or its contents."""
+    """CIFAR-100 with its 100 fine or 20 coarse classes: the archive, a directory that holds it, or its contents.
+
+    `fc100` are the fine classes in the order of FC100, by coarse class: 60 to train on, 20 to validate, 20 to test on.
+    """
     if labels not in get_args(Labels):
         raise unknown("labels", labels, get_args(Labels))
     files = _files(inside(path, "cifar-100-python.tar.gz", "cifar-100-python"), ["train", "test"], "meta")
-    x, y = _images(files["train"], "train", f"{labels}_labels")
-    test = _images(files["test"], "test", f"{labels}_labels")
-    return Raw(x, y, test, names=_names(files["meta"], f"{labels}_label_names"))
+    kind = "coarse" if labels == "coarse" else "fine"
+    x, y = _images(files["train"], "train", f"{kind}_labels")
+    test = _images(files["test"], "test", f"{kind}_labels")
+    names = _names(files["meta"], f"{kind}_label_names")
+    if labels != "fc100":
+        return Raw(x, y, test, names=names)
+    coarse = _images(files["train"], "train", "coarse_labels")[1]
+    order = [c for group in FC100 for big in group for c in np.unique(y[coarse == big]).tolist()]
+    if sorted(order) != list(range(100)):
+        raise DataError(f"{path}: fine and coarse labels do not fit together (fc100 needs five fine in each coarse)")
+    numbers = np.argsort(order)
+    return Raw(x, numbers[y], (test[0], numbers[test[1]]), names=tuple(names[c] for c in order))
 
 
 def _files(path: Path, parts: list[str], meta: str) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,249 @@
+"""F2L: federated few-shot learning with a private client model.
+
+Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning, KDD 2023, Algorithm 1 and Eqs 2 to 22. A server model φ
+(encoder and a head for all base classes) is shared and averaged; a client model ψ (a Transformer over the features of a
+whole support, and a head for the N classes of a task) stays with its party. In each task
+
+    ψ̃ = ψ − α_ft ∇_ψ CE(S)                                        (3)
+    φ ← φ − α_φ ∇_φ [(1 − λ_MI) CE(S) + λ_MI L_MI]                 (5, 13, 14)
+    ψ ← ψ − α_ψ ∇_ψ [(1 − λ_KD) CE(Q) + λ_KD L_KD] at ψ̃            (4, 16 to 20)
+
+What ψ knows goes to φ by L_MI, what φ knows goes to ψ by L_KD; nothing of ψ is ever sent. A task of novel classes is
+answered by ψ, fine-tuned on its support.
+
+Departures: the first line of Eq 13 lost its minus, which its second line has. h_ψ and p_ψ in L_MI are those of ψ̃, as
+Section 3.2.2 says (Eq 5 writes ψ). With K = 1 each class has one sample, the softmax of Eq 10 has one term and L_MI is
+0; `mi = across` takes it over the samples of all classes. Queries see the support and themselves in the Transformer,
+not each other (`transductive`: they do). ψ begins as a mere normalisation with a head of zeros, so that one step of
+fine-tuning gives each class the mean of its features. Dropout is in the Transformer and, as DropBlock, in ResNet-12.
+Adam begins anew for φ in each round, which is another φ; for ψ it goes on. The paper's ablations are settings:
+`decoupled = false` (without M), `mi_weight = 0` (without T) and `kd_weight = 0` (without A).
+
+Beyond the paper: with `learn_from = task` the server model learns from the queries too, of which the paper makes no use
+there: from one shot that is six times as much, and mutual information within a class is no longer 0. Eq 10 has a
+softmax of numbers between -1 and 1, whose slope is small; `mi_temperature` below 1 makes it steeper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fewer.data.episodes import Episode
+from fewer.learning.adam import adam
+from fewer.learning.adapt import adapted, learnable, meta_gradient
+from fewer.methods.base import Party
+from fewer.methods.fewshot import FewShot, State, blank, logistic_regression
+from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
+from fewer.models.sets import SetEncoder
+from fewer.models.split import feature_width
+from fewer.runtime.streams import global_streams
+
+CLIENT = "ψ "
+"""Before the name of a weight of the client model, where it is shared."""
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass
+class Pair:
+    """Both models at a party: φ as a net, ψ as a net to run and as weights, with what Adam remembers of it."""
+
+    server: nn.Module
+    client: Split
+    own: dict[str, Any]
+    """`weights` of ψ, `first` and `second` moment and the `step` of its Adam."""
+
+
+class F2L(FewShot):
+    """Few-shot learning with a shared server model and a client model that never leaves its party."""
+
+    name: ClassVar[str] = "f2l"
+    readings: ClassVar[tuple[str, ...]] = ("client", "server")
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
+        "rate": (0.001, 0.003, 0.01),
+        "fine_rate": (0.03, 0.1, 0.3),
+    }
+
+    reading: Literal["client", "server"] = "client"
+    """Who answers a task: the fine-tuned client model, or logistic regression on features of the server model."""
+    fine_rate: PositiveFloat = 0.01
+    """Step size of fine-tuning on a support (α_ft)."""
+    steps: PositiveInt = 1
+    """Steps of fine-tuning in training."""
+    adapt_steps: PositiveInt | None = None
+    """Steps of fine-tuning on a task of novel classes; by default as many as in training."""
+    order: Literal["exact", "first"] = "exact"
+    """Whether the meta-update of the client model has second derivatives."""
+    mi: Literal["within", "across"] = "within"
+    """Whether the softmax of the mutual information goes over the samples of a class or of all classes of the task."""
+    learn_from: Literal["support", "task"] = "support"
+    """What the server model learns from: the support of a task, as in the paper, or its queries too."""
+    mi_weight: Share = 0.5
+    """Weight of the mutual information in what the server model learns (λ_MI)."""
+    mi_temperature: PositiveFloat = 1.0
+    """Temperature of the softmax of the mutual information; likeness lies between -1 and 1, so that 1 is mild."""
+    kd_weight: Share = 0.5
+    """Weight of distillation in what the client model learns (λ_KD)."""
+    decoupled: bool = True
+    """Whether client models stay with their parties; if not, they are averaged too."""
+    transductive: bool = False
+    """Whether the queries of a task see each other."""
+    heads: PositiveInt = 4
+    """Heads of attention in the client model."""
+    drop: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    """Dropout in the client model."""
+
+    def ranked(self) -> tuple[str, ...]:
+        """The reading that counts comes first."""
+        return (self.reading, *(name for name in self.readings if name != self.reading))
+
+    def notes(self) -> Sequence[str]:
+        """One sample of a class has no mutual information within the class."""
+        if self.shot > 1 or self.learn_from == "task" or self.mi == "across" or not self.mi_weight:
+            return ()
+        return ["with shot = 1 the mutual information within a class is 0, as in the paper (mi = across: is not)"]
+
+    # Training: Algorithm 1.
+
+    def begin(self, task: Task, seed: int) -> Weights:
+        """φ; without decoupling, ψ too."""
+        phi = task.initial(seed)
+        if self.decoupled:
+            return phi
+        return phi | {CLIENT + name: tensor for name, tensor in weights_of(self.client(task, seed)).items()}
+
+    def learn(self, me: Party, model: Weights) -> Weights:
+        """Lines 3 to 10: some tasks of base classes; ψ stays here, φ is sent."""
+        pair = self.prepare(me, model, kept=False)
+        optimiser = torch.optim.Adam(pair.server.parameters(), lr=self.rate, weight_decay=self.decay)
+        draw = me.stream("tasks")
+        for _ in range(self.tasks):
+            self.learn_task(pair, optimiser, self.task(me.train, draw))
+        phi = weights_of(pair.server)
+        if not self.decoupled:
+            return phi | {CLIENT + name: tensor for name, tensor in pair.own["weights"].items()}
+        me.store.put("own", pair.own)
+        return phi
+
+    def learn_task(self, pair: Pair, optimiser: torch.optim.Optimizer, task: Episode) -> None:
+        """Lines 5 to 7: one step of φ and one of ψ, in place."""
+        encoder, head = parts_of(pair.server)
+        pair.server.train()
+        pair.client.train()
+        count = len(task.support_y)
+        if self.learn_from == "task":
+            features = encoder(torch.cat([task.support_x, task.query_x]))
+            everything = features.detach()
+        else:
+            features = encoder(task.support_x)
+            with torch.no_grad():
+                everything = torch.cat([features, encoder(task.query_x)])
+        with torch.no_grad():
+            teacher = head(everything[count:])[:, task.classes]
+
+        def client_loss(scores: Tensor, labels: Tensor) -> Tensor:
+            """Eq 20"""
+            mine = scores[count:]
+            return (1 - self.kd_weight) * F.cross_entropy(mine, labels) + self.kd_weight * distillation(
+                mine, teacher, labels
+            )
+
+        found = meta_gradient(
+            pair.client,
+            pair.own["weights"],
+            [(everything[:count], task.support_y)] * self.steps,
+            (everything, task.query_y),
+            self.fine_rate,
+            self.order == "exact",
+            client_loss,
+        )  # Eqs 3 and 4
+
+        load_weights(pair.client, found.adapted)
+        with torch.no_grad():
+            theirs = pair.client.encoder(everything[: len(features)])
+            sure = pair.client.head(theirs).softmax(1)
+        labels = torch.cat([task.support_y, task.query_y])[: len(features)]
+        loss = (1 - self.mi_weight) * F.cross_entropy(head(features), task.classes[labels])
+        loss = loss + self.mi_weight * mutual_information(
+            features, theirs, sure, labels, self.mi == "across", self.mi_temperature
+        )
+        optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()  # Eqs 5 and 14
+
+        own = pair.own
+        slopes = {name: slope + self.decay * own["weights"][name] for name, slope in found.weights.items()}
+        step = own["step"] + 1
+        weights, first, second = adam(own["weights"], slopes, own["first"], own["second"], step, self.rate)
+        pair.own = {"weights": weights, "first": first, "second": second, "step": step}
+
+    def prepare(self, me: Party, model: Weights, kept: bool) -> Pair:
+        """φ as it was sent, and ψ as the party has it."""
+        server = me.net({name: tensor for name, tensor in model.items() if not name.startswith(CLIENT)})
+        client = self.client(me.task, me.seed)
+        own = self.own(me, kept)
+        if own is None:
+            weights = learnable(client)
+            if not self.decoupled:
+                weights = {name: model[CLIENT + name] for name in weights}
+            nothing = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+            own = {"weights": weights, "first": nothing, "second": nothing, "step": 0}
+        return Pair(server, client, own)
+
+    def client(self, task: Task, seed: int) -> Split:
+        """ψ as everyone begins with it: a Transformer over a set (Eq 22) and a head for N classes."""
+        features = feature_width(task)
+        with global_streams(seed, "client model"):
+            encoder = SetEncoder(features, self.way * self.shot, self.heads, self.drop, self.transductive)
+            return blank(Split(encoder, features, self.way)).to(task.device)
+
+    # Meta-test.
+
+    def answer(self, ready: Pair, task: Episode) -> dict[str, Tensor]:
+        """Fine-tune ψ on the support and classify with it; beside it, logistic regression on what φ sees."""
+        encoder = parts_of(ready.server.eval())[0]
+        ready.client.eval()
+        with torch.no_grad():
+            support, queries = encoder(task.support_x), encoder(task.query_x)
+        batches = [(support, task.support_y)] * (self.adapt_steps or self.steps)
+        load_weights(ready.client, adapted(ready.client, ready.own["weights"], batches, self.fine_rate))
+        with torch.no_grad():
+            scores = ready.client(torch.cat([support, queries]))[len(support) :]
+        return {"client": scores.argmax(1), "server": logistic_regression(support, task.support_y, queries)}
+
+    def whole(self, state: State) -> Weights:
+        """φ, which tells base classes apart."""
+        return {name: tensor for name, tensor in self.shared(state).items() if not name.startswith(CLIENT)}
+
+
+def mutual_information(
+    server: Tensor, client: Tensor, sure: Tensor, labels: Tensor, across: bool = False, temperature: float = 1.0
+) -> Tensor:
+    """L_MI of Eq 13 from features h_φ and h_ψ, and p_ψ (samples × classes), of samples with these labels.
+
+    −(1/D) Σ_j Σ_{i∈C(j)} w_ij log p(h_ψʲ | h_φⁱ), with w of Eq 9 and p of Eq 10: a softmax over C(i), or over all.
+    """
+    same = labels[:, None] == labels
+    likeness = F.normalize(server, dim=1) @ F.normalize(client, dim=1).T / temperature
+    if not across:
+        likeness = likeness.masked_fill(~same, -torch.inf)
+    log_chance = likeness.log_softmax(1).masked_fill(~same, 0.0)
+    confidence = sure[:, labels] * same  # p_ψⁱ(y_j) where i ∈ C(j)
+    return -(confidence / confidence.sum(0) * log_chance).sum() / len(labels)
+
+
+def distillation(client: Tensor, server: Tensor, labels: Tensor) -> Tensor:
+    """L_KD of Eq 16: the cross-entropy of softmaxes over the classes of a task, each query at its own temperature.
+
+    T_i = σ(max_{c≠y} exp z_φ(c) / exp z_φ(y)) by Eq 19, from what the server model says.
+    """
+    others = server.scatter(1, labels[:, None], -torch.inf).amax(1)
+    own = server.gather(1, labels[:, None])[:, 0]
+    temperature = (others - own).exp().sigmoid()[:, None]
+    return F.cross_entropy(client / temperature, (server / temperature).softmax(1))

@@ -1,0 +1,58 @@
+"""FedFSL: MAML at each party with adversarial alignment of features. F2L's baseline.
+
+Fan, Huang: Federated Few-Shot Learning with Adversarial Learning, WiOpt 2021, as F2L (Wang et al., KDD 2023, Section
+4.2) compares with it: parties take meta-steps of MAML, and the disagreement of their predictions with those of the
+global model keeps the feature spaces alike: the head learns to make it large, the encoder to make it small (as in Saito
+et al., CVPR 2018). The coordinator averages the models. Departures: disagreement is the mean absolute difference of
+class probabilities on the queries, both models fine-tuned on the same support; encoder and head step at once.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import NonNegativeFloat
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from fewer.data.episodes import Episode
+from fewer.learning.adapt import adapted, learnable, meta_gradient
+from fewer.methods.fl_maml import FLMaml
+from fewer.models import Split, Weights
+
+
+class FedFSL(FLMaml):
+    """FL-MAML whose encoders are kept alike by an adversary: the head."""
+
+    name: ClassVar[str] = "fedfsl"
+
+    adversary: NonNegativeFloat = 0.1
+    """Weight of the disagreement with the global model."""
+
+    def slopes(self, net: Split, theta: Weights, received: Weights, task: Episode) -> Weights:
+        """∇(CE + μ·disagreement) for the encoder, ∇(CE − μ·disagreement) for the head."""
+        support = [(task.support_x, task.support_y)] * self.steps
+        start = {name: received[name] for name in learnable(net)}
+        tuned = adapted(net, start, support, self.fine_rate)
+        with torch.no_grad():
+            theirs = functional_call(net, tuned, (task.query_x,)).softmax(1)
+
+        def loss(scores: Tensor, labels: Tensor, sign: float) -> Tensor:
+            apart: Tensor = (scores.softmax(1) - theirs).abs().mean()
+            return F.cross_entropy(scores, labels) + sign * self.adversary * apart
+
+        found: Weights = {}
+        for part, sign in (("encoder.", 1.0), ("head.", -1.0)):
+            slopes = meta_gradient(
+                net,
+                theta,
+                support,
+                (task.query_x, task.query_y),
+                self.fine_rate,
+                self.order == "exact",
+                lambda scores, labels, sign=sign: loss(scores, labels, sign),  # type: ignore[misc]
+            ).weights
+            found |= {name: slope for name, slope in slopes.items() if name.startswith(part)}
+        return found

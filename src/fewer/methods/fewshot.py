@@ -1,0 +1,332 @@
+"""What methods share that are judged on classes nobody trained on: tasks, the choice of a model, and figures.
+
+A task is N-way K-shot: N classes, of each K samples to learn from (the support) and some to answer (the queries).
+Parties learn from tasks of base classes, a model is chosen by tasks of validation classes, and judged on tasks of novel
+classes. All of them are drawn from a party's own samples. Those for choosing and judging depend on seed and party only,
+so they are the same for all methods. The setting is that of F2L (Wang et al., KDD 2023, Sections 2 and 4.2).
+"""
+
+from __future__ import annotations
+
+import statistics
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from fewer.data import Data, Samples
+from fewer.data.episodes import Episode, episode
+from fewer.errors import DataError, QuorumLost, SettingError
+from fewer.learning import weighted_mean
+from fewer.methods.base import Method, Party, Scores
+from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
+from fewer.models.split import feature_width
+from fewer.runtime import Parties, Unable, on_party, stream
+from fewer.wire import Codec, Coded, Shaped
+
+Part = Literal["validation", "test"]
+DESCENTS, TINY = 500, 1e-3
+"""Steps of logistic regression at most, and the slope at which it has arrived."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The model as it learns, and as it was when it did best on validation classes."""
+
+    model: Weights
+    best: Weights
+    chosen: int
+    """The round of the best model; 0 before the first choice."""
+    validation: float
+    """Its accuracy on validation classes."""
+
+
+class FewShot(Method):
+    """A method that learns from tasks of base classes and answers tasks of novel ones."""
+
+    novel: ClassVar[bool] = True
+    readings: ClassVar[tuple[str, ...]] = ("accuracy",)
+    """The ways in which it answers a task; the first one counts."""
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.001, 0.003, 0.01)}
+
+    active: PositiveInt | None = None
+    """How many parties are asked in a round; by default all."""
+    way: Annotated[int, Field(ge=2)] = 5
+    """Classes in a task (N)."""
+    shot: PositiveInt = 1
+    """Samples of each class that a task gives to learn from (K)."""
+    queries: PositiveInt = 5
+    """Samples of each class that are to be answered."""
+    tasks: PositiveInt = 10
+    """Tasks that a party learns from in a round (τ)."""
+    rate: PositiveFloat = 0.001
+    """Step size of a party's Adam."""
+    decay: NonNegativeFloat = 1e-4
+    """Its weight decay."""
+    test_tasks: PositiveInt = 100
+    """Tasks that a model is chosen and judged by, divided among the parties."""
+    validate_every: PositiveInt = 5
+    """A model may be chosen after every so many rounds, and after the last."""
+    judge: Literal["novel", "validation"] = "novel"
+    """Which classes it is judged on: novel ones, or those that models and settings are chosen on."""
+    codec: Codec = "float32"
+    """How models are written on the wire."""
+
+    # What each method says.
+
+    @abstractmethod
+    def begin(self, task: Task, seed: int) -> Weights:
+        """What is shared before the first round."""
+
+    @abstractmethod
+    def learn(self, me: Party, model: Weights) -> Weights:
+        """What a party makes of the shared model in a round."""
+
+    @abstractmethod
+    def prepare(self, me: Party, model: Weights, kept: bool) -> Any:
+        """What a party answers tasks with; of its own, what it has now or what it was told to keep."""
+
+    @abstractmethod
+    def answer(self, ready: Any, task: Episode) -> dict[str, Tensor]:
+        """The classes of the queries, by each reading."""
+
+    def model_of(self, me: Party, model: Weights, kept: bool) -> Weights:
+        """The model that a party uses: the one that was sent."""
+        return model
+
+    # Learning together.
+
+    def choose(self, parties: Parties) -> list[int]:
+        """Who is asked in this round."""
+        return parties.sample(len(parties) if self.active is None else self.active)
+
+    def trial(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
+        """A trial is judged on validation classes."""
+        return self.model_copy(update={"judge": "validation"}), data
+
+    def start(self, task: Task, seed: int) -> State:
+        """Nothing is chosen yet."""
+        model = self.begin(task, seed)
+        return State(model, model, 0, 0.0)
+
+    def round(self, state: State, parties: Parties) -> State:
+        """The mean of what parties make of the model, with equal shares; from time to time, the choice."""
+        answers = parties.ask(
+            self.choose(parties), self.train, model=Coded(state.model, self.codec), returns={"model": state.model}
+        )
+        return self.choice(replace(state, model=mean([answer["model"] for answer in answers])), parties)
+
+    def choice(self, state: State, parties: Parties) -> State:
+        """The new model instead of the best so far, if it does as well on validation classes."""
+        if parties.round % self.validate_every and parties.round != self.rounds:
+            return state
+        try:
+            accuracy = mean_of(self.shares(self.ask_tasks(state.model, parties, "validation", kept=False))[0])
+        except QuorumLost:  # nobody has classes enough to choose by: it is the last model
+            accuracy = state.validation
+        if accuracy < state.validation:
+            return state
+        parties.ask(parties.panel(), self.keep, returns={})
+        return State(state.model, state.model, parties.round, accuracy)
+
+    @on_party
+    def train(self, me: Party, model: Weights) -> dict[str, Any]:
+        """Learn from some tasks of base classes."""
+        return {"model": Coded(self.learn(me, model), self.codec)}
+
+    @on_party
+    def keep(self, me: Party) -> dict[str, Any]:
+        """What the party has of its own is the best so far."""
+        if (own := me.store.get("own")) is not None:
+            me.store.put("kept", own)
+        return {}
+
+    def own(self, me: Party, kept: bool) -> Any:
+        """What the party has of its own, now or as it was kept; None before it has anything."""
+        return (me.store.get("kept") if kept else None) or me.store.get("own")
+
+    def task(self, samples: Samples, draw: torch.Generator, kind: str = "base") -> Episode:
+        """A task; a party that has too few classes for one says so, and is skipped."""
+        try:
+            return episode(samples, self.way, self.shot, self.queries, draw)
+        except DataError as error:
+            raise Unable(f"{kind}: {error}") from error
+
+    # How it is judged.
+
+    def shared(self, state: State) -> Weights:
+        """The best model so far; before the first choice, the last one."""
+        return state.best if state.chosen else state.model
+
+    def evaluate(self, state: State, parties: Parties, data: Data) -> Scores:
+        """Right answers to tasks of novel classes, by each reading, and how sure the first of them is."""
+        readings = self.shares(self.judged(state, parties))
+        first = [share for shares in readings[0].values() for share in shares]
+        spread = 1.96 * statistics.stdev(first) / len(first) ** 0.5 if len(first) > 1 else None
+        scores = {name: mean_of(shares) for name, shares in zip(self.ranked(), readings, strict=True)}
+        by_party = {str(party): statistics.fmean(shares) for party, shares in readings[0].items()}
+        return {
+            "accuracy": mean_of(readings[0]),
+            **scores,
+            "tasks": len(first),
+            "tasks_ci95": spread,
+            "chosen": state.chosen,
+            "validation": state.validation,
+            "parties": by_party,
+        }
+
+    def report(self, state: State, parties: Parties, data: Data) -> Scores:
+        """All is in the figures already."""
+        return {}
+
+    def judged(self, state: State, parties: Parties) -> dict[int, Mapping[str, Tensor]]:
+        """What each party gets right of its tasks."""
+        part: Part = "test" if self.judge == "novel" else "validation"
+        found = self.ask_tasks(self.shared(state), parties, part, kept=state.chosen > 0)
+        if not found:
+            raise SettingError(
+                f"no party has {self.way} {self.judge} classes with {self.shot} + {self.queries} samples "
+                "(allowed: fewer parties, shots or queries)"
+            )
+        return found
+
+    def ask_tasks(self, model: Weights, parties: Parties, part: Part, kept: bool) -> dict[int, Mapping[str, Tensor]]:
+        """How many queries each party gets right in each task, by reading."""
+        panel = parties.panel()
+        tasks = ceil(self.test_tasks / len(panel))
+        right = Shaped((tasks,), torch.int64, most=self.way * self.queries)
+        answers = parties.ask(
+            panel,
+            self.answer_tasks,
+            model=Coded(model, self.codec),
+            part=part,
+            tasks=tasks,
+            kept=kept,
+            returns={"right": dict.fromkeys(self.readings, right)},
+        )
+        return {answer.party: answer["right"] for answer in answers}
+
+    def ranked(self) -> tuple[str, ...]:
+        """The readings, the one that counts first."""
+        return self.readings
+
+    def shares(self, found: Mapping[int, Mapping[str, Tensor]]) -> list[dict[int, list[float]]]:
+        """For each reading, the share of right answers in each task, by party."""
+        queries = self.way * self.queries
+        return [
+            {party: (right[name].double() / queries).tolist() for party, right in found.items()}
+            for name in self.ranked()
+        ]
+
+    @on_party
+    def answer_tasks(self, me: Party, model: Weights, part: str, tasks: int, kept: bool) -> dict[str, Any]:
+        """Answer tasks of the party's own samples; they depend on seed and party alone."""
+        samples, kind = (me.test, "novel") if part == "test" else (me.validation, "validation")
+        draw = stream(me.seed, me.id, part, "tasks")
+        drawn = [self.task(samples, draw, kind) for _ in range(tasks)]
+        ready = self.prepare(me, self.model_of(me, model, kept), kept)
+        right: dict[str, list[int]] = {name: [] for name in self.readings}
+        for task in drawn:
+            for name, classes in self.answer(ready, task).items():
+                right[name].append(int((classes == task.query_y).sum()))
+        return {"right": {name: torch.tensor(counts) for name, counts in right.items()}}
+
+    # What it is worth to a user.
+
+    def whole(self, state: State) -> Weights | None:
+        """There is no model of classes known beforehand."""
+        return None
+
+    def personal(self, me: Party, model: Weights) -> nn.Module:
+        """A party has a model only once it has a task."""
+        raise SettingError(f"{self.name} has no models of parties: it makes one of the samples of each task")
+
+
+class Unshared(FewShot):
+    """Before a method of this family: each party has a model of its own, and nothing is shared."""
+
+    def start(self, task: Task, seed: int) -> State:
+        """There is no global model."""
+        self.begin(task, seed)  # what is wrong with the model shows now
+        return State({}, {}, 0, 0.0)
+
+    def round(self, state: State, parties: Parties) -> State:
+        """The parties train. What is sent is the order to do so, and that it was done."""
+        parties.ask(self.choose(parties), self.practise, returns={})
+        return self.choice(state, parties)
+
+    @on_party
+    def practise(self, me: Party) -> dict[str, Any]:
+        """Go on with the party's own model."""
+        me.store.put("own", self.learn(me, self.model_of(me, {}, kept=False)))
+        return {}
+
+    def model_of(self, me: Party, model: Weights, kept: bool) -> Weights:
+        """The party's own; before its first round, the one that all begin with."""
+        return self.own(me, kept) or self.begin(me.task, me.seed)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------
+
+
+def mean(models: list[Weights]) -> Weights:
+    """The mean with equal shares (Eq 2)."""
+    return weighted_mean(models, [1] * len(models))
+
+
+def mean_of(shares: Mapping[int, list[float]]) -> float:
+    """Over all tasks of all parties."""
+    return statistics.fmean(share for one in shares.values() for share in one)
+
+
+def small_head(task: Task, net: nn.Module, way: int) -> Split:
+    """The encoder of the task's net with a new head for so many classes."""
+    return Split(parts_of(net)[0], feature_width(task, net), way).to(task.device)
+
+
+def small_start(task: Task, seed: int, way: int) -> Weights:
+    """The weights that such a net begins with: the encoder's as everyone's."""
+    own = weights_of(blank(small_head(task, task.net(), way)))
+    return own | {name: tensor for name, tensor in task.initial(seed).items() if name.startswith("encoder.")}
+
+
+def small_net(me: Party, model: Weights, way: int) -> Split:
+    """Such a net with these weights."""
+    net = small_head(me.task, me.net(me.initial()), way)
+    load_weights(net, model)
+    return net
+
+
+def blank(net: Split) -> Split:
+    """The net with a head of zeros: one step of fine-tuning then gives each class the mean of its features."""
+    with torch.no_grad():
+        for parameter in net.head.parameters():
+            parameter.zero_()
+    return net
+
+
+def logistic_regression(support: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
+    """The classes of queries by logistic regression on features of length 1, with a penalty of ‖W‖²/2.
+
+    By Nesterov's gradient descent, until the slope is tiny: a solver from outside would start threads of its own.
+    """
+    x, asked = (
+        torch.cat([nn.functional.normalize(features.double(), dim=1), features.new_ones(len(features), 1)], 1)
+        for features in (support, queries)
+    )
+    wanted = nn.functional.one_hot(labels).double()
+    punished = (torch.arange(x.shape[1], device=x.device) < x.shape[1] - 1).double()  # all but the intercept
+    far = 1 / (1 + x.square().sum() / 2)  # no more than one over the largest curvature
+    here = ahead = x.new_zeros(wanted.shape[1], x.shape[1])
+    for step in range(DESCENTS):
+        slope = ((x @ ahead.T).softmax(1) - wanted).T @ x + ahead * punished
+        if step % 10 == 0 and float(slope.norm()) < TINY:
+            break
+        before, here = here, ahead - far * slope
+        ahead = here + step / (step + 3) * (here - before)
+    return (asked @ here.T).argmax(1)

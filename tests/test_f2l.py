@@ -1,0 +1,673 @@
+"""F2L against its formulas, its baselines, and data whose classes are base, validation and novel ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+import fewer
+from fewer.data import ArrayData, Data, Raw, federate
+from fewer.data.episodes import Episode, by_class, episode
+from fewer.errors import SettingError
+from fewer.learning.adapt import learnable, meta_gradient
+from fewer.methods import Method
+from fewer.methods.f2l import CLIENT, F2L, distillation, mutual_information
+from fewer.methods.fedfsl import FedFSL
+from fewer.methods.fewshot import FewShot, logistic_regression
+from fewer.methods.fl_maml import FLMaml, LocalMaml
+from fewer.methods.fl_proto import FLProto, LocalProto
+from fewer.models import Split, Weights
+from fewer.models.sequences import MLP
+from fewer.models.sets import SetEncoder
+from fewer.runtime.store import Store, folder_of
+from fewer.wire import decode, message
+from tests.test_cli import call
+
+torch.set_num_threads(1)
+
+WAY, SHOT, QUERIES, FEATURES = 3, 2, 2, 8
+BASE, VALIDATION, NOVEL = 6, 4, 5
+FAST: dict[str, Any] = {"way": WAY, "shot": SHOT, "queries": QUERIES, "tasks": 2, "test_tasks": 8, "validate_every": 2}
+
+
+def clouds(spread: float = 0.4, per_class: int = 48, lean: float = 0.0) -> Raw:
+    """Points about a centre for each class; all classes are alike in two directions, which must be unlearned."""
+    draw = np.random.default_rng(0)
+    classes = BASE + VALIDATION + NOVEL
+    centres = draw.normal(0, 1, (classes, 6)).astype(np.float32)
+    y = np.repeat(np.arange(classes), per_class)
+    x = centres[y] + spread * draw.normal(0, 1, (len(y), 6)).astype(np.float32)
+    noise = (3 + lean) * draw.normal(0, 1, (len(y), 2)).astype(np.float32)
+    return Raw(np.concatenate([x, noise], 1).astype(np.float32), y, split=(BASE, VALIDATION, NOVEL))
+
+
+def cloud_data(parties: int = 4, **settings: Any) -> ArrayData:
+    return federate(clouds(), parties=parties, partition="iid", name="clouds", **settings)
+
+
+@pytest.fixture(scope="module")
+def data() -> ArrayData:
+    return cloud_data()
+
+
+def net() -> MLP:
+    return MLP((8,), BASE, hidden=FEATURES)
+
+
+def run(method: Method, data: Data, **settings: Any) -> Any:
+    return fewer.run(method, data, model=net, evaluate_every=method.rounds, **settings)
+
+
+# --- the losses, as the paper writes them -----------------------------------------------------------------------
+
+
+def literal_mutual_information(h_phi: Tensor, h_psi: Tensor, p_psi: Tensor, y: list[int], across: bool) -> float:
+    """Eqs 9, 10 and 13 term by term."""
+    count = len(y)
+    total = 0.0
+    for j in range(count):
+        same = [k for k in range(count) if y[k] == y[j]]
+        for i in same:
+            weight = float(p_psi[i, y[j]]) / sum(float(p_psi[k, y[j]]) for k in same)
+
+            def term(k: int, i: int = i) -> float:
+                one, two = h_phi[i] / h_phi[i].norm(), h_psi[k] / h_psi[k].norm()
+                return math.exp(-float((one - two).square().sum()) / 2)
+
+            near = range(count) if across else [k for k in range(count) if y[k] == y[i]]
+            total += weight * math.log(term(j) / sum(term(k) for k in near))
+    return -total / count
+
+
+def literal_distillation(z_psi: Tensor, z_phi: Tensor, y: list[int]) -> float:
+    """Eqs 16 to 19 term by term."""
+    total = 0.0
+    for i, own in enumerate(y):
+        ratio = max(math.exp(float(z_phi[i, c])) for c in range(z_phi.shape[1]) if c != own)
+        temperature = 1 / (1 + math.exp(-ratio / math.exp(float(z_phi[i, own]))))
+
+        def share(z: Tensor, c: int, i: int = i, temperature: float = temperature) -> float:
+            return math.exp(float(z[i, c]) / temperature) / sum(
+                math.exp(float(z[i, k]) / temperature) for k in range(z.shape[1])
+            )
+
+        for c in range(z_phi.shape[1]):
+            total -= share(z_phi, c) * math.log(share(z_psi, c))
+    return total / len(y)
+
+
+def tensors(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_mutual_information_is_the_paper_s_double_sum(across: bool) -> None:
+    y = [0, 1, 2, 0, 1, 2, 2]  # classes of different size
+    server, client, sure = tensors(7, 5), tensors(7, 5, seed=1), tensors(7, 3, seed=2).softmax(1)
+    found = mutual_information(server, client, sure, torch.tensor(y), across)
+    assert float(found) == pytest.approx(literal_mutual_information(server, client, sure, y, across), rel=1e-10)
+
+
+def test_one_sample_of_a_class_has_no_mutual_information_within_it_but_has_across() -> None:
+    server = tensors(4, 5).requires_grad_()
+    client, sure, y = tensors(4, 5, seed=1), tensors(4, 4, seed=2).softmax(1), torch.arange(4)
+    within = mutual_information(server, client, sure, y)
+    assert float(within) == pytest.approx(0, abs=1e-12)
+    assert float(torch.autograd.grad(within, server)[0].abs().max()) < 1e-12
+    across = mutual_information(server, client, sure, y, across=True)
+    assert float(torch.autograd.grad(across, server)[0].abs().max()) > 1e-3
+    (note,) = F2L(shot=1).notes()
+    assert "mi = across" in note
+    for fine in ({"mi": "across"}, {"shot": 5}, {"mi_weight": 0}, {"learn_from": "task"}):
+        assert not F2L(**{"shot": 1, **fine}).notes()
+
+
+def test_distillation_is_the_paper_s_double_sum() -> None:
+    client, server, y = tensors(6, 4), tensors(6, 4, seed=1), [0, 3, 1, 2, 2, 0]
+    found = distillation(client, server, torch.tensor(y))
+    assert float(found) == pytest.approx(literal_distillation(client, server, y), rel=1e-10)
+
+
+def test_a_server_that_is_far_off_does_not_break_distillation() -> None:
+    server = torch.tensor([[500.0, -500.0], [-500.0, 500.0]])
+    assert torch.isfinite(distillation(torch.zeros(2, 2), server, torch.tensor([1, 1])))
+
+
+# --- the client model -------------------------------------------------------------------------------------------
+
+
+def set_encoder(context: int, heads: int = 4, transductive: bool = False) -> SetEncoder:
+    """With random weights everywhere: it begins with zeros in some places."""
+    torch.manual_seed(context)
+    encoder = SetEncoder(FEATURES, context, heads, drop=0.0, transductive=transductive).double()
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return encoder
+
+
+def test_at_first_the_client_model_only_normalises() -> None:
+    x = tensors(7, FEATURES).float()
+    assert torch.allclose(SetEncoder(FEATURES, context=5, drop=0.0)(x), F.layer_norm(x, (FEATURES,)), atol=1e-4)
+
+
+def test_queries_see_the_support_and_themselves_and_no_order() -> None:
+    encoder = set_encoder(6)
+    support, queries = tensors(6, FEATURES), tensors(4, FEATURES, seed=1)
+    together = encoder(torch.cat([support, queries]))
+    assert torch.allclose(together[:6], encoder(support))  # the support does not see queries
+    for number, query in enumerate(queries):
+        alone = encoder(torch.cat([support, query[None]]))[6]
+        assert torch.allclose(together[6 + number], alone)
+    mixed = torch.randperm(6)
+    assert torch.allclose(encoder(torch.cat([support[mixed], queries]))[6:], together[6:])
+    other = encoder(torch.cat([support + 1, queries]))
+    assert not torch.allclose(other[6:], together[6:], atol=1e-3)
+    free = set_encoder(6, transductive=True)
+    assert not torch.allclose(free(torch.cat([support, queries]))[6:], together[6:], atol=1e-3)
+
+
+def test_attention_is_that_of_torch() -> None:
+    encoder = set_encoder(3, heads=2)
+    theirs = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, 0.0, batch_first=True, dtype=torch.float64)
+    own = encoder.state_dict()
+    names = {
+        "self_attn.in_proj_weight": "look.weight",
+        "self_attn.in_proj_bias": "look.bias",
+        "self_attn.out_proj.weight": "gather.weight",
+        "self_attn.out_proj.bias": "gather.bias",
+        "linear1.weight": "think.0.weight",
+        "linear1.bias": "think.0.bias",
+        "linear2.weight": "think.3.weight",
+        "linear2.bias": "think.3.bias",
+        "norm1.weight": "first.weight",
+        "norm1.bias": "first.bias",
+        "norm2.weight": "second.weight",
+        "norm2.bias": "second.bias",
+    }
+    theirs.load_state_dict({name: own[mine] for name, mine in names.items()})
+    x = tensors(5, FEATURES)
+    hidden = torch.tensor([[False] * 3 + [row != 3, row != 4] for row in range(5)])
+    assert torch.allclose(encoder(x), theirs(x[None], src_mask=hidden)[0], atol=1e-10)
+
+
+def client_case() -> tuple[Split, Weights, list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor], Any]:
+    client = Split(set_encoder(6, heads=2), FEATURES, 3).double()
+    support, queries = tensors(6, FEATURES), tensors(6, FEATURES, seed=1)
+    y, teacher = torch.tensor([0, 0, 1, 1, 2, 2]), tensors(6, 3, seed=3)
+
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        mine = scores[6:]
+        return 0.3 * F.cross_entropy(mine, labels) + 0.7 * distillation(mine, teacher, labels)
+
+    return client, learnable(client), [(support, y)], (torch.cat([support, queries]), y), loss
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_meta_gradient_of_the_client_model_agrees_with_finite_differences(exact: bool) -> None:
+    client, psi, support, query, loss = client_case()
+    found = meta_gradient(client, psi, support, query, 0.3, exact, loss)
+
+    def after(psi: Weights) -> float:
+        leaves = {name: tensor.clone().requires_grad_() for name, tensor in psi.items()}
+        inner = F.cross_entropy(functional_call(client, leaves, (support[0][0],)), support[0][1])
+        slopes = torch.autograd.grad(inner, list(leaves.values()))
+        tuned = {name: leaf - 0.3 * slope for (name, leaf), slope in zip(leaves.items(), slopes, strict=True)}
+        return float(loss(functional_call(client, tuned, (query[0],)), query[1]))
+
+    way = {name: torch.randn_like(tensor) for name, tensor in psi.items()}
+    small = 1e-6
+    ends = [after({name: psi[name] + far * way[name] for name in psi}) for far in (small, -small)]
+    along = sum(float((found.weights[name] * way[name]).sum()) for name in way)
+    close = along == pytest.approx((ends[0] - ends[1]) / (2 * small), rel=1e-5, abs=1e-7)
+    assert close == exact
+
+
+# --- a step of training -----------------------------------------------------------------------------------------
+
+
+def one_task(data: ArrayData, seed: int = 0) -> Episode:
+    return episode(data.party(0).train, WAY, SHOT, QUERIES, torch.Generator().manual_seed(seed))
+
+
+def party(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
+    from fewer.methods.base import Place
+    from fewer.models import Task
+
+    place = Place(data, Task((8,), BASE, net), 0, folder)
+    return place(id, round)
+
+
+@pytest.mark.parametrize(("order", "learn_from"), [("exact", "support"), ("first", "support"), ("exact", "task")])
+def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
+    data: ArrayData, tmp_path: Path, order: str, learn_from: str
+) -> None:
+    """Plain autograd through Eqs 3 to 20, in the order of Algorithm 1; φ moves by gradient descent here, ψ by Adam."""
+    settings = {"drop": 0.0, "order": order, "learn_from": learn_from, "decay": 0.01, "fine_rate": 0.2}
+    method = F2L(**FAST | settings)
+    me = party(data, tmp_path)
+    pair = method.prepare(me, me.initial(), kept=False)
+    torch.manual_seed(4)
+    pair.own["weights"] = {n: t + 0.1 * torch.randn_like(t) for n, t in pair.own["weights"].items()}
+    task = one_task(data)
+    phi = {name: tensor.clone().requires_grad_() for name, tensor in pair.server.named_parameters()}
+    psi = {name: tensor.clone().requires_grad_() for name, tensor in pair.own["weights"].items()}
+
+    def encoded(x: Tensor) -> Tensor:
+        return F.relu(F.linear(x, phi["encoder.1.weight"], phi["encoder.1.bias"]))
+
+    support = encoded(task.support_x)
+    queries = encoded(task.query_x)
+    teacher = F.linear(queries, phi["head.weight"], phi["head.bias"])[:, task.classes].detach()
+    inner = F.cross_entropy(functional_call(pair.client, psi, (support.detach(),)), task.support_y)
+    slopes = torch.autograd.grad(inner, list(psi.values()), create_graph=True)
+    if order == "first":
+        slopes = tuple(slope.detach() for slope in slopes)
+    tuned = {name: psi[name] - 0.2 * slope for name, slope in zip(psi, slopes, strict=True)}
+    both = torch.cat([support.detach(), queries.detach()])
+    scores = functional_call(pair.client, tuned, (both,))[WAY * SHOT :]
+    client_loss = 0.5 * F.cross_entropy(scores, task.query_y) + 0.5 * distillation(scores, teacher, task.query_y)
+    rows = WAY * SHOT if learn_from == "support" else WAY * (SHOT + QUERIES)
+    seen, y = torch.cat([support, queries])[:rows], torch.cat([task.support_y, task.query_y])[:rows]
+    inside = {name.removeprefix("encoder."): tensor for name, tensor in tuned.items() if "encoder." in name}
+    theirs = functional_call(pair.client.encoder, inside, (seen.detach(),)).detach()
+    sure = F.linear(theirs, tuned["head.weight"], tuned["head.bias"]).softmax(1).detach()
+    base = F.cross_entropy(F.linear(seen, phi["head.weight"], phi["head.bias"]), task.classes[y])
+    server_loss = 0.5 * base + 0.5 * mutual_information(seen, theirs, sure, y)
+    method.learn_task(pair, torch.optim.SGD(pair.server.parameters(), lr=1.0), task)
+    now = dict(pair.server.named_parameters())
+    for name, slope in zip(phi, torch.autograd.grad(server_loss, list(phi.values())), strict=True):
+        assert torch.allclose(phi[name] - now[name], slope, atol=1e-6), name
+    for name, slope in zip(psi, torch.autograd.grad(client_loss, list(psi.values())), strict=True):
+        whole = slope + 0.01 * psi[name]  # with weight decay
+        assert torch.allclose(pair.own["first"][name], 0.1 * whole, atol=1e-6), name
+        after = psi[name] - method.rate * whole / (whole.abs() + 1e-8)  # Adam's first step
+        assert torch.allclose(pair.own["weights"][name], after, atol=2e-5), name
+    assert pair.own["step"] == 1
+
+
+def test_what_parties_learn_is_averaged_with_equal_shares(data: ArrayData, tmp_path: Path) -> None:
+    method = F2L(**FAST | {"rounds": 1})
+    result = run(method, data, out=tmp_path / "run")
+    answers = []
+    for number in range(4):
+        me = party(data, tmp_path / "again", number)
+        from fewer.runtime.streams import global_streams
+
+        with global_streams(0, 1, number, "train"):
+            answers.append(method.learn(me, me.initial()))
+    for name, tensor in result.state.model.items():
+        mean = torch.stack([answer[name] for answer in answers]).double().mean(0)
+        assert torch.allclose(tensor.double(), mean, atol=1e-6)
+
+
+# --- ψ never leaves ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def messages(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Every message that is encoded, questions and answers alike."""
+    seen: list[bytes] = []
+    true = message.encode
+
+    def spy(kind: str, fields: Any) -> bytes:
+        seen.append(true(kind, fields))
+        return seen[-1]
+
+    monkeypatch.setattr("fewer.runtime.site.encode", spy)
+    monkeypatch.setattr("fewer.runtime.parties.encode", spy)
+    return seen
+
+
+def leaves_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for part in value.values() for leaf in leaves_of(part)] if isinstance(value, dict) else []
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_the_client_model_is_in_no_message(
+    data: ArrayData, tmp_path: Path, messages: list[bytes], decoupled: bool
+) -> None:
+    """Its every weight and moment, of every party and round, is sought in every message that is encoded.
+
+    Without decoupling it is averaged, so it must be found: the search works.
+    """
+    kept: list[Tensor] = []
+
+    class Watched(F2L):
+        def learn(self, me: Any, model: Weights) -> Weights:
+            sent = super().learn(me, model)
+            own = me.store.get("own") or {n: t for n, t in sent.items() if n.startswith(CLIENT)}
+            kept.extend(leaves_of(own))
+            return sent
+
+    result = run(Watched(**FAST | {"rounds": 3, "decoupled": decoupled}), data, out=tmp_path / "run")
+    assert len(messages) >= 40 and len(kept) >= 3 * 4 * 14
+    private = {tensor.shape for tensor in kept} - {tensor.shape for tensor in party(data, tmp_path).initial().values()}
+    found = 0
+    sent = {name for blob in messages for field in decode(blob)[1].values() for name in _names(field)}
+    for blob in messages:
+        for tensor in kept:
+            if tensor.numel() >= FEATURES and float(tensor.abs().sum()) > 0:
+                found += blob.find(tensor.float().numpy().tobytes()[:32]) >= 0
+        for field in decode(blob)[1].values():
+            found += sum(leaf.shape in private for leaf in leaves_of(field))
+    if decoupled:
+        assert found == 0
+        assert sent == {*party(data, tmp_path).initial(), *F2L.readings}
+        assert not any("own" in file.name for file in (tmp_path / "run").glob("*") if file.is_file())
+        for number in range(4):
+            own: Any = Store(folder_of(tmp_path / "run/parties", number), 3).get("own")
+            assert own["step"] == 6
+    else:
+        assert found > 0 and any(name.startswith(CLIENT) for name in sent)
+        assert any(name.startswith(CLIENT) for name in result.state.model)
+
+
+def _names(field: Any) -> list[str]:
+    return list(field) if isinstance(field, dict) else []
+
+
+# --- behaviour --------------------------------------------------------------------------------------------------
+
+BASELINES: list[type[FewShot]] = [FLMaml, FLProto, FedFSL, LocalMaml, LocalProto]
+
+
+@pytest.mark.parametrize("kind", [F2L, *BASELINES])
+def test_every_method_learns_to_tell_novel_classes_apart(kind: type[FewShot], data: ArrayData) -> None:
+    settings = {**FAST, "rounds": 6, "tasks": 8, "rate": 0.01, "test_tasks": 40}
+    if "fine_rate" in kind.model_fields:
+        settings["fine_rate"] = 0.3
+    result = run(kind(**settings), data)
+    assert result.accuracy > 0.55, result.accuracy  # chance is a third
+    assert result.scores["tasks"] == 40 and result.scores["absent"] == 0
+    assert result.scores["chosen"] in (2, 4, 6) and set(result.scores["parties"]) == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize("kind", [F2L, FLMaml, LocalProto])
+def test_a_resumed_run_ends_as_an_unbroken_one_and_a_pool_as_one_process(
+    kind: type[FewShot], data: ArrayData, tmp_path: Path
+) -> None:
+    method = kind(**FAST | {"rounds": 4, "validate_every": 1})
+    whole = run(method, data, out=tmp_path / "whole")
+    pool = run(method, data, runtime="pool", workers=2)
+
+    class Stop(Exception):
+        pass
+
+    class Breaks:
+        def begin(self, method: str, done: int, rounds: int) -> None: ...
+
+        def answer(self, round: int, done: int, asked: int) -> None:
+            if round == 3 and done == 3:
+                raise Stop
+
+        def round(self, figures: Any) -> None: ...
+
+    with pytest.raises(Stop):
+        run(method, data, out=tmp_path / "broken", progress=Breaks())
+    again = fewer.resume(tmp_path / "broken", method=method, data=data, model=net)
+    for other in (pool, again):
+        assert other.scores["accuracy"] == whole.scores["accuracy"]
+        assert other.scores["chosen"] == whole.scores["chosen"]
+        assert other.state.best.keys() == whole.state.best.keys()
+        assert all(torch.equal(tensor, whole.state.best[name]) for name, tensor in other.state.best.items())
+
+
+def test_the_best_model_on_validation_classes_is_judged_with_the_client_models_of_its_round(
+    data: ArrayData, tmp_path: Path
+) -> None:
+    class Worse(F2L):
+        """After round 2 all is spoilt: what is judged must be round 2."""
+
+        def learn(self, me: Any, model: Weights) -> Weights:
+            sent = super().learn(me, model)
+            if me.round <= 2:
+                return sent
+            me.store.put("own", {**me.store.get("own"), "weights": self._noise(me.store.get("own")["weights"])})
+            return self._noise(sent)
+
+        def _noise(self, weights: Weights) -> Weights:
+            return {name: torch.randn_like(tensor) * 30 for name, tensor in weights.items()}
+
+    settings = FAST | {"tasks": 8, "rate": 0.01, "fine_rate": 0.3, "test_tasks": 40}
+    spoilt = run(Worse(**settings, rounds=4), data, out=tmp_path / "spoilt")
+    two = run(F2L(**settings, rounds=2), data)
+    assert spoilt.scores["chosen"] == 2
+    assert spoilt.scores["accuracy"] == two.scores["accuracy"]
+    assert spoilt.scores["client"] == two.scores["client"] and spoilt.scores["server"] == two.scores["server"]
+
+
+def test_the_reading_that_is_set_is_the_accuracy(data: ArrayData) -> None:
+    client, server = (run(F2L(**FAST, rounds=2, reading=reading), data).scores for reading in ("client", "server"))
+    assert client["accuracy"] == client["client"] and server["accuracy"] == server["server"]
+    assert client["server"] == server["server"]  # the same tasks, the same models
+
+
+def test_tasks_are_the_same_for_all_methods_and_of_the_right_classes(data: ArrayData) -> None:
+    seen: dict[str, list[tuple[Any, ...]]] = {}
+
+    class SeenF2L(F2L):
+        def answer(self, ready: Any, task: Episode) -> dict[str, Tensor]:
+            seen.setdefault(self.name, []).append((*task.classes.tolist(), float(task.query_x.sum())))
+            return super().answer(ready, task)
+
+    class SeenProto(FLProto):
+        def answer(self, ready: Any, task: Episode) -> dict[str, Tensor]:
+            seen.setdefault(self.name, []).append((*task.classes.tolist(), float(task.query_x.sum())))
+            return super().answer(ready, task)
+
+    for kind in (SeenF2L, SeenProto):
+        run(kind(**FAST, rounds=1), data)
+    one, two = seen.values()
+    assert one == two
+    classes = [{c for *classes, _ in part for c in classes} for part in (one[:8], one[8:])]
+    assert classes[0] <= set(range(BASE, BASE + VALIDATION))
+    assert classes[1] <= set(range(BASE + VALIDATION, BASE + VALIDATION + NOVEL))
+
+
+def test_a_party_with_too_few_classes_is_skipped_with_a_word(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = clouds()
+    owner = np.arange(len(raw.y)) % 3
+    owner[(raw.y < BASE) & (raw.y >= WAY - 1) & (owner == 2)] = 0  # party 2 has two base classes
+    lame = federate(Raw(raw.x, raw.y, client=owner, split=raw.split), partition="natural", name="lame")
+    monkeypatch.setattr("fewer.runs.engine._TOLD", set())
+    result = run(F2L(**FAST, rounds=2), lame)
+    assert result.scores["absent"] == 1 and result.scores["tasks"] == 9
+    assert caplog.messages == ["f2l: skipped: party 2: base: 2 classes have 2 + 2 samples, 3 are needed (3-way 2-shot)"]
+    with pytest.raises(fewer.errors.QuorumLost, match="3 are needed"):
+        run(F2L(**FAST | {"shot": 40}, rounds=1), lame)
+
+
+def test_where_nobody_can_choose_the_last_model_is_taken_and_where_nobody_can_be_judged_that_is_told() -> None:
+    raw = clouds()
+    few = federate(Raw(raw.x, raw.y, split=(BASE, 2, VALIDATION - 2 + NOVEL)), parties=2, partition="iid")
+    assert run(FLProto(**FAST, rounds=4), few).scores["chosen"] == 4
+    none = federate(Raw(raw.x, raw.y, split=(BASE, VALIDATION + NOVEL - 2, 2)), parties=2, partition="iid")
+    with pytest.raises(SettingError, match="no party has 3 novel classes with 2 \\+ 2 samples"):
+        run(FLProto(**FAST, rounds=1), none)
+
+
+def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_apart(
+    data: ArrayData, tmp_path: Path
+) -> None:
+    settings = FAST | {"rounds": 2, "fine_rate": 0.3}
+    plain, none = run(FLMaml(**settings), data), run(FedFSL(**settings, adversary=0), data)
+    assert all(torch.equal(tensor, none.state.model[name]) for name, tensor in plain.state.model.items())
+    method = FedFSL(**settings, adversary=0.7, order="exact")
+    me = party(data, tmp_path)
+    received = method.begin(me.task, 0)
+    from fewer.methods.fewshot import small_net
+
+    made = small_net(me, received, WAY)
+    torch.manual_seed(0)
+    theta = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in learnable(made).items()}
+    task = one_task(data)
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
+
+    def tuned(weights: Weights) -> Weights:
+        inner = F.cross_entropy(functional_call(made, weights, (task.support_x,)), task.support_y)
+        slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        return {name: weights[name] - 0.3 * slope for name, slope in zip(weights, slopes, strict=True)}
+
+    ours = functional_call(made, tuned(leaves), (task.query_x,))
+    start = {name: received[name].clone().requires_grad_() for name in leaves}
+    theirs = functional_call(made, tuned(start), (task.query_x,)).softmax(1).detach()
+    apart = 0.7 * (ours.softmax(1) - theirs).abs().mean()
+    right = F.cross_entropy(ours, task.query_y)
+    found = method.slopes(made, theta, received, task)
+    for part, loss in (("encoder.", right + apart), ("head.", right - apart)):
+        names = [name for name in leaves if name.startswith(part)]
+        grads = torch.autograd.grad(loss, [leaves[name] for name in names], retain_graph=True)
+        for name, grad in zip(names, grads, strict=True):
+            assert torch.allclose(found[name], grad, atol=1e-6), name
+
+
+def test_what_is_sent_is_the_encoder_alone_or_both_parts(data: ArrayData) -> None:
+    """Bytes by arithmetic: 8 × 8 + 8 weights of the encoder, and a head of 8 × N + N or 8 × |C_b| + |C_b|."""
+    encoder = 8 * FEATURES + FEATURES
+    for kind, head in ((FLProto, 0), (FLMaml, FEATURES * WAY + WAY), (F2L, FEATURES * BASE + BASE)):
+        state = kind(**FAST).start(party(data, Path("/nowhere")).task, 0)
+        assert sum(tensor.numel() for tensor in state.model.values()) == encoder + head
+    local = run(LocalProto(**FAST, rounds=1), data)
+    assert not local.state.model and local.scores["up"] < 4 * 4 * 2000
+
+
+def test_logistic_regression_tells_clouds_apart() -> None:
+    y = torch.arange(3).repeat(4)
+    features = F.one_hot(y, 3) * 3.0 + 0.1 * tensors(12, 3).float()
+    assert torch.equal(logistic_regression(features[:6], y[:6], features[6:]), y[6:])
+
+
+def test_logistic_regression_is_that_of_scikit_learn() -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    draw = torch.Generator().manual_seed(0)
+    support, queries, y = (
+        torch.randn(12, 6, generator=draw),
+        torch.randn(60, 6, generator=draw),
+        torch.arange(3).repeat(4),
+    )
+    theirs = LogisticRegression(tol=1e-8).fit(F.normalize(support, dim=1), y).predict(F.normalize(queries, dim=1))
+    assert (logistic_regression(support, y, queries).numpy() == theirs).mean() > 0.97
+
+
+# --- data -------------------------------------------------------------------------------------------------------
+
+
+def test_classes_are_divided_and_each_party_has_its_part_of_all_three(data: ArrayData) -> None:
+    assert data.novel and data.classes == BASE and len(data.test) == NOVEL * 48
+    groups = (0, BASE), (BASE, BASE + VALIDATION), (BASE + VALIDATION, BASE + VALIDATION + NOVEL)
+    seen: list[float] = []
+    for number in range(4):
+        for samples, (low, high) in zip(data.party(number), groups, strict=True):
+            assert len(samples) and low <= int(samples.labels.min()) and int(samples.labels.max()) < high
+            seen += samples.slice(0, len(samples))[0][:, 0].tolist()
+    raw = clouds()
+    assert sorted(seen) == sorted(np.asarray(raw.x)[:, 0].tolist())  # all of them, once
+
+
+def test_a_split_by_numbers_or_by_names_pools_and_renumbers() -> None:
+    x = np.arange(12, dtype=np.float32)[:, None]
+    names = ("b.one", "a.one", "b.two", "c.one")
+    raw = Raw(x[:8], np.arange(8) % 4, (x[8:], np.arange(4)), names=names)
+    split = by_class(raw, "b/c/a", "toy")
+    assert split.names == ("b.one", "b.two", "c.one", "a.one") and split.split == (2, 1, 1) and split.test is None
+    assert split.y.tolist() == [0, 3, 1, 2] * 3 and np.asarray(split.x).ravel().tolist() == list(range(12))
+    numbers = by_class(raw, "1/1/1", "toy")  # the last class is dropped
+    assert numbers.y.tolist() == [0, 1, 2] * 3 and numbers.names == names[:3]
+    texts = by_class(Raw([f"text {n}" for n in range(4)], np.arange(4)), "2/1/1", "toy")
+    assert texts.x == ["text 0", "text 1", "text 2", "text 3"]
+    for wrong, why in (
+        ("3/1/1", "there are 4"),
+        ("2/2", "allowed"),
+        ("b/b/a", "two share one"),
+        ("b/x/a", "no classes"),
+    ):
+        with pytest.raises(SettingError, match=why):
+            by_class(raw, wrong, "toy")
+
+
+def test_words_are_known_from_training_text_of_base_classes_alone() -> None:
+    texts = [f"common base{c}" if c < 2 else f"common secret{c}" for c in range(4) for _ in range(12)]
+    raw = Raw(texts, np.repeat(np.arange(4), 12), split=(2, 1, 1))
+    data = federate(raw, parties=2, partition="iid", length=4)
+    assert set(data.tokens) == {"<pad>", "<unknown>", "common", "base0", "base1"}
+
+
+def test_fc100_is_cifar100_by_superclass(tmp_path: Path) -> None:
+    import pickle
+
+    fine = np.random.default_rng(0).permutation(100)  # fine class f is in coarse class fine[f] // 5
+    for part in ("train", "test"):
+        labels = list(range(100))
+        batch = {
+            b"data": np.zeros((100, 3072), np.uint8) + np.arange(100, dtype=np.uint8)[:, None],
+            b"fine_labels": labels,
+            b"coarse_labels": [int(fine[f]) // 5 for f in labels],
+        }
+        (tmp_path / part).write_bytes(pickle.dumps(batch, protocol=2))
+    meta = {b"fine_label_names": [f"f{n}".encode() for n in range(100)], b"coarse_label_names": [b"c"] * 20}
+    (tmp_path / "meta").write_bytes(pickle.dumps(meta, protocol=2))
+    from fewer.data.sources import read
+
+    (tmp_path / "cifar100").mkdir()
+    for part in ("train", "test", "meta"):
+        (tmp_path / part).rename(tmp_path / "cifar100" / part)
+    raw = read("fc100", tmp_path)
+    assert raw.split == (60, 20, 20) and raw.test is None and len(raw.y) == 200
+    coarse = [int(fine[int(name[1:])]) // 5 for name in raw.names]
+    assert set(coarse[:60]) == {1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19}
+    assert set(coarse[60:80]) == {8, 11, 13, 16} and set(coarse[80:]) == {0, 7, 12, 14}
+    assert all(raw.names[label] == f"f{int(image[0, 0, 0])}" for image, label in zip(raw.x, raw.y, strict=True))
+
+
+def test_word_vectors_of_the_text_itself_put_words_of_one_kind_together() -> None:
+    from fewer.data.text import own_vectors
+
+    draw = np.random.default_rng(0)
+    kinds = draw.integers(2, size=400)
+    rows = 2 + 8 * kinds[:, None] + draw.integers(8, size=(400, 6))
+    rows[:, 5] = draw.integers(2, size=400)  # filled up, or an unknown word
+    vectors = own_vectors(rows, 18, 4)
+    assert vectors.shape == (18, 4) and float(vectors[:2].abs().max()) == 0
+    likeness = F.normalize(vectors[2:], dim=1) @ F.normalize(vectors[2:], dim=1).T
+    assert float(likeness[:8, :8].mean()) > float(likeness[:8, 8:].mean()) + 0.5
+    assert torch.equal(vectors, own_vectors(rows, 18, 4))
+    with pytest.raises(fewer.errors.DataError, match="too few"):
+        own_vectors(rows, 18, 18)
+
+
+def test_methods_and_data_that_do_not_go_together_are_told_apart(data: ArrayData) -> None:
+    with pytest.raises(SettingError, match="split=BASE/VALIDATION/NOVEL"):
+        fewer.run("f2l", "digits", rounds=1)
+    with pytest.raises(SettingError, match="novel classes, fedavg on known ones"):
+        fewer.run("fedavg", data, model=net, rounds=1)
+    with pytest.raises(SettingError, match="divided by classes"):
+        cloud_data(validation=0.1)
+    with pytest.raises(SettingError, match="split and unseen"):
+        fewer.data.load("digits", data_set={"split": "4/3/3", "unseen": "1"})
+
+
+def test_the_command_line_runs_it_and_says_what_shot_1_means(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fewer.runs.engine._TOLD", set())
+    given = ("--data", "digits", "--data-set", "split=4/3/3", "--parties", "3", "--partition", "iid", "--rounds", "1")
+    small = ("--set", "way=3", "--set", "tasks=1", "--set", "test_tasks=3", "--out", str(tmp_path / "run"))
+    call("run", "f2l", *given, *small)  # with its report
+    inspected = call("data", "inspect", *given[1:8], "--out", tmp_path / "pictures")
+    assert "classes                 4" in inspected.stdout and (tmp_path / "pictures/digits-examples.png").exists()
+    assert len(caplog.messages) == 1 and "mutual information within a class is 0" in caplog.text
+    assert fewer.load(tmp_path / "run")(torch.zeros(1, 1, 8, 8)).shape == (1, 4)  # the server model: base classes
