@@ -21,13 +21,26 @@ from tests.machines.cluster import Cluster, job, until
 from tests.test_baselines import left
 
 pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.timeout(900)]
-META = ("fedmeta", "fedavg-meta", "reptile", "per-fedavg")
+META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
 """These need parties to train with, to choose on and to judge on: eight at least."""
-SMALL: dict[str, dict[str, Any]] = {
-    "fedmk": {"per_class": 2, "matching": 5, "outer_steps": 2, "server_steps": 10},
-    "fedmk-paper": {"per_class": 2, "server_steps": 10},
+FEW: dict[str, Any] = {
+    "data_set": {"split": "4/3/3"},
+    "partition": "iid",
+    "set": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
 }
-"""Settings with which a method is quick."""
+GROUPS: dict[str, Any] = {"rounds": 4, "set": {"way": 2, "members": 2, "groups": 1, "samples": 20}}
+SMALL: dict[str, dict[str, Any]] = {
+    "fedavg": {"drop": 0.2, "corrupt": 0.2},
+    "fedbn": {"norm": "batch"},
+    "fedmk": {"set": {"per_class": 2, "matching": 5, "outer_steps": 2, "server_steps": 10}},
+    "fedmk-paper": {"set": {"per_class": 2, "server_steps": 10}},
+    "metafed": {"validation": 0.2},
+    **dict.fromkeys(("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto"), FEW),
+    **dict.fromkeys(("frl", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), GROUPS),
+}
+"""Settings with which a method can be run, and is quick."""
+WITHOUT = ("frl-deploy",)
+"""Begins from a file of frl's, which the coordinator alone reads; its rounds are those of frl's groups."""
 SOME = ("fedavg", "fedbn", "fedmk")
 """One with a model, one that remembers, one with much to say."""
 
@@ -59,15 +72,19 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 
 
 @pytest.mark.parametrize(
-    "method", [name if name in SOME else pytest.param(name, marks=pytest.mark.cluster) for name in names()]
+    "method",
+    [
+        name if name in SOME else pytest.param(name, marks=pytest.mark.cluster)
+        for name in names()
+        if name not in WITHOUT
+    ],
 )
 def test_the_numbers_are_those_of_inline(
     method: str, clusters: Callable[[int], tuple[Cluster, Coordinator]], tmp_path: Path
 ) -> None:
     parties = parties_of(method)
     cluster, coordinator = clusters(parties)
-    settings: dict[str, Any] = {"set": SMALL.get(method, {}), "norm": "batch" if method == "fedbn" else None}
-    settings |= {"drop": 0.2, "corrupt": 0.2} if method == "fedavg" else {}
+    settings = SMALL.get(method, {})
     here = start(job(parties, method, runtime="inline", **settings), tmp_path / "inline")
     there = coordinator.start(job(parties, method, **settings), tmp_path / "flower")
     one, two = left(tmp_path / "inline"), left(tmp_path / "flower")
