@@ -23,7 +23,7 @@ cluster-demo: .venv/.installed ## three parties with keys and TLS, each in proce
 	$(BIN)/fewer local-cluster 3 metafed --data fashion-mini --validation 0.2 --rounds 2 --set steps=50
 
 test: .venv/.installed      ## run the tests
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2
 
 test-cluster: .venv/.installed ## all tests of runs between machines, with every fault and every method
 	$(BIN)/pytest -n 0 -m 'cluster or not cluster' tests/machines

@@ -28,7 +28,7 @@ from fewer.runtime.flower.parties import Flower
 from tests.machines.cluster import Cluster, job, until
 from tests.test_baselines import left
 
-pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from tests.test_baselines import left
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = [
-    pytest.mark.xdist_group("machines"),
     pytest.mark.timeout(900),
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: apt-get install nginx-light)"),
 ]

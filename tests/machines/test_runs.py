@@ -20,7 +20,7 @@ from fewer.runtime.site import LETTER
 from tests.machines.cluster import Cluster, job, until
 from tests.test_baselines import left
 
-pytestmark = [pytest.mark.xdist_group("machines"), pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
 """These need parties to train with, to choose on and to judge on: eight at least."""
 FEW: dict[str, Any] = {
