@@ -19,7 +19,7 @@ from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.programs import free_port
 
 PARTY = Path(__file__).with_name("party.py")
-PATIENCE = 150.0
+PATIENCE = 400.0
 """Seconds that anything here may take on a busy machine."""
 
 
@@ -46,6 +46,7 @@ class Cluster:
         acquaint([self.keys.party(party) for party in range(parties)])
         self.port = free_port()
         self.parties: dict[int, subprocess.Popen[bytes]] = {}
+        self.coordinators: list[subprocess.Popen[bytes]] = []
 
     @property
     def address(self) -> str:
@@ -58,6 +59,11 @@ class Cluster:
         """A coordinator in a process of its own."""
         plain = ["--keys", self.keys.folder, "--port", self.port, "--patience", PATIENCE, "--no-report"]
         return [sys.executable, "-m", "fewer", "coordinator", *map(str, [*words, *plain])]
+
+    def coordinate(self, *words: str | Path) -> subprocess.Popen[bytes]:
+        """Start it; it is gone when the cluster is."""
+        self.coordinators.append(subprocess.Popen(self.command(*words)))
+        return self.coordinators[-1]
 
     def store(self, party: int) -> Path:
         return self.folder / f"store-{party}"
@@ -88,6 +94,9 @@ class Cluster:
         process.wait()
 
     def close(self) -> None:
+        for coordinator in self.coordinators:
+            coordinator.kill()
+            coordinator.wait()
         for party in list(self.parties):
             self.parties[party].send_signal(signal.SIGTERM)
             self.parties.pop(party).wait()

@@ -80,7 +80,7 @@ def test_a_killed_coordinator_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(1)
     words = ["fedavg", "--data", "digits", "--parties", "2", "--alpha", "1", "--rounds", "3", "--seed", "3"]
     run = tmp_path / "run"
-    first = subprocess.Popen(cluster.command(*words, "--out", run))
+    first = cluster.coordinate(*words, "--out", run)
     until((run / "checkpoint.safetensors").exists)
     link = psutil.Process(first.pid).children()
     first.kill()
