@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -722,6 +723,25 @@ def test_flops_of_a_linear_net_by_arithmetic() -> None:
     with counted(False) as tally:
         meta_gradient(net, theta, [batch], batch, 0.1, exact=True)
     assert tally.flops == 0
+
+
+def test_operations_of_like_work_are_counted_once_but_not_of_other_nets() -> None:
+    class Often(nn.Module):
+        """Its layers do not tell how often they are used."""
+
+        def __init__(self, times: int) -> None:
+            super().__init__()
+            self.layer, self.times = nn.Linear(FEATURES, CLASSES), times
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = torch.stack([self.layer(x) for _ in range(self.times)]).sum(0)
+            return found
+
+    def flops(times: int) -> Any:
+        method = FedMeta(rounds=1, active=8, flops=True)
+        return fewer.run(method, federation(), model=partial(Often, times), seed=SEED).history[0]["flops"]
+
+    assert (one := flops(1)) and flops(2) == 2 * one and flops(1) == one
 
 
 def test_flops_of_an_lstm_are_counted_also_where_its_kernel_is_fused() -> None:

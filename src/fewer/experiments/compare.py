@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,8 @@ class Row:
     """What was tried to choose them."""
     groups: int = 0
     """Groups that all runs together were judged on, where that is how a method is judged: the interval is over them."""
-    judged: list[float] = field(default_factory=list)
-    """Accuracies of these groups or, where there are none, of the parties, one seed after the other."""
+    judged: list[dict[str, float]] = field(default_factory=list)
+    """For each seed the accuracies of these groups or, where there are none, of the parties, by their numbers."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,12 @@ def own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[s
     return own
 
 
+def _judged(scores: Mapping[str, Any]) -> dict[str, float]:
+    if "groups" in scores:
+        return {str(number): accuracy for number, accuracy in enumerate(scores["groups"])}
+    return dict(scores.get("parties", {}))
+
+
 def _row(job: Job, results: Sequence[Result], accuracies: list[float], trials: list[Trial]) -> Row:
     method = job.method
     last = [result.scores for result in results]
@@ -184,5 +190,5 @@ def _row(job: Job, results: Sequence[Result], accuracies: list[float], trials: l
         hash=job.hash,
         trials=trials,
         groups=len(groups),
-        judged=groups or [own for scores in last for _, own in sorted(scores.get("parties", {}).items())],
+        judged=[_judged(scores) for scores in last],
     )

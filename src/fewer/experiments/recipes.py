@@ -148,8 +148,8 @@ def reproduce(
         own: dict[str, Any] = {key: plan.quick[key] for key in _OWN if key in plan.quick}
         own["study"] = {**plan.study, **own.get("study", {})}
         plan = _checked(name, {**plan.model_dump(), **own})
-    for wrong in [rival for rival in plan.rivals if rival not in {row.name for row in plan.row}]:
-        raise unknown("rival", wrong, [row.name for row in plan.row])
+    for wrong in {*plan.rivals, *([plan.target] if plan.target else [])} - {row.name for row in plan.row}:
+        raise unknown("target or rival", wrong, [row.name for row in plan.row])
     if plan.study:
         prepared(plan.study)  # what is wrong with it shows before the first run
     cells = []
@@ -302,25 +302,26 @@ def _duels(plan: Recipe, cells: list[Cell]) -> list[str]:
     units = "groups" if cells[0].ours.groups else "parties"
     lines = [
         "",
-        "How far a row is ahead, in points: mean ± 95 % CI of the differences over the "
-        f"{len(cells[0].ours.judged)} {units} that both were judged on, seed by seed:",
+        f"How far a row is ahead, in points: mean and 95 % CI of the differences over all {units} that both were "
+        f"judged on. Within a seed {units} share one trained model; in brackets, the CI over the seeds' means:",
         "",
         "| method | column | " + " | ".join(f"ahead of {rival}" for rival in plan.rivals) + " |",
         "|---|---|" + "---|" * len(plan.rivals),
     ]
     judged = {(cell.row, cell.column): cell.ours.judged for cell in cells}
     for (row, column), mine in judged.items():
-        theirs = [judged[rival, column] for rival in plan.rivals]
-        shown = " | ".join(_ahead(mine, other) for other in theirs)
+        shown = " | ".join(_ahead(mine, judged[rival, column]) for rival in plan.rivals)
         lines.append(f"| {row} | {column} | {shown} |")
     return lines
 
 
-def _ahead(mine: Sequence[float], theirs: Sequence[float]) -> str:
-    """A dash where it is the row itself, or they were not judged on the same."""
-    if mine is theirs or len(mine) != len(theirs):
+def _ahead(mine: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]]) -> str:
+    """A dash where it is the row itself, or nothing was judged in both."""
+    ways = [[a[one] - b[one] for one in a if one in b] for a, b in zip(mine, theirs, strict=True)]
+    if mine is theirs or not all(ways):
         return "–"
-    return _mean([one - other for one, other in zip(mine, theirs, strict=True)])
+    half = half_width([statistics.fmean(way) for way in ways])
+    return _mean([way for seed in ways for way in seed]) + ("" if half is None else f" (± {100 * half:.1f})")
 
 
 def _figure(cell: Cell) -> str:

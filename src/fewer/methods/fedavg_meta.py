@@ -2,7 +2,8 @@
 
 Chen, Luo, Dong, Li, He: Federated Meta-Learning with Fast Convergence and Efficient Communication, 2018, Section 4.1:
 training uses all samples of the training parties; with `adapt_steps = 0` it is plain FedAvg, judged on new parties.
-Departures: as FedAvg; fine-tuning is plain gradient descent on the whole support.
+Departures: as FedAvg; local training is SGD where the paper has Adam (`optimiser = adam`: this too); fine-tuning is
+plain gradient descent on the whole support.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class FedAvgMeta(NewParties):
     name: ClassVar[str] = "fedavg-meta"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         "rate": (0.03, 0.1, 0.3, 1.0),
-        "adapt_rate": (0.03, 0.1, 0.3),
+        "adapt_rate": (0.01, 0.03, 0.1, 0.3),
     }
 
     rate: PositiveFloat = 0.1
@@ -85,7 +86,7 @@ class FedAvgMeta(NewParties):
     def train(self, me: Party, model: Weights) -> dict[str, Any]:
         """Local training on all samples of the party."""
         net = me.net(model)
-        with self.tally(me, net) as tally:
+        with self.tally(me) as tally:
             self.learn(net, me)
         return {"model": Coded(weights_of(net), self.codec), "size": len(self.samples(me)), "flops": tally.flops}
 

@@ -131,7 +131,7 @@ class FedMeta(NewParties):
         """Lines 11 to 18, and what an answer needs besides."""
         net = me.net(self.initialisation(algorithm)).train()
         draw = me.stream("samples")
-        with self.tally(me, net) as tally:
+        with self.tally(me) as tally:
             found = (self.way if self.local_steps else self.gradient)(me, net, algorithm, draw)
         return {
             "gradient": Coded(found, self.codec),

@@ -45,7 +45,7 @@ class NewParties(Method):
     """Share of its samples, the last of the rest, that it is judged on. [default: all the rest]"""
     top: PositiveInt = 1
     """An answer counts as right if it is among so many best ones."""
-    most: PositiveInt = 1000
+    most: Annotated[int, Field(ge=2)] = 1000
     """Samples of a party that are used at most; of more, so many evenly spread ones."""
     judge: Literal["new", "validation"] = "new"
     """Whom it is judged on: parties never met, or those that settings are chosen on."""
@@ -93,10 +93,9 @@ class NewParties(Method):
         count = min(max(1, round(len(samples) * self.query_share)), len(rest))
         return support, rest.only(torch.arange(len(rest) - count, len(rest)))
 
-    def tally(self, me: Party, net: nn.Module) -> AbstractContextManager[Tally]:
-        """Counts operations, if they are to be counted: once for each net and number of samples."""
-        samples = self.samples(me)
-        return counted(self.flops, like=(self, repr(net), len(samples), samples.slice(0, 1)[0].shape))
+    def tally(self, me: Party) -> AbstractContextManager[Tally]:
+        """Counts operations, if they are to be counted: once for each kind of net and number of samples."""
+        return counted(self.flops, like=(self, me.task.make, len(self.samples(me))))
 
     # How it is judged.
 

@@ -72,6 +72,16 @@ class Result:
         assert isinstance(me, Party)
         return self.method.personal(me, self.method.shared(self.state)).eval()
 
+    def like(self, x: Tensor, name: str) -> Samples:
+        """Inputs in the form of those that the model was trained on, normalised alike."""
+        if tuple(x.shape[1:]) != self.data.shape:
+            raise DataError(
+                f"data '{name}' has inputs of shape {tuple(x.shape[1:])}; the model takes {self.data.shape}"
+            )
+        if x.dtype != self.data.test.x.dtype:
+            raise DataError(f"data '{name}' has {x.dtype} inputs; the model was trained on {self.data.test.x.dtype}")
+        return replace(self.data.test, x=x, y=torch.zeros(len(x), dtype=torch.int64), rows=None)
+
     def adapt(self, x: Samples | ArrayLike | Tensor, y: ArrayLike | Tensor) -> nn.Module:
         """The model of a party that was never met, from its own inputs and labels, ready to use.
 
@@ -80,7 +90,7 @@ class Result:
         if not isinstance(self.method, NewParties):
             known = [name for name in names() if issubclass(find(name), NewParties)]
             raise SettingError(f"{self.method.name} has not learned to adapt to new data (allowed: {', '.join(known)})")
-        samples = x if isinstance(x, Samples) else replace(self.data.test, x=inputs_of(x, "x"), rows=None)
+        samples = x if isinstance(x, Samples) else self.like(inputs_of(x, "x"), "x")
         labels = torch.from_numpy(labels_of(y, "y"))
         if not len(labels) or len(labels) != len(samples.x):
             raise DataError(

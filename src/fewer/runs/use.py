@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +104,7 @@ def _like(result: Result, x: Inputs, name: str) -> Samples:
         if not result.data.tokens:
             raise DataError(f"data '{name}' is text; the model was trained on inputs of shape {result.data.shape}")
         x = text.encode(x, result.data.tokens, result.settings.length)
-    tensor = inputs_of(x, name)
-    if tuple(tensor.shape[1:]) != result.data.shape:
-        raise DataError(
-            f"data '{name}' has inputs of shape {tuple(tensor.shape[1:])}; the model takes {result.data.shape}"
-        )
-    if tensor.dtype != result.data.test.x.dtype:
-        raise DataError(f"data '{name}' has {tensor.dtype} inputs; the model was trained on {result.data.test.x.dtype}")
-    return replace(result.data.test, x=tensor, y=torch.zeros(len(tensor), dtype=torch.int64), rows=None)
+    return result.like(inputs_of(x, name), name)
 
 
 # --- models for groups ------------------------------------------------------------------------------------------
