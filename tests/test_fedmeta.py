@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 import fewer
 from fewer.data import ArrayData, Samples, from_parties
 from fewer.data.episodes import split_parties
-from fewer.errors import SettingError
+from fewer.errors import DataError, SettingError
 from fewer.experiments import recipes
 from fewer.experiments.targets import Reached, best, reach
 from fewer.experiments.tune import tune
@@ -705,6 +706,11 @@ def test_what_cannot_be_adapted_gets_one_line(tmp_path: Path) -> None:
     assert "has no labels to adapt to" in call(*words, f"npz:{tmp_path}/bare.npz", code=2).stderr
     np.savez(tmp_path / "odd.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.array([0, 1, 10]))
     assert "a label of 10 to adapt to (allowed: 0 … 9)" in call(*words, f"npz:{tmp_path}/odd.npz", code=2).stderr
+    result = fewer.run(FedMeta(rounds=1, active=2), federation(), model=linear(), seed=SEED)
+    wide, whole = np.zeros((3, FEATURES + 1), np.float32), np.zeros((3, FEATURES), int)
+    for x, word in ((wide, f"inputs of shape ({FEATURES + 1},)"), (whole, "inputs; the model was trained on")):
+        with pytest.raises(DataError, match=re.escape(word)):
+            result.adapt(x, [0, 1, 1])
 
 
 # --- counting -------------------------------------------------------------------------------------------------
