@@ -75,6 +75,7 @@ def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
 # --- killed ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cluster
 def test_a_killed_coordinator_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1)
