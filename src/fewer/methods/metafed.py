@@ -13,7 +13,7 @@ The last of `rounds` is Stage II, the others are Stage I. Departures: Eq 2's squ
 sum, so that λ means the same for all nets; a federation takes a fixed number of steps, not epochs; what it keeps is
 the best of all its models on its validation samples (Section 4.1: they "select the best model"), the later one where
 they are equally often right and its loss is smaller; l_t1 is 1 where nothing else is set, so that Stage I always takes
-over and Stage II distils: with few samples that is worth far more than the paper's 0.6; in the ablation without
+over and Stage II distils: better than the paper's 0.6 in first runs (docs/metafed.md); in the ablation without
 Stage I, where there is no f, the first federation's own model takes its place, and Stage II is repeated for as many
 rounds.
 
