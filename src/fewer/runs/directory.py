@@ -7,7 +7,7 @@
     checkpoint.safetensors   state after the last whole round, and how long the records were then
     hops/                    what was passed from party to party in the round under way, if the method does that
     parties/                 what each party remembers (where parties are simulated)
-    lock                     held by the process that writes
+    lock                     held by the process that writes, with its number
 
 A checkpoint names the lengths of metrics and ledger. What was written after it belongs to a round that did not end,
 and is cut off when the run goes on: so a resumed run leaves the same figures as an unbroken one. Events are never cut:
@@ -36,6 +36,7 @@ EVENTS = "events.jsonl"
 PARTS = {"settings", "hash", "own", "method", "data", "environment"}
 """What settings.json tells of a run."""
 HOPS = "hops"
+LOCK = "lock"
 FIGURES = ("metrics.jsonl", "ledger.csv")
 
 
@@ -91,7 +92,7 @@ class RunDirectory:
     # --- writing --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> RunDirectory:
-        self._lock = (self.path / "lock").open("a+")
+        self._lock = (self.path / LOCK).open("a+")
         for _ in range(20):  # the workers of a killed run hold the lock for a moment longer
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,6 +102,13 @@ class RunDirectory:
         else:
             self._lock.close()
             raise RunError(f"{self.path} is in use by another process")
+        try:
+            self._lock.truncate(0)
+            self._lock.write(f"{os.getpid()}\n")
+            self._lock.flush()
+        except OSError as error:
+            self._lock.close()
+            raise self._full(error) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -188,6 +196,44 @@ class RunDirectory:
             return [json.loads(line) for line in lines]
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error
+
+
+def in_use(path: Path) -> bool:
+    """Whether a process writes this run, or has just begun to."""
+    try:
+        with (path / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once; who wants it now asks again
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def writer(path: Path) -> int:
+    """The process of this machine that writes a run; RunError where there is none that is surely it.
+
+    The number in the lock may be of another machine, or of a process that is gone and whose number is another's now:
+    so the process must have that very file open.
+    """
+    if not in_use(path):
+        raise RunError(f"{path} is not going on")
+    lock = path / LOCK
+    try:
+        number = int(lock.read_text())
+        files = list(Path(f"/proc/{number}/fd").iterdir())
+    except (OSError, ValueError):
+        raise RunError(f"{path} is written by a process that cannot be found here: stop it where it runs") from None
+    if not any(_same(file, lock) for file in files):
+        raise RunError(f"{path} is written by another process than {number}, which its lock names")
+    return number
+
+
+def _same(file: Path, lock: Path) -> bool:
+    try:
+        return file.samefile(lock)
+    except OSError:  # closed meanwhile
+        return False
 
 
 def _unused(path: Path) -> bool:
