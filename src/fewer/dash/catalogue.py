@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from fewer.dash.records import Curve, Tally, newest, read_line
 from fewer.errors import FewerError
 from fewer.report.style import look
-from fewer.runs.directory import EVENTS, RunDirectory, in_use
+from fewer.runs.files import EVENTS, METRICS, SETTINGS, describe, in_use
 
 T = TypeVar("T")
 
@@ -26,11 +26,11 @@ OFTEN, SELDOM = 0.4, 3.0
 WARM = 60.0
 """Seconds since its last change for which a run is looked at often."""
 FRESH = 2.0
-"""A directory that was changed so many seconds ago is read again: it may be changed twice within one tick of its clock."""
+"""Seconds for which a changed directory is read again: it may change twice within one tick of the clock."""
 OPENED = 64
 """Runs of which curve and tally are remembered."""
 STATES = ("running", "starting", "stopped", "broken", "finished", "damaged")
-_FILES = ("settings.json", "metrics.jsonl", EVENTS)
+_FILES = (SETTINGS, METRICS, EVENTS)
 
 Sizes = tuple[tuple[int, int, int] | None, ...]
 
@@ -129,7 +129,7 @@ class Catalogue:
             if known is None or known[0] != changed:
                 with os.scandir(folder) as entries:
                     all = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-                is_run = ("settings.json", False) in all
+                is_run = (SETTINGS, False) in all
                 inside = [] if is_run else sorted(folder / name for name, is_folder in all if is_folder)
                 known = (changed if time.time() - changed / 1e9 > FRESH else -1, is_run, inside)
                 self._folders[folder] = known
@@ -165,7 +165,7 @@ class Catalogue:
         row: dict[str, Any] = {"id": run.id, "name": run.name, "changed": round(changed, 3)}
         try:
             if not run.description or sizes[:1] != run.sizes[:1]:
-                run.description = RunDirectory.open(run.path).description
+                run.description = describe(run.path)
             row |= _told(run.description)
         except (FewerError, KeyError, TypeError, AttributeError) as error:
             return {**row, "method": "?", "data": "?", "state": "damaged", "reason": str(error)}
@@ -204,12 +204,12 @@ def _told(description: Mapping[str, Any]) -> dict[str, Any]:
 def _progress(path: Path) -> dict[str, Any]:
     """How far a run has come: its last line, and the last accuracy where that was not measured in every round."""
     found: dict[str, Any] = {"round": 0, "accuracy": None, "up": 0, "down": 0, "seconds": 0.0}
-    lines, before = newest(path / "metrics.jsonl", 1)
+    lines, before = newest(path / METRICS, 1)
     for line in lines:
         read = read_line(line)
         found |= {name: read[name] for name in found if name in read}
     if found["round"] and found["accuracy"] is None:
-        older = map(read_line, newest(path / "metrics.jsonl", 200, before).lines)
+        older = map(read_line, newest(path / METRICS, 200, before).lines)
         found["accuracy"] = next((read["accuracy"] for read in older if "accuracy" in read), None)
     return found
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from fewer.errors import RunError
-from fewer.runs.directory import in_use, writer
+from fewer.runs.files import in_use, writer
 
 LOG = "resume.log"
 """In a run's directory: what `fewer resume` said that was begun from here."""
-_GO_ON = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fewer.cli import main; main()"
-)
+_GO_ON = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fewer.cli import main; main()"
 """Whoever started us may have made us deaf to Ctrl-C, and so all that we start."""
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fewer.runs.directory import EVENTS
-from fewer.wire.ledger import EVALUATION, Entry
+from fewer.runs.files import EVENTS, LEDGER, METRICS
 
 BLOCK = 1 << 16
 SLICE = 1 << 22
@@ -108,7 +107,7 @@ class Curve:
     @classmethod
     def of(cls, run: Path) -> Curve:
         """Of a run of which nothing is known yet."""
-        return cls(Growing(run / "metrics.jsonl"))
+        return cls(Growing(run / METRICS))
 
     def points(self) -> list[dict[str, Any]]:
         """The rounds so far, thinned out evenly where there are very many; the last is always there."""
@@ -141,7 +140,7 @@ class Tally:
     @classmethod
     def of(cls, run: Path) -> Tally:
         """Of a run of which nothing is known yet."""
-        return cls(Growing(run / EVENTS), Growing(run / "ledger.csv"))
+        return cls(Growing(run / EVENTS), Growing(run / LEDGER))
 
     def more(self) -> dict[str, Any]:
         """Read on, and tell what is known by now."""
@@ -160,7 +159,7 @@ class Tally:
 
     def _told(self) -> dict[str, Any]:
         size = self.events.size + self.ledger.size
-        kinds = sorted(self.traffic.items(), key=lambda item: (item[0][1].startswith(EVALUATION), -item[1][1]))
+        kinds = sorted(self.traffic.items(), key=lambda item: -item[1][1])
         return {
             "absent": dict(sum(self.absent.values(), Counter[str]()).most_common()),
             "traffic": [
@@ -181,7 +180,7 @@ class Tally:
 
     def _message(self, line: bytes) -> None:
         cells = line.decode(errors="replace").split(",")
-        if len(cells) == len(Entry._fields) and cells[-1].isdecimal():  # neither the heads nor half a line
+        if len(cells) == 5 and cells[-1].isdecimal():  # neither the heads nor half a line
             known = self.traffic.setdefault((cells[2], cells[3]), [0, 0])
             known[0] += 1
             known[1] += int(cells[-1])

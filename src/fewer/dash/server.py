@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import socket
 import webbrowser
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -27,13 +28,12 @@ from fewer.dash.control import LOG, Control, hindrance
 from fewer.dash.guard import Guard, token_for
 from fewer.dash.records import newest, read_line
 from fewer.errors import FewerError, RunError, SettingError
-from fewer.report.page import PAGE
-from fewer.report.reading import differing
 from fewer.report.style import looks
-from fewer.runs.directory import EVENTS
+from fewer.runs.files import EVENTS, LEDGER
 from fewer.runs.settings import OUTSIDE
-from fewer.wire.ledger import Entry
 
+REPORT = "report/report.html"
+"""In a run's directory: the page that `fewer run` and `fewer resume` write."""
 LARGEST = 200
 """Rows of one answer."""
 ANY = 1 << 60
@@ -54,7 +54,9 @@ ORDERS: Mapping[str, Callable[[Known], Any]] = {
     "name": lambda run: run.name,
     "method": lambda run: (run.row["method"], run.name),
 }
-_REPORT = "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+_REPORT = (
+    "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+)
 """A report needs nothing but itself, and is kept from asking us for anything."""
 
 
@@ -113,7 +115,11 @@ class Dashboard:
         """A page of the list, sorted and sifted."""
         asked = request.query_params
         self.catalogue.refresh()
-        words, state, order = asked.get("find", "").lower().split(), asked.get("state", ""), asked.get("sort", "changed")
+        words, state, order = (
+            asked.get("find", "").lower().split(),
+            asked.get("state", ""),
+            asked.get("sort", "changed"),
+        )
         if order not in ORDERS or (state and state not in STATES):
             raise SettingError(f"sort is one of {', '.join(ORDERS)}; state is one of {', '.join(STATES)}")
         runs = [run for run in self.catalogue.rows() if run.row]
@@ -154,18 +160,18 @@ class Dashboard:
                     "command": " ".join(map(str, about.get("command", []))),
                 },
                 "hindrance": hindrance(run.path, about) if run.state != "damaged" else "it is damaged",
-                "report": (run.path / "report" / PAGE).is_file(),
+                "report": (run.path / REPORT).is_file(),
                 "log": (run.path / LOG).is_file(),
             }
         )
 
     def compare(self, request: Request) -> Response:
-        """Some runs with looks by which to tell them apart, and the settings that are not the same in all."""
+        """Some runs, with looks by which to tell them apart, and the settings that they have differently."""
         runs = [self.catalogue.runs[id] for id in _ids(request) if id in self.catalogue.runs]
         runs = [run for run in runs if run.row["state"] != "damaged"][:MOST]
         found = looks({run.id: run.row["method"] for run in runs})
         told = [{**run.description["settings"], **run.description["method"]} for run in runs]
-        keys = [key for key in differing(told) if key not in HIDDEN] if told else []
+        keys = [key for key in dict.fromkeys(key for each in told for key in each) if _differ(key, told)]
         return answer(
             {
                 "runs": [{**run.row, **found[run.id]._asdict()} for run in runs],
@@ -188,9 +194,9 @@ class Dashboard:
 
     def ledger(self, request: Request) -> Response:
         """Messages, the newest first."""
-        lines, before = self._page(request, "ledger.csv")
+        lines, before = self._page(request, LEDGER)
         rows = [line.decode(errors="replace").split(",") for line in lines]
-        return answer({"rows": [row for row in rows if row != [*Entry._fields]], "before": before})
+        return answer({"rows": [row for row in rows if row[0].isdecimal()], "before": before})
 
     def log(self, request: Request) -> Response:
         """The last words of `fewer resume` that was started from here."""
@@ -205,7 +211,7 @@ class Dashboard:
     def report(self, request: Request) -> Response:
         """The page that `fewer report` wrote beside the run."""
         try:
-            page = (self._run(request).path / "report" / PAGE).read_bytes()
+            page = (self._run(request).path / REPORT).read_bytes()
         except OSError:
             raise RunError("there is no report of this run") from None
         return Response(page, media_type="text/html", headers={"content-security-policy": _REPORT})
@@ -266,6 +272,11 @@ def _ids(request: Request) -> list[str]:
     return list(dict.fromkeys(filter(None, request.query_params.get("ids", "").split(","))))[:LARGEST]
 
 
+def _differ(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
+    known = [each[key] for each in settings if key in each]
+    return key not in HIDDEN and any(value != known[0] for value in known)
+
+
 def _has(run: Known, words: Sequence[str]) -> bool:
     text = f"{run.name} {run.row['method']} {run.row['data']} {run.state}".lower()
     return all(word in text for word in words)
@@ -319,10 +330,31 @@ def application(dashboard: Dashboard, token: str | None, names: Sequence[str], p
         return JSONResponse({"error": str(error)}, 400 if isinstance(error, SettingError) else 409)
 
     app = Starlette(
-        routes=[*dashboard.routes(), Route("/api/enter", enter, methods=["POST"])], exception_handlers={FewerError: refused}
+        routes=[*dashboard.routes(), Route("/api/enter", enter, methods=["POST"])],
+        exception_handlers={FewerError: refused},
     )
     guard = Guard(app, token, names, port)
     return guard
+
+
+def opened(
+    root: Path,
+    listening: socket.socket,
+    *,
+    token: str | None = None,
+    names: Sequence[str] = (),
+    read_only: bool = False,
+) -> uvicorn.Server:
+    """A server of the runs under a directory, ready to run on a socket that listens."""
+    control = Control()
+    dashboard = Dashboard(Catalogue(root, control.starting), control, read_only)
+    app = application(dashboard, token, names, listening.getsockname()[1])
+    config = uvicorn.Config(
+        app, log_level="error", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=2
+    )
+    server = uvicorn.Server(config)
+    dashboard.closing = lambda: server.should_exit
+    return server
 
 
 def serve(
@@ -334,35 +366,30 @@ def serve(
     names: Sequence[str] = (),
     read_only: bool = False,
     browse: bool = False,
-    say: Callable[[str], None] = print,
 ) -> None:
     """Serve the runs under a directory until interrupted."""
     token = token_for(host, token_file)
-    listening = _listen(host, port)
-    port = listening.getsockname()[1]
-    control = Control()
-    dashboard = Dashboard(Catalogue(root, control.starting), control, read_only)
-    app = application(dashboard, token, [*names, host], port)
-    config = uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=2
-    )
-    server = uvicorn.Server(config)
-    dashboard.closing = lambda: server.should_exit
-    address = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
-    entrance = f"{address}#token={token}" if token else address
-    say(f"Runs under {root}: {address if token_file else entrance}")
-    if token_file:
-        say(f"The page asks for the token in {token_file}.")
-    say("Read only: nothing can be stopped or resumed. Ctrl-C ends it." if read_only else "Ctrl-C ends it; runs go on.")
-    if browse:
-        webbrowser.open(entrance)
-    server.run(sockets=[listening])
+    with listen(host, port) as listening:
+        server = opened(root, listening, token=token, names=[*names, host], read_only=read_only)
+        address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
+        entrance = f"{address}#token={token}" if token else address
+        print(f"Runs under {root}: {address if token_file else entrance}")
+        if token_file:
+            print(f"The page asks for the token in {token_file}.")
+        end = "nothing can be stopped or resumed from it" if read_only else "runs go on"
+        print(f"Ctrl-C ends the dashboard; {end}.", flush=True)
+        if browse:
+            webbrowser.open(entrance)
+        server.run(sockets=[listening])
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; SettingError where it cannot."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise SettingError(f"{host}:{port} cannot be listened on: {reason} (--port N takes another, 0 any free one)") from None
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        raise SettingError(
+            f"{host}:{port} cannot be listened on: {reason} (--port N takes another, 0 any free one)"
+        ) from None

@@ -26,18 +26,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from fewer.errors import RunError
+from fewer.runs.files import EVENTS as EVENTS
+from fewer.runs.files import FIGURES, FORMAT, LOCK, describe
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import forget_after, write_durably
 from fewer.wire import Tree, pack, unpack
 from fewer.wire.ledger import Entry
 
-FORMAT = 1
-EVENTS = "events.jsonl"
-PARTS = {"settings", "hash", "own", "method", "data", "environment"}
-"""What settings.json tells of a run."""
 HOPS = "hops"
-LOCK = "lock"
-FIGURES = ("metrics.jsonl", "ledger.csv")
 
 
 class RunDirectory:
@@ -65,19 +61,7 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
         """A directory that a run left; RunError where it is none."""
-        try:
-            description = json.loads((path / "settings.json").read_text())
-            found = description["format"]
-            if found == FORMAT and (missing := PARTS - description.keys()):
-                raise ValueError(f"no '{min(missing)}' in it")
-        except FileNotFoundError:
-            what = "has no settings.json" if path.is_dir() else "does not exist"
-            raise RunError(f"{path} is not a run of Fewer: it {what}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} is damaged: settings.json cannot be read ({error})") from error
-        if found != FORMAT:
-            raise RunError(f"{path} has format {found}; this version of Fewer reads format {FORMAT}")
-        return cls(path, description)
+        return cls(path, describe(path))
 
     @property
     def parties(self) -> Path:
@@ -196,44 +180,6 @@ class RunDirectory:
             return [json.loads(line) for line in lines]
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error
-
-
-def in_use(path: Path) -> bool:
-    """Whether a process writes this run, or has just begun to."""
-    try:
-        with (path / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once; who wants it now asks again
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def writer(path: Path) -> int:
-    """The process of this machine that writes a run; RunError where there is none that is surely it.
-
-    The number in the lock may be of another machine, or of a process that is gone and whose number is another's now:
-    so the process must have that very file open.
-    """
-    if not in_use(path):
-        raise RunError(f"{path} is not going on")
-    lock = path / LOCK
-    try:
-        number = int(lock.read_text())
-        files = list(Path(f"/proc/{number}/fd").iterdir())
-    except (OSError, ValueError):
-        raise RunError(f"{path} is written by a process that cannot be found here: stop it where it runs") from None
-    if not any(_same(file, lock) for file in files):
-        raise RunError(f"{path} is written by another process than {number}, which its lock names")
-    return number
-
-
-def _same(file: Path, lock: Path) -> bool:
-    try:
-        return file.samefile(lock)
-    except OSError:  # closed meanwhile
-        return False
 
 
 def _unused(path: Path) -> bool:

@@ -16,7 +16,8 @@ const HEIGHT = 300;
 const EDGE = { left: 56, right: 16, top: 12, bottom: 44 };
 const CROWDED = 40;
 
-const inked = (colour) => (colour === "#000000" ? "var(--ink)" : colour);
+// What is nearly black is drawn in the colour of the letters, which is light where the page is dark.
+const inked = (colour) => (parseInt(colour.slice(1, 3), 16) < 64 && /^#(..)\1\1$/.test(colour) ? "var(--ink)" : colour);
 
 function mark(look, x, y) {
   const drawn = svg("path", { d: MARKS[look.marker], transform: `translate(${x} ${y})` });

@@ -2,7 +2,7 @@
 
 import { ask, follow } from "./app.js";
 import { curves, swatch } from "./chart.js";
-import { badge, duration, h, megabytes, percent, table } from "./dom.js";
+import { badge, duration, h, megabytes, percent, plain, table } from "./dom.js";
 
 export async function comparison(asked) {
   const ids = asked.get("compare").split(",").filter(Boolean);
@@ -39,7 +39,6 @@ export async function comparison(asked) {
     if (some.length) show();
   }
 
-  const told = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
   show();
   return {
     title: "Compare",
@@ -47,8 +46,9 @@ export async function comparison(asked) {
     elements: [
       h("h1", {}, runs.length === 1 ? "One run" : `${runs.length} runs compared`), drawn.element, figures,
       h("section", {}, h("h2", {}, "What they differ in"), differing.length
-        ? table("Settings that differ", ["setting", ...runs.map(label)], differing.map(({ name, values }) => [name, ...values.map(told)]))
-        : h("p", {}, "All settings are the same, but perhaps the method.")),
+        ? table("Settings that differ", ["setting", ...runs.map(label)], differing.map(({ name, values }) => [name, ...values.map(plain)]))
+        : h("p", {}, "In no setting that more than one of them has."), h("p", { class: "small" },
+        "Settings that only one of them has, as most of a method's own, are on its page.")),
     ],
     begin: () => follow(runs.map(({ id }) => id)),
     changed,

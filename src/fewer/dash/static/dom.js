@@ -27,6 +27,9 @@ export function table(caption, heads, rows, numbers = false) {
       h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, body)));
 }
 
+/** A setting's value as text. */
+export const plain = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
+
 export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(2)} %`);
 
 const digits = (value) => (value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));

@@ -92,9 +92,11 @@ export async function list(asked) {
       } });
     const cells = COLUMNS.map(([, head, kind]) => h(head === "run" ? "th" : "td", { class: kind || null, scope: head === "run" ? "row" : null }));
     const element = h("tr", {}, h("td", { class: "tick" }, tick), cells);
-    const link = h("a", { href: `/?run=${row.id}`, class: "open" }, row.name);
-    const beneath = h("span", { class: "beneath" });
-    cells[0].append(link, beneath);
+    const [last, ...folders] = row.name.split("/").reverse();
+    const folder = folders.reverse().join("/");
+    const link = h("a", { href: `/?run=${row.id}`, class: "open", "aria-label": row.name }, last);
+    const beneath = h("span", { class: "beneath narrow" });
+    cells[0].append(link, beneath, folder ? h("span", { class: "beneath" }, `in ${folder}`) : "");
     const update = (now) => {
       const sent = now.up === undefined ? undefined : now.up + now.down;
       beneath.replaceChildren(swatch(now), ` ${now.method}, ${now.data}`);
@@ -159,8 +161,9 @@ export async function list(asked) {
       h("h1", {}, "Runs"),
       h("p", { class: "root" }, page.root, page.read_only ? " (read only)" : ""),
       h("div", { class: "tools" },
-        h("label", { for: "find" }, "Find"), search,
-        h("label", { for: "state" }, "State"), states, h("span", { class: "grow" }), forget, compare),
+        h("span", { class: "field" }, h("label", { for: "find" }, "Find"), search),
+        h("span", { class: "field" }, h("label", { for: "state" }, "State"), states),
+        h("span", { class: "grow" }), forget, compare),
       news,
       h("table", { class: "runs" }, h("caption", { class: "hidden" }, "Runs. Arrow keys go from one to the next."),
         h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "tick" }, h("span", { class: "hidden" }, "compare")), heads)), body),

@@ -2,7 +2,7 @@
 
 import { ask, follow } from "./app.js";
 import { curves, swatch } from "./chart.js";
-import { badge, clock, duration, h, megabytes, MEANINGS, percent, reason, table, whole } from "./dom.js";
+import { badge, clock, duration, h, megabytes, MEANINGS, percent, plain, reason, table, whole } from "./dom.js";
 import { rounds } from "./list.js";
 
 const PAGE = 20;
@@ -63,9 +63,10 @@ export async function run(asked) {
     faults.replaceChildren(absent.length
       ? table("Absent answers by reason", ["reason", "absent answers"], absent.map(([why, count]) => [why, whole(count)]), true)
       : h("p", {}, "All parties that were asked answered."), h("p", { class: "small" }, part));
-    const learning = now.traffic.filter((one) => !one.kind.startsWith("evaluate/"));
+    const measuring = (one) => one.kind.startsWith("evaluate/");
+    const learning = now.traffic.filter((one) => !measuring(one));
     const sum = (rows, what) => rows.reduce((total, one) => total + one[what], 0);
-    const rows = now.traffic.map((one) => [one.kind, one.direction, whole(one.messages), whole(one.bytes)]);
+    const rows = [...learning, ...now.traffic.filter(measuring)].map((one) => [one.kind, one.direction, whole(one.messages), whole(one.bytes)]);
     if (rows.length) rows.push([h("strong", {}, "in all"), "", h("strong", {}, whole(sum(learning, "messages"))), h("strong", {}, whole(sum(learning, "bytes")))]);
     traffic.replaceChildren(rows.length
       ? table("Bytes by kind and direction", ["kind", "direction", "messages", "bytes"], rows, true)
@@ -194,7 +195,6 @@ function event({ time, event: what, ...details }) {
 }
 
 function pairs(title, values, open = false) {
-  const rows = Object.entries(values ?? {}).map(([name, value]) =>
-    [name, value === null ? "–" : typeof value === "string" ? value : JSON.stringify(value)]);
-  return h("details", { open }, h("summary", {}, title), table(title, ["name", "value"], rows));
+  const rows = Object.entries(values ?? {}).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, plain(value))));
+  return h("details", { open }, h("summary", {}, title), h("dl", { class: "pairs" }, rows));
 }
