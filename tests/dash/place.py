@@ -5,16 +5,18 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import fewer
 from fewer.dash.server import listen, opened
 
 SETTINGS = {"seed": 0, "runtime": "inline", "data": "digits"}
@@ -105,12 +107,27 @@ def serving(root: Path, **options: Any) -> Iterator[Site]:
             assert not thread.is_alive()
 
 
-def begin(path: Path, *words: str) -> subprocess.Popen[bytes]:
-    """A real run, long enough to be watched."""
-    command = ["run", "fedavg", "--data", "digits", "--parties", "6", "--rounds", "5000", "--no-report", *words]
-    return subprocess.Popen(
-        [sys.executable, "-m", "fewer", *command, "--out", str(path)], stderr=subprocess.DEVNULL, preexec_fn=HEED
-    )
+@contextmanager
+def begun(path: Path, cue: Event | None = None) -> Iterator[BaseProcess]:
+    """A real run, long enough to be watched, in a process of its own; it may wait for its cue.
+
+    The process has torch from the beginning, and all open sockets: so it is to be made before there is a server.
+    """
+
+    def work() -> None:
+        if cue:
+            cue.wait()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with suppress(KeyboardInterrupt):
+            fewer.run("fedavg", "digits", parties=6, rounds=5000, out=path)
+
+    process = get_context("fork").Process(target=work)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 40) -> None:

@@ -44,7 +44,7 @@ function steps(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((each) => each * power >= rough * 0.999);
   const found = [];
-  for (let at = Math.floor(low / step); (at - 1) * step < high; at += 1) found.push(Number((at * step).toPrecision(12)));
+  for (let at = Math.floor(low / step); found.length < 2 || (at - 1) * step < high; at += 1) found.push(Number((at * step).toPrecision(12)));
   return found;
 }
 

@@ -39,7 +39,8 @@ export async function list(asked) {
     return `/?${next}`.replace(/\?$/, "");
   };
 
-  const news = h("p", { class: "news", role: "status" });
+  const look = h("button", { class: "plain", onclick: reload, hidden: true });
+  const news = h("p", { class: "news", role: "status" }, look);
   const body = h("tbody", {});
   const pages = h("nav", { class: "pages", "aria-label": "Pages of the list" });
   const compare = h("a", { class: "button" });
@@ -67,7 +68,7 @@ export async function list(asked) {
   function choose() {
     const ids = [...chosen.keys()];
     compare.textContent = ids.length ? `Compare ${ids.length}` : "Compare …";
-    compare.toggleAttribute("aria-disabled", !ids.length);
+    compare.setAttribute("aria-disabled", !ids.length);
     if (ids.length) {
       compare.href = `/?compare=${ids.join(",")}`;
       compare.removeAttribute("title");
@@ -129,7 +130,7 @@ export async function list(asked) {
     if (settings.sort !== "changed") for (const [each, text] of [[0, "Before"], [2, "After"]]) pages.children[each].textContent = text;
     count();
     choose();
-    news.replaceChildren();
+    look.hidden = true;
   }
 
   async function reload() {
@@ -178,10 +179,8 @@ export async function list(asked) {
       const more = message.total - page.total;
       const same = JSON.stringify(message.counts) === JSON.stringify(page.counts);
       page.counts = message.counts;
-      if (more) {
-        news.replaceChildren(h("button", { class: "plain", onclick: reload },
-          more > 0 ? `${whole(more)} new ${more === 1 ? "run" : "runs"}: show` : "Some runs are gone: look again"));
-      }
+      look.hidden = !more;
+      look.textContent = more > 0 ? `${whole(more)} new ${more === 1 ? "run" : "runs"}: show` : "Some runs are gone: look again";
       if (!same && document.activeElement !== states) count();
     },
   };

@@ -23,7 +23,7 @@ export async function run(asked) {
   const drawn = curves();
   const faults = h("div", {});
   const traffic = h("div", {});
-  const history = pager(at, "events", { head: ["when", "what", ""], caption: "Events, the newest first", cells: event, first: events });
+  const history = pager(at, "events", { head: ["when", "what", "details"], caption: "Events, the newest first", cells: event, first: events });
   const messages = pager(at, "ledger", { head: ["round", "party", "direction", "kind", "bytes"], caption: "Messages, the newest first", cells: message });
   const said = h("pre", { tabindex: 0, role: "region", "aria-label": "Log of fewer resume" });
   const logged = h("section", {}, h("h2", {}, "Log of fewer resume"), said);
