@@ -143,8 +143,8 @@ def test_compare(site: Site, opened: Open) -> None:
     page.get_by_role("link", name="Compare 3").click()
     lines = page.locator(".chart .line")
     expect(lines).to_have_count(3)
-    blue, ink, green = (lines.nth(n).evaluate("line => getComputedStyle(line).stroke") for n in range(3))
-    assert (blue, green) == ("rgb(0, 114, 178)", "rgb(0, 158, 115)") and ink == "rgb(31, 35, 40)"
+    for number, colour in enumerate(("rgb(0, 114, 178)", "rgb(31, 35, 40)", "rgb(0, 158, 115)")):
+        expect(lines.nth(number)).to_have_css("stroke", colour)
     chart = page.locator(".chart")
     expect(chart).to_have_attribute("aria-label", re.compile("accuracy by round. Last: table/fedavg-seed0 30 %"))
     chart.focus()
@@ -229,11 +229,11 @@ def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, opened: Open) -
         page.get_by_role("button", name="1 new run: show").click()
         expect(row(page, "mine")).to_contain_text("● running")
         done = "Number(document.querySelector('.rounds').textContent.split('/')[0])"
-        page.wait_for_function(f"{done} > 2")
+        wait_for(lambda: page.evaluate(done) > 2)
         page.get_by_role("link", name="mine", exact=True).click()
         expect(page.locator(".chart .line")).to_have_count(1)
         before = page.evaluate(done)
-        page.wait_for_function(f"{done} > {before}")
+        wait_for(lambda: page.evaluate(done) > before)
         page.get_by_role("button", name="Stop").click()
         process.join(20)
         assert process.exitcode == 0
@@ -242,7 +242,7 @@ def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, opened: Open) -
         before = page.evaluate(done)
         page.get_by_role("button", name="Resume").click()
         expect(page.locator(".told")).to_contain_text("was started.")
-        page.wait_for_function(f"{done} > {before}", timeout=60_000)
+        wait_for(lambda: page.evaluate(done) > before)
         expect(page.locator(".state")).to_contain_text("● running")
         expect(page.get_by_role("region", name="Log of fewer resume")).to_contain_text("goes on after round")
         page.get_by_role("button", name="Stop").click()

@@ -434,7 +434,8 @@ def test_what_cannot_be_resumed_is_refused_with_the_reason(runs: Path) -> None:
             status, found = site.post(f"runs/{site.row(name)['id']}/resume")
             assert status == 409 and word in found["error"], found
         with held(runs / "two"):
-            assert "going on already" in site.post(f"runs/{site.row('two')['id']}/resume")[1]["error"]
+            (runs / "two/events.jsonl").touch()
+            assert "is running" in site.post(f"runs/{site.row('two')['id']}/resume")[1]["error"]
         assert "is not going on" in site.post(f"runs/{site.row('two')['id']}/stop")[1]["error"]
 
 
@@ -444,7 +445,7 @@ def test_what_a_resumed_run_says_is_kept(runs: Path, monkeypatch: pytest.MonkeyP
         at = f"runs/{site.row('two')['id']}"
         status, _ = site.post(f"{at}/resume")
         assert status == 200 and site.row("two")["state"] == "starting"
-        assert "going on already" in site.post(f"{at}/resume")[1]["error"]
+        assert "is starting" in site.post(f"{at}/resume")[1]["error"]
         wait_for(lambda: site.row("two")["state"] == "stopped")
         assert site.get(f"{at}/log")["lines"] == [f"resume {runs / 'two'}"] and site.get(at)["log"]
 

@@ -57,11 +57,11 @@ class Known:
 class Catalogue:
     """The runs under a directory. Only what it has found there can be asked for."""
 
-    def __init__(self, root: Path, starting: Callable[[Path], bool] = lambda path: False) -> None:
+    def __init__(self, root: Path, started: Callable[[Path], float | None] = lambda path: None) -> None:
         self.root = root.resolve()
         self.runs: dict[str, Known] = {}
         self.revision = 0
-        self._starting = starting
+        self._started = started
         self._lock = threading.RLock()
         self._folders: dict[Path, tuple[int, bool, list[Path]]] = {}
         self._looked = {"often": -SELDOM, "seldom": -SELDOM}
@@ -148,19 +148,19 @@ class Catalogue:
     def _look(self, run: Known) -> None:
         sizes = tuple(_size(run.path / name) for name in _FILES)
         going = run.row.get("state") in ("running", "starting")
-        starting = self._starting(run.path)
-        if sizes == run.sizes and not going and not starting:
+        started = self._started(run.path)
+        if sizes == run.sizes and not going and started is None:
             return
         if sizes[:1] != run.sizes[:1]:
             self._curves.pop(run.id, None)
             self._tallies.pop(run.id, None)
-        row = self._row(run, sizes, starting)
+        row = self._row(run, sizes, started)
         run.sizes = sizes
         if row != run.row:
             self.revision += 1
             run.row, run.revision = row, self.revision
 
-    def _row(self, run: Known, sizes: Sizes, starting: bool) -> dict[str, Any]:
+    def _row(self, run: Known, sizes: Sizes, started: float | None) -> dict[str, Any]:
         changed = max((size[0] for size in sizes if size), default=0) / 1e9
         row: dict[str, Any] = {"id": run.id, "name": run.name, "changed": round(changed, 3)}
         try:
@@ -175,7 +175,7 @@ class Catalogue:
             state = "running"
         elif last.get("event") == "finish" or (last.get("event") == "resume" and last.get("round") == row["rounds"]):
             state = "finished"
-        elif starting:
+        elif started and last.get("time", 0.0) < started:  # it has not said a word yet
             state = "starting"
         else:
             state = "stopped" if last.get("event") == "stop" else "broken"

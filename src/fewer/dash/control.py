@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fewer.errors import RunError
-from fewer.runs.files import in_use, writer
+from fewer.runs.files import writer
 
 LOG = "resume.log"
 """In a run's directory: what `fewer resume` said that was begun from here."""
@@ -23,7 +24,7 @@ class Control:
     """Knows the processes that were started from here."""
 
     def __init__(self) -> None:
-        self._started: dict[Path, subprocess.Popen[bytes]] = {}
+        self._started: dict[Path, tuple[float, subprocess.Popen[bytes]]] = {}
 
     def stop(self, run: Path) -> int:
         """Interrupt the process that writes a run, once it is sure that it does; its number."""
@@ -51,10 +52,9 @@ class Control:
         """Start `fewer resume` apart from us, which goes on when we end; its number."""
         if why := hindrance(run, description):
             raise RunError(why)
-        if in_use(run) or self.starting(run):
-            raise RunError(f"{run} is going on already")
         try:
             with (run / LOG).open("ab") as log:
+                begun = time.time()
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _GO_ON, "resume", str(run)],
                     stdin=subprocess.DEVNULL,
@@ -64,16 +64,13 @@ class Control:
                 )
         except OSError as error:
             raise RunError(f"{run} cannot be resumed: {error.strerror}") from error
-        self._started[run] = process
+        self._started[run] = begun, process
         return process.pid
 
-    def starting(self, run: Path) -> bool:
-        """Whether what was started from here for this run still lives."""
-        process = self._started.get(run)
-        if process is None or process.poll() is None:
-            return process is not None
-        self._started.pop(run, None)
-        return False
+    def started(self, run: Path) -> float | None:
+        """When what was started from here for this run began, if it still lives."""
+        begun, process = self._started.get(run, (0.0, None))
+        return begun if process and process.poll() is None else None
 
 
 def hindrance(run: Path, description: Mapping[str, Any]) -> str:

@@ -7,9 +7,10 @@ import json
 import math
 import os
 import socket
+import threading
 import webbrowser
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -68,6 +69,8 @@ class Dashboard:
     control: Control
     read_only: bool = False
     closing: Callable[[], bool] = lambda: False
+    resuming: threading.Lock = field(default_factory=threading.Lock)
+    """Held so that nobody starts a run twice."""
 
     def routes(self) -> list[Route]:
         """All addresses. Runs are asked for by what the catalogue calls them, never by a path."""
@@ -248,12 +251,13 @@ class Dashboard:
     def resume(self, request: Request) -> Response:
         """Go on with a run."""
         run = self._run(request)
-        self.catalogue.look_at(run)
-        if run.state in ("finished", "damaged"):
-            raise RunError(f"{run.path} is {run.state}")
-        started = self.control.resume(run.path, run.description)
-        self.catalogue.look_at(run)
-        return answer({"process": started})
+        with self.resuming:
+            self.catalogue.look_at(run)
+            if run.state not in ("stopped", "broken"):
+                raise RunError(f"{run.path} is {run.state}")
+            process = self.control.resume(run.path, run.description)
+            self.catalogue.look_at(run)
+        return answer({"process": process})
 
 
 def _statics() -> dict[str, tuple[bytes, str]]:
@@ -347,7 +351,7 @@ def opened(
 ) -> uvicorn.Server:
     """A server of the runs under a directory, ready to run on a socket that listens."""
     control = Control()
-    dashboard = Dashboard(Catalogue(root, control.starting), control, read_only)
+    dashboard = Dashboard(Catalogue(root, control.started), control, read_only)
     app = application(dashboard, token, names, listening.getsockname()[1])
     config = uvicorn.Config(
         app, log_level="error", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=2
