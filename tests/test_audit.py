@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ from fewer.audit.look import _Look
 from fewer.audit.membership import above_variants, losses, membership, share
 from fewer.data import Samples
 from fewer.errors import SettingError
-from fewer.experiments.studies import _apart
+from fewer.experiments.studies import _apart, _on_unused
 from fewer.methods.fedmk import FedMK
+from fewer.runs.job import load_data
 from fewer.runs.result import open_result
 from fewer.runtime import stream
 from tests.test_cli import DIGITS, call
@@ -367,6 +369,20 @@ def test_distance_of_synthetic_data_by_hand() -> None:
     assert _apart(one, other) == pytest.approx(0.5)
     with pytest.raises(SettingError, match="no party"):
         _apart(one, result([2.0], [0], party=1))
+
+
+@pytest.mark.parametrize("data", ["digits", "fashion-mini"])  # tested on a share of all rows, and on rows of its own
+def test_accuracy_on_samples_that_nobody_was_given(data: str, tmp_path: Path) -> None:
+    words = ["--parties=2", "--active=1", "--rounds=1", "--fraction=0.4", "--no-report"]
+    call("run", "fedavg", "--data", data, *words, "--out", tmp_path / "a")
+    result = open_result(tmp_path / "a")
+    whole = load_data(result.settings.model_copy(update={"fraction": 1.0}))
+    found = _on_unused(result)
+    given, all_of_them = (sum(map(each.size, range(2))) for each in (result.data, whole))
+    assert 0.9 * (all_of_them - given) < found.total <= all_of_them - given  # some images are there twice
+    assert 0 < found.correct < found.total
+    with pytest.raises(SettingError, match="fraction below 1"):
+        _on_unused(replace(result, settings=result.settings.model_copy(update={"fraction": 1.0})))
 
 
 @pytest.mark.parametrize(
