@@ -97,7 +97,7 @@ export async function list(asked) {
     const folder = folders.reverse().join("/");
     const link = h("a", { href: `/?run=${row.id}`, class: "open", "aria-label": row.name }, last);
     const beneath = h("span", { class: "beneath narrow" });
-    cells[0].append(link, beneath, folder ? h("span", { class: "beneath" }, `in ${folder}`) : "");
+    cells[0].append(link, beneath, folder ? h("span", { class: "beneath folder" }, `in ${folder}`) : "");
     const update = (now) => {
       const sent = now.up === undefined ? undefined : now.up + now.down;
       beneath.replaceChildren(swatch(now), ` ${now.method}, ${now.data}`);
