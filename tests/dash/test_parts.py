@@ -133,6 +133,7 @@ def test_runs_are_found_with_their_states(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/settings.json").write_text("{")
+    write(tmp_path / ".hidden/run")
     (tmp_path / "elsewhere").symlink_to(tmp_path / "more")
     catalogue = Catalogue(tmp_path)
     found = {"done": "finished", "more/stopped": "stopped", "more/deep/killed": "broken", "again": "finished"}
@@ -483,7 +484,7 @@ def test_from_launch_to_ctrl_c(tmp_path: Path) -> None:
     )
     assert process.stdout
     line = process.stdout.readline()
-    port, token = line.strip().partition("http://0.0.0.0:")[2].split("/#token=")
+    port, token = line.strip().rpartition(":")[2].split("/#token=")
     asked = urllib.request.Request(f"http://127.0.0.1:{port}/api/follow", headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(asked, timeout=20) as stream:
         assert b'"total":1' in stream.readline()

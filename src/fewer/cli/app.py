@@ -267,7 +267,9 @@ def dash(
     read_only: Annotated[bool, typer.Option("--read-only", help="Nothing can be stopped or resumed.")] = False,
     browse: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Watch runs in a browser: list, follow, compare, stop and resume them. Ends with Ctrl-C.
+    """Watch the runs under DIR, or runs/, in a browser: list, follow, compare, stop and resume them.
+
+    Ends with Ctrl-C.
 
     [dim]fewer dash --open[/dim]
     """

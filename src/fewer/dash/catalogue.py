@@ -23,6 +23,8 @@ DEPTH = 6
 """Directories below the first that are looked into."""
 OFTEN, SELDOM = 0.4, 3.0
 """Seconds between two looks: at runs that go on, and at all."""
+SHARE = 20
+"""Looking at all takes one second of so many at most."""
 WARM = 60.0
 """Seconds since its last change for which a run is looked at often."""
 FRESH = 2.0
@@ -76,7 +78,9 @@ class Catalogue:
                 self._find()
                 for run in self.runs.values():
                     self._look(run)
-                self._looked = {"often": time.monotonic(), "seldom": time.monotonic()}
+                end = time.monotonic()
+                pause = max(0.0, SHARE * (end - clock) - SELDOM)  # of a whole home directory, or a slow disk
+                self._looked = {"often": end, "seldom": end + pause}
             elif clock - self._looked["often"] >= OFTEN:
                 for run in self.runs.values():
                     if run.state in ("running", "starting") or time.time() - run.row["changed"] < WARM:
@@ -130,7 +134,9 @@ class Catalogue:
                 with os.scandir(folder) as entries:
                     all = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
                 is_run = (SETTINGS, False) in all
-                inside = [] if is_run else sorted(folder / name for name, is_folder in all if is_folder)
+                inside = (
+                    [] if is_run else sorted(folder / name for name, is_folder in all if is_folder and name[0] != ".")
+                )
                 known = (changed if time.time() - changed / 1e9 > FRESH else -1, is_run, inside)
                 self._folders[folder] = known
         except OSError:
@@ -207,7 +213,7 @@ def _progress(path: Path) -> dict[str, Any]:
     lines, before = newest(path / METRICS, 1)
     for line in lines:
         read = read_line(line)
-        found |= {name: read[name] for name in found if name in read}
+        found |= {name: read[name] for name in found if isinstance(read.get(name), int | float)}
     if found["round"] and found["accuracy"] is None:
         older = map(read_line, newest(path / METRICS, 200, before).lines)
         found["accuracy"] = next((read["accuracy"] for read in older if "accuracy" in read), None)

@@ -165,6 +165,7 @@ class Dashboard:
                 "hindrance": hindrance(run.path, about) if run.state != "damaged" else "it is damaged",
                 "report": (run.path / REPORT).is_file(),
                 "log": (run.path / LOG).is_file(),
+                "read_only": self.read_only,
             }
         )
 
@@ -375,15 +376,15 @@ def serve(
     token = token_for(host, token_file)
     with listen(host, port) as listening:
         server = opened(root, listening, token=token, names=[*names, host], read_only=read_only)
-        address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/"
-        entrance = f"{address}#token={token}" if token else address
-        print(f"Runs under {root}: {address if token_file else entrance}")
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        address = f"http://{name}:{listening.getsockname()[1]}/"
+        print(f"Runs under {root}: {address}" + (f"#token={token}" if token and not token_file else ""))
         if token_file:
             print(f"The page asks for the token in {token_file}.")
         end = "nothing can be stopped or resumed from it" if read_only else "runs go on"
         print(f"Ctrl-C ends the dashboard; {end}.", flush=True)
         if browse:
-            webbrowser.open(entrance)
+            webbrowser.open(address)  # without the token: others can see what programs are started with
         server.run(sockets=[listening])
 
 

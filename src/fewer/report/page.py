@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from fewer.data import Data
 
 PAGE = "report.html"
+_SCROLL = '<div class="scroll" tabindex="0" role="group" aria-label="{}">'
+"""Around what may be wider than the screen: it can be moved by keys too."""
 
 
 class Picture(NamedTuple):
@@ -308,7 +310,7 @@ def figure_of(picture: Picture, content: bytes) -> str:
     """A picture, inside the page, with its caption."""
     width, height = (round(96 * inches) for inches in picture.figure.get_size_inches())
     return (
-        f'<figure{" class=wide" if width > 700 else ""}><div class="scroll">'
+        f"<figure{' class=wide' if width > 700 else ''}>{_SCROLL.format('picture')}"
         f'<img src="data:image/png;base64,{b64encode(content).decode()}" alt="{escape(picture.alt)}" '
         f'width="{width}" height="{height}"></div><figcaption>{escape(picture.caption)}</figcaption></figure>'
     )
@@ -324,7 +326,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], bold: Sequence[in
         + "</tr>"
         for number, (first, *cells) in enumerate(rows)
     )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"{_SCROLL.format('table')}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _pairs(values: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ const crumbs = document.getElementById("crumbs");
 const connection = document.getElementById("connection");
 let view = null;
 let source = null;
+let followed = null;
 let shown = 0;
 
 class Refused extends Error {}
@@ -26,8 +27,9 @@ export async function ask(path, options = {}) {
   return found;
 }
 
-/** Be told of changes to these runs by the view's `changed`. */
+/** Be told of changes to these runs by the view's `changed`, while the page is seen. */
 export function follow(ids) {
+  followed = ids;
   source?.close();
   source = new EventSource(`/api/follow?ids=${ids.join(",")}`);
   source.onopen = () => { connection.textContent = ""; };
@@ -94,6 +96,11 @@ document.addEventListener("click", (event) => {
     event.preventDefault();
     go(link.href);
   }
+});
+// A browser opens few connections to one server: pages that nobody sees do without.
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) source?.close();
+  else if (view && followed) follow(followed);
 });
 window.addEventListener("popstate", () => show(true));
 

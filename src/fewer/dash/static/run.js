@@ -10,8 +10,8 @@ const PAGE = 20;
 export async function run(asked) {
   const id = asked.get("run");
   const at = `runs/${encodeURIComponent(id)}`;
-  const [about, listed, curve, tally, events] = await Promise.all([
-    ask(at), ask("runs?limit=0"), ask(`${at}/curve`), ask(`${at}/tally`), ask(`${at}/events?limit=${PAGE}`),
+  const [about, curve, tally, events] = await Promise.all([
+    ask(at), ask(`${at}/curve`), ask(`${at}/tally`), ask(`${at}/events?limit=${PAGE}`),
   ]);
   let row = about.row;
   const log = about.log ? await ask(`${at}/log`) : { lines: [] };
@@ -109,9 +109,9 @@ export async function run(asked) {
   write(log.lines);
   logged.hidden = !about.log;
   drawn.update([{ ...row, label: row.method, points: curve.points }]);
-  const acting = listed.read_only ? h("p", { class: "small" }, "Read only: it can be neither stopped nor resumed from here.")
+  const acting = about.read_only ? h("p", { class: "small" }, "Read only: it can be neither stopped nor resumed from here.")
     : h("div", { class: "acts" }, stop, resume);
-  const cannot = !listed.read_only && about.hindrance && row.state !== "finished" ? `It cannot be resumed from here: ${about.hindrance}` : "";
+  const cannot = !about.read_only && about.hindrance && row.state !== "finished" ? `It cannot be resumed from here: ${about.hindrance}` : "";
   return {
     title: row.name,
     crumb: h("a", { href: "/" }, "all runs"),
@@ -119,7 +119,7 @@ export async function run(asked) {
       h("div", { class: "top" }, h("div", {}, h("h1", {}, row.name), h("p", { class: "lead" }, swatch(row), ` ${row.method} on ${row.data}`,
         row.parties ? `, ${whole(row.parties)} parties, seed ${row.seed}` : "", row.runtime === "flower" ? ", between machines" : "")), acting),
       state, told, cannot ? h("p", { class: "note" }, cannot) : null, tiles, drawn.element,
-      h("p", {}, about.report ? h("a", { href: `/api/${at}/report`, target: "_blank", rel: "noopener" }, "Its report, with all pictures") : null),
+      about.report ? h("p", {}, h("a", { href: `/api/${at}/report`, target: "_blank", rel: "noopener" }, "Its report, with all pictures")) : null,
       h("div", { class: "halves" }, h("section", {}, h("h2", {}, "Faults"), faults), h("section", {}, h("h2", {}, "Ledger"), traffic, messages.element)),
       h("section", {}, h("h2", {}, "What happened"), history.element),
       logged,
