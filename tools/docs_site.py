@@ -1,0 +1,173 @@
+"""Hooks of the docs site: pages that are made of the code when the site is built, so that they say what it does.
+
+A page with a comment `<!-- made of the code: NAME -->` has there what `MAKERS[NAME]` makes. Where the docs are read
+without the site, the comment is not seen, and the text around it says which command tells the same.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.pages import Page
+from rich.text import Text
+
+from fewer.cli.app import app
+from fewer.experiments import recipes
+from fewer.methods import Method, find, names
+from fewer.runs.settings import Settings
+
+SITE = "https://fewer.invalid"
+MARK = re.compile(r"<!-- made of the code: (\w+) -->")
+RESULTS = "results/"
+"""The place in the navigation where all results go."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put all results into the navigation, by paper."""
+    root = Path(config.docs_dir)
+    found: dict[str, list[str]] = {}
+    for page in sorted((root / RESULTS).glob("*/*.md")):
+        found.setdefault(page.parent.name, []).append(page.relative_to(root).as_posix())
+    config.nav = [
+        {title: [{group: pages} for group, pages in found.items()] if content == RESULTS else content}
+        for entry in config.nav or []
+        for title, content in entry.items()
+    ]
+    return config
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Fill in what is made of the code."""
+    return MARK.sub(lambda mark: "\n".join(MAKERS[mark[1]]()), markdown)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield from ("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
+    for row in rows:
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in row)} |"
+    yield ""
+
+
+# --- the command line -------------------------------------------------------------------------------------------
+
+
+def _commands() -> Iterator[str]:
+    """Every command with its arguments and options; the settings that many share, once."""
+    shared = {option.name: option for option in _options(_command("run")) if option.name in Settings.model_fields}
+    yield from ("## Settings of a run", "", "Most commands that train take these, and so do TOML files (`--settings`)")
+    yield "and, with underscores, `fewer.run`."
+    for group in dict.fromkeys(field.title for field in Settings.model_fields.values()):
+        yield from ("", f"### {group}")
+        yield from _table(("option", "what"), [_told(one) for one in shared.values() if one.rich_help_panel == group])
+    for name, command in _all(_command()):
+        usage = " ".join(["fewer", name, *command.collect_usage_pieces(click.Context(command))])
+        yield from ("", f"## fewer {name}", "")
+        yield from _prose(command.help or "")
+        yield from ("", "```text", usage, "```")
+        same = [one.name for one in _options(command) if _same(one, shared)]
+        own = [one for one in command.params if not _same(one, shared) and not getattr(one, "hidden", False)]
+        yield from _table(("argument or option", "what"), [_told(one) for one in own])
+        if same:
+            without = [f"`--{name.replace('_', '-')}`" for name in shared if name not in same]
+            but = f", but for {', '.join(without)}" if without else ""
+            yield f"And the [settings of a run](#settings-of-a-run){but}."
+
+
+def _command(name: str | None = None) -> click.Command:
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    return group if name is None else group.commands[name]
+
+
+def _all(group: click.Command, before: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name, command in getattr(group, "commands", {}).items():
+        if isinstance(command, click.Group):
+            yield from _all(command, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
+
+
+def _options(command: click.Command) -> list[Any]:
+    return [one for one in command.params if isinstance(one, click.Option)]
+
+
+def _same(one: Any, shared: Mapping[str, Any]) -> bool:
+    return one.name in shared and getattr(one, "help", None) == shared[one.name].help
+
+
+def _told(one: Any) -> tuple[str, str]:
+    """An argument or option, and what it is for."""
+    text = Text.from_markup(one.help or "").plain
+    if isinstance(one, click.Argument):
+        return f"`{one.metavar or one.name.upper()}`", text
+    if one.show_default and one.default not in (None, False, ()) and "[default" not in text:
+        text += f" [default: {one.default}]"
+    flags = "/".join([*one.opts, *one.secondary_opts])
+    return f"`{flags}" + ("`" if one.is_flag else f" {one.metavar}`"), text
+
+
+def _prose(help: str) -> Iterator[str]:
+    """A command's text; what is dim in it are examples."""
+    for part in inspect.cleandoc(help).split("\n\n"):
+        if "[dim]" in part:
+            yield from ("", "```text", Text.from_markup(part).plain, "```")
+        else:
+            yield from ("", Text.from_markup(part).plain)
+
+
+# --- methods and recipes ----------------------------------------------------------------------------------------
+
+
+def _methods() -> Iterator[str]:
+    """Every method: what it does, its settings, and what its file says of the paper."""
+    yield from ("Every method has these:", *_settings(Method, Method.model_fields))
+    for name in names():
+        kind = find(name)
+        yield from ("", f"## {name}", "", inspect.cleandoc(kind.__doc__ or ""))
+        own = [key for key in kind.model_fields if _own(kind, key)]
+        yield from _settings(kind, own)
+        if kind.tunable:
+            grids = "; ".join(f"`{key}` from {', '.join(f'{v:g}' for v in grid)}" for key, grid in kind.tunable.items())
+            yield f"`--tune` chooses {grids}."
+        yield from ("", f'??? note "What `{kind.__module__}` says"')
+        yield from (f"    {line}" for line in (inspect.getdoc(sys.modules[kind.__module__]) or "").splitlines())
+
+
+def _own(kind: type[Method], key: str) -> bool:
+    """Whether a method has this setting, or another default of it, beyond what every method has."""
+    return key not in Method.model_fields or kind.model_fields[key].default != Method.model_fields[key].default
+
+
+def _settings(kind: type[Method], keys: Any) -> Iterator[str]:
+    rows = []
+    for key in keys:
+        field = kind.model_fields[key]
+        text = inspect.formatannotation(field.annotation).replace("typing.", "").replace("collections.abc.", "")
+        text = re.sub(r"Literal\[(.*?)\]", lambda some: some[1].replace("'", "").replace(", ", " | "), text)
+        bounds = ", ".join(str(limit) for limit in field.metadata)
+        rows.append((f"`{key}`", f"`{text}`", f"`{field.default}`", field.description or "", bounds))
+    yield from _table(("setting", "kind", "default", "meaning"), [row[:4] for row in rows])
+
+
+def _recipes() -> Iterator[str]:
+    """Every recipe: what it runs, at which size, and where its result is."""
+    results = Path(__file__).parents[1] / "docs/results"
+    for name in recipes.names():
+        plan = recipes.recipe(name)
+        yield from ("", f"## {name}", "", f"**{plan.title}.** {plan.about.strip()}", "", f"*{plan.paper}.*")
+        of = ", ".join(row.name for row in plan.row), ", ".join(column.name for column in plan.column)
+        yield from ("", f"Rows: {of[0]}. Columns: {of[1]}. {plan.seeds} seeds.", "", "```text")
+        yield from (f"fewer reproduce {name}", "```", "")
+        done = sorted(results.glob(f"{name}*.md"))
+        yield "Results: " + ", ".join(f"[{page.stem}](../results/{name.split('/')[0]}/{page.name})" for page in done)
+
+
+MAKERS = {"commands": _commands, "methods": _methods, "recipes": _recipes}
