@@ -4,6 +4,7 @@ BIN := .venv/bin
 # One thread for each process: more of them spin against each other on busy cores.
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
+export NO_MKDOCS_2_WARNING = 1
 
 .PHONY: demo cluster-demo test test-cluster lint docs docs-serve bench reproduce clean
 

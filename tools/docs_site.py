@@ -7,9 +7,10 @@ without the site, the comment is not seen, and the text around it says which com
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from fewer.experiments import recipes
 from fewer.methods import Method, find, names
 from fewer.runs.settings import Settings
 
-SITE = "https://fewer.invalid"
 MARK = re.compile(r"<!-- made of the code: (\w+) -->")
 RESULTS = "results/"
 """The place in the navigation where all results go."""
@@ -62,23 +62,26 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 def _commands() -> Iterator[str]:
     """Every command with its arguments and options; the settings that many share, once."""
     shared = {option.name: option for option in _options(_command("run")) if option.name in Settings.model_fields}
-    yield from ("## Settings of a run", "", "Most commands that train take these, and so do TOML files (`--settings`)")
-    yield "and, with underscores, `fewer.run`."
+    yield from ("## Settings of a run", "", "Commands that train take these; so do TOML files (`--settings`) and, with")
+    yield "underscores, `fewer.run`."
     for group in dict.fromkeys(field.title for field in Settings.model_fields.values()):
         yield from ("", f"### {group}")
         yield from _table(("option", "what"), [_told(one) for one in shared.values() if one.rich_help_panel == group])
-    for name, command in _all(_command()):
-        usage = " ".join(["fewer", name, *command.collect_usage_pieces(click.Context(command))])
-        yield from ("", f"## fewer {name}", "")
-        yield from _prose(command.help or "")
-        yield from ("", "```text", usage, "```")
-        same = [one.name for one in _options(command) if _same(one, shared)]
-        own = [one for one in command.params if not _same(one, shared) and not getattr(one, "hidden", False)]
-        yield from _table(("argument or option", "what"), [_told(one) for one in own])
-        if same:
-            without = [f"`--{name.replace('_', '-')}`" for name in shared if name not in same]
-            but = f", but for {', '.join(without)}" if without else ""
-            yield f"And the [settings of a run](#settings-of-a-run){but}."
+    everything = list(_all(_command()))
+    for panel in dict.fromkeys(panel for panel, _, _ in everything):
+        yield from ("", f"## {panel}")
+        for _, name, command in (one for one in everything if one[0] == panel):
+            yield from ("", f"### {name}", *_prose(command.help or ""), "", "```text")
+            yield " ".join([name, *command.collect_usage_pieces(click.Context(command))])
+            yield "```"
+            same = [one.name for one in _options(command) if _same(one, shared)]
+            own = [one for one in _options(command) if not _same(one, shared) and not one.hidden]
+            if own:
+                yield from _table(("option", "what"), [_told(one) for one in own])
+            if same:
+                without = [f"`{one.opts[0]}`" for name, one in shared.items() if name not in same]
+                but = f", but for {', '.join(without)}" if without else ""
+                yield f"And the [settings of a run](#settings-of-a-run){but}."
 
 
 def _command(name: str | None = None) -> click.Command:
@@ -87,12 +90,14 @@ def _command(name: str | None = None) -> click.Command:
     return group if name is None else group.commands[name]
 
 
-def _all(group: click.Command, before: str = "") -> Iterator[tuple[str, click.Command]]:
+def _all(group: click.Command, before: str = "fewer", panel: str = "") -> Iterator[tuple[str, str, click.Command]]:
+    """Panel, whole name and command, of commands and of those below them."""
     for name, command in getattr(group, "commands", {}).items():
+        where = panel or command.rich_help_panel
         if isinstance(command, click.Group):
-            yield from _all(command, f"{before}{name} ")
+            yield from _all(command, f"{before} {name}", where)
         else:
-            yield f"{before}{name}", command
+            yield where, f"{before} {name}", command
 
 
 def _options(command: click.Command) -> list[Any]:
@@ -104,14 +109,12 @@ def _same(one: Any, shared: Mapping[str, Any]) -> bool:
 
 
 def _told(one: Any) -> tuple[str, str]:
-    """An argument or option, and what it is for."""
+    """An option, and what it is for."""
     text = Text.from_markup(one.help or "").plain
-    if isinstance(one, click.Argument):
-        return f"`{one.metavar or one.name.upper()}`", text
-    if one.show_default and one.default not in (None, False, ()) and "[default" not in text:
+    if one.show_default and one.default not in (None, False, True, ()) and "[default" not in text:
         text += f" [default: {one.default}]"
     flags = "/".join([*one.opts, *one.secondary_opts])
-    return f"`{flags}" + ("`" if one.is_flag else f" {one.metavar}`"), text
+    return f"`{flags}`" if one.is_flag else f"`{flags} {one.metavar}`", text
 
 
 def _prose(help: str) -> Iterator[str]:
@@ -146,15 +149,38 @@ def _own(kind: type[Method], key: str) -> bool:
     return key not in Method.model_fields or kind.model_fields[key].default != Method.model_fields[key].default
 
 
-def _settings(kind: type[Method], keys: Any) -> Iterator[str]:
-    rows = []
-    for key in keys:
-        field = kind.model_fields[key]
-        text = inspect.formatannotation(field.annotation).replace("typing.", "").replace("collections.abc.", "")
-        text = re.sub(r"Literal\[(.*?)\]", lambda some: some[1].replace("'", "").replace(", ", " | "), text)
-        bounds = ", ".join(str(limit) for limit in field.metadata)
-        rows.append((f"`{key}`", f"`{text}`", f"`{field.default}`", field.description or "", bounds))
-    yield from _table(("setting", "kind", "default", "meaning"), [row[:4] for row in rows])
+def _settings(kind: Any, keys: Iterable[str]) -> Iterator[str]:
+    schema, fields = kind.model_json_schema()["properties"], kind.model_fields
+    rows = [(f"`{key}`", _kind(schema[key]), _default(schema[key]), fields[key].description) for key in keys]
+    yield from _table(("setting", "takes", "default", "meaning"), rows) if rows else ()
+
+
+def _default(schema: Mapping[str, Any]) -> str:
+    return f"`{json.dumps(schema['default']).strip(chr(34))}`" if "default" in schema else "must be given"
+
+
+TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true, false",
+    "null": "null",
+    "string": "a text",
+    "array": "a list",
+    "object": "names and values",
+}
+BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """What a setting takes: its choices, or its type with its bounds."""
+    if "anyOf" in schema:
+        return " or ".join(map(_kind, schema["anyOf"]))
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    bounds = " and ".join(f"{word} {schema[key]:g}" for key, word in BOUNDS.items() if key in schema)
+    return TYPES[schema["type"]] + (f" {bounds}" if bounds else "")
 
 
 def _recipes() -> Iterator[str]:
@@ -163,11 +189,13 @@ def _recipes() -> Iterator[str]:
     for name in recipes.names():
         plan = recipes.recipe(name)
         yield from ("", f"## {name}", "", f"**{plan.title}.** {plan.about.strip()}", "", f"*{plan.paper}.*")
-        of = ", ".join(row.name for row in plan.row), ", ".join(column.name for column in plan.column)
-        yield from ("", f"Rows: {of[0]}. Columns: {of[1]}. {plan.seeds} seeds.", "", "```text")
+        rows, columns = ("; ".join(one.name for one in some) for some in (plan.row, plan.column))
+        seeds = "one seed" if plan.seeds == 1 else f"{plan.seeds} seeds"
+        yield from ("", f"Rows: {rows}. Columns: {columns}; {seeds}.", "", "```text")
         yield from (f"fewer reproduce {name}", "```", "")
-        done = sorted(results.glob(f"{name}*.md"))
-        yield "Results: " + ", ".join(f"[{page.stem}](../results/{name.split('/')[0]}/{page.name})" for page in done)
+        if done := sorted(results.glob(f"{name}*.md")):
+            links = [f"[{page.stem}](../{page.relative_to(results.parent).as_posix()})" for page in done]
+            yield f"What came of it: {', '.join(links)}."
 
 
 MAKERS = {"commands": _commands, "methods": _methods, "recipes": _recipes}

@@ -238,9 +238,12 @@ class Method(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Every method has a name."""
+        """Every method has a name, and a setting that only gets another default keeps its text."""
         if "name" not in cls.__dict__:
             cls.name = cls.__name__.lower()
+        for above in cls.__mro__[1:-1]:
+            for key, before in getattr(above, "model_fields", {}).items():
+                cls.model_fields[key].description = cls.model_fields[key].description or before.description
 
     @abstractmethod
     def start(self, task: Task, seed: int) -> Any:
