@@ -49,6 +49,12 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return MARK.sub(lambda mark: "\n".join(MAKERS[mark[1]]()), markdown)
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """The index of the search as a script, which a page can load that was opened as a file."""
+    index = Path(config.site_dir) / "search/search_index.json"
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
+
+
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield from ("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
     for row in rows:
