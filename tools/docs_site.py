@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,36 @@ from fewer.methods import Method, find, names
 from fewer.runs.settings import Settings
 
 MARK = re.compile(r"<!-- made of the code: (\w+) -->")
-RESULTS = "results/"
-"""The place in the navigation where all results go."""
+RESULTS, REST = "results/", "…"
+"""Places in the navigation: of all results, and of pages that it does not name."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put all results into the navigation, by paper."""
+    """Put all results into the navigation, by paper, and every page that it does not name."""
     root = Path(config.docs_dir)
-    found: dict[str, list[str]] = {}
-    for page in sorted((root / RESULTS).glob("*/*.md")):
-        found.setdefault(page.parent.name, []).append(page.relative_to(root).as_posix())
-    config.nav = [
-        {title: [{group: pages} for group, pages in found.items()] if content == RESULTS else content}
-        for entry in config.nav or []
-        for title, content in entry.items()
-    ]
+    pages = sorted(page.relative_to(root).as_posix() for page in root.rglob("*.md"))
+    papers = groupby((page for page in pages if page.startswith(RESULTS)), lambda page: page.split("/")[1])
+    results = [{paper: list(some)} for paper, some in papers]
+    rest = [page for page in pages if not page.startswith(RESULTS) and page not in set(_named(config.nav))]
+    config.nav = _filled(config.nav, {RESULTS: results, REST: rest})
     return config
+
+
+def _named(nav: Any) -> Iterator[str]:
+    if isinstance(nav, str):
+        yield nav
+    else:
+        for part in nav.values() if isinstance(nav, dict) else nav:
+            yield from _named(part)
+
+
+def _filled(nav: Any, places: Mapping[str, list[Any]]) -> Any:
+    """The navigation with what belongs into its places: a section of its own, or more entries of a section."""
+    if isinstance(nav, dict):
+        return {title: places[part] if part == RESULTS else _filled(part, places) for title, part in nav.items()}
+    if isinstance(nav, list):
+        return [one for part in nav for one in (places[REST] if part == REST else [_filled(part, places)])]
+    return nav
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:

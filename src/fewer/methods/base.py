@@ -75,9 +75,13 @@ class Seat:
     """Where something runs: the round, the task, random streams, and nets to load weights into."""
 
     id: int
+    """The party's number; below zero for the coordinator."""
     round: int
+    """Which round it is, from 1 on."""
     seed: int
+    """The seed of the run."""
     task: Task
+    """What is learned."""
     common: Samples
     """The common test set, which everyone may have."""
     _nets: list[_Pristine] = field(default_factory=list, repr=False)
