@@ -18,7 +18,6 @@ from typing import Any
 import click
 import typer
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.pages import Page
 from rich.text import Text
 
 from fewer.cli.app import app
@@ -59,7 +58,7 @@ def _filled(nav: Any, places: Mapping[str, list[Any]]) -> Any:
     return nav
 
 
-def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in what is made of the code."""
     return MARK.sub(lambda mark: "\n".join(MAKERS[mark[1]]()), markdown)
 
@@ -126,7 +125,7 @@ def _options(command: click.Command) -> list[Any]:
 
 
 def _same(one: Any, shared: Mapping[str, Any]) -> bool:
-    return one.name in shared and getattr(one, "help", None) == shared[one.name].help
+    return one.name in shared and one.help == shared[one.name].help
 
 
 def _told(one: Any) -> tuple[str, str]:
@@ -198,8 +197,6 @@ def _kind(schema: Mapping[str, Any]) -> str:
         return " or ".join(map(_kind, schema["anyOf"]))
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
-    if "const" in schema:
-        return f"`{schema['const']}`"
     bounds = " and ".join(f"{word} {schema[key]:g}" for key, word in BOUNDS.items() if key in schema)
     return TYPES[schema["type"]] + (f" {bounds}" if bounds else "")
 
