@@ -67,11 +67,8 @@ class Comparison:
     """Rows in the order in which the methods were named, and what they share."""
 
     rows: list[Row]
-    """One for each method."""
     settings: dict[str, Any]
-    """What all of them share."""
     parties: int
-    """How many parties there are."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -93,8 +90,7 @@ def compare(
 ) -> Comparison:
     """Run each method with each of `seeds` seeds; with `trials`, choose its rates first by that many trials.
 
-    `compare(["fedavg", "fedprox"], Settings(data="digits"), seeds=3).rows`, with `fewer.runs.Settings`. In
-    `out`, runs that are there already are not run again and broken ones go on.
+    In `out`, runs that are there already are not run again and broken ones go on.
     """
     kinds = [find(name) for name in methods]
     own = own_settings(kinds, settings.set)
