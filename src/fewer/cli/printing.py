@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. \\[default: runs/…]")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write pictures and an HTML page beside the run.")]
 
+Track = Annotated[
+    list[str] | None,
+    typer.Option("--track", metavar="NAME", help="Send figures to tensorboard or mlflow too; may be repeated."),
+]
+
 
 def _writable(file: Path | None) -> Path | None:
     """Say before a long run, not after it, that its figures have nowhere to go."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fewer.errors import FewerError, RunError
 from fewer.report.charts import (
+    TITLES,
     By,
     Grid,
     Ring,
@@ -47,8 +48,8 @@ Album = dict[str, list[Picture]]
 def album(groups: Sequence[Group]) -> tuple[Album, list[str]]:
     """All pictures that there is something to show for, and why others are left out."""
     found: Album = {
-        "Accuracy": list(_accuracy(groups)),
-        "Methods and variants": [*_bars(groups), *_grids(groups)],
+        "Accuracy": [*_accuracy(groups), *_bars(groups)],
+        "Two settings": list(_grids(groups)),
         "Traffic": list(_traffic(groups)),
         "Parties": list(_parties(groups)),
         "Rings": [picture for number, group in enumerate(groups) for picture in _ring(group, _suffix(number))],
@@ -79,28 +80,25 @@ def _accuracy(groups: Sequence[Group]) -> Iterator[Picture]:
         for label, runs in histories.items()
         for point in curve(runs)
     ]
-    ways: dict[str, tuple[By, str, str]] = {
+    ways: dict[str, tuple[By, str]] = {
         "accuracy-by-round": (
             "round",
-            "Accuracy by round",
             "How accuracy grows by round" + (": mean over seeds, with its 95 % confidence band." if several else "."),
         ),
         "accuracy-by-megabyte": (
             "megabytes",
-            "Accuracy by traffic",
             "The same by all that parties and coordinator had sent by then: further left is cheaper.",
         ),
         "accuracy-by-second": (
             "seconds",
-            "Accuracy by time",
             "The same by the clock of the machine that it ran on, with everything that ran beside it.",
         ),
     }
-    for name, (by, title, caption) in ways.items():
+    for name, (by, caption) in ways.items():
         if by == "seconds" and not all(row[3] for row in rows):
             continue
-        if figure := curve_picture(title, {"": histories}, by, drawn):
-            alt = f"Line chart: {title[0].lower()}{title[1:]}. At the end: {last}."
+        if figure := curve_picture(TITLES[by], {"": histories}, by, drawn):
+            alt = f"Line chart: {TITLES[by].lower()}. At the end: {last}."
             yield Picture(name, figure, caption, alt, Table(heads, rows))
 
 

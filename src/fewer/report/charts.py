@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 By = Literal["round", "megabytes", "seconds"]
 _AXES = {"round": "round", "megabytes": "MB sent so far, up and down", "seconds": "seconds so far, measuring included"}
+TITLES: dict[By, str] = {
+    "round": "Accuracy by round",
+    "megabytes": "Accuracy by traffic",
+    "seconds": "Accuracy by time",
+}
 MEANS = 4
 """Of at most so many methods the mean over parties is drawn too."""
 BARS = 40
@@ -233,17 +238,17 @@ def traffic_picture(traffic: Mapping[str, Traffic]) -> Figure | None:
                 for number, (kind, size) in enumerate(kinds.items()):
                     strength = (0.85, 0.55, 0.7, 0.4)[number % 4]
                     axes.barh(place + aside, size / MB, left=left / MB, height=0.36, color=colour, alpha=strength)
-                    if size > 0.022 * len(kind) * most:
+                    if size > 0.026 * len(kind) * most:
                         at = (left + size / 2) / MB
-                        axes.text(at, place + aside, kind, ha="center", va="center", size=7, color="black")
+                        axes.text(at, place + aside, kind, ha="center", va="center", size=8, color="black")
                     left += size
                 text = f"{way} {left / MB:,.3g}" if left < 1000 * MB else f"{way} {left / MB:,.0f}"
                 where = (left / MB, place + aside)
-                axes.annotate(text, where, (4, 0), textcoords="offset points", va="center", size=7)
+                axes.annotate(text, where, (4, 0), textcoords="offset points", va="center", size=8)
         axes.set_yticks(range(len(shown)), [short(label, 32) for label in shown])
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
-        axes.set(xlabel="MB in all", xlim=(0, 1.18 * most / MB), ylim=(len(shown) - 0.5, -0.5))
+        axes.set(xlabel="MB in all", xlim=(0, 1.25 * most / MB), ylim=(len(shown) - 0.5, -0.5))
         legend(figure, {"to the coordinator (up)": Patch(color=BLUE), "to parties (down)": Patch(color=ORANGE)})
     return figure
 

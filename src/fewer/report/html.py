@@ -92,6 +92,15 @@ def figure_of(picture: Picture, drawn: Drawn) -> str:
     )
 
 
+def embedded(picture: Picture) -> str:
+    """A picture for a page that is not ours: by itself, on white."""
+    content = b64encode(svg(picture.figure)).decode()
+    width, height = (round(96 * inches) for inches in picture.figure.get_size_inches())
+    return (
+        f'<img src="data:image/svg+xml;base64,{content}" alt="{escape(picture.alt)}" width="{width}" height="{height}">'
+    )
+
+
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], bold: Sequence[int] = (), name: str = "Table") -> str:
     """Rows under heads; those with the numbers in `bold` stand out."""
     head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)

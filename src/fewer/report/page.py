@@ -16,7 +16,7 @@ from fewer.report.figures import Interval, percent
 from fewer.report.files import write_files
 from fewer.report.html import details, document, figure_of, note_of, table
 from fewer.report.reading import Group, Run, differing, gather
-from fewer.report.verdict import verdict
+from fewer.report.verdict import verdict, winner
 
 PAGE = "report.html"
 FOLDER = "pictures"
@@ -84,7 +84,7 @@ def _page(groups: Sequence[Group], sections: Mapping[str, Sequence[str]], notes:
 
 def _results(groups: Sequence[Group]) -> str:
     heads = ["method", "accuracy %", "everywhere %", "rounds", "MB up", "MB down", "seconds", "seeds"]
-    best = max((group.accuracy.mean for group in groups if group.accuracy), default=None)
+    best = winner(groups)
     rows = [
         [
             group.label,
@@ -97,10 +97,9 @@ def _results(groups: Sequence[Group]) -> str:
         ]
         for group in groups
     ]
-    bold = [number for number, group in enumerate(groups) if group.accuracy and group.accuracy.mean == best]
     several = any(len(group.runs) > 1 for group in groups)
     return (
-        table(heads, rows, bold if len(groups) > 1 else (), name="Results")
+        table(heads, rows, [groups.index(best)] if best else [], name="Results")
         + '<p class="small">accuracy: each test sample judged by the model of the party that it belongs to'
         + (", mean ± 95 % confidence over seeds" if several else "")
         + ". everywhere: each party’s model judged on all parties’ test samples. MB and seconds: "

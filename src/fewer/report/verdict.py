@@ -17,20 +17,38 @@ def verdict(groups: Sequence[Group]) -> list[str]:
         return ["No run has come to its end yet: these are the figures so far."]
     if len(groups) == 1:
         return [_alone(done[0]), *_why(done[0])]
-    if len({str(group.runs[0].division) for group in groups}) > 1:
-        return ["These runs are not of one task, so there is no winner among them. What differs is named below."]
-    if len({_judging(group) for group in groups}) > 1:
-        return [
-            "These methods are not judged alike (on new parties, on groups, or on all), so none is named the winner."
-        ]
+    if reason := _apart(groups):
+        return [reason]
     if len(done) == 1:
         return [f"Only {done[0].label} has come to its end: {_alone(done[0])}"]
-    ranked = sorted(done, key=lambda group: -_known(group).mean)
+    ranked = _ranked(done)
     first, second = ranked[:2]
     sentences = [_won(ranked), _cost(first, second), *_target(first, second), *_why(first)]
     if len(done) < len(groups):
         sentences.append("Runs that have not come to their end are left out of this.")
     return sentences
+
+
+def winner(groups: Sequence[Group]) -> Group | None:
+    """Who is surely ahead of all others; None where nobody is, or where they cannot be compared."""
+    done = [group for group in groups if group.finished and group.accuracy]
+    if len(done) < 2 or _apart(groups):
+        return None
+    first, *others = _ranked(done)
+    return first if all(behind(group, first) for group in others) else None
+
+
+def _apart(groups: Sequence[Group]) -> str:
+    """Why these cannot be compared; empty if they can."""
+    if len({str(group.runs[0].division) for group in groups}) > 1:
+        return "These runs are not of one task, so there is no winner among them. What differs is named below."
+    if len({_judging(group) for group in groups}) > 1:
+        return "These methods are not judged alike (on new parties, on groups, or on all), so none is named the winner."
+    return ""
+
+
+def _ranked(groups: Sequence[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: -_known(group).mean)
 
 
 def behind(group: Group, first: Group) -> bool:
