@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from html import escape
-from itertools import starmap
 from pathlib import Path
 
 from fewer.audit import Audit, Sheet
@@ -19,7 +18,6 @@ PAGE, FIGURES = "audit.html", "audit.json"
 def write_audit(found: Audit, out: Path) -> list[Path]:
     """Write the page, the pictures and all figures into `out`; their paths, the page's first."""
     pictures = [picture(sheet) for sheet in found.sheets]
-    drawn = [(each, each.drawn()) for each in pictures]
     rounds = "1 round" if found.rounds == 1 else f"{found.rounds} rounds"
     title = f"Privacy look: {found.method} on {found.data} after {rounds}"
     who = ", ".join(map(str, found.parties))
@@ -28,7 +26,7 @@ def write_audit(found: Audit, out: Path) -> list[Path]:
         table(HEADS, figure_rows(found)),
         f'<p class="small">{MEANING}</p>',
         *map(note_of, found.notes),
-        f'<div class="pictures">{"".join(starmap(figure_of, drawn))}</div>',
+        f'<div class="pictures">{"".join(map(figure_of, pictures))}</div>',
         f'<p class="small">{escape(about)}</p>',
     ]
     page = document(title, body).encode()
@@ -37,7 +35,7 @@ def write_audit(found: Audit, out: Path) -> list[Path]:
         {
             PAGE: page,
             FIGURES: (json.dumps(found.as_json(), indent=1) + "\n").encode(),
-            **{f"{each.name}.png": files.png for each, files in drawn},
+            **{f"{each.name}.png": each.png for each in pictures},
         },
     )
 

@@ -7,6 +7,8 @@ import io
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,7 +36,8 @@ class Table(NamedTuple):
         return file.getvalue().encode()
 
 
-class Picture(NamedTuple):
+@dataclass(frozen=True)
+class Picture:
     """A picture with what is said about it and the figures that it shows."""
 
     name: str
@@ -43,22 +46,25 @@ class Picture(NamedTuple):
     alt: str
     table: Table | None = None
 
-    def drawn(self) -> Drawn:
-        """All its files."""
-        return Drawn(png(self.figure), svg(self.figure), self.table.csv() if self.table else None)
+    @cached_property
+    def png(self) -> bytes:
+        """As pixels."""
+        return png(self.figure)
 
+    @cached_property
+    def svg(self) -> bytes:
+        """As lines and letters."""
+        return svg(self.figure)
 
-class Drawn(NamedTuple):
-    """A picture as files, and its figures as one, where it has any."""
+    @cached_property
+    def csv(self) -> bytes:
+        """Its figures; nothing where it has none."""
+        return self.table.csv() if self.table else b""
 
-    png: bytes
-    svg: bytes
-    csv: bytes | None
-
-    def named(self, stem: str) -> dict[str, bytes]:
-        """The files by their names."""
-        files = {f"{stem}.{kind}": content for kind, content in self._asdict().items()}
-        return {name: content for name, content in files.items() if content is not None}
+    def files(self, folder: str) -> dict[str, bytes]:
+        """All of them, by their names in a folder."""
+        drawn = {"png": self.png, "svg": self.svg} | ({"csv": self.csv} if self.csv else {})
+        return {f"{folder}/{self.name}.{kind}": content for kind, content in drawn.items()}
 
 
 def document(title: str, parts: Iterable[str]) -> str:
@@ -72,19 +78,19 @@ def note_of(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def figure_of(picture: Picture, drawn: Drawn) -> str:
+def figure_of(picture: Picture) -> str:
     """A picture, inside the page, with its caption, and its figures to save where they are few."""
-    width, height = (round(96 * inches) for inches in picture.figure.get_size_inches())
+    width, height = _size(picture)
     size = f'width="{width}" height="{height}"'
-    if len(drawn.svg) > VECTOR or any(axes.images for axes in picture.figure.axes):
-        content = b64encode(drawn.png).decode()
+    if any(axes.images for axes in picture.figure.axes) or len(picture.svg) > VECTOR:
+        content = b64encode(picture.png).decode()
         shown = f'<img src="data:image/png;base64,{content}" alt="{escape(picture.alt)}" {size}>'
     else:
-        shown = _inline(drawn.svg.decode(), picture, size)
+        shown = _inline(picture.svg.decode(), picture, size)
     save = ""
-    if drawn.csv and len(drawn.csv) <= SMALL:
+    if 0 < len(picture.csv) <= SMALL:
         file = escape(f"{picture.name}.csv")
-        where = f"data:text/csv;base64,{b64encode(drawn.csv).decode()}"
+        where = f"data:text/csv;base64,{b64encode(picture.csv).decode()}"
         save = f' <a href="{where}" download="{file}" aria-label="Save {file}">CSV</a>'
     return (
         f"<figure{' class=wide' if width > 700 else ''}>{_scroll(shown, picture.name)}"
@@ -92,10 +98,16 @@ def figure_of(picture: Picture, drawn: Drawn) -> str:
     )
 
 
+def _size(picture: Picture) -> tuple[int, int]:
+    """In the pixels of a page."""
+    width, height = picture.figure.get_size_inches()
+    return round(96 * width), round(96 * height)
+
+
 def embedded(picture: Picture) -> str:
     """A picture for a page that is not ours: by itself, on white."""
-    content = b64encode(svg(picture.figure)).decode()
-    width, height = (round(96 * inches) for inches in picture.figure.get_size_inches())
+    content = b64encode(picture.svg).decode()
+    width, height = _size(picture)
     return (
         f'<img src="data:image/svg+xml;base64,{content}" alt="{escape(picture.alt)}" width="{width}" height="{height}">'
     )

@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,19 @@ FOLDER = "pictures"
 """Beside the page: each picture as PNG and SVG, and its figures as CSV."""
 
 
-def write_report(runs: Sequence[Path], out: Path) -> list[Path]:
-    """Write a page on one or more runs, and its pictures, into the directory `out`: the page's path, then the others.
+def write_report(runs: Sequence[Path], out: Path, pictures: bool = True) -> list[Path]:
+    """Write a page on one or more runs into the directory `out`: its path, then those of its pictures.
 
-    Runs of the same method that differ only in the seed are put together.
+    Runs of the same method that differ only in the seed are put together. Without `pictures` there is only the page,
+    which has them inside, and needs half the time.
     """
     groups = gather(runs)
     sections, notes = album(groups)
-    files: dict[str, bytes] = {}
-    shown = {}
-    for section, pictures in sections.items():
-        drawn = [(picture, picture.drawn()) for picture in pictures]
-        for picture, each in drawn:
-            files |= each.named(f"{FOLDER}/{picture.name}")
-        shown[section] = [figure_of(picture, each) for picture, each in drawn]
-    return write_files(out, {PAGE: _page(groups, shown, notes).encode(), **files})
+    shown = {section: list(map(figure_of, drawn)) for section, drawn in sections.items()}
+    files = {PAGE: _page(groups, shown, notes).encode()}
+    for picture in chain(*sections.values()) if pictures else ():
+        files |= picture.files(FOLDER)
+    return write_files(out, files)
 
 
 def _page(groups: Sequence[Group], sections: Mapping[str, Sequence[str]], notes: Sequence[str]) -> str:
@@ -76,8 +75,8 @@ def _page(groups: Sequence[Group], sections: Mapping[str, Sequence[str]], notes:
         details("Seeds and hashes", table(["method", "seed", "settings", "data", "run"], hashes, name="Hashes")),
         "<h2>Environment</h2>",
         *(details(_versions(run), _pairs(run.description["environment"])) for run in environments),
-        f'<p class="small">Each picture as PNG and SVG, and its figures as CSV, are in the folder {FOLDER} beside this '
-        "page.</p>",
+        '<p class="small">This page needs nothing else. <code>fewer report RUN…</code> also writes each picture as PNG '
+        "and SVG, and its figures as CSV.</p>",
     ]
     return document(title, parts)
 

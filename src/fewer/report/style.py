@@ -143,6 +143,7 @@ def png(figure: Figure) -> bytes:
     """A picture as a PNG file; the same picture gives the same bytes."""
     file = io.BytesIO()
     with style():
+        _settle(figure)
         figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()
 
@@ -151,5 +152,13 @@ def svg(figure: Figure) -> bytes:
     """A picture as an SVG file; the same picture gives the same bytes."""
     file = io.BytesIO()
     with style():
+        _settle(figure)
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return file.getvalue()
+
+
+def _settle(figure: Figure) -> None:
+    """Find out once where everything goes, not for every file anew."""
+    if figure.get_layout_engine():
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
