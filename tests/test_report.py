@@ -542,7 +542,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
         write_report([broken], out)
     assert not out.exists()
     out.write_text("in the way")
-    with pytest.raises(RunError, match="cannot be written: Not a directory"):
+    with pytest.raises(RunError, match="cannot be written: File exists"):
         write_report([runs / "fedavg-0"], out)
 
 

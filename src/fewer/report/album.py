@@ -33,7 +33,7 @@ from fewer.report.pictures import (
     sheet_rows,
 )
 from fewer.report.reading import Group, Run, differing
-from fewer.report.style import looks
+from fewer.report.style import COLOURS, Look, look, looks
 
 if TYPE_CHECKING:
     from fewer.data import Data
@@ -66,12 +66,24 @@ def _suffix(number: int) -> str:
 # --- from figures ---------------------------------------------------------------------------------------------
 
 
+def _looks(groups: Sequence[Group]) -> dict[str, Look]:
+    """A look for each; where all are variants of one method, with colours of their own."""
+    found = looks({group.label: group.name for group in groups})
+    if len({group.name for group in groups}) > 1:
+        return found
+    first = COLOURS.index(look(groups[0].name).colour)
+    return {
+        label: each._replace(colour=COLOURS[(first + place) % len(COLOURS)])
+        for place, (label, each) in enumerate(found.items())
+    }
+
+
 def _histories(groups: Sequence[Group]) -> Histories:
     return {group.label: [run.history for run in group.runs] for group in groups}
 
 
 def _accuracy(groups: Sequence[Group]) -> Iterator[Picture]:
-    histories, drawn = _histories(groups), looks({group.label: group.name for group in groups})
+    histories, drawn = _histories(groups), _looks(groups)
     several = any(len(group.runs) > 1 for group in groups)
     last = ", ".join(f"{group.label} {percent(group.accuracy)} %" for group in groups)
     heads = ("method", "round", "megabytes", "seconds", "accuracy", "ci95")
@@ -105,7 +117,7 @@ def _accuracy(groups: Sequence[Group]) -> Iterator[Picture]:
 def _bars(groups: Sequence[Group]) -> Iterator[Picture]:
     known = {group.label: group.accuracy for group in groups if group.accuracy}
     if len(known) > 1:
-        figure = bar_picture(known, looks({group.label: group.name for group in groups}))
+        figure = bar_picture(known, _looks(groups))
         rows = [
             (group.label, group.accuracy.mean, group.accuracy.half, len(group.runs))
             for group in groups
@@ -181,7 +193,7 @@ def _traffic(groups: Sequence[Group]) -> Iterator[Picture]:
 
 
 def _parties(groups: Sequence[Group]) -> Iterator[Picture]:
-    histories, drawn = _histories(groups), looks({group.label: group.name for group in groups})
+    histories, drawn = _histories(groups), _looks(groups)
     table = Table(("method", "seed", "party", "accuracy"), party_rows(groups))
     spread = ", ".join(
         f"{label} from {100 * values[0]:.1f} to {100 * values[-1]:.1f} %"
@@ -244,7 +256,7 @@ def _ring(group: Group, suffix: str) -> Iterator[Picture]:
         f"ring{suffix}",
         ring_picture(ring),
         f"{group.label} with seed {run.seed}, all rounds: who handed on to whom, the thicker the oftener, and how "
-        "strongly each followed the common model in the end (λ).",
+        "strongly each followed the common model in the end (λ); −n: it was passed over n times.",
         f"Ring of {len(ring.members)} parties with {sum(ring.hops.values())} hops; "
         f"{sum(ring.passed_over.values())} times one was passed over.",
         Table(("party", "lambda", "taken over", "passed over", "gave to"), rows),
@@ -378,7 +390,7 @@ def _embedding(group: Group, result: Result, suffix: str) -> Iterator[Picture]:
     ]
     yield Picture(
         f"embedding{suffix}",
-        cloud_picture("Embedding (t-SNE)", {group.label: cloud}),
+        cloud_picture("Embedding (t-SNE)", {"": cloud}),
         f"{group.label} with seed {group.runs[0].seed}: {MEMBER}",
         f"Scatter of {len(points)} samples of {len(set(cloud.labels.tolist()))} classes and {len(stars)} prototypes.",
         Table(("x", "y", "class", "what"), [*points, *stars]),

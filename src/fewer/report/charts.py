@@ -164,7 +164,8 @@ def bar_picture(results: Mapping[str, Interval], looks: Mapping[str, Look]) -> F
         at = np.arange(len(shown))
         axes.barh(at, mean, color=[looks[label].colour for label in shown], height=0.7)
         if any(half):
-            axes.errorbar(mean, at, xerr=half, color=INK, linestyle="", capsize=3, linewidth=1.2)
+            whiskers = [np.minimum(half, mean), np.minimum(half, 100 - np.array(mean))]  # accuracy has no more room
+            axes.errorbar(mean, at, xerr=whiskers, color=INK, linestyle="", capsize=3, linewidth=1.2)
         for place, (value, wide) in enumerate(zip(mean, half, strict=True)):
             text = f"{value:.1f}" + (f" ± {wide:.1f}" if wide else "")
             axes.annotate(
@@ -173,7 +174,8 @@ def bar_picture(results: Mapping[str, Interval], looks: Mapping[str, Look]) -> F
         axes.set_yticks(at, [short(label, 32) for label in shown])
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
-        axes.set(xlabel="accuracy %", xlim=(0, min(130, 1.3 * max(m + h for m, h in zip(mean, half, strict=True)))))
+        most = min(100.0, max(m + h for m, h in zip(mean, half, strict=True)))
+        axes.set(xlabel="accuracy %", xlim=(0, 1.35 * most))
         axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 100])
         axes.invert_yaxis()
     return figure
@@ -306,7 +308,8 @@ def ring_picture(ring: Ring) -> Figure:
             if len(members) <= 40:
                 text = f"λ {ring.weights[party]:.2g}" if party in ring.weights else ""
                 text += f"\n−{missed}" if missed else ""
-                axes.text(1.22 * x, 1.22 * y, text.strip(), ha="center", va="center", fontsize=size - 1)
+                side = "center" if abs(x) < 0.3 else "left" if x > 0 else "right"
+                axes.text(1.14 * x, 1.18 * y, text.strip(), ha=side, va="center", fontsize=size - 1)
         drawn: Any = {"linestyle": "", "marker": "o", "markersize": 8, "markeredgecolor": INK}
         marks: dict[str, Artist] = {
             "λ 0": Line2D([], [], color=colormaps["viridis"](0.0), **drawn),
@@ -314,8 +317,8 @@ def ring_picture(ring: Ring) -> Figure:
             "to the next": Line2D([], [], color=INK),
         }
         if ring.passed_over or any(not _beside(hop, members) for hop in ring.hops):
-            marks["past someone (−n: passed over n times)"] = Line2D([], [], color=ORANGE)
-        axes.set(xlim=(-1.4, 1.4), ylim=(-1.35, 1.35), xticks=[], yticks=[], aspect="equal")
+            marks["past someone"] = Line2D([], [], color=ORANGE)
+        axes.set(xlim=(-1.45, 1.45), ylim=(-1.35, 1.35), xticks=[], yticks=[], aspect="equal")
         bare(axes)
         legend(figure, marks)
     return figure

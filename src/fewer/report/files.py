@@ -11,7 +11,7 @@ from fewer.errors import RunError
 def write_files(out: Path, files: Mapping[str, bytes]) -> list[Path]:
     """Write files by name into the directory `out`; their paths."""
     try:
-        for folder in {(out / name).parent for name in files}:
+        for folder in {out, *((out / name).parent for name in files)}:
             folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (out / name).write_bytes(content)

@@ -139,7 +139,7 @@ def _scroll(content: str, name: str) -> str:
 def _inline(text: str, picture: Picture, size: str) -> str:
     """An SVG file as a part of a page: with names of its own, and colours that change with those of the page."""
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;]*; ", "", text, flags=re.S)
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;? ?", "", text, flags=re.S)
     text = re.sub(r"\s*\n\s*", " ", text).replace("xlink:href", "href")
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
     text = re.sub(r' id="([^"]+)"', lambda m: f' id="{picture.name}-{m[1]}"' if m[1] in used else "", text)

@@ -20,6 +20,7 @@ from fewer.report.reading import Group, Run, differing, gather
 from fewer.report.verdict import verdict, winner
 
 PAGE = "report.html"
+OWN = "each test sample judged by the model of the party that it belongs to"
 FOLDER = "pictures"
 """Beside the page: each picture as PNG and SVG, and its figures as CSV."""
 
@@ -31,6 +32,7 @@ def write_report(runs: Sequence[Path], out: Path, pictures: bool = True) -> list
     which has them inside, and needs half the time.
     """
     groups = gather(runs)
+    write_files(out, {})  # if that cannot be, say so before the work
     sections, notes = album(groups)
     shown = {section: list(map(figure_of, drawn)) for section, drawn in sections.items()}
     files = {PAGE: _page(groups, shown, notes).encode()}
@@ -97,10 +99,13 @@ def _results(groups: Sequence[Group]) -> str:
         for group in groups
     ]
     several = any(len(group.runs) > 1 for group in groups)
+    by_groups = any("groups" in run.history[-1] for group in groups for run in group.runs)
+    sure = " ± 95 % confidence over " + ("groups" if by_groups else "seeds")
     return (
         table(heads, rows, [groups.index(best)] if best else [], name="Results")
-        + '<p class="small">accuracy: each test sample judged by the model of the party that it belongs to'
-        + (", mean ± 95 % confidence over seeds" if several else "")
+        + '<p class="small">accuracy: '
+        + ("what groups make of the prepared model" if by_groups else OWN)
+        + (f", mean{sure}" if several or by_groups else "")
         + ". everywhere: each party’s model judged on all parties’ test samples. MB and seconds: "
         + ("mean over seeds.</p>" if several else "in all.</p>")
     )

@@ -9,6 +9,9 @@ from fewer.experiments.targets import best, reach
 from fewer.report.figures import Interval
 from fewer.report.reading import Group
 
+NAMED = 3
+"""At most so many that cannot be told from the first are named."""
+
 
 def verdict(groups: Sequence[Group]) -> list[str]:
     """The first sentence says who won, or why nobody did; the others what it cost and what speaks for it."""
@@ -68,7 +71,8 @@ def _won(ranked: Sequence[Group]) -> str:
     if not close:
         return f"{first.label} won: {_told(first)} accuracy, before {second.label} with {_told(second)} ({first.over})."
     rest = "" if len(close) == len(ranked) - 1 else " All others are behind."
-    names = ", ".join(f"{group.label} {_told(group)}" for group in close)
+    names = ", ".join(f"{group.label} {_told(group)}" for group in close[:NAMED])
+    names += f" and {len(close) - NAMED} more" if len(close) > NAMED else ""
     return (
         f"No clear winner: {first.label} has the highest mean, {_told(first)}, but its 95 % interval overlaps with "
         f"{names} ({first.over}).{rest}"

@@ -38,9 +38,7 @@ class Shown(ABC):
         try:
             from pandas import DataFrame
         except ImportError:
-            raise SettingError(
-                "to_pandas needs pandas, which is not installed (pip install 'fewer[notebook]')"
-            ) from None
+            raise SettingError("to_pandas needs pandas: pip install 'fewer[notebook]'") from None
         return DataFrame(self.records())
 
     def _repr_html_(self) -> str:
