@@ -23,6 +23,7 @@ from fewer.learning.prototypes import nearness
 from fewer.methods.base import Coordinator, Place
 from fewer.methods.frl import FewRounds, Prepared, batch_statistics
 from fewer.models import parts_of
+from fewer.runs.engine import one_thread
 from fewer.runs.result import Result, open_result
 from fewer.runs.statistics import half_width
 from fewer.runtime.streams import stream
@@ -173,13 +174,13 @@ def cloud_of(result: Result, most: int = 400) -> Cloud | None:
     method, state = result.method, result.state
     if not isinstance(method, FewRounds) or method.head == "linear" or not len(result.data.test):
         return None
-    if isinstance(method, Prepared):
-        return _member(result, 0, 0, most)[0]
-    net = result.model.get_submodule("net")
-    with torch.no_grad():
-        x, y = result.data.test.slice(0, min(len(result.data.test), most))
-        features = parts_of(net)[0](x)
-    return _flat(features, y, torch.zeros(0, features.shape[1]), y[:0], state.means, state.classes)
+    with one_thread():
+        if isinstance(method, Prepared):
+            return _member(result, 0, 0, most)[0]
+        with torch.no_grad():
+            x, y = result.data.test.slice(0, min(len(result.data.test), most))
+            features = parts_of(result.model.get_submodule("net"))[0](x)
+    return _flat(features, y, features[:0], y[:0], state.means, state.classes)
 
 
 def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud, float, float]:
@@ -214,9 +215,12 @@ def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud,
 def _flat(others: Tensor, labels: Tensor, own: Tensor, own_labels: Tensor, means: Tensor, classes: Tensor) -> Cloud:
     """Features of samples, of own ones and of prototypes in the plane, by t-SNE of all of them together."""
     from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
 
     parts = torch.cat([others, own, means]).cpu().numpy()
-    flat = TSNE(random_state=0, perplexity=max(1, min(30, len(others) // 4)), init="pca").fit_transform(parts)
+    sne = TSNE(random_state=0, perplexity=max(1, min(30, len(others) // 4)), init="pca")
+    with threadpool_limits(1):  # several threads on busy cores spin against each other
+        flat = sne.fit_transform(parts)
     stars = len(classes)
     marks = np.arange(len(flat) - stars) >= len(others)
     return Cloud(

@@ -30,10 +30,12 @@ class TensorBoard:
         number = len(list(folder.iterdir()))
         self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{number}.fewer"
         self._write(Event(file_version="brain.Event:2"))
-        # whatever an earlier file has from this step on does not count
-        self._write(Event(step=0, session_log=SessionLog(status=SessionLog.START)))
-        text = "\n".join(f"    {name} = {json.dumps(value, default=str)}" for name, value in about.settings.items())
-        self._write(Event(step=0, summary=Summary(value=[_text("settings", f"{about.method} {about.hash}\n\n{text}")])))
+        if number:  # whatever an earlier file has from the first round on does not count
+            self._write(Event(step=1, session_log=SessionLog(status=SessionLog.START)))
+        else:
+            text = "\n".join(f"    {name} = {json.dumps(value, default=str)}" for name, value in about.settings.items())
+            told = _text("settings", f"{about.method} {about.hash}\n\n{text}")
+            self._write(Event(step=0, summary=Summary(value=[told])))
         for figures in history:
             self.round(figures)
 
