@@ -66,9 +66,10 @@ def test_the_worked_example_runs_from_the_command_line(tmp_path: Path) -> None:
     assert "Step size" in call("methods", f"{file}:FedMedian").stdout
 
 
-def test_the_snippets_of_the_python_page_run(tmp_path: Path) -> None:
+def test_the_snippets_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.S)
-    assert len(snippets) == 3
+    assert len(snippets) == 4
     draw = np.random.default_rng(0)
     x, y = draw.integers(0, 255, (600, 8, 8), np.uint8), draw.integers(0, 10, 600)
     names: dict[str, object] = {
@@ -81,6 +82,11 @@ def test_the_snippets_of_the_python_page_run(tmp_path: Path) -> None:
     exec(snippets[0].replace("fashion-mini", "digits").replace("rounds=10", "rounds=1"), names)
     exec(snippets[1].replace("FedAvg()", "FedAvg(rounds=1)"), names)
     exec(snippets[2].replace("parties=50", "parties=10"), names)
+    short = {"fashion-mini": "digits", "rounds=10": "rounds=1", "parties=20": "parties=4", "seeds=3": "seeds=2"}
+    for long, quick in short.items():
+        snippets[3] = snippets[3].replace(long, quick)
+    exec(snippets[3], names)
+    assert (tmp_path / "traffic.png").stat().st_size > 5000
 
 
 # --- commands ---------------------------------------------------------------------------------------------------

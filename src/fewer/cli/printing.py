@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 """Where runs are kept that are not told otherwise."""
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. \\[default: runs/…]")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write pictures and an HTML page beside the run.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write an HTML page with pictures beside the run.")]
+
+Track = Annotated[
+    list[str] | None,
+    typer.Option("--track", metavar="NAME", help="Send figures to tensorboard or mlflow too; may be repeated."),
+]
 
 
 def _writable(file: Path | None) -> Path | None:
@@ -103,10 +108,10 @@ def fresh(name: str) -> Path:
 
 
 def write_page(runs: list[Path], where: Path) -> Path:
-    """Pictures and a page on these runs; the page."""
+    """A page with pictures on these runs."""
     from fewer.report import write_report
 
-    return write_report(runs, where / "report")[0]
+    return write_report(runs, where / "report", pictures=False)[0]
 
 
 def finish(result: Result, where: Path, json_file: Path | None, report: bool) -> None:

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fewer.report.audit import write_audit as write_audit
+    from fewer.report.charts import curve_picture as curve_picture
+    from fewer.report.charts import party_picture as party_picture
     from fewer.report.page import write_report as write_report
-    from fewer.report.pictures import megabyte_picture as megabyte_picture
     from fewer.report.pictures import partition_picture as partition_picture
-    from fewer.report.pictures import party_picture as party_picture
-    from fewer.report.pictures import round_picture as round_picture
     from fewer.report.pictures import sheet_picture as sheet_picture
     from fewer.report.style import png as png
     from fewer.report.tables import recipe_picture as recipe_picture
@@ -17,11 +16,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "write_audit": "audit",
+    "curve_picture": "charts",
+    "party_picture": "charts",
     "write_report": "page",
-    "megabyte_picture": "pictures",
     "partition_picture": "pictures",
-    "party_picture": "pictures",
-    "round_picture": "pictures",
     "sheet_picture": "pictures",
     "png": "style",
     "recipe_picture": "tables",
