@@ -23,14 +23,17 @@ from torch.nn import functional as F
 import fewer
 from fewer import FedAvg, MetaFed
 from fewer.data import ArrayData, Data
-from fewer.data.federated import from_arrays
+from fewer.data.federated import TEST_SHARE, from_arrays
 from fewer.data.federations import federations
 from fewer.errors import QuorumLost, SettingError
+from fewer.experiments.recipes import RecipeColumn, RecipeRow, recipe, settings_in
 from fewer.learning.distil import distil, feature_loss, fitted
 from fewer.methods import Party, find
 from fewer.methods.base import Place
 from fewer.methods.metafed import OWN, adapted
 from fewer.models import Split, Task, Weights, is_norm, load_weights, weights_of
+from fewer.runs.job import check, make_method
+from fewer.runs.settings import Settings
 from fewer.runtime import Absent, Inline, Site, on_party, seed_of, stream
 from fewer.runtime.site import GIVE, Call, Hop, Reply
 from fewer.wire import Refused, decode, pack, unpack
@@ -861,3 +864,37 @@ def test_a_federation_that_diverges_says_so(tmp_path: Path) -> None:
 def test_a_wrong_setting_gets_one_line(words: list[str], text: str) -> None:
     result = call("run", "metafed", *words, *DIGITS, code=2)
     assert result.stderr.startswith("fewer: ") and result.stderr.count("\n") == 1 and text in result.stderr
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def cells(name: str) -> Iterator[tuple[RecipeRow, RecipeColumn, Settings, Any]]:
+    """What a recipe runs."""
+    plan = recipe(f"metafed/{name}")
+    for column in plan.column:
+        for row, told in zip(plan.row, settings_in(column, plan, False), strict=True):
+            settings_ = check(told)
+            yield row, column, settings_, make_method(find(settings_.method), settings_)
+
+
+@pytest.mark.parametrize("name", ["table1", "table2", "table3", "fig5", "fig6", "fig7"])
+def test_recipes_treat_all_rows_alike(name: str) -> None:
+    """A whole grid for each tuned row, MetaFed's from the paper's l_t1; its rivals may have its validation samples."""
+    more = set()
+    for row, _, settings_, method in cells(name):
+        if row.tune:
+            assert sum(len(grid) - 1 for grid in method.grids().values()) < recipe(f"metafed/{name}").trials, row.name
+            assert "enough" not in method.grids() or method.enough == 0.6
+            more |= {method.name} if settings_.validation == 0 else set()
+    assert more == ({"fedavg", "fedprox", "fedbn", "local"} if name.startswith("table") else set())
+
+
+def test_recipes_compare_what_they_say() -> None:
+    for _, _, settings_, method in cells("table1"):  # VLCS: 10 % to train on, 10 % to validate, 20 % to test
+        left_ = (1 - TEST_SHARE) * settings_.fraction
+        assert left_ == TEST_SHARE and settings_.validation in (0.5, 0.0) and getattr(method, "poor", 0.4) == 0.4
+    for _, column, _, method in cells("fig6"):  # with l_t1 = 1 the weight of distillation counts for nothing
+        assert method.name != "metafed" or "weight" not in column.name or method.enough == 0.6
+    for _, _, settings_, method in cells("fig7"):
+        assert settings_.rounds * method.steps == 100 and getattr(method, "alone", 0) == 0
