@@ -97,6 +97,7 @@ def seal(folder: KeyFolder) -> None:
 def trust(
     folder: KeyFolder,
     peers: Annotated[list[str], typer.Argument(metavar="N=KEY...", help="Other parties, with what `seal` printed.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Also where another key is pinned already.")] = False,
 ) -> None:
     """Pin the public keys of other parties, as their people told them: never as the coordinator did.
 
@@ -115,7 +116,7 @@ def trust(
             raise SettingError(f"{peer}: not of the form N=KEY, with a key as `fewer keys seal` prints it") from None
         if len(found[int(number)]) != KEY:
             raise SettingError(f"{peer}: a key has {2 * KEY} digits")
-    PinnedKeys(folder).trust(found)
+    PinnedKeys(folder).trust(found, replace)
 
 
 @told
@@ -185,6 +186,9 @@ def join(
         Path | None, typer.Option(metavar="DIR", help="Where this party remembers things. \\[default: KEY/store]")
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Any torch device.")] = "cpu",
+    method: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Take part in runs of this method alone. \\[default: any]")
+    ] = None,
 ) -> None:
     """Take part in runs as a party, with your own data, which stays here. Ends with Ctrl-C.
 
@@ -192,11 +196,13 @@ def join(
     """
     _begin()
     from fewer.cli.options import assignments
+    from fewer.methods import find
     from fewer.runs.machines import Station
     from fewer.runtime.keys import PinnedKeys
 
     options = assignments(data_set or [])
-    station = Station(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _say)
+    only = find(method).name if method else None
+    station = Station(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _say, only)
     station.join(address, key)
 
 

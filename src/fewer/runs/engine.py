@@ -215,10 +215,13 @@ def _here(settings: Settings) -> Opening:
     return open_parties
 
 
-def site_of(job: Job, folder: Path, keys: Keys | None = None) -> Site:
-    """Where the handlers of a job run, and parties remember things in a folder; `keys` if they are not there too."""
+def site_of(job: Job, folder: Path, keys: Keys | None = None, run: str = "") -> Site:
+    """Where the handlers of a job run, and parties remember things in a folder; `keys` if they are not there too.
+
+    Such keys outlast a run: they seal for the one that `run` names.
+    """
     place = Place(job.data, job.task, job.settings.seed, folder, sealing=keys)
-    return Site(job.method, place, job.settings.seed, job.task.device, Rules.limit)
+    return Site(job.method, place, job.settings.seed, job.task.device, Rules.limit, run.encode())
 
 
 def common(job: Job) -> dict[str, Any]:

@@ -199,6 +199,8 @@ class Station:
     keys: Keys | None = None
     """For what it passes to other parties."""
     say: Callable[[str], None] = lambda text: None
+    method: str | None = None
+    """The only one that it takes part in; None for any that a coordinator chooses."""
     _job: str = ""
     _site: Site | None = None
 
@@ -236,12 +238,14 @@ class Station:
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(path, str(session).encode())
         self.say(f"party {party} of {len(job.data)}: {job.method.name}, {job.data.size(party)} samples")
-        return site_of(job, folder, self.keys)
+        return site_of(job, folder, self.keys, folder.name)
 
     def _job_of(self, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Job:
         for name in ("method", "model", *(() if self.data else ("data",))):
             if ":" in str(settings[name]):
                 raise SettingError(f"{name} = {settings[name]} lies in a file, which is not taken from a coordinator")
+        if self.method not in (None, settings["method"]):
+            raise SettingError(f"method = {settings['method']}: this party takes part in {self.method} alone")
         here = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         asked = check({**settings, **here})
         if self.data:
