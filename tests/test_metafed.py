@@ -829,6 +829,7 @@ def test_the_carrier_can_neither_ask_for_a_model_nor_put_one_in(tmp_path: Path) 
         reply = answer(Call(2, name, 2, hop=Hop(-1, name, 6, True)), own)
         assert reply.failure == "refused" and reply.detail == "a message from nobody"
     assert answer(Call(2, "begin", 2, hop=take.hop), blob).failure == "refused"
+    assert answer(Call(2, GIVE, 2), b"").failure == "refused"
     assert pack(work.own(2)) == pack(before)
 
 

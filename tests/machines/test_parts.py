@@ -235,6 +235,13 @@ def test_a_party_makes_its_own_key_for_sealing_and_pins_those_of_others(tmp_path
     assert one.public(0, 1) == public_of(two.private(1)) and one.public(0, 2) == bytes(32)
     for wrong in ("1", "x=00", "1=zz", "1=00"):
         command("keys", "trust", one.folder, wrong, code=2)
+    other = f"1={'11' * 32}"
+    refused = command("keys", "trust", one.folder, other, code=2).stderr
+    assert "party 1: another key is pinned here (--replace" in refused
+    command("keys", "trust", one.folder, f"1={printed}")  # the same again
+    assert one.public(0, 1).hex() == printed
+    command("keys", "trust", one.folder, other, "--replace")
+    assert one.public(0, 1).hex() == "11" * 32 and one.public(0, 2) == bytes(32)
 
 
 # --- a party --------------------------------------------------------------------------------------------------
@@ -295,6 +302,20 @@ def test_no_file_is_taken_from_a_coordinator(name: str, tmp_path: Path) -> None:
     said["settings"][name] = "npz:/etc/secret" if name == "data" else "/tmp/evil.py:Evil"
     reply = ask(Station(tmp_path / "store"), said)
     assert reply.failure == "unable" and f"{name} = " in reply.detail and "not taken from a coordinator" in reply.detail
+
+
+def test_a_party_can_keep_to_one_method(tmp_path: Path) -> None:
+    said = told(tmp_path)
+    reply = ask(Station(tmp_path / "store", method="metafed"), said)
+    assert reply.failure == "unable" and "method = fedavg: this party takes part in metafed alone" in reply.detail
+    assert ask(Station(tmp_path / "store", method="fedavg"), said).failure is None
+    wrong = command("join", "localhost:1", "--key", tmp_path, "--method", "metafedd", code=2)
+    assert "unknown method 'metafedd', did you mean 'metafed'?" in wrong.stderr
+
+
+def test_what_is_sealed_belongs_to_its_run(tmp_path: Path) -> None:
+    sites = [Station(tmp_path / "store")._build(told(tmp_path / run), 0) for run in ("one", "two", "one")]
+    assert sites[0].context == sites[2].context != sites[1].context and sites[0].context
 
 
 def test_other_data_under_the_same_name_is_told(tmp_path: Path) -> None:

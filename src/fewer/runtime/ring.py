@@ -90,7 +90,7 @@ class Pass:
             self.parties.on_progress(done, len(order))
 
     def _reach(self, party: int, late: bool) -> bool:
-        """Whether this party took the message, in time. If it takes from neither of two holders, the fault is its own."""
+        """Whether this party took the message, in time. If it takes from neither of two holders, the fault is its."""
         doubted: list[tuple[int, Why, str]] = []
         reply = self._offer(party, again=True)
         if reply and reply.failure in DOUBTED and self.trail:

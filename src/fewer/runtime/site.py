@@ -144,7 +144,7 @@ class Site:
             return Reply(blob, **what, seconds=time.perf_counter() - begun)
 
         try:
-            if call.handler == GIVE:
+            if call.handler == GIVE and call.hop:
                 return reply(self._give(call))
             handler = self._handler(call)
             fields = self._fields(self._open(call, blob) if call.hop and call.hop.other >= 0 else blob)
