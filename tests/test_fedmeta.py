@@ -40,7 +40,7 @@ from fewer.methods.reptile import Reptile
 from fewer.models import SmallCNN, Weights, load_weights
 from fewer.models.sequences import MLP, CharLSTM
 from fewer.report import write_report
-from fewer.report.pictures import density_picture
+from fewer.report.charts import density_picture
 from fewer.runs.job import check, job_from
 from fewer.runs.result import open_result
 from fewer.runtime import stream

@@ -15,7 +15,7 @@ from fewer.errors import SettingError
 from fewer.experiments import Row, recipes
 from fewer.methods import find
 from fewer.report import recipe_picture
-from fewer.report.pictures import interval
+from fewer.report.figures import interval
 from fewer.report.style import look
 from fewer.runs.job import check, make_method
 from tests.test_cli import DIGITS, call
@@ -245,7 +245,7 @@ def test_data_get_says_where_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_run_compare_and_report_write_a_page(tmp_path: Path) -> None:
     out = call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "run").stdout
     assert f"see {tmp_path / 'run/report/report.html'}" in out
-    assert "<img" in (tmp_path / "run/report/report.html").read_text()
+    assert "<svg" in (tmp_path / "run/report/report.html").read_text()
     call("compare", "fedavg", "local", *DIGITS, "--rounds", "1", "--out", tmp_path / "both")
     page = (tmp_path / "both/report/report.html").read_text()
     assert "fedavg" in page and "local" in page

@@ -1,7 +1,9 @@
 """Reports: what pictures and pages say is what runs and data hold."""
 
+import csv
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -20,19 +22,17 @@ import fewer
 from fewer import FedAvg, Local
 from fewer.data import ArrayData, Data, from_arrays
 from fewer.errors import RunError
-from fewer.methods import Sheet
+from fewer.methods import Sheet, names
 from fewer.methods.fedmk import FedMK, MKState
-from fewer.report import (
-    megabyte_picture,
-    partition_picture,
-    party_picture,
-    round_picture,
-    sheet_picture,
-    write_report,
-)
-from fewer.report.pictures import class_counts, curve, interval, made_picture
-from fewer.report.reading import gather
-from fewer.report.style import COLOURS, look, png, style
+from fewer.methods.metafed import MetaFed
+from fewer.report import curve_picture, partition_picture, party_picture, sheet_picture, write_report
+from fewer.report.album import grid_of, ring_of
+from fewer.report.charts import Grid, Ring, bar_picture, heat_picture, ring_picture, traffic_picture
+from fewer.report.figures import Histories, Interval, curve, interval
+from fewer.report.pictures import class_counts, made_picture
+from fewer.report.reading import Group, Run, gather
+from fewer.report.style import COLOURS, DARK, INK, look, looks, png, style, svg
+from fewer.report.verdict import verdict, winner
 from fewer.runs.result import open_result
 
 # --- figures and pictures -------------------------------------------------------------------------------------
@@ -41,6 +41,14 @@ from fewer.runs.result import open_result
 def line(number: int, accuracy: float | None, up: int = 0, **more: Any) -> dict[str, Any]:
     known = {} if accuracy is None else {"accuracy": accuracy}
     return {"round": number, **known, "up": up, "down": up, "seconds": 1.0, **more}
+
+
+def round_picture(histories: Histories) -> Figure | None:
+    return curve_picture("Accuracy by round", {"": histories}, "round")
+
+
+def megabyte_picture(histories: Histories) -> Figure | None:
+    return curve_picture("Accuracy by traffic", {"": histories}, "megabytes")
 
 
 THREE = [[line(1, 0.2, 1_000_000), line(2, accuracy, 2_000_000)] for accuracy in (0.5, 0.6, 0.7)]
@@ -105,6 +113,7 @@ def test_a_method_has_one_look_everywhere() -> None:
     often = ("local", "fedavg", "fedprox", "fedbn", "metafed", "fedmk", "fedgen")
     assert {look(method).colour for method in often} == set(COLOURS)
     assert len({look(f"method-{number}") for number in range(20)}) > 15
+    assert len({look(name) for name in names()}) == len(names())  # those of the package are all different
 
 
 def test_the_users_style_is_left_alone() -> None:
@@ -121,6 +130,7 @@ def test_the_users_style_is_left_alone() -> None:
 
 def test_the_same_picture_gives_the_same_bytes(digits: Data) -> None:
     assert png(partition_picture(digits)) == png(partition_picture(digits))
+    assert svg(partition_picture(digits)) == svg(partition_picture(digits))
 
 
 def bubbles(figure: Figure) -> tuple[np.ndarray, np.ndarray]:
@@ -277,31 +287,70 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fewer.run(FedAvg(rounds=1, active=3), own, out=folder / "own")
     small = {"per_class": 3, "matching": 1, "outer_steps": 0, "server_steps": 1, "pseudo": 0, "codec": "float32"}
     fewer.run(FedMK(rounds=3, active=4, **small), data, out=folder / "fedmk")
+    held = fewer.data.load("digits", parties=5, alpha=1.0, validation=0.2)
+    fewer.run(MetaFed(rounds=3, steps=2), held, out=folder / "metafed", drop=0.2)
     return folder
 
 
+MANY = ("fedavg-0", "fedavg-1", "local-0", "sparse", "bold", "own", "fedmk")
+
+
 def report(tmp_path: Path, runs: Sequence[Path]) -> tuple[Page, list[str]]:
-    page, *pictures = write_report(runs, tmp_path / "report")
-    parsed = Page(page)
-    for path in pictures:
-        content = path.read_bytes()
-        width, height = Image.open(BytesIO(content)).size
-        assert 600 <= width <= 3000 and 200 <= height <= 3000, path
-    images = [attributes for tag, attributes in parsed.tags if tag == "img"]
-    assert len(images) == len(pictures) and all(image["alt"] and image["width"] for image in images)
-    assert all(image["src"].startswith("data:image/png;base64,") for image in images)
-    assert not [each for _, each in parsed.tags if {"href", "action", "srcset"} & each.keys()]
-    assert "http:" not in parsed.text and "https:" not in parsed.text
-    assert not {tag for tag, _ in parsed.tags} & {"script", "link", "iframe", "object"}
-    return parsed, [path.stem for path in pictures]
+    (path,) = write_report(runs, tmp_path / "report", pictures=False)
+    page = Page(path)
+    pictures = re.findall(r'<figure[^>]*><div class="scroll"[^>]* aria-label="([^"]+)"', page.text)
+    basics(page, len(pictures))
+    return page, pictures
 
 
-PLAIN = ["accuracy-by-round", "accuracy-by-megabyte", "accuracy-by-party"]
+def test_pictures_are_files_too(tmp_path: Path, runs: Path) -> None:
+    page, *files = write_report([runs / "fedmk"], tmp_path)
+    assert page == tmp_path / "report.html"
+    _, shown = report(tmp_path, [runs / "fedmk"])
+    assert {path.stem for path in files} == set(shown) and len(files) == 3 * len(shown)
+    for path in files:
+        if path.suffix == ".png":
+            width, height = Image.open(BytesIO(path.read_bytes())).size
+            assert 600 <= width <= 3000 and 200 <= height <= 3000, path
+        else:
+            text = path.read_text()
+            assert len(text.splitlines()) > 1 and ("<svg" in text) == (path.suffix == ".svg")
+    figures = list(csv.DictReader((tmp_path / "pictures/accuracy-by-round.csv").open()))
+    history = [json.loads(text) for text in (runs / "fedmk/metrics.jsonl").read_text().splitlines()]
+    assert [float(row["accuracy"]) for row in figures] == [each["accuracy"] for each in history]
+    assert [float(row["megabytes"]) for row in figures] == [(each["up"] + each["down"]) / 1e6 for each in history]
+
+
+def basics(page: Page, pictures: int) -> None:
+    """What lets everyone read a page: names for all, headings in order, room for pictures; and that it is alone."""
+    images = [each for tag, each in page.tags if tag == "img" or (tag == "svg" and each.get("role") == "img")]
+    assert len(images) == pictures
+    for image in images:
+        assert (image.get("alt") or image["aria-label"]) and int(image["width"]) and int(image["height"])
+        assert image.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
+    links = [each.get("href", "#") for _, each in page.tags if not {"src", "action", "srcset"} & each.keys()]
+    assert all(link.startswith(("#", "data:text/csv;")) for link in links)
+    assert "http:" not in page.text and "https:" not in page.text and "url(http" not in page.text
+    kinds = [tag for tag, _ in page.tags]
+    assert not set(kinds) & {"link", "iframe", "object"} and kinds.count("script") == 1
+    assert ("html", {"lang": "en"}) in page.tags and kinds.count("title") == kinds.count("main") == 1
+    levels = [int(tag[1]) for tag in kinds if tag in ("h1", "h2", "h3")]
+    assert levels[0] == 1 and levels.count(1) == 1
+    ids = [each["id"] for _, each in page.tags if "id" in each]
+    assert len(ids) == len(set(ids))
+    assert all(each.get("aria-label") for tag, each in page.tags if each.get("tabindex"))
+
+
+CURVES = ["accuracy-by-round", "accuracy-by-megabyte", "accuracy-by-second"]
+PARTIES = ["traffic", "accuracy-by-party", "accuracy-density"]
+PLAIN = [*CURVES, *PARTIES]
+SEVERAL = [*CURVES, "accuracy-bars", *PARTIES]
+DATA = ["partition", "examples"]
 
 
 def test_a_report_on_one_run(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / "fedavg-0"])
-    assert pictures == [*PLAIN, "partition", "examples"]
+    assert pictures == [*PLAIN, *DATA]
     last = json.loads((runs / "fedavg-0" / "metrics.jsonl").read_text().splitlines()[-1])
     accuracy = f"{100 * last['accuracy']:.2f}"
     up, down = f"{last['up'] / 1e6:.3g}", f"{last['down'] / 1e6:.3g}"
@@ -310,14 +359,15 @@ def test_a_report_on_one_run(tmp_path: Path, runs: Path) -> None:
     described = json.loads((runs / "fedavg-0" / "settings.json").read_text())
     assert described["hash"] in page.text and page.row("torch") == ["torch", described["environment"]["torch"]]
     assert page.row("rate") == ["rate", "0.1"]
-    assert "All parties that were asked answered." in page.text
+    assert "All parties that were asked answered, and no run broke off." in page.text
+    assert f"fedavg reaches {100 * last['accuracy']:.1f} % accuracy (1 seed)" in page.text
 
 
 def test_a_report_shows_the_images_that_a_method_made(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / "fedmk"])
-    assert pictures == [*PLAIN, "partition", "examples", "made-by-party", "made-by-round"]
+    assert pictures == [*PLAIN, "made-by-party", "made-by-round", *DATA]
     assert "the last D̂ of 4 of the 4 parties that sent any; blank where there is none." in page.text
-    assert "are not shown" not in page.text
+    assert "is not shown" not in page.text
     result = open_result(runs / "fedmk")
     by_party, by_round = result.method.images(result.state)
     assert list(by_party.rows) == [f"party {party}" for party in range(4)] and by_party.each == 2
@@ -348,27 +398,25 @@ class Clumsy(FedAvg):
 
 
 def test_a_report_is_written_where_images_cannot_be_had(tmp_path: Path, runs: Path) -> None:
-    shown = [*PLAIN, "partition", "examples"]
+    shown = [*PLAIN, *DATA]
     gone = changed(tmp_path, runs / "fedmk", settings={"method": "gone.py:FedMK"})
     page, pictures = report(tmp_path, [gone])
-    assert pictures == shown and "are not shown" not in page.text
+    assert pictures == shown and "is not shown" not in page.text
     early = changed(tmp_path, runs / "fedmk")
     (early / "checkpoint.safetensors").unlink()
     page, pictures = report(tmp_path, [early])
-    assert (
-        pictures == shown and f"Images that fedmk made are not shown: {early.name} has no checkpoint yet" in page.text
-    )
+    assert pictures == shown and f"What fedmk made is not shown: {early.name} has no checkpoint yet" in page.text
     (early / "checkpoint.safetensors").write_bytes(b"nothing")
     assert report(tmp_path, [early])[1] == shown
     clumsy = changed(tmp_path, runs / "fedavg-0", settings={"method": f"{__file__}:Clumsy"})
     page, pictures = report(tmp_path, [clumsy, runs / "fedmk"])
-    assert pictures == [*shown, "made-by-party-2", "made-by-round-2"]
-    assert "Images that fedavg made are not shown: KeyError: &#x27;album&#x27;." in page.text
+    assert pictures == [*SEVERAL, "made-by-party-2", "made-by-round-2", *DATA]
+    assert "What fedavg made is not shown: KeyError: &#x27;album&#x27;." in page.text
 
 
 def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / name for name in ("local-0", "fedavg-1", "fedavg-0")])
-    assert pictures == [*PLAIN, "partition", "examples"]
+    assert pictures == [*SEVERAL, *DATA]
     found = [
         json.loads((runs / f"fedavg-{seed}" / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"]
         for seed in (0, 1)
@@ -382,8 +430,8 @@ def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:
 
 
 def test_a_report_on_many_runs(tmp_path: Path, runs: Path) -> None:
-    page, pictures = report(tmp_path, sorted(runs.iterdir()))
-    assert pictures == [*PLAIN, "partition", "examples", "made-by-party-3", "made-by-round-3"]
+    page, pictures = report(tmp_path, [runs / name for name in sorted(MANY)])
+    assert pictures == [*SEVERAL, "made-by-party-3", "made-by-round-3", *DATA]
     assert "<h1>digits, 4 parties, dirichlet (alpha 1); &lt;i&gt;own&lt;/i&gt;, 3 parties</h1>" in page.text
     assert "Not only the methods differ: " in page.text and "data = digits, parties = 4" in page.text
 
@@ -392,8 +440,8 @@ def test_names_are_escaped_and_absent_answers_counted(tmp_path: Path, runs: Path
     page, _ = report(tmp_path, [runs / "bold"])
     assert page.row("<b>") and "b" not in {tag for tag, _ in page.tags}
     dropped = (runs / "bold" / "events.jsonl").read_text().count('"why": "dropped"')
-    assert dropped and ["method", "dropped", "in all"] in page.rows
-    assert ["<b>", str(dropped), str(dropped)] in page.rows
+    assert dropped and ["method", "dropped", "absent in all", "went on after a break"] in page.rows
+    assert ["<b>", str(dropped), str(dropped), "0"] in page.rows
     assert str(Path(__file__)) not in page.text  # where a method's file lies
 
 
@@ -438,7 +486,8 @@ def test_a_run_without_figures_by_party_that_was_stopped(tmp_path: Path, runs: P
     with (copy / "events.jsonl").open("a") as file:
         file.write('{"event": "sto\n{"time": 1, "event": "stop", "round": 1, "reason": "KeyboardInterrupt: "}\n')
     page, pictures = report(tmp_path, [copy])
-    assert pictures == ["accuracy-by-round", "accuracy-by-megabyte", "partition", "examples"]
+    assert pictures == [*CURVES, "traffic", *DATA]
+    assert "No run has come to its end yet" in page.text
     assert page.row("local")[2:4] == ["–", "1 of 2"]
     assert "local with seed 0 has come to round 1 of 2, then stopped: KeyboardInterrupt" in page.text
 
@@ -495,3 +544,206 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
     out.write_text("in the way")
     with pytest.raises(RunError, match="cannot be written: File exists"):
         write_report([runs / "fedavg-0"], out)
+
+
+# --- who won --------------------------------------------------------------------------------------------------
+
+
+def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, rounds: int = 2, **facts: Any) -> Group:
+    """Runs that end with these accuracies, one for each seed, half as good in the first round."""
+    settings = {"method": label.split()[0], "data": "digits", "data_seed": None, **facts}
+    runs = []
+    for seed, end in enumerate(ends):
+        each = [line(1, end / 2, int(mb * 250_000)), line(2, end, int(mb * 500_000))]
+        history = [{**one, "seconds": seconds * one["round"] / 2} for one in each]
+        description = {"settings": {**settings, "seed": seed}, "method": {"rounds": rounds}, "own": []}
+        runs.append(Run(Path(f"{label}-{seed}"), description, history, []))
+    return Group(label, runs)
+
+
+def test_a_winner_is_called_only_where_intervals_do_not_meet() -> None:
+    fedmk, fedavg = group("fedmk", 0.80, 0.81, 0.79, seconds=60), group("fedavg", 0.70, 0.71, 0.69, mb=4)
+    assert winner([fedavg, fedmk]) is fedmk
+    won, cost, target, does, *_ = verdict([fedavg, fedmk])
+    assert won == "fedmk won: 80.0 ± 2.5 % accuracy, before fedavg with 70.0 ± 2.5 % (3 seeds)."
+    assert cost == (
+        "Cost: fedmk sent 0.5 MB up and 0.5 MB down in 2 rounds and 60 s; "
+        "fedavg sent 2 MB up and 2 MB down in 2 rounds and 10 s."
+    )
+    assert target == (
+        "The best of fedavg, 70.0 %, fedmk reached in round 2 with 1 MB sent in all; fedavg in round 2 with 4 MB."
+    )
+    assert does.startswith("What fedmk does: parties condense their data")
+    near, far = group("fedprox", 0.76, 0.80, 0.78), group("local", 0.3, 0.31, 0.32)
+    assert winner([fedmk, near, far]) is None
+    assert verdict([near, far, fedmk])[0] == (
+        "No clear winner: fedmk has the highest mean, 80.0 ± 2.5 %, but its 95 % interval overlaps with "
+        "fedprox 78.0 ± 5.0 % (3 seeds). All others are behind."
+    )
+
+
+def test_nobody_wins_by_one_seed_or_on_another_task_or_before_the_end() -> None:
+    good, bad = group("fedmk", 0.9), group("fedavg", 0.1)
+    assert winner([good, bad]) is None and "cannot tell merit from chance" in verdict([good, bad])[0]
+    other = group("fedavg alpha", 0.1, 0.12, 0.11, data="mnist")
+    sure = group("fedmk", 0.9, 0.91, 0.92)
+    assert winner([sure, other]) is None and verdict([sure, other])[0].startswith("These runs are not of one task")
+    early = group("fedavg", 0.1, 0.12, 0.11, rounds=5)
+    assert winner([sure, early]) is None
+    assert verdict([sure, early])[0].startswith("Only fedmk has come to its end: fedmk reaches 91.0 ± ")
+    assert verdict([early])[0].startswith("No run has come to its end yet")
+    fair = group("fedmeta", 0.5, 0.5, 0.51)
+    for run in fair.runs:
+        run.history[-1]["fairness"] = {"mean": 0.5}  # type: ignore[index]
+    assert winner([sure, fair]) is None and "not judged alike" in verdict([sure, fair])[0]
+
+
+def test_judged_on_groups_the_interval_is_over_groups() -> None:
+    one = group("frl", 0.5)
+    assert one.accuracy == (0.5, None) and one.over == "1 seed"
+    one.runs[0].history[-1]["groups"] = [0.4, 0.5, 0.6]  # type: ignore[index]
+    assert one.accuracy == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and one.over == "3 groups"
+
+
+# --- bars, maps, traffic, rings -------------------------------------------------------------------------------
+
+
+def test_bars_are_means_with_whiskers() -> None:
+    results = {"fedavg": Interval(0.6, 0.1), "fedavg rate=1": Interval(0.5, None)}
+    of = looks({"fedavg": "fedavg", "fedavg rate=1": "fedavg"})
+    axes = bar_picture(results, of).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([60, 50])  # type: ignore[attr-defined]
+    assert {text.get_text() for text in axes.texts} == {"60.0 ± 10.0", "50.0"}
+    assert of["fedavg rate=1"].colour == look("fedavg").colour and of["fedavg rate=1"] != look("fedavg")
+
+
+def test_runs_that_differ_in_two_settings_make_a_map(tmp_path: Path, runs: Path) -> None:
+    changes = [(rate, batch) for rate in (0.1, 0.3) for batch in (8, 16, 4)][:-1]
+    some = [changed(tmp_path, runs / "fedavg-0", method={"rate": r, "batch": b}) for r, b in changes]
+    groups = gather(some)
+    grid = grid_of(groups)
+    accuracy = groups[0].accuracy
+    assert grid == Grid("batch", "rate", [4, 8, 16], [0.1, 0.3], [[accuracy] * 3, [None, accuracy, accuracy]])
+    drawn = heat_picture("fedavg", grid).axes[0]
+    assert len(drawn.collections) == len(drawn.texts) == 5
+    assert (drawn.get_xlabel(), drawn.get_ylabel()) == ("batch", "rate")
+    assert grid_of(groups[:2]) is None  # one setting only
+    _, pictures = report(tmp_path, some)
+    assert "settings" in pictures
+
+
+def test_traffic_is_the_ledgers_by_direction_and_kind(runs: Path) -> None:
+    (one,) = gather([runs / "fedmk"])
+    last = one.runs[0].history[-1]
+    for way in ("up", "down"):
+        assert sum(size for (there, _), size in one.traffic.items() if there == way) == last[way]
+    figure = traffic_picture({"fedmk": one.traffic})
+    assert figure
+    bars = figure.axes[0].patches
+    assert sum(bar.get_width() for bar in bars) == pytest.approx(  # type: ignore[attr-defined]
+        (last["up"] + last["down"]) / 1e6
+    )
+    assert traffic_picture({"local": {}}) is None
+
+
+def test_a_damaged_ledger_is_told(tmp_path: Path, runs: Path) -> None:
+    broken = changed(tmp_path, runs / "fedavg-0")
+    (broken / "ledger.csv").write_text("round,party,direction,kind,bytes\n1,2,up,train,many\n")
+    with pytest.raises(RunError, match="ledger.csv cannot be read"):
+        write_report([broken], tmp_path / "report")
+
+
+def test_a_ring_is_drawn_with_hops_skips_and_weights(tmp_path: Path, runs: Path) -> None:
+    (run,) = gather([runs / "metafed"])[0].runs
+    ring = ring_of(run)
+    assert ring and ring.members == list(range(5))
+    told = run.history[-1]["ring"]
+    assert ring.weights == {int(party): each["weight"] for party, each in told.items()}
+    events = [json.loads(text) for text in (runs / "metafed/events.jsonl").read_text().splitlines()]
+    passed = [e for e in events if e["event"] == "absent" and e["handler"] in ("accumulate", "personalise")]
+    assert passed and sum(ring.passed_over.values()) == len(passed)
+    entries = [text.split(",") for text in (runs / "metafed/ledger.csv").read_text().splitlines()[1:]]
+    taken = [entry for entry in entries if entry[2] == "down" and entry[3] in ("accumulate", "personalise")]
+    assert sum(ring.hops.values()) == len(taken) and all(one != other for one, other in ring.hops)
+    page, pictures = report(tmp_path, [runs / "metafed"])
+    assert "ring" in pictures and "<h2>Rings</h2>" in page.text
+    assert ring_of(gather([runs / "fedavg-0"])[0].runs[0]) is None
+    by_hand = Ring({(0, 1): 2, (1, 3): 1}, {2: 1}, {0: 0.5, 1: 0.0, 2: 0.1, 3: 1.0}, {})
+    texts = [text.get_text() for text in ring_picture(by_hand).axes[0].texts]
+    assert {"0", "1", "2", "3", "λ 0.5", "λ 0.1\n−1"} <= set(texts)
+
+
+def test_ours_stands_beside_the_papers(tmp_path: Path, runs: Path) -> None:
+    folder = tmp_path / "recipe/iid"
+    for seed in (0, 1):
+        shutil.copytree(runs / f"fedavg-{seed}", folder / f"fedavg-tuned-seed{seed}")
+    cell = {"row": "FedAvg, tuned", "column": "IID", "paper": 70.5}
+    told = {"title": "T", "paper": "P", "mean": "samples", "quick": False, "cells": {"iid/fedavg-tuned": cell}}
+    (tmp_path / "recipe/recipe.json").write_text(json.dumps(told))
+    page, _ = report(tmp_path, sorted(folder.iterdir()))
+    ours = gather(sorted(folder.iterdir()))[0].accuracy
+    assert ours and ours.half
+    shown = f"{100 * ours.mean:.2f} ± {100 * ours.half:.2f}"
+    assert page.row("FedAvg, tuned") == ["FedAvg, tuned", "IID", shown, "70.50", f"{100 * ours.mean - 70.5:+.2f}"]
+    assert "T. Paper: P." in page.text and "quick form" not in page.text
+    (tmp_path / "recipe/recipe.json").write_text(json.dumps({**told, "mean": "parties", "quick": True}))
+    page, _ = report(tmp_path, sorted(folder.iterdir()))
+    by_party = [run.history[-1]["parties"].values() for run in gather(sorted(folder.iterdir()))[0].runs]
+    mean = np.mean([np.mean(list(values)) for values in by_party])
+    assert page.row("FedAvg, tuned")[2].startswith(f"{100 * mean:.2f} ± ") and "quick form" in page.text
+
+
+# --- how the page looks ---------------------------------------------------------------------------------------
+
+
+def contrast(one: str, other: str) -> float:
+    def light(colour: str) -> float:
+        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((light(one), light(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_and_lines_stand_out_in_both_themes(tmp_path: Path, runs: Path) -> None:
+    page, _ = report(tmp_path, [runs / "fedavg-0"])
+    for block in ("color-scheme: light", "color-scheme: dark"):
+        (own, *_) = re.findall(rf"{block};([^}}]*)}}", page.text)
+        values = dict(re.findall(r"--(\w+): (#\w{6});", own))
+        paper = values["ffffff"]
+        assert min(contrast(values[name], paper) for name in ("222222", "faint", "link")) >= 4.5
+        least = 2 if "light" in block else 3  # the palette's orange and sky are pale on white
+        assert min(contrast(values.get(c.lstrip("#").lower(), c), paper) for c in COLOURS) >= least
+    assert INK in DARK and "fill: var(--222222)" in page.text and "fill: #222222" not in page.text
+
+
+def test_the_page_of_ten_methods_and_five_seeds_is_small(tmp_path: Path, runs: Path) -> None:
+    paths = []
+    draw = np.random.default_rng(0)
+    for method in (
+        "local",
+        "fedavg",
+        "fedprox",
+        "fedbn",
+        "fedgen",
+        "fedmk",
+        "feddistill",
+        "fedensemble",
+        "reptile",
+        "frl",
+    ):
+        for seed in range(5):
+            path = changed(tmp_path, runs / "fedavg-0", settings={"seed": seed, "method": method})
+            events = (path / "events.jsonl").read_text().replace('"method": "fedavg"', f'"method": "{method}"')
+            (path / "events.jsonl").write_text(events)
+            by_party = {str(party): float(draw.random()) for party in range(100)}
+            history = [line(number, float(draw.random()), 10**6 * number) for number in range(1, 101)]
+            history[-1]["parties"] = by_party
+            (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in history))
+            told = json.loads((path / "settings.json").read_text())
+            (path / "settings.json").write_text(json.dumps({**told, "method": {**told["method"], "rounds": 100}}))
+            paths.append(path)
+    page, pictures = report(tmp_path, paths)
+    assert len(page.text.encode()) < 5e6 and set(SEVERAL) <= set(pictures)
+    assert len(page.row("fedgen")) == 8 and "No clear winner" in page.text

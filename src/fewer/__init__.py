@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fewer import data as data
     from fewer.errors import FewerError as FewerError
+    from fewer.experiments.compare import compare as compare
     from fewer.methods import Method as Method
     from fewer.methods import Party as Party
     from fewer.methods.alone import Alone as Alone
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 # Imported when first used: `import fewer` and `fewer --help` must not wait for torch.
 _HOMES = {
     "FewerError": "fewer.errors",
+    "compare": "fewer.experiments.compare",
     "Method": "fewer.methods",
     "Party": "fewer.methods",
     "Alone": "fewer.methods.alone",

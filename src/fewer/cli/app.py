@@ -13,7 +13,20 @@ from fewer.cli import data as data_commands
 from fewer.cli.data import DataDir
 from fewer.cli.machines import add_machines
 from fewer.cli.options import with_settings
-from fewer.cli.printing import GO_ON, Json, Out, Report, finish, fresh, print_rows, told, write_json, write_page
+from fewer.cli.printing import (
+    GO_ON,
+    RUNS,
+    Json,
+    Out,
+    Report,
+    Track,
+    finish,
+    fresh,
+    print_rows,
+    told,
+    write_json,
+    write_page,
+)
 
 if TYPE_CHECKING:
     from fewer.experiments import Comparison
@@ -27,7 +40,6 @@ app = typer.Typer(
 )
 
 app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
-add_machines(app)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 One = Annotated[int | None, typer.Option("--party", metavar="N", help="Use this party's personal model.")]
@@ -55,6 +67,7 @@ def run(
     tune: Tune = False,
     trials: Trials = 8,
     report: Report = True,
+    track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -64,7 +77,7 @@ def run(
     """
     if (chosen := named if method is None else method) is not None:
         given["method"] = chosen
-    _train(given, tune, trials, report, out, json_file)
+    _train(given, tune, trials, report, track, out, json_file)
 
 
 @app.command(rich_help_panel="Learn")
@@ -76,6 +89,7 @@ def prepare(
     tune: Tune = False,
     trials: Trials = 8,
     report: Report = True,
+    track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -89,7 +103,7 @@ def prepare(
     from fewer.runs.use import preparing
 
     preparing(find(method))
-    _train({**given, "method": method}, tune, trials, report, out, json_file)
+    _train({**given, "method": method}, tune, trials, report, track, out, json_file)
 
 
 @app.command(rich_help_panel="Use")
@@ -99,6 +113,7 @@ def deploy(
     given: dict[str, Any],
     prepared: Annotated[Path, typer.Argument(metavar="MODEL", help="A prepared model, or the run that made it.")],
     report: Report = True,
+    track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -117,7 +132,7 @@ def deploy(
     where = out or fresh(f"{job.method.name}-{job.settings.data}")
     GO_ON.append(f"Go on with: fewer resume {where}")
     with shown() as watch:
-        result = start(job, where, watch(job.method.name))
+        result = start(job, where, watch(job.method.name), track=track or ())
     finish(result, where, json_file, report)
 
 
@@ -137,6 +152,7 @@ def resume(
     slow: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
     corrupt: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
     report: Report = True,
+    track: Track = None,
     json_file: Json = None,
 ) -> None:
     """Go on with a run that was stopped, killed or lost its quorum. RUN is its directory.
@@ -150,7 +166,7 @@ def resume(
     with shown() as watch:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
-        result = go_on(path, progress=watch(path.name), **changed)
+        result = go_on(path, progress=watch(path.name), track=track or (), **changed)
     finish(result, path, json_file, report)
 
 
@@ -164,6 +180,7 @@ def compare(
     tune: Tune = False,
     trials: Trials = 8,
     report: Report = True,
+    track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -178,7 +195,8 @@ def compare(
     where = out or fresh("compare")
     GO_ON.append(f"Go on with the same command and --out {where}")
     with shown() as watch:
-        table = contest(methods, check(given), seeds=seeds, trials=trials if tune else 0, out=where, watch=watch)
+        effort = trials if tune else 0
+        table = contest(methods, check(given), seeds=seeds, trials=effort, out=where, watch=watch, track=track or ())
     page = write_page(sorted(path.parent for path in where.glob("*/settings.json")), where) if report else None
     if not write_json(json_file, table.as_json()):
         _print_table(table)
@@ -215,7 +233,7 @@ def reproduce(
             print(f"{each}  {title}")
         return
     results.mkdir(parents=True, exist_ok=True)
-    where = out or Path("runs") / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
+    where = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
     GO_ON.append("The same command goes on.")
     changes = {"data_dir": data_dir, "runtime": runtime}
     with shown() as watch:
@@ -239,12 +257,54 @@ def report(
     paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where page and pictures go.")] = Path("report"),
 ) -> None:
-    """Write one page with pictures on one or more runs: accuracy by round and by megabyte, by party, the partition."""
+    """Write one page on one or more runs: who won, at what cost and why, with pictures and all settings.
+
+    The page, report.html, needs nothing else. Beside it are its pictures as PNG and SVG, and their figures as CSV.
+
+    [dim]fewer report runs/compare-…[/dim]
+    """
     from fewer.report import write_report
 
-    runs = [found for path in paths for found in _runs_in(path)]
-    for file in write_report(runs, out):
-        print(file)
+    page, *pictures = write_report([found for path in paths for found in _runs_in(path)], out)
+    print(f"{page}\n{len(pictures)} files of its pictures are in {pictures[0].parent}")
+
+
+@app.command(rich_help_panel="Look")
+@told
+def dash(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Runs under this directory. \\[default: runs]")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Listen on this address; if others can reach it, with a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Listen on this port; 0 for any.")] = 8650,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ask for the token in this file, instead of a new one.")
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A name by which browsers reach it (behind a proxy); may be repeated."),
+    ] = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Nothing can be stopped or resumed.")] = False,
+    browse: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """Watch the runs under DIR, or runs/, in a browser: list, follow, compare, stop and resume them.
+
+    Ends with Ctrl-C.
+
+    [dim]fewer dash --open[/dim]
+    """
+    from fewer.dash import need_dash
+    from fewer.errors import SettingError
+
+    need_dash()
+    if folder is not None and not folder.is_dir():
+        raise SettingError(f"there is no directory {folder}")
+    from fewer.dash.server import serve
+
+    options: dict[str, Any] = {"token_file": token_file, "names": name or (), "read_only": read_only, "browse": browse}
+    serve(folder or RUNS, host, port, **options)
 
 
 @app.command(rich_help_panel="Look")
@@ -369,13 +429,17 @@ def export(path: Run, party: One = None, out: Out = None) -> None:
         print(file)
 
 
+add_machines(app)  # last in --help: it is not what one begins with
+
 # --- printing -------------------------------------------------------------------------------------------------
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """A run directory itself, or all runs right below a directory."""
-    below = sorted(found.parent for found in path.glob("*/settings.json"))
-    return below if below and not (path / "settings.json").exists() else [path]
+    """A run directory itself, or all runs right below a directory, or below its folders as a recipe has them."""
+    if (path / "settings.json").exists():
+        return [path]
+    below = list(path.glob("*/settings.json")) or list(path.glob("*/*/settings.json"))
+    return sorted(found.parent for found in below) or [path]
 
 
 def _chosen(method: Any) -> str:
@@ -383,7 +447,13 @@ def _chosen(method: Any) -> str:
 
 
 def _train(
-    given: dict[str, Any], tune: bool, trials: int, report: bool, out: Path | None, json_file: Path | None
+    given: dict[str, Any],
+    tune: bool,
+    trials: int,
+    report: bool,
+    track: list[str] | None,
+    out: Path | None,
+    json_file: Path | None,
 ) -> None:
     """One run, from settings to the last word on it."""
     from fewer.cli.progress import shown
@@ -398,7 +468,7 @@ def _train(
             print(f"chosen of {len(tried)}: {_chosen(job.method)}", file=sys.stderr)
         where = out or fresh(f"{job.method.name}-{job.settings.data}")
         GO_ON.append(f"Go on with: fewer resume {where}")
-        result = start(job, where, watch(job.method.name))
+        result = start(job, where, watch(job.method.name), track=track or ())
     finish(result, where, json_file, report)
 
 

@@ -17,8 +17,15 @@ from fewer.errors import FewerError
 if TYPE_CHECKING:
     from fewer.runs import Result
 
+RUNS = Path("runs")
+"""Where runs are kept that are not told otherwise."""
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. \\[default: runs/…]")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write pictures and an HTML page beside the run.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write an HTML page with pictures beside the run.")]
+
+Track = Annotated[
+    list[str] | None,
+    typer.Option("--track", metavar="NAME", help="Send figures to tensorboard or mlflow too; may be repeated."),
+]
 
 
 def _writable(file: Path | None) -> Path | None:
@@ -96,15 +103,15 @@ def fresh(name: str) -> Path:
     """A run directory that is not there yet."""
     base = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    options = [Path("runs") / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
+    options = [RUNS / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
     return next(path for path in options if not path.exists())
 
 
 def write_page(runs: list[Path], where: Path) -> Path:
-    """Pictures and a page on these runs; the page."""
+    """A page with pictures on these runs."""
     from fewer.report import write_report
 
-    return write_report(runs, where / "report")[0]
+    return write_report(runs, where / "report", pictures=False)[0]
 
 
 def finish(result: Result, where: Path, json_file: Path | None, report: bool) -> None:

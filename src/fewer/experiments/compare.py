@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from fewer.data import Data
 from fewer.errors import RunError, SettingError
@@ -14,9 +15,10 @@ from fewer.experiments.tune import Trial, pooled, tune
 from fewer.methods import Method, find
 from fewer.runs.directory import RunDirectory
 from fewer.runs.engine import Progress, resume, start
-from fewer.runs.job import Job, job_from, load_data
+from fewer.runs.job import Job, check, job_from, load_data
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
+from fewer.runs.shown import Shown
 from fewer.runs.statistics import half_width
 
 MB = 1e6
@@ -29,19 +31,27 @@ class Row:
     """One method over all seeds: means, and the half-width of the 95 % confidence interval of the accuracy."""
 
     method: str
+    """The method's name."""
     accuracy: float
+    """Mean over seeds: each test sample judged by the model of the party that it belongs to."""
     ci95: float | None
+    """Half of the width of its 95 % interval; None with one seed."""
     everywhere: float
     """The same, with each party's model judged on all parties' test samples."""
     rounds: int
+    """Rounds of each run."""
     mb_up: float
+    """Megabytes that parties sent, mean over seeds."""
     mb_down: float
+    """Megabytes that parties got, mean over seeds."""
     seconds: float
+    """Of a run, mean over seeds."""
     seeds: list[int]
+    """The seeds that were run."""
     accuracies: list[float]
     """One for each seed."""
     curves: list[list[dict[str, Any]]]
-    """For each seed the rounds that were evaluated: round, accuracy, bytes up and down by then."""
+    """For each seed the rounds that were evaluated: round, accuracy, bytes up and down and seconds by then."""
     settings: dict[str, Any]
     """The method's own settings."""
     hash: str
@@ -55,12 +65,19 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Rows in the order in which the methods were named, and what they share."""
+class Comparison(Shown):
+    """Rows in the order in which the methods were named, and what they share. It shows itself in a notebook."""
+
+    view: ClassVar[str] = "comparison"
 
     rows: list[Row]
     settings: dict[str, Any]
     parties: int
+
+    def records(self) -> list[dict[str, Any]]:
+        """The figures of each method."""
+        names = ("method", "accuracy", "ci95", "everywhere", "rounds", "mb_up", "mb_down", "seconds")
+        return [{name: getattr(row, name) for name in names} | {"seeds": len(row.seeds)} for row in self.rows]
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -73,20 +90,28 @@ Watch = Callable[[str], Progress | None]
 
 def compare(
     methods: Sequence[str],
-    settings: Settings,
+    settings: Settings | None = None,
     *,
     seeds: int = 1,
     trials: int = 0,
-    out: Path | None = None,
+    out: str | Path | None = None,
     watch: Watch = lambda what: None,
+    track: Sequence[str] = (),
+    **given: Any,
 ) -> Comparison:
     """Run each method with each of `seeds` seeds; with `trials`, choose its rates first by that many trials.
 
-    In `out`, runs that are there already are not run again and broken ones go on.
+    `fewer.compare(["local", "fedavg"], data="fashion-mini", rounds=5, seeds=3)`: the settings that all runs share are
+    those of the command line, with underscores, or a `Settings` object. In `out`, runs that are there already are not
+    run again and broken ones go on. Trackers in `track` get all runs.
     """
+    if settings is not None and given:
+        raise SettingError(f"{next(iter(given))} is given beside a whole Settings object: put it in there")
+    settings = check(given) if settings is None else settings
+    out = None if out is None else Path(out)
     kinds = [find(name) for name in methods]
     own = own_settings(kinds, settings.set)
-    series = Series(seeds, trials, out, watch)
+    series = Series(seeds, trials, out, watch, track=track)
     chosen = [
         settings.model_copy(update={"method": name, "set": own[kind.name]})
         for name, kind in zip(methods, kinds, strict=True)
@@ -102,12 +127,19 @@ class Series:
     """Runs settings with several seeds, after choosing rates if there are trials; data is read once for all of them."""
 
     def __init__(
-        self, seeds: int, trials: int, out: Path | None, watch: Watch, measure: Callable[[Result], float] = pooled
+        self,
+        seeds: int,
+        trials: int,
+        out: Path | None,
+        watch: Watch,
+        measure: Callable[[Result], float] = pooled,
+        track: Sequence[str] = (),
     ) -> None:
         if seeds < 1:
             raise SettingError(f"seeds = {seeds} (allowed: 1 or more)")
         self.seeds, self.trials, self.out, self.watch, self.measure = seeds, trials, out, watch, measure
         self._data: dict[str, Data] = {}
+        self._run = partial(_run, track=track)
         if out:
             out.mkdir(parents=True, exist_ok=True)
 
@@ -130,18 +162,18 @@ class Series:
         for seed in range(settings.seed, settings.seed + self.seeds):
             again = self.job(job.settings.model_copy(update={"seed": seed}))
             progress = self.watch(f"{label} seed {seed}" if self.seeds > 1 else label)
-            results.append(_run(again, self.out and self.out / f"{label}-seed{seed}", progress))
+            results.append(self._run(again, self.out and self.out / f"{label}-seed{seed}", progress))
         return _row(job, results, [self.measure(result) for result in results], done)
 
 
-def _run(job: Job, where: Path | None, progress: Progress | None) -> Result:
+def _run(job: Job, where: Path | None, progress: Progress | None, track: Sequence[str]) -> Result:
     """Begin, go on with, or take over the run in this directory."""
     if where is None or not (where / "settings.json").exists():
-        return start(job, where, progress)
+        return start(job, where, progress, track=track)
     found = RunDirectory.open(where).description["hash"]
     if found != job.hash:
         raise RunError(f"{where} holds a run with other settings (another --out)")
-    return resume(where, progress=progress)
+    return resume(where, progress=progress, track=track)
 
 
 def own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -180,7 +212,7 @@ def _row(job: Job, results: Sequence[Result], accuracies: list[float], trials: l
         accuracies=accuracies,
         curves=[
             [
-                {name: line[name] for name in ("round", "accuracy", "up", "down")}
+                {name: line[name] for name in ("round", "accuracy", "up", "down", "seconds")}
                 for line in result.history
                 if "accuracy" in line
             ]

@@ -29,6 +29,8 @@ from fewer.runs.job import check, setting_error
 from fewer.runs.statistics import half_width
 
 _MEASURES = {"samples": pooled, "parties": by_party}
+RECIPE = "recipe.json"
+"""Beside the runs of a recipe: which of them stands where in its table, and what the paper has there."""
 _OWN = ("seeds", "trials", "by_round", "study")
 """What of a recipe itself `--quick` may change."""
 
@@ -152,6 +154,8 @@ def reproduce(
         raise unknown("target or rival", wrong, [row.name for row in plan.row])
     if plan.study:
         prepared(plan.study)  # what is wrong with it shows before the first run
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RECIPE).write_text(json.dumps(_places(plan, quick), indent=1) + "\n")
     cells = []
     for place, column in enumerate(plan.column):
         title = column.name
@@ -160,11 +164,29 @@ def reproduce(
         series = Series(plan.seeds, plan.trials, out / slug(title), _titled(watch, title), _MEASURES[plan.mean])
         for row, settings in zip(plan.row, settings_in(column, plan, quick), strict=True):
             ours = series.run(check({**settings, **(changes or {})}), slug(row.name), row.tune)
-            paper = row.paper[place] if place < len(row.paper) else None
-            cells.append(Cell(row.name, title, ours, paper))
+            cells.append(Cell(row.name, title, ours, _theirs(row, place)))
     if plan.target is not None:
         cells = [replace(cell, reached=_reached(plan.target, cell, out)) for cell in cells]
     return plan, cells
+
+
+def _theirs(row: RecipeRow, place: int) -> float | None:
+    """The paper's figure in the column at this place."""
+    return row.paper[place] if place < len(row.paper) else None
+
+
+def _places(plan: Recipe, quick: bool) -> dict[str, Any]:
+    """What the table is, and for each folder of runs its row, its column and the paper's figure."""
+    cells = {
+        f"{slug(column.name)}/{slug(row.name)}": {
+            "row": row.name,
+            "column": column.name,
+            "paper": _theirs(row, place),
+        }
+        for place, column in enumerate(plan.column)
+        for row in plan.row
+    }
+    return {"title": plan.title, "paper": plan.paper, "mean": plan.mean, "quick": quick, "cells": cells}
 
 
 def _titled(watch: Watch, title: str) -> Watch:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fewer.audit import Sheet, audit
 from fewer.audit.distance import earth_mover, span_of
@@ -22,12 +23,18 @@ from fewer.errors import SettingError, unknown
 from fewer.learning.prototypes import nearness
 from fewer.learning.score import Counts, score
 from fewer.methods.base import CHUNK, Coordinator, Place
-from fewer.methods.frl import Prepared, batch_statistics
+from fewer.methods.frl import FewRounds, Prepared, batch_statistics
 from fewer.models import parts_of
+from fewer.runs.engine import one_thread
 from fewer.runs.job import load_data
 from fewer.runs.result import Result, open_result
 from fewer.runs.statistics import half_width
 from fewer.runtime.streams import stream
+
+MEMBER = (
+    "t-SNE of a member's embedding after its local training in the last round. Diamonds: its own samples; circles: "
+    "those of the other members; stars: global prototypes; colours: classes."
+)
 
 
 class Runs(NamedTuple):
@@ -186,17 +193,28 @@ def embedding(cells: Sequence[Runs], group: int = 0, member: int = 0, most: int 
         clouds[row if len({cell.column for cell in cells}) == 1 else f"{row}, {column}"] = cloud
         figures[f"{row}, {column}"] = {"all": everything, "others": others}
         lines.append(f"| {row}, {column} | {100 * everything:.1f} % | {100 * others:.1f} % |")
-    caption = (
-        "t-SNE of a member's embedding after its local training in the last round. Diamonds: its own samples; circles: "
-        "those of the other members; stars: global prototypes; colours: classes."
-    )
-    return Study(lines, figures, maps=[Map("embedding", "Embedding of one member of a group", caption, clouds)])
+    return Study(lines, figures, maps=[Map("embedding", "Embedding of one member of a group", MEMBER, clouds)])
+
+
+def cloud_of(result: Result, most: int = 400) -> Cloud | None:
+    """How a run that makes prototypes sees samples: what a member of its first group does, or all of a deployed group.
+
+    None of other methods.
+    """
+    method, state = result.method, result.state
+    if not isinstance(method, FewRounds) or method.head == "linear" or not len(result.data.test):
+        return None
+    with one_thread():
+        if isinstance(method, Prepared):
+            return _member(result, 0, 0, most)[0]
+        with torch.no_grad():
+            x, y = result.data.test.slice(0, min(len(result.data.test), most))
+            features = parts_of(result.model.get_submodule("net"))[0](x)
+    return _flat(features, y, features[:0], y[:0], state.means, state.classes)
 
 
 def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud, float, float]:
     """What a member of a group sees before the last round is averaged."""
-    from sklearn.manifold import TSNE
-
     method = result.method
     if not isinstance(method, Prepared) or method.head == "linear":
         raise SettingError(
@@ -218,15 +236,26 @@ def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud,
         features = parts_of(net)[0](x)
         right = end.classes[nearness(features, end.means).argmax(1)] == y
     elsewhere = ~torch.isin(y, torch.unique(own.labels))
-    shown = torch.arange(min(len(y), most))
     with torch.no_grad():
         mine, labels = own.slice(0, len(own))
-        parts = [features[shown], parts_of(net)[0](mine), end.means]
-    flat = TSNE(random_state=0, perplexity=min(30, len(shown) // 4), init="pca").fit_transform(torch.cat(parts).numpy())
-    stars = len(end.classes)
-    marks = np.arange(len(flat) - stars) >= len(shown)
-    cloud = Cloud(flat[:-stars], torch.cat([y[shown], labels]).numpy(), marks, flat[-stars:], end.classes.numpy())
+        cloud = _flat(features[:most], y[:most], parts_of(net)[0](mine), labels, end.means, end.classes)
     return cloud, float(right.double().mean()), float(right[elsewhere].double().mean())
+
+
+def _flat(others: Tensor, labels: Tensor, own: Tensor, own_labels: Tensor, means: Tensor, classes: Tensor) -> Cloud:
+    """Features of samples, of own ones and of prototypes in the plane, by t-SNE of all of them together."""
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    parts = torch.cat([others, own, means]).cpu().numpy()
+    sne = TSNE(random_state=0, perplexity=max(1, min(30, len(others) // 4)), init="pca")
+    with threadpool_limits(1):  # several threads on busy cores spin against each other
+        flat = sne.fit_transform(parts)
+    stars = len(classes)
+    marks = np.arange(len(flat) - stars) >= len(others)
+    return Cloud(
+        flat[:-stars], torch.cat([labels, own_labels]).cpu().numpy(), marks, flat[-stars:], classes.cpu().numpy()
+    )
 
 
 STUDIES: dict[str, Callable[..., Study]] = {

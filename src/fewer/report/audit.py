@@ -8,9 +8,9 @@ from pathlib import Path
 
 from fewer.audit import Audit, Sheet
 from fewer.audit.telling import HEADS, LIMITS, MEANING, figure_rows
-from fewer.report.page import Picture, document, figure_of, note_of, table, write_files
+from fewer.report.files import write_files
+from fewer.report.html import Picture, document, figure_of, note_of, table
 from fewer.report.pictures import rows_picture
-from fewer.report.style import png
 
 PAGE, FIGURES = "audit.html", "audit.json"
 
@@ -18,7 +18,6 @@ PAGE, FIGURES = "audit.html", "audit.json"
 def write_audit(found: Audit, out: Path) -> list[Path]:
     """Write the page, the pictures and all figures into `out`; their paths, the page's first."""
     pictures = [picture(sheet) for sheet in found.sheets]
-    files = {f"{each.name}.png": png(each.figure) for each in pictures}
     rounds = "1 round" if found.rounds == 1 else f"{found.rounds} rounds"
     title = f"Privacy look: {found.method} on {found.data} after {rounds}"
     who = ", ".join(map(str, found.parties))
@@ -27,11 +26,18 @@ def write_audit(found: Audit, out: Path) -> list[Path]:
         table(HEADS, figure_rows(found)),
         f'<p class="small">{MEANING}</p>',
         *map(note_of, found.notes),
-        f'<div class="pictures">{"".join(figure_of(each, files[f"{each.name}.png"]) for each in pictures)}</div>',
+        f'<div class="pictures">{"".join(map(figure_of, pictures))}</div>',
         f'<p class="small">{escape(about)}</p>',
     ]
     page = document(title, body).encode()
-    return write_files(out, {PAGE: page, FIGURES: (json.dumps(found.as_json(), indent=1) + "\n").encode(), **files})
+    return write_files(
+        out,
+        {
+            PAGE: page,
+            FIGURES: (json.dumps(found.as_json(), indent=1) + "\n").encode(),
+            **{f"{each.name}.png": each.png for each in pictures},
+        },
+    )
 
 
 def picture(sheet: Sheet) -> Picture:

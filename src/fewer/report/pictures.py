@@ -1,11 +1,10 @@
-"""Pictures of runs (accuracy by round, by megabyte, by party) and of data (its division, examples)."""
+"""Pictures of data (its division, examples), of images that methods made, and of embeddings."""
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,207 +12,25 @@ from numpy.typing import NDArray
 
 from fewer.data import Data, Samples
 from fewer.experiments.studies import Cloud
-from fewer.report.style import BLUE, COLOURS, INK, SIZE, Look, look, style
-from fewer.runs.statistics import half_width
+from fewer.report.pieces import bare, chart, charts, legend, short
+from fewer.report.style import BLUE, COLOURS, INK, style
 
 if TYPE_CHECKING:
-    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MB = 1e6
 PARTIES = 60
 """At most so many parties are shown in the picture of a division."""
 ROWS = 20
 """At most so many classes are shown on a sheet of examples."""
-ACROSS = 3
-"""At most so many panels stand side by side."""
 CHANNELS = 3
 """At most so many channels of a window of readings are shown."""
-
-Line = Mapping[str, Any]
-History = Sequence[Line]
-"""The figures of a run, one line a round, as metrics.jsonl has them."""
-Histories = Mapping[str, Sequence[History]]
-"""For each method the histories of its runs, one for each seed."""
-
-
-# --- figures --------------------------------------------------------------------------------------------------
-
-
-class Interval(NamedTuple):
-    """A mean, and half the width of its 95 % confidence interval (Student's t); None from a single value."""
-
-    mean: float
-    half: float | None
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """The mean of the values, and how sure it is."""
-    return Interval(statistics.fmean(values), half_width(values))
-
-
-class Point(NamedTuple):
-    """One evaluated round of a method over its seeds."""
-
-    round: int
-    megabytes: float
-    """Sent by then, up and down together, mean over seeds."""
-    accuracy: Interval
-
-
-def curve(histories: Sequence[History]) -> list[Point]:
-    """A method's points: the rounds in which all its runs were evaluated."""
-    runs = [{int(line["round"]): line for line in history if "accuracy" in line} for history in histories]
-    points = []
-    for number in sorted(set.intersection(*(set(run) for run in runs))) if runs else []:
-        lines = [run[number] for run in runs]
-        sent = statistics.fmean((line["up"] + line["down"]) / MB for line in lines)
-        points.append(Point(number, sent, interval([line["accuracy"] for line in lines])))
-    return points
-
-
-def by_party(histories: Sequence[History]) -> list[float]:
-    """The last accuracies of all parties of all runs, from the worst to the best."""
-    return sorted(value for history in histories if history for value in history[-1].get("parties", {}).values())
 
 
 def class_counts(data: Data, parties: int = PARTIES) -> NDArray[np.int64]:
     """How many training samples each of the first parties has of each class (parties × classes)."""
     rows = [_labels(data.party(party).train) for party in range(min(parties, len(data)))]
     return np.stack([np.bincount(row, minlength=data.classes) for row in rows])
-
-
-# --- pictures of runs -----------------------------------------------------------------------------------------
-
-
-def round_picture(histories: Histories) -> Figure | None:
-    """Accuracy by round, with 95 % confidence bands over seeds; None where nothing was evaluated yet."""
-    return curve_picture("Accuracy by round", {"": histories}, "round")
-
-
-def megabyte_picture(histories: Histories) -> Figure | None:
-    """Accuracy by what was sent so far, up and down together; None where nothing was evaluated yet."""
-    return curve_picture("Accuracy by traffic", {"": histories}, "megabytes")
-
-
-def curve_picture(
-    title: str,
-    panels: Mapping[str, Histories],
-    x: Literal["round", "megabytes"],
-    looks: Mapping[str, Look] | None = None,
-) -> Figure | None:
-    """One panel for each of several histories, side by side; `looks` are those of labels that are not methods."""
-    curves = {
-        name: {label: points for label, runs in histories.items() if (points := curve(runs))}
-        for name, histories in panels.items()
-    }
-    every = [points for panel in curves.values() for points in panel.values()]
-    if not every:
-        return None
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    ends = [getattr(points[-1], x) for points in every]
-    wide = x == "megabytes" and max(ends) > 20 * min(ends) > 0
-    with style():
-        figure, charts = _charts(title, list(curves))
-        handles: dict[str, Artist] = {}
-        for axes, panel in zip(charts, curves.values(), strict=True):
-            for label, points in panel.items():
-                handles[label] = _draw_curve(axes, points, x, looks[label] if looks else look(label))
-            if wide:
-                axes.set_xscale("log")
-                axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            else:
-                axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=x == "round", min_n_ticks=1))
-            axes.set(xlabel="round" if x == "round" else "MB sent so far, up and down")
-        charts[0].set(ylabel="accuracy %", ylim=_limits(point.accuracy for points in every for point in points))
-        _legend(figure, handles)
-    return figure
-
-
-def _draw_curve(axes: Axes, points: Sequence[Point], x: str, look: Look) -> Artist:
-    """A line with its band, or with a bar where there is only one point."""
-    at = [getattr(point, x) for point in points]
-    mean = np.array([100 * point.accuracy.mean for point in points])
-    half = np.array([100 * (point.accuracy.half or 0) for point in points])
-    often = max(1, len(at) // 12)
-    (line,) = axes.plot(at, mean, look.dash, color=look.colour, marker=look.marker, markevery=often)
-    if points[0].accuracy.half is not None:
-        if len(at) == 1:
-            axes.errorbar(at, mean, half, color=look.colour, capsize=4)
-        else:
-            axes.fill_between(at, mean - half, mean + half, color=look.colour, alpha=0.15, linewidth=0)
-    return line
-
-
-def column_picture(
-    title: str, panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], looks: Mapping[str, Look]
-) -> Figure:
-    """Accuracy over the columns of a table: in each panel a line for each row, with 95 % confidence bars."""
-    columns = list(dict.fromkeys(name for panel in panels.values() for row in panel.values() for name in row))
-    with style():
-        figure, charts = _charts(title, list(panels))
-        handles: dict[str, Artist] = {}
-        for axes, panel in zip(charts, panels.values(), strict=True):
-            for place, (label, cells) in enumerate(panel.items()):
-                aside = 0.06 * (place - (len(panel) - 1) / 2)  # so that bars do not cover each other
-                at = [columns.index(name) + aside for name in cells]
-                mean = [100 * cell.mean for cell in cells.values()]
-                half = [100 * (cell.half or 0) for cell in cells.values()]
-                colour, marker, dash = looks[label]
-                (handles[label],) = axes.plot(at, mean, dash, color=colour, marker=marker)
-                if any(half):
-                    axes.errorbar(at, mean, half, color=colour, linestyle="", capsize=3, linewidth=1.2)
-            axes.set_xticks(range(len(columns)), [_short(name) for name in columns])
-            axes.set_xlim(-0.5, len(columns) - 0.5)
-            axes.grid(False, axis="x")
-        every = (cell for panel in panels.values() for row in panel.values() for cell in row.values())
-        charts[0].set(ylabel="accuracy %", ylim=_limits(every))
-        _legend(figure, handles)
-    return figure
-
-
-def party_picture(histories: Histories) -> Figure | None:
-    """Parties from the worst to the best by their last accuracy, and the mean; None without figures by party."""
-    found = {method: values for method, runs in histories.items() if (values := by_party(runs))}
-    if not found:
-        return None
-    with style():
-        figure, axes = _chart("Accuracy by party")
-        handles: dict[str, Artist] = {}
-        for place, (method, values) in enumerate(found.items()):
-            colour, marker, _ = look(method)
-            at = 100 * (np.arange(len(values)) + 0.5) / len(values)
-            shown = 100 * np.array(values)
-            label = f"{method}, mean {shown.mean():.1f}"
-            often = max(1, len(at) // 40)
-            (handles[label],) = axes.plot(at, shown, color=colour, marker=marker, markersize=4, markevery=often, lw=0.6)
-            gap = 8 * min(len(found) - 1, 2)
-            axes.axhline(shown.mean(), color=colour, linestyle=(8 * place, (8, gap)), linewidth=1.2)
-        axes.set(xlabel="parties, worst to best, %", ylabel="accuracy %", xlim=(0, 100))
-        _legend(figure, handles)
-    return figure
-
-
-def density_picture(histories: Histories) -> Figure | None:
-    """How parties' accuracies are spread (kernel density, Scott's width); None where too few parties were measured."""
-    found = {method: values for method, runs in histories.items() if len(set(values := by_party(runs))) >= 3}
-    if not found:
-        return None
-    from scipy.stats import gaussian_kde
-
-    with style():
-        figure, axes = _chart("Spread of accuracy over parties")
-        handles: dict[str, Artist] = {}
-        at = np.linspace(0, 1, 201)
-        for method, values in found.items():
-            colour, marker, dash = look(method)
-            height = gaussian_kde(values)(at) / 100
-            (handles[method],) = axes.plot(100 * at, height, dash, color=colour, marker=marker, markevery=20)
-        axes.set(xlabel="accuracy %", ylabel="density", xlim=(0, 100), ylim=(0, None))
-        _legend(figure, handles)
-    return figure
 
 
 # --- pictures of data -----------------------------------------------------------------------------------------
@@ -229,13 +46,13 @@ def partition_picture(data: Data) -> Figure:
     height = min(0.3, max(3 / classes, 0.12), 10 / classes)
     most = max(1, int(counts.max()))
     area = (70 * min(width, height)) ** 2 / most  # of one sample, so that the largest bubble just fits
-    names = _names(data, range(data.classes))
+    names = class_names(data, range(data.classes))
     with style():
-        title = f"{_short(data.name)}: training samples by party and class"
+        title = f"{short(data.name)}: training samples by party and class"
         if len(data) > parties:
             title += f"\n(the first {parties} of {len(data):,} parties)"
         size = (parties * width + 0.6 + 0.075 * max(map(len, names)), classes * height + 1.4)
-        figure, axes = _chart(title, size)
+        figure, axes = chart(title, size)
         party, held = counts.nonzero()
         axes.scatter(party, held, s=area * counts[party, held], color=BLUE, alpha=0.8, linewidth=0)
         step = math.ceil(0.12 / height)
@@ -247,7 +64,7 @@ def partition_picture(data: Data) -> Figure:
         texts = [*(f"{count:,}" for count in sizes[:-1]), f"{sizes[-1]:,} samples"]
         drawn: Any = {"linestyle": "", "marker": "o", "color": BLUE, "alpha": 0.8, "markeredgewidth": 0}
         bubbles = [Line2D([], [], markersize=math.sqrt(area * count), **drawn) for count in sizes]
-        _legend(figure, dict(zip(texts, bubbles, strict=True)))
+        legend(figure, dict(zip(texts, bubbles, strict=True)))
     return figure
 
 
@@ -257,19 +74,18 @@ def sheet_picture(data: Data, columns: int = 10) -> Figure | None:
     if data.test.tokens or not len(data.test) or not (image or len(data.shape) == 2):
         return None
     labels = _labels(data.test)
-    shown = np.unique(labels)[:ROWS]
-    picked = [np.flatnonzero(labels == label)[:columns] for label in shown]
-    examples = [_inputs(data.test, row) for row in picked]
+    picked = _examples(data, columns)
+    shown, examples = list(picked), list(picked.values())
     across, down = (0.42, 0.42 * data.shape[1] / data.shape[2]) if image else (0.5, 0.4)
-    names = _names(data, shown)
+    names = class_names(data, shown)
     with style():
-        title = f"{_short(data.name)}: examples by {'novel ' if data.novel else ''}class"
+        title = f"{short(data.name)}: examples by {'novel ' if data.novel else ''}class"
         if len(shown) < (classes := len(np.unique(labels)) if data.novel else data.classes):
             title += f"\n({len(shown)} of {classes:,} classes)"
         if not image and data.shape[0] > CHANNELS:
             title += f"\n(the first {CHANNELS} of {data.shape[0]} channels)"
         size = (columns * across + 0.4 + 0.085 * max(map(len, names)), len(shown) * down + 0.6)
-        figure, axes = _chart(title, size)
+        figure, axes = chart(title, size)
         if image:
             limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _range(examples)
             centres, _ = _show_images(axes, [list(row) for row in examples], limits, columns)
@@ -277,8 +93,26 @@ def sheet_picture(data: Data, columns: int = 10) -> Figure | None:
             centres = _show_windows(axes, examples, columns)
         axes.set_yticks(centres, names, fontsize=9)
         axes.set_xticks([])
-        _bare(axes)
+        bare(axes)
     return figure
+
+
+def sheet_rows(data: Data, columns: int = 10) -> list[tuple[str, int, str]]:
+    """The same as figures: class, number and all values of each example."""
+    picked = _examples(data, columns)
+    return [
+        (name, number, " ".join(f"{value:.4g}" for value in example.flatten()))
+        for name, examples in zip(class_names(data, picked), picked.values(), strict=True)
+        for number, example in enumerate(examples)
+    ]
+
+
+def _examples(data: Data, columns: int) -> dict[int, NDArray[Any]]:
+    """The first test samples of each class."""
+    labels = _labels(data.test)
+    return {
+        int(label): _inputs(data.test, np.flatnonzero(labels == label)[:columns]) for label in np.unique(labels)[:ROWS]
+    }
 
 
 def made_picture(
@@ -302,7 +136,7 @@ def made_picture(
     limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _range([image for cell in cells for image in cell])
     padded: list[NDArray[Any] | None] = [image for cell in cells for image in [*cell, *[None] * (each - len(cell))]]
     columns = len(labels) * each
-    names = _names(data, labels)
+    names = class_names(data, labels)
     across, letter = 0.36, 0.07
     down = across * data.shape[1] / data.shape[2]
     upright = max(map(len, names)) * letter > across * each
@@ -311,21 +145,21 @@ def made_picture(
             title += f"\n({len(labels)} of {data.classes:,} classes)"
         head = max(map(len, names)) * letter if upright else 0.2
         size = (columns * across + 0.4 + letter * max(map(len, rows)), len(rows) * down + 0.5 + head)
-        figure, axes = _chart(title, size)
+        figure, axes = chart(title, size)
         lines = [padded[start : start + columns] for start in range(0, len(padded), columns)]
         heights, places = _show_images(axes, lines, limits, columns, each)
         axes.set_yticks(heights, list(rows), fontsize=9)
         centres = [float(np.mean(places[start : start + each])) for start in range(0, columns, each)]
         axes.set_xticks(centres, names, fontsize=9, rotation=90 if upright else 0)
         axes.xaxis.tick_top()
-        _bare(axes)
+        bare(axes)
     return figure
 
 
 def cloud_picture(title: str, clouds: Mapping[str, Cloud]) -> Figure:
     """Clouds side by side: a colour for each class, diamonds for own samples, stars for prototypes."""
-    figure, charts = _charts(title, list(clouds), (3.6, 3.4))
-    for axes, cloud in zip(charts, clouds.values(), strict=True):
+    figure, panels = charts(title, list(clouds), (3.6, 3.4))
+    for axes, cloud in zip(panels, clouds.values(), strict=True):
         for number, label in enumerate(np.unique(cloud.star_labels)):
             colour = COLOURS[number % len(COLOURS)]
             for own, marker, size in ((False, "o", 9), (True, "D", 20)):
@@ -346,7 +180,7 @@ def cloud_picture(title: str, clouds: Mapping[str, Cloud]) -> Figure:
                 star[:, 0], star[:, 1], s=190, marker="*", color=colour, edgecolors=INK, linewidths=0.9, zorder=3
             )
         axes.set(xticks=[], yticks=[])
-        _bare(axes)
+        bare(axes)
     return figure
 
 
@@ -371,7 +205,7 @@ def rows_picture(
             heights, places = _show_images(axes, [list(row) for row in rows.values()], span, columns)
             axes.set_yticks(heights, list(rows), fontsize=9)
             axes.set_xticks(places[: len(notes)], list(notes), fontsize=8)
-            _bare(axes)
+            bare(axes)
     return figure
 
 
@@ -415,55 +249,6 @@ def _pictorial(data: Data) -> bool:
     return len(data.shape) == 3 and data.shape[0] in (1, 3)
 
 
-def _bare(axes: Axes) -> None:
-    """Nothing but what is shown and its names."""
-    axes.tick_params(length=0)
-    axes.grid(False)
-    axes.spines[:].set_visible(False)
-
-
-# --- pieces ---------------------------------------------------------------------------------------------------
-
-
-def _chart(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
-    figure, (axes,) = _charts(title, [""], size)
-    return figure, axes
-
-
-def _charts(title: str, names: Sequence[str], size: tuple[float, float] = SIZE) -> tuple[Figure, list[Axes]]:
-    """A chart for each name, in rows, all with the same vertical axis."""
-    from matplotlib.figure import Figure
-
-    across = min(len(names), ACROSS)
-    down = math.ceil(len(names) / across)
-    width, height = (size[0] * (1 + 0.7 * (across - 1)), size[1] * (1 + 0.85 * (down - 1)))
-    figure = Figure(figsize=(width, height))
-    charts = figure.subplots(down, across, sharey=True, squeeze=False).flatten().tolist()
-    for unused in charts[len(names) :]:
-        unused.remove()
-    for axes, name in zip(charts, names, strict=False):
-        axes.set_title(name, fontsize=10)
-    figure.suptitle(title, x=0.08 / width, ha="left", color=INK, fontsize=11)
-    return figure, charts[: len(names)]
-
-
-def _limits(accuracies: Iterable[Interval]) -> tuple[float, float]:
-    """From a little below the lowest bar to a little above the highest, in %."""
-    known = list(accuracies)
-    low = min(100 * (each.mean - (each.half or 0)) for each in known)
-    high = max(100 * (each.mean + (each.half or 0)) for each in known)
-    return max(0.0, low - 3), min(100.0, high + 3)
-
-
-def _legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Below the chart, in as many columns as there is room for."""
-    texts = [_short(text, 50) for text in handles]
-    columns = min(len(texts), max(1, int(14 * figure.get_figwidth() / (max(map(len, texts)) + 7))))
-    figure.legend(handles.values(), texts, loc="outside lower center", ncols=columns)
-    width, height = figure.get_size_inches()
-    figure.set_size_inches(width, height + 0.2 * (math.ceil(len(texts) / columns) - 1))
-
-
 def _labels(samples: Samples) -> NDArray[np.int64]:
     labels = samples.y if samples.rows is None else samples.y[samples.rows]
     return labels.cpu().numpy()
@@ -481,15 +266,10 @@ def _range(examples: Sequence[NDArray[Any]]) -> tuple[float, float]:
     return low, high if high > low else low + 1
 
 
-def _names(data: Data, labels: Iterable[int]) -> list[str]:
+def class_names(data: Data, labels: Iterable[int]) -> list[str]:
     """What to call the classes: their names where those are known, or else their numbers."""
     known: Sequence[str] = getattr(data, "names", ())
-    return [_short(known[label]) if label < len(known) else str(label) for label in labels]
-
-
-def _short(name: str, most: int = 24) -> str:
-    name = name if name.strip() == name and name.isprintable() else repr(name)
-    return name if len(name) <= most else name[: most - 1] + "…"
+    return [short(known[label]) if label < len(known) else str(label) for label in labels]
 
 
 def _rounded(count: float) -> int:

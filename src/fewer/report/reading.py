@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from fewer.errors import RunError
-from fewer.report.pictures import MB, Interval, interval
+from fewer.experiments.recipes import RECIPE
+from fewer.report.figures import MB, Interval, interval
 from fewer.runs.directory import EVENTS, RunDirectory
 from fewer.runs.settings import OUTSIDE, Settings
+from fewer.runs.statistics import half_width
+from fewer.wire.ledger import EVALUATION, Entry
 
 _METHOD = ("method", "rounds", "active", "set")
 """Settings that say which method, and of it what; the method's own settings tell the same, resolved."""
 _SEEDS = ("seed", "data_seed")
 _LOOKING = ("evaluate_every",)
 """Settings of how a run is watched, on which no figure depends."""
+LEDGER = "ledger.csv"
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,44 @@ class Run:
         found: float | None = self.history[-1].get("global", None if self.unfinished else self.accuracy)
         return found
 
+    @cached_property
+    def traffic(self) -> Counter[tuple[str, str]]:
+        """Bytes of learning by direction and kind, in the rounds that have ended."""
+        found: Counter[tuple[str, str]] = Counter()
+        for entry in self._messages():
+            found[entry.direction, entry.kind] += entry.bytes
+        return found
+
+    @cached_property
+    def hops(self) -> Counter[tuple[int, int, str]]:
+        """How often a message of a kind went on from one party to another: it is sent, and right then received."""
+        found: Counter[tuple[int, int, str]] = Counter()
+        for one, other in pairwise(self._messages()):
+            alike = (one.round, one.kind, one.bytes) == (other.round, other.kind, other.bytes)
+            if alike and (one.direction, other.direction) == ("up", "down"):
+                found[one.party, other.party, one.kind] += 1
+        return found
+
+    def _messages(self) -> Iterator[Entry]:
+        """The messages of learning, in the order in which they went; RunError where the ledger is damaged."""
+        done = len(self.history)
+        try:
+            with (self.path / LEDGER).open(newline="") as file:
+                lines = csv.reader(file)
+                next(lines, None)
+                for number, party, way, kind, size in lines:
+                    if int(number) > done:  # a round under way, of which not all is there yet
+                        return
+                    if not kind.startswith(EVALUATION):
+                        yield Entry(int(number), int(party), "up" if way == "up" else "down", kind, int(size))
+        except (OSError, ValueError) as error:
+            raise RunError(f"{self.path} is damaged: {LEDGER} cannot be read ({error})") from error
+
+    @property
+    def breaks(self) -> int:
+        """How often the run was stopped or killed before its end, and went on."""
+        return sum(event["event"] == "resume" and event["round"] < len(self.history) for event in self.events)
+
     @property
     def packed(self) -> tuple[float, float] | None:
         """MB up and down that the carrier made of all messages, where it says so."""
@@ -94,14 +139,15 @@ class Run:
         return f"has come to round {done} of {planned}" + (f", then stopped: {reason}" if reason else "")
 
     @property
+    def missing(self) -> list[Mapping[str, Any]]:
+        """The answers that were absent. Of a round that was begun anew, what happened last."""
+        found = {(e["round"], e["party"], e["handler"]): e for e in self.events if e["event"] == "absent"}
+        return list(found.values())
+
+    @property
     def absent(self) -> Counter[str]:
-        """How many answers were absent, by reason. A round that was begun anew counts once."""
-        found = {
-            (event["round"], event["party"], event["handler"]): str(event["why"])
-            for event in self.events
-            if event["event"] == "absent"
-        }
-        return Counter(found.values())
+        """How many answers were absent, by reason."""
+        return Counter(str(event["why"]) for event in self.missing)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -127,6 +173,40 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where runs stand in the table of a recipe."""
+
+    row: str
+    column: str
+    paper: float | None
+    """The paper's figure, in %."""
+    mean: str
+    """What the recipe's accuracy is the mean over: samples or parties."""
+    quick: bool
+    about: str
+
+    @classmethod
+    def of(cls, run: Run) -> Place | None:
+        """None where a run is not of a recipe."""
+        try:
+            told = json.loads((run.path.resolve().parents[1] / RECIPE).read_text())
+            key = f"{run.path.resolve().parent.name}/{run.path.resolve().name.rpartition('-seed')[0]}"
+            cell = told["cells"][key]
+            return cls(
+                **cell, mean=told["mean"], quick=told["quick"], about=f"{told['title']}. Paper: {told['paper']}."
+            )
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            return None
+
+    def measured(self, runs: Sequence[Run]) -> Interval | None:
+        """Our figure, as the recipe has it."""
+        if self.mean == "samples":
+            return Group(self.row, runs).accuracy
+        ends = [list(run.history[-1].get("parties", {}).values()) for run in runs]
+        return interval([interval(each).mean for each in ends]) if all(ends) else None
+
+
+@dataclass(frozen=True)
 class Group:
     """The runs of one method with the same settings, in the order of their seeds."""
 
@@ -134,9 +214,38 @@ class Group:
     runs: Sequence[Run]
 
     @property
+    def name(self) -> str:
+        """The name of the method."""
+        return self.runs[0].name
+
+    @property
+    def place(self) -> Place | None:
+        """Where its runs stand in the table of a recipe, if they are of one."""
+        return Place.of(self.runs[0])
+
+    @property
+    def finished(self) -> bool:
+        """Whether all of its runs have come to their ends."""
+        return not any(run.unfinished for run in self.runs)
+
+    @property
     def accuracy(self) -> Interval | None:
-        """Over the seeds that were evaluated."""
-        return _over([run.accuracy for run in self.runs])
+        """Over the seeds that were evaluated; its interval is over groups where runs were judged on groups."""
+        groups = [accuracy for run in self.runs for accuracy in run.history[-1].get("groups", ())]
+        found = _over([run.accuracy for run in self.runs])
+        return Interval(found.mean, half_width(groups)) if found and groups else found
+
+    @property
+    def over(self) -> str:
+        """What the accuracy is the mean of."""
+        groups = sum(len(run.history[-1].get("groups", ())) for run in self.runs)
+        return f"{groups} groups" if groups else "1 seed" if len(self.runs) == 1 else f"{len(self.runs)} seeds"
+
+    @property
+    def traffic(self) -> dict[tuple[str, str], float]:
+        """Bytes of learning by direction and kind, mean over seeds."""
+        total = sum((run.traffic for run in self.runs), Counter())
+        return {key: size / len(self.runs) for key, size in total.items()}
 
     @property
     def everywhere(self) -> Interval | None:

@@ -1,7 +1,8 @@
 """How all pictures look: one style, readable when small, and for each method a look of its own, the same everywhere.
 
 Colours are those of Okabe and Ito, which people with colour-blindness can tell apart, without the yellow that is lost
-on white. matplotlib is imported when a picture is drawn; its global settings stay as they are.
+on white, and with the colour of the ink for black. On a dark page `DARK` has another for some of them. matplotlib is
+imported when a picture is drawn; its global settings stay as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ SIZE = (4.8, 3.2)
 INK, FAINT = "#222222", "#d8d8d8"
 BLUE = "#0072B2"
 
-COLOURS = (BLUE, "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
+ORANGE, GREEN, PINK, RED, SKY = "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
+
+COLOURS = (BLUE, ORANGE, GREEN, PINK, RED, SKY, INK)
+DARK = {INK: "#e8e8e8", FAINT: "#45494b", BLUE: "#4da3d9", RED: "#ee7722", "#ffffff": "#181a1b"}
+"""What takes the place of a colour where the page is dark; the others do on both."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("--", ":", "-.")
 _SOLID = ("fedavg", "fedprox", "fedbn", "metafed", "fedmk", "fedgen", "local")
@@ -56,6 +61,8 @@ _SETTINGS: Any = {
     "legend.fontsize": 9,
     "legend.handlelength": 2.8,
     "legend.columnspacing": 1.5,
+    "svg.fonttype": "none",  # letters stay letters, which can be read, found and scaled
+    "svg.hashsalt": "fewer",
 }
 
 
@@ -68,11 +75,29 @@ class Look(NamedTuple):
 
 
 _DASHED = {
-    "fedmk-paper": Look("#000000", "X", "--"),
-    "feddistill": Look("#009E73", "^", "--"),
-    "fedensemble": Look("#CC79A7", "D", "-."),
+    "fedavg-moved": Look(BLUE, "o", "--"),
+    "fedmk-paper": Look(INK, "X", "--"),
+    "feddistill": Look(GREEN, "^", "--"),
+    "feddistill-logits": Look(SKY, "P", "-."),
+    "fedensemble": Look(PINK, "D", "-."),
+    "fedmeta": Look(RED, "v", "--"),
+    "fedavg-meta": Look(SKY, "P", "--"),
+    "reptile": Look(GREEN, "^", "-."),
+    "per-fedavg": Look(ORANGE, "s", "--"),
+    "alone": Look(INK, "X", ":"),
+    "frl": Look(RED, "v", "-."),
+    "frl-deploy": Look(PINK, "D", "--"),
+    "frl-scratch": Look(INK, "X", "-."),
+    "frl-fine-tuning": Look(BLUE, "o", "-."),
+    "frl-per-fedavg": Look(ORANGE, "s", "-."),
+    "f2l": Look(RED, "v", ":"),
+    "fl-maml": Look(ORANGE, "s", ":"),
+    "fl-proto": Look(GREEN, "^", ":"),
+    "fedfsl": Look(BLUE, "o", ":"),
+    "local-maml": Look(SKY, "P", ":"),
+    "local-proto": Look(PINK, "D", ":"),
 }
-"""Methods that are compared with some of those: their colours are of the others."""
+"""The others that come with the package: those that are compared with each other have colours of their own."""
 
 
 def look(method: str) -> Look:
@@ -118,5 +143,22 @@ def png(figure: Figure) -> bytes:
     """A picture as a PNG file; the same picture gives the same bytes."""
     file = io.BytesIO()
     with style():
+        _settle(figure)
         figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()
+
+
+def svg(figure: Figure) -> bytes:
+    """A picture as an SVG file; the same picture gives the same bytes."""
+    file = io.BytesIO()
+    with style():
+        _settle(figure)
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+    return file.getvalue()
+
+
+def _settle(figure: Figure) -> None:
+    """Find out once where everything goes, not for every file anew."""
+    if figure.get_layout_engine():
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")

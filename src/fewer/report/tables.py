@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from fewer.experiments.recipes import Cell, Recipe
 from fewer.experiments.studies import Study
 from fewer.report.audit import picture
-from fewer.report.page import write_files
-from fewer.report.pictures import Histories, Interval, cloud_picture, column_picture, curve, curve_picture
+from fewer.report.charts import column_picture, curve_picture
+from fewer.report.figures import Histories, Interval, curve
+from fewer.report.files import write_files
+from fewer.report.pictures import cloud_picture
 from fewer.report.style import looks, png
 
 if TYPE_CHECKING:

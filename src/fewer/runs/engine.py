@@ -23,6 +23,7 @@ from fewer.data import Data
 from fewer.errors import RunError, SettingError
 from fewer.methods import Method, find, names
 from fewer.methods.base import Place
+from fewer.runs import trackers
 from fewer.runs.directory import RunDirectory
 from fewer.runs.job import Job, Model, check, job_from
 from fewer.runs.prepared import write_prepared
@@ -58,13 +59,15 @@ def run(
     model: Model = "cnn",
     out: str | Path | None = None,
     progress: Progress | None = None,
+    track: Sequence[str] = (),
     **settings: Any,
 ) -> Result:
     """Train. `fewer.run(FedAvg(rounds=10), data, model=MyNet, seed=1, runtime="pool")`.
 
     `data` is a name or what `fewer.data` makes; `model` a name, an `nn.Module` (training starts from its weights) or
-    a class or function that makes one. `out` is the run directory; without it nothing is kept on disk. The other
-    settings are those of the command line, with underscores (`Settings` has them all).
+    a class or function that makes one. `out` is the run directory; without it nothing is kept on disk. `track` names
+    trackers that get the figures too (`track=["tensorboard"]`); no number depends on them. The other settings
+    are those of the command line, with underscores (`Settings` has them all).
     """
     for kind, given, groups in (("method", method, ("Method",)), ("data", data, ("Data",))):
         if not isinstance(given, str) and (double := _of_groups(settings, groups)):
@@ -85,7 +88,7 @@ def run(
         data if isinstance(data, Data) else None,
         model if not isinstance(model, str) else None,
     )
-    return start(job, None if out is None else Path(out), progress)
+    return start(job, None if out is None else Path(out), progress, track=track)
 
 
 def _of_groups(settings: Mapping[str, Any], groups: tuple[str, ...]) -> str | None:
@@ -117,16 +120,23 @@ def _origin(data: Data) -> dict[str, Any]:
 
 
 def start(
-    job: Job, out: Path | None = None, progress: Progress | None = None, opening: Opening | None = None
+    job: Job,
+    out: Path | None = None,
+    progress: Progress | None = None,
+    opening: Opening | None = None,
+    track: Sequence[str] = (),
 ) -> Result:
     """Begin a run, in a new directory if one is named."""
     opening = opening or _here(job.settings)
+    kinds = trackers.find(track)
+    if track and out is None:
+        raise SettingError(f"track = {track[0]}: only a run that is kept can be tracked (out=DIR)")
     state = first_state(job)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
-            return _execute(job, state, None, Path(folder), progress, opening)
+            return _execute(job, state, None, Path(folder), progress, opening, {})
     with RunDirectory.create(out, _description(job)) as directory:
-        return _execute(job, state, directory, directory.parties, progress, opening)
+        return _execute(job, state, directory, directory.parties, progress, opening, kinds)
 
 
 def first_state(job: Job) -> Any:
@@ -143,15 +153,17 @@ def resume(
     model: Model | None = None,
     progress: Progress | None = None,
     opening: Opening | None = None,
+    track: Sequence[str] = (),
     **settings: Any,
 ) -> Result:
     """Go on with a run from its last whole round; the end is the same as without the break.
 
     What came as Python objects must be given again. `runtime`, `workers`, `device` and `data_dir` may be changed, and
     so that a run that lost its quorum can go on, `quorum`, `deadline`, `drop`, `slow` and `corrupt`. `opening` reaches
-    the parties where they are not on this machine.
+    the parties where they are not on this machine. A tracker in `track` gets the rounds before the break too.
     """
     path = Path(path)
+    kinds = trackers.find(track)
     directory = RunDirectory.open(path)
     old = directory.description
     changed = {name: value for name, value in settings.items() if value is not None}
@@ -169,7 +181,7 @@ def resume(
     if (found := job.data.fingerprint()) != old["data"]["fingerprint"]:
         raise RunError(f"{path} was run on other data (fingerprint {old['data']['fingerprint']}, now {found})")
     with directory:
-        return _execute(job, first_state(job), directory, directory.parties, progress, opening, changed)
+        return _execute(job, first_state(job), directory, directory.parties, progress, opening, kinds, changed)
 
 
 def _description(job: Job) -> dict[str, Any]:
@@ -247,6 +259,7 @@ def _execute(
     folder: Path,
     progress: Progress | None,
     opening: Opening,
+    kinds: Mapping[str, trackers.Kind],
     changed: Mapping[str, Any] | None = None,
 ) -> Result:
     """All rounds from the last checkpoint, or the first state, to the end."""
@@ -268,6 +281,7 @@ def _execute(
         if progress:
             progress.begin(method.name, len(result.history), method.rounds)
         warn(method.name, method.notes())
+        told = stack.enter_context(trackers.following(kinds, _about(job, folder), result.history))
         if len(result.history) == method.rounds:
             return result
         parties: Parties | None = None
@@ -288,6 +302,7 @@ def _execute(
                     )
                 if progress:
                     progress.round(figures)
+                told(figures)
         except BaseException as error:
             if directory:
                 carried = parties.carried() if parties else {}
@@ -298,6 +313,11 @@ def _execute(
             write_prepared(result, directory.path)
             directory.event("finish", round=method.rounds, **parties.carried())
     return result
+
+
+def _about(job: Job, folder: Path) -> trackers.About:
+    settings = job.settings.model_dump(mode="json", exclude={"set", "rounds", "active", "data_dir"})
+    return trackers.About(folder.parent, job.method.name, job.hash, {**job.method.model_dump(mode="json"), **settings})
 
 
 def _round(

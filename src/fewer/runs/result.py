@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from numpy.typing import ArrayLike
@@ -19,11 +19,15 @@ from fewer.methods.newparties import NewParties
 from fewer.models import Task, Weights, load_weights
 from fewer.runs.directory import RunDirectory
 from fewer.runs.settings import Settings
+from fewer.runs.shown import Shown
+from fewer.runs.trackers import scalars
 
 
 @dataclass
-class Result:
-    """A finished run, or one that is under way."""
+class Result(Shown):
+    """A finished run, or one that is under way. It shows itself in a notebook; see also `plot` and `to_pandas`."""
+
+    view: ClassVar[str] = "run"
 
     method: Method
     task: Task = field(repr=False)
@@ -40,6 +44,10 @@ class Result:
     def scores(self) -> dict[str, Any]:
         """The figures after the last round."""
         return self.history[-1] if self.history else {}
+
+    def records(self) -> list[dict[str, Any]]:
+        """The figures of each round, without those by party."""
+        return [{"round": line["round"], **scalars(line)} for line in self.history]
 
     @property
     def accuracy(self) -> float:

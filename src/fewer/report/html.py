@@ -1,0 +1,244 @@
+"""Pages that need nothing else: light and dark, on a phone and on paper, readable for all."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fewer.report.style import COLOURS, DARK, FAINT, INK, png, svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VECTOR = 150_000
+"""Up to so many bytes a picture is in the page as lines and letters, above that as pixels."""
+SMALL = 20_000
+"""Up to so many bytes the figures of a picture are in the page too, to be saved from there."""
+
+
+class Table(NamedTuple):
+    """Figures under heads."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+    def csv(self) -> bytes:
+        """As a file for a spreadsheet."""
+        file = io.StringIO()
+        csv.writer(file, lineterminator="\n").writerows([self.heads, *self.rows])
+        return file.getvalue().encode()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture with what is said about it and the figures that it shows."""
+
+    name: str
+    figure: Figure
+    caption: str
+    alt: str
+    table: Table | None = None
+
+    @cached_property
+    def png(self) -> bytes:
+        """As pixels."""
+        return png(self.figure)
+
+    @cached_property
+    def svg(self) -> bytes:
+        """As lines and letters."""
+        return svg(self.figure)
+
+    @cached_property
+    def csv(self) -> bytes:
+        """Its figures; nothing where it has none."""
+        return self.table.csv() if self.table else b""
+
+    def files(self, folder: str) -> dict[str, bytes]:
+        """All of them, by their names in a folder."""
+        drawn = {"png": self.png, "svg": self.svg} | ({"csv": self.csv} if self.csv else {})
+        return {f"{folder}/{self.name}.{kind}": content for kind, content in drawn.items()}
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page that needs nothing else, with its title as the first heading."""
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
+    return _TEMPLATE.format(title=escape(title), style=_STYLE, script=_SCRIPT, body=body)
+
+
+def note_of(text: str) -> str:
+    """A word to the reader that is not to be missed."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def figure_of(picture: Picture) -> str:
+    """A picture, inside the page, with its caption, and its figures to save where they are few."""
+    width, height = _size(picture)
+    size = f'width="{width}" height="{height}"'
+    if any(axes.images for axes in picture.figure.axes) or len(picture.svg) > VECTOR:
+        content = b64encode(picture.png).decode()
+        shown = f'<img src="data:image/png;base64,{content}" alt="{escape(picture.alt)}" {size}>'
+    else:
+        shown = _inline(picture.svg.decode(), picture, size)
+    save = ""
+    if 0 < len(picture.csv) <= SMALL:
+        file = escape(f"{picture.name}.csv")
+        where = f"data:text/csv;base64,{b64encode(picture.csv).decode()}"
+        save = f' <a href="{where}" download="{file}" aria-label="Save {file}">CSV</a>'
+    return (
+        f"<figure{' class=wide' if width > 700 else ''}>{_scroll(shown, picture.name)}"
+        f"<figcaption>{escape(picture.caption)}{save}</figcaption></figure>"
+    )
+
+
+def _size(picture: Picture) -> tuple[int, int]:
+    """In the pixels of a page."""
+    width, height = picture.figure.get_size_inches()
+    return round(96 * width), round(96 * height)
+
+
+def embedded(picture: Picture) -> str:
+    """A picture for a page that is not ours: by itself, on white."""
+    content = b64encode(picture.svg).decode()
+    width, height = _size(picture)
+    return (
+        f'<img src="data:image/svg+xml;base64,{content}" alt="{escape(picture.alt)}" width="{width}" height="{height}">'
+    )
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], bold: Sequence[int] = (), name: str = "Table") -> str:
+    """Rows under heads; those with the numbers in `bold` stand out."""
+    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
+    body = "".join(
+        f"<tr{' class=best' if number in bold else ''}>"
+        + f'<th scope="row">{escape(first)}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for number, (first, *cells) in enumerate(rows)
+    )
+    return _scroll(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>", name)
+
+
+def details(title: str, content: str) -> str:
+    """What is there for whoever opens it."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>"
+
+
+def _scroll(content: str, name: str) -> str:
+    """What may be wider than the page: it can be moved with the keyboard too."""
+    return f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(name)}">{content}</div>'
+
+
+def _inline(text: str, picture: Picture, size: str) -> str:
+    """An SVG file as a part of a page: with names of its own, and colours that change with those of the page."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;? ?", "", text, flags=re.S)
+    text = re.sub(r"\s*\n\s*", " ", text).replace("xlink:href", "href")
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
+    text = re.sub(r' id="([^"]+)"', lambda m: f' id="{picture.name}-{m[1]}"' if m[1] in used else "", text)
+    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{picture.name}-", text)
+    for colour in (*COLOURS, FAINT, "#ffffff"):
+        text = re.sub(rf"(fill|stroke): {colour}\b", rf"\1: {_variable(colour)}", text, flags=re.I)
+    box = re.search(r'viewBox="[^"]*"', text)
+    assert box
+    alt = escape(picture.alt)
+    return re.sub(r"<svg[^>]*>", lambda _: f'<svg role="img" aria-label="{alt}" {size} {box[0]}>', text, count=1)
+
+
+def _variable(colour: str) -> str:
+    return f"var(--{colour.lstrip('#').lower()})" if colour in DARK else colour
+
+
+def _colours(dark: bool) -> str:
+    plain = {"faint": "#9aa0a3", "link": "#7db8f0"} if dark else {"faint": "#5f6366", "link": "#0b5cad"}
+    drawn = {key.lstrip("#").lower(): value if dark else key for key, value in DARK.items()}
+    return " ".join(f"--{name}: {value};" for name, value in {**plain, **drawn}.items())
+
+
+_STYLE = (
+    f"""
+:root {{ color-scheme: light; {_colours(False)} }}
+@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ color-scheme: dark; {_colours(True)} }} }}
+:root[data-theme=dark] {{ color-scheme: dark; {_colours(True)} }}
+:root {{ --ink: {_variable(INK)}; --line: {_variable(FAINT)}; --paper: {_variable("#ffffff")}; }}
+"""
+    + """
+body { margin: 0 auto; padding: 1rem; max-width: 64rem; font: 1rem/1.5 system-ui, sans-serif; color: var(--ink);
+  background: var(--paper); }
+h1 { font-size: 1.5rem; line-height: 1.25; overflow-wrap: anywhere; padding-right: 4.5rem; }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
+a { color: var(--link); }
+#theme { position: absolute; top: 1rem; right: max(1rem, calc(50vw - 31rem)); font: inherit; font-size: .875rem;
+  color: var(--ink); background: none; border: 1px solid var(--faint); border-radius: .4rem; padding: .25rem .6rem;
+  cursor: pointer; }
+.short { border: 1px solid var(--line); border-radius: .5rem; padding: .25rem 1rem; margin: 1rem 0; }
+.short p { margin: .6rem 0; }
+.short p:first-child { font-size: 1.1rem; font-weight: 600; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .9rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
+thead th { color: var(--faint); font-weight: normal; }
+th:first-child { text-align: left; }
+tbody th { font-weight: normal; white-space: normal; }
+.best > * { font-weight: bold; }
+details td, details th, .words td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+summary { cursor: pointer; padding: .3rem 0; }
+.small, figcaption { color: var(--faint); font-size: .875rem; }
+.note { border-left: 3px solid #d55e00; padding-left: .75rem; overflow-wrap: anywhere; }
+.pictures { display: flex; flex-wrap: wrap; gap: 1.5rem; align-items: start; margin: 1rem 0; }
+figure { margin: 0; flex: 0 1 30rem; min-width: 0; }
+figure.wide { flex-basis: 100%; }
+img, svg { display: block; max-width: 100%; height: auto; border-radius: .4rem; }
+img { background: #fff; }
+svg { font-family: system-ui, "DejaVu Sans", sans-serif; stroke-linejoin: round; }
+figcaption { margin-top: .4rem; }
+@media (max-width: 40rem) {
+  th, td { padding-right: .6rem; font-size: .9rem; }
+  .wide img, .wide svg { max-width: none; width: 45rem; }
+}
+@media print {
+  body { max-width: none; padding: 0; }
+  #theme { display: none; }
+  figure, tr, .short { break-inside: avoid; }
+  figure { flex-basis: 45%; }
+}
+"""
+)
+
+_SCRIPT = """
+const root = document.documentElement, button = document.getElementById("theme");
+const system = matchMedia("(prefers-color-scheme: dark)");
+const dark = () => root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
+const name = () => { button.textContent = dark() ? "Light" : "Dark"; };
+button.hidden = false;
+button.onclick = () => { root.dataset.theme = dark() ? "light" : "dark"; name(); };
+let before;
+addEventListener("beforeprint", () => { before = root.dataset.theme; root.dataset.theme = "light"; });
+addEventListener("afterprint", () => { before ? root.dataset.theme = before : delete root.dataset.theme; });
+name();
+"""
+
+_TEMPLATE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+<button id="theme" type="button" hidden>Dark</button>
+<script>{script}</script>
+</body>
+</html>
+"""

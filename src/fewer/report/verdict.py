@@ -1,0 +1,142 @@
+"""Who won, at what cost and why: a few sentences, from figures alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fewer.errors import FewerError
+from fewer.experiments.targets import best, reach
+from fewer.report.figures import Interval
+from fewer.report.reading import Group
+
+NAMED = 3
+"""At most so many that cannot be told from the first are named."""
+
+
+def verdict(groups: Sequence[Group]) -> list[str]:
+    """The first sentence says who won, or why nobody did; the others what it cost and what speaks for it."""
+    done = [group for group in groups if group.finished and group.accuracy]
+    if not done:
+        return ["No run has come to its end yet: these are the figures so far."]
+    if len(groups) == 1:
+        return [_alone(done[0]), *_why(done[0])]
+    if reason := _apart(groups):
+        return [reason]
+    if len(done) == 1:
+        return [f"Only {done[0].label} has come to its end: {_alone(done[0])}"]
+    ranked = _ranked(done)
+    first, second = ranked[:2]
+    sentences = [_won(ranked), _cost(first, second), *_target(first, second), *_why(first)]
+    if len(done) < len(groups):
+        sentences.append("Runs that have not come to their end are left out of this.")
+    return sentences
+
+
+def winner(groups: Sequence[Group]) -> Group | None:
+    """Who is surely ahead of all others; None where nobody is, or where they cannot be compared."""
+    done = [group for group in groups if group.finished and group.accuracy]
+    if len(done) < 2 or _apart(groups):
+        return None
+    first, *others = _ranked(done)
+    return first if all(behind(group, first) for group in others) else None
+
+
+def _apart(groups: Sequence[Group]) -> str:
+    """Why these cannot be compared; empty if they can."""
+    if len({str(group.runs[0].division) for group in groups}) > 1:
+        return "These runs are not of one task, so there is no winner among them. What differs is named below."
+    if len({_judging(group) for group in groups}) > 1:
+        return "These methods are not judged alike (on new parties, on groups, or on all), so none is named the winner."
+    return ""
+
+
+def _ranked(groups: Sequence[Group]) -> list[Group]:
+    return sorted(groups, key=lambda group: -_known(group).mean)
+
+
+def behind(group: Group, first: Group) -> bool:
+    """Whether this one is surely worse: the 95 % intervals are known and do not meet."""
+    one, other = _known(group), _known(first)
+    return one.half is not None and other.half is not None and one.mean + one.half < other.mean - other.half
+
+
+def _won(ranked: Sequence[Group]) -> str:
+    first, second, *_ = ranked
+    if any(_known(group).half is None for group in ranked):
+        return (
+            f"{first.label} has the highest accuracy, {_told(first)}, before {second.label} with {_told(second)}; "
+            "but a single seed cannot tell merit from chance (--seeds 3 can)."
+        )
+    close = [group for group in ranked[1:] if not behind(group, first)]
+    if not close:
+        return f"{first.label} won: {_told(first)} accuracy, before {second.label} with {_told(second)} ({first.over})."
+    rest = "" if len(close) == len(ranked) - 1 else " All others are behind."
+    names = ", ".join(f"{group.label} {_told(group)}" for group in close[:NAMED])
+    names += f" and {len(close) - NAMED} more" if len(close) > NAMED else ""
+    return (
+        f"No clear winner: {first.label} has the highest mean, {_told(first)}, but its 95 % interval overlaps with "
+        f"{names} ({first.over}).{rest}"
+    )
+
+
+def _cost(first: Group, second: Group) -> str:
+    return f"Cost: {first.label} {_price(first)}; {second.label} {_price(second)}."
+
+
+def _price(group: Group) -> str:
+    up, down = group.megabytes
+    sent = f"sent {_megabytes(up)} up and {_megabytes(down)} down"
+    return f"{sent} in {group.rounds} rounds and {group.mean('seconds'):,.0f} s"
+
+
+def _target(first: Group, second: Group) -> Iterator[str]:
+    """How soon the first was where the second came to at best."""
+    mine, theirs = ([run.history for run in group.runs] for group in (first, second))
+    target = best(theirs)
+    here, there = reach(mine, target), reach(theirs, target)
+    if here.round is not None and there.round is not None and here.mb is not None and there.mb is not None:
+        yield (
+            f"The best of {second.label}, {100 * target:.1f} %, {first.label} reached in round {here.round} with "
+            f"{_megabytes(here.mb)} sent in all; {second.label} in round {there.round} with {_megabytes(there.mb)}."
+        )
+
+
+def _why(group: Group) -> Iterator[str]:
+    """What the method does, in its own words, and how it fares where it was not trained."""
+    from fewer.methods import find
+
+    try:
+        doc = (find(group.runs[0].settings["method"]).__doc__ or "").strip().splitlines()
+    except FewerError:  # a plug-in that is gone
+        doc = []
+    if doc:
+        yield f"What {group.name} does: {doc[0][0].lower()}{doc[0][1:]}"
+    if any("global" in run.history[-1] for run in group.runs) and group.everywhere:
+        yield (
+            f"Its parties have models of their own: on samples of all parties these are right on "
+            f"{100 * group.everywhere.mean:.1f} %."
+        )
+
+
+def _alone(group: Group) -> str:
+    return f"{group.label} reaches {_told(group)} accuracy ({group.over}). It {_price(group)}."
+
+
+def _judging(group: Group) -> tuple[bool, bool]:
+    last = group.runs[0].history[-1]
+    return "fairness" in last, "groups" in last
+
+
+def _known(group: Group) -> Interval:
+    found = group.accuracy
+    assert found
+    return found
+
+
+def _told(group: Group) -> str:
+    mean, half = _known(group)
+    return f"{100 * mean:.1f} %" if half is None else f"{100 * mean:.1f} ± {100 * half:.1f} %"
+
+
+def _megabytes(count: float) -> str:
+    return f"{count:,.0f} MB" if count >= 1000 else f"{count:.3g} MB"

@@ -1,0 +1,60 @@
+"""TensorBoard: scalars by round in RUN/tensorboard; `tensorboard --logdir runs` shows all runs side by side.
+
+Events are written at once and by no thread, so that a run that is killed has them, and workers can be forked.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.text.metadata import create_summary_metadata
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from fewer.runs.trackers import About, Figures, scalars
+
+FOLDER = "tensorboard"
+
+
+class TensorBoard:
+    """Writes one file for each time that a run begins or goes on; the last one has all rounds and takes precedence."""
+
+    def __init__(self, about: About, history: Sequence[Figures]) -> None:
+        folder = about.path / FOLDER
+        folder.mkdir(exist_ok=True)
+        number = len(list(folder.iterdir()))
+        self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{number}.fewer"
+        self._write(Event(file_version="brain.Event:2"))
+        if number:  # whatever an earlier file has from the first round on does not count
+            self._write(Event(step=1, session_log=SessionLog(status=SessionLog.START)))
+        else:
+            text = "\n".join(f"    {name} = {json.dumps(value, default=str)}" for name, value in about.settings.items())
+            told = _text("settings", f"{about.method} {about.hash}\n\n{text}")
+            self._write(Event(step=0, summary=Summary(value=[told])))
+        for figures in history:
+            self.round(figures)
+
+    def round(self, figures: Figures) -> None:
+        """All scalars of a round."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(figures).items()]
+        self._write(Event(step=figures["round"], summary=Summary(value=values)))
+
+    def close(self, reason: str) -> None:
+        """No more comes."""
+        if reason:
+            self._write(Event(summary=Summary(value=[_text("stopped", reason)])))
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        with self._path.open("ab") as file:
+            RecordWriter(file).write(event.SerializeToString())
+
+
+def _text(tag: str, text: str) -> Summary.Value:
+    tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
+    return Summary.Value(tag=tag, metadata=create_summary_metadata(tag, None), tensor=tensor)
