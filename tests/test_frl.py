@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,14 +20,28 @@ import fewer
 from fewer.data import ArrayData, from_parties
 from fewer.data.episodes import support_query
 from fewer.errors import FewerError, SettingError
-from fewer.experiments.tune import tune
+from fewer.experiments.recipes import recipe, settings_in
+from fewer.experiments.tune import search, tune
 from fewer.learning.prototypes import distance_loss, merged, nearness, places, prototypes
 from fewer.learning.sgd import epochs
-from fewer.methods.frl import FRL, Answering, Prepared, batch_statistics, bound, embed, fitting, new_head, settles_at
+from fewer.methods import find
+from fewer.methods.frl import (
+    FRL,
+    Answering,
+    Prepared,
+    batch_statistics,
+    bound,
+    embed,
+    features_of,
+    fitting,
+    new_head,
+    settles_at,
+)
 from fewer.methods.frl_baselines import FineTuning, PersonalStart, Scratch
 from fewer.methods.frl_deploy import FILE
 from fewer.models import Split, Weights, load_weights, weights_of
-from fewer.runs.job import check, job_from
+from fewer.models.images import Conv4
+from fewer.runs.job import check, job_from, make_method
 from fewer.runs.statistics import half_width
 from fewer.runs.use import deploy
 from fewer.runtime import Absent, Answer, Parties, stream
@@ -132,6 +148,15 @@ def test_gradients_of_eq_3_agree_with_finite_differences(head: Any) -> None:
 def test_without_global_prototypes_the_loss_is_the_local_one_alone() -> None:
     net, batch = Small(), (torch.randn(6, 2), torch.tensor([0, 1, 2, 0, 1, 2]))
     assert torch.equal(FRL(gamma=0.1).loss(net, *batch, None)[0], FRL(head="distance").loss(net, *batch, None)[0])
+
+
+def test_images_are_laid_with_their_channels_last_and_mean_the_same() -> None:
+    laid: list[bool] = []
+    net = Conv4((1, 8, 8), 3, width=4, pools=2)
+    net.encoder.register_forward_pre_hook(lambda _, args: laid.append(args[0].stride()[1] == 1))
+    x = torch.randn(5, 1, 8, 8)
+    assert torch.allclose(features_of(net, x), net.encoder(x), atol=1e-6) and laid == [True, False]
+    assert torch.equal(features_of(first_net(), x[:, 0, :2, 0]), first_net().encoder(x[:, 0, :2, 0]))  # type: ignore[operator]
 
 
 def test_a_new_head_is_xavier_and_the_encoder_stays() -> None:
@@ -426,8 +451,9 @@ def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
     before, after = (sum(source.size(party) for party in range(12)) for source in (data, held))
     assert after + len(held.test) == before
     assert len(held.party(0).test) == len(data.held_out(0.2, 3).party(0).test)
-    assert list(Scratch(head="linear").grids()["rate"]) == pytest.approx([0.01, 0.03, 0.1, 0.3])
-    assert list(FRL().grids()) == ["meta_rate", "rate"] and FRL().grids()["rate"] == (0.001, 0.003, 0.01, 0.03)
+    assert list(Scratch(head="linear").grids()["rate"]) == pytest.approx([0.01, 0.03, 0.1])
+    assert FRL(head="distance").grids() == {"meta_rate": (0.003, 0.01, 0.03), "rate": (0.001, 0.003, 0.01)}
+    assert FRL().grids()["gamma"] == (0.5, 5 / 6) and FRL(optimiser="sgd").grids()["meta_rate"] == (0.1, 0.3, 1.0)
     job = job_from(check({"method": "frl-scratch", "set": GROUPS}), Scratch(**GROUPS), data)
     tuned, trials = tune(job, 2)
     assert len(trials) == 2 and tuned.method.groups == 3 and tuned.data is job.data  # type: ignore[attr-defined]
@@ -717,6 +743,41 @@ method = "frl"
         ]
         assert cell["ours"]["groups"] == 4 and cell["ours"]["ci95"] == half_width(groups)
         assert 0 <= found["study"][f"{row}, digits"]["others"] <= 1
+
+
+FRL_RECIPES = ("table1", "table2", "table3", "fig2", "fig3")
+
+
+@pytest.mark.parametrize("name", FRL_RECIPES)
+def test_every_tuned_row_tries_its_grids_wholly_and_begins_in_them(name: str) -> None:
+    plan = recipe(f"frl/{name}")
+    rows = zip(plan.row, settings_in(plan.column[0], plan, quick=False), strict=True)
+    jobs = [(row, make_method(find(row.method), check(settings))) for row, settings in rows]
+    for row, method in jobs:
+        grids = method.grids()
+        first = {key: float(getattr(method, key)) for key in grids}
+        assert "paper's settings" in row.name or row.tune
+        if not row.tune:
+            continue
+        assert all(first[key] in grid for key, grid in grids.items()), row.name
+        seen: list[dict[str, float]] = []
+        search(lambda point, seen=seen: seen.append(point) or 0.0, grids, first, plan.trials)  # type: ignore[misc]
+        assert len(seen) == plan.trials
+        assert all({point[key] for point in seen} >= set(grid) for key, grid in grids.items()), row.name
+    assert {"gamma", "meta_rate"} <= {key for row, method in jobs if row.tune for key in method.grids()}
+    assert not any("gamma" in row.set for row in plan.row) and "gamma" not in plan.settings["set"]
+
+
+def test_a_finer_search_leaves_no_setting_where_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+
+    def gone(job: Any, *_: Any) -> Any:
+        tried.append(job.method.gamma)
+        return SimpleNamespace(accuracy=job.method.gamma)
+
+    monkeypatch.setattr(sys.modules[tune.__module__], "start", gone)
+    job = job_from(check({"method": "frl", "set": {**GROUPS, "way": 1}}), FRL(**{**GROUPS, "way": 1}), digits())
+    assert len(tune(job, 30)[1]) == 30 and len(set(tried)) > 2 and 5 / 6 <= max(tried) <= 1
 
 
 def test_classes_set_apart_are_for_testing_only() -> None:

@@ -22,8 +22,7 @@ from fewer.errors import SettingError, unknown
 from fewer.learning.prototypes import nearness
 from fewer.learning.score import Counts, score
 from fewer.methods.base import CHUNK, Coordinator, Place
-from fewer.methods.frl import Prepared, batch_statistics
-from fewer.models import parts_of
+from fewer.methods.frl import Prepared, batch_statistics, features_of
 from fewer.runs.job import load_data
 from fewer.runs.result import Result, open_result
 from fewer.runs.statistics import half_width
@@ -215,13 +214,13 @@ def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud,
     batch_statistics(net)
     with torch.no_grad():
         x, y = drawn.queries.slice(0, len(drawn.queries))
-        features = parts_of(net)[0](x)
+        features = features_of(net, x)
         right = end.classes[nearness(features, end.means).argmax(1)] == y
     elsewhere = ~torch.isin(y, torch.unique(own.labels))
     shown = torch.arange(min(len(y), most))
     with torch.no_grad():
         mine, labels = own.slice(0, len(own))
-        parts = [features[shown], parts_of(net)[0](mine), end.means]
+        parts = [features[shown], features_of(net, mine), end.means]
     flat = TSNE(random_state=0, perplexity=min(30, len(shown) // 4), init="pca").fit_transform(torch.cat(parts).numpy())
     stars = len(end.classes)
     marks = np.arange(len(flat) - stars) >= len(shown)

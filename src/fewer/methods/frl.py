@@ -51,8 +51,10 @@ HEAD = "head."
 Known = tuple[Tensor, Tensor]
 """Classes and their global prototypes; of a linear head, the classes of the group."""
 AnyGroup = TypeVar("AnyGroup", bound="Group")
-RATES = 0.001, 0.003, 0.01, 0.03
+RATES = 0.001, 0.003, 0.01
 """Step sizes (α) to choose from where classes are told apart by distance; for a linear head, ten times as much."""
+GAMMAS = 0.5, 5 / 6
+"""Shares of the local loss (γ) to choose from with GPAL."""
 HELD = 0.2
 """Share of its support that a party of one-shot FL holds out to judge its own model."""
 
@@ -97,9 +99,13 @@ class FewRounds(Method):
     """How models and prototypes are written on the wire."""
 
     def grids(self) -> Mapping[str, Sequence[float]]:
-        """A linear head learns with larger steps."""
-        linear = self.head == "linear"
-        return {n: [10 * rate for rate in RATES] if n == "rate" and linear else g for n, g in self.tunable.items()}
+        """A linear head learns with larger steps; GPAL has its γ besides."""
+        own: dict[str, Sequence[float]] = {}
+        if self.head == "linear":
+            own["rate"] = [10 * rate for rate in RATES]
+        if self.head == "gpal":
+            own["gamma"] = GAMMAS
+        return {**self.tunable, **own}
 
     def nobody(self, task: Task) -> Group:
         """A group before it begins."""
@@ -207,13 +213,12 @@ class FewRounds(Method):
         self, net: nn.Module, x: Tensor, y: Tensor, known: Known | None, own: Prototypes | None = None
     ) -> tuple[Tensor, Prototypes]:
         """f of Eq 3: L_local (Eq 2) and from the second round on L_aux; and the local prototypes, of the same pass."""
-        encoder, head = parts_of(net)
-        features = encoder(x)
+        features = features_of(net, x)
         own = own or prototypes(features, y)
         if self.head == "linear":
             assert known
             place, there = places(known[0], y)
-            scores = head(features)[:, known[0]]
+            scores = parts_of(net)[1](features)[:, known[0]]
             return F.cross_entropy(scores[there], place[there], reduction="sum") / len(y), own
         local = distance_loss(features, y, own.classes, own.means)
         if known is None:
@@ -258,6 +263,12 @@ def new_head(model: Weights, draw: torch.Generator) -> Weights:
     return fresh
 
 
+def features_of(net: nn.Module, x: Tensor) -> Tensor:
+    """g(x). Images lie with their channels last, which halves the time that pools and batch norm take."""
+    features: Tensor = parts_of(net)[0](x.to(memory_format=torch.channels_last) if x.ndim == 4 else x)
+    return features
+
+
 def batch_statistics(net: nn.Module) -> None:
     """Evaluation mode, but for batch norm, which goes on to use the statistics of the batch."""
     net.eval()
@@ -270,8 +281,7 @@ def batch_statistics(net: nn.Module) -> None:
 def embed(net: nn.Module, samples: Samples) -> Prototypes:
     """The prototypes of some samples under a net (line 9), without gradient."""
     batch_statistics(net)
-    encoder, _ = parts_of(net)
-    found = [(encoder(x), y) for x, y in samples.chunks(CHUNK)]
+    found = [(features_of(net, x), y) for x, y in samples.chunks(CHUNK)]
     return prototypes(torch.cat([x for x, _ in found]), torch.cat([y for _, y in found]))
 
 
@@ -297,9 +307,8 @@ class Answering(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scores of all classes."""
         classes, means = self.get_buffer("classes"), self.get_buffer("means")
-        encoder, head = parts_of(self.net)
-        features = encoder(x)
-        scores = nearness(features, means) if means.shape[1] else head(features)[:, classes]
+        features = features_of(self.net, x)
+        scores = nearness(features, means) if means.shape[1] else parts_of(self.net)[1](features)[:, classes]
         return scores.new_full((x.shape[0], self.total), -torch.inf).index_copy(1, classes, scores)
 
 
@@ -363,7 +372,7 @@ class FRL(Prepared):
 
     name: ClassVar[str] = "frl"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "meta_rate": (0.001, 0.003, 0.01, 0.03),
+        "meta_rate": (0.003, 0.01, 0.03),
         "rate": RATES,
     }
 
@@ -377,6 +386,10 @@ class FRL(Prepared):
     """Queries of a party in a meta-update (|D|); by default all."""
     query_prototypes: Literal["queries", "support"] = "queries"
     """Local prototypes of the meta-update: of the queries (line 18), or the last ones of the support."""
+
+    def grids(self) -> Mapping[str, Sequence[float]]:
+        """Plain descent needs far larger steps than Adam."""
+        return {**super().grids(), **({"meta_rate": (0.1, 0.3, 1.0)} if self.optimiser == "sgd" else {})}
 
     def start(self, task: Task, seed: int) -> State:
         """φ⁰, and no episode yet."""
