@@ -203,8 +203,7 @@ def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud,
         )
     here = Place(result.data, result.task, result.settings.seed, Path())(-1, 0)
     assert isinstance(here, Coordinator)
-    never = sorted(result.data.unseen)
-    drawn = method.draw_group(here.common, never, min(method.way, len(never)), here.seed, number)
+    drawn = method.draw_group(here.common, *method.classes_of(result.data, here.seed), here.seed, number)
     rounds = method.deploy_rounds or method.group_rounds
     _, end = method.played(here, method.shared(result.state), drawn.supports, number, rounds)
     net, before = method.played(here, method.shared(result.state), drawn.supports, number, rounds - 1)
