@@ -53,10 +53,25 @@ def test_pathological_parties_hold_so_many_classes() -> None:
         divide(Division("pathological", 4, classes=2), Y, T, 0)
 
 
-def test_shards_are_of_one_size_and_few_classes() -> None:
+def test_shards_are_of_one_class_and_nearly_one_size() -> None:
     train, _ = divide(Division("shards", 20, shards=2), Y, T, 0)
-    assert set(train.sizes.tolist()) == {200}
-    assert max(len(held(train.of(party))) for party in range(20)) <= 4  # a shard of 100 touches two classes at most
+    assert max(len(held(train.of(party))) for party in range(20)) == 2
+    assert train.sizes.min() > 180 and train.sizes.max() < 220 and sorted(train.rows) == list(range(len(Y)))
+    skewed = np.repeat([1, 4, 6], [5, 45, 150])  # in shares of 20: 0.5, 4.5 and 15
+    for parties, sizes in ((20, [5, *[11] * 3, 12, *[10] * 15]), (3, [5, 45, 150]), (4, [5, 45, 75, 75])):
+        alone, _ = divide(Division("shards", parties, shards=1), skewed, skewed, 0)
+        assert sorted(alone.sizes) == sorted(sizes)
+        assert all(len(np.unique(skewed[alone.of(party)])) == 1 for party in range(parties))
+
+
+def test_fewer_shards_than_classes_are_cut_across_their_borders() -> None:
+    train, _ = divide(Division("shards", 3, shards=1), Y, T, 0)
+    assert train.sizes.max() - train.sizes.min() <= 1
+    assert sorted(label for party in range(3) for label in held(train.of(party))) == [
+        *range(4),
+        *range(3, 7),
+        *range(6, 10),
+    ]
 
 
 def test_quantity_skews_sizes_only() -> None:

@@ -5,6 +5,8 @@
     metrics.jsonl            one line a round
     ledger.csv               one line a message: round, party, direction, kind, bytes
     checkpoint.safetensors   state after the last whole round, and how long the records were then
+    prepared.safetensors     the model that the run prepared for groups, if that is what it does
+    start.safetensors        the prepared model that a group began from, if that is what it is
     hops/                    what was passed from party to party in the round under way, if the method does that
     parties/                 what each party remembers (where parties are simulated)
     lock                     held by the process that writes, with its number
