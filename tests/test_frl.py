@@ -18,6 +18,7 @@ import fewer
 from fewer.data import ArrayData, from_parties
 from fewer.data.episodes import support_query
 from fewer.errors import FewerError, SettingError
+from fewer.experiments.studies import cloud_of
 from fewer.experiments.tune import tune
 from fewer.learning.prototypes import distance_loss, merged, nearness, places, prototypes
 from fewer.learning.sgd import epochs
@@ -26,6 +27,7 @@ from fewer.methods.frl_baselines import FineTuning, PersonalStart, Scratch
 from fewer.methods.frl_deploy import FILE
 from fewer.models import Split, Weights, load_weights, weights_of
 from fewer.runs.job import check, job_from
+from fewer.runs.result import open_result
 from fewer.runs.statistics import half_width
 from fewer.runs.use import deploy
 from fewer.runtime import Absent, Answer, Parties, stream
@@ -578,6 +580,11 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
     call("deploy", run / FILE, *mine, "--out", group, "--rounds", "2", "--no-report")
     found = json.loads((group / "settings.json").read_text())
     assert found["method"]["rate"] == 0.02 and found["method"]["rounds"] == 2 and found["method"]["head"] == "gpal"
+    members, all_of_it = (cloud_of(open_result(path), most=40) for path in (run, group))
+    assert members and members.own.any() and len(members.points) == 40 + members.own.sum()
+    assert all_of_it and not all_of_it.own.any() and set(all_of_it.star_labels.tolist()) == set(range(5, 10))
+    album = [call("report", path, "--out", tmp_path / "page").stdout for path in (run, group)]
+    assert len(album) == 2 and (tmp_path / "page/pictures/embedding.csv").read_text().count("prototype") == 5
     (run / FILE).rename(tmp_path / FILE)  # it is all that a group needs
     again = call("deploy", tmp_path / FILE, *mine, "--out", tmp_path / "again", "--rounds", "2", "--no-report")
     assert again.stdout.split("MB")[0] == call("resume", tmp_path / "again", "--no-report").stdout.split("MB")[0]
