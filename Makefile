@@ -11,7 +11,7 @@ export NO_MKDOCS_2_WARNING = 1
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Fewer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,flower,notebook,track]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,flower,dash,notebook,track]'
 	touch $@
 
 demo: .venv/.installed      ## compare six methods on real images

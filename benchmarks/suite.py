@@ -265,6 +265,42 @@ def _compared(what: str, above: list[float], below: list[float], **goal: float) 
     return Figure(what, ratio(above, below), "x", detail=detail, **goal)
 
 
+def dash(directory: str | None) -> list[Figure]:
+    """The dashboard on 1,000 runs with 1,000,000 events in all, half of them in one run: answers over HTTP."""
+    from benchmarks.dashboard import follow, long_run, made, served
+
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        made(root, runs=1000, events=500, long=500_000)
+        with served(root) as ask:
+            cold, _ = ask("runs")
+            warm, listing = alternate(15, lambda: ask("runs?from=500")[0], lambda: ask("runs?sort=accuracy&find=7")[0])
+            at = f"runs/{long_run(ask)}"
+            first = [ask(f"{at}/events?limit=50")[0] for _ in range(15)]
+            slices: list[float] = []
+            whole = False
+            while not whole:
+                took, told = ask(f"{at}/tally")
+                slices.append(took)
+                whole = told["whole"]
+            told_after = [follow(root, ask) for _ in range(5)]
+    return [
+        Figure("first list of all, nothing known", cold, "s", most=3),
+        Figure("a page of the list", 1000 * median(warm), "ms", most=100),
+        Figure("a sifted and sorted page", 1000 * median(listing), "ms", most=100),
+        Figure("newest of 500,000 events", 1000 * median(first), "ms", most=100),
+        Figure(
+            "faults and ledger of it, one answer",
+            1000 * max(slices),
+            "ms",
+            most=1000,
+            detail=f"({len(slices)} answers)",
+        ),
+        Figure("a round written until a follower is told", median(told_after), "s", most=2),
+    ]
+
+
 SUITE: dict[str, Callable[[str | None], list[Figure]]] = {
-    one.__name__: one for one in (overhead, pool, whole, help, population, wire, condense, metagrad, episode, machines)
+    one.__name__: one
+    for one in (overhead, pool, whole, help, population, wire, condense, metagrad, episode, machines, dash)
 }

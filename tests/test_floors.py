@@ -11,7 +11,20 @@ import pytest
 import fewer
 
 ROOT = Path(fewer.__file__).parent
-FLOORS = ("cli", "report", "experiments", "audit", "runs", "methods", "learning", "models", "data", "runtime", "wire")
+FLOORS = (
+    "cli",
+    "dash",
+    "report",
+    "experiments",
+    "audit",
+    "runs",
+    "methods",
+    "learning",
+    "models",
+    "data",
+    "runtime",
+    "wire",
+)
 """Top to bottom."""
 GROUND = ("errors", "vocabulary", "plugins")
 """Below all floors, and each free to import the others."""

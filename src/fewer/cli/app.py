@@ -13,7 +13,20 @@ from fewer.cli import data as data_commands
 from fewer.cli.data import DataDir
 from fewer.cli.machines import add_machines
 from fewer.cli.options import with_settings
-from fewer.cli.printing import GO_ON, Json, Out, Report, Track, finish, fresh, print_rows, told, write_json, write_page
+from fewer.cli.printing import (
+    GO_ON,
+    RUNS,
+    Json,
+    Out,
+    Report,
+    Track,
+    finish,
+    fresh,
+    print_rows,
+    told,
+    write_json,
+    write_page,
+)
 
 if TYPE_CHECKING:
     from fewer.experiments import Comparison
@@ -220,7 +233,7 @@ def reproduce(
             print(f"{each}  {title}")
         return
     results.mkdir(parents=True, exist_ok=True)
-    where = out or Path("runs") / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
+    where = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
     GO_ON.append("The same command goes on.")
     changes = {"data_dir": data_dir, "runtime": runtime}
     with shown() as watch:
@@ -254,6 +267,44 @@ def report(
 
     page, *pictures = write_report([found for path in paths for found in _runs_in(path)], out)
     print(f"{page}\n{len(pictures)} files of its pictures are in {pictures[0].parent}")
+
+
+@app.command(rich_help_panel="Look")
+@told
+def dash(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Runs under this directory. \\[default: runs]")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Listen on this address; if others can reach it, with a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Listen on this port; 0 for any.")] = 8650,
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ask for the token in this file, instead of a new one.")
+    ] = None,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="A name by which browsers reach it (behind a proxy); may be repeated."),
+    ] = None,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Nothing can be stopped or resumed.")] = False,
+    browse: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """Watch the runs under DIR, or runs/, in a browser: list, follow, compare, stop and resume them.
+
+    Ends with Ctrl-C.
+
+    [dim]fewer dash --open[/dim]
+    """
+    from fewer.dash import need_dash
+    from fewer.errors import SettingError
+
+    need_dash()
+    if folder is not None and not folder.is_dir():
+        raise SettingError(f"there is no directory {folder}")
+    from fewer.dash.server import serve
+
+    options: dict[str, Any] = {"token_file": token_file, "names": name or (), "read_only": read_only, "browse": browse}
+    serve(folder or RUNS, host, port, **options)
 
 
 @app.command(rich_help_panel="Look")

@@ -17,6 +17,8 @@ from fewer.errors import FewerError
 if TYPE_CHECKING:
     from fewer.runs import Result
 
+RUNS = Path("runs")
+"""Where runs are kept that are not told otherwise."""
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. \\[default: runs/…]")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write an HTML page with pictures beside the run.")]
 
@@ -101,7 +103,7 @@ def fresh(name: str) -> Path:
     """A run directory that is not there yet."""
     base = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    options = [Path("runs") / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
+    options = [RUNS / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
     return next(path for path in options if not path.exists())
 
 

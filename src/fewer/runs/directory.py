@@ -7,7 +7,7 @@
     checkpoint.safetensors   state after the last whole round, and how long the records were then
     hops/                    what was passed from party to party in the round under way, if the method does that
     parties/                 what each party remembers (where parties are simulated)
-    lock                     held by the process that writes
+    lock                     held by the process that writes, with its number
 
 A checkpoint names the lengths of metrics and ledger. What was written after it belongs to a round that did not end,
 and is cut off when the run goes on: so a resumed run leaves the same figures as an unbroken one. Events are never cut:
@@ -26,17 +26,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from fewer.errors import RunError
+from fewer.runs.files import EVENTS as EVENTS
+from fewer.runs.files import FIGURES, FORMAT, LOCK, describe
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import forget_after, write_durably
 from fewer.wire import Tree, pack, unpack
 from fewer.wire.ledger import Entry
 
-FORMAT = 1
-EVENTS = "events.jsonl"
-PARTS = {"settings", "hash", "own", "method", "data", "environment"}
-"""What settings.json tells of a run."""
 HOPS = "hops"
-FIGURES = ("metrics.jsonl", "ledger.csv")
 
 
 class RunDirectory:
@@ -64,19 +61,7 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
         """A directory that a run left; RunError where it is none."""
-        try:
-            description = json.loads((path / "settings.json").read_text())
-            found = description["format"]
-            if found == FORMAT and (missing := PARTS - description.keys()):
-                raise ValueError(f"no '{min(missing)}' in it")
-        except FileNotFoundError:
-            what = "has no settings.json" if path.is_dir() else "does not exist"
-            raise RunError(f"{path} is not a run of Fewer: it {what}") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RunError(f"{path} is damaged: settings.json cannot be read ({error})") from error
-        if found != FORMAT:
-            raise RunError(f"{path} has format {found}; this version of Fewer reads format {FORMAT}")
-        return cls(path, description)
+        return cls(path, describe(path))
 
     @property
     def parties(self) -> Path:
@@ -91,7 +76,7 @@ class RunDirectory:
     # --- writing --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> RunDirectory:
-        self._lock = (self.path / "lock").open("a+")
+        self._lock = (self.path / LOCK).open("a+")
         for _ in range(20):  # the workers of a killed run hold the lock for a moment longer
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,6 +86,13 @@ class RunDirectory:
         else:
             self._lock.close()
             raise RunError(f"{self.path} is in use by another process")
+        try:
+            self._lock.truncate(0)
+            self._lock.write(f"{os.getpid()}\n")
+            self._lock.flush()
+        except OSError as error:
+            self._lock.close()
+            raise self._full(error) from error
         return self
 
     def __exit__(self, *_: object) -> None:

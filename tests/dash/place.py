@@ -1,0 +1,137 @@
+"""Runs that were never run, as files, and a dashboard on them in a thread."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any
+
+import fewer
+from fewer.dash.server import listen, opened
+
+SETTINGS = {"seed": 0, "runtime": "inline", "data": "digits"}
+HEED = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background are deaf to it
+
+
+def text_of(method: str, rounds: int = 10, own: list[str] | None = None, **settings: Any) -> str:
+    about = {
+        "format": 1,
+        "settings": {**SETTINGS, "method": method, **settings},
+        "hash": "abc",
+        "own": own or [],
+        "method": {"rounds": rounds, "rate": 0.1},
+        "data": {"name": "digits", "parties": 6, "fingerprint": "f"},
+        "environment": {"python": "3.11"},
+    }
+    return json.dumps(about)
+
+
+def figures(number: int, accuracy: float | None = 0.5) -> dict[str, Any]:
+    known = {} if accuracy is None else {"accuracy": accuracy, "loss": 1.0}
+    return {"round": number, "absent": 0, **known, "up": 1000 * number, "down": 2000 * number, "seconds": 0.5 * number}
+
+
+def write(
+    path: Path, method: str = "fedavg", done: int = 3, events: list[dict[str, Any]] | None = None, **more: Any
+) -> Path:
+    """A run directory."""
+    path.mkdir(parents=True)
+    (path / "settings.json").write_text(text_of(method, **more))
+    lines = [figures(number, 0.1 * number) for number in range(1, done + 1)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = [{"time": 1.0, "event": "start", "method": method}, *(events or [])]
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    messages = "".join(f"{number},0,up,train,1000\n{number},0,down,evaluate/score,9\n" for number in range(1, done + 1))
+    (path / "ledger.csv").write_text("round,party,direction,kind,bytes\n" + messages)
+    (path / "lock").touch()
+    return path
+
+
+STOPPED = {"time": 2.0, "event": "stop", "round": 3, "reason": "KeyboardInterrupt: "}
+FINISHED = {"time": 2.0, "event": "finish", "round": 3}
+
+
+class Site:
+    """A dashboard, as a browser or anything else asks it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.address = f"http://127.0.0.1:{port}"
+
+    def ask(
+        self, path: str, method: str = "GET", headers: Mapping[str, str] | None = None, body: str = ""
+    ) -> tuple[int, Any, http.client.HTTPMessage]:
+        """Status, answer and headers."""
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        link.request(method, path, body or None, dict(headers or {}))
+        response = link.getresponse()
+        text = response.read()
+        link.close()
+        is_json = response.headers.get_content_type() == "application/json"
+        return response.status, json.loads(text) if is_json else text, response.headers
+
+    def get(self, path: str) -> Any:
+        status, found, _ = self.ask(f"/api/{path}")
+        assert status == 200, found
+        return found
+
+    def post(self, path: str) -> tuple[int, Any]:
+        return self.ask(f"/api/{path}", "POST", {"Origin": self.address})[:2]
+
+    def row(self, name: str) -> dict[str, Any]:
+        return next(row for row in self.get("runs")["rows"] if row["name"] == name)
+
+
+@contextmanager
+def serving(root: Path, **options: Any) -> Iterator[Site]:
+    """A dashboard on a directory, in a thread."""
+    with listen("127.0.0.1", 0) as listening:
+        server = opened(root, listening, **options)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield Site(listening.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def begun(path: Path, cue: Event | None = None) -> Iterator[BaseProcess]:
+    """A real run, long enough to be watched, in a process of its own; it may wait for its cue.
+
+    The process has torch from the beginning, and all open sockets: so it is to be made before there is a server.
+    """
+
+    def work() -> None:
+        if cue:
+            cue.wait()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with suppress(KeyboardInterrupt):
+            fewer.run("fedavg", "digits", parties=6, rounds=5000, out=path)
+
+    process = get_context("fork").Process(target=work)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 40) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)

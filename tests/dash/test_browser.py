@@ -1,0 +1,321 @@
+"""The dashboard's pages, and a report's, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
+
+import fewer
+from fewer.report import write_report
+from tests.dash.place import FINISHED, STOPPED, Site, begun, figures, serving, wait_for, write
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = os.environ.get("FEWER_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no browser here (apt install chromium, or set FEWER_BROWSER)")
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def opened(browser: Browser) -> Iterator[Open]:
+    """Opens pages; none of them may complain, but of what is allowed."""
+    troubles: list[str] = []
+    allowed: list[str] = []
+
+    def note(message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            troubles.append(message.text)
+
+    with ExitStack() as stack:
+
+        def open_page(address: str, width: int = 1200, dark: bool = False, allow: str = "") -> Page:
+            scheme: Any = "dark" if dark else "light"
+            context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(20_000)
+            page.on("console", note)
+            page.on("pageerror", lambda error: troubles.append(str(error)))
+            allowed.extend([allow] if allow else [])
+            page.add_init_script(WATCH_SHIFTS)
+            page.goto(address)
+            return page
+
+        yield open_page
+    assert [text for text in troubles if not any(each in text for each in allowed)] == []
+
+
+WATCH_SHIFTS = """
+window.shift = 0;
+new PerformanceObserver((list) => {
+  for (const entry of list.getEntries()) if (!entry.hadRecentInput) window.shift += entry.value;
+}).observe({ type: "layout-shift", buffered: true });
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of several methods and states; one with many faults."""
+    root = tmp_path_factory.mktemp("runs")
+    for number, method in enumerate(("fedavg", "fedprox", "local", "fedmk")):
+        write(root / f"table/{method}-seed0", method, done=3 + number, events=[FINISHED], seed=0)
+    absent = {"time": 1.5, "event": "absent", "round": 1, "party": 3, "why": "late", "handler": "train", "detail": ""}
+    write(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED])
+    write(root / "between-machines", "fedavg", runtime="flower", events=[STOPPED])
+    (root / "bad").mkdir()
+    (root / "bad/settings.json").write_text("{")
+    return root
+
+
+@pytest.fixture(scope="module")
+def site(runs: Path) -> Iterator[Site]:
+    with serving(runs) as found:
+        yield found
+
+
+def row(page: Page, name: str) -> Any:
+    return page.get_by_role("row").filter(has=page.get_by_role("link", name=name, exact=True))
+
+
+def test_list_find_sort_and_open(site: Site, opened: Open) -> None:
+    page = opened(site.address)
+    expect(row(page, "faulty")).to_contain_text("■ stopped")
+    expect(row(page, "bad")).to_contain_text("damaged")
+    expect(row(page, "table/fedmk-seed0")).to_contain_text("60.00 %")
+    page.get_by_label("Find").fill("table prox")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.get_by_label("Find").fill("no such run")
+    expect(page.locator("tbody")).to_contain_text("No run is like that.")
+    page.get_by_label("Find").fill("")
+    expect(page.locator("tbody tr")).to_have_count(7)
+    page.get_by_role("columnheader", name="accuracy").get_by_role("link").click()
+    expect(page.get_by_role("columnheader", name="accuracy")).to_have_attribute("aria-sort", "descending")
+    expect(page.locator("a.open").first).to_have_text("fedmk-seed0")
+    page.get_by_label("State").select_option("stopped")
+    expect(page.locator("tbody tr")).to_have_count(2)
+    page.get_by_role("link", name="faulty").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("faulty")
+    expect(page.get_by_role("region", name="Absent answers by reason")).to_contain_text("late60")
+    expect(page.get_by_role("region", name="Bytes by kind and direction")).to_contain_text("in all33,000")
+    events = page.get_by_role("region", name="Events, the newest first").locator("tbody tr")
+    expect(events).to_have_count(20)
+    expect(events.first).to_contain_text("interrupted (Ctrl-C, or the stop button)")
+    page.get_by_role("button", name="Show older").click()
+    expect(events).to_have_count(40)
+    page.get_by_role("button", name="Show messages").click()
+    expect(page.get_by_role("region", name="Messages, the newest first").locator("tbody tr")).to_have_count(6)
+    page.get_by_text("All settings").click()
+    expect(page.locator("details").filter(has_text="All settings")).to_contain_text("runtimeinline")
+    page.go_back()
+    expect(page.locator("tbody tr")).to_have_count(2)
+
+
+def test_a_run_between_machines_says_how_it_goes_on(site: Site, opened: Open) -> None:
+    page = opened(f"{site.address}/?run={site.row('between-machines')['id']}")
+    expect(page.get_by_text("fewer coordinator --resume")).to_be_visible()
+    expect(page.get_by_role("button", name="Resume")).to_have_attribute("aria-disabled", "true")
+
+
+def test_compare(site: Site, opened: Open) -> None:
+    page = opened(site.address)
+    expect(page.get_by_text("Compare …")).to_have_attribute("aria-disabled", "true")
+    for name in ("table/fedavg-seed0", "table/local-seed0", "faulty"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("link", name="Compare 3").click()
+    lines = page.locator(".chart .line")
+    expect(lines).to_have_count(3)
+    for number, colour in enumerate(("rgb(0, 114, 178)", "rgb(31, 35, 40)", "rgb(0, 158, 115)")):
+        expect(lines.nth(number)).to_have_css("stroke", colour)
+    chart = page.locator(".chart")
+    expect(chart).to_have_attribute("aria-label", re.compile("accuracy by round. Last: table/fedavg-seed0 30 %"))
+    chart.focus()
+    page.keyboard.press("End")
+    expect(page.locator(".readout")).to_have_text(
+        "round 5: table/fedavg-seed0 30 %, table/local-seed0 50 %, faulty 30 %"
+    )
+    page.get_by_role("radio", name="megabyte").check()
+    expect(chart).to_have_attribute("aria-label", re.compile("accuracy by megabyte"))
+    page.get_by_role("radio", name="loss").check()
+    expect(chart).to_have_attribute("aria-label", re.compile("loss by megabyte"))
+    expect(page.get_by_role("region", name="The runs that are compared").locator("tbody tr")).to_have_count(3)
+    page.get_by_role("link", name="table/local-seed0").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("table/local-seed0")
+
+
+def test_by_keyboard_alone(site: Site, opened: Open) -> None:
+    page = opened(f"{site.address}/?sort=name&down=0")
+    focused = page.locator(":focus")
+    expect(page.locator("tbody tr")).to_have_count(7)
+    page.keyboard.press("Tab")
+    expect(focused).to_have_text("Skip to the content")
+    page.keyboard.press("Enter")
+    expect(focused).to_have_attribute("id", "main")
+    page.keyboard.press("Tab")
+    expect(focused).to_have_attribute("id", "find")
+    for _ in range(20):
+        page.keyboard.press("Tab")
+        if focused.get_attribute("class") == "open":
+            break
+    expect(focused).to_have_text("bad")
+    page.keyboard.press("ArrowDown")
+    expect(focused).to_have_text("between-machines")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Shift+Tab")
+    page.keyboard.press("Space")
+    expect(page.get_by_role("link", name="Compare 1")).to_be_visible()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("faulty")
+    expect(focused).to_have_attribute("id", "main")
+    names = []
+    for _ in range(6):
+        page.keyboard.press("Tab")
+        names.append(focused.evaluate("one => one.textContent.trim() || one.value || one.className"))
+    assert names[:4] == ["Stop", "Resume", "accuracy", "round"] and focused.count() == 1
+    assert page.locator(":focus-visible").evaluate("one => getComputedStyle(one).outlineStyle") == "solid"
+
+
+def test_token(runs: Path, opened: Open) -> None:
+    token = "a-token-of-the-test"
+    with serving(runs, token=token) as site:
+        page = opened(f"{site.address}/?state=stopped", allow="401")
+        expect(page.get_by_role("heading")).to_have_text("This dashboard asks for a token")
+        assert accessible(page) == []
+        page.get_by_label("Token").fill("not this one")
+        allowing = opened(f"{site.address}/#token={token}", allow="403")
+        expect(allowing.locator("tbody tr")).to_have_count(7)
+        assert allowing.url == f"{site.address}/"
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_have_text("This is not the token.")
+        page.get_by_label("Token").fill(token)
+        page.keyboard.press("Enter")
+        expect(page.locator("tbody tr")).to_have_count(2)
+        page.reload()
+        expect(page.locator("tbody tr")).to_have_count(2)
+
+
+def test_read_only(runs: Path, opened: Open) -> None:
+    with serving(runs, read_only=True) as site:
+        page = opened(f"{site.address}/?run={site.row('faulty')['id']}")
+        expect(page.get_by_text("Read only: it can be neither stopped nor resumed from here.")).to_be_visible()
+        expect(page.get_by_role("button", name=re.compile("Stop|Resume"))).to_have_count(0)
+
+
+def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, opened: Open) -> None:
+    cue = get_context("fork").Event()
+    with begun(tmp_path / "mine", cue) as process, serving(tmp_path) as site:
+        page = opened(site.address, allow="net::ERR")
+        expect(page.locator("tbody")).to_contain_text("One begins with: fewer run")
+        cue.set()
+        page.get_by_role("button", name="1 new run: show").click()
+        expect(row(page, "mine")).to_contain_text("● running")
+        done = "Number(document.querySelector('.rounds').textContent.split('/')[0])"
+        wait_for(lambda: page.evaluate(done) > 2)
+        page.get_by_role("link", name="mine", exact=True).click()
+        expect(page.locator(".chart .line")).to_have_count(1)
+        before = page.evaluate(done)
+        wait_for(lambda: page.evaluate(done) > before)
+        page.get_by_role("button", name="Stop").click()
+        process.join(20)
+        assert process.exitcode == 0
+        expect(page.locator(".state")).to_contain_text("■ stoppedinterrupted")
+        expect(page.get_by_role("button", name="Stop")).to_have_attribute("aria-disabled", "true")
+        before = page.evaluate(done)
+        page.get_by_role("button", name="Resume").click()
+        expect(page.locator(".told")).to_contain_text("was started.")
+        wait_for(lambda: page.evaluate(done) > before)
+        expect(page.locator(".state")).to_contain_text("● running")
+        expect(page.get_by_role("region", name="Log of fewer resume")).to_contain_text("goes on after round")
+        page.get_by_role("button", name="Stop").click()
+        expect(page.locator(".state")).to_contain_text("■ stopped")
+        events = page.get_by_role("region", name="Events, the newest first").locator("tbody td:nth-child(2)")
+        expect(events).to_have_text(["stop", "resume", "stop", "start"])
+        id = site.row("mine")["id"]
+        wait_for(lambda: any("Stopped. Go on with" in line for line in site.get(f"runs/{id}/log")["lines"]))
+    expect(page.locator("#connection")).to_have_text("Not connected: trying again …")
+
+
+# --- for everybody --------------------------------------------------------------------------------------------
+
+
+WCAG = ("wcag2a", "wcag2aa", "wcag21a", "wcag21aa")
+
+
+def accessible(page: Page, *rules: str) -> list[str]:
+    """What the accessibility checker has against a page, by all rules or those with these tags."""
+    found = Axe().run(page, options={"runOnly": list(rules)} if rules else None).response["violations"]
+    return [f"{one['id']}: {one['help']}: {node['html'][:120]}" for one in found for node in one["nodes"]]
+
+
+SCREENS = pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)], ids=["phone", "dark"])
+
+
+@SCREENS
+def test_accessible(site: Site, opened: Open, width: int, dark: bool) -> None:
+    ids = ",".join(site.row(f"table/{method}-seed0")["id"] for method in ("fedavg", "local"))
+    ready = {
+        "": "tbody tr >> nth=6",
+        f"?run={site.row('faulty')['id']}": ".chart .line",
+        f"?compare={ids}": ".chart .line",
+    }
+    for address, selector in ready.items():
+        page = opened(f"{site.address}/{address}", width, dark)
+        page.wait_for_selector(selector)
+        assert accessible(page) == [], address
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), address
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    fewer.run("fedavg", "digits", parties=4, rounds=2, drop=0.3, out=folder / "run")
+    return write_report([folder / "run"], folder / "report")[0]
+
+
+@SCREENS
+def test_a_report_is_accessible_and_stays_in_place(report: Path, opened: Open, width: int, dark: bool) -> None:
+    page = opened(report.as_uri(), width, dark)
+    assert page.evaluate("window.shift") < 0.1
+    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+    assert accessible(page, *WCAG) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_nothing_jumps_while_figures_come_in(tmp_path: Path, opened: Open, width: int) -> None:
+    run = write(tmp_path / "mine", "fedavg")
+    write(tmp_path / "other", "fedmk", events=[FINISHED])
+    with serving(tmp_path) as site:
+        watched = opened(f"{site.address}/?run={site.row('mine')['id']}", width)
+        listed = opened(site.address, width)
+        expect(watched.locator(".chart .line")).to_have_count(1)
+        with (run / "metrics.jsonl").open("a") as file:
+            for number in range(4, 8):
+                file.write(json.dumps(figures(number, 0.1 * number)) + "\n")
+        with (run / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"time": 3.0, "event": "resume", "round": 7, "changed": {}}) + "\n")
+        write(tmp_path / "third")
+        expect(watched.locator(".tiles")).to_contain_text("7/10")
+        expect(row(listed, "mine")).to_contain_text("7/10")
+        expect(listed.get_by_role("button", name="1 new run: show")).to_be_visible()
+        for page in (watched, listed):
+            assert page.evaluate("window.shift") < 0.1

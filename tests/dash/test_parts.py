@@ -1,0 +1,512 @@
+"""What the dashboard reads, whom it answers, and what it does to runs."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from fewer.dash import catalogue as catalogue_module
+from fewer.dash import control, records
+from fewer.dash.catalogue import Catalogue
+from fewer.dash.control import LOG, Control
+from fewer.dash.records import Curve, Growing, Tally, newest
+from fewer.dash.server import REPORT
+from fewer.errors import RunError
+from fewer.report.page import PAGE
+from fewer.runs.directory import RunDirectory
+from fewer.runs.files import in_use, writer
+from tests.dash.place import FINISHED, HEED, STOPPED, begun, figures, serving, text_of, wait_for, write
+from tests.test_cli import call
+
+# --- records --------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_lines_from_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    lines = [f"line {number} {'x' * (number % 50)}".encode() for number in range(5000)]
+    file.write_bytes(b"".join(line + b"\n" for line in lines) + b"half a li")
+    found, before, pages = [], None, 0
+    while before != 0:
+        page, before = newest(file, 70, before)
+        found += page
+        pages += 1
+    assert found == lines[::-1] and pages == -(-5000 // 70)
+    assert newest(tmp_path / "none", 5) == ([], 0)
+    file.write_bytes(b"")
+    assert newest(file, 5) == ([], 0)
+    file.write_bytes(b"one\n")
+    assert newest(file, 5) == ([b"one"], 0)
+
+
+def test_a_growing_file_is_read_once_and_only_whole_lines_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    growing = Growing(file)
+    assert growing.more() == ([], False)
+    file.write_bytes(b"one\ntw")
+    assert growing.more() == ([b"one"], False)
+    with file.open("ab") as more:
+        more.write(b"o\n")
+    assert growing.more() == ([b"two"], False) and growing.more() == ([], False)
+
+
+def test_a_file_that_was_cut_and_grew_again_is_read_anew(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"one\ntwo\n")
+    growing = Growing(file)
+    growing.more()
+    file.write_bytes(b"one\n")  # shorter
+    assert growing.more() == ([b"one"], True)
+    file.write_bytes(b"eno\ntwo\nthree\n")  # longer, but other
+    assert growing.more() == ([b"eno", b"two", b"three"], True)
+
+
+def test_one_answer_reads_a_slice_but_a_long_line_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "SLICE", 10)
+    file = tmp_path / "file"
+    file.write_bytes(b"1234\n" * 4 + b"x" * 55 + b"\n")
+    growing = Growing(file)
+    assert growing.more()[0] == growing.more()[0] == [b"1234"] * 2
+    assert growing.more()[0] == [b"x" * 55]
+
+
+def test_a_curve_is_thinned_out_and_keeps_its_end(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", done=0)
+    with (run / "metrics.jsonl").open("w") as file:
+        for number in range(1, 1203):
+            file.write(json.dumps({**figures(number), "parties": {"0": 1.0}}) + "\n")
+    curve = Curve.of(run)
+    points = curve.points()
+    assert len(points) == 401 and points[-1]["round"] == 1202 and "parties" not in points[0]
+    assert {b["round"] - a["round"] for a, b in pairwise(points)} == {3}
+    (run / "metrics.jsonl").write_text(json.dumps(figures(1)) + "\n")  # a resumed run cuts what came after
+    assert [point["round"] for point in curve.points()] == [1]
+
+
+def test_the_tally_counts_rounds_that_were_done_again_once(tmp_path: Path) -> None:
+    absent = [
+        {"event": "absent", "round": number, "party": 1, "why": "late", "handler": "train"} for number in (1, 2, 3)
+    ]
+    again = {"event": "resume", "round": 2}
+    run = write(tmp_path / "run", events=[*absent, STOPPED, again, {**absent[2], "why": "dropped"}])
+    with (run / "events.jsonl").open("a") as file:
+        file.write('{"event": "abs\n')  # a kill
+    told = Tally.of(run).more()
+    assert told["absent"] == {"late": 2, "dropped": 1} and told["whole"] and told["done"] == 1
+    train, score = told["traffic"]
+    assert train == {"direction": "up", "kind": "train", "messages": 3, "bytes": 3000}
+    assert score == {"direction": "down", "kind": "evaluate/score", "messages": 3, "bytes": 27}
+
+
+# --- which runs there are -------------------------------------------------------------------------------------
+
+
+def states(catalogue: Catalogue) -> dict[str, str]:
+    catalogue.refresh(now=True)
+    return {run.name: run.state for run in catalogue.rows()}
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    with (run / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_runs_are_found_with_their_states(tmp_path: Path) -> None:
+    write(tmp_path / "done", events=[FINISHED])
+    write(tmp_path / "more/stopped", events=[STOPPED])
+    write(tmp_path / "more/deep/killed")
+    write(tmp_path / "again", done=10, events=[FINISHED, {"time": 3, "event": "resume", "round": 10}])
+    (tmp_path / "none").mkdir()
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/settings.json").write_text("{")
+    write(tmp_path / ".hidden/run")
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "more")
+    catalogue = Catalogue(tmp_path)
+    found = {"done": "finished", "more/stopped": "stopped", "more/deep/killed": "broken", "again": "finished"}
+    assert states(catalogue) == {**found, "bad": "damaged"}
+    with held(tmp_path / "more/stopped"):
+        assert states(catalogue)["more/stopped"] == "stopped"  # nothing has been written yet
+        with (tmp_path / "more/stopped/events.jsonl").open("a") as file:
+            file.write('{"time": 4, "event": "resume", "round": 3}\n')
+        assert states(catalogue)["more/stopped"] == "running"
+    assert states(catalogue)["more/stopped"] == "broken"
+    row = next(run.row for run in catalogue.rows() if run.name == "done")
+    assert (row["round"], row["rounds"], row["accuracy"], row["up"]) == (3, 10, pytest.approx(0.3), 3000)
+    assert states(Catalogue(tmp_path / "done")) == {"done": "finished"}
+
+
+def test_runs_that_come_and_go_are_seen(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path)
+    assert states(catalogue) == {}
+    write(tmp_path / "a/one", events=[FINISHED])
+    assert list(states(catalogue)) == ["a/one"]
+    before = catalogue.revision
+    catalogue.refresh(now=True)
+    assert catalogue.revision == before
+    (tmp_path / "a/one").rename(tmp_path / "a/two")
+    assert list(states(catalogue)) == ["a/two"]
+
+
+def test_the_last_accuracy_where_not_every_round_is_measured(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", events=[FINISHED])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(figures(4, None)) + "\n" + json.dumps(figures(5, None)) + "\n")
+    catalogue = Catalogue(tmp_path)
+    catalogue.refresh()
+    (found,) = catalogue.rows()
+    assert (found.row["round"], found.row["accuracy"]) == (5, pytest.approx(0.3))
+
+
+def read_by(action: object) -> int:
+    """Bytes that this process reads while it does something."""
+
+    def so_far() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = so_far()
+    action()  # type: ignore[operator]
+    return so_far() - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="who has read how much is known on Linux only")
+def test_no_more_is_read_than_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue_module, "FRESH", 0.0)
+    monkeypatch.setattr(records, "SLICE", 1 << 20)
+    for number in range(200):
+        write(tmp_path / f"run-{number}", events=[FINISHED])
+    long = tmp_path / "run-7"
+    event = (
+        json.dumps({"time": 1.0, "event": "absent", "round": 1, "party": 3, "why": "late", "handler": "train"}) + "\n"
+    )
+    (long / "events.jsonl").write_text(event * 50_000)
+    size = (long / "events.jsonl").stat().st_size
+    assert size > 4 * records.SLICE
+    catalogue = Catalogue(tmp_path)
+    all = read_by(lambda: catalogue.refresh(now=True))
+    assert 100_000 < all < 1_000_000  # settings and last lines, not 5 MB of events
+    opened: list[object] = []
+    monkeypatch.setattr(os, "scandir", opened.append)
+    assert read_by(lambda: catalogue.refresh(now=True)) < 10_000 and opened == []
+    monkeypatch.undo()
+    monkeypatch.setattr(records, "SLICE", 1 << 20)
+    assert read_by(lambda: newest(long / "events.jsonl", 50)) < 2 * records.BLOCK
+    assert read_by(lambda: newest(long / "events.jsonl", 50, size // 2)) < 2 * records.BLOCK
+    (run,) = [run for run in catalogue.rows() if run.path == long]
+    answers = 0
+    while True:
+        told: dict[str, object] = {}
+        assert read_by(lambda: told.update(catalogue.tally(run))) < records.SLICE + records.BLOCK  # noqa: B023
+        answers += 1
+        if told["whole"]:
+            break
+    assert told["absent"] == {"late": 50_000} and answers == -(-size // records.SLICE)
+    with (long / "events.jsonl").open("a") as file:
+        file.write(event)
+    assert read_by(lambda: catalogue.refresh(now=True)) < 4 * records.BLOCK
+    assert read_by(lambda: catalogue.tally(run)) < records.BLOCK and catalogue.tally(run)["absent"] == {"late": 50_001}
+
+
+# --- who may ask ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    write(tmp_path / "runs/one", events=[FINISHED])
+    write(tmp_path / "runs/two", "fedprox", events=[STOPPED])
+    (tmp_path / "secret").write_text("secret")
+    return tmp_path / "runs"
+
+
+def test_the_list_is_sifted_sorted_and_paged(runs: Path) -> None:
+    with serving(runs) as site:
+        page = site.get("runs")
+        assert page["found"] == page["total"] == 2 and page["counts"]["finished"] == page["counts"]["stopped"] == 1
+        assert [row["name"] for row in site.get("runs?sort=name&down=0")["rows"]] == ["one", "two"]
+        assert [row["name"] for row in site.get("runs?sort=name&limit=1&from=1")["rows"]] == ["one"]
+        assert [row["name"] for row in site.get("runs?find=PROX+digits")["rows"]] == ["two"]
+        assert [row["name"] for row in site.get("runs?state=finished")["rows"]] == ["one"]
+        for odd in ("sort=path", "state=odd", "from=-1", "limit=x"):
+            assert site.ask(f"/api/runs?{odd}")[0] == 400
+
+
+def test_the_answers_on_a_run(runs: Path) -> None:
+    (runs / "one/report").mkdir()
+    (runs / "one/report/report.html").write_text("<h1>report</h1>")
+    with serving(runs) as site:
+        at = f"runs/{site.row('one')['id']}"
+        about = site.get(at)
+        assert about["method"]["rate"] == 0.1 and about["report"] and not about["log"] and about["hindrance"] == ""
+        assert [point["round"] for point in site.get(f"{at}/curve")["points"]] == [1, 2, 3]
+        assert [event["event"] for event in site.get(f"{at}/events")["events"]] == ["finish", "start"]
+        page = site.get(f"{at}/ledger?limit=2")
+        assert page["rows"] == [["3", "0", "down", "evaluate/score", "9"], ["3", "0", "up", "train", "1000"]]
+        older = site.get(f"{at}/ledger?before={page['before']}")
+        assert len(older["rows"]) == 4 and older["before"] == 0
+        status, text, headers = site.ask(f"/api/{at}/report")
+        assert (status, text) == (200, b"<h1>report</h1>") and headers["content-security-policy"].startswith("sandbox")
+        both = ",".join(row["id"] for row in site.get("runs?sort=name&down=0")["rows"])
+        compared = site.get(f"compare?ids={both},nobody")
+        assert [run["colour"] for run in compared["runs"]] == ["#0072B2", "#E69F00"] and compared["differing"] == []
+
+
+def test_numbers_that_are_none_are_no_trouble_to_a_browser(runs: Path) -> None:
+    with (runs / "one/metrics.jsonl").open("a") as file:
+        file.write('{"round": 4, "accuracy": NaN, "loss": Infinity, "up": 1, "down": 1, "seconds": 1}\n')
+    with serving(runs) as site:
+        assert site.row("one")["accuracy"] is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../secret", "..%2fsecret", "%2e%2e/secret", "/etc/passwd", "runs/one", "one", "000000000000", "..", "a%00b"],
+)
+def test_no_path_leads_out(runs: Path, path: str) -> None:
+    with serving(runs) as site:
+        for address in (f"/api/runs/{path}", f"/api/runs/{path}/log", f"/static/{path}", f"/{path}"):
+            status, text, _ = site.ask(address)
+            assert status in (400, 404, 409) and "secret" not in str(text), address
+
+
+def test_other_sites_are_refused(runs: Path) -> None:
+    with serving(runs, names=["dash.example.org"]) as site:
+        at, port = f"/api/runs/{site.row('two')['id']}/resume", site.port
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "", "[::1", "localhost.evil"):
+            assert site.ask("/api/runs", headers={"Host": host})[0] in (400, 421), host
+        for host in ("localhost", f"localhost:{port}", "[::1]:1", "DASH.example.org", f"127.0.0.1:{port}"):
+            assert site.ask("/api/runs", headers={"Host": host})[0] == 200, host
+        for origin in (
+            "",
+            "null",
+            "http://evil.example",
+            f"http://127.0.0.1:{port + 1}",
+            "http://127.0.0.1",
+            "http://[",
+        ):
+            assert site.ask(at, "POST", {"Origin": origin} if origin else {})[0] == 403, origin
+        assert site.ask(at, "GET")[0] == 405
+        headers = site.ask("/")[2]
+        assert (
+            "script-src 'self'" in headers["content-security-policy"] and headers["x-content-type-options"] == "nosniff"
+        )
+        assert "access-control-allow-origin" not in headers
+        assert not (runs / "two" / LOG).exists()
+
+
+def test_with_a_token_nothing_of_a_run_is_told_without_it(runs: Path) -> None:
+    token = "0123456789abcdef"
+    with serving(runs, token=token) as site:
+        assert site.ask("/")[0] == site.ask("/static/app.js")[0] == 200
+        for path in ("runs", "follow", "compare?ids=a", "runs/abc", "runs/abc/report", "nothing"):
+            assert site.ask(f"/api/{path}")[0] == 401, path
+        assert site.ask("/api/runs", headers={"Authorization": f"Bearer {token}"})[0] == 200
+        for wrong in (token[:-1], token + "0", "", "é"):
+            assert (
+                site.ask("/api/runs", headers={"Authorization": f"Bearer {wrong}".encode().decode("latin1")})[0] == 401
+            )
+            assert site.ask("/api/enter", "POST", {"Origin": site.address}, wrong or " ")[0] == 403
+        assert site.ask("/api/enter", "POST", {"Origin": "http://evil.example"}, token)[0] == 403
+        status, _, headers = site.ask("/api/enter", "POST", {"Origin": site.address}, token)
+        cookie = headers["set-cookie"]
+        assert status == 200 and "HttpOnly" in cookie and "samesite=strict" in cookie.lower() and token not in cookie
+        kept = cookie.partition(";")[0]
+        assert site.ask("/api/runs", headers={"Cookie": kept})[0] == 200
+        for wrong in (kept[:-1], f"{kept.partition('=')[0]}={token}", "odd=1", 'a="'):
+            assert site.ask("/api/runs", headers={"Cookie": wrong})[0] == 401, wrong
+        at = site.ask("/api/runs", headers={"Cookie": kept})[1]["rows"][0]["id"]
+        assert site.ask(f"/api/runs/{at}/stop", "POST", {"Origin": site.address})[0] == 401
+
+
+def test_read_only_has_no_buttons_at_all(runs: Path) -> None:
+    with serving(runs, read_only=True) as site:
+        assert site.get("runs")["read_only"]
+        for action in ("stop", "resume"):
+            assert site.post(f"runs/{site.row('two')['id']}/{action}")[0] == 404
+        assert not (runs / "two" / LOG).exists()
+
+
+def test_followers_are_told_of_changes(runs: Path) -> None:
+    with serving(runs) as site:
+        at = site.row("two")["id"]
+        with urllib.request.urlopen(f"{site.address}/api/follow?ids={at}", timeout=10) as stream:
+
+            def told() -> dict[str, object]:
+                line = stream.readline().decode()
+                assert stream.readline() == b"\n"
+                found: dict[str, object] = json.loads(line.removeprefix("data: "))
+                return found
+
+            first = told()
+            assert [row["round"] for row in first["rows"]] == [3]  # type: ignore[attr-defined]
+            with (runs / "two/metrics.jsonl").open("a") as file:
+                file.write(json.dumps(figures(4)) + "\n")
+            begun = time.monotonic()
+            assert [row["round"] for row in told()["rows"]] == [4]  # type: ignore[attr-defined]
+            assert time.monotonic() - begun < 5
+            write(runs / "three")
+            assert told()["total"] == 3
+
+
+# --- stopping and going on ------------------------------------------------------------------------------------
+
+
+def test_only_the_process_that_holds_a_run_is_its_writer(tmp_path: Path) -> None:
+    run = write(tmp_path / "run")
+    other = write(tmp_path / "other")
+    with pytest.raises(RunError, match="is not going on"):
+        writer(run)
+    with RunDirectory.open(run), RunDirectory.open(other):
+        assert in_use(run) and writer(run) == os.getpid()
+        for text, word in (("", "cannot be found"), ("x", "cannot be found"), ("99999999", "cannot be found")):
+            (run / "lock").write_text(text)
+            with pytest.raises(RunError, match=word):
+                writer(run)
+        with subprocess.Popen(["sleep", "60"]) as stranger:  # as where a number was given to somebody else
+            (run / "lock").write_text(str(stranger.pid))
+            with pytest.raises(RunError, match=f"another process than {stranger.pid}"):
+                Control().stop(run)
+            assert stranger.poll() is None
+            stranger.kill()
+    assert not in_use(run)
+
+
+def test_a_full_disk_is_told_when_the_lock_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path / "run")
+
+    def full() -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "getpid", full)
+    with pytest.raises(RunError, match="No space left on device.*fewer resume"), RunDirectory.open(run):
+        pass
+    assert not in_use(run)
+
+
+HOLDER = """
+import fcntl, os, signal, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "deaf" else signal.default_int_handler)
+lock = open(sys.argv[1], "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+lock.write(str(os.getpid())), lock.flush()
+print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["deaf", "heeds"])
+def test_who_is_deaf_is_not_said_to_be_stopped(tmp_path: Path, how: str) -> None:
+    run = write(tmp_path / "run")
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run / "lock"), how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as holder:
+        assert holder.stdout
+        holder.stdout.readline()
+        if how == "deaf":
+            with pytest.raises(RunError, match=f"process {holder.pid} does not hear Ctrl-C.*kill {holder.pid}"):
+                Control().stop(run)
+            holder.kill()
+        else:
+            assert Control().stop(run) == holder.pid
+        assert holder.wait(10) == (-signal.SIGKILL if how == "deaf" else -signal.SIGINT)
+
+
+def test_what_cannot_be_resumed_is_refused_with_the_reason(runs: Path) -> None:
+    write(runs / "flower", runtime="flower", events=[STOPPED])
+    write(runs / "own", own=["data"], events=[STOPPED])
+    (runs / "bad").mkdir()
+    (runs / "bad/settings.json").write_text(text_of("fedavg").replace("settings", "x"))
+    words = {
+        "flower": f"fewer coordinator --resume {runs / 'flower'} --keys",
+        "own": "a data of your own: fewer.resume(",
+        "one": "is finished",
+        "bad": "is damaged",
+    }
+    with serving(runs) as site:
+        for name, word in words.items():
+            status, found = site.post(f"runs/{site.row(name)['id']}/resume")
+            assert status == 409 and word in found["error"], found
+        with held(runs / "two"):
+            (runs / "two/events.jsonl").touch()
+            assert "is running" in site.post(f"runs/{site.row('two')['id']}/resume")[1]["error"]
+        assert "is not going on" in site.post(f"runs/{site.row('two')['id']}/stop")[1]["error"]
+
+
+def test_what_a_resumed_run_says_is_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_GO_ON", "import sys, time; print(*sys.argv[1:], flush=True); time.sleep(1)")
+    with serving(runs) as site:
+        at = f"runs/{site.row('two')['id']}"
+        status, _ = site.post(f"{at}/resume")
+        assert status == 200 and site.row("two")["state"] == "starting"
+        assert "is starting" in site.post(f"{at}/resume")[1]["error"]
+        wait_for(lambda: site.row("two")["state"] == "stopped")
+        assert site.get(f"{at}/log")["lines"] == [f"resume {runs / 'two'}"] and site.get(at)["log"]
+
+
+# --- the command ----------------------------------------------------------------------------------------------
+
+
+def test_mistakes_get_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "there is no directory" in call("dash", tmp_path / "none", code=2).stderr
+    (tmp_path / "token").write_text("short")
+    for file, word in (("token", "16 or more letters"), ("nofile", "cannot be read")):
+        assert word in call("dash", tmp_path, "--token-file", tmp_path / file, code=2).stderr
+    with serving(tmp_path) as site:
+        told = call("dash", tmp_path, "--port", str(site.port), code=2).stderr
+    assert told.count("\n") == 1 and "Address already in use (--port N takes another" in told
+    assert "cannot be listened on" in call("dash", tmp_path, "--host", "192.0.2.1", code=2).stderr
+    monkeypatch.setattr("fewer.dash.find_spec", lambda name: None)
+    assert "pip install 'fewer[dash]'" in call("dash", tmp_path, code=2).stderr
+
+
+def test_the_dashboard_does_not_wait_for_torch() -> None:
+    code = "import sys, fewer.dash.server; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert f"report/{PAGE}" == REPORT
+
+
+def test_from_launch_to_ctrl_c(tmp_path: Path) -> None:
+    write(tmp_path / "one")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fewer", "dash", str(tmp_path), "--host", "0.0.0.0", "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=HEED,
+    )
+    assert process.stdout
+    line = process.stdout.readline()
+    port, token = line.strip().rpartition(":")[2].split("/#token=")
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/api/follow", headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(asked, timeout=20) as stream:
+        assert b'"total":1' in stream.readline()
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+    assert time.monotonic() - begun < 5
+    assert process.returncode == 130 and errors == "\nStopped.\n"
+
+
+def test_a_real_run_is_watched_and_stopped(tmp_path: Path) -> None:
+    with begun(tmp_path / "run") as process, serving(tmp_path) as site:
+        wait_for(lambda: site.get("runs")["total"] and site.row("run")["round"] > 1)
+        row = site.row("run")
+        assert row["state"] == "running"
+        assert site.post(f"runs/{row['id']}/stop") == (200, {"process": process.pid})
+        process.join(20)
+        assert process.exitcode == 0
+        wait_for(lambda: site.row("run")["state"] == "stopped")
+        assert str(site.row("run")["reason"]).startswith("KeyboardInterrupt")
+        assert [event["event"] for event in site.get(f"runs/{row['id']}/events")["events"]] == ["stop", "start"]
