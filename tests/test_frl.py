@@ -23,7 +23,7 @@ from fewer.data import ArrayData, from_parties
 from fewer.data.episodes import support_query
 from fewer.errors import DataError, FewerError, SettingError
 from fewer.experiments.recipes import recipe, settings_in
-from fewer.experiments.studies import _member
+from fewer.experiments.studies import _member, cloud_of
 from fewer.experiments.tune import search, tune
 from fewer.learning import Counts
 from fewer.learning.prototypes import distance_loss, merged, nearness, places, prototypes
@@ -48,6 +48,7 @@ from fewer.methods.frl_deploy import FILE
 from fewer.models import Split, Weights, load_weights, weights_of
 from fewer.models.images import Conv4
 from fewer.runs.job import check, job_from, make_method
+from fewer.runs.result import open_result
 from fewer.runs.statistics import half_width
 from fewer.runs.use import deploy
 from fewer.runtime import Absent, Answer, Parties, stream
@@ -831,6 +832,11 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
     call("deploy", run / FILE, *mine, "--out", group, "--rounds", "2", "--no-report")
     found = json.loads((group / "settings.json").read_text())
     assert found["method"]["rate"] == 0.02 and found["method"]["rounds"] == 2 and found["method"]["head"] == "gpal"
+    members, all_of_it = (cloud_of(open_result(path), most=40) for path in (run, group))
+    assert members and members.own.any() and len(members.points) == 40 + members.own.sum()
+    assert all_of_it and not all_of_it.own.any() and set(all_of_it.star_labels.tolist()) == set(range(5, 10))
+    album = [call("report", path, "--out", tmp_path / "page").stdout for path in (run, group)]
+    assert len(album) == 2 and (tmp_path / "page/pictures/embedding.csv").read_text().count("prototype") == 5
     (run / FILE).rename(tmp_path / FILE)  # it is all that a group needs
     again = call("deploy", tmp_path / FILE, *mine, "--out", tmp_path / "again", "--rounds", "2", "--no-report")
     assert again.stdout.split("MB")[0] == call("resume", tmp_path / "again", "--no-report").stdout.split("MB")[0]
