@@ -5,21 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import httpx
 from flwr.app import Message
 from flwr.common.constant import SubStatus
-from flwr.proto.runtime_pb2 import AcquireTaskRequest
-from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from fewer.errors import RunError
 from fewer.runtime.flower import envelope
-from fewer.runtime.flower.executor import beats, executor
+from fewer.runtime.flower.executor import GivenUp, Patient, beats, executor, look
 from fewer.runtime.flower.programs import Program, free_port, secret_file
 from fewer.runtime.site import Call, Reply
 from fewer.wire import Refused
@@ -80,29 +77,31 @@ class Node:
                 if not joined and any("SuperNode ID" in line for line in program.said()):
                     joined = True
                     self.say(f"joined {self.address}")
-                try:
-                    token = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])).token
-                except httpx.HTTPError:  # it is not there yet, or not any more
-                    token = ""
+                token = look(client)
                 if not token:
                     time.sleep(PAUSE)
-                    continue
-                try:
-                    self._answer(port, token, answering)
-                except Exception as error:  # a SuperNode without its answer would wait for it for ever
-                    return f"an answer was lost ({type(error).__name__})"
+                while token:
+                    try:
+                        token = self._answer(port, token, answering, partial(look, client))
+                    except Exception as error:  # a SuperNode without its answer would wait for it for ever
+                        return f"an answer was lost ({type(error).__name__})"
             return _reason(program.last_words())
         finally:
             client.close()
 
-    def _answer(self, port: int, token: str, answering: Answering) -> None:
-        """One question, from its token to its reply."""
+    def _answer(self, port: int, token: str, answering: Answering, another: Callable[[], str]) -> str:
+        """One question, from its token to its reply; the token of another that came where this one was given up."""
         signing = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), RuntimeTokenHttpInterceptor(token)
-        client = RuntimeHttpClient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
+        client = Patient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
+        client.another = another
         heart = HeartbeatSender(lambda: beats(client))
         heart.start()
         try:
-            message, context, _, _ = pull_task_input(client)
+            try:
+                message, context, _, _ = pull_task_input(client)
+            except GivenUp as given_up:
+                push_task_output(client, None, SubStatus.FAILED, "")
+                return given_up.token
             try:
                 call, blob = envelope.read_question(message.content)
                 reply = answering(str(context.run_config.get("job", "")), call, blob)
@@ -113,6 +112,7 @@ class Node:
                 reply = Reply(b"", "failed", type(error).__name__)
             push_message(client, Message(envelope.answer(reply), reply_to=message), context)
             push_task_output(client, context, SubStatus.COMPLETED, "")
+            return ""
         finally:
             if heart.is_running:
                 heart.stop()
