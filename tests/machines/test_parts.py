@@ -9,8 +9,10 @@ import stat
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -28,8 +30,9 @@ from fewer.runs.machines import Station, _told
 from fewer.runtime import Faults, Rules
 from fewer.runtime.flower import envelope
 from fewer.runtime.flower.credentials import Credentials
-from fewer.runtime.flower.link import Again, Asked, Link, There
+from fewer.runtime.flower.link import Again, Asked, Link, LinkLost, There
 from fewer.runtime.flower.parties import Flower
+from fewer.runtime.flower.programs import Program
 from fewer.runtime.keys import PinnedKeys
 from fewer.runtime.site import GIVE, Call, Hop, Reply
 from fewer.wire import Refused, decode, encode
@@ -107,21 +110,21 @@ def test_nothing_is_passed_on_unsealed() -> None:
 class FakeLink(Link):
     """Says what it was told to say: who is online at each look, and which replies come at each pull."""
 
-    def __init__(self, looks: Sequence[Mapping[int, There]], pulls: Sequence[Any]) -> None:
+    def __init__(self, looks: Sequence[Any], pulls: Sequence[Mapping[str, Reply]]) -> None:
         self.looks, self.pulls, self.pushed = deque(looks), deque(pulls), []  # type: ignore[var-annotated]
 
     def there(self) -> dict[int, There]:
-        return dict(self.looks.popleft() if len(self.looks) > 1 else self.looks[0])
+        found = self.looks.popleft() if len(self.looks) > 1 else self.looks[0]
+        if isinstance(found, Exception):
+            raise found
+        return dict(found)
 
     def push(self, questions: Sequence[tuple[Asked, bytes]], seconds: float | None) -> dict[str, Asked]:
         self.pushed.append(seconds)
         return {str(asked.call.party): asked for asked, _ in questions}
 
     def pull(self, waiting: Any) -> Mapping[str, Reply]:
-        found = self.pulls.popleft() if self.pulls else {}
-        if isinstance(found, Exception):
-            raise found
-        return found
+        return self.pulls.popleft() if self.pulls else {}
 
 
 def carried(link: Link, parties: Sequence[int], rules: Rules | None = None) -> dict[int, Reply | None]:
@@ -138,7 +141,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_not_online_is_lost_at_once_and_replies_go_to_their_questions() -> None:
     here = {0: There(10, "a"), 2: There(12, "a")}
     late = Reply(b"of another question")
-    link = FakeLink([here], [{}, {"99": late}, Again(), {"2": Reply(b"two")}, {"0": Reply(b"nought")}])
+    link = FakeLink([Again(), here], [{}, {"99": late}, {"2": Reply(b"two")}, {"0": Reply(b"nought")}])
     got = carried(link, [0, 1, 2])
     assert got == {0: Reply(b"nought"), 1: Reply(b"", "lost", "not online"), 2: Reply(b"two")}
     assert link.pushed == [None]
@@ -156,6 +159,26 @@ def test_after_the_deadline_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch
     reply = carried(link, [0], Rules(deadline=0.1))[0]
     assert reply is not None and reply.failure == "late"
     assert link.pushed == [pytest.approx(0.3)]
+
+
+def test_what_cannot_be_asked_again_is_a_link_lost(tmp_path: Path) -> None:
+    """A reply is handed out once, and nobody may be asked twice: who did not hear does not know which it was."""
+
+    class Silent:
+        def __getattr__(self, name: str) -> Any:
+            raise httpx.ReadTimeout("")
+
+    link = Link(Credentials(tmp_path))
+    link._grid = Silent()  # type: ignore[assignment]
+    link._program = Program("none:none", [], tmp_path)
+    link._program._process = SimpleNamespace(pid=1, poll=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(Again):
+        link.there()
+    with pytest.raises(LinkLost, match="does not answer"):
+        link.pull(["a"])
+    link._program._process = None
+    with pytest.raises(LinkLost, match="has ended"):
+        link.there()
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:

@@ -262,20 +262,26 @@ class Link:
             )
             for asked, blob in questions
         ]
-        try:
-            with self._answering() as grid:
-                numbers = list(grid.push_messages(messages))
-        except Again as error:  # nobody may be asked twice: a party would take what it made for what was before
-            raise LinkLost("Flower's SuperLink does not answer") from error
+        with self._once() as grid:  # nobody may be asked twice: a party would take what it made for what was before
+            numbers = list(grid.push_messages(messages))
         self.packed["down"] += sum(map(envelope.size, messages))
         return {number: asked for number, (asked, _) in zip(numbers, questions, strict=True)}
 
     def pull(self, waiting: Iterable[str]) -> Mapping[str, Reply]:
         """The replies that have come."""
-        with self._answering() as grid:
+        with self._once() as grid:  # a reply is handed out once
             messages = list(grid.pull_messages(list(waiting)))
         self.packed["up"] += sum(envelope.size(message) for message in messages if message.has_content())
         return {message.metadata.reply_to_message_id: envelope.read_answer(message) for message in messages}
+
+    @contextmanager
+    def _once(self) -> Iterator[HttpGrid]:
+        """The grid, for what cannot be asked again."""
+        try:
+            with self._answering() as grid:
+                yield grid
+        except Again as error:
+            raise LinkLost("Flower's SuperLink does not answer") from error
 
     @contextmanager
     def _answering(self) -> Iterator[HttpGrid]:

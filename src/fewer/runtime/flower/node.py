@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fewer.wire import Refused
 
 PAUSE = 0.2
 """Seconds between two looks for a question."""
+_LOST = re.compile(r"^.*Failed to (send|receive) message \w+: ")
 LONGEST = 30.0
 """Seconds between two attempts to join, at most."""
 
@@ -74,9 +76,12 @@ class Node:
         joined = False
         try:
             while program.pid is not None:
-                if not joined and any("SuperNode ID" in line for line in program.said()):
+                said = program.said()
+                if not joined and any("SuperNode ID" in line for line in said):
                     joined = True
                     self.say(f"joined {self.address}")
+                if lost := [line for line in said if _LOST.search(line)]:  # who asked would wait for ever
+                    return f"a message was lost on its way ({_LOST.sub('', lost[-1])})"
                 token = look(client)
                 if not token:
                     time.sleep(PAUSE)
