@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import signal
 import socket
 import ssl
 import stat
@@ -16,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+import typer
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 
@@ -23,7 +26,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata,
 from flwr.app.message import make_message
 
 import fewer.runtime.flower.parties as module
-from fewer.errors import RunError, SettingError
+from fewer.cli import printing
+from fewer.cli.machines import _begin
+from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.report import write_report
 from fewer.runs.engine import resume, site_of, start
 from fewer.runs.machines import Station, _told
@@ -32,9 +37,9 @@ from fewer.runtime.flower import envelope
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.link import Again, Asked, Link, LinkLost, There
 from fewer.runtime.flower.parties import Flower
-from fewer.runtime.flower.programs import Program
+from fewer.runtime.flower.programs import Program, secret_file
 from fewer.runtime.keys import PinnedKeys
-from fewer.runtime.site import GIVE, Call, Hop, Reply
+from fewer.runtime.site import GIVE, Call, Hop, Reply, on_party
 from fewer.wire import Refused, decode, encode
 from fewer.wire.sealing import public_of
 from tests.machines.cluster import job
@@ -372,11 +377,53 @@ def test_keys_and_mistakes_on_the_command_line(tmp_path: Path, monkeypatch: pyte
     own = Path(__file__).parents[2] / "docs/examples/fedmedian.py"
     assert "lies in a file" in command("coordinator", f"{own}:FedMedian", *digits, "2", code=2).stderr
     assert "has no node.key" in command("join", "127.0.0.1:1", "--key", tmp_path, code=2).stderr
+    join: list[str | Path] = ["join", "127.0.0.1:1", "--key", keys / "party-0"]
+    assert "device = 'gpu' cannot be used" in command(*join, "--device", "gpu", code=2).stderr
+    assert "no 'none.npz' here" in command(*join, "--data", "npz:none.npz", code=2).stderr
+    for address in ("coordinator", "https://coordinator:443", "coordinator:http"):
+        wrong = command("join", address, *join[2:], code=2).stderr
+        assert f"{address} is no address of a coordinator (expected: HOST:PORT)" in wrong
+    assert "is not a run of Fewer" in command("coordinator", "--resume", tmp_path, "--keys", keys, code=2).stderr
     assert "--resume RUN" in command("coordinator", "fedavg", "--resume", tmp_path, *digits, "2", code=2).stderr
     assert "runtime = flower" in command("run", "fedavg", "--data", "digits", "--runtime", "flower", code=2).stderr
     monkeypatch.setattr("fewer.runtime.flower.find_spec", lambda name: None)
     for words in (["join", "a:1", "--key", "x"], ["local-cluster", "2"], ["keys", "init", "x", "--parties", "1"]):
         assert "pip install 'fewer[flower]'" in command(*words, code=2).stderr
+
+
+def test_whoever_is_ended_in_the_midst_of_an_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in there would be a reply."""
+    before = signal.getsignal(signal.SIGTERM)
+    said = told(tmp_path)
+    station = Station(tmp_path / "store")
+    monkeypatch.setattr("fewer.methods.fedavg.FedAvg.train", on_party(lambda *_, **__: signal.raise_signal(15)))
+    try:
+        _begin()
+        with pytest.raises(KeyboardInterrupt):
+            station.answer(json.dumps(said), Call(0, "train", 1), encode("train", {"model": {}}))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_lost_quorum_is_told_with_a_way_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    @printing.told
+    def lost() -> None:
+        printing.GO_ON.append("Go on so.")
+        raise QuorumLost("too few")
+
+    with pytest.raises(typer.Exit):
+        lost()
+    printing.GO_ON.remove("Go on so.")
+    assert capsys.readouterr().err == "fewer: too few\nGo on so.\n"
+
+
+def test_one_coordinator_at_a_time_has_the_keys(tmp_path: Path) -> None:
+    keys = Credentials.create(tmp_path / "keys", 1)
+    secret_file(keys.folder / "flower")
+    with (keys.folder / "flower/lock").open("a+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="another coordinator is at work with the keys in"), Link(keys, port=1):
+            pass
 
 
 def test_a_partys_model_is_where_the_party_is(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def coordinator(
     _begin()
     from fewer.cli.progress import shown
     from fewer.errors import SettingError
+    from fewer.runs.directory import RunDirectory
     from fewer.runs.job import check, job_from
     from fewer.runs.machines import Coordinator
     from fewer.runtime.flower.credentials import Credentials
@@ -152,7 +153,7 @@ def coordinator(
     if going_on is not None:
         if method is not None or out is not None:
             raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
-        where = going_on
+        where = RunDirectory.open(going_on).path
         GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
         with shown() as watch, there:
             result = there.resume(where, watch(where.name), **given)
@@ -230,8 +231,8 @@ def local_cluster(
 
 
 def _begin() -> None:
-    """Flower must be there; and whoever is ended (systemd, docker) takes leave of the others first."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Flower must be there; and whoever is ended (systemd, docker) takes leave of the others first, as with Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _need_flower()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from flwr.app import Message
 from flwr.common.constant import SubStatus
+from flwr.supercore.address import parse_address
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
@@ -47,6 +48,8 @@ class Node:
         for name in ("node.key", "ca.crt"):
             if not (self.keys / name).is_file():
                 raise RunError(f"{self.keys} has no {name} (expected: the folder party-N that `fewer keys init` made)")
+        if parse_address(self.address) is None:
+            raise RunError(f"{self.address} is no address of a coordinator (expected: HOST:PORT)")
         wait = 1.0
         while True:
             program, port = self._program()
