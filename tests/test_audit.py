@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,15 @@ from torch import Tensor, nn
 
 from fewer.audit.distance import earth_mover, nearest, on_lines, typical
 from fewer.audit.leakage import gradients_of, psnr, restore, softened, variation
-from fewer.audit.membership import above_variants, losses, membership
+from fewer.audit.look import _Look
+from fewer.audit.membership import above_variants, losses, membership, share
 from fewer.data import Samples
 from fewer.errors import SettingError
-from fewer.experiments.studies import _apart
+from fewer.experiments.studies import _apart, _on_unused
+from fewer.methods.fedmk import FedMK
+from fewer.runs.job import load_data
+from fewer.runs.result import open_result
+from fewer.runtime import stream
 from tests.test_cli import DIGITS, call
 
 # --- membership ---------------------------------------------------------------------------------------------------
@@ -198,9 +204,6 @@ def test_audit_of_a_run_without_synthetic_data(runs: Path) -> None:
 
 
 def test_a_copy_is_found(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from fewer.methods.fedmk import FedMK
-    from fewer.runs.result import open_result
-
     data = open_result(runs / "fedmk").data
     sent = {party: data.party(party).train.pick(torch.arange(10)) for party in range(6)}
     monkeypatch.setattr(FedMK, "condensed", lambda self, state: sent)
@@ -209,12 +212,10 @@ def test_a_copy_is_found(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert figures["copies"]["median"] == 0 and figures["copies"]["near_copies"] == 1
     assert figures["leakage"]["psnr_of_synthetic"] > 100 > figures["leakage"]["psnr_of_lookalike"]
     assert figures["membership"]["distance"]["auc"] > 0.5
+    assert figures["copies"]["nearest_is_member"]["low"] > 0.5
 
 
 def test_members_and_others_are_of_the_same_classes(runs: Path) -> None:
-    from fewer.audit.look import _Look
-    from fewer.runs.result import open_result
-
     pair = _Look(open_result(runs / "fedavg"), [0, 1, 2], 3).pair(1)
     assert pair
     (x, y), (other, label) = pair
@@ -238,6 +239,71 @@ def test_what_cannot_be_audited_gets_one_line(runs: Path, tmp_path: Path) -> Non
 
 def test_help_says_whose_tool_it_is() -> None:
     assert "real data" in " ".join(call("audit", "--help").stdout.split())
+
+
+def test_a_low_loss_under_the_trained_model_tells_a_member(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = _Look(open_result(runs / "fedavg"), [0, 1, 2], 3)
+    real = torch.cat([look.real(each)[0] for each in look.parties])
+
+    def fake(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        assert net is look.nets["trained"]
+        return nearest(x, real)[0].gt(0).float()
+
+    monkeypatch.setattr("fewer.audit.look.losses", fake)
+    name, scores = next(look.membership())
+    assert name == "loss" and membership(*scores).auc > 0.99
+
+
+def test_a_sample_whose_variants_lose_more_scores_high() -> None:
+    x = torch.rand(3, 1, 6, 6)
+
+    class Own(nn.Module):
+        def forward(self, seen: Tensor) -> Tensor:
+            away = (seen - x).abs().flatten(1).sum(1)
+            return torch.stack([away, torch.zeros_like(away)], 1)
+
+    assert (above_variants(Own(), x, torch.ones(3, dtype=torch.long), stream("v")) > 0.1).all()
+
+
+def test_nearness_is_within_a_class_and_against_what_is_usual_there() -> None:
+    look = object.__new__(_Look)
+    look.image, look.low, look.high = False, 0.0, 9.0
+    look.unseen = lambda party, label: torch.zeros(0, 1)  # type: ignore[method-assign]
+    real = torch.tensor([0.0, 2.0, 9.0, 5.0, 5.5]).view(5, 1), torch.tensor([0, 0, 0, 1, 1])
+    look.real = lambda party: real  # type: ignore[method-assign]
+    look.sent = {4: (torch.tensor([[5.0], [4.0]]), torch.tensor([0, 1]))}
+    # class 0: 3 away, usual 2; class 1: 1 away, usual 0.5
+    assert look.copies()[0]["by_party"] == {"4": {"least": 1.5, "median": 1.75}}
+
+
+def test_synthetic_images_are_cut_off_where_pixels_end(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FedMK, "condensed", lambda *_: {0: (torch.full((1, 1, 8, 8), 99.0), torch.zeros(1).long())})
+    look = _Look(open_result(runs / "fedmk"), [0], 1)
+    assert look.sent[0][0].max() == look.high < 99
+
+
+def test_the_nearest_of_as_many_members_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = object.__new__(_Look)
+    look.stream = lambda purpose: torch.Generator().manual_seed(0)  # type: ignore[method-assign]
+    made, real, unseen = (torch.tensor(list(each)).view(-1, 1) for each in ([1.0, 6.1, 9.0], [1.1, 9.2], [6.0, 8.9]))
+    assert look.of_members(made, real, unseen) == [True, False, False]
+    assert sum(look.of_members(made, torch.cat([real] * 50), unseen)) < 3  # two of a hundred, not all
+    assert look.of_members(made, real, unseen[:0]) == []
+
+
+def test_a_share_by_hand() -> None:
+    # Wilson: (0.75 + z²/80 ± z √(0.75 · 0.25 / 40 + z² / 6400)) / (1 + z²/40)
+    found = share(30, 40)
+    assert (found.share, found.of) == (0.75, 40)
+    assert (found.low, found.high) == pytest.approx((0.5981, 0.8581), abs=1e-4)
+
+
+def test_distance_is_judged_within_condensed_classes() -> None:
+    look = object.__new__(_Look)
+    look.sent = {0: (torch.tensor([[0.0], [5.0]]), torch.tensor([0, 1]))}
+    sides = tuple((torch.tensor([[1.0], [4.0], [9.0]]) + side, torch.tensor([0, 0, 2])) for side in (0, 1))
+    inside, outside = look.nearness(0, sides)  # type: ignore[arg-type]
+    assert inside.tolist() == [-1, -4] and outside.tolist() == [-2, -5]  # not -1 to the D̂ of class 1; class 2 has none
 
 
 # --- studies of recipes -------------------------------------------------------------------------------------------
@@ -303,6 +369,20 @@ def test_distance_of_synthetic_data_by_hand() -> None:
     assert _apart(one, other) == pytest.approx(0.5)
     with pytest.raises(SettingError, match="no party"):
         _apart(one, result([2.0], [0], party=1))
+
+
+@pytest.mark.parametrize("data", ["digits", "fashion-mini"])  # tested on a share of all rows, and on rows of its own
+def test_accuracy_on_samples_that_nobody_was_given(data: str, tmp_path: Path) -> None:
+    words = ["--parties=2", "--active=1", "--rounds=1", "--fraction=0.4", "--no-report"]
+    call("run", "fedavg", "--data", data, *words, "--out", tmp_path / "a")
+    result = open_result(tmp_path / "a")
+    whole = load_data(result.settings.model_copy(update={"fraction": 1.0}))
+    found = _on_unused(result)
+    given, all_of_them = (sum(map(each.size, range(2))) for each in (result.data, whole))
+    assert 0.9 * (all_of_them - given) < found.total <= all_of_them - given  # some images are there twice
+    assert 0 < found.correct < found.total
+    with pytest.raises(SettingError, match="fraction below 1"):
+        _on_unused(replace(result, settings=result.settings.model_copy(update={"fraction": 1.0})))
 
 
 @pytest.mark.parametrize(

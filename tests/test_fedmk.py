@@ -17,12 +17,12 @@ import fewer
 from fewer.data import from_parties
 from fewer.errors import SettingError
 from fewer.learning.augment import SHIFT, STRETCH, TURN, draw_moves, move
-from fewer.learning.generator import Generator, diversity
+from fewer.learning.generator import Generator, diversity, train_generator
 from fewer.learning.match import FLOOR, REAL, _features, distance, match, redraw, statistics
 from fewer.methods.base import Coordinator, Party, Place
 from fewer.methods.fedavg import FedAvgMoved
 from fewer.methods.fedmk import FedMK, FedMKPaper, Knowledge, MKState, _balance, joined
-from fewer.models import SmallCNN, Split, Task, Weights, weights_of
+from fewer.models import SmallCNN, Split, Task, Weights, load_weights, weights_of
 from fewer.runtime import Inline, Site, Unable, on_party, stream
 from fewer.wire import Refused, Shaped, decode, encode
 
@@ -482,7 +482,9 @@ def test_the_generator_learns_what_the_head_takes_for_its_class(tmp_path: Path) 
     before = weights_of(head)
     noise, y = make.draw(200, stream("try"))
     first = F.cross_entropy(head(make(noise, y)), y).item()
-    FedMK(generator_steps=60, generator_rate=0.01).learn_generator(make, head, torch.ones(3), stream("learn"))
+    train_generator(
+        make, lambda features, _: head(features), torch.ones(3), stream("learn"), steps=60, rate=0.01, batch=128
+    )
     features = make(noise, y)
     assert F.cross_entropy(head(features), y).item() < 0.2 * first
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(head).items())
@@ -716,3 +718,207 @@ def test_joined_puts_labels_beside_images() -> None:
     images, labels = joined(known)
     assert images.flatten().tolist() == [1.0, 1.0, 0.0]
     assert labels.tolist() == [0, 0, 1]
+
+
+# --- one setting, one line -----------------------------------------------------------------------------------------
+
+
+def test_features_are_generated_in_proportion_to_the_labels_of_d(tmp_path: Path, monkeypatch: Any) -> None:
+    seen: list[Any] = []
+    draw = Generator.draw
+
+    def spy(self: Generator, count: int, stream: Any, chances: Tensor | None = None) -> Any:
+        seen.append((count, chances is not None and chances.tolist()))
+        return draw(self, count, stream, chances)
+
+    monkeypatch.setattr(Generator, "draw", spy)
+    method = FedMK(server_steps=2, generator_steps=2, pseudo=0.5, server_batch=8)
+    learned(method, tmp_path, torch.rand(4, *SHAPE), torch.tensor([0, 0, 0, 2]))
+    assert seen == [(8, [3, 0, 1])] * 2 + [(4, [3, 0, 1])] * 2
+
+
+def test_one_step_of_the_generator_is_adam_on_both_terms() -> None:
+    torch.manual_seed(0)
+    head, make = nn.Linear(32, CLASSES), Generator(CLASSES, 32)
+    first = weights_of(make)
+    noise, y = make.draw(16, stream("one"), torch.ones(3))
+    features = make(noise, y)
+    loss = F.cross_entropy(head(features), y) + diversity(noise, features)
+    gradients = torch.autograd.grad(loss, list(make.parameters()))
+    load_weights(make, first)
+    train_generator(
+        make, lambda features, _: head(features), torch.ones(3), stream("one"), steps=1, rate=0.01, batch=16
+    )
+    for (name, now), slope in zip(make.named_parameters(), gradients, strict=True):
+        clear = slope.abs() > 1e-5
+        assert torch.allclose(now[clear], (first[name] - 0.01 * slope.sign())[clear], atol=1e-4), name
+
+
+def test_the_generator_goes_on_from_the_last_round(tmp_path: Path) -> None:
+    images, labels = torch.rand(6, *SHAPE), torch.arange(3).repeat(2)
+    method = FedMK(server_steps=1, generator_steps=1, generator_rate=1e-9)
+    torch.manual_seed(1)
+    _, now, state = learned(method, tmp_path, images, labels)
+    assert torch.allclose(now["body.0.weight"], state.generator["body.0.weight"], atol=1e-6)
+
+
+def test_a_constant_rate_stays(tmp_path: Path) -> None:
+    images, labels = torch.rand(9, *SHAPE), torch.arange(3).repeat(3)
+    how = {"pseudo": 0, "augment": False, "server_steps": 2, "server_batch": 4, "momentum": 0.0, "server_rate": 0.4}
+    falling, _, state = learned(FedMK(decay=True, **how), tmp_path, images, labels)
+    steady, _, _ = learned(FedMK(decay=False, **how), tmp_path, images, labels)
+    one, _, _ = learned(FedMK(decay=False, **{**how, "server_steps": 1}), tmp_path, images, labels)
+    for name in state.model:  # the second step is half as long where the rate falls
+        assert torch.allclose(falling[name] - one[name], 0.5 * (steady[name] - one[name]), atol=1e-6)
+    assert not torch.allclose(steady["head.weight"], one["head.weight"], atol=1e-4)
+
+
+def test_d_steps_by_adam_on_drawn_samples(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    class Spy(FedMK):
+        def outer_loss(self, net: Any, reached: Any, x: Tensor, y: Tensor, balance: Tensor) -> Tensor:
+            seen.append(x)
+            return super().outer_loss(net, reached, x, y, balance)
+
+    how: dict[str, Any] = {"inner_steps": 1, "inner_batch": None, "augment": False, "weights": "none"}
+    method = Spy(outer_steps=1, outer_rate=0.1, outer_batch=4, **how)
+    me = party(tmp_path, 1)
+    net = me.net(me.initial())
+    images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
+    labels = torch.arange(3).repeat_interleave(2)
+    made = method.refine(net, images, labels, me.train, stream("any"))
+    x, y = me.train.pick(torch.randint(len(me.train), (4,), generator=stream("any")))
+    assert len(seen) == 1 and torch.equal(seen[0], x)
+    d = images.clone().requires_grad_()
+    after = method.unroll(net, dict(net.named_parameters()), d, labels, stream())
+    (slope,) = torch.autograd.grad(method.outer_loss(net, after, x, y, torch.ones(3)), d)
+    clear = slope.abs() > 1e-6
+    assert clear.float().mean() > 0.5
+    assert torch.allclose(made[clear], (images - 0.1 * slope.sign())[clear], atol=2e-3)
+
+
+def test_bi_level_steps_begin_at_the_model_that_was_sent(tmp_path: Path) -> None:
+    method = FedMK(**{**SMALL, "matching": 0, "begin": "noise"})
+    blank = method.start(task_of(), SEED).blank
+    one, other = (
+        method.condense(party(tmp_path, 0), model=task_of().initial(seed), shared=blank)["knowledge"].value["0"]
+        for seed in (SEED, SEED + 1)
+    )
+    assert not torch.allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_inner_steps_see_each_image_moved_by_its_own_move_if_told(augment: bool) -> None:
+    net, start, images, labels = double_case()
+    method = FedMK(inner_steps=1, inner_batch=None, inner_rate=0.5, augment=augment)
+    after = method.unroll(net, start, images, labels, stream("u"))
+    x = move(images, draw_moves(len(images), stream("u"))) if augment else images
+    loss = F.cross_entropy(torch.func.functional_call(net, start, (x,)), labels)
+    slopes = torch.autograd.grad(loss, list(start.values()))
+    for (name, tensor), slope in zip(start.items(), slopes, strict=True):
+        assert torch.allclose(after[name], tensor - 0.5 * slope), name
+
+
+def test_the_coordinator_moves_each_image_by_its_own_move(tmp_path: Path) -> None:
+    images, labels = torch.rand(9, *SHAPE), torch.arange(3).repeat(3)
+    method = FedMK(pseudo=0, server_steps=1, server_rate=0.5, server_batch=8)
+    model, _, state = learned(method, tmp_path, images, labels)
+    draw = stream(SEED, 1, -1, "learning")
+    chosen = torch.randint(9, (8,), generator=draw)
+    net = task_of().net()
+    load_weights(net, state.model)
+    loss = F.cross_entropy(net(move(images[chosen], draw_moves(8, draw))), labels[chosen])
+    for (name, w), slope in zip(net.named_parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
+        assert torch.allclose(model[name], w - 0.5 * slope, atol=1e-6), name
+
+
+@pytest.mark.parametrize("augment", [False, True])
+def test_a_matching_step_moves_real_and_made_alike(augment: bool, tmp_path: Path) -> None:
+    me = party(tmp_path, 2)
+    labels = torch.arange(3).repeat_interleave(2)
+    images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
+    net = me.net(me.initial())
+    made = match(net, images, labels, me.train, steps=1, rate=0.1, augment=augment, stream=stream("s"))
+    draw, y = stream("s"), me.train.labels
+    numbers = torch.cat([torch.nonzero(y == c)[:, 0][torch.randint(3, (REAL,), generator=draw)] for c in range(3)])
+    x, y = me.train.pick(numbers)
+    d = images.clone().requires_grad_()
+    seen = d
+    if augment:
+        one = draw_moves(1, draw)
+        x, seen = move(x, one), move(d, one)
+    loss = torch.zeros(())
+    for c in range(3):
+        ours, theirs = net.encoder[:7](seen[labels == c]), net.encoder[:7](x[y == c])  # type: ignore[index, operator]
+        loss = loss + (ours.mean(0) - theirs.mean(0)).square().sum()
+        a, b = ((f.var(0, correction=0) + FLOOR).sqrt() for f in (ours, theirs))
+        loss = loss + (a - b).square().sum()
+    (slope,) = torch.autograd.grad(loss, d)
+    clear = slope.abs() > 1e-4
+    assert clear.float().mean() > 0.9
+    assert torch.allclose(made[clear], (images - 0.1 * slope.sign())[clear], atol=1e-4)
+
+
+def test_matching_takes_another_random_net_in_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def spy(net: nn.Module) -> None:
+        redraw(net)
+        seen.append(next(net.parameters()).detach().clone())
+
+    monkeypatch.setattr("fewer.learning.match.redraw", spy)
+    me = party(tmp_path, 2)
+    labels = torch.arange(3)
+    images, net = torch.rand(3, *SHAPE), me.net(me.initial())
+    match(net, images, labels, me.train, steps=3, rate=0.1, augment=False, stream=stream())
+    assert len(seen) == 3 and not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+
+
+def test_matching_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+
+    def spy(net: Any, images: Tensor, *_: Any, **how: Any) -> Tensor:
+        told.append(how)
+        return images
+
+    monkeypatch.setattr("fewer.methods.fedmk.match", spy)
+    for augment in (False, True):
+        method = FedMK(**{**SMALL, "matching": 7, "matching_rate": 0.3, "augment": augment, "outer_steps": 0})
+        method.condense(party(tmp_path, 0), model=task_of().initial(SEED), shared=method.start(task_of(), SEED).blank)
+    assert [(how["steps"], how["rate"], how["augment"]) for how in told] == [(7, 0.3, False), (7, 0.3, True)]
+
+
+def test_shared_knowledge_travels_as_d_does() -> None:
+    for codec in ("uint8", "float16", "float32"):
+        method = FedMK(begin="shared", codec=codec)
+        lots = method.lots(method.start(task_of(), SEED), [0], stream())
+        assert lots[0].codec == codec
+
+
+def test_d_that_ran_off_is_not_begun_from_again(tmp_path: Path) -> None:
+    class Once(FedMK):
+        def refine(self, *args: Any) -> Tensor:
+            return super().refine(*args) * (float("nan") if self.tau == 7 else 1)
+
+    good, bad = (Once(**{**SMALL, "tau": tau}) for tau in (5, 7))
+    model, blank = task_of().initial(SEED), good.start(task_of(), SEED).blank
+    for round, method in enumerate((good, bad, good), 1):
+        try:
+            made = method.condense(party(tmp_path, 0, round), model=model, shared=blank)["knowledge"].value
+        except Exception as error:
+            assert method is bad and type(error).__name__ == "Unable"
+    assert made["0"].isfinite().all()
+
+
+def test_the_generator_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr("fewer.methods.fedmk.train_generator", lambda *_, **how: told.append(how))
+    method = FedMK(server_steps=1, server_rate=0.3, generator_steps=7, generator_rate=0.02, server_batch=9)
+    learned(method, tmp_path, torch.rand(3, *SHAPE), torch.arange(3))
+    assert told == [{"steps": 7, "rate": 0.02, "batch": 9}]
+
+
+@pytest.mark.parametrize("kind", [FedMK, FedMKPaper])
+def test_tuning_tries_the_defaults_too(kind: type[FedMK]) -> None:
+    assert all(getattr(kind(), name) in grid for name, grid in kind.tunable.items())

@@ -91,6 +91,8 @@ def test_recipes_are_listed_and_sound() -> None:
                 settings = check(given)
                 assert make_method(find(settings.method), settings).name == row.method, (name, column.name, row.name)
                 assert not quick or settings.data in EMBEDDED
+                if row.method == "fedmk-paper":
+                    assert not settings.set.get("matching") and settings.set.get("inner_steps", 1) == 1
 
 
 def test_settings_are_those_of_recipe_column_and_row() -> None:

@@ -376,6 +376,7 @@ def test_a_deadline_does_not_cut_the_evaluation_short(digits: Data) -> None:
         (lambda: 3, "the model is int"),
         (lambda needed: nn.Linear(1, needed), "the model cannot be made: TypeError"),
         (lambda: nn.Linear(-5, 2), "the model cannot be made: RuntimeError"),
+        (lambda: nn.Flatten(), "no weights to learn"),
     ],
 )
 def test_a_model_that_cannot_be_made(model: Any, text: str, digits: Data) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fewer.audit.distance import nearest, span_of, typical
 from fewer.audit.leakage import gradients_of, psnr, restore
-from fewer.audit.membership import above_variants, losses, membership
+from fewer.audit.membership import above_variants, losses, membership, share
 from fewer.errors import FewerError, RunError
 from fewer.models import load_weights
 from fewer.runs.directory import RunDirectory
@@ -154,6 +154,7 @@ class _Look:
     def copies(self) -> tuple[dict[str, Any], Sheet | None]:
         """How near synthetic images are to real ones, against how near real ones are to each other."""
         ratios: dict[int, list[float]] = {}
+        of_members: list[bool] = []
         drawn: dict[int, Block] = {}
         closest: tuple[float, dict[str, int]] | None = None
         for party, (images, labels) in self.sent.items():
@@ -168,6 +169,7 @@ class _Look:
                 away, which = nearest(made, real)
                 own = (away / usual).tolist()
                 ratios[party] += own
+                of_members += self.of_members(made, real, self.unseen(party, label))
                 if closest is None or min(own) < closest[0]:
                     closest = min(own), {"party": party, "class": label, "samples": len(real)}
                 worst = int(away.argmin())
@@ -183,6 +185,8 @@ class _Look:
             figures["closest"] = closest[1]
             figures |= {"least": every[0], "median": statistics.median(every)}
             figures["near_copies"] = sum(ratio < COPY for ratio in every) / len(every)
+            if of_members:
+                figures["nearest_is_member"] = asdict(share(sum(of_members), len(of_members)))
             figures["by_party"] = {
                 str(p): {"least": min(own), "median": statistics.median(own)} for p, own in ratios.items() if own
             }
@@ -194,6 +198,22 @@ class _Look:
         blocks = [drawn[party] for party in sorted(drawn, key=lambda each: min(ratios[each]))[:SHOWN]]
         sheet = Sheet("copies", "Synthetic images and the nearest real ones", caption, blocks, self.low, self.high)
         return figures, sheet if blocks else None
+
+    def unseen(self, party: int, label: int) -> Tensor:
+        """Test samples of a class: all there are, or the party's own where parties differ by nature."""
+        natural = self.result.settings.partition == "natural"
+        test = self.result.data.party(party).test if natural else self.result.data.test
+        return test.pick(torch.nonzero(test.labels == label).squeeze(1))[0]
+
+    def of_members(self, made: Tensor, real: Tensor, unseen: Tensor) -> list[bool]:
+        """Whether the nearest to each image is one that it was made of, among these and as many that it was not."""
+        count = min(len(real), len(unseen))
+        if not count:
+            return []
+        draw = self.stream(f"nearest {len(real)}")
+        some = [side[torch.randperm(len(side), generator=draw)[:count]] for side in (real, unseen)]
+        which: list[bool] = (nearest(made, torch.cat(some))[1] < count).tolist()
+        return which
 
     # --- deep leakage ---
 
@@ -280,12 +300,21 @@ class _Look:
             if self.image:
                 draw = self.stream("variants")
                 yield "variants", (above_variants(net, x, y, draw), above_variants(net, other, label, draw))
-        if self.sent:
-            inside, outside = (
-                torch.cat([-nearest(pair[side][0], self.sent[party][0])[0] for party, pair in pairs.items()])
-                for side in (0, 1)
-            )
+        near = [self.nearness(party, pair) for party, pair in pairs.items() if party in self.sent]
+        inside, outside = (torch.cat([one[side] for one in near]) if near else x.new_empty(0) for side in (0, 1))
+        if len(inside) > 1:
             yield "distance", (inside, outside)
+
+    def nearness(self, party: int, pair: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """How near D̂ of its class comes to each sample, of the classes that the party condensed."""
+        images, labels = self.sent[party]
+
+        def near(x: Tensor, y: Tensor) -> Tensor:
+            held = sorted(set(labels.tolist()) & set(y.tolist()))
+            found = [-nearest(x[y == label], images[labels == label])[0] for label in held]
+            return torch.cat(found) if found else x.new_empty(0)
+
+        return [near(*side) for side in pair]
 
     def pair(self, party: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
         """Training and test samples of a party, equally many of each class."""

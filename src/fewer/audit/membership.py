@@ -59,6 +59,24 @@ def membership(members: Tensor, others: Tensor) -> Membership:
     return Membership(auc, max(0.0, auc - half), min(1.0, auc + half), hits, m, n)
 
 
+@dataclass(frozen=True)
+class Share:
+    """Some of many, with the 95 % interval of Wilson."""
+
+    share: float
+    low: float
+    high: float
+    of: int
+
+
+def share(some: int, of: int) -> Share:
+    """A share as if each of them had been drawn by itself (Wilson, JASA 1927)."""
+    rate, grown = some / of, 1 + Z**2 / of
+    middle = (rate + Z**2 / (2 * of)) / grown
+    half = Z / grown * math.sqrt(rate * (1 - rate) / of + Z**2 / (4 * of**2))
+    return Share(rate, middle - half, middle + half, of)
+
+
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """From 1 on; equal values share the mean of their ranks."""
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)

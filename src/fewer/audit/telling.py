@@ -15,7 +15,8 @@ ATTACKS = {
 }
 MEANING = (
     "D̂ is synthetic data; its distance to the nearest real image of its class and party is divided by the median "
-    "distance between a real image and the nearest other. Restored images are held against the real ones (PSNR: high "
+    "distance between a real image and the nearest other. The nearest is a training image or one of as many unseen "
+    "ones of the class: more than half is memory. Restored images are held against the real ones (PSNR: high "
     "is alike); a look-alike is the nearest other real image of the class. AUC: the chance that a training sample "
     "scores higher than a test sample of the same class and party, with its 95 % confidence interval by DeLong."
 )
@@ -40,6 +41,9 @@ def _copies(figures: dict[str, Any]) -> Iterator[Sequence[str]]:
             f"0: a copy; a class of {figures['closest']['samples']:,} samples",
         )
         yield "near-copies (below 0.5)", f"{100 * figures['near_copies']:.1f} %", f"of {figures['images']:,} images"
+    if member := figures.get("nearest_is_member"):
+        value = f"{100 * member['share']:.1f} % ({100 * member['low']:.1f} … {100 * member['high']:.1f})"
+        yield "D̂ whose nearest is a training image", value, "50 %: training and unseen images are as near"
 
 
 def _leakage(figures: dict[str, Any]) -> Iterator[Sequence[str]]:

@@ -36,7 +36,7 @@ def of_users(raw: Raw, own: bool = False, most: int = 0, least: int = 0) -> Raw:
     raw = replace(raw, x=raw.x[kept], y=raw.y[kept], client=raw.client[kept])
     if not own:
         return raw
-    classes = most or int(place[kept].max()) + 1
+    classes = min(most, len(place)) or int(place[kept].max()) + 1
     return replace(raw, y=place[kept], names=tuple(f"item {number}" for number in range(1, classes + 1)))
 
 

@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 from fewer.audit import Sheet, audit
 from fewer.audit.distance import earth_mover, span_of
 from fewer.audit.telling import HEADS, LIMITS, MEANING, figure_rows
+from fewer.data import ArrayData
 from fewer.errors import SettingError, unknown
 from fewer.learning.prototypes import nearness
-from fewer.methods.base import Coordinator, Place
+from fewer.learning.score import Counts, score
+from fewer.methods.base import CHUNK, Coordinator, Place
 from fewer.methods.frl import Prepared, batch_statistics
 from fewer.models import parts_of
+from fewer.runs.job import load_data
 from fewer.runs.result import Result, open_result
 from fewer.runs.statistics import half_width
 from fewer.runtime.streams import stream
@@ -143,6 +146,33 @@ def _apart(one: Result, other: Result) -> float:
     return statistics.fmean(found)
 
 
+def unused(cells: Sequence[Runs]) -> Study:
+    """Accuracy on training samples that no party was given (`fraction`): nothing was ever chosen by these."""
+    lines, figures = ["", "## On training samples that nobody was given", "", "| | accuracy, % | samples |"], {}
+    lines.append("|---|---|---|")
+    for row, column, paths in cells:
+        found = [_on_unused(open_result(path)) for path in paths]
+        seeds = [100 * counts.correct / counts.total for counts in found]
+        half = half_width(seeds)
+        figures[f"{row}, {column}"] = seeds
+        told = f"{statistics.fmean(seeds):.2f}" + (f" ± {half:.2f}" if half is not None else "")
+        lines.append(f"| {row}, {column} | {told} | {found[0].total:,} |")
+    return Study(lines, figures)
+
+
+def _on_unused(result: Result) -> Counts:
+    if not isinstance(result.data, ArrayData) or result.settings.fraction == 1:
+        raise SettingError("study unused: all training samples are given to parties (allowed: fraction below 1)")
+    data, whole = result.data, load_data(result.settings.model_copy(update={"fraction": 1.0}))
+    assert isinstance(whole, ArrayData)
+    given = np.concatenate([data.train.rows, data.validation.rows])
+    tested = data.common.x if data.common.rows is None else data.common.x[data.common.rows]
+    used = {each.tobytes() for x in (data.source.x[given], tested) for each in x.numpy()}
+    rows = [row for row, each in enumerate(whole.source.x.numpy()) if each.tobytes() not in used]
+    rest = replace(data.source, x=whole.source.x[rows], y=whole.source.y[rows], rows=None)
+    return score(result.model, (rest.slice(at, at + CHUNK) for at in range(0, len(rest), CHUNK)))
+
+
 def embedding(cells: Sequence[Runs], group: int = 0, member: int = 0, most: int = 400) -> Study:
     """The embedding of one member of a group after its last local training, by t-SNE (FRL's Figure 3).
 
@@ -199,4 +229,9 @@ def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud,
     return cloud, float(right.double().mean()), float(right[elsewhere].double().mean())
 
 
-STUDIES: dict[str, Callable[..., Study]] = {"leakage": leakage, "emd": emd, "embedding": embedding}
+STUDIES: dict[str, Callable[..., Study]] = {
+    "leakage": leakage,
+    "emd": emd,
+    "unused": unused,
+    "embedding": embedding,
+}

@@ -6,6 +6,8 @@ diversity term of its released form: without it all features of a class fall tog
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,3 +55,26 @@ def generator_for(task: Task, net: nn.Module, weights: Weights | None = None) ->
     if weights is not None:
         load_weights(generator, weights)
     return generator
+
+
+def train_generator(
+    make: Generator,
+    says: Callable[[Tensor, Tensor], Tensor],
+    chances: Tensor,
+    stream: torch.Generator,
+    *,
+    steps: int,
+    rate: float,
+    batch: int,
+) -> None:
+    """Train it, in place, so that `says` (scores, from features and their classes) takes features for their class."""
+    optimiser = torch.optim.Adam(make.parameters(), lr=rate)
+    make.train()
+    weights = list(make.parameters())
+    for _ in range(steps):
+        noise, y = make.draw(batch, stream, chances)
+        features = make(noise, y)
+        loss = F.cross_entropy(says(features, y), y) + diversity(noise, features)
+        for weight, slope in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.grad = slope  # of the generator alone: whoever says keeps its own
+        optimiser.step()

@@ -28,8 +28,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.learning import diversity, sgd, weighted_mean
-from fewer.learning.generator import generator_for
+from fewer.learning import sgd, weighted_mean
+from fewer.learning.generator import generator_for, train_generator
 from fewer.methods.base import MAX_SIZE, Coordinator, ModelState, Party
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights, load_weights, parts_of, weights_of
@@ -111,15 +111,20 @@ class FedGen(FedAvg):
         for number, member in enumerate(ensemble):
             load_weights(member, {name.removeprefix(HEAD): tensor[number] for name, tensor in heads.items()})
         stream = here.stream("generator")
-        adam = torch.optim.Adam(maker.parameters(), lr=self.generator_rate)
-        for _ in range(self.generator_steps):
-            noise, y = maker.draw(self.generator_batch, stream, chances)
-            features = maker(noise, y)
-            says = [share[y, None] * member(features) for share, member in zip(shares, ensemble, strict=True)]
-            loss = F.cross_entropy(torch.stack(says).sum(0), y) + diversity(noise, features)
-            adam.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            adam.step()
+
+        def says(features: Tensor, y: Tensor) -> Tensor:
+            members = zip(shares, ensemble, strict=True)
+            return torch.stack([share[y, None] * member(features) for share, member in members]).sum(0)
+
+        train_generator(
+            maker,
+            says,
+            chances,
+            stream,
+            steps=self.generator_steps,
+            rate=self.generator_rate,
+            batch=self.generator_batch,
+        )
         learned = weights_of(maker)
         sound = all(bool(tensor.isfinite().all()) for tensor in learned.values())
         return {"generator": learned if sound else generator}

@@ -182,6 +182,8 @@ def _try_out(task: Task, data: Data) -> None:
         raise SettingError(f"the model cannot be made: {_reason(error)}") from error
     if not isinstance(made, nn.Module):
         raise SettingError(f"the model is {type(made).__name__} (allowed: a torch.nn.Module, or what makes one)")
+    if not any(parameter.requires_grad for parameter in made.parameters()):
+        raise SettingError("the model has no weights to learn (allowed: parameters with requires_grad)")
     try:
         with torch.no_grad():
             scores = made.to(task.device).eval()(data.test.slice(0, 1)[0].to(task.device))
