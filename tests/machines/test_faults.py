@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -90,7 +91,7 @@ def test_a_killed_coordinator_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in link), 10)
     done = subprocess.run(cluster.command("--resume", run), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "goes on after round 1/3" in done.stderr and "fedavg: accuracy" in done.stdout
+    assert re.search(r"goes on after round [12]/3", done.stderr) and "fedavg: accuracy" in done.stdout
     assert same_as_inline(run, tmp_path / "inline", rounds=3)
 
 
