@@ -187,8 +187,15 @@ def test_a_question_is_waited_for_until_all_of_it_is_there(supernode: SuperNode)
 
 
 @pytest.mark.parametrize("way", ["send", "receive"])
-def test_a_supernode_that_lost_a_message_is_started_anew(way: str, supernode: SuperNode) -> None:
-    """It would go on as if nothing was, and the coordinator would wait."""
-    supernode.log.write_text(f"INFO :      Sent successfully\nERROR :     Failed to {way} message 1f: 413 too large\n")
+def test_a_supernode_that_lost_a_message_is_started_anew(
+    way: str, supernode: SuperNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on as if nothing was, and the coordinator would wait. Not if there is a new question."""
+    monkeypatch.setattr("fewer.runtime.flower.node.LOST", 0.3)
+    supernode.log.write_text(f"INFO :      Receiving: a\nERROR :     Failed to {way} message 1f: 413 too large\n")
     why = Node("", Path(), supernode.home)._answer_all(supernode, 1, lambda *_: Reply(b""))
     assert why == "a message was lost on its way (413 too large)"
+    with supernode.log.open("a") as log:
+        log.write("INFO :      Receiving: query.fewer message (ID: 2f)\n")
+    threading.Timer(1.0, lambda: setattr(supernode, "up", False)).start()
+    assert "lost" not in Node("", Path(), supernode.home)._answer_all(supernode, 1, lambda *_: Reply(b""))

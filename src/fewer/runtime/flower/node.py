@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,9 @@ from fewer.wire import Refused
 
 PAUSE = 0.2
 """Seconds between two looks for a question."""
-_LOST = re.compile(r"^.*Failed to (send|receive) message \w+: ")
+LOST = 60.0
+"""Seconds without a question after which a message that the SuperNode lost is taken to be waited for in vain."""
+_FAILED = re.compile(r"Failed to (?:send|receive) message \w+: (.*)")
 LONGEST = 30.0
 """Seconds between two attempts to join, at most."""
 
@@ -76,15 +78,19 @@ class Node:
     def _answer_all(self, program: Program, port: int, answering: Answering) -> str:
         """Answer what comes until the SuperNode ends, or an answer cannot be given to it; why."""
         client = executor(f"127.0.0.1:{port}", program.home, None)
-        joined = False
+        joined, lost, since = False, "", 0.0
         try:
             while program.pid is not None:
                 said = program.said()
                 if not joined and any("SuperNode ID" in line for line in said):
                     joined = True
                     self.say(f"joined {self.address}")
-                if lost := [line for line in said if _LOST.search(line)]:  # who asked would wait for ever
-                    return f"a message was lost on its way ({_LOST.sub('', lost[-1])})"
+                if lost != (lost := _lost(said)):
+                    since = time.monotonic()
+                if (
+                    lost and time.monotonic() > since + LOST
+                ):  # who asked sees that it came anew, and waits no more
+                    return f"a message was lost on its way ({lost})"
                 token = look(client)
                 if not token:
                     time.sleep(PAUSE)
@@ -125,6 +131,16 @@ class Node:
             if heart.is_running:
                 heart.stop()
             client.close()
+
+
+def _lost(said: Sequence[str]) -> str:
+    """Why the SuperNode lost a message, unless it has been given another since: then nobody waits for that one."""
+    for line in reversed(said):
+        if "Receiving: " in line:
+            break
+        if found := _FAILED.search(line):
+            return found[1]
+    return ""
 
 
 def _reason(told: str) -> str:
