@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewer.cli.options import with_settings
 from fewer.cli.printing import GO_ON, Json, Out, Report, finish, fresh, told
 
-PORT = 8443
+if TYPE_CHECKING:
+    from fewer.runs.machines import Coordinator
+
+HOST, PORT = "127.0.0.1", 8443
 PANEL = "Between machines"
 NOT_HERE = ("method", "runtime", "workers")
 """Settings that are given otherwise."""
@@ -124,8 +127,8 @@ def coordinator(
     given: dict[str, Any],
     method: Method = None,
     keys: Keys = Path("keys"),
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="Listen on this port.")] = PORT,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = HOST,
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Listen on this port.")] = PORT,
     patience: Patience = 600.0,
     going_on: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run instead of beginning one.")
@@ -154,7 +157,7 @@ def coordinator(
         if method is not None or out is not None:
             raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
         where = RunDirectory.open(going_on).path
-        GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
+        GO_ON.append(_going_on(where, there))
         with shown() as watch, there:
             result = there.resume(where, watch(where.name), **given)
     else:
@@ -163,7 +166,7 @@ def coordinator(
         job = job_from(check({**given, "runtime": "flower"}))
         there.check(job)
         where = out or fresh(f"{job.method.name}-{job.settings.data}")
-        GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
+        GO_ON.append(_going_on(where, there))
         with shown() as watch, there:
             result = there.start(job, where, watch(job.method.name))
     finish(result, where, json_file, report)
@@ -228,6 +231,13 @@ def local_cluster(
     with shown() as watch:
         result = together(job, where, watch(job.method.name), patience, _say)
     finish(result, where, json_file, report)
+
+
+def _going_on(where: Path, there: Coordinator) -> str:
+    """What goes on with a run, at the address where its parties look for it."""
+    also = f" --host {there.host}" if there.host != HOST else ""
+    also += f" --port {there.port}" if there.port != PORT else ""
+    return f"Go on with: fewer coordinator --resume {where} --keys {there.credentials.folder}{also}"
 
 
 def _begin() -> None:

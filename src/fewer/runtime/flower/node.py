@@ -87,9 +87,7 @@ class Node:
                     self.say(f"joined {self.address}")
                 if lost != (lost := _lost(said)):
                     since = time.monotonic()
-                if (
-                    lost and time.monotonic() > since + LOST
-                ):  # who asked sees that it came anew, and waits no more
+                if lost and time.monotonic() > since + LOST:  # who asked sees that it came anew, and waits no more
                     return f"a message was lost on its way ({lost})"
                 token = look(client)
                 if not token:
