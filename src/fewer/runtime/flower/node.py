@@ -112,7 +112,8 @@ class Node:
             try:
                 message, context, _, _ = pull_task_input(client)
             except GivenUp as given_up:
-                push_task_output(client, None, SubStatus.FAILED, "")
+                if given_up.token:  # otherwise the SuperNode has ended the task itself
+                    push_task_output(client, None, SubStatus.FAILED, "")
                 return given_up.token
             try:
                 call, blob = envelope.read_question(message.content)
