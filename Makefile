@@ -4,13 +4,14 @@ BIN := .venv/bin
 # One thread for each process: more of them spin against each other on busy cores.
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
+export NO_MKDOCS_2_WARNING = 1
 
-.PHONY: demo cluster-demo test test-cluster lint bench reproduce clean
+.PHONY: demo cluster-demo test test-cluster lint docs docs-serve bench reproduce clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Fewer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,flower]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,flower]'
 	touch $@
 
 demo: .venv/.installed      ## compare six methods on real images
@@ -32,6 +33,12 @@ lint: .venv/.installed      ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/.installed      ## the docs as a site: build/site/index.html
+	$(BIN)/mkdocs build --strict
+
+docs-serve: .venv/.installed ## the same on http://127.0.0.1:8000, made again when a page changes
+	$(BIN)/mkdocs serve
 
 bench: .venv/.installed     ## speed, memory and scaling, as ratios within one run
 	$(BIN)/python -m benchmarks

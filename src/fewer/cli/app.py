@@ -27,7 +27,6 @@ app = typer.Typer(
 )
 
 app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
-add_machines(app)
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 One = Annotated[int | None, typer.Option("--party", metavar="N", help="Use this party's personal model.")]
@@ -368,6 +367,8 @@ def export(path: Run, party: One = None, out: Out = None) -> None:
     for file in write(path, out or path / "export", party):
         print(file)
 
+
+add_machines(app)  # last in --help: it is not what one begins with
 
 # --- printing -------------------------------------------------------------------------------------------------
 

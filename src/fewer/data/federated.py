@@ -34,17 +34,22 @@ class PartyData(NamedTuple):
     """What one party holds."""
 
     train: Samples
+    """What it learns from."""
     validation: Samples
+    """What it chooses on; may be empty."""
     test: Samples
+    """What it is tested on; may be empty."""
 
 
 class Data(ABC):
     """Any source of parties. Only what is asked for need be in memory."""
 
     name: str
+    """What messages and reports call it."""
     shape: tuple[int, ...]
     """Shape of one input."""
     classes: int
+    """How many classes there are."""
     tokens: tuple[str, ...] = ()
     """What inputs are made of, where they are text: token numbers are places in it."""
     test: Samples

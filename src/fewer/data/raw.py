@@ -18,7 +18,9 @@ class Raw:
     """Inputs and class numbers, and what a source knows besides."""
 
     x: Inputs
+    """Images as bytes, features or series as floats, token numbers as integers, or texts."""
     y: Array
+    """Class numbers from 0 on."""
     test: tuple[Inputs, Array] | None = None
     """Inputs and labels for testing; None where the source has no such division."""
     client: Array | None = None

@@ -29,15 +29,23 @@ class Row:
     """One method over all seeds: means, and the half-width of the 95 % confidence interval of the accuracy."""
 
     method: str
+    """The method's name."""
     accuracy: float
+    """Mean over seeds: each test sample judged by the model of the party that it belongs to."""
     ci95: float | None
+    """Half of the width of its 95 % interval; None with one seed."""
     everywhere: float
     """The same, with each party's model judged on all parties' test samples."""
     rounds: int
+    """Rounds of each run."""
     mb_up: float
+    """Megabytes that parties sent, mean over seeds."""
     mb_down: float
+    """Megabytes that parties got, mean over seeds."""
     seconds: float
+    """Of a run, mean over seeds."""
     seeds: list[int]
+    """The seeds that were run."""
     accuracies: list[float]
     """One for each seed."""
     curves: list[list[dict[str, Any]]]

@@ -75,9 +75,13 @@ class Seat:
     """Where something runs: the round, the task, random streams, and nets to load weights into."""
 
     id: int
+    """The party's number; below zero for the coordinator."""
     round: int
+    """Which round it is, from 1 on."""
     seed: int
+    """The seed of the run."""
     task: Task
+    """What is learned."""
     common: Samples
     """The common test set, which everyone may have."""
     _nets: list[_Pristine] = field(default_factory=list, repr=False)
@@ -238,9 +242,12 @@ class Method(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Every method has a name."""
+        """Every method has a name, and a setting that only gets another default keeps its text."""
         if "name" not in cls.__dict__:
             cls.name = cls.__name__.lower()
+        for above in cls.__mro__[1:-1]:
+            for key, before in getattr(above, "model_fields", {}).items():
+                cls.model_fields[key].description = cls.model_fields[key].description or before.description
 
     @abstractmethod
     def start(self, task: Task, seed: int) -> Any:

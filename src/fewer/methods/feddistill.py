@@ -6,6 +6,7 @@ the others', G_k(y) = Σ_{j≠k} F_j(y) / (number of those j), and its loss on a
 CE(f(x), y) + γ KL(softmax G_k(y) ‖ softmax f(x)); the KL term has the gradient of the paper's cross-entropy.
 
 Departures:
+
 - Models are averaged too, as in FedAvg. This is what papers compare under the name (FedDistill+ in FedGen, Zhu et
   al. 2021): without, nobody's model hears of a class that its party does not hold. `feddistill-logits` is the paper's
   own form, in which logits alone travel and every party keeps its model.

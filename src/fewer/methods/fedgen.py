@@ -10,6 +10,7 @@ is a head h on an encoder; p̂(y) is the share of class y in the label counts th
   samples. The KL term, whose left side is held fixed, and the fading of α = β by 0.98 a round are the released form's.
 
 Departures:
+
 - The released form's term that sets the generator against the averaged model is left out; its weight there is 0.
 - The defaults suit a local rate of 0.1, at which the model does not learn with the paper's α = β = 10. At 0.01 it does.
 - In the first round there is no generator that has learned anything, so that parties train as in FedAvg.

@@ -19,8 +19,11 @@ class Task:
     """Inputs, classes and the net that all parties agree on."""
 
     shape: tuple[int, ...]
+    """Shape of one input."""
     classes: int
+    """How many classes there are."""
     make: Callable[[], nn.Module]
+    """Makes a net, with any weights."""
     device: torch.device = CPU
     given: Weights | None = None
     """Weights to start from; by default they are drawn."""

@@ -1,0 +1,27 @@
+// Pages that are opened as files may not start workers: that of the search runs in a hidden frame instead.
+if (location.protocol === "file:") {
+  window.Worker = class extends EventTarget {
+    constructor(url) {
+      super();
+      const frame = document.createElement("iframe");
+      frame.hidden = true;
+      frame.title = "search";
+      frame.srcdoc = "<body></body>";
+      this.ready = new Promise((resolve) => {
+        frame.onload = () => {
+          const inside = frame.contentWindow;
+          inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
+          const script = inside.document.createElement("script");
+          script.src = url;
+          script.onload = () => resolve(inside);
+          inside.document.body.append(script);
+        };
+      });
+      document.body.append(frame);
+    }
+
+    postMessage(data) {
+      this.ready.then((inside) => inside.dispatchEvent(new MessageEvent("message", { data })));
+    }
+  };
+}
