@@ -24,8 +24,8 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from fewer.runtime.flower.programs import secret_file
 
 logging.getLogger("flwr").setLevel(logging.ERROR)
-PAUSE = 0.05
-"""Seconds between two looks for what the SuperNode is just fetching."""
+SHORT, LONG = 0.05, 0.2
+"""Seconds between two looks for what the SuperNode is just fetching: at first, and at most."""
 
 
 def executor(address: str, home: Path, root: bytes | None) -> RuntimeHttpClient:
@@ -76,7 +76,7 @@ class Patient(RuntimeHttpClient):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._newer, self._lock = "", Lock()  # pieces are pulled by several threads
+        self._newer, self._wait, self._lock = "", SHORT, Lock()  # pieces are pulled by several threads
 
     def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
         """The message, without its content."""
@@ -102,4 +102,5 @@ class Patient(RuntimeHttpClient):
             self._newer = self._newer or self.another()
             if self._newer:
                 raise GivenUp(self._newer)
-        time.sleep(PAUSE)
+            self._wait = min(1.1 * self._wait, LONG)
+        time.sleep(self._wait)
