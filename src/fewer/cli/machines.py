@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewer.cli.options import with_settings
 from fewer.cli.printing import GO_ON, Json, Out, Report, finish, fresh, told
 
-PORT = 8443
+if TYPE_CHECKING:
+    from fewer.runs.machines import Coordinator
+
+HOST, PORT = "127.0.0.1", 8443
 PANEL = "Between machines"
 NOT_HERE = ("method", "runtime", "workers")
 """Settings that are given otherwise."""
@@ -125,8 +128,8 @@ def coordinator(
     given: dict[str, Any],
     method: Method = None,
     keys: Keys = Path("keys"),
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="Listen on this port.")] = PORT,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = HOST,
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Listen on this port.")] = PORT,
     patience: Patience = 600.0,
     going_on: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run instead of beginning one.")
@@ -145,6 +148,7 @@ def coordinator(
     _begin()
     from fewer.cli.progress import shown
     from fewer.errors import SettingError
+    from fewer.runs.directory import RunDirectory
     from fewer.runs.job import check, job_from
     from fewer.runs.machines import Coordinator
     from fewer.runtime.flower.credentials import Credentials
@@ -153,8 +157,8 @@ def coordinator(
     if going_on is not None:
         if method is not None or out is not None:
             raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
-        where = going_on
-        GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
+        where = RunDirectory.open(going_on).path
+        GO_ON.append(_going_on(where, there))
         with shown() as watch, there:
             result = there.resume(where, watch(where.name), **given)
     else:
@@ -163,7 +167,7 @@ def coordinator(
         job = job_from(check({**given, "runtime": "flower"}))
         there.check(job)
         where = out or fresh(f"{job.method.name}-{job.settings.data}")
-        GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
+        GO_ON.append(_going_on(where, there))
         with shown() as watch, there:
             result = there.start(job, where, watch(job.method.name))
     finish(result, where, json_file, report)
@@ -235,9 +239,16 @@ def local_cluster(
     finish(result, where, json_file, report)
 
 
+def _going_on(where: Path, there: Coordinator) -> str:
+    """What goes on with a run, at the address where its parties look for it."""
+    also = f" --host {there.host}" if there.host != HOST else ""
+    also += f" --port {there.port}" if there.port != PORT else ""
+    return f"Go on with: fewer coordinator --resume {where} --keys {there.credentials.folder}{also}"
+
+
 def _begin() -> None:
-    """Flower must be there; and whoever is ended (systemd, docker) takes leave of the others first."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Flower must be there; and whoever is ended (systemd, docker) takes leave of the others first, as with Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _need_flower()
 
 

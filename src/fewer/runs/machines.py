@@ -26,7 +26,7 @@ from fewer.data.sources import read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.runs.directory import HOPS
 from fewer.runs.engine import Opening, Progress, common, resume, site_of, start
-from fewer.runs.job import Job, check, job_from
+from fewer.runs.job import Job, check, job_from, make_device
 from fewer.runs.result import Result
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.link import Link, LinkLost
@@ -205,8 +205,11 @@ class Station:
     _site: Site | None = None
 
     def join(self, address: str, keys: Path) -> None:
-        """Answer a coordinator until stopped."""
+        """Answer a coordinator until stopped. What is wrong with what it brings along is said now, not in a run."""
         torch.set_num_threads(1)
+        make_device(self.device)
+        if self.data:
+            read(self.data, self.data_dir, **self.data_set)
         Node(address, keys, self.folder, self.say).serve(self.answer)
 
     def answer(self, job: str, call: Call, blob: bytes) -> Reply:
