@@ -25,7 +25,7 @@ from fewer.errors import DataError, FewerError, SettingError
 from fewer.experiments.recipes import recipe, settings_in
 from fewer.experiments.studies import _member, cloud_of
 from fewer.experiments.tune import search, tune
-from fewer.learning import Counts
+from fewer.learning import Counts, weighted_mean
 from fewer.learning.prototypes import distance_loss, merged, nearness, places, prototypes
 from fewer.learning.score import WORST, judged
 from fewer.learning.sgd import epochs
@@ -45,6 +45,7 @@ from fewer.methods.frl import (
 )
 from fewer.methods.frl_baselines import FineTuning, PersonalStart, Scratch
 from fewer.methods.frl_deploy import FILE
+from fewer.methods.groups import TRIAL_GROUPS
 from fewer.models import Split, Weights, load_weights, weights_of
 from fewer.models.images import Conv4
 from fewer.runs.job import check, job_from, make_method
@@ -429,8 +430,12 @@ def test_only_so_many_queries_are_answered() -> None:
 
 def test_the_meta_update_weighs_parties_by_all_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     weights: list[list[int]] = []
-    mean = frl.weighted_mean
-    monkeypatch.setattr(frl, "weighted_mean", lambda models, by: weights.append(list(by)) or mean(models, by))
+
+    def mean(models: Any, by: Any) -> Any:
+        weights.append(list(by))
+        return weighted_mean(models, by)
+
+    monkeypatch.setattr(frl, "weighted_mean", mean)
     pairs = [(x[:n], y[:n]) for (x, y), n in zip(PAIRS, (3, 6, 5, 4, 2), strict=True)]
     fewer.run(FRL(rounds=4, active=5, **SMALL), federation(pairs), model=first_net())
     assert sorted(weights[3]) == sorted(len(y) for _, y in pairs)
@@ -440,9 +445,8 @@ def test_the_meta_update_weighs_parties_by_all_their_samples(monkeypatch: pytest
 
 
 def test_prototypes_use_the_statistics_of_the_batch() -> None:
-    net = nn.Module()
-    net.encoder, net.head = nn.BatchNorm1d(2), nn.Linear(2, 6)
-    net.encoder.running_mean += 100
+    net = Split(nn.BatchNorm1d(2), 2, 6)
+    net.state_dict()["encoder.running_mean"] += 100
     samples = federation().party(0).train
     x, y = samples.slice(0, len(samples))
     normal = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
@@ -461,8 +465,9 @@ def test_prototypes_of_another_episode_are_not_used() -> None:
 
 
 def test_prototypes_that_only_the_party_needs_stay_with_it(tmp_path: Path) -> None:
-    for kind in ("queries", "support"):
-        method = FRL(rounds=4, active=5, head="distance", query_prototypes=kind, **SMALL)  # type: ignore[arg-type]
+    kinds: list[Any] = ["queries", "support"]
+    for kind in kinds:
+        method = FRL(rounds=4, active=5, head="distance", query_prototypes=kind, **SMALL)
         fewer.run(method, federation(), model=first_net(), out=tmp_path / kind)
     assert messages(tmp_path / "queries") == messages(tmp_path / "support")
 
@@ -593,8 +598,9 @@ def test_a_trial_never_sees_the_test_samples() -> None:
     data = digits()
     method, seen = FRL(**{**GROUPS, "groups": 100}).trial(data, 0.2, 3)
     assert seen.unseen and not seen.unseen & data.unseen and not set(seen.test.labels.tolist()) & data.unseen
-    assert seen.test.x is data.source.x and set(seen.test.rows.tolist()) <= set(data.train.rows.tolist())
-    assert method.groups == 30
+    assert seen.test.x is data.source.x and seen.test.rows is not None
+    assert set(seen.test.rows.tolist()) <= set(data.train.rows.tolist())
+    assert isinstance(method, FRL) and method.groups == TRIAL_GROUPS < 100
 
 
 def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
@@ -654,7 +660,12 @@ def test_answers_that_do_not_fit_are_refused() -> None:
 
     told: list[Absent] = []
     kinds: set[str] = set()
-    parties = Nobody(3, 0, on_absent=lambda absent, kind: (told.append(absent), kinds.add(kind)))  # type: ignore[arg-type, func-returns-value, return-value]
+
+    def note(absent: Absent, kind: str) -> None:
+        told.append(absent)
+        kinds.add(kind)
+
+    parties = Nobody(3, 0, on_absent=note)
     good = {"classes": torch.tensor([1, 4]), "means": torch.zeros(2, 3), "counts": torch.tensor([1, 2])}
     bad = [
         {**good, "classes": torch.tensor([4, 1])},
@@ -754,7 +765,7 @@ def test_a_whole_group_deploys_unless_active_says_less(tmp_path: Any) -> None:
     pairs = [PAIRS[number % 5] for number in range(12)]
     fewer.run(Scratch(**SMALL), federation(), model=first_net(), out=tmp_path / "run")
     for active, asked in ((None, 12), (3, 3)):
-        more = {} if active is None else {"active": active}
+        more: dict[str, Any] = {} if active is None else {"active": active}
         deploy(tmp_path / "run", federation(pairs), model=Small, rounds=1, out=tmp_path / str(active), **more)
         sent = messages(tmp_path / str(active))
         assert len({p for _, p, way, kind, _ in sent if (way, kind) == ("down", "learn")}) == asked

@@ -109,7 +109,7 @@ def test_conv4_gives_what_its_blocks_give_with_relu_before_the_pool() -> None:
             layers[place : place + 2] = reversed(layers[place : place + 2])
     found = []
     for encoder in (net.encoder, nn.Sequential(*layers)):
-        features = encoder(x)  # type: ignore[operator]
+        features = encoder(x)
         found.append([features, *torch.autograd.grad(features.square().sum(), list(net.encoder.parameters()))])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert isinstance(layers[2], nn.ReLU) and isinstance(net.encoder[2], nn.MaxPool2d)  # type: ignore[index]
