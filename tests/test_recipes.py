@@ -59,6 +59,11 @@ def test_a_recipe_gives_ours_beside_theirs(tmp_path: Path) -> None:
     assert content["command"] == f"fewer reproduce {file}" and "torch" in content["machine"]
     cells = {(cell["row"], cell["column"]): cell for cell in content["cells"]}
     assert len(cells) == 4
+    places = json.loads((tmp_path / "runs/recipe.json").read_text())["cells"]
+    assert places["alpha-0.5/fedavg-given"] == {"row": "FedAvg, given", "column": "α = 0.5", "paper": 12.5}
+    assert {path.parent.name for path in (tmp_path / "runs").glob("*/*/settings.json")} >= {
+        f"{place.split('/')[1]}-seed0" for place in places
+    }
     given = cells["FedAvg, given", "α = 0.5"]
     assert given["paper"] == 12.5 and given["ours"]["seeds"] == [0, 1] and given["ours"]["settings"]["rate"] == 0.05
     assert not given["ours"]["trials"] and len(cells["FedProx, tuned", "α = 5"]["ours"]["trials"]) == 4

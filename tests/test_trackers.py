@@ -15,28 +15,13 @@ from fewer.data import Data
 from fewer.errors import SettingError
 from fewer.runs import trackers
 from fewer.runs.trackers import About, Figures, scalars
+from tests.examples import Stop, Stopping
 from tests.test_cli import DIGITS, call
 
 
 @pytest.fixture
 def four() -> Data:
     return fewer.data.load("digits", parties=4, alpha=1.0)
-
-
-class Stopped(Exception):
-    pass
-
-
-class Stop:
-    """Breaks a run off in its second round."""
-
-    def begin(self, method: str, done: int, rounds: int) -> None: ...
-
-    def answer(self, round: int, done: int, asked: int) -> None: ...
-
-    def round(self, figures: Figures) -> None:
-        if figures["round"] == 2:
-            raise Stopped("enough")
 
 
 def test_numbers_are_told_and_figures_by_party_are_not() -> None:
@@ -49,8 +34,8 @@ def test_tensorboard_reads_back_what_a_run_wrote(tmp_path: Path, four: Data) -> 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     method, run = FedAvg(rounds=3, active=4, steps=2), tmp_path / "run"
-    with pytest.raises(Stopped):
-        fewer.run(method, four, out=run, progress=Stop(), track=["tensorboard"])
+    with pytest.raises(Stop):
+        fewer.run(method, four, out=run, progress=Stopping(), track=["tensorboard"])
     result = fewer.resume(run, track=["tensorboard"])
     read = EventAccumulator(str(run / "tensorboard")).Reload()
     assert len(list((run / "tensorboard").iterdir())) == 2  # one file before the break, one with all rounds after it
@@ -71,8 +56,8 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, four: Data, monkeypa
     pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = tmp_path / "it's a run"
-    with pytest.raises(Stopped):
-        fewer.run(FedAvg(rounds=3, active=4, steps=2), four, out=run, progress=Stop(), track=["mlflow"])
+    with pytest.raises(Stop):
+        fewer.run(FedAvg(rounds=3, active=4, steps=2), four, out=run, progress=Stopping(), track=["mlflow"])
     from mlflow import MlflowClient
     from mlflow.telemetry.utils import is_telemetry_disabled
 
@@ -81,7 +66,7 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, four: Data, monkeypa
     experiment = client.get_experiment_by_name("fewer")
     assert experiment
     (broken,) = client.search_runs([experiment.experiment_id])
-    assert broken.info.status == "KILLED" and broken.data.tags["fewer.stopped"] == "Stopped: enough"
+    assert broken.info.status == "KILLED" and broken.data.tags["fewer.stopped"] == "Stop: "
     result = fewer.resume(run, track=["mlflow"])
     again = fewer.resume(run, track=["mlflow"])  # a finished run leaves nothing twice
     assert again.history == result.history
