@@ -627,6 +627,7 @@ def test_runs_that_differ_in_two_settings_make_a_map(tmp_path: Path, runs: Path)
     assert grid == Grid("batch", "rate", [4, 8, 16], [0.1, 0.3], [[accuracy] * 3, [None, accuracy, accuracy]])
     drawn = heat_picture("fedavg", grid).axes[0]
     assert len(drawn.collections) == len(drawn.texts) == 5
+    assert not {text.get_color() for text in drawn.texts} & DARK.keys()  # a field is as dark in either theme
     assert (drawn.get_xlabel(), drawn.get_ylabel()) == ("batch", "rate")
     assert grid_of(groups[:2]) is None  # one setting only
     _, pictures = report(tmp_path, some)
