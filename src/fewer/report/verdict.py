@@ -128,7 +128,9 @@ def _why(group: Group) -> Iterator[str]:
     except FewerError:  # a plug-in that is gone
         doc = []
     if doc:
-        yield f"What {group.name} does: {doc[0][0].lower()}{doc[0][1:]}"
+        first = doc[0].split()[0]
+        plain = first.lower() if first[1:].islower() else first  # FedAvg is a name
+        yield f"What {group.name} does: {plain}{doc[0][len(first) :]}"
 
 
 def _personal(group: Group) -> Iterator[str]:
