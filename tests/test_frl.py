@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,16 +21,34 @@ from torch.nn import functional as F
 import fewer
 from fewer.data import ArrayData, from_parties
 from fewer.data.episodes import support_query
-from fewer.errors import FewerError, SettingError
-from fewer.experiments.studies import cloud_of
-from fewer.experiments.tune import tune
+from fewer.errors import DataError, FewerError, SettingError
+from fewer.experiments.recipes import recipe, settings_in
+from fewer.experiments.studies import _member, cloud_of
+from fewer.experiments.tune import search, tune
+from fewer.learning import Counts, weighted_mean
 from fewer.learning.prototypes import distance_loss, merged, nearness, places, prototypes
+from fewer.learning.score import WORST, judged
 from fewer.learning.sgd import epochs
-from fewer.methods.frl import FRL, Answering, Prepared, batch_statistics, bound, embed, fitting, new_head, settles_at
+from fewer.methods import find, frl
+from fewer.methods.base import Place
+from fewer.methods.frl import (
+    FRL,
+    Answering,
+    Prepared,
+    batch_statistics,
+    bound,
+    embed,
+    features_of,
+    fitting,
+    new_head,
+    settles_at,
+)
 from fewer.methods.frl_baselines import FineTuning, PersonalStart, Scratch
 from fewer.methods.frl_deploy import FILE
+from fewer.methods.groups import TRIAL_GROUPS
 from fewer.models import Split, Weights, load_weights, weights_of
-from fewer.runs.job import check, job_from
+from fewer.models.images import Conv4
+from fewer.runs.job import check, job_from, make_method
 from fewer.runs.result import open_result
 from fewer.runs.statistics import half_width
 from fewer.runs.use import deploy
@@ -134,6 +156,15 @@ def test_gradients_of_eq_3_agree_with_finite_differences(head: Any) -> None:
 def test_without_global_prototypes_the_loss_is_the_local_one_alone() -> None:
     net, batch = Small(), (torch.randn(6, 2), torch.tensor([0, 1, 2, 0, 1, 2]))
     assert torch.equal(FRL(gamma=0.1).loss(net, *batch, None)[0], FRL(head="distance").loss(net, *batch, None)[0])
+
+
+def test_images_are_laid_with_their_channels_last_and_mean_the_same() -> None:
+    laid: list[bool] = []
+    net = Conv4((1, 8, 8), 3, width=4, pools=2)
+    net.encoder.register_forward_pre_hook(lambda _, args: laid.append(args[0].stride()[1] == 1))
+    x = torch.randn(5, 1, 8, 8)
+    assert torch.allclose(features_of(net, x), net.encoder(x), atol=1e-6) and laid == [True, False]
+    assert torch.equal(features_of(first_net(), x[:, 0, :2, 0]), first_net().encoder(x[:, 0, :2, 0]))  # type: ignore[operator]
 
 
 def test_a_new_head_is_xavier_and_the_encoder_stays() -> None:
@@ -300,6 +331,7 @@ def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None
         if method.head == "gpal":
             assert run.state.classes.tolist() == sorted(known) == [0, 1, 2, 3, 4]
             assert torch.allclose(run.state.means.double(), torch.stack([known[c] for c in sorted(known)]), atol=2e-5)
+        assert method.optimiser == "adam" or not any(tensor.any() for tensor in run.state.second.values())
     moved = max(float((phi[name] - tensor).detach().abs().max()) for name, tensor in first_net().state_dict().items())
     assert moved > 0.05
 
@@ -316,6 +348,16 @@ def test_steps_on_parts_of_the_support_send_the_prototypes_of_all_of_it() -> Non
     for start in (0, 3):
         seen = torch.cat([x for x, _ in parts[start : start + 3]])
         assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, samples.slice(0, 12)[0].tolist()))
+
+
+def test_a_sample_that_is_left_over_goes_with_the_step_before() -> None:
+    samples = federation().party(1).train
+    assert [len(y) for _, y in epochs(samples, 2, 11, stream(1))] == [12, 12]
+    assert [len(y) for _, y in epochs(samples, 1, 1, stream(1))] == [1] * 12
+    assert [len(y) for _, y in epochs(samples.only(torch.tensor([3])), 1, 5, stream(1))] == [1]
+
+
+SMALL: dict[str, Any] = {"way": 2, "members": 2, "groups": 1}
 
 
 def messages(path: Path) -> list[tuple[int, int, str, str, int]]:
@@ -374,6 +416,62 @@ def test_support_and_queries_are_drawn_anew_for_each_episode_and_halve_each_clas
     assert len({found for key, (found,) in seen.items() if key[0] == 1}) > 1
 
 
+def test_only_so_many_queries_are_answered() -> None:
+    sizes: list[int] = []
+
+    class Watched(FRL):
+        def loss(self, net: Any, x: Any, y: Any, known: Any, own: Any = None) -> Any:
+            sizes.append(len(y))
+            return super().loss(net, x, y, known, own)
+
+    fewer.run(Watched(rounds=4, active=5, batch=None, queries=3, **SMALL), federation(), model=first_net())
+    assert sorted(sizes[15:20]) == [2, 3, 3, 3, 3]  # their queries are 2, 4, 4, 4 and 6
+
+
+def test_the_meta_update_weighs_parties_by_all_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights: list[list[int]] = []
+
+    def mean(models: Any, by: Any) -> Any:
+        weights.append(list(by))
+        return weighted_mean(models, by)
+
+    monkeypatch.setattr(frl, "weighted_mean", mean)
+    pairs = [(x[:n], y[:n]) for (x, y), n in zip(PAIRS, (3, 6, 5, 4, 2), strict=True)]
+    fewer.run(FRL(rounds=4, active=5, **SMALL), federation(pairs), model=first_net())
+    assert sorted(weights[3]) == sorted(len(y) for _, y in pairs)
+    assert sorted(weights[0]) == sorted(
+        len(support_query(federation(pairs).party(p).train, 0.5, None, True)[0]) for p in range(5)
+    )
+
+
+def test_prototypes_use_the_statistics_of_the_batch() -> None:
+    net = Split(nn.BatchNorm1d(2), 2, 6)
+    net.state_dict()["encoder.running_mean"] += 100
+    samples = federation().party(0).train
+    x, y = samples.slice(0, len(samples))
+    normal = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
+    assert torch.allclose(embed(net, samples).means[0], normal[y == 0].mean(0), atol=1e-5)
+
+
+def test_prototypes_of_another_episode_are_not_used() -> None:
+    kept = {"episode": 1, "found": [torch.tensor([2]), torch.zeros(1, 3), torch.tensor([4])]}
+    method = FRL(query_prototypes="support")
+
+    def found(method: FRL, round: int) -> Any:
+        return method.last_prototypes(SimpleNamespace(round=round, store={"prototypes": kept}))  # type: ignore[arg-type]
+
+    assert found(method, 8).classes.tolist() == [2]  # rounds 5 to 8 are episode 1
+    assert found(method, 4) is None and found(method, 12) is None and found(FRL(), 8) is None
+
+
+def test_prototypes_that_only_the_party_needs_stay_with_it(tmp_path: Path) -> None:
+    kinds: list[Any] = ["queries", "support"]
+    for kind in kinds:
+        method = FRL(rounds=4, active=5, head="distance", query_prototypes=kind, **SMALL)
+        fewer.run(method, federation(), model=first_net(), out=tmp_path / kind)
+    assert messages(tmp_path / "queries") == messages(tmp_path / "support")
+
+
 # --- groups -----------------------------------------------------------------------------------------------------
 
 GROUPS: dict[str, Any] = {"way": 3, "members": 4, "groups": 3, "samples": 8}
@@ -419,6 +517,92 @@ def test_by_default_groups_have_as_many_unseen_classes_as_there_are() -> None:
             fewer.run(Scratch(**{**GROUPS, **wrong}), digits())
 
 
+def test_a_member_learns_from_its_share_of_each_class() -> None:
+    data = digits()
+    options = {**GROUPS, "samples": 16, "members": 1, "division": "iid", "support_share": 0.25}
+    for number in range(3):
+        group = FRL(**options).draw_group(data.test, [6, 7, 8, 9], 3, 0, number)
+        assert sorted(torch.bincount(group.supports[0].labels).tolist())[-3:] == [4, 4, 4]
+    me: Any = SimpleNamespace(train=federation().party(2).train, in_time=False, seed=0, id=2, round=1)
+    support, queries = FRL(support_share=0.25).halves(me)
+    assert (len(support), len(queries)) == (2, 6)
+
+
+def test_figures_of_groups() -> None:
+    class Watched(Scratch):
+        def ask_groups(self, *_: Any) -> Any:
+            return [Counts(1, 2, 3.0), Counts(3, 3, 1.0)]
+
+    scores = Watched().evaluate(None, None, None)  # type: ignore[arg-type]
+    assert scores == {"accuracy": 0.75, "loss": 0.8, "groups": [0.5, 1.0]}
+
+
+def test_groups_may_be_judged_after_another_number_of_rounds(tmp_path: Any) -> None:
+    seeds, turns = [], []
+
+    class Watched(Scratch):
+        def update(self, net: Any, support: Any, known: Any, wanted: bool, draw: Any) -> Any:
+            seeds.append(draw.initial_seed())
+            return super().update(net, support, known, wanted, draw)
+
+        def merge(self, group: Any, found: Any) -> Any:
+            turns.append(group.done)
+            return super().merge(group, found)
+
+    fewer.run(Watched(deploy_rounds=2, **{**SMALL, "groups": 2}), federation(), model=first_net(), out=tmp_path / "run")
+    assert turns == [0, 1, 0, 1] and len(set(seeds)) == 8
+    fewer.run(Scratch(deploy_rounds=2, **SMALL), federation(), model=first_net(), out=tmp_path / "other")
+    assert deploy(tmp_path / "other", federation(), model=Small).method.rounds == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"way": 2, "unseen": 3}, "unseen = 3 classes of a group with way = 2 .allowed: 0 … 2."),
+        ({"samples": 1, "division": "iid"}, "4 members and 3 classes have no queries: no member has two samples"),
+        ({"samples": 1}, "8 shards of 3 samples"),
+        ({"members": 300}, "600 shards of 24 samples"),
+    ],
+    ids=str,
+)
+def test_groups_that_cannot_be_are_told_before_the_first_round(wrong: dict[str, Any], text: str) -> None:
+    class Never(Scratch):
+        def round(self, state: Any, parties: Parties) -> Any:
+            raise AssertionError
+
+    with pytest.raises(SettingError, match=text):
+        fewer.run(Never(**{**GROUPS, **wrong}), digits())
+
+
+def test_a_trial_whose_groups_cannot_be_is_told_so() -> None:
+    job = job_from(check({"method": "frl-scratch"}), Scratch(**{**GROUPS, "unseen": 3}), digits())
+    with pytest.raises(SettingError, match="3 classes never met and 0 others, but the test samples are of 1 and 5"):
+        tune(job, 1)
+
+
+def test_groups_that_run_off_are_told_and_answer_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    scores = fewer.run(Scratch(rate=1e30, head="linear", **GROUPS), digits()).scores
+    assert scores["groups"] == [0, 0, 0]
+    assert "frl-scratch: the models of 3 of 3 groups are no longer finite" in caplog.text
+
+
+def test_a_class_that_is_ruled_out_adds_no_loss() -> None:
+    scores = torch.tensor([[1.0, -torch.inf, 2.0], [3.0, -torch.inf, 1.0]])
+    alone = judged(scores[1:], torch.tensor([0]))
+    assert judged(scores, torch.tensor([1, 0])) == (1, 2, alone.loss) and 0 < alone.loss < 1
+    assert judged(scores, torch.tensor([1, 1])) == (0, 2, 0.0)
+    assert judged(scores * torch.nan, torch.tensor([1, 0])).loss == WORST
+
+
+def test_a_trial_never_sees_the_test_samples() -> None:
+    data = digits()
+    method, seen = FRL(**{**GROUPS, "groups": 100}).trial(data, 0.2, 3)
+    assert seen.unseen and not seen.unseen & data.unseen and not set(seen.test.labels.tolist()) & data.unseen
+    assert seen.test.x is data.source.x and seen.test.rows is not None
+    assert set(seen.test.rows.tolist()) <= set(data.train.rows.tolist())
+    assert isinstance(method, FRL) and method.groups == TRIAL_GROUPS < 100
+
+
 def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
     data = digits()
     held = data.held_classes(0.2, 3)
@@ -428,8 +612,9 @@ def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
     before, after = (sum(source.size(party) for party in range(12)) for source in (data, held))
     assert after + len(held.test) == before
     assert len(held.party(0).test) == len(data.held_out(0.2, 3).party(0).test)
-    assert list(Scratch(head="linear").grids()["rate"]) == pytest.approx([0.01, 0.03, 0.1, 0.3])
-    assert list(FRL().grids()) == ["meta_rate", "rate"] and FRL().grids()["rate"] == (0.001, 0.003, 0.01, 0.03)
+    assert list(Scratch(head="linear").grids()["rate"]) == pytest.approx([0.01, 0.03, 0.1])
+    assert FRL(head="distance").grids() == {"meta_rate": (0.003, 0.01, 0.03), "rate": (0.001, 0.003, 0.01)}
+    assert FRL().grids()["gamma"] == (0.5, 5 / 6) and FRL(optimiser="sgd").grids()["meta_rate"] == (0.1, 0.3, 1.0)
     job = job_from(check({"method": "frl-scratch", "set": GROUPS}), Scratch(**GROUPS), data)
     tuned, trials = tune(job, 2)
     assert len(trials) == 2 and tuned.method.groups == 3 and tuned.data is job.data  # type: ignore[attr-defined]
@@ -474,7 +659,13 @@ def test_answers_that_do_not_fit_are_refused() -> None:
             return iter(())
 
     told: list[Absent] = []
-    parties = Nobody(3, 0, on_absent=lambda absent, _: told.append(absent))
+    kinds: set[str] = set()
+
+    def note(absent: Absent, kind: str) -> None:
+        told.append(absent)
+        kinds.add(kind)
+
+    parties = Nobody(3, 0, on_absent=note)
     good = {"classes": torch.tensor([1, 4]), "means": torch.zeros(2, 3), "counts": torch.tensor([1, 2])}
     bad = [
         {**good, "classes": torch.tensor([4, 1])},
@@ -485,17 +676,17 @@ def test_answers_that_do_not_fit_are_refused() -> None:
         {**good, "means": torch.zeros(1, 3)},
     ]
     answers = [Answer(number, fields) for number, fields in enumerate([*bad, good])]
-    assert [answer.party for answer in fitting(answers, parties, 5)] == [6]
-    assert [one.party for one in told] == [0, 1, 2, 3, 4, 5] and told[0].why == "refused"
+    assert [answer.party for answer in fitting(answers, parties, 5, "holds")] == [6]
+    assert [one.party for one in told] == [0, 1, 2, 3, 4, 5] and told[0].why == "refused" and kinds == {"holds"}
     with pytest.raises(FewerError, match="no party sent classes and prototypes that fit"):
-        fitting(answers[:2], parties, 5)
+        fitting(answers[:2], parties, 5, "holds")
 
 
 # --- baselines --------------------------------------------------------------------------------------------------
 
 
 def test_one_shot_averages_the_models_that_do_best_on_what_they_held_out() -> None:
-    method = Scratch(keep=2, head="gpal")
+    method = Scratch(keep=2, head="gpal", way=2, members=2)
     group = method.nobody(job_from(check({}), method, federation(), first_net()).task)
     found = [
         {
@@ -541,7 +732,79 @@ def test_fine_tuning_prepares_by_fedavg_and_per_fedavg_by_its_first_order_step()
             assert torch.allclose(tensor.double(), mean, atol=1e-6), (key, name)
 
 
+def test_a_party_of_one_shot_tells_how_good_its_model_is_on_what_it_held_out() -> None:
+    x = np.concatenate([np.tile([-2.0, 2.0], (10, 1)), np.tile([2.0, -2.0], (10, 1))]).astype(np.float32)
+    samples = from_parties([(x, np.repeat([0, 1], 10))], test=UNSEEN).party(0).train
+    answer = Scratch(keep=1, head="distance", rate=1e-6).update(first_net(), samples, None, True, stream(0))
+    assert answer["score"] == 1
+
+
+def test_per_fedavg_takes_each_step_from_where_the_last_one_ended() -> None:
+    me: Any = SimpleNamespace(train=federation().party(1).train, task=SimpleNamespace(classes=6))
+    me.stream = lambda purpose: stream(0, 1, 1, purpose)
+    method = PersonalStart(head="linear", batch=3, rate=0.3, prepare_rate=0.2)
+    net, other, draw = first_net(), first_net(), stream(0, 1, 1, "batches")
+    method.pretrain(net, me)
+    inner, outer = support_query(me.train, 0.5, draw, by_class=True)
+    for (x, y), (u, v) in zip(epochs(inner, 1, 3, draw), epochs(outer, 1, 3, draw), strict=True):
+        start = weights_of(other)
+        slopes = slopes_of(F.cross_entropy(other(x), y), other)
+        load_weights(other, {name: start[name] - 0.3 * slopes[name] for name in start})
+        slopes = slopes_of(F.cross_entropy(other(u), v), other)
+        load_weights(other, {name: start[name] - 0.2 * slopes[name] for name in start})
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True)
+    )
+
+
 # --- deployment -------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_group_deploys_unless_active_says_less(tmp_path: Any) -> None:
+    pairs = [PAIRS[number % 5] for number in range(12)]
+    fewer.run(Scratch(**SMALL), federation(), model=first_net(), out=tmp_path / "run")
+    for active, asked in ((None, 12), (3, 3)):
+        more: dict[str, Any] = {} if active is None else {"active": active}
+        deploy(tmp_path / "run", federation(pairs), model=Small, rounds=1, out=tmp_path / str(active), **more)
+        sent = messages(tmp_path / str(active))
+        assert len({p for _, p, way, kind, _ in sent if (way, kind) == ("down", "learn")}) == asked
+
+
+def test_a_group_goes_on_and_is_used_after_the_prepared_model_is_gone(tmp_path: Path) -> None:
+    fewer.run(Scratch(**SMALL), federation(), model=first_net(), out=tmp_path / "run")
+    for name, progress in (("whole", None), ("broken", Stopping())):
+        group = partial(deploy, tmp_path / "run", federation(), model=Small, out=tmp_path / name, progress=progress)
+        if progress is None:
+            group()
+        else:
+            with pytest.raises(Stop):
+                group()
+    shutil.rmtree(tmp_path / "run")
+    again = fewer.resume(tmp_path / "broken", data=federation(), model=Small)
+    x = torch.from_numpy(UNSEEN[0])
+    answers = [fewer.load(tmp_path / name, data=federation(), model=Small)(x) for name in ("whole", "broken")]
+    assert len(again.history) == 3 and torch.equal(answers[0], answers[1]) and torch.equal(again.model(x), answers[0])
+
+
+def test_a_group_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    words = replace(federation(), tokens=("a", "b"))
+    fewer.run(Scratch(**SMALL), words, model=first_net(), out=tmp_path / "run")
+    deploy(tmp_path / "run", words, model=Small, rounds=1)
+    for tokens in ((), ("b", "a")):
+        with pytest.raises(SettingError, match="was prepared with another vocabulary"):
+            deploy(tmp_path / "run", replace(words, tokens=tokens), model=Small)
+
+
+def test_prototypes_to_answer_with_are_sent_where_the_model_is_judged(tmp_path: Path) -> None:
+    fewer.run(Scratch(head="distance", **SMALL), federation(), model=first_net(), out=tmp_path / "run")
+    sizes = {}
+    for every in (1, 3):
+        out = tmp_path / str(every)
+        end = deploy(tmp_path / "run", federation(), model=Small, out=out, evaluate_every=every)
+        sizes[every] = {r: [s for q, _, way, _, s in messages(out) if (q, way) == (r, "up")] for r in (1, 2, 3)}
+        assert end.state.classes.tolist() == [0, 1, 2, 3, 4]
+    assert sizes[1][3] == sizes[3][3] and all(a > b for a, b in zip(sizes[1][2], sizes[3][2], strict=True))
 
 
 @pytest.mark.parametrize("head", ["linear", "distance", "gpal"])
@@ -619,11 +882,9 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
 def test_pool_and_resume_in_an_episode_give_the_same_numbers(method: Prepared, tmp_path: Path) -> None:
     data = digits()
     whole = fewer.run(method, data, seed=2)
-    others = [fewer.run(method, data, seed=2, runtime="pool")] if method.head == "gpal" else []
-
     with pytest.raises(Stop):
         fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())
-    for other in (*others, fewer.resume(tmp_path / "run")):
+    for other in (fewer.run(method, data, seed=2, runtime="pool"), fewer.resume(tmp_path / "run")):
         assert [{**h, "seconds": 0} for h in other.history] == [{**h, "seconds": 0} for h in whole.history]
         mine, theirs = method.shared(other.state), method.shared(whole.state)
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
@@ -642,6 +903,8 @@ def test_batch_norm_answers_by_the_statistics_of_the_batch() -> None:
     x = torch.randn(16, 2)
     assert torch.allclose(answering(x), answering(3 * x + 5), atol=1e-2)  # whatever the running statistics say
     assert net.encoder[1].training and not net.encoder[2].training  # type: ignore[index]
+    with pytest.raises(DataError, match="batch norm needs two samples or more to answer; prepare with --norm group"):
+        answering(x[:1])
     batch_statistics(net.train())
     assert net.encoder[1].training and not net.training  # type: ignore[index]
     state = fewer.run(FRL(rounds=4, active=5, way=2, members=2, groups=1), federation(), model=Normed).state
@@ -726,6 +989,62 @@ method = "frl"
         assert 0 <= found["study"][f"{row}, digits"]["others"] <= 1
 
 
+FRL_RECIPES = ("table1", "table2", "table3", "fig2", "fig3")
+
+
+@pytest.mark.parametrize("name", FRL_RECIPES)
+def test_every_tuned_row_tries_its_grids_wholly_and_begins_in_them(name: str) -> None:
+    plan = recipe(f"frl/{name}")
+    rows = zip(plan.row, settings_in(plan.column[0], plan, quick=False), strict=True)
+    jobs = [(row, make_method(find(row.method), check(settings))) for row, settings in rows]
+    for row, method in jobs:
+        grids = method.grids()
+        first = {key: float(getattr(method, key)) for key in grids}
+        assert "paper's settings" in row.name or row.tune
+        if not row.tune:
+            continue
+        assert all(first[key] in grid for key, grid in grids.items()), row.name
+        seen: list[dict[str, float]] = []
+        search(lambda point, seen=seen: seen.append(point) or 0.0, grids, first, plan.trials)  # type: ignore[misc]
+        assert len(seen) == plan.trials
+        assert all({point[key] for point in seen} >= set(grid) for key, grid in grids.items()), row.name
+    assert {"gamma", "meta_rate"} <= {key for row, method in jobs if row.tune for key in method.grids()}
+    assert not any("gamma" in row.set for row in plan.row) and "gamma" not in plan.settings["set"]
+
+
+def test_a_finer_search_leaves_no_setting_where_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+
+    def gone(job: Any, *_: Any) -> Any:
+        tried.append(job.method.gamma)
+        return SimpleNamespace(accuracy=job.method.gamma)
+
+    monkeypatch.setattr(sys.modules[tune.__module__], "start", gone)
+    job = job_from(check({"method": "frl", "set": {**GROUPS, "way": 1}}), FRL(**{**GROUPS, "way": 1}), digits())
+    assert len(tune(job, 30)[1]) == 30 and len(set(tried)) > 2 and 5 / 6 <= max(tried) <= 1
+
+
+def test_a_members_embedding_is_that_after_its_own_training() -> None:
+    method = FRL(rounds=4, head="distance", rate=1.0, unseen=1, **{**GROUPS, "samples": 30})
+    result = fewer.run(method, digits())
+    cloud, everything, _ = _member(result, 1, 2, 40)
+    here: Any = Place(result.data, result.task, 0, Path())(-1, 0)
+    drawn = method.draw_group(here.common, [6, 7, 8, 9], 1, 0, 1)
+    assert set(cloud.labels.tolist()) == set(drawn.queries.labels.tolist())
+    assert len({6, 7, 8, 9} & set(cloud.labels.tolist())) == 1
+    end = method.played(here, result.state.initial, drawn.supports, 1, 3)[1]
+    net = method.played(here, result.state.initial, drawn.supports, 1, 2)[0]
+    shares = []
+    for trained in (False, True):
+        if trained:
+            method.update(net, drawn.supports[2], None, False, stream(0, "embedding"))
+        batch_statistics(net)
+        x, y = drawn.queries.slice(0, len(drawn.queries))
+        near = torch.cdist(features_of(net, x).detach(), end.means).argmin(1)
+        shares.append(float((end.classes[near] == y).double().mean()))
+    assert everything == shares[1] != shares[0]
+
+
 def test_classes_set_apart_are_for_testing_only() -> None:
     whole = fewer.data.load("digits", parties=5, partition="iid")
     data = fewer.data.load("digits", parties=5, partition="iid", data_set={"classes": "0-3,5", "unseen": [8, 9]})
@@ -748,6 +1067,7 @@ def test_classes_set_apart_are_for_testing_only() -> None:
     [
         ({"unseen": "x"}, "allowed: class numbers and ranges, as 0-9,20"),
         ({"unseen": "3-12"}, "has no samples of class 10"),
+        ({"unseen": "0-9999999999"}, "has no samples of class 10"),
         ({"unseen": "9-3"}, "names no class"),
         ({"classes": "0-5", "unseen": "5-6"}, "class 5 of data 'digits' is both in classes and unseen"),
         ({"unseen": "0-9"}, "leaves no class of data 'digits' to train on"),

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -23,17 +31,25 @@ from torch.nn import functional as F
 import fewer
 from fewer import FedAvg, MetaFed
 from fewer.data import ArrayData, Data
-from fewer.data.federated import from_arrays
+from fewer.data.federated import TEST_SHARE, from_arrays
 from fewer.data.federations import federations
 from fewer.errors import QuorumLost, SettingError
+from fewer.experiments.recipes import RecipeColumn, RecipeRow, recipe, settings_in
+from fewer.learning import Counts, weighted_mean
 from fewer.learning.distil import distil, feature_loss, fitted
-from fewer.methods import Party, find
+from fewer.methods import Party, federation, find
 from fewer.methods.base import Place
+from fewer.methods.federation import FIT, Single, Teacher, seated
+from fewer.methods.federation import Work as Amount
 from fewer.methods.metafed import OWN, adapted
 from fewer.models import Split, Task, Weights, is_norm, load_weights, weights_of
-from fewer.runtime import Absent, Inline, Site, on_party, seed_of, stream
+from fewer.runs.job import check, make_method
+from fewer.runs.settings import Settings
+from fewer.runtime import Absent, Inline, Site, Unable, on_party, on_ring, seed_of, stream
+from fewer.runtime.keys import PinnedKeys
+from fewer.runtime.parties import Faults, Rules
 from fewer.runtime.site import GIVE, Call, Hop, Reply
-from fewer.wire import Refused, decode, pack, unpack
+from fewer.wire import Refused, decode, encode, pack, unpack
 from fewer.wire.sealing import Head, fingerprint, look, new_key, public_of, seal, unseal
 from tests.test_baselines import left
 from tests.test_cli import DIGITS, call
@@ -302,6 +318,28 @@ def test_norms_stay_at_home_when_a_model_is_taken_over(keep: bool, tmp_path: Pat
         assert torch.equal(tensor, (mine if keep and name in norms else came)[name])
 
 
+def sevens(net: nn.Module) -> Weights:
+    return {name: torch.full_like(tensor, 7) for name, tensor in weights_of(net).items()}
+
+
+def test_what_is_taken_over_is_trained_with_the_own_norms(tmp_path: Path) -> None:
+    work = bench(MetaFed(rounds=2, rate=1e-9, steps=1, enough=1.0), normed(), tmp_path)
+    mine = work.method.own(work.party(1))["model"]
+    work.method.accumulate(work.party(1), sevens(normed()), "")
+    now = work.own(1)["model"]
+    assert close(now["encoder.1.weight"], mine["encoder.1.weight"].double().numpy(), 1e-5)
+    assert close(now["encoder.0.weight"], np.full((HIDDEN, FEATURES), 7.0), 1e-5)
+
+
+def test_of_models_that_are_right_as_often_the_one_with_less_loss_is_kept(tmp_path: Path) -> None:
+    work = bench(MetaFed(), linear(), tmp_path)
+    first, later = weights_of(linear()), sevens(linear())
+    own = {"correct": 5, "loss": 1.0, "best": first, "bytes": {}}
+    for correct, loss, best in ((5, 2.0, first), (5, 0.5, later), (4, 0.1, first), (6, 9.0, later)):
+        here: Any = SimpleNamespace(judge=MagicMock(return_value=Counts(correct, 10, loss)))
+        assert work.method.keep(work.party(0), here, own, later)["best"] is best
+
+
 # --- ablations ----------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +360,13 @@ def test_ablations_are_what_they_say(tmp_path: Path) -> None:
     assert list(MetaFed().grids()) == ["rate", "enough"]
     assert list(MetaFed(transfer="fine-tune").grids()) == list(MetaFed(stages="personalise").grids()) == ["rate"]
     kinds, work = calls(transfer="fine-tune", enough=0.0)
-    assert kinds == both and [work.own(p)["taken"] for p in range(COUNT)] == [1, 2, 2, 2]
+    assert kinds == both and [work.own(p)["taken"] for p in range(COUNT)] == [2, 3, 3, 3]
+
+
+def test_fine_tuning_takes_over_in_stage_two_as_well(tmp_path: Path) -> None:
+    work = bench(MetaFed(rounds=1, rate=1e-9, steps=1, transfer="fine-tune"), linear(), tmp_path)
+    work.method.personalise(work.party(1), sevens(linear()), "")
+    assert close(work.own(1)["model"]["head.weight"], np.full((CLASSES, HIDDEN), 7.0), 1e-5)
 
 
 # --- the ring -----------------------------------------------------------------------------------------------------
@@ -365,12 +409,12 @@ class Dead(MetaFed):
         self._die(me)
         return super().begin(me)
 
-    @on_party
+    @on_ring
     def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
         self._die(me)
         return super().accumulate(me, model, net)
 
-    @on_party
+    @on_ring
     def personalise(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
         self._die(me)
         return super().personalise(me, model, net)
@@ -439,22 +483,34 @@ class Liar(MetaFed):
             letter["net"] = "resnet12"
         if me.id == 1 and self.lie == "field":
             letter["more"] = 1
+        if me.id == 1 and self.lie == "number":
+            letter["net"] = 7
+        if me.id == 1 and self.lie == "tensor":
+            letter["model"] = torch.zeros(3)
+        if me.id == 1 and self.lie == "double":
+            letter["model"] = {name: tensor.double() for name, tensor in model.items()}
+        if me.id == 1 and self.lie in ("1e10", "1e30"):
+            letter["model"] = {name: torch.full_like(tensor, float(self.lie)) for name, tensor in model.items()}
         return letter
 
 
-@pytest.mark.parametrize("lie", ["nan", "shape", "net", "field"])
+@pytest.mark.parametrize("lie", ["nan", "shape", "net", "field", "number", "tensor", "double", "1e10", "1e30"])
 def test_what_is_no_model_is_refused_by_whoever_gets_it(lie: str, tmp_path: Path) -> None:
     work = bench(Liar(lie=lie, **SMALL), linear(), tmp_path)
     work.rounds(1)
     assert work.missed == [(1, "refused")] and work.state.trail == [0, 2, 3]
 
 
+def pin_all(work: Work) -> None:
+    """Let everybody pin everybody's key."""
+    for one, other in itertools.product(range(COUNT), repeat=2):
+        work.place.keys.public(one, other)
+
+
 def test_a_federation_that_refuses_everything_is_passed_over(tmp_path: Path) -> None:
     work = bench(MetaFed(**SMALL), linear(), tmp_path)
     work.rounds(1)
-    keys = work.place.keys
-    for other in range(COUNT):
-        keys.public(2, other)
+    pin_all(work)
     pins = tmp_path / "000/000002/pins.json"
     pins.write_text(json.dumps({str(other): "0" * 64 for other in range(COUNT)}))
     work.rounds(1)
@@ -465,10 +521,31 @@ def test_a_federation_that_refuses_everything_is_passed_over(tmp_path: Path) -> 
 def test_nobody_gives_to_a_key_that_is_not_pinned(tmp_path: Path) -> None:
     work = bench(MetaFed(**SMALL), linear(), tmp_path)
     work.rounds(1)
+    pin_all(work)
     (tmp_path / "000/000002/key.pub").write_bytes(public_of(new_key()))  # what a carrier would like to be taken for it
     work.rounds(1)
     assert work.missed == [(2, "refused")] and work.hops[-1] == (1, 3)
-    assert "by party 1: the key offered for party 2 has the fingerprint" in work.parties.missed[0].detail
+    assert "by parties 1 and 0: the key offered for party 2 has the fingerprint" in work.parties.missed[0].detail
+    assert work.state.trail == [2, 0, 1, 3]
+
+
+def test_a_holder_that_gives_to_nobody_is_passed_over_itself(tmp_path: Path) -> None:
+    work = bench(MetaFed(**SMALL), linear(), tmp_path)
+    work.rounds(1)
+    pin_all(work)
+    (tmp_path / "000/000001/pins.json").write_text(json.dumps({"2": "0" * 64, "3": "0" * 64}))
+    work.rounds(1)
+    assert work.missed == [(1, "refused")] and work.state.trail == [0, 2, 3]
+    assert work.hops[-4:] == [(3, 0), (0, 1), (0, 2), (2, 3)]
+    assert "to give to party 2: the key offered for party 2 has" in work.parties.missed[0].detail
+
+
+def test_a_first_holder_that_gives_to_nobody_leaves_the_ring_to_begin_anew(tmp_path: Path) -> None:
+    work = bench(MetaFed(**SMALL), linear(), tmp_path)
+    pin_all(work)
+    (tmp_path / "000/000000/pins.json").write_text(json.dumps({"1": "0" * 64}))
+    work.rounds(1)
+    assert work.missed == [(0, "refused")] and work.hops == [(-1, 0), (-1, 1), (1, 2), (2, 3)]
 
 
 def test_the_first_holder_gone_leaves_the_ring_to_begin_anew(tmp_path: Path) -> None:
@@ -506,7 +583,7 @@ def ends(path: Path) -> dict[str, Any]:
 class Counted(MetaFed):
     """Notes who takes in which round."""
 
-    @on_party
+    @on_ring
     def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
         TAKEN.append((me.round, me.id))
         return super().accumulate(me, model, net)
@@ -544,6 +621,131 @@ def test_a_run_goes_on_at_the_hop_where_it_stopped(after: int, tmp_path: Path) -
     assert one == two and not list((tmp_path / "broken/hops").iterdir())
 
 
+class Cut(MetaFed):
+    """Is broken off in the midst of taking, once, after it has put its model."""
+
+    victim: int = -1
+    mark: str = ""
+
+    @on_ring
+    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        letter = super().accumulate(me, model, net)
+        if me.id == self.victim and me.round == 2 and self.mark and not Path(self.mark).exists():
+            Path(self.mark).touch()
+            raise KeyboardInterrupt
+        return letter
+
+
+def seed_with(faults: Faults, wanted: list[str | None]) -> int:
+    """A seed under which nobody is hit in the first round, and these in the second."""
+    for seed in range(10_000):
+        parties = Inline(COUNT, seed, faults, site=None)  # type: ignore[arg-type]
+        parties.round = 1
+        first = [parties._fate(party, handler) for party in range(COUNT) for handler in ("begin", "accumulate")]
+        parties.round = 2
+        if not any(first) and [parties._fate(party, "accumulate") for party in range(COUNT)] == wanted:
+            return seed
+    raise AssertionError
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("victim", [2, 3])
+def test_a_run_goes_on_after_a_refusal_as_if_unbroken(sealed: bool, victim: int, tmp_path: Path) -> None:
+    """Federation 2 refuses what 1 gives; whoever is broken off then, or after, has not taken yet."""
+    seed = seed_with(Faults(corrupt=0.2), [None, "corrupt", None, None])
+    given_: dict[str, Any] = {"model": linear(), "seed": seed, "corrupt": 0.2}
+    whole = fewer.run(Cut(sealed=sealed, **SMALL), DATA, out=tmp_path / "whole", **given_)
+    method = Cut(sealed=sealed, victim=victim, mark=str(tmp_path / "mark"), **SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run(method, DATA, out=tmp_path / "broken", **given_)
+    ring = fewer.resume(tmp_path / "broken", method=method, data=DATA, model=linear())
+    assert whole.history[1]["absent"] == 1
+    assert_same(ring, whole)
+
+
+class Faint(Cut):
+    """Federation 2 is not there in the first round, and in the second it begins and can do no more."""
+
+    @on_party
+    def begin(self, me: Party) -> dict[str, Any]:
+        if me.id == 2:
+            raise ConnectionError("gone")
+        return super().begin(me)
+
+    @on_ring
+    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        if me.id == 2 and me.round == 1:
+            raise ConnectionError("gone")
+        if me.id == 2:
+            self.own(me)
+            raise Unable("ill")
+        return super().accumulate(me, model, net)
+
+
+def test_what_a_federation_did_that_was_passed_over_stays_done(tmp_path: Path) -> None:
+    given_: dict[str, Any] = {"model": linear(), "seed": SEED}
+    whole = fewer.run(Faint(**SMALL), DATA, out=tmp_path / "whole", **given_)
+    method = Faint(victim=3, mark=str(tmp_path / "mark"), **SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run(method, DATA, out=tmp_path / "broken", **given_)
+    assert_same(fewer.resume(tmp_path / "broken", method=method, data=DATA, model=linear()), whole)
+    assert [line["absent"] for line in whole.history] == [2, 1, 0]
+
+
+def assert_same(one: Any, two: Any) -> None:
+    """Who was there, and every federation's model."""
+    assert [line["absent"] for line in one.history] == [line["absent"] for line in two.history]
+    for party in range(COUNT):
+        model, other = weights_of(one.personal(party)), weights_of(two.personal(party))
+        assert all(torch.equal(tensor, other[name]) for name, tensor in model.items())
+
+
+def test_hops_made_under_other_rules_are_forgotten(tmp_path: Path) -> None:
+    seed = seed_with(Faults(drop=0.2), [None, "drop", None, None])
+    given_: dict[str, Any] = {"model": linear(), "seed": seed}
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run(MetaFed(**SMALL), DATA, drop=0.2, out=tmp_path / "run", progress=Break(3), **given_)
+    ring = fewer.resume(tmp_path / "run", data=DATA, model=linear(), drop=0.0)
+    assert_same(ring, fewer.run(MetaFed(**SMALL), DATA, out=tmp_path / "whole", **given_))
+
+
+class Once(MetaFed):
+    """Federation 1 is not there the first time."""
+
+    mark: str = ""
+
+    @on_ring
+    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        if me.id == 1 and not Path(self.mark).exists():
+            Path(self.mark).touch()
+            raise ConnectionError("gone")
+        return super().accumulate(me, model, net)
+
+
+def test_after_a_lost_quorum_everybody_is_asked_anew(tmp_path: Path) -> None:
+    method = Once(mark=str(tmp_path / "mark"), **SMALL)
+    with pytest.raises(QuorumLost):
+        fewer.run(method, DATA, model=linear(), seed=SEED, quorum=1.0, out=tmp_path / "run")
+    ring = fewer.resume(tmp_path / "run", method=method, data=DATA, model=linear())
+    assert [line["absent"] for line in ring.history] == [0, 0, 0]
+
+
+class Sleepy(MetaFed):
+    """Federation 2 takes its time."""
+
+    @on_ring
+    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        time.sleep(1.5 * (me.id == 2))
+        return super().accumulate(me, model, net)
+
+
+def test_who_takes_longer_than_the_deadline_is_late(tmp_path: Path) -> None:
+    work = bench(Sleepy(**SMALL), linear(), tmp_path)
+    work.parties.rules = Rules(deadline=1.2)
+    work.rounds(1)
+    assert work.missed == [(2, "late")] and work.state.trail == [0, 1, 3] and work.hops[-1] == (1, 3)
+
+
 def test_inline_and_pool_give_the_same_and_so_do_sealed_and_open(digits: Data, tmp_path: Path) -> None:
     faulty: dict[str, Any] = {"seed": 3, "drop": 0.15, "slow": 0.1, "corrupt": 0.15}
     runs = {
@@ -568,7 +770,7 @@ class Killer(MetaFed):
     victim: int = 0
     mark: str = ""
 
-    @on_party
+    @on_ring
     def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
         if me.id == self.victim and not Path(self.mark).exists():
             Path(self.mark).touch()
@@ -601,8 +803,74 @@ def test_a_sealed_message_is_taken_once(tmp_path: Path) -> None:
     assert answer(take, blob).failure is None
     again = answer(take, blob)
     assert again.failure == "refused" and "was there already (round 2, number 5)" in again.detail
-    older = replace(take, round=1, hop=Hop(1, "accumulate", 5, True))
-    assert answer(older, blob).failure == "refused"
+    older = answer(Call(1, "pass on", 1, hop=Hop(2, "accumulate", 9, True)), b"").blob  # of a round that is over
+    again = answer(Call(2, "accumulate", 1, hop=Hop(1, "accumulate", 9, True)), older)
+    assert again.failure == "refused" and "was there already (round 1, number 9)" in again.detail
+
+
+def test_a_message_of_another_run_is_refused(tmp_path: Path) -> None:
+    work, take, blob = sealed_ring(tmp_path)
+    another = replace(work.parties.site, context=b"another run")
+    reply = another.answer(take, blob)
+    assert reply.failure == "refused" and "the seal is broken" in reply.detail
+    give = Call(1, "pass on", 2, hop=Hop(2, "accumulate", 5, True))
+    assert another.answer(take, another.answer(give, b"").blob).failure is None
+
+
+def test_the_carrier_can_neither_ask_for_a_model_nor_put_one_in(tmp_path: Path) -> None:
+    work, take, blob = sealed_ring(tmp_path)
+    before, answer = work.own(2), work.parties.site.answer
+    assert take.hop
+    for name in ("accumulate", "personalise"):
+        reply = answer(Call(2, name, 2), encode(name, {}))
+        assert reply.failure == "refused" and "is not something that can be asked of a party" in reply.detail
+        assert not reply.blob
+        own = encode(name, {"model": sevens(linear()), "net": ""})
+        reply = answer(Call(2, name, 2, hop=Hop(-1, name, 6, True)), own)
+        assert reply.failure == "refused" and reply.detail == "a message from nobody"
+    assert answer(Call(2, "begin", 2, hop=take.hop), blob).failure == "refused"
+    assert answer(Call(2, GIVE, 2), b"").failure == "refused"
+    assert pack(work.own(2)) == pack(before)
+
+
+def test_the_carrier_cannot_change_what_is_under_the_seal(tmp_path: Path) -> None:
+    work, take, blob = sealed_ring(tmp_path)
+    work.parties.site.answer(replace(take, item={"net": 5, "model": 5}), blob)
+    assert work.parties.site.answer(take, blob).detail.startswith("a sealed message that was there already")
+
+
+def test_the_seal_is_what_its_module_says() -> None:
+    one, two = new_key(), new_key()
+    blob = seal(b"weights", Head(1, 2, "accumulate", 3, 4), one, public_of(two), b"run")
+    cut = 8 + int.from_bytes(blob[4:8], "little")
+    signed, fresh, ciphertext = blob[:cut], blob[cut : cut + 32], blob[cut + 32 :]
+    mine = X25519PrivateKey.from_private_bytes(two)
+    shared = b"".join(mine.exchange(X25519PublicKey.from_public_bytes(key)) for key in (fresh, public_of(one)))
+    key = HKDF(SHA256(), 32, None, b"FWS1" + fresh + public_of(one) + public_of(two)).derive(shared)
+    assert ChaCha20Poly1305(key).decrypt(bytes(12), ciphertext, signed + b"run") == b"weights"
+    with pytest.raises(Refused, match="the seal is broken"):
+        unseal(look(blob.replace(b'"round":3', b'"round":4')), two, public_of(one), b"run")
+
+
+def test_private_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+    work = bench(MetaFed(**SMALL), linear(), tmp_path)
+    work.rounds(1)
+    PinnedKeys(tmp_path).create()
+    keys = [*tmp_path.glob("*/*/key"), tmp_path / "seal.key"]
+    assert len(keys) == COUNT + 1 and not any(path.stat().st_mode & 0o077 for path in keys)
+    assert not list(tmp_path.rglob("*.part"))
+
+
+def test_a_key_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(fd: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", crash)
+    with pytest.raises(KeyboardInterrupt):
+        PinnedKeys(tmp_path).create()
+    monkeypatch.undo()
+    assert not (tmp_path / "seal.key").exists()
+    assert PinnedKeys(tmp_path).create() == public_of(PinnedKeys(tmp_path).private(0))
 
 
 def test_a_changed_message_is_refused_wherever_it_was_changed(tmp_path: Path) -> None:
@@ -803,9 +1071,44 @@ def test_groups_resume_and_run_anywhere(inside: str, tmp_path: Path) -> None:
     assert set(told) == {"0", "1"} and all(told[one]["up"] > 0 and told[one]["down"] > 0 for one in told)
 
 
-def test_fedmk_works_inside() -> None:
+def uneven() -> tuple[ArrayData, MetaFed]:
+    data = from_arrays(X, Y, client=np.repeat([0, 1, 2, 3], [8, 32, 20, 20]), validation=0.3)
+    return data, MetaFed(**SMALL, federations=2, inside_rounds=1)
+
+
+def test_a_head_averages_by_size_and_counts_all_members(tmp_path: Path) -> None:
+    data, method = uneven()
+    work = bench(method, linear(), tmp_path, data)
+    here, first = method.federation(work.party(0)), weights_of(linear())
+    seed, two = seed_of(SEED, 0, "members"), federations(data, 2).inside(0)
+    task = Task((FEATURES,), CLASSES, linear, given=first)
+    place = Place(two, task, seed, tmp_path / "by-hand")
+    seats = [cast(Party, place(member, 1)) for member in range(2)]
+    members = [Single(seat, "", Amount(0.3, 2, 4)) for seat in seats]
+    counts = [member.judge(first, "") for member in members]
+    assert here.judge(first, "") == tuple(map(sum, zip(*counts, strict=True)))
+    teacher = Teacher({name: tensor + 1 for name, tensor in first.items()}, "", 1.0)
+    sizes = [len(seat.train) for seat in seats]
+    assert sizes[0] != sizes[1]
+    mean = weighted_mean([member.study(first, teacher) for member in members], sizes)
+    assert all(torch.equal(tensor, mean[name]) for name, tensor in here.study(first, teacher).items())
+
+
+def test_bytes_inside_add_up_over_rounds(tmp_path: Path) -> None:
+    data, method = uneven()
+    work = bench(method, linear(), tmp_path, data)
+    told = []
+    for _ in range(3):
+        work.rounds(1)
+        told.append(work.own(1)["bytes"])
+    assert all(later[way] > before[way] for before, later in itertools.pairwise(told) for way in ("up", "down"))
+    assert told[2]["up"] - told[1]["up"] < told[1]["up"]  # one round's, not all over again
+
+
+@pytest.mark.parametrize("inside", ["fedmk", "fedgen", "feddistill", "local"])
+def test_other_methods_work_inside(inside: str) -> None:
     data = fewer.data.load("digits", parties=4, alpha=5.0, validation=0.2, fraction=0.2)
-    method = MetaFed(rounds=1, steps=2, federations=2, inside="fedmk", inside_set=STARS["fedmk"])
+    method = MetaFed(rounds=1, steps=2, federations=2, inside=inside, inside_set=STARS.get(inside, {}))
     result = fewer.run(method, data, seed=0)
     assert result.history[-1]["absent"] == 0 and all(told["up"] > 0 for told in result.scores["ring"].values())
 
@@ -823,6 +1126,25 @@ def test_federations_with_different_nets_learn_from_each_other(digits: Data, tmp
     told = fewer.run(three, digits, seed=1).scores["ring"]
     assert [told[str(party)]["taken"] for party in range(6)] == [0, 0, 2, 0, 0, 2]  # of the same net it can be
     assert MetaFed(nets="cnn,mlp").nets == ("cnn", "mlp")
+
+
+def test_the_map_between_nets_is_fitted_on_as_many_samples_as_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def spy(net: nn.Module, guide: nn.Module, x: torch.Tensor) -> nn.Linear:
+        seen.append(len(x))
+        return fitted(net, guide, x)
+
+    monkeypatch.setattr(federation, "fitted", spy)
+    work = bench(MetaFed(**SMALL, nets=("mlp",)), linear(), tmp_path)
+    me = work.party(0)
+    teacher = Teacher(weights_of(linear()), "", 1.0)
+    for most, count in ((5, 5), (FIT, len(me.train))):
+        monkeypatch.setattr(federation, "FIT", most)
+        Single(me, "mlp", Amount(0.1, 1, 4)).study(seated(me, "mlp").initial(), teacher)
+        assert seen.pop() == count and FIT >= 100
 
 
 # --- odd parties and wrong settings -----------------------------------------------------------------------------------
@@ -852,7 +1174,8 @@ def test_a_federation_that_diverges_says_so(tmp_path: Path) -> None:
         (["--set", "stages=three"], "metafed: stages = 'three': input should be 'both', 'accumulate' or 'personalise'"),
         (["--set", "nets=cnn,alexnett"], "unknown model 'alexnett', did you mean 'alexnet'?"),
         (["--set", "nets=cnn,lenet5"], "nets: lenet5 does not take inputs of shape (1, 8, 8)"),
-        (["--set", "inside=metafed"], "inside = metafed: a ring has no room for another"),
+        (["--set", "inside=metafed"], "inside = metafed: it does not work there (allowed: fedavg, fedprox, "),
+        (["--set", "inside=fedmeta"], "inside = fedmeta: it does not work there (allowed: fedavg, fedprox, "),
         (["--set", "inside=fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'?"),
         (["--set", "federations=99"], "federations = 99, but there are 6 parties (allowed: 1 … 6)"),
         (["--set", 'inside_set={"rats":1}'], "inside_set: fedavg: rats: extra inputs are not permitted"),
@@ -861,3 +1184,37 @@ def test_a_federation_that_diverges_says_so(tmp_path: Path) -> None:
 def test_a_wrong_setting_gets_one_line(words: list[str], text: str) -> None:
     result = call("run", "metafed", *words, *DIGITS, code=2)
     assert result.stderr.startswith("fewer: ") and result.stderr.count("\n") == 1 and text in result.stderr
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def cells(name: str) -> Iterator[tuple[RecipeRow, RecipeColumn, Settings, Any]]:
+    """What a recipe runs."""
+    plan = recipe(f"metafed/{name}")
+    for column in plan.column:
+        for row, told in zip(plan.row, settings_in(column, plan, False), strict=True):
+            settings_ = check(told)
+            yield row, column, settings_, make_method(find(settings_.method), settings_)
+
+
+@pytest.mark.parametrize("name", ["table1", "table2", "table3", "fig5", "fig6", "fig7"])
+def test_recipes_treat_all_rows_alike(name: str) -> None:
+    """A whole grid for each tuned row, MetaFed's from the paper's l_t1; its rivals may have its validation samples."""
+    more = set()
+    for row, _, settings_, method in cells(name):
+        if row.tune:
+            assert sum(len(grid) - 1 for grid in method.grids().values()) < recipe(f"metafed/{name}").trials, row.name
+            assert "enough" not in method.grids() or method.enough == 0.6
+            more |= {method.name} if settings_.validation == 0 else set()
+    assert more == ({"fedavg", "fedprox", "fedbn", "local"} if name.startswith("table") else set())
+
+
+def test_recipes_compare_what_they_say() -> None:
+    for _, _, settings_, method in cells("table1"):  # VLCS: 10 % to train on, 10 % to validate, 20 % to test
+        left_ = (1 - TEST_SHARE) * settings_.fraction
+        assert left_ == TEST_SHARE and settings_.validation in (0.5, 0.0) and getattr(method, "poor", 0.4) == 0.4
+    for _, column, _, method in cells("fig6"):  # with l_t1 = 1 the weight of distillation counts for nothing
+        assert method.name != "metafed" or "weight" not in column.name or method.enough == 0.6
+    for _, _, settings_, method in cells("fig7"):
+        assert settings_.rounds * method.steps == 100 and getattr(method, "alone", 0) == 0

@@ -13,8 +13,8 @@ import fewer
 from fewer import FedAvg
 from fewer.data import Data
 from fewer.errors import SettingError
-from fewer.models import NETS, Split, find_net, maker, parts_of, weights_of
-from fewer.models.images import DropBlock
+from fewer.models import NETS, Split, Task, find_net, maker, parts_of, weights_of
+from fewer.models.images import Conv4, DropBlock
 
 FACTS: dict[str, dict[str, Any]] = {
     "cnn": {"shape": (1, 28, 28), "classes": 10},
@@ -98,6 +98,37 @@ def test_options() -> None:
 def test_parts_that_are_missing_are_named() -> None:
     with pytest.raises(SettingError, match="Linear has no encoder and no head"):
         parts_of(nn.Linear(2, 2))
+
+
+def test_conv4_gives_what_its_blocks_give_with_relu_before_the_pool() -> None:
+    torch.manual_seed(0)
+    net = Conv4((1, 12, 12), 3, width=4, pools=2)
+    layers, x = list(net.encoder), torch.randn(6, 1, 12, 12)  # type: ignore[call-overload]
+    for place in reversed(range(len(layers) - 1)):
+        if isinstance(layers[place], nn.MaxPool2d):
+            layers[place : place + 2] = reversed(layers[place : place + 2])
+    found = []
+    for encoder in (net.encoder, nn.Sequential(*layers)):
+        features = encoder(x)
+        found.append([features, *torch.autograd.grad(features.square().sum(), list(net.encoder.parameters()))])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert isinstance(layers[2], nn.ReLU) and isinstance(net.encoder[2], nn.MaxPool2d)  # type: ignore[index]
+
+
+def test_first_weights_are_drawn_once_and_copied() -> None:
+    made: list[int] = []
+
+    def make() -> nn.Module:
+        made.append(1)
+        return nn.Linear(2, 2)
+
+    task = Task((2,), 2, make)
+    first = task.initial(1)
+    again = task.initial(1)
+    assert len(made) == 1 and all(torch.equal(first[name], again[name]) for name in first)
+    first["weight"].zero_()
+    assert float(task.initial(1)["weight"].abs().sum()) > 0
+    assert not torch.equal(task.initial(2)["weight"], again["weight"]) and len(made) == 2
 
 
 @pytest.mark.parametrize("name", ["char-lstm", "text-bilstm", "sentiment-lstm", "conv4", "mlp"])

@@ -1,5 +1,7 @@
 """Ways of dividing: who has what, nothing twice, nothing lost."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from numpy.typing import NDArray
 from fewer.data import Samples
 from fewer.data.episodes import episode, of_classes, split_classes, split_parties, support_query
 from fewer.data.federated import federate, from_arrays
+from fewer.data.federations import federations
 from fewer.data.partition import WAYS, Division, divide, split_off
 from fewer.data.raw import Raw
 from fewer.data.text import encode, vocabulary, word_vectors
@@ -50,10 +53,25 @@ def test_pathological_parties_hold_so_many_classes() -> None:
         divide(Division("pathological", 4, classes=2), Y, T, 0)
 
 
-def test_shards_are_of_one_size_and_few_classes() -> None:
+def test_shards_are_of_one_class_and_nearly_one_size() -> None:
     train, _ = divide(Division("shards", 20, shards=2), Y, T, 0)
-    assert set(train.sizes.tolist()) == {200}
-    assert max(len(held(train.of(party))) for party in range(20)) <= 4  # a shard of 100 touches two classes at most
+    assert max(len(held(train.of(party))) for party in range(20)) == 2
+    assert train.sizes.min() > 180 and train.sizes.max() < 220 and sorted(train.rows) == list(range(len(Y)))
+    skewed = np.repeat([1, 4, 6], [5, 45, 150])  # in shares of 20: 0.5, 4.5 and 15
+    for parties, sizes in ((20, [5, *[11] * 3, 12, *[10] * 15]), (3, [5, 45, 150]), (4, [5, 45, 75, 75])):
+        alone, _ = divide(Division("shards", parties, shards=1), skewed, skewed, 0)
+        assert sorted(alone.sizes) == sorted(sizes)
+        assert all(len(np.unique(skewed[alone.of(party)])) == 1 for party in range(parties))
+
+
+def test_fewer_shards_than_classes_are_cut_across_their_borders() -> None:
+    train, _ = divide(Division("shards", 3, shards=1), Y, T, 0)
+    assert train.sizes.max() - train.sizes.min() <= 1
+    assert sorted(label for party in range(3) for label in held(train.of(party))) == [
+        *range(4),
+        *range(3, 7),
+        *range(6, 10),
+    ]
 
 
 def test_quantity_skews_sizes_only() -> None:
@@ -220,7 +238,36 @@ def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
     for mine in held_parties:
         assert 0 < len(mine.validation) < len(mine.train)
     held = data.held_out(0.2, 0)
-    assert max(held.party(0).train.rows.tolist()) < min(held.party(0).test.rows.tolist())  # type: ignore[union-attr]
+    left, judged = held.train.rows, held.common.rows.numpy()  # type: ignore[union-attr]
+    assert len(left) == 480 and sorted([*left, *judged]) == sorted(data.train.rows)
+    for number in range(4):  # settings are chosen on the same clients, later in time
+        assert left[left // 250 == number].max() < judged[judged // 250 == number].min()
+
+
+def test_natural_parties_hold_out_their_last_rows_whatever_the_classes() -> None:
+    labels = np.repeat([0, 1, 2], 20)  # one class after the other, in blocks
+    raw = Raw(np.zeros((120, 1), np.float32), np.tile(labels, 2), client=np.repeat([0, 1], 60), in_time=True)
+    data = federate(raw, partition="natural", validation=0.25)
+    assert [data.train.of(party).tolist() for party in range(2)] == [[*range(36)], [*range(60, 96)]]
+    held = data.held_out(0.2, 0)
+    assert [held.train.of(party).tolist() for party in range(2)] == [[*range(29)], [*range(60, 89)]]
+    assert held.common.rows.tolist() == [*range(29, 36), *range(89, 96)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet"])
+def test_of_clients_in_time_the_last_rows_of_each_class_are_held_out(kind: str) -> None:
+    """The very last rows of a client would be all there is of a class: nobody would train on it."""
+    labels = np.tile(np.repeat([0, 1, 2, 3], [50, 5, 40, 5]), 3)
+    raw = Raw(np.zeros((300, 1), np.float32), labels, client=np.repeat(["b", "c", "a"], 100), in_time=True)
+    data = federate(replace(raw, test=(raw.x[:8], labels[:8])), parties=4, partition=kind)  # type: ignore[arg-type]
+    held = data.held_out(0.2, 0)
+    rows = held.common.rows.numpy()  # type: ignore[union-attr]
+    last = [*range(40, 50), 54, *range(87, 95), 99]
+    assert sorted(rows) == [start + row for start in (0, 100, 200) for row in last]
+    for party in range(4):
+        assert sorted([*held.train.of(party), *rows[held.tests.of(party)]]) == data.train.of(party).tolist()
+    again = federations(data, 2).held_out(0.2, 0)
+    assert sorted(again.common.rows.tolist()) == sorted(rows)  # type: ignore[union-attr]
 
 
 def test_the_test_samples_do_not_depend_on_the_seed_nor_the_pixels_on_them() -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fewer.runs.use import deploy as deploy
     from fewer.runtime import Parties as Parties
     from fewer.runtime import on_party as on_party
+    from fewer.runtime import on_ring as on_ring
 
 __version__ = "0.1.0"
 
@@ -61,6 +62,7 @@ _HOMES = {
     "deploy": "fewer.runs.use",
     "Parties": "fewer.runtime",
     "on_party": "fewer.runtime",
+    "on_ring": "fewer.runtime",
 }
 __all__ = ["__version__", "data", *_HOMES]
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -75,7 +77,6 @@ def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
 # --- killed ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.cluster
 def test_a_killed_coordinator_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1)
@@ -83,13 +84,14 @@ def test_a_killed_coordinator_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = cluster.coordinate(*words, "--out", run)
     until((run / "checkpoint.safetensors").exists)
+    time.sleep(1)  # the next question is on its way to parties that look for one every 3 seconds
     link = psutil.Process(first.pid).children()
     first.kill()
     first.wait()
     until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in link), 10)
     done = subprocess.run(cluster.command("--resume", run), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "goes on after round 1/3" in done.stderr and "fedavg: accuracy" in done.stdout
+    assert re.search(r"goes on after round [12]/3", done.stderr) and "fedavg: accuracy" in done.stdout
     assert same_as_inline(run, tmp_path / "inline", rounds=3)
 
 

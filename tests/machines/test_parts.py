@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import signal
 import socket
 import ssl
 import stat
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
+import typer
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 
@@ -21,17 +26,20 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata,
 from flwr.app.message import make_message
 
 import fewer.runtime.flower.parties as module
-from fewer.errors import RunError, SettingError
+from fewer.cli import printing
+from fewer.cli.machines import _begin
+from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.report import write_report
 from fewer.runs.engine import resume, site_of, start
 from fewer.runs.machines import Station, _told
 from fewer.runtime import Faults, Rules
 from fewer.runtime.flower import envelope
 from fewer.runtime.flower.credentials import Credentials
-from fewer.runtime.flower.link import Again, Asked, Link, There
+from fewer.runtime.flower.link import Again, Asked, Link, LinkLost, There
 from fewer.runtime.flower.parties import Flower
+from fewer.runtime.flower.programs import Program, secret_file
 from fewer.runtime.keys import PinnedKeys
-from fewer.runtime.site import GIVE, Call, Hop, Reply
+from fewer.runtime.site import GIVE, Call, Hop, Reply, on_party
 from fewer.wire import Refused, decode, encode
 from fewer.wire.sealing import public_of
 from tests.machines.cluster import job
@@ -107,21 +115,21 @@ def test_nothing_is_passed_on_unsealed() -> None:
 class FakeLink(Link):
     """Says what it was told to say: who is online at each look, and which replies come at each pull."""
 
-    def __init__(self, looks: Sequence[Mapping[int, There]], pulls: Sequence[Any]) -> None:
+    def __init__(self, looks: Sequence[Any], pulls: Sequence[Mapping[str, Reply]]) -> None:
         self.looks, self.pulls, self.pushed = deque(looks), deque(pulls), []  # type: ignore[var-annotated]
 
     def there(self) -> dict[int, There]:
-        return dict(self.looks.popleft() if len(self.looks) > 1 else self.looks[0])
+        found = self.looks.popleft() if len(self.looks) > 1 else self.looks[0]
+        if isinstance(found, Exception):
+            raise found
+        return dict(found)
 
     def push(self, questions: Sequence[tuple[Asked, bytes]], seconds: float | None) -> dict[str, Asked]:
         self.pushed.append(seconds)
         return {str(asked.call.party): asked for asked, _ in questions}
 
     def pull(self, waiting: Any) -> Mapping[str, Reply]:
-        found = self.pulls.popleft() if self.pulls else {}
-        if isinstance(found, Exception):
-            raise found
-        return found
+        return self.pulls.popleft() if self.pulls else {}
 
 
 def carried(link: Link, parties: Sequence[int], rules: Rules | None = None) -> dict[int, Reply | None]:
@@ -138,7 +146,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_not_online_is_lost_at_once_and_replies_go_to_their_questions() -> None:
     here = {0: There(10, "a"), 2: There(12, "a")}
     late = Reply(b"of another question")
-    link = FakeLink([here], [{}, {"99": late}, Again(), {"2": Reply(b"two")}, {"0": Reply(b"nought")}])
+    link = FakeLink([Again(), here], [{}, {"99": late}, {"2": Reply(b"two")}, {"0": Reply(b"nought")}])
     got = carried(link, [0, 1, 2])
     assert got == {0: Reply(b"nought"), 1: Reply(b"", "lost", "not online"), 2: Reply(b"two")}
     assert link.pushed == [None]
@@ -156,6 +164,26 @@ def test_after_the_deadline_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch
     reply = carried(link, [0], Rules(deadline=0.1))[0]
     assert reply is not None and reply.failure == "late"
     assert link.pushed == [pytest.approx(0.3)]
+
+
+def test_what_cannot_be_asked_again_is_a_link_lost(tmp_path: Path) -> None:
+    """A reply is handed out once, and nobody may be asked twice: who did not hear does not know which it was."""
+
+    class Silent:
+        def __getattr__(self, name: str) -> Any:
+            raise httpx.ReadTimeout("")
+
+    link = Link(Credentials(tmp_path))
+    link._grid = Silent()  # type: ignore[assignment]
+    link._program = Program("none:none", [], tmp_path)
+    link._program._process = SimpleNamespace(pid=1, poll=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(Again):
+        link.there()
+    with pytest.raises(LinkLost, match="does not answer"):
+        link.pull(["a"])
+    link._program._process = None
+    with pytest.raises(LinkLost, match="has ended"):
+        link.there()
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
@@ -235,6 +263,13 @@ def test_a_party_makes_its_own_key_for_sealing_and_pins_those_of_others(tmp_path
     assert one.public(0, 1) == public_of(two.private(1)) and one.public(0, 2) == bytes(32)
     for wrong in ("1", "x=00", "1=zz", "1=00"):
         command("keys", "trust", one.folder, wrong, code=2)
+    other = f"1={'11' * 32}"
+    refused = command("keys", "trust", one.folder, other, code=2).stderr
+    assert "party 1: another key is pinned here (--replace" in refused
+    command("keys", "trust", one.folder, f"1={printed}")  # the same again
+    assert one.public(0, 1).hex() == printed
+    command("keys", "trust", one.folder, other, "--replace")
+    assert one.public(0, 1).hex() == "11" * 32 and one.public(0, 2) == bytes(32)
 
 
 # --- a party --------------------------------------------------------------------------------------------------
@@ -297,6 +332,20 @@ def test_no_file_is_taken_from_a_coordinator(name: str, tmp_path: Path) -> None:
     assert reply.failure == "unable" and f"{name} = " in reply.detail and "not taken from a coordinator" in reply.detail
 
 
+def test_a_party_can_keep_to_one_method(tmp_path: Path) -> None:
+    said = told(tmp_path)
+    reply = ask(Station(tmp_path / "store", method="metafed"), said)
+    assert reply.failure == "unable" and "method = fedavg: this party takes part in metafed alone" in reply.detail
+    assert ask(Station(tmp_path / "store", method="fedavg"), said).failure is None
+    wrong = command("join", "localhost:1", "--key", tmp_path, "--method", "metafedd", code=2)
+    assert "unknown method 'metafedd', did you mean 'metafed'?" in wrong.stderr
+
+
+def test_what_is_sealed_belongs_to_its_run(tmp_path: Path) -> None:
+    sites = [Station(tmp_path / "store")._build(told(tmp_path / run), 0) for run in ("one", "two", "one")]
+    assert sites[0].context == sites[2].context != sites[1].context and sites[0].context
+
+
 def test_other_data_under_the_same_name_is_told(tmp_path: Path) -> None:
     said = told(tmp_path)
     said["facts"]["fingerprint"] = "00000000"
@@ -349,11 +398,53 @@ def test_keys_and_mistakes_on_the_command_line(tmp_path: Path, monkeypatch: pyte
     own = Path(__file__).parents[2] / "docs/examples/fedmedian.py"
     assert "lies in a file" in command("coordinator", f"{own}:FedMedian", *digits, "2", code=2).stderr
     assert "has no node.key" in command("join", "127.0.0.1:1", "--key", tmp_path, code=2).stderr
+    join: list[str | Path] = ["join", "127.0.0.1:1", "--key", keys / "party-0"]
+    assert "device = 'gpu' cannot be used" in command(*join, "--device", "gpu", code=2).stderr
+    assert "no 'none.npz' here" in command(*join, "--data", "npz:none.npz", code=2).stderr
+    for address in ("coordinator", "https://coordinator:443", "coordinator:http"):
+        wrong = command("join", address, *join[2:], code=2).stderr
+        assert f"{address} is no address of a coordinator (expected: HOST:PORT)" in wrong
+    assert "is not a run of Fewer" in command("coordinator", "--resume", tmp_path, "--keys", keys, code=2).stderr
     assert "--resume RUN" in command("coordinator", "fedavg", "--resume", tmp_path, *digits, "2", code=2).stderr
     assert "runtime = flower" in command("run", "fedavg", "--data", "digits", "--runtime", "flower", code=2).stderr
     monkeypatch.setattr("fewer.runtime.flower.find_spec", lambda name: None)
     for words in (["join", "a:1", "--key", "x"], ["local-cluster", "2"], ["keys", "init", "x", "--parties", "1"]):
         assert "pip install 'fewer[flower]'" in command(*words, code=2).stderr
+
+
+def test_whoever_is_ended_in_the_midst_of_an_answer_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in there would be a reply."""
+    before = signal.getsignal(signal.SIGTERM)
+    said = told(tmp_path)
+    station = Station(tmp_path / "store")
+    monkeypatch.setattr("fewer.methods.fedavg.FedAvg.train", on_party(lambda *_, **__: signal.raise_signal(15)))
+    try:
+        _begin()
+        with pytest.raises(KeyboardInterrupt):
+            station.answer(json.dumps(said), Call(0, "train", 1), encode("train", {"model": {}}))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_lost_quorum_is_told_with_a_way_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    @printing.told
+    def lost() -> None:
+        printing.GO_ON.append("Go on so.")
+        raise QuorumLost("too few")
+
+    with pytest.raises(typer.Exit):
+        lost()
+    printing.GO_ON.remove("Go on so.")
+    assert capsys.readouterr().err == "fewer: too few\nGo on so.\n"
+
+
+def test_one_coordinator_at_a_time_has_the_keys(tmp_path: Path) -> None:
+    keys = Credentials.create(tmp_path / "keys", 1)
+    secret_file(keys.folder / "flower")
+    with (keys.folder / "flower/lock").open("a+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(RunError, match="another coordinator is at work with the keys in"), Link(keys, port=1):
+            pass
 
 
 def test_a_partys_model_is_where_the_party_is(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def prepare(
 
     It is a run like any other, which leaves prepared.safetensors for fewer deploy in its directory.
 
-    [dim]fewer prepare --data glyphs --data-set unseen=0-9 --partition shards --parties 52 --model conv4[/dim]
+    [dim]fewer prepare --data glyphs --data-set unseen=0-9 --partition shards --parties 52 --evaluate-every 80[/dim]
     """
     from fewer.methods import find
     from fewer.runs.use import preparing

@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewer.cli.options import with_settings
 from fewer.cli.printing import GO_ON, Json, Out, Report, finish, fresh, told
 
-PORT = 8443
+if TYPE_CHECKING:
+    from fewer.runs.machines import Coordinator
+
+HOST, PORT = "127.0.0.1", 8443
 PANEL = "Between machines"
 NOT_HERE = ("method", "runtime", "workers")
 """Settings that are given otherwise."""
@@ -97,6 +100,7 @@ def seal(folder: KeyFolder) -> None:
 def trust(
     folder: KeyFolder,
     peers: Annotated[list[str], typer.Argument(metavar="N=KEY...", help="Other parties, with what `seal` printed.")],
+    replace: Annotated[bool, typer.Option("--replace", help="Also where another key is pinned already.")] = False,
 ) -> None:
     """Pin the public keys of other parties, as their people told them: never as the coordinator did.
 
@@ -115,7 +119,7 @@ def trust(
             raise SettingError(f"{peer}: not of the form N=KEY, with a key as `fewer keys seal` prints it") from None
         if len(found[int(number)]) != KEY:
             raise SettingError(f"{peer}: a key has {2 * KEY} digits")
-    PinnedKeys(folder).trust(found)
+    PinnedKeys(folder).trust(found, replace)
 
 
 @told
@@ -124,8 +128,8 @@ def coordinator(
     given: dict[str, Any],
     method: Method = None,
     keys: Keys = Path("keys"),
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", help="Listen on this port.")] = PORT,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = HOST,
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Listen on this port.")] = PORT,
     patience: Patience = 600.0,
     going_on: Annotated[
         Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run instead of beginning one.")
@@ -144,6 +148,7 @@ def coordinator(
     _begin()
     from fewer.cli.progress import shown
     from fewer.errors import SettingError
+    from fewer.runs.directory import RunDirectory
     from fewer.runs.job import check, job_from
     from fewer.runs.machines import Coordinator
     from fewer.runtime.flower.credentials import Credentials
@@ -152,8 +157,8 @@ def coordinator(
     if going_on is not None:
         if method is not None or out is not None:
             raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
-        where = going_on
-        GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
+        where = RunDirectory.open(going_on).path
+        GO_ON.append(_going_on(where, there))
         with shown() as watch, there:
             result = there.resume(where, watch(where.name), **given)
     else:
@@ -162,7 +167,7 @@ def coordinator(
         job = job_from(check({**given, "runtime": "flower"}))
         there.check(job)
         where = out or fresh(f"{job.method.name}-{job.settings.data}")
-        GO_ON.append(f"Go on with: fewer coordinator --resume {where} --keys {keys}")
+        GO_ON.append(_going_on(where, there))
         with shown() as watch, there:
             result = there.start(job, where, watch(job.method.name))
     finish(result, where, json_file, report)
@@ -185,6 +190,9 @@ def join(
         Path | None, typer.Option(metavar="DIR", help="Where this party remembers things. \\[default: KEY/store]")
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Any torch device.")] = "cpu",
+    method: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Take part in runs of this method alone. \\[default: any]")
+    ] = None,
 ) -> None:
     """Take part in runs as a party, with your own data, which stays here. Ends with Ctrl-C.
 
@@ -192,11 +200,13 @@ def join(
     """
     _begin()
     from fewer.cli.options import assignments
+    from fewer.methods import find
     from fewer.runs.machines import Station
     from fewer.runtime.keys import PinnedKeys
 
     options = assignments(data_set or [])
-    station = Station(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _say)
+    only = find(method).name if method else None
+    station = Station(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _say, only)
     station.join(address, key)
 
 
@@ -229,9 +239,16 @@ def local_cluster(
     finish(result, where, json_file, report)
 
 
+def _going_on(where: Path, there: Coordinator) -> str:
+    """What goes on with a run, at the address where its parties look for it."""
+    also = f" --host {there.host}" if there.host != HOST else ""
+    also += f" --port {there.port}" if there.port != PORT else ""
+    return f"Go on with: fewer coordinator --resume {where} --keys {there.credentials.folder}{also}"
+
+
 def _begin() -> None:
-    """Flower must be there; and whoever is ended (systemd, docker) takes leave of the others first."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    """Flower must be there; and whoever is ended (systemd, docker) takes leave of the others first, as with Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _need_flower()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fewer.errors import FewerError
+from fewer.errors import FewerError, QuorumLost
 
 if TYPE_CHECKING:
     from fewer.runs import Result
@@ -52,6 +52,8 @@ def told(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except FewerError as error:
             print(f"fewer: {error}", file=sys.stderr)
+            if isinstance(error, QuorumLost) and GO_ON:  # nobody's mistake, and not the end
+                print(GO_ON[-1], file=sys.stderr)
             raise typer.Exit(2) from None
         except BrokenPipeError:
             sys.stderr.close()

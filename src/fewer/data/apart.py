@@ -58,9 +58,10 @@ def _numbers(what: str, given: Any, there: set[int], name: str) -> set[int]:
         first, dash, last = str(part).strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise SettingError(f"{what} = {given} of data '{name}' (allowed: class numbers and ranges, as 0-9,20)")
-        found |= set(range(int(first), int(last or first) + 1))
-    if odd := sorted(found - there):
-        raise SettingError(f"{what} = {given}, but data '{name}' has no samples of class {odd[0]}")
+        wanted = range(int(first), int(last or first) + 1)  # however long: it ends at the first that is not there
+        if (odd := next((label for label in wanted if label not in there), None)) is not None:
+            raise SettingError(f"{what} = {given}, but data '{name}' has no samples of class {odd}")
+        found.update(wanted)
     if not found:
         raise SettingError(f"{what} = {given} of data '{name}' names no class")
     return found

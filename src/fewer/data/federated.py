@@ -126,6 +126,8 @@ class ArrayData(Data):
     """Whether each party's samples are in the order of time."""
     novel: bool = False
     """Whether validation and test samples are of classes that nobody trains on."""
+    clients: NDArray[Any] | None = None
+    """Whose each row of `source` was, where rows in the order of time are divided otherwise than by client."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -173,11 +175,35 @@ class ArrayData(Data):
         return replace(self, source=self.source.to(device), common=self.common.to(device))
 
     def held_out(self, share: float, seed: int) -> ArrayData:
-        """The training data alone, a share of each party's in the place of its test data."""
-        train, held = split_off(self.train, share, None if self.in_time else np.random.default_rng(seed))
+        """The training data alone, a share of each party's in the place of its test data.
+
+        What is in time is split in time; where parties hold rows of several clients, in that of each client.
+        """
+        if self.clients is None:
+            train, held = split_off(self.train, share, None if self.in_time else np.random.default_rng(seed))
+        else:
+            late = np.isin(self.train.rows, self._latest(self.clients, share))
+            owners = np.repeat(np.arange(len(self)), self.train.sizes)
+            train, held = (Parts.by_owner(self.train.rows[mask], owners[mask], len(self)) for mask in (~late, late))
         parts = Parts(np.arange(len(held.rows)), held.offsets)
         common = replace(self.source, rows=torch.from_numpy(held.rows).to(self.source.y.device))
         return replace(self, train=train, common=common, tests=parts, origin=None)
+
+    def _latest(self, clients: NDArray[Any], share: float) -> NDArray[np.int64]:
+        """A share of each client's training rows: the last ones of each class.
+
+        A client's classes come in blocks of time (one activity after the other): its very last rows would be all there
+        is of a class or two.
+        """
+        rows = np.sort(self.train.rows)
+        owners = np.unique(clients[rows], return_inverse=True)[1].reshape(-1)
+        kinds = owners * MAX_CLASSES + self.source.y.cpu().numpy()[rows]
+        _, kinds, sizes = np.unique(kinds, return_inverse=True, return_counts=True)
+        late = np.empty(len(rows))  # 0 … 1, how late a row comes among those of its client and class
+        late[np.argsort(kinds, kind="stable")] = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
+        order = np.lexsort((rows, late))
+        by_client = Parts.by_owner(rows[order], owners[order], int(owners.max(initial=0)) + 1)
+        return split_off(by_client, share, None)[1].rows
 
     @cached_property
     def unseen(self) -> frozenset[int]:
@@ -304,8 +330,9 @@ def federate(
     classes = max(len(raw.names), int(max(labels.max(), tested.max(initial=0))) + 1)
     if raw.split is not None:
         classes = raw.split[0]
-    names, novel = raw.names, raw.split is not None
-    return ArrayData(name, classes, source, train, held, common, tests, origin, tokens, names, raw.in_time, novel)
+    names, time, novel = raw.names, raw.in_time, raw.split is not None
+    clients = raw.client if time and partition != "natural" else None
+    return ArrayData(name, classes, source, train, held, common, tests, origin, tokens, names, time, novel, clients)
 
 
 def _by_class(

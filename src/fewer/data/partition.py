@@ -114,7 +114,10 @@ def pathological(labels: Rows, how: Division, draw: np.random.Generator) -> Part
 
 
 def shards(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Samples sorted by class are cut into equal shards, and each party is dealt a few of them."""
+    """Shards of one class each, and each party is dealt a few of them; a class has as many as its share of the samples.
+
+    Where there are fewer shards than classes, samples sorted by class are cut into equal shards.
+    """
     count = how.parties * how.shards
     if not how.shards >= 1 or count > len(labels):
         raise SettingError(f"{count} shards of {len(labels)} samples (allowed: shards = 1 or more, a sample in each)")
@@ -122,7 +125,20 @@ def shards(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
     order = order[np.argsort(labels[order], kind="stable")]
     owners = np.empty(count, np.int64)
     owners[draw.permutation(count)] = np.arange(count) // how.shards
-    return Parts.by_owner(order, owners[np.arange(len(labels)) * count // len(labels)], how.parties)
+    return Parts.by_owner(order, np.repeat(owners, _shard_sizes(labels, count)), how.parties)
+
+
+def _shard_sizes(labels: Rows, count: int) -> Rows:
+    """How many samples each of `count` shards has, class by class."""
+    _, sizes = np.unique(labels, return_counts=True)
+    if count < len(sizes):
+        sizes = np.array([len(labels)])
+    each = np.maximum(1, count * sizes // len(labels))
+    while each.sum() < count:
+        each[np.argmax(sizes / each)] += 1
+    while each.sum() > count:
+        each[np.argmin(np.where(each > 1, sizes / each, np.inf))] -= 1
+    return np.concatenate([np.diff(-(-np.arange(n + 1) * size // n)) for n, size in zip(each, sizes, strict=True)])
 
 
 def quantity(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:

@@ -23,7 +23,7 @@ from fewer.errors import SettingError, unknown
 from fewer.learning.prototypes import nearness
 from fewer.learning.score import Counts, score
 from fewer.methods.base import CHUNK, Coordinator, Place
-from fewer.methods.frl import FewRounds, Prepared, batch_statistics
+from fewer.methods.frl import FewRounds, Prepared, batch_statistics, features_of
 from fewer.models import parts_of
 from fewer.runs.engine import one_thread
 from fewer.runs.job import load_data
@@ -222,8 +222,7 @@ def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud,
         )
     here = Place(result.data, result.task, result.settings.seed, Path())(-1, 0)
     assert isinstance(here, Coordinator)
-    never = sorted(result.data.unseen)
-    drawn = method.draw_group(here.common, never, min(method.way, len(never)), here.seed, number)
+    drawn = method.draw_group(here.common, *method.classes_of(result.data, here.seed), here.seed, number)
     rounds = method.deploy_rounds or method.group_rounds
     _, end = method.played(here, method.shared(result.state), drawn.supports, number, rounds)
     net, before = method.played(here, method.shared(result.state), drawn.supports, number, rounds - 1)
@@ -233,12 +232,12 @@ def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud,
     batch_statistics(net)
     with torch.no_grad():
         x, y = drawn.queries.slice(0, len(drawn.queries))
-        features = parts_of(net)[0](x)
+        features = features_of(net, x)
         right = end.classes[nearness(features, end.means).argmax(1)] == y
     elsewhere = ~torch.isin(y, torch.unique(own.labels))
     with torch.no_grad():
         mine, labels = own.slice(0, len(own))
-        cloud = _flat(features[:most], y[:most], parts_of(net)[0](mine), labels, end.means, end.classes)
+        cloud = _flat(features[:most], y[:most], features_of(net, mine), labels, end.means, end.classes)
     return cloud, float(right.double().mean()), float(right[elsewhere].double().mean())
 
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import Progress, start
 from fewer.runs.job import Job
@@ -75,8 +77,17 @@ def tune(
         return -math.inf if found is None else found
 
     first = {name: float(getattr(job.method, name)) for name in grids}
-    best = search(judge, grids, first, trials)
+    best = search(judge, grids, first, trials, lambda point: _allowed(job, point))
     return _with(job, best), done
+
+
+def _allowed(job: Job, point: Point) -> bool:
+    """Whether the method takes these settings: a share, say, may go no further than 1."""
+    try:
+        type(job.method)(**{**job.method.model_dump(), **point})
+    except ValidationError:
+        return False
+    return True
 
 
 def _noted(notes: Path, task: str) -> list[Trial]:
@@ -91,7 +102,13 @@ def _noted(notes: Path, task: str) -> list[Trial]:
     return trials
 
 
-def search(judge: Callable[[Point], float], grids: Mapping[str, Sequence[float]], first: Point, trials: int) -> Point:
+def search(
+    judge: Callable[[Point], float],
+    grids: Mapping[str, Sequence[float]],
+    first: Point,
+    trials: int,
+    allowed: Callable[[Point], bool] = lambda point: True,
+) -> Point:
     """Coordinate search: each setting in turn over its grid, then ever finer round the best, for `trials` points."""
     scores: dict[tuple[tuple[str, float], ...], float] = {}
 
@@ -100,7 +117,7 @@ def search(judge: Callable[[Point], float], grids: Mapping[str, Sequence[float]]
 
     for change in _changes(grids, best, scores):
         point = {**best(), **change}
-        if _key(point) not in scores:
+        if _key(point) not in scores and allowed(point):
             scores[_key(point)] = judge(point)
         if len(scores) >= trials:
             break

@@ -33,10 +33,17 @@ def score(net: nn.Module, chunks: Iterable[tuple[Tensor, Tensor]], top: int = 1)
 
 
 def judged(scores: Tensor, y: Tensor, top: int = 1) -> Counts:
-    """Counts of some scores (samples × classes). Of equal scores the first counts as the best."""
+    """Counts of some scores (samples × classes). Of equal scores the first counts as the best.
+
+    A sample of a class that the net rules out altogether (−∞) is wrong and adds no loss, which would be infinite.
+    """
     if top == 1:
         best = scores.argmax(1, keepdim=True)
     else:
         best = scores.sort(dim=1, descending=True, stable=True).indices[:, :top]
+    right, total = int((best == y[:, None]).sum()), len(y)
+    can = scores.gather(1, y[:, None])[:, 0] != -torch.inf
+    if not bool(can.all()):
+        scores, y = scores[can], y[can]
     loss = float(F.cross_entropy(scores, y, reduction="sum").nan_to_num(nan=WORST))
-    return Counts(int((best == y[:, None]).sum()), len(y), min(loss, WORST))
+    return Counts(right, total, min(loss, WORST))

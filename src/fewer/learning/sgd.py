@@ -21,10 +21,15 @@ def draw_batches(count: int, steps: int, batch: int, stream: torch.Generator) ->
 
 
 def epochs(samples: Samples, count: int, batch: int | None, stream: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """All samples `count` times over, each time in a new order and in steps of `batch`, or at once."""
+    """All samples `count` times over, each time in a new order and in steps of `batch`, or at once.
+
+    One sample that is left over goes with the step before: batch norm can do nothing with one alone.
+    """
     for _ in range(count):
-        for numbers in torch.split(torch.randperm(len(samples), generator=stream), batch or len(samples)):
-            yield samples.pick(numbers)
+        parts = list(torch.split(torch.randperm(len(samples), generator=stream), batch or len(samples)))
+        if len(parts) > 1 and len(parts[-1]) == 1 < len(parts[-2]):
+            parts[-2:] = [torch.cat(parts[-2:])]
+        yield from map(samples.pick, parts)
 
 
 def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:

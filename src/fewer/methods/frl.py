@@ -15,7 +15,8 @@ gradient, global ones are constants. γ = 5/6 is the paper's released L_local + 
 part of the support the local prototypes are those of that part. A party sends the gradient of line 19 and the
 coordinator takes the step, which is the same and spares it θ⁰; by default that is a step of Adam, whose moments last,
 since plain descent (`optimiser = sgd`) needs the paper's thousands of episodes. A linear head is drawn anew (Xavier)
-for each episode as for each group, over the classes that the group holds, so that preparation is like what follows.
+for each episode as for each group, over the classes that the group holds, so that preparation is like what follows; to
+learn which these are, a group with a linear head begins with one exchange more, of class numbers alone (`holds`).
 Batch norm uses the statistics of the batch, also to answer queries; of its weights the mean is taken like of all
 others.
 """
@@ -33,7 +34,7 @@ from torch.nn import functional as F
 
 from fewer.data import Data, Samples
 from fewer.data.episodes import support_query
-from fewer.errors import QuorumLost, SettingError
+from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.learning import score, sgd, weighted_mean
 from fewer.learning.adam import adam
 from fewer.learning.adapt import learnable
@@ -51,8 +52,10 @@ HEAD = "head."
 Known = tuple[Tensor, Tensor]
 """Classes and their global prototypes; of a linear head, the classes of the group."""
 AnyGroup = TypeVar("AnyGroup", bound="Group")
-RATES = 0.001, 0.003, 0.01, 0.03
+RATES = 0.001, 0.003, 0.01
 """Step sizes (α) to choose from where classes are told apart by distance; for a linear head, ten times as much."""
+GAMMAS = 0.5, 5 / 6
+"""Shares of the local loss (γ) to choose from with GPAL."""
 HELD = 0.2
 """Share of its support that a party of one-shot FL holds out to judge its own model."""
 
@@ -97,9 +100,13 @@ class FewRounds(Method):
     """How models and prototypes are written on the wire."""
 
     def grids(self) -> Mapping[str, Sequence[float]]:
-        """A linear head learns with larger steps."""
-        linear = self.head == "linear"
-        return {n: [10 * rate for rate in RATES] if n == "rate" and linear else g for n, g in self.tunable.items()}
+        """A linear head learns with larger steps; GPAL has its γ besides."""
+        own: dict[str, Sequence[float]] = {}
+        if self.head == "linear":
+            own["rate"] = [10 * rate for rate in RATES]
+        if self.head == "gpal":
+            own["gamma"] = GAMMAS
+        return {**self.tunable, **own}
 
     def nobody(self, task: Task) -> Group:
         """A group before it begins."""
@@ -116,7 +123,7 @@ class FewRounds(Method):
         """Lines 6 to 14: one round of the group. Prototypes are needed for GPAL, and in the end to answer with."""
         some = Shaped((range(1, group.total + 1),), torch.int64)
         if self.head == "linear" and not group.done:
-            told = fitting(parties.ask(who, self.holds, returns={"classes": some}), parties, group.total)
+            told = fitting(parties.ask(who, self.holds, returns={"classes": some}), parties, group.total, "holds")
             group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in told])))
         fields: dict[str, Any] = {"model": Coded(group.model, self.codec), **self.known(group)}
         wanted = self.wanted(last)
@@ -126,7 +133,7 @@ class FewRounds(Method):
         if self.keep is not None:
             returns["score"] = Number(float, 0, 1)
         answers = parties.ask(who, self.learn, wanted=wanted, returns=returns, **fields)
-        return self.merge(group, [answer.fields for answer in fitting(answers, parties, group.total)])
+        return self.merge(group, [answer.fields for answer in fitting(answers, parties, group.total, "learn")])
 
     def tells(self, group: Group) -> bool:
         """Whether parties are told what is known of the group's classes."""
@@ -173,7 +180,7 @@ class FewRounds(Method):
         self, me: Party, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
     ) -> dict[str, Any]:
         """Lines 7 to 11 at a party."""
-        known = None if classes is None or means is None else (classes, means)
+        known = known_of(classes, means)
         answer = self.update(self.net(me, model), self.support(me), known, wanted, me.stream("batches"))
         sent = ("model", "means") if wanted else ("model",)
         return {**answer, **{name: Coded(answer[name], self.codec) for name in sent}}
@@ -207,13 +214,12 @@ class FewRounds(Method):
         self, net: nn.Module, x: Tensor, y: Tensor, known: Known | None, own: Prototypes | None = None
     ) -> tuple[Tensor, Prototypes]:
         """f of Eq 3: L_local (Eq 2) and from the second round on L_aux; and the local prototypes, of the same pass."""
-        encoder, head = parts_of(net)
-        features = encoder(x)
+        features = features_of(net, x)
         own = own or prototypes(features, y)
         if self.head == "linear":
             assert known
             place, there = places(known[0], y)
-            scores = head(features)[:, known[0]]
+            scores = parts_of(net)[1](features)[:, known[0]]
             return F.cross_entropy(scores[there], place[there], reduction="sum") / len(y), own
         local = distance_loss(features, y, own.classes, own.means)
         if known is None:
@@ -228,7 +234,7 @@ class FewRounds(Method):
         return counts.correct / counts.total
 
 
-def fitting(answers: Sequence[Answer], parties: Parties, total: int) -> list[Answer]:
+def fitting(answers: Sequence[Answer], parties: Parties, total: int, handler: str) -> list[Answer]:
     """The answers whose classes are classes, each once and with one prototype; the others count as refused."""
     good = []
     for answer in answers:
@@ -238,12 +244,17 @@ def fitting(answers: Sequence[Answer], parties: Parties, total: int) -> list[Ans
             counts = answer.fields.get("counts", classes.new_ones(1))
             rising = bool((classes.diff() > 0).all() and classes[0] >= 0 and classes[-1] < total)
             if len(lengths) > 1 or not rising or int(counts.min()) < 1 or int(counts.max()) > MAX_SIZE:
-                parties.on_absent(Absent(answer.party, "refused", "its classes and prototypes do not fit"), "learn")
+                parties.on_absent(Absent(answer.party, "refused", "its classes and prototypes do not fit"), handler)
                 continue
         good.append(answer)
     if not good:
         raise QuorumLost(f"round {parties.round}: no party sent classes and prototypes that fit")
     return good
+
+
+def known_of(classes: Tensor | None, means: Tensor | None) -> Known | None:
+    """What a party was told of the group's classes, if anything."""
+    return None if classes is None or means is None else (classes, means)
 
 
 def new_head(model: Weights, draw: torch.Generator) -> Weights:
@@ -258,6 +269,12 @@ def new_head(model: Weights, draw: torch.Generator) -> Weights:
     return fresh
 
 
+def features_of(net: nn.Module, x: Tensor) -> Tensor:
+    """g(x). Images lie with their channels last, which halves the time that pools and batch norm take."""
+    features: Tensor = parts_of(net)[0](x.to(memory_format=torch.channels_last) if x.ndim == 4 else x)
+    return features
+
+
 def batch_statistics(net: nn.Module) -> None:
     """Evaluation mode, but for batch norm, which goes on to use the statistics of the batch."""
     net.eval()
@@ -270,8 +287,7 @@ def batch_statistics(net: nn.Module) -> None:
 def embed(net: nn.Module, samples: Samples) -> Prototypes:
     """The prototypes of some samples under a net (line 9), without gradient."""
     batch_statistics(net)
-    encoder, _ = parts_of(net)
-    found = [(encoder(x), y) for x, y in samples.chunks(CHUNK)]
+    found = [(features_of(net, x), y) for x, y in samples.chunks(CHUNK)]
     return prototypes(torch.cat([x for x, _ in found]), torch.cat([y for _, y in found]))
 
 
@@ -297,9 +313,13 @@ class Answering(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scores of all classes."""
         classes, means = self.get_buffer("classes"), self.get_buffer("means")
-        encoder, head = parts_of(self.net)
-        features = encoder(x)
-        scores = nearness(features, means) if means.shape[1] else head(features)[:, classes]
+        try:
+            features = features_of(self.net, x)
+        except ValueError as error:  # of batch norm without height and width
+            if len(x) > 1:
+                raise
+            raise DataError("batch norm needs two samples or more to answer; prepare with --norm group") from error
+        scores = nearness(features, means) if means.shape[1] else parts_of(self.net)[1](features)[:, classes]
         return scores.new_full((x.shape[0], self.total), -torch.inf).index_copy(1, classes, scores)
 
 
@@ -363,7 +383,7 @@ class FRL(Prepared):
 
     name: ClassVar[str] = "frl"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "meta_rate": (0.001, 0.003, 0.01, 0.03),
+        "meta_rate": (0.003, 0.01, 0.03),
         "rate": RATES,
     }
 
@@ -377,6 +397,10 @@ class FRL(Prepared):
     """Queries of a party in a meta-update (|D|); by default all."""
     query_prototypes: Literal["queries", "support"] = "queries"
     """Local prototypes of the meta-update: of the queries (line 18), or the last ones of the support."""
+
+    def grids(self) -> Mapping[str, Sequence[float]]:
+        """Plain descent needs far larger steps than Adam."""
+        return {**super().grids(), **({"meta_rate": (0.1, 0.3, 1.0)} if self.optimiser == "sgd" else {})}
 
     def start(self, task: Task, seed: int) -> State:
         """φ⁰, and no episode yet."""
@@ -393,8 +417,7 @@ class FRL(Prepared):
             state = replace(self.begin(state, state.initial, parties.stream("head")), who=self.choose(parties))
         if state.done == self.group_rounds:
             return self.meta_update(state, parties)
-        last = state.done == self.group_rounds - 1 and self.query_prototypes == "support"
-        return self.play(state, state.who, parties, last)
+        return self.play(state, state.who, parties, last=False)
 
     def meta_update(self, state: State, parties: Parties) -> State:
         """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), the mean of what each party would make of θ⁰; or by Adam."""
@@ -406,10 +429,11 @@ class FRL(Prepared):
             **self.known(state),
         )
         slopes = weighted_mean([answer["slopes"] for answer in answers], [answer["size"] for answer in answers])
-        number = state.episodes + 1
-        phi, first, second = adam(state.initial, slopes, state.first, state.second, number, self.meta_rate)
+        number, phi, first, second = state.episodes + 1, state.initial, state.first, state.second
         if self.optimiser == "sgd":
-            phi |= {name: state.initial[name] - self.meta_rate * slope for name, slope in slopes.items()}
+            phi = phi | {name: phi[name] - self.meta_rate * slope for name, slope in slopes.items()}
+        else:
+            phi, first, second = adam(phi, slopes, first, second, number, self.meta_rate)
         return replace(state, initial=phi | self.buffers(state), first=first, second=second, episodes=number, who=[])
 
     def buffers(self, state: State) -> Weights:
@@ -420,11 +444,19 @@ class FRL(Prepared):
     def learn(
         self, me: Party, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
     ) -> dict[str, Any]:
-        """As in any group; the prototypes may be needed in the meta-update."""
-        answer = super().learn(me, model, wanted, classes, means)
-        if wanted and self.query_prototypes == "support":
-            me.store.put("prototypes", [answer["classes"], answer["means"].value, answer["counts"]])
-        return answer
+        """As in any group; the prototypes of the last round may be needed in the meta-update, by the party alone."""
+        last = me.round % (self.group_rounds + 1) == self.group_rounds
+        kept = last and self.query_prototypes == "support" and self.head != "linear"
+        answer = super().learn(me, model, wanted or kept, classes, means)
+        if kept:
+            found = [answer["classes"], answer["means"].value, answer["counts"]]
+            me.store.put("prototypes", {"episode": self.episode(me), "found": found})
+        return {n: value for n, value in answer.items() if wanted or n not in Prototypes._fields}
+
+    def last_prototypes(self, me: Party) -> Prototypes | None:
+        """Those that a party kept of this episode; none where it learned in none of its last rounds, or has no use."""
+        kept: Any = me.store.get("prototypes") if self.query_prototypes == "support" else None
+        return Prototypes(*kept["found"]) if kept and kept["episode"] == self.episode(me) else None
 
     @on_party
     def answer_queries(
@@ -438,9 +470,7 @@ class FRL(Prepared):
         if self.queries is not None and self.queries < len(queries):
             x, y = queries.pick(torch.randperm(len(queries), generator=me.stream("queries"))[: self.queries])
         net = self.net(me, model)
-        kept: Any = me.store.get("prototypes") if self.query_prototypes == "support" else None
-        known = None if classes is None or means is None else (classes, means)
-        loss, _ = self.loss(net, x, y, known, Prototypes(*kept) if kept else None)
+        loss, _ = self.loss(net, x, y, known_of(classes, means), self.last_prototypes(me))
         parameters = {name: tensor for name, tensor in net.named_parameters() if not name.startswith(HEAD)}
         learns = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
         slopes = torch.autograd.grad(loss, list(learns.values()), allow_unused=True, materialize_grads=True)
@@ -452,9 +482,12 @@ class FRL(Prepared):
 
     def halves(self, me: Party) -> tuple[Samples, Samples]:
         """Line 3: S_k and Q_k, the same in all rounds of an episode."""
-        episode = (me.round - 1) // (self.group_rounds + 1)
-        draw = None if me.in_time else stream(me.seed, me.id, episode, "division")
+        draw = None if me.in_time else stream(me.seed, me.id, self.episode(me), "division")
         return support_query(me.train, self.support_share, draw, by_class=True)
+
+    def episode(self, me: Party) -> int:
+        """The number of the episode under way."""
+        return (me.round - 1) // (self.group_rounds + 1)
 
     def shared(self, state: State) -> Weights:
         """φ"""

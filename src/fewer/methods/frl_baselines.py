@@ -18,12 +18,13 @@ from typing import Any, ClassVar
 import torch
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fewer.data.episodes import support_query
 from fewer.learning import sgd, weighted_mean
 from fewer.learning.sgd import epochs
 from fewer.methods.base import MAX_SIZE, ModelState, Party
-from fewer.methods.frl import RATES, Prepared
+from fewer.methods.frl import RATES, Prepared, features_of
 from fewer.models import Task, Weights, parts_of, weights_of
 from fewer.runtime import Parties, Unable, on_party
 from fewer.wire import Coded, Number
@@ -52,7 +53,7 @@ class FineTuning(Scratch):
     """FRL's baseline: a group fine-tunes what FedAvg learned of the training classes; one-shot FL with `keep`."""
 
     name: ClassVar[str] = "frl-fine-tuning"
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"prepare_rate": (0.03, 0.1, 0.3, 1.0), **Scratch.tunable}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"prepare_rate": (0.03, 0.1, 0.3), **Scratch.tunable}
 
     rounds: PositiveInt = 80
     """Rounds of preparation."""
@@ -80,7 +81,11 @@ class FineTuning(Scratch):
 
     def pretrain(self, net: nn.Module, me: Party) -> None:
         """Some passes over all samples, in place: what relatives change."""
-        sgd(net, epochs(me.train, self.epochs, self.batch, me.stream("batches")), self.prepare_rate)
+
+        def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(parts_of(net)[1](features_of(net, x)), y)
+
+        sgd(net, epochs(me.train, self.epochs, self.batch, me.stream("batches")), self.prepare_rate, loss=loss)
 
 
 class PersonalStart(FineTuning):

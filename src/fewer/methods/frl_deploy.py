@@ -8,6 +8,7 @@ global prototypes. `fewer prepare` writes the file that it begins from, `fewer d
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from pydantic import PositiveInt
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from fewer.data import Data
 from fewer.errors import DataError, SettingError
 from fewer.methods.frl import HEAD, RATES, Answering, FewRounds, Group
 from fewer.models import Task, Weights
@@ -48,6 +50,14 @@ class Deploy(FewRounds):
     prepared: str
     """The prepared model: the file that `fewer prepare` wrote, or its run directory."""
 
+    def gathered(self, data: Data) -> Data:
+        """The group's text must be in the tokens that the model was prepared with."""
+        if read_prepared(Path(self.prepared))[1].get("vocabulary") != vocabulary(data):
+            raise SettingError(
+                f"{self.prepared} was prepared with another vocabulary: its token numbers mean other words"
+            )
+        return data
+
     def start(self, task: Task, seed: int) -> Deployed:
         """θ⁰ = φ, with the group's own head where it has one."""
         weights, _ = read_prepared(Path(self.prepared))
@@ -60,8 +70,8 @@ class Deploy(FewRounds):
         return Deployed(**vars(group), rest={name: first[name] for name in first if name not in group.model})
 
     def round(self, state: Deployed, parties: Parties) -> Deployed:
-        """One of the R rounds."""
-        return self.play(state, self.choose(parties), parties, last=True)
+        """One of the R rounds. Prototypes to answer with are needed where the model is judged."""
+        return self.play(state, self.choose(parties), parties, last=parties.judged)
 
     def choose(self, parties: Parties) -> list[int]:
         """The whole group, unless `active` says less."""
@@ -78,9 +88,19 @@ class Deploy(FewRounds):
         return Answering(net(theta), weights[CLASSES], weights[MEANS], int(weights[TOTAL]))
 
 
+def vocabulary(data: Data) -> int | None:
+    """What tells one vocabulary from another; None where inputs are no text."""
+    return zlib.crc32("\n".join(data.tokens).encode()) if data.tokens else None
+
+
+def file_of(path: Path) -> Path:
+    """The prepared model itself, where its run directory may be named instead."""
+    return path / FILE if path.is_dir() else path
+
+
 def read_prepared(path: Path) -> tuple[Weights, dict[str, Any]]:
     """Weights and settings of a prepared model."""
-    file = path / FILE if path.is_dir() else path
+    file = file_of(path)
     try:
         weights: Weights = safetensors.torch.load_file(file)
         with safe_open(file, "pt") as content:

@@ -9,6 +9,7 @@ coordinator.
 
 from __future__ import annotations
 
+import logging
 import statistics
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from fewer.methods.base import CHUNK, Coordinator, Method, Scores
 from fewer.models import Weights
 from fewer.runtime import Parties, on_coordinator, seed_of, stream
 
+_LOG = logging.getLogger("fewer")
 TRIAL_GROUPS = 30
 """Groups that a trial is judged on at most."""
 
@@ -62,6 +64,11 @@ class OnGroups(Method):
     def group_model(self, here: Coordinator, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
         """The model that a group makes of the prepared one."""
 
+    def gathered(self, data: Data) -> Data:
+        """The data as it is; what is wrong with groups of it shows before the first round."""
+        self.classes_of(data)
+        return data
+
     def evaluate(self, state: Any, parties: Parties, data: Data) -> Scores:
         """After a round: what groups make of the prepared model, mean over groups."""
         counts = self.ask_groups(state, parties, data)
@@ -77,27 +84,45 @@ class OnGroups(Method):
 
     def ask_groups(self, state: Any, parties: Parties, data: Data) -> list[Counts]:
         """What is counted in each group."""
+        never, wanted = self.classes_of(data, parties.seed)
+        items = [{"number": number} for number in range(self.groups)]
+        labels = torch.tensor(never, dtype=torch.int64)
+        found = parties.spread(self.play_group, items, model=self.shared(state), never=labels, wanted=wanted)
+        lost = sum(not count.pop("sound") for count in found)
+        if lost:
+            _LOG.warning(
+                f"{self.name}: the models of {lost} of {self.groups} groups are no longer finite and answer nothing "
+                "(smaller steps: --set rate and those of the preparation)"
+            )
+        return [Counts(**count) for count in found]
+
+    def classes_of(self, data: Data, seed: int = 0) -> tuple[list[int], int]:
+        """Classes never met, and how many of them a group has; SettingError where the data has no such groups."""
         there = sorted(set(data.test.labels.tolist()))
         never = [label for label in there if label in data.unseen]
         wanted = min(self.way, len(never)) if self.unseen is None else self.unseen
+        if wanted > self.way:
+            raise SettingError(f"unseen = {wanted} classes of a group with way = {self.way} (allowed: 0 … {self.way})")
         if wanted > len(never) or self.way - wanted > len(there) - len(never):
             raise SettingError(
                 f"groups of {wanted} classes never met and {self.way - wanted} others, but the test samples are of "
                 f"{len(never)} and {len(there) - len(never)} (--set way, --set unseen, --data-set unseen=CLASSES)"
             )
-        items = [{"number": number} for number in range(self.groups)]
-        labels = torch.tensor(never, dtype=torch.int64)
-        found = parties.spread(self.play_group, items, model=self.shared(state), never=labels, wanted=wanted)
-        return [Counts(**count) for count in found]
+        if not len(self.draw_group(data.test, never, wanted, seed, 0).queries):
+            raise SettingError(
+                f"groups of {self.members} members and {self.way} classes have no queries: no member has two samples "
+                "of a class (--set members, --set samples)"
+            )
+        return never, wanted
 
     @on_coordinator
-    def play_group(
-        self, here: Coordinator, model: Weights, never: Tensor, wanted: int, number: int
-    ) -> dict[str, float]:
+    def play_group(self, here: Coordinator, model: Weights, never: Tensor, wanted: int, number: int) -> dict[str, Any]:
         """All rounds of one group, and right answers on its queries."""
         group = self.draw_group(here.common, never.tolist(), wanted, here.seed, number)
         net = self.group_model(here, model, group.supports, number)
-        return score(net, group.queries.chunks(CHUNK))._asdict()
+        sound = all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values())
+        found = score(net, group.queries.chunks(CHUNK))
+        return {**(found if sound else found._replace(correct=0))._asdict(), "sound": sound}
 
     def draw_group(self, samples: Samples, never: Sequence[int], wanted: int, seed: int, number: int) -> Drawn:
         """The group of this number: the same for all methods and rounds."""

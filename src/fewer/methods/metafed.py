@@ -50,12 +50,16 @@ from fewer.methods.base import Method, Party, PersonalMethod, Scores
 from fewer.methods.federation import BEGIN, Federation, Group, Single, Teacher, Work, seated, with_net
 from fewer.methods.registry import find
 from fewer.models import Task, Weights, is_norm, parts_of
-from fewer.runtime import Parties, Unable, on_party
+from fewer.runtime import Parties, Unable, on_party, on_ring
 from fewer.wire import Codec, Coded, Number, Refused
 
 Share = Annotated[float, Field(ge=0, le=1)]
 OWN = "own"
 """Under this name a federation's store has its model, the best one, and how they came about."""
+ABSURD = 1e4
+"""Mean loss of a model that is broken: none that has learned anything is as bad, whatever it is judged on."""
+STARS = ("fedavg", "fedprox", "fedbn", "local", "fedmk", "fedgen", "feddistill")
+"""Methods that train a model of the federation's own net, from one that is given: these can work inside."""
 
 
 @dataclass(frozen=True)
@@ -148,18 +152,18 @@ class MetaFed(PersonalMethod):
     @on_party
     def begin(self, me: Party) -> dict[str, Any]:
         """Algorithm 1, line 2: a model of its own. One that is not there now does so when it first takes a model."""
-        if me.store.get(OWN) is None:
-            self.own(me)
+        self.own(me)
         return {}
 
-    @on_party
+    @on_ring
     def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
         """Algorithm 1, lines 4 to 10: distil the model that came, or take it over; pass on what comes of it."""
+        if model is not None:
+            self.fits(me, model, net)
         own = self.own(me)
         if model is None:  # the first of the ring: there is nothing to learn from yet
             return self.letter(me, own["model"])
         here = self.federation(me)
-        self.fits(me, model, net)
         able = accuracy(here.judge(own["model"], self.net(me))) > self.enough
         if net != self.net(me) or (able and self.transfer == "distil"):
             found = here.study(own["model"], Teacher(model, net, self.weight))
@@ -169,21 +173,24 @@ class MetaFed(PersonalMethod):
             self.keep(me, here, own, found, taken=own["taken"] + 1)
         return self.letter(me, found)
 
-    @on_party
+    @on_ring
     def personalise(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
         """Algorithm 2: learn from the common model as much as it is worth here; pass it on as it came."""
+        if model is not None:
+            self.fits(me, model, net)
         own = self.own(me)
         here = self.federation(me)
         if model is None:
             model, net = own["model"], self.net(me)
-        self.fits(me, model, net)
         common, mine = accuracy(here.judge(model, net)), accuracy(here.judge(own["model"], self.net(me)))
         weight = adapted(self.weight, common, mine, self.poor)
+        taken = own["taken"]
         if net != self.net(me) or self.transfer == "distil":
             found = here.study(own["model"], Teacher(model, net, weight))
         else:
             found = here.practise(self.mixed(me, model, own["model"]), "taken")
-        self.keep(me, here, own, found, weight=weight)
+            taken += 1
+        self.keep(me, here, own, found, weight=weight, taken=taken)
         return {"model": Coded(model, self.codec), "net": net}
 
     # --- its pieces -------------------------------------------------------------------------------------------
@@ -202,10 +209,13 @@ class MetaFed(PersonalMethod):
         return self.keep(me, here, nothing, model)
 
     def keep(self, me: Party, here: Federation, own: Mapping[str, Any], model: Weights, **facts: Any) -> dict[str, Any]:
-        """Remember a new model, and of all models the best on validation samples."""
-        if not all(bool(tensor.isfinite().all()) for tensor in model.values()):
-            raise Unable(f"its training diverged (rate {self.rate:g})")
+        """Remember a new model, and of all models the best on validation samples.
+
+        Unable where it is broken: by the rate, or by the model that came. The ring finds out which.
+        """
         count = here.judge(model, self.net(me))
+        if count.loss > ABSURD * count.total or not all(bool(tensor.isfinite().all()) for tensor in model.values()):
+            raise Unable(f"its training diverged (rate {self.rate:g})")
         better = (count.correct, -count.loss) >= (own["correct"], -own["loss"])
         best = {"best": model, "correct": count.correct, "loss": count.loss} if better else {}
         inside = Counter(own["bytes"]) + (here.bytes if isinstance(here, Group) else Counter())
@@ -220,8 +230,12 @@ class MetaFed(PersonalMethod):
     def fits(self, me: Party, model: Weights, net: str) -> None:
         """Refused where this is no model of a net of the ring."""
         if net not in (self.nets or ("",)):
-            raise Refused(f"a model of a net that is not of this ring: '{net[:50]}'")
-        seated(me, net).net(model)
+            raise Refused(f"a model of a net that is not of this ring: {str(net)[:50]!r}")
+        if not isinstance(model, dict):
+            raise Refused("a model that is none")
+        for name, tensor in seated(me, net).net(model).state_dict().items():
+            if model[name].dtype != tensor.dtype:
+                raise Refused(f"weights do not fit the model: {name} is of {model[name].dtype}")
 
     def mixed(self, me: Party, model: Weights, own: Weights) -> Weights:
         """The model that came, with the federation's own normalisation layers."""
@@ -242,8 +256,8 @@ class MetaFed(PersonalMethod):
     def star(self, steps: int | None = None) -> Method:
         """The star method inside, with the settings that it shares with this one."""
         kind = find(self.inside)
-        if issubclass(kind, MetaFed):
-            raise SettingError("inside = metafed: a ring has no room for another (allowed: a star method)")
+        if kind.name not in STARS:
+            raise SettingError(f"inside = {self.inside}: it does not work there (allowed: {', '.join(STARS)})")
         same = {"rate": self.rate, "steps": steps or self.steps, "batch": self.batch, "codec": self.codec}
         shared = {name: value for name, value in same.items() if name in kind.model_fields}
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,6 +27,8 @@ class Task:
     device: torch.device = CPU
     given: Weights | None = None
     """Weights to start from; by default they are drawn."""
+    _drawn: dict[int, Weights] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The weights drawn last, by their seed: parties ask for them in every round."""
 
     def net(self) -> nn.Module:
         """A new net on the task's device; its weights are for the caller to load."""
@@ -37,5 +39,8 @@ class Task:
         """The weights that learning starts from: the same for everyone who knows the seed."""
         if self.given is not None:
             return {name: tensor.to(self.device) for name, tensor in self.given.items()}
-        with global_streams(seed, "model"):
-            return weights_of(self.make().to(self.device))
+        if seed not in self._drawn:
+            self._drawn.clear()
+            with global_streams(seed, "model"):
+                self._drawn[seed] = weights_of(self.make().to(self.device))
+        return {name: tensor.clone() for name, tensor in self._drawn[seed].items()}

@@ -5,6 +5,8 @@
     metrics.jsonl            one line a round
     ledger.csv               one line a message: round, party, direction, kind, bytes
     checkpoint.safetensors   state after the last whole round, and how long the records were then
+    prepared.safetensors     the model that the run prepared for groups, if that is what it does
+    start.safetensors        the prepared model that a group began from, if that is what it is
     hops/                    what was passed from party to party in the round under way, if the method does that
     parties/                 what each party remembers (where parties are simulated)
     lock                     held by the process that writes, with its number
@@ -16,7 +18,6 @@ they tell what happened, the stop and the resumption too.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -29,7 +30,7 @@ from fewer.errors import RunError
 from fewer.runs.files import EVENTS as EVENTS
 from fewer.runs.files import FIGURES, FORMAT, LOCK, describe
 from fewer.runtime.ring import Journal
-from fewer.runtime.store import forget_after, write_durably
+from fewer.runtime.store import forget_after, hold, write_durably
 from fewer.wire import Tree, pack, unpack
 from fewer.wire.ledger import Entry
 
@@ -76,15 +77,8 @@ class RunDirectory:
     # --- writing --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> RunDirectory:
-        self._lock = (self.path / LOCK).open("a+")
-        for _ in range(20):  # the workers of a killed run hold the lock for a moment longer
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                time.sleep(0.1)
-        else:
-            self._lock.close()
+        self._lock = hold(self.path / LOCK)
+        if self._lock is None:
             raise RunError(f"{self.path} is in use by another process")
         try:
             self._lock.truncate(0)

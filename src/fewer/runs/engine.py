@@ -26,7 +26,7 @@ from fewer.methods.base import Place
 from fewer.runs import trackers
 from fewer.runs.directory import RunDirectory
 from fewer.runs.job import Job, Model, check, job_from
-from fewer.runs.prepared import write_prepared
+from fewer.runs.prepared import keep_start, settled, write_prepared
 from fewer.runs.result import Result
 from fewer.runs.settings import MENDABLE, OUTSIDE, Settings
 from fewer.runtime import Absent, Faults, Inline, Parties, Pool, Rules
@@ -136,6 +136,7 @@ def start(
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
             return _execute(job, state, None, Path(folder), progress, opening, {})
     with RunDirectory.create(out, _description(job)) as directory:
+        keep_start(job.method, directory.path)
         return _execute(job, state, directory, directory.parties, progress, opening, kinds)
 
 
@@ -174,7 +175,7 @@ def resume(
     for part in old["own"]:
         if given[part] is None:
             raise RunError(f"{path} was run with a {part} of your own: fewer.resume(path, {part}=…) from Python")
-    job = job_from(check({**old["settings"], **changed}), method, data, model)
+    job = job_from(check({**settled(old["settings"], path), **changed}), method, data, model)
     if "flower" in (was := old["settings"]["runtime"], job.settings.runtime) and was != job.settings.runtime:
         raise SettingError(f"runtime = {job.settings.runtime}: a run cannot move between this machine and others")
     opening = opening or _here(job.settings)
@@ -227,10 +228,13 @@ def _here(settings: Settings) -> Opening:
     return open_parties
 
 
-def site_of(job: Job, folder: Path, keys: Keys | None = None) -> Site:
-    """Where the handlers of a job run, and parties remember things in a folder; `keys` if they are not there too."""
+def site_of(job: Job, folder: Path, keys: Keys | None = None, run: str = "") -> Site:
+    """Where the handlers of a job run, and parties remember things in a folder; `keys` if they are not there too.
+
+    Such keys outlast a run: they seal for the one that `run` names.
+    """
     place = Place(job.data, job.task, job.settings.seed, folder, sealing=keys)
-    return Site(job.method, place, job.settings.seed, job.task.device, Rules.limit)
+    return Site(job.method, place, job.settings.seed, job.task.device, Rules.limit, run.encode())
 
 
 def common(job: Job) -> dict[str, Any]:
@@ -335,17 +339,18 @@ def _round(
         if directory:
             directory.event("absent", round=number, party=one.party, why=one.why, handler=handler, detail=one.detail)
 
+    last = number == method.rounds
     parties.round, parties.evaluating = number, False
+    parties.judged = last or number % settings.evaluate_every == 0
     parties.on_absent = note
     if progress:
         parties.on_progress = lambda done, asked: progress.answer(number, done, asked)
     with global_streams(settings.seed, number, "coordinator"):
         state = method.round(result.state, parties)
     figures: dict[str, Any] = {"round": number, "absent": len(absent)}
-    last = number == method.rounds
     parties.evaluating = True
     with global_streams(settings.seed, number, "evaluate"):
-        if last or number % settings.evaluate_every == 0:
+        if parties.judged:
             figures |= method.evaluate(state, parties, job.data)
         if last:
             figures |= method.report(state, parties, job.data)

@@ -26,7 +26,7 @@ from fewer.data.sources import read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.runs.directory import HOPS
 from fewer.runs.engine import Opening, Progress, common, resume, site_of, start
-from fewer.runs.job import Job, check, job_from
+from fewer.runs.job import Job, check, job_from, make_device
 from fewer.runs.result import Result
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.link import Link, LinkLost
@@ -199,12 +199,17 @@ class Station:
     keys: Keys | None = None
     """For what it passes to other parties."""
     say: Callable[[str], None] = lambda text: None
+    method: str | None = None
+    """The only one that it takes part in; None for any that a coordinator chooses."""
     _job: str = ""
     _site: Site | None = None
 
     def join(self, address: str, keys: Path) -> None:
-        """Answer a coordinator until stopped."""
+        """Answer a coordinator until stopped. What is wrong with what it brings along is said now, not in a run."""
         torch.set_num_threads(1)
+        make_device(self.device)
+        if self.data:
+            read(self.data, self.data_dir, **self.data_set)
         Node(address, keys, self.folder, self.say).serve(self.answer)
 
     def answer(self, job: str, call: Call, blob: bytes) -> Reply:
@@ -236,12 +241,14 @@ class Station:
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(path, str(session).encode())
         self.say(f"party {party} of {len(job.data)}: {job.method.name}, {job.data.size(party)} samples")
-        return site_of(job, folder, self.keys)
+        return site_of(job, folder, self.keys, folder.name)
 
     def _job_of(self, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Job:
         for name in ("method", "model", *(() if self.data else ("data",))):
             if ":" in str(settings[name]):
                 raise SettingError(f"{name} = {settings[name]} lies in a file, which is not taken from a coordinator")
+        if self.method not in (None, settings["method"]):
+            raise SettingError(f"method = {settings['method']}: this party takes part in {self.method} alone")
         here = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         asked = check({**settings, **here})
         if self.data:

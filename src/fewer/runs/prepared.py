@@ -1,15 +1,17 @@
-"""What a run leaves that prepared a model for groups: one file, which is all that a group needs."""
+"""What a run leaves that prepared a model for groups: one file, all that a group needs; it keeps a copy."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 
 from fewer.methods import Method
 from fewer.methods.frl import HEAD, FewRounds, Prepared
-from fewer.methods.frl_deploy import FILE
+from fewer.methods.frl_deploy import FILE, Deploy, file_of, vocabulary
 from fewer.runs.result import Result
 from fewer.runtime.store import write_durably
 
@@ -26,8 +28,26 @@ def write_prepared(result: Result, where: Path) -> Path | None:
         "set": own,
         "model": {"model": settings.model, "norm": settings.norm, "model_set": settings.model_set},
         "input": list(result.task.shape),
+        "vocabulary": vocabulary(result.data),
     }
     weights = {name: tensor.cpu().contiguous() for name, tensor in method.shared(result.state).items()}
     encoder = {name: tensor for name, tensor in weights.items() if not name.startswith(HEAD)}
     write_durably(where / FILE, safetensors.torch.save(encoder, {"fewer": json.dumps(facts)}))
     return where / FILE
+
+
+START = "start.safetensors"
+"""A group's own copy, in the directory of its run, of the prepared model that it began from."""
+
+
+def keep_start(method: Method, where: Path) -> None:
+    """Copy what a group begins from, so that its run can go on and be used wherever that file goes."""
+    if isinstance(method, Deploy):
+        write_durably(where / START, file_of(Path(method.prepared)).read_bytes())
+
+
+def settled(settings: Mapping[str, Any], where: Path) -> dict[str, Any]:
+    """The settings of the run in a directory, with its own copy of what it began from, if it has one."""
+    if not (where / START).exists():
+        return dict(settings)
+    return {**settings, "set": {**settings["set"], "prepared": str((where / START).resolve())}}

@@ -121,13 +121,14 @@ def open_result(path: str | Path, method: Method | None = None, data: Data | Non
     """The result of a run from its directory, as far as it has come."""
     from fewer.runs.engine import first_state, restore
     from fewer.runs.job import check, job_from
+    from fewer.runs.prepared import settled
 
     directory = RunDirectory.open(Path(path))
     for part, given in (("data", data), ("model", model)):
         if part in directory.description["own"] and given is None:
             raise RunError(f"{path} was run with a {part} of your own: fewer.load(path, {part}=…) from Python")
     kept = directory.read()
-    job = job_from(check(directory.description["settings"]), method, data, model)
+    job = job_from(check(settled(directory.description["settings"], directory.path)), method, data, model)
     state = restore(type(first_state(job)), kept["state"], directory.path)
     history = directory.history()[: kept["round"]]
     return Result(job.method, job.task, job.data, job.settings, state, directory.parties, history, kept["seconds"])

@@ -3,7 +3,7 @@
 from fewer.runtime.inline import Inline
 from fewer.runtime.parties import Absent, Answer, Answers, Each, Faults, Parties, Rules
 from fewer.runtime.pool import Pool
-from fewer.runtime.site import Site, Unable, on_coordinator, on_party
+from fewer.runtime.site import Site, Unable, on_coordinator, on_party, on_ring
 from fewer.runtime.store import Store
 from fewer.runtime.streams import seed_of, stream
 
@@ -22,6 +22,7 @@ __all__ = [
     "Unable",
     "on_coordinator",
     "on_party",
+    "on_ring",
     "seed_of",
     "stream",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from fewer.errors import SettingError
 from fewer.runtime.store import folder_of, write_durably
 from fewer.wire import Refused
 from fewer.wire.sealing import fingerprint, new_key, public_of
@@ -38,11 +39,8 @@ class KeyFiles:
         path = folder_of(self.root, party) / "key"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_name("key.part")
-            draft.touch(0o600)
-            draft.write_bytes(key := new_key())
-            write_durably(path.with_name("key.pub"), public_of(key))
-            draft.replace(path)
+            write_durably(path.with_name("key.pub"), public_of(key := new_key()))
+            _keep(path, key)
         return path.read_bytes()
 
     def public(self, party: int, other: int) -> bytes:
@@ -76,13 +74,16 @@ class PinnedKeys:
         """The public key; the private one is made if there is none yet."""
         path = self.folder / "seal.key"
         if not path.exists():
-            path.touch(0o600)
-            path.write_bytes(new_key())
+            _keep(path, new_key())
         return public_of(path.read_bytes())
 
-    def trust(self, others: Mapping[int, bytes]) -> None:
-        """Pin the public keys of others."""
-        pins = self._pins() | {str(party): key.hex() for party, key in others.items()}
+    def trust(self, others: Mapping[int, bytes], replace: bool = False) -> None:
+        """Pin the public keys of others; SettingError where another one is pinned already, unless it is to go."""
+        pins = self._pins()
+        for party, key in others.items():
+            if pins.setdefault(str(party), key.hex()) != key.hex() and not replace:
+                raise SettingError(f"party {party}: another key is pinned here (--replace, if its people say so)")
+            pins[str(party)] = key.hex()
         write_durably(self.folder / "peers.json", json.dumps(pins, indent=2).encode())
 
     def private(self, party: int) -> bytes:
@@ -103,3 +104,9 @@ class PinnedKeys:
         path = self.folder / "peers.json"
         pins: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
         return pins
+
+
+def _keep(path: Path, key: bytes) -> None:
+    """Write a private key so that nobody else can ever read it, and a crash leaves none or the whole of it."""
+    path.with_name(path.name + ".part").touch(0o600)  # what `write_durably` writes to
+    write_durably(path, key)

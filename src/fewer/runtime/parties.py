@@ -102,6 +102,8 @@ class Parties(ABC):
     ledger: Ledger = field(default_factory=Ledger)
     round: int = 0
     evaluating: bool = False
+    judged: bool = True
+    """Whether the round under way is evaluated after it."""
     on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
     """Called for each absent answer, with the handler's name."""
     on_progress: Callable[[int, int], None] = lambda done, asked: None

@@ -2,9 +2,10 @@
 
 Two calls make a hop. `give`: the party that holds the message seals it for the next one. `take`: the next one opens it,
 works, and keeps what it made to give on. The carrier in between moves bytes that it cannot read, and sees three things:
-that a party does not take (it is dead, late, or cannot: the message goes past it, to the one after), that a party
-refuses what it was given (then the one who held a message before gives its own instead), and that a holder is gone (the
-same). Whoever was passed over is part of the next pass again.
+that a party does not take (it is dead or late: the message goes past it, to the one after), that a party refuses what
+it was given or can make nothing of it (then the one who held a message before gives its own instead, and if it takes
+that, the other one is passed over, else itself), and that a holder is gone or refuses to give (the same). Whoever was
+passed over is part of the next pass again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from fewer.wire import encode, pack, unpack
 
 if TYPE_CHECKING:
     from fewer.runtime.parties import Parties, Why
+
+
+DOUBTED = ("refused", "unable")
+"""Where a party answers so, the fault can be its own or that of the message."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +90,10 @@ class Pass:
             self.parties.on_progress(done, len(order))
 
     def _reach(self, party: int, late: bool) -> bool:
-        """Whether this party took the message, in time. If it refuses those of two holders, the fault is its own."""
+        """Whether this party took the message, in time. If it takes from neither of two holders, the fault is its."""
         doubted: list[tuple[int, Why, str]] = []
-        reply = self._offer(party)
-        if reply and reply.failure == "refused" and self.trail:
+        reply = self._offer(party, again=True)
+        if reply and reply.failure in DOUBTED and self.trail:
             doubted = [(self.trail.pop(), "refused", f"by party {party}: {reply.detail}")]
             reply = self._offer(party)
         if reply is None or reply.failure:
@@ -102,32 +107,48 @@ class Pass:
             return False
         return True
 
-    def _offer(self, party: int) -> Reply | None:
-        """What the party says to the message of the last holder; None where nobody may give to it."""
+    def _offer(self, party: int, again: bool = False) -> Reply | None:
+        """What the party says to the message of the last holder; None where nobody may give to it.
+
+        `again` says that it may yet be offered another.
+        """
         blob = self._give(party)
-        return None if blob is None else self._take(party, blob)
+        return None if blob is None else self._take(party, blob, again)
 
     def _give(self, to: int) -> bytes | None:
-        """What the last holder has for this party, of nobody an empty message; None where nobody may give to it."""
+        """What the last holder has for this party, of nobody an empty message; None where nobody may give to it.
+
+        If two holders refuse to give to it, the fault is its own; if one does, that one's.
+        """
+        unwilling: list[tuple[int, Why, str]] = []
+        blob = encode(self.handler, {})
         while self.trail:
             holder = self.trail[-1]
             reply = self._call(holder, GIVE, Hop(to, self.handler, self.calls, self.sealed))
-            if reply.failure == "refused":
-                self.absent.append((to, "refused", f"by party {holder}: {reply.detail}"))
-                return None
             if not reply.failure:
                 self.parties.ledger.add(self.parties.round, holder, "up", self.handler, len(reply.blob))
-                return self.parties._on_its_way(holder, self.handler, reply.blob)
-            self.absent.append((self.trail.pop(), reply.failure, f"when it was to give: {reply.detail}"))
-        return encode(self.handler, {})
+                blob = self.parties._on_its_way(holder, self.handler, reply.blob)
+                break
+            self.trail.pop()
+            if reply.failure != "refused":
+                self.absent.append((holder, reply.failure, f"when it was to give: {reply.detail}"))
+            elif unwilling:
+                self.trail += [holder, unwilling[0][0]]
+                self.absent.append((to, "refused", f"by parties {unwilling[0][0]} and {holder}: {reply.detail}"))
+                return None
+            else:
+                unwilling = [(holder, "refused", f"to give to party {to}: {reply.detail}")]
+        self.absent += unwilling
+        return blob
 
-    def _take(self, party: int, blob: bytes) -> Reply:
+    def _take(self, party: int, blob: bytes, again: bool) -> Reply:
         holder = self.trail[-1] if self.trail else -1
         if self.trail:
             self.parties.ledger.add(self.parties.round, party, "down", self.handler, len(blob))
-        return self._call(party, self.handler, Hop(holder, self.handler, self.calls - 1, self.sealed), blob)
+        hop = Hop(holder, self.handler, self.calls - 1, self.sealed)
+        return self._call(party, self.handler, hop, blob, again and bool(self.trail))
 
-    def _call(self, party: int, handler: str, hop: Hop, blob: bytes = b"") -> Reply:
+    def _call(self, party: int, handler: str, hop: Hop, blob: bytes = b"", again: bool = False) -> Reply:
         """One call, or what it gave before the run was broken off."""
         round, journal, number = self.parties.round, self.parties.journal, self.calls
         self.calls += 1
@@ -136,5 +157,6 @@ class Pass:
         ((_, reply),) = self.parties._carry([(Call(party, handler, round, hop=hop), blob)])
         reply = reply or Reply(b"", "lost", "its worker process died")
         if journal:
-            journal.put(round, number, None if handler == GIVE else party, reply)
+            over = handler != GIVE and not (again and reply.failure in DOUBTED)
+            journal.put(round, number, party if over else None, reply)
         return reply

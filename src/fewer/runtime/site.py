@@ -38,6 +38,12 @@ def on_party(handler: Callable[Concatenate[S, M, P], R]) -> Callable[Concatenate
     return handler
 
 
+def on_ring(handler: Callable[Concatenate[S, M, P], R]) -> Callable[Concatenate[S, M, P], R]:
+    """Marks a method that is reached only by a message passed from party to party: what it returns is for the next."""
+    handler.__fewer__ = "ring"  # type: ignore[attr-defined]
+    return handler
+
+
 def on_coordinator(handler: Callable[Concatenate[S, M, P], R]) -> Callable[Concatenate[S, M, P], R]:
     """Marks a method whose calls the coordinator may spread over its own workers: `handler(self, here, **fields)`."""
     handler.__fewer__ = "coordinator"  # type: ignore[attr-defined]
@@ -48,6 +54,9 @@ SEEN, LETTER = "ring_seen", "ring_letter"
 """Under these names a party's store has the number of the last sealed message that it opened, and what it passes on."""
 
 Failure = Literal["refused", "failed", "unable", "late", "lost"]
+
+LAST = 99_999_999
+"""No round is later."""
 
 GIVE = "pass on"
 """Asks a party for the message it has made for whoever comes next: the one call that names no handler."""
@@ -122,6 +131,8 @@ class Site:
     seed: int
     device: torch.device
     limit: int
+    context: bytes = b""
+    """Which run this is, where parties have the same keys in several: what was sealed in one is refused in another."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The message that came last, and what it says."""
 
@@ -133,11 +144,14 @@ class Site:
             return Reply(blob, **what, seconds=time.perf_counter() - begun)
 
         try:
-            if call.handler == GIVE:
+            if call.handler == GIVE and call.hop:
                 return reply(self._give(call))
             handler = self._handler(call)
             fields = self._fields(self._open(call, blob) if call.hop and call.hop.other >= 0 else blob)
-            fields |= call.item
+            if call.hop and call.hop.other < 0 and fields:
+                raise Refused("a message from nobody")
+            if call.party < 0:
+                fields |= call.item
             _check_names(handler, fields)
             seed_globals(self.seed, call.round, call.party, call.handler)
             answer = handler(self.place(call.party, call.round), **fields)
@@ -157,7 +171,7 @@ class Site:
 
     def _handler(self, call: Call) -> Callable[..., Mapping[str, Any]]:
         handler = getattr(self.program, call.handler, None)
-        wanted = "coordinator" if call.party < 0 else "party"
+        wanted = "coordinator" if call.party < 0 else "ring" if call.hop else "party"
         if getattr(handler, "__fewer__", None) != wanted:
             raise Refused(f"'{call.handler}' is not something that can be asked of a {wanted}")
         return cast(Callable[..., Mapping[str, Any]], handler)
@@ -174,10 +188,12 @@ class Site:
         if head != Head(call.hop.other, call.party, call.handler, call.round, call.hop.number):
             raise Refused(f"a sealed message of another kind: {head}")
         store = self.place.store(call.party, call.round)
-        seen = store.get(SEEN)
+        seen = self.place.store(call.party, LAST).get(SEEN)  # of whatever round: the carrier says which one it is
         if seen is not None and (head.round, head.number) <= tuple(seen):
             raise Refused(f"a sealed message that was there already (round {head.round}, number {head.number})")
-        message = unseal(sealed, self.place.keys.private(call.party), self.place.keys.public(call.party, head.sender))
+        keys = self.place.keys
+        private, sender = keys.private(call.party), keys.public(call.party, head.sender)
+        message = unseal(sealed, private, sender, self.context)
         store.put(SEEN, (head.round, head.number))
         return message
 
@@ -200,7 +216,8 @@ class Site:
             return bytes(letter.numpy())
         keys, to = self.place.keys, call.hop.other
         head = Head(call.party, to, call.hop.kind, call.round, call.hop.number)
-        return seal(bytes(letter.numpy()), head, keys.private(call.party), keys.public(call.party, to))
+        private, receiver = keys.private(call.party), keys.public(call.party, to)
+        return seal(bytes(letter.numpy()), head, private, receiver, self.context)
 
     def _fields(self, blob: bytes) -> dict[str, Any]:
         """What the message says, a copy for each call; a message that many get is decoded once."""

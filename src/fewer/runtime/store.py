@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from fewer.wire import Tree, pack, unpack
 
@@ -27,6 +30,20 @@ def write_durably(path: Path, blob: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def hold(path: Path) -> IO[str] | None:
+    """A file that no other process can hold until it is closed; None where one does."""
+    lock = path.open("a+")
+    for _ in range(20):  # the children of a killed process hold it for a moment longer
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return lock
+    lock.close()
+    return None
 
 
 @dataclass(frozen=True)

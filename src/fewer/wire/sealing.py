@@ -3,7 +3,8 @@
 A message is encrypted with ChaCha20-Poly1305 under a key that is used once, derived (HKDF, SHA-256) from two X25519
 agreements with the receiver's key: that of a fresh key of the sender's, and that of its lasting one. So only the
 receiver can read it, and only the sender can have written it (the one-way pattern K of the Noise protocols). The head,
-which says from whom, to whom, in which round and under which number, can be read by the carrier and is under the seal.
+which says from whom, to whom, in which round and under which number, can be read by the carrier and is under the seal;
+so is what both sides know anyway and nobody sends: the context, of which run the message is.
 
 Layout: `FWS1`, length of the head (4 bytes), the head as JSON, the fresh public key (32 bytes), the ciphertext with
 its tag (16 bytes). Who has which key is told by fingerprints, which must come another way than over the carrier.
@@ -68,14 +69,14 @@ def fingerprint(public: bytes) -> str:
     return hashlib.sha256(public).hexdigest()
 
 
-def seal(message: bytes, head: Head, private: bytes, receiver: bytes) -> bytes:
-    """The message under a seal that only the owner of the public key `receiver` can open."""
+def seal(message: bytes, head: Head, private: bytes, receiver: bytes, context: bytes = b"") -> bytes:
+    """The message under a seal that only the owner of the public key `receiver` can open, in the same context."""
     text = json.dumps(asdict(head), separators=(",", ":")).encode()
     signed = MAGIC + len(text).to_bytes(4, "little") + text
     fresh = new_key()
     shared = _agreement(fresh, receiver) + _agreement(private, receiver)
     key = _key(shared, public_of(fresh), public_of(private), receiver)
-    return signed + public_of(fresh) + ChaCha20Poly1305(key).encrypt(NONCE, message, signed)
+    return signed + public_of(fresh) + ChaCha20Poly1305(key).encrypt(NONCE, message, signed + context)
 
 
 def look(blob: bytes) -> Sealed:
@@ -93,14 +94,16 @@ def look(blob: bytes) -> Sealed:
     return Sealed(head, blob[:start], blob[start : start + KEY], blob[start + KEY :])
 
 
-def unseal(sealed: Sealed, private: bytes, sender: bytes) -> bytes:
+def unseal(sealed: Sealed, private: bytes, sender: bytes, context: bytes = b"") -> bytes:
     """What the owner of the public key `sender` wrote; Refused where anything was changed or anyone else wrote it."""
     try:
         shared = _agreement(private, sealed.fresh) + _agreement(private, sender)
         key = _key(shared, sealed.fresh, sender, public_of(private))
-        return ChaCha20Poly1305(key).decrypt(NONCE, sealed.ciphertext, sealed.signed)
+        return ChaCha20Poly1305(key).decrypt(NONCE, sealed.ciphertext, sealed.signed + context)
     except (InvalidTag, ValueError) as error:
-        raise Refused("the seal is broken: it was changed on its way, or is from somebody else") from error
+        raise Refused(
+            "the seal is broken: it was changed on its way, or is from somebody else or another run"
+        ) from error
 
 
 def _agreement(private: bytes, public: bytes) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Self
+from typing import IO, NamedTuple, Self
 
 import httpx
 from flwr.app import Message
@@ -27,6 +27,7 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
@@ -37,6 +38,7 @@ from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.executor import beats, executor
 from fewer.runtime.flower.programs import Program, secret_file
 from fewer.runtime.site import Call, Reply
+from fewer.runtime.store import hold
 from fewer.wire import Direction
 
 START = 120.0
@@ -89,6 +91,7 @@ class Link:
     port: int = 8443
     packed: Counter[Direction] = field(default_factory=Counter)
     """Bytes of the run's messages as Flower packs them."""
+    _lock: IO[str] | None = field(default=None, repr=False)
     _program: Program | None = field(default=None, repr=False)
     _grid: HttpGrid | None = field(default=None, repr=False)
     _heart: HeartbeatSender | None = field(default=None, repr=False)
@@ -108,18 +111,25 @@ class Link:
         arguments += ["--isolation", "process", "--superexec-auth-secret-file", secret_file(home)]
         arguments += ["--disable-runtime-dependency-installation"]
         self._program = Program("flwr.superlink.cli:flower_superlink", list(map(str, arguments)), home)
+        self._lock = hold(home / "lock")
+        if self._lock is None:
+            raise RunError(f"another coordinator is at work with the keys in {self.credentials.folder}")
         try:
             self._start()
             self._register()
         except BaseException:
-            self._program.stop()
+            self._stop()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end_run()
-        assert self._program
+        self._stop()
+
+    def _stop(self) -> None:
+        assert self._program and self._lock
         self._program.stop()
+        self._lock.close()
 
     def _start(self) -> None:
         """Start the program and wait until it answers."""
@@ -187,6 +197,12 @@ class Link:
         if self.pid is None:
             self._start()
         self.packed.clear()
+        try:
+            self._submit(job)
+        except httpx.HTTPError as error:
+            raise LinkLost(f"Flower's SuperLink does not take the run ({error})") from error
+
+    def _submit(self, job: str) -> None:
         fab, _ = build_fab_from_files({"pyproject.toml": APP})
         with self._control() as control:
             started = control.StartRun(
@@ -262,20 +278,26 @@ class Link:
             )
             for asked, blob in questions
         ]
-        try:
-            with self._answering() as grid:
-                numbers = list(grid.push_messages(messages))
-        except Again as error:  # nobody may be asked twice: a party would take what it made for what was before
-            raise LinkLost("Flower's SuperLink does not answer") from error
+        with self._once() as grid:  # nobody may be asked twice: a party would take what it made for what was before
+            numbers = list(grid.push_messages(messages))
         self.packed["down"] += sum(map(envelope.size, messages))
         return {number: asked for number, (asked, _) in zip(numbers, questions, strict=True)}
 
     def pull(self, waiting: Iterable[str]) -> Mapping[str, Reply]:
         """The replies that have come."""
-        with self._answering() as grid:
+        with self._once() as grid:  # a reply is handed out once
             messages = list(grid.pull_messages(list(waiting)))
         self.packed["up"] += sum(envelope.size(message) for message in messages if message.has_content())
         return {message.metadata.reply_to_message_id: envelope.read_answer(message) for message in messages}
+
+    @contextmanager
+    def _once(self) -> Iterator[HttpGrid]:
+        """The grid, for what cannot be asked again."""
+        try:
+            with self._answering() as grid:
+                yield grid
+        except Again as error:
+            raise LinkLost("Flower's SuperLink does not answer") from error
 
     @contextmanager
     def _answering(self) -> Iterator[HttpGrid]:
@@ -289,6 +311,8 @@ class Link:
             raise Again from error
         except httpx.HTTPStatusError as error:
             raise LinkLost(f"Flower's SuperLink has given up the run ({error.response.status_code})") from error
+        except ObjectPushError as error:  # its disk is full, say
+            raise LinkLost(f"Flower's SuperLink does not keep what it is given: {error}") from error
 
 
 class Again(Exception):

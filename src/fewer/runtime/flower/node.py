@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import httpx
 from flwr.app import Message
 from flwr.common.constant import SubStatus
-from flwr.proto.runtime_pb2 import AcquireTaskRequest
-from flwr.supercore.constant import TaskType
+from flwr.supercore.address import parse_address
 from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from fewer.errors import RunError
 from fewer.runtime.flower import envelope
-from fewer.runtime.flower.executor import beats, executor
+from fewer.runtime.flower.executor import GivenUp, Patient, beats, executor, look
 from fewer.runtime.flower.programs import Program, free_port, secret_file
 from fewer.runtime.site import Call, Reply
 from fewer.wire import Refused
 
 PAUSE = 0.2
 """Seconds between two looks for a question."""
+LOST = 60.0
+"""Seconds without a question after which a message that the SuperNode lost is taken to be waited for in vain."""
+_FAILED = re.compile(r"Failed to (?:send|receive) message \w+: (.*)")
 LONGEST = 30.0
 """Seconds between two attempts to join, at most."""
 
@@ -48,6 +50,8 @@ class Node:
         for name in ("node.key", "ca.crt"):
             if not (self.keys / name).is_file():
                 raise RunError(f"{self.keys} has no {name} (expected: the folder party-N that `fewer keys init` made)")
+        if parse_address(self.address) is None:
+            raise RunError(f"{self.address} is no address of a coordinator (expected: HOST:PORT)")
         wait = 1.0
         while True:
             program, port = self._program()
@@ -74,35 +78,43 @@ class Node:
     def _answer_all(self, program: Program, port: int, answering: Answering) -> str:
         """Answer what comes until the SuperNode ends, or an answer cannot be given to it; why."""
         client = executor(f"127.0.0.1:{port}", program.home, None)
-        joined = False
+        joined, lost, since = False, "", 0.0
         try:
             while program.pid is not None:
-                if not joined and any("SuperNode ID" in line for line in program.said()):
+                said = program.said()
+                if not joined and any("SuperNode ID" in line for line in said):
                     joined = True
                     self.say(f"joined {self.address}")
-                try:
-                    token = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])).token
-                except httpx.HTTPError:  # it is not there yet, or not any more
-                    token = ""
+                if lost != (lost := _lost(said)):
+                    since = time.monotonic()
+                if lost and time.monotonic() > since + LOST:  # who asked sees that it came anew, and waits no more
+                    return f"a message was lost on its way ({lost})"
+                token = look(client)
                 if not token:
                     time.sleep(PAUSE)
-                    continue
-                try:
-                    self._answer(port, token, answering)
-                except Exception as error:  # a SuperNode without its answer would wait for it for ever
-                    return f"an answer was lost ({type(error).__name__})"
+                while token:
+                    try:
+                        token = self._answer(port, token, answering, partial(look, client))
+                    except Exception as error:  # a SuperNode without its answer would wait for it for ever
+                        return f"an answer was lost ({type(error).__name__})"
             return _reason(program.last_words())
         finally:
             client.close()
 
-    def _answer(self, port: int, token: str, answering: Answering) -> None:
-        """One question, from its token to its reply."""
+    def _answer(self, port: int, token: str, answering: Answering, another: Callable[[], str]) -> str:
+        """One question, from its token to its reply; the token of another that came where this one was given up."""
         signing = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), RuntimeTokenHttpInterceptor(token)
-        client = RuntimeHttpClient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
+        client = Patient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
+        client.another = another
         heart = HeartbeatSender(lambda: beats(client))
         heart.start()
         try:
-            message, context, _, _ = pull_task_input(client)
+            try:
+                message, context, _, _ = pull_task_input(client)
+            except GivenUp as given_up:
+                if given_up.token:  # otherwise the SuperNode has ended the task itself
+                    push_task_output(client, None, SubStatus.FAILED, "")
+                return given_up.token
             try:
                 call, blob = envelope.read_question(message.content)
                 reply = answering(str(context.run_config.get("job", "")), call, blob)
@@ -113,10 +125,21 @@ class Node:
                 reply = Reply(b"", "failed", type(error).__name__)
             push_message(client, Message(envelope.answer(reply), reply_to=message), context)
             push_task_output(client, context, SubStatus.COMPLETED, "")
+            return ""
         finally:
             if heart.is_running:
                 heart.stop()
             client.close()
+
+
+def _lost(said: Sequence[str]) -> str:
+    """Why the SuperNode lost a message, unless it has been given another since: then nobody waits for that one."""
+    for line in reversed(said):
+        if "Receiving: " in line:
+            break
+        if found := _FAILED.search(line):
+            return found[1]
+    return ""
 
 
 def _reason(told: str) -> str:

@@ -38,10 +38,10 @@ class Flower(Inline):
                 yield call, Reply(b"", "lost", "not online")
         limits = [limit for asked, _ in questions if (limit := self._deadline(asked.call)) is not None]
         seconds = max(limits) + TRANSIT if limits else None
-        waiting = surely(lambda: self.link.push(questions, None if seconds is None else seconds + TRANSIT))
+        waiting = self.link.push(questions, None if seconds is None else seconds + TRANSIT)
         begun = looked = time.monotonic()
         while waiting:
-            for number, reply in surely(lambda: self.link.pull(waiting)).items():
+            for number, reply in self.link.pull(waiting).items():
                 if number in waiting:
                     yield waiting.pop(number).call, reply
             now = time.monotonic()

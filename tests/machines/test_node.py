@@ -1,0 +1,201 @@
+"""A party's loop against a SuperNode's own state and handlers, without processes: questions that are dropped."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
+
+from flwr.app import Message, Metadata
+from flwr.app.message import make_message, remove_content_from_message
+from flwr.cli.build import build_fab_from_files
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import Run, RunNotRunningException
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.servicer.runtime import runtime_handlers as core
+from flwr.supernode.nodestate import NodeStateFactory
+from flwr.supernode.servicer.runtime import runtime_handlers as handlers
+from flwr.supernode.start_client_internal import _pull_and_store_message
+
+from fewer.runtime.flower import envelope
+from fewer.runtime.flower.link import APP
+from fewer.runtime.flower.node import Node
+from fewer.runtime.flower.programs import Program
+from fewer.runtime.site import Call, Reply
+
+pytestmark = pytest.mark.timeout(60)
+FAB = Fab("", build_fab_from_files({"pyproject.toml": APP})[0], {})
+
+
+class SuperNode(Program):
+    """Its state and its loop, driven by hand; the party's calls go straight to its handlers."""
+
+    def __init__(self, home: Path, patch: pytest.MonkeyPatch) -> None:
+        super().__init__("none:none", [], home)
+        home.mkdir()
+        (home / "secret").write_bytes(b"0" * 32)
+        store = ObjectStoreFactory()
+        self.store, self.state = store.store(), NodeStateFactory(store).state()
+        self.state.set_node_id(1)
+        self.up = True
+        patch.setattr(RuntimeHttpClient, "_unary_unary", lambda *a, **named: self.call(*a, **named))
+
+    @property
+    def pid(self) -> int | None:
+        return 1 if self.up else None
+
+    def call(self, client: Any, *, rpc_method: str, request: Any, **_: Any) -> Any:
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", rpc_method.rpartition("/")[2]).lower()
+        if name == "acquire_task":
+            return handlers.acquire_task(request, self.state)
+        token = next(one._token for one in client._interceptors if isinstance(one, RuntimeTokenHttpInterceptor))
+        task = self.state.get_task_by_token(token)
+        if task is None:
+            raise httpx.HTTPStatusError(
+                "", request=httpx.Request("POST", "http://a"), response=httpx.Response(httpx.codes.UNAUTHORIZED)
+            )
+        where = handlers if hasattr(handlers, name) else core
+        return getattr(where, name)(request, state=self.state, task=task)
+
+    def fetch(self, run: int, content: Callable[[], None] = lambda: None) -> None:
+        """Let it fetch a question of a run; `content` is called before each piece of its content."""
+        message = question(run)
+        pieces = {key: piece.deflate() for key, piece in get_all_nested_objects(message).items()}
+
+        def pull(run: int, key: str) -> bytes:
+            content()
+            return pieces[key]
+
+        _pull_and_store_message(
+            self.state,
+            self.store,
+            {},
+            receive=lambda: (remove_content_from_message(message), get_object_tree(message)),
+            get_run=lambda run: Run(**{**vars(Run.create_empty(run)), "fab_hash": self.state.store_fab(FAB)}),
+            get_fab=lambda fab, run: FAB,
+            pull_object=pull,
+            confirm_message_received=lambda run, key: None,
+            trusted_entities=None,
+        )
+
+
+def question(run: int) -> Message:
+    about = Metadata(
+        run_id=run,
+        message_id="",
+        src_node_id=1,
+        dst_node_id=1,
+        reply_to_message_id="",
+        group_id=str(run),
+        created_at=0.0,
+        ttl=1000.0,
+        message_type=envelope.TYPE,
+    )
+    message = make_message(metadata=about, content=envelope.question(Call(0, "train", run), b"the same model"))
+    message.metadata.__dict__["_message_id"] = message.object_id
+    return message
+
+
+@pytest.fixture
+def supernode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SuperNode:
+    return SuperNode(tmp_path / "home", monkeypatch)
+
+
+def answered(supernode: SuperNode) -> list[int]:
+    """Lets a party answer until it has answered a question; the rounds of those that it answered."""
+    rounds = []
+
+    def answering(job: str, call: Call, blob: bytes) -> Reply:
+        assert blob == b"the same model"
+        rounds.append(call.round)
+        supernode.up = False
+        return Reply(b"fine")
+
+    Node("", Path(), supernode.home)._answer_all(supernode, 1, answering)
+    return rounds
+
+
+def replies(supernode: SuperNode) -> list[int]:
+    """The runs whose questions have a reply that waits to be sent."""
+    return [message.metadata.run_id for message in supernode.state.get_messages_legacy(is_reply=True)]
+
+
+def ended() -> None:
+    raise RunNotRunningException
+
+
+def failed() -> None:
+    raise OSError("the line is cut")
+
+
+@pytest.mark.parametrize("why", [ended, failed])
+def test_a_question_that_the_supernode_dropped_does_not_keep_the_next_one(
+    why: Callable[[], None], supernode: SuperNode
+) -> None:
+    supernode.fetch(1, why)
+    supernode.fetch(2)
+    assert answered(supernode) == [2]
+    assert replies(supernode) == [2]  # a reply to the first one would be sent in the place of this
+    assert all(task.status.status == "finished" for task in supernode.state.get_tasks())
+
+
+@pytest.mark.parametrize("why", [ended, failed])
+def test_a_question_that_is_dropped_while_a_party_waits_for_it_is_left(
+    why: Callable[[], None], supernode: SuperNode
+) -> None:
+    waits = threading.Event()
+    original = handlers.pull_object
+
+    def watched(*given: Any, **named: Any) -> Any:
+        waits.set()  # the party asks for content that is not there
+        return original(*given, **named)
+
+    def dropped() -> None:
+        waits.wait(30)
+        why()
+
+    def fetch() -> None:
+        supernode.fetch(1, dropped)
+        supernode.fetch(2)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handlers, "pull_object", watched)
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        assert answered(supernode) == [2]
+        thread.join()
+    assert replies(supernode) == [2]
+
+
+def test_a_question_is_waited_for_until_all_of_it_is_there(supernode: SuperNode) -> None:
+    thread = threading.Thread(target=supernode.fetch, args=(1, lambda: time.sleep(0.1)))
+    thread.start()
+    assert answered(supernode) == [1]
+    thread.join()
+    assert replies(supernode) == [1]
+
+
+@pytest.mark.parametrize("way", ["send", "receive"])
+def test_a_supernode_that_lost_a_message_is_started_anew(
+    way: str, supernode: SuperNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would go on as if nothing was, and the coordinator would wait. Not if there is a new question."""
+    monkeypatch.setattr("fewer.runtime.flower.node.LOST", 0.3)
+    supernode.log.write_text(f"INFO :      Receiving: a\nERROR :     Failed to {way} message 1f: 413 too large\n")
+    why = Node("", Path(), supernode.home)._answer_all(supernode, 1, lambda *_: Reply(b""))
+    assert why == "a message was lost on its way (413 too large)"
+    with supernode.log.open("a") as log:
+        log.write("INFO :      Receiving: query.fewer message (ID: 2f)\n")
+    threading.Timer(1.0, lambda: setattr(supernode, "up", False)).start()
+    assert "lost" not in Node("", Path(), supernode.home)._answer_all(supernode, 1, lambda *_: Reply(b""))
