@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import fewer
 from fewer.data import ArrayData, Data, Raw, federate
 from fewer.data.episodes import Episode, by_class, episode
 from fewer.errors import SettingError
-from fewer.learning.adapt import learnable, meta_gradient
+from fewer.learning import adapt
+from fewer.learning.adapt import learnable, meta_gradient, meta_gradients
 from fewer.methods import Method
 from fewer.methods.f2l import CLIENT, F2L, distillation, mutual_information
 from fewer.methods.fedfsl import FedFSL
@@ -27,6 +29,7 @@ from fewer.methods.fl_proto import FLProto, LocalProto
 from fewer.models import Split, Weights
 from fewer.models.sequences import MLP
 from fewer.models.sets import SetEncoder
+from fewer.runtime import Parties, Unable
 from fewer.runtime.store import Store, folder_of
 from fewer.wire import decode, message
 from tests.test_cli import call
@@ -246,13 +249,17 @@ def party(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
     return place(id, round)
 
 
-@pytest.mark.parametrize(("order", "learn_from"), [("exact", "support"), ("first", "support"), ("exact", "task")])
+@pytest.mark.parametrize(
+    ("order", "learn_from", "zero_head", "client_rate"),
+    [("exact", "support", False, None), ("first", "support", False, 0.0005), ("exact", "task", True, 0.0005)],
+)
 def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
-    data: ArrayData, tmp_path: Path, order: str, learn_from: str
+    data: ArrayData, tmp_path: Path, order: str, learn_from: str, zero_head: bool, client_rate: float | None
 ) -> None:
     """Plain autograd through Eqs 3 to 20, in the order of Algorithm 1; φ moves by gradient descent here, ψ by Adam."""
-    settings = {"drop": 0.0, "order": order, "learn_from": learn_from, "decay": 0.01, "fine_rate": 0.2}
-    method = F2L(**FAST | settings)
+    settings = {"drop": 0.0, "order": order, "learn_from": learn_from, "decay": 0.01, "fine_rate": 0.2, "steps": 2}
+    settings |= {"mi_weight": 0.3, "kd_weight": 0.8, "mi": "across", "mi_temperature": 0.2}
+    method = F2L(**FAST | settings, rate=0.002, client_rate=client_rate, zero_head=zero_head)
     me = party(data, tmp_path)
     pair = method.prepare(me, me.initial(), kept=False)
     torch.manual_seed(4)
@@ -267,31 +274,143 @@ def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
     support = encoded(task.support_x)
     queries = encoded(task.query_x)
     teacher = F.linear(queries, phi["head.weight"], phi["head.bias"])[:, task.classes].detach()
-    inner = F.cross_entropy(functional_call(pair.client, psi, (support.detach(),)), task.support_y)
-    slopes = torch.autograd.grad(inner, list(psi.values()), create_graph=True)
-    if order == "first":
-        slopes = tuple(slope.detach() for slope in slopes)
-    tuned = {name: psi[name] - 0.2 * slope for name, slope in zip(psi, slopes, strict=True)}
+    tuned = psi
+    for _ in range(2):
+        inner = F.cross_entropy(functional_call(pair.client, tuned, (support.detach(),)), task.support_y)
+        slopes = torch.autograd.grad(inner, list(tuned.values()), create_graph=True)
+        if order == "first":
+            slopes = tuple(slope.detach() for slope in slopes)
+        tuned = {name: tuned[name] - 0.2 * slope for name, slope in zip(tuned, slopes, strict=True)}
     both = torch.cat([support.detach(), queries.detach()])
     scores = functional_call(pair.client, tuned, (both,))[WAY * SHOT :]
-    client_loss = 0.5 * F.cross_entropy(scores, task.query_y) + 0.5 * distillation(scores, teacher, task.query_y)
+    client_loss = 0.2 * F.cross_entropy(scores, task.query_y) + 0.8 * distillation(scores, teacher, task.query_y)
     rows = WAY * SHOT if learn_from == "support" else WAY * (SHOT + QUERIES)
     seen, y = torch.cat([support, queries])[:rows], torch.cat([task.support_y, task.query_y])[:rows]
-    inside = {name.removeprefix("encoder."): tensor for name, tensor in tuned.items() if "encoder." in name}
-    theirs = functional_call(pair.client.encoder, inside, (seen.detach(),)).detach()
-    sure = F.linear(theirs, tuned["head.weight"], tuned["head.bias"]).softmax(1).detach()
+    fixed = {name: tensor.detach() for name, tensor in tuned.items()}
+    inside = {name.removeprefix("encoder."): tensor for name, tensor in fixed.items() if "encoder." in name}
+    theirs = functional_call(pair.client.encoder, inside, (seen,))  # h_ψ, which depends on φ too
+    sure = F.linear(theirs, fixed["head.weight"], fixed["head.bias"]).softmax(1).detach()
     base = F.cross_entropy(F.linear(seen, phi["head.weight"], phi["head.bias"]), task.classes[y])
-    server_loss = 0.5 * base + 0.5 * mutual_information(seen, theirs, sure, y)
+    server_loss = 0.7 * base + 0.3 * mutual_information(seen, theirs, sure, y, True, 0.2)
     method.learn_task(pair, torch.optim.SGD(pair.server.parameters(), lr=1.0), task)
     now = dict(pair.server.named_parameters())
     for name, slope in zip(phi, torch.autograd.grad(server_loss, list(phi.values())), strict=True):
         assert torch.allclose(phi[name] - now[name], slope, atol=1e-6), name
     for name, slope in zip(psi, torch.autograd.grad(client_loss, list(psi.values())), strict=True):
+        if zero_head and name.startswith("head."):
+            assert torch.equal(pair.own["weights"][name], psi[name])  # it stays
+            continue
         whole = slope + 0.01 * psi[name]  # with weight decay
         assert torch.allclose(pair.own["first"][name], 0.1 * whole, atol=1e-6), name
-        after = psi[name] - method.rate * whole / (whole.abs() + 1e-8)  # Adam's first step
+        after = psi[name] - (client_rate or 0.002) * whole / (whole.abs() + 1e-8)  # Adam's first step
         assert torch.allclose(pair.own["weights"][name], after, atol=2e-5), name
     assert pair.own["step"] == 1
+
+
+def test_over_all_orders_of_classes_the_head_s_meta_gradient_is_0_and_all_else_is_as_in_one_order() -> None:
+    """So a head of zeros stays, in F2L, FL-MAML and FedFSL alike."""
+    client, psi, [(support, y)], (both, _), _ = client_case()
+    psi = {name: tensor * (not name.startswith("head.")) for name, tensor in psi.items()}
+    teacher = tensors(6, 3, seed=3)
+    found = []
+    for order in itertools.permutations(range(3)):
+        places = torch.tensor(order)[y]
+
+        def loss(scores: Tensor, labels: Tensor, back: tuple[int, ...] = order) -> Tensor:
+            mine, apart = scores[6:], (scores[6:].softmax(1)[:, back] - teacher.softmax(1)).abs().mean()
+            return F.cross_entropy(mine, labels) + distillation(mine[:, back], teacher, y) + apart
+
+        found.append(meta_gradient(client, psi, [(support, places)] * 2, (both, places), 0.3, True, loss).weights)
+    for name in psi:
+        slopes = torch.stack([one[name] for one in found])
+        if name.startswith("head."):
+            assert float(slopes.mean(0).abs().max()) < 1e-12
+            assert name == "head.bias" or float(slopes.abs().max()) > 1e-3  # what one order alone would do
+        else:
+            assert torch.allclose(slopes, slopes[:1], atol=1e-12), name
+
+
+@pytest.mark.parametrize("kind", [F2L, FLMaml, FedFSL])
+@pytest.mark.parametrize("zero_head", [True, False])
+def test_a_head_of_zeros_stays_where_it_is_to(
+    kind: type[FewShot], zero_head: bool, data: ArrayData, tmp_path: Path
+) -> None:
+    me = party(data, tmp_path)
+    method = kind(**FAST | {"fine_rate": 0.3, "zero_head": zero_head})
+    learned = method.learn(me, method.begin(me.task, 0))
+    own = me.store.get("own")["weights"] if kind is F2L else learned
+    assert (float(own["head.weight"].abs().max()) == 0) == zero_head
+
+
+def test_several_meta_gradients_take_the_inner_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, psi, support, query, loss = client_case()
+
+    def other(scores: Tensor, labels: Tensor) -> Tensor:
+        return scores[6:].square().mean()
+
+    alone = [meta_gradient(client, psi, support * 2, query, 0.3, True, one) for one in (loss, other)]
+    taken: list[int] = []
+    true = adapt._slopes
+    monkeypatch.setattr(adapt, "_slopes", lambda *given, **more: taken.append(1) or true(*given, **more))
+    together = meta_gradients(client, psi, support * 2, query, 0.3, True, [loss, other])
+    assert len(taken) == 2
+    for one, same in zip(alone, together, strict=True):
+        assert one.loss == same.loss
+        for part in ("weights", "rates"):
+            assert all(torch.equal(tensor, getattr(same, part)[name]) for name, tensor in getattr(one, part).items())
+
+
+def test_fl_maml_s_first_step_has_weight_decay(
+    data: ArrayData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    me = party(data, tmp_path)
+    method = FLMaml(**FAST | {"tasks": 1, "decay": 0.5, "rate": 0.01, "zero_head": False})
+    start = {name: tensor + 0.1 for name, tensor in method.begin(me.task, 0).items()}
+    nothing = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    monkeypatch.setattr(FLMaml, "slopes", lambda *given: nothing)
+    for name, tensor in method.learn(me, start).items():
+        assert torch.allclose(tensor, start[name] - 0.01 * start[name].sign(), atol=1e-5), name
+
+
+@pytest.mark.parametrize("kind", [F2L, FLMaml])
+def test_a_novel_task_gets_its_own_number_of_steps(
+    kind: type[FewShot], data: ArrayData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def count(net: nn.Module, weights: Weights, batches: list[Any], rate: float) -> Weights:
+        taken.append(len(batches))
+        return dict(weights)
+
+    monkeypatch.setattr(f"{kind.__module__}.adapted", count)
+    me = party(data, tmp_path)
+    for steps in (None, 5):
+        method = kind(**FAST | {"steps": 2, "adapt_steps": steps})
+        method.answer(method.prepare(me, method.begin(me.task, 0), kept=False), one_task(data))
+    assert taken == [2, 5]
+
+
+@pytest.mark.parametrize("kind", [F2L, FLMaml])
+def test_a_task_leaves_no_trace_in_what_answers_the_next(kind: type[FewShot], data: ArrayData, tmp_path: Path) -> None:
+    me = party(data, tmp_path)
+    method = kind(**FAST | {"fine_rate": 1.0})
+    again, fresh = (method.prepare(me, method.begin(me.task, 0), kept=False) for _ in range(2))
+    method.answer(again, one_task(data, seed=1))
+    for name, tensor in method.answer(again, one_task(data)).items():
+        assert torch.equal(tensor, method.answer(fresh, one_task(data))[name]), name
+    start = again.own["weights"] if kind is F2L else dict(again.named_parameters())
+    assert float(start["head.weight"].abs().max()) == 0
+
+
+@pytest.mark.parametrize("kind", [F2L, LocalMaml, LocalProto])
+def test_a_party_whose_own_model_diverges_says_so_and_keeps_the_one_it_had(
+    kind: type[FewShot], data: ArrayData, tmp_path: Path
+) -> None:
+    me = party(data, tmp_path)
+    method = kind(**FAST | {"rate": 1e30})
+    with pytest.raises(Unable, match=r"its training diverged \(rate 1e\+30\)"):
+        method.learn(me, method.begin(me.task, 0)) if kind is F2L else method.practise(me)
+    assert me.store.get("own") is None
 
 
 def test_what_parties_learn_is_averaged_with_equal_shares(data: ArrayData, tmp_path: Path) -> None:
@@ -390,6 +509,8 @@ def test_every_method_learns_to_tell_novel_classes_apart(kind: type[FewShot], da
     result = run(kind(**settings), data)
     assert result.accuracy > 0.55, result.accuracy  # chance is a third
     assert result.scores["tasks"] == 40 and result.scores["absent"] == 0
+    groups = result.scores["groups"]
+    assert len(groups) == 40 and sum(groups) / 40 == pytest.approx(result.accuracy)
     assert result.scores["chosen"] in (2, 4, 6) and set(result.scores["parties"]) == {"0", "1", "2", "3"}
 
 
@@ -437,11 +558,12 @@ def test_the_best_model_on_validation_classes_is_judged_with_the_client_models_o
             return self._noise(sent)
 
         def _noise(self, weights: Weights) -> Weights:
-            return {name: torch.randn_like(tensor) * 30 for name, tensor in weights.items()}
+            return {name: torch.randn_like(tensor) * 3 for name, tensor in weights.items()}
 
     settings = FAST | {"tasks": 8, "rate": 0.01, "fine_rate": 0.3, "test_tasks": 40}
     spoilt = run(Worse(**settings, rounds=4), data, out=tmp_path / "spoilt")
     two = run(F2L(**settings, rounds=2), data)
+    assert two.scores["chosen"] == 0 and two.scores["validation"] is None  # there was one to choose from
     assert spoilt.scores["chosen"] == 2
     assert spoilt.scores["accuracy"] == two.scores["accuracy"]
     assert spoilt.scores["client"] == two.scores["client"] and spoilt.scores["server"] == two.scores["server"]
@@ -467,12 +589,59 @@ def test_tasks_are_the_same_for_all_methods_and_of_the_right_classes(data: Array
             return super().answer(ready, task)
 
     for kind in (SeenF2L, SeenProto):
-        run(kind(**FAST, rounds=1), data)
+        run(kind(**FAST | {"validate_every": 1}, rounds=2), data)
     one, two = seen.values()
-    assert one == two
-    classes = [{c for *classes, _ in part for c in classes} for part in (one[:8], one[8:])]
+    assert one == two and one[:8] == one[8:16] and len(one) == 24
+    classes = [{c for *classes, _ in part for c in classes} for part in (one[:16], one[16:])]
     assert classes[0] <= set(range(BASE, BASE + VALIDATION))
     assert classes[1] <= set(range(BASE + VALIDATION, BASE + VALIDATION + NOVEL))
+
+
+def test_a_trial_looks_at_validation_classes_alone(data: ArrayData) -> None:
+    method, same = F2L(**FAST | {"rounds": 2, "validate_every": 1}).trial(data, 0.2, 0)
+    assert same is data
+    scores = run(method, data).scores
+    assert scores["accuracy"] == scores["validation"]
+
+
+def test_where_there_is_one_model_to_choose_from_no_validation_classes_are_looked_at(
+    data: ArrayData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    true = FewShot.ask_tasks
+    monkeypatch.setattr(FewShot, "ask_tasks", lambda *given, **more: asked.append(given[3]) or true(*given, **more))
+    for every, wanted in ((2, ["test"]), (1, ["validation", "validation", "test"])):
+        asked.clear()
+        run(FLProto(**FAST | {"validate_every": every}, rounds=2), data)
+        assert asked == wanted
+
+
+def test_a_party_that_had_nothing_of_its_own_when_the_model_was_chosen_has_nothing_then(
+    data: ArrayData, tmp_path: Path
+) -> None:
+    method, me = F2L(**FAST), party(data, tmp_path)
+    method.keep(me)
+    me.store.put("own", {"later": torch.ones(1)})
+    assert method.own(me, kept=True) is None and method.own(me, kept=False) is not None
+
+
+def test_a_choice_that_parties_missed_is_not_taken_for_one_that_nobody_can_make(
+    data: ArrayData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = Parties._fate
+    monkeypatch.setattr(
+        Parties, "_fate", lambda self, party, name: "drop" if name == "answer_tasks" else true(self, party, name)
+    )
+    with pytest.raises(fewer.errors.QuorumLost, match="0 of 4 parties answered.*4 dropped"):
+        run(FLProto(**FAST, rounds=4), data)
+
+
+def test_what_a_row_says_it_was_judged_on_is_tasks(tmp_path: Path) -> None:
+    few = {"data": "digits", "data_set": {"split": "4/3/3"}, "parties": 3, "partition": "iid", "rounds": 1}
+    given = {**few, "set": {"way": 3, "queries": 2, "tasks": 1, "test_tasks": 6}}
+    found = fewer.compare(["fl-proto", "local-proto"], seeds=2, out=tmp_path, **given)
+    for row in found.rows:
+        assert (row.groups, row.units) == (12, "tasks") and [len(one) for one in row.judged] == [6, 6]
 
 
 def test_a_party_with_too_few_classes_is_skipped_with_a_word(
@@ -503,9 +672,13 @@ def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_a
     data: ArrayData, tmp_path: Path
 ) -> None:
     settings = FAST | {"rounds": 2, "fine_rate": 0.3}
-    plain, none = run(FLMaml(**settings), data), run(FedFSL(**settings, adversary=0), data)
-    assert all(torch.equal(tensor, none.state.model[name]) for name, tensor in plain.state.model.items())
-    method = FedFSL(**settings, adversary=0.7, order="exact")
+    for zero in (True, False):
+        plain, none = (
+            run(FLMaml(**settings, zero_head=zero), data),
+            run(FedFSL(**settings, zero_head=zero, adversary=0), data),
+        )
+        assert all(torch.equal(tensor, none.state.model[name]) for name, tensor in plain.state.model.items())
+    method = FedFSL(**settings, adversary=0.7, order="exact", zero_head=False)
     me = party(data, tmp_path)
     received = method.begin(me.task, 0)
     from fewer.methods.fewshot import small_net
@@ -527,6 +700,9 @@ def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_a
     apart = 0.7 * (ours.softmax(1) - theirs).abs().mean()
     right = F.cross_entropy(ours, task.query_y)
     found = method.slopes(made, theta, received, task)
+    alone = FedFSL(**settings, adversary=0.7).slopes(made, theta, received, task)  # without the head
+    assert alone.keys() == {name for name in found if name.startswith("encoder.")}
+    assert all(torch.equal(slope, found[name]) for name, slope in alone.items())
     for part, loss in (("encoder.", right + apart), ("head.", right - apart)):
         names = [name for name in leaves if name.startswith(part)]
         grads = torch.autograd.grad(loss, [leaves[name] for name in names], retain_graph=True)
@@ -591,6 +767,7 @@ def test_a_split_by_numbers_or_by_names_pools_and_renumbers() -> None:
     assert texts.x == ["text 0", "text 1", "text 2", "text 3"]
     for wrong, why in (
         ("3/1/1", "there are 4"),
+        ("0/2/2", "1 base class or more"),
         ("2/2", "allowed"),
         ("b/b/a", "two share one"),
         ("b/x/a", "no classes"),
@@ -633,9 +810,23 @@ def test_fc100_is_cifar100_by_superclass(tmp_path: Path) -> None:
     assert all(raw.names[label] == f"f{int(image[0, 0, 0])}" for image, label in zip(raw.x, raw.y, strict=True))
 
 
-def test_word_vectors_of_the_text_itself_put_words_of_one_kind_together() -> None:
+@pytest.mark.parametrize("kind", [F2L, FLMaml, FedFSL, LocalMaml, FLProto])
+def test_novel_classes_of_text_are_learned_of_too(kind: type[FewShot]) -> None:
+    draw = np.random.default_rng(0)
+    labels = np.repeat(np.arange(BASE + VALIDATION + NOVEL), 16)
+    texts = [" ".join([f"word{label}", *(f"w{n}" for n in draw.integers(20, size=4))]) for label in labels]
+    text = federate(Raw(texts, labels, split=(BASE, VALIDATION, NOVEL)), parties=2, partition="iid", length=5)
+    result = fewer.run(kind(**FAST, rounds=1), text, model="text-bilstm", model_set={"width": 8})
+    assert result.scores["tasks"] == 8
+
+
+def test_word_vectors_of_the_text_itself_put_words_of_one_kind_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fewer.data import text
     from fewer.data.text import own_vectors
 
+    monkeypatch.setenv("FEWER_CACHE", str(tmp_path))
     draw = np.random.default_rng(0)
     kinds = draw.integers(2, size=400)
     rows = 2 + 8 * kinds[:, None] + draw.integers(8, size=(400, 6))
@@ -644,9 +835,13 @@ def test_word_vectors_of_the_text_itself_put_words_of_one_kind_together() -> Non
     assert vectors.shape == (18, 4) and float(vectors[:2].abs().max()) == 0
     likeness = F.normalize(vectors[2:], dim=1) @ F.normalize(vectors[2:], dim=1).T
     assert float(likeness[:8, :8].mean()) > float(likeness[:8, 8:].mean()) + 0.5
-    assert torch.equal(vectors, own_vectors(rows, 18, 4))
+    assert torch.equal(vectors, text._own_vectors(rows[::-1].copy(), 18, 4))
     with pytest.raises(fewer.errors.DataError, match="too few"):
         own_vectors(rows, 18, 18)
+    with monkeypatch.context() as patch:
+        patch.delattr(text, "_own_vectors")
+        assert torch.equal(vectors, own_vectors(rows, 18, 4))  # kept
+    assert own_vectors(rows, 18, 3).shape == (18, 3) and len(list(tmp_path.glob("vectors-*[0-9a-f]"))) == 2
 
 
 def test_methods_and_data_that_do_not_go_together_are_told_apart(data: ArrayData) -> None:

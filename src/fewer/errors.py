@@ -25,6 +25,11 @@ class RunError(FewerError):
 class QuorumLost(FewerError):
     """Too few parties answered for the round to count."""
 
+    def __init__(self, text: str, unable: bool = False) -> None:
+        super().__init__(text)
+        self.unable = unable
+        """Whether all that are missing said that they cannot: asking again is no use."""
+
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> SettingError:
     """An error for a name that does not exist, with the nearest one that does."""

@@ -145,9 +145,10 @@ def finish(result: Result, where: Path, json_file: Path | None, report: bool) ->
     if groups := scores.get("groups"):
         half = half_width(groups)
         sure = "" if half is None else f", ± {100 * half:.2f} (95 % CI)"
-        print(f"Mean over {len(groups)} groups that began from the prepared model{sure}")
+        what = "tasks" if "tasks" in scores else "groups that began from the prepared model"
+        print(f"Mean over {len(groups)} {what}{sure}")
     if "global" in scores:
         print(f"Each party's model on all parties' test samples: {scores['global']:.2%}")
     print(f"Kept in {where}" + (f", see {page}" if page else ""))
-    if groups:
+    if groups and "tasks" not in scores:
         print(f"For groups: fewer deploy {where} --data …")

@@ -37,8 +37,11 @@ def split_parties(parties: int, shares: tuple[float, float, float] = (0.8, 0.1, 
 
 def split_classes(classes: int, base: int, validation: int, novel: int, seed: int | None = None) -> Three:
     """Base, validation and novel classes: in their order, or mixed by a seed."""
-    if min(base, validation, novel) < 0 or base + validation + novel > classes:
-        raise SettingError(f"{base} base, {validation} validation and {novel} novel classes, but there are {classes}")
+    if base < 1 or min(validation, novel) < 0 or base + validation + novel > classes:
+        raise SettingError(
+            f"{base} base, {validation} validation and {novel} novel classes, but there are {classes} "
+            "(allowed: 1 base class or more)"
+        )
     order = np.arange(classes) if seed is None else np.random.default_rng(seed).permutation(classes)
     bounds = np.cumsum([0, base, validation, novel])
     return Three(*(sorted(int(c) for c in order[bounds[i] : bounds[i + 1]]) for i in range(3)))

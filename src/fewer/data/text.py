@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fewer.data.cache import cached
 from fewer.errors import DataError
 
 PAD, UNKNOWN = "<pad>", "<unknown>"
@@ -41,7 +43,14 @@ def encode(texts: Sequence[str], tokens: Sequence[str], length: int) -> NDArray[
 
 
 def own_vectors(rows: NDArray[np.int64], vocabulary: int, width: int) -> Tensor:
-    """Vectors for tokens, from which tokens occur in the same texts: where no file of vectors is at hand.
+    """Vectors for tokens, from which tokens occur in the same texts: made once for these texts, then kept."""
+    key = hashlib.sha256(repr((rows.shape, vocabulary, width)).encode() + rows.tobytes()).hexdigest()[:16]
+    kept = cached(f"vectors-{key}", lambda: {"vectors": _own_vectors(rows, vocabulary, width).numpy()})
+    return torch.from_numpy(kept["vectors"])
+
+
+def _own_vectors(rows: NDArray[np.int64], vocabulary: int, width: int) -> Tensor:
+    """Where no file of vectors is at hand.
 
     Positive pointwise mutual information, cut to its first singular vectors (Levy, Goldberg, Dagan, TACL 2015, with
     contexts smoothed by 0.75); all of one length, with numbers about as large as GloVe's. Those of the fill, of

@@ -60,6 +60,8 @@ class Row:
     """What was tried to choose them."""
     groups: int = 0
     """Groups that all runs together were judged on, where that is how a method is judged: the interval is over them."""
+    units: str = "groups"
+    """What they are: groups of parties, or tasks."""
     judged: list[dict[str, float]] = field(default_factory=list)
     """For each seed the accuracies of these groups or, where there are none, of the parties, by their numbers."""
 
@@ -222,5 +224,6 @@ def _row(job: Job, results: Sequence[Result], accuracies: list[float], trials: l
         hash=job.hash,
         trials=trials,
         groups=len(groups),
+        units="tasks" if "tasks" in last[0] else "groups",
         judged=[_judged(scores) for scores in last],
     )

@@ -273,7 +273,8 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
             "**Quick mode**: smaller data and fewer rounds, to try the recipe; not to be compared with the paper.",
             "",
         ]
-    over = f"{cells[0].ours.groups} groups" if cells[0].ours.groups else "seeds"
+    first = cells[0].ours
+    over = f"{first.groups} {first.units}" if first.groups else "seeds"
     what = "Accuracy" if plan.mean == "samples" else "Mean accuracy over parties, each with its own model,"
     lines += [f"{what} in %, mean ± 95 % CI over {over}; the paper's figure behind a stroke.", ""]
     lines += ["| method | " + " | ".join(columns) + " | MB up | MB down |", "|---|" + "---|" * (len(columns) + 2)]
@@ -288,7 +289,6 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
     tuned = [cell for cell in cells if cell.ours.trials]
     if tuned:
         lines += ["", "Chosen settings of tuned rows: " + "; ".join(_chosen(cell) for cell in tuned) + "."]
-    first = cells[0].ours
     hashes = ", ".join(f"{cell.row} {cell.column} `{cell.ours.hash}`" for cell in cells)
     lines += ["", f"Made by `{command}`, seeds {first.seeds[0]} … {first.seeds[-1]}, on {machine()}."]
     lines += ["", f"<details><summary>Settings hashes</summary>{hashes}</details>", ""]
@@ -321,7 +321,7 @@ def _duels(plan: Recipe, cells: list[Cell]) -> list[str]:
     """How far each row is ahead of its rivals, where the recipe has some."""
     if not plan.rivals:
         return []
-    units = "groups" if cells[0].ours.groups else "parties"
+    units = cells[0].ours.units if cells[0].ours.groups else "parties"
     lines = [
         "",
         f"How far a row is ahead, in points: mean and 95 % CI of the differences over all {units} that both were "

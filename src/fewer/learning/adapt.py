@@ -68,6 +68,19 @@ def meta_gradient(
 
     L_Q is what `criterion` says of the queries; inner steps are on the cross-entropy.
     """
+    return meta_gradients(net, weights, support, query, rate, exact, [criterion])[0]
+
+
+def meta_gradients(
+    net: nn.Module,
+    weights: Mapping[str, Tensor],
+    support: Sequence[Batch],
+    query: Batch,
+    rate: Rate,
+    exact: bool,
+    criteria: Sequence[Criterion],
+) -> list[MetaGradient]:
+    """The same for several criteria of the queries, with the inner steps done once."""
     path = []
     theta: Weights = dict(weights)
     for batch in support:
@@ -75,15 +88,17 @@ def meta_gradient(
         path.append((theta, slopes))
         theta = _step(theta, slopes, rate)
     end = theta
-    back, loss = _query(net, end, query, criterion)
-    rates = {name: torch.zeros_like(tensor) for name, tensor in back.items()}
-    while path:
-        theta, slopes = path.pop()
-        for name, slope in slopes.items():
-            rates[name] -= slope.detach() * back[name]
-        if exact:
-            back = _through(theta, slopes, back, rate)
-    return MetaGradient(back, rates, loss, end)
+    found = []
+    for number, criterion in enumerate(criteria, 1):
+        back, loss = _query(net, end, query, criterion)
+        rates = {name: torch.zeros_like(tensor) for name, tensor in back.items()}
+        for theta, slopes in reversed(path):
+            for name, slope in slopes.items():
+                rates[name] -= slope.detach() * back[name]
+            if exact:
+                back = _through(theta, slopes, back, rate, again=number < len(criteria))
+        found.append(MetaGradient(back, rates, loss, end))
+    return found
 
 
 def _slopes(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, graph: bool) -> tuple[Weights, Weights]:
@@ -105,14 +120,15 @@ def _query(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion:
 
 
 def _through(
-    theta: Mapping[str, Tensor], slopes: Mapping[str, Tensor], back: Mapping[str, Tensor], rate: Rate
+    theta: Mapping[str, Tensor], slopes: Mapping[str, Tensor], back: Mapping[str, Tensor], rate: Rate, again: bool
 ) -> Weights:
-    """v − ∇_θ ⟨g, α ∘ v⟩: back over one inner step."""
+    """v − ∇_θ ⟨g, α ∘ v⟩: back over one inner step, whose graph is freed unless it is walked again."""
     live = [name for name, slope in slopes.items() if slope.requires_grad]
     curved = torch.autograd.grad(
         [slopes[name] for name in live],
         list(theta.values()),
         [_rate(rate, name) * back[name] for name in live],
+        retain_graph=again,
         allow_unused=True,
         materialize_grads=True,
     )

@@ -11,13 +11,17 @@ whole support, and a head for the N classes of a task) stays with its party. In 
 What ψ knows goes to φ by L_MI, what φ knows goes to ψ by L_KD; nothing of ψ is ever sent. A task of novel classes is
 answered by ψ, fine-tuned on its support.
 
+h_ψ = q_ψ̃(h_φ) (Eq 22) depends on φ, and Eqs 5, 6 and 12 take the gradient of all of it by φ: so do we.
+
 Departures: the first line of Eq 13 lost its minus, which its second line has. h_ψ and p_ψ in L_MI are those of ψ̃, as
-Section 3.2.2 says (Eq 5 writes ψ). With K = 1 each class has one sample, the softmax of Eq 10 has one term and L_MI is
-0; `mi = across` takes it over the samples of all classes. Queries see the support and themselves in the Transformer,
-not each other (`transductive`: they do). ψ begins as a mere normalisation with a head of zeros, so that one step of
-fine-tuning gives each class the mean of its features. Dropout is in the Transformer and, as DropBlock, in ResNet-12.
-Adam begins anew for φ in each round, which is another φ; for ψ it goes on. The paper's ablations are settings:
-`decoupled = false` (without M), `mi_weight = 0` (without T) and `kd_weight = 0` (without A).
+Section 3.2.2 says (Eq 5 writes ψ); p_ψ, a weight in the words after Eq 13, is taken as given. With K = 1 each class has
+one sample, the softmax of Eq 10 has one term and L_MI is 0; `mi = across` takes it over the samples of all classes.
+Queries see the support and themselves in the Transformer, not each other (`transductive`: they do). ψ begins as a mere
+normalisation with a head of zeros, so that one step of fine-tuning gives each class the mean of its features. The head
+is at zero before each task: classes come in any order, and the mean of Eq 4 over all orders leaves it there (`zero_head
+= false`: it steps by the orders drawn). Dropout is in the Transformer and, as DropBlock, in ResNet-12. Adam begins anew
+for φ in each round, which is another φ; for ψ it goes on. The paper's ablations are settings: `decoupled = false`
+(without M), `mi_weight = 0` (without T) and `kd_weight = 0` (without A).
 
 Beyond the paper: with `learn_from = task` the server model learns from the queries too, of which the paper makes no use
 there: from one shot that is six times as much, and mutual information within a class is no longer 0. Eq 10 has a
@@ -36,10 +40,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data.episodes import Episode
-from fewer.learning.adam import adam
 from fewer.learning.adapt import adapted, learnable, meta_gradient
 from fewer.methods.base import Party
-from fewer.methods.fewshot import FewShot, State, blank, logistic_regression
+from fewer.methods.fewshot import FineTuned, State, blank, logistic_regression
 from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
 from fewer.models.sets import SetEncoder
 from fewer.models.split import feature_width
@@ -60,26 +63,16 @@ class Pair:
     """`weights` of ψ, `first` and `second` moment and the `step` of its Adam."""
 
 
-class F2L(FewShot):
+class F2L(FineTuned):
     """Few-shot learning with a shared server model and a client model that never leaves its party."""
 
     name: ClassVar[str] = "f2l"
     readings: ClassVar[tuple[str, ...]] = ("client", "server")
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "rate": (0.001, 0.003, 0.01),
-        "fine_rate": (0.03, 0.1, 0.3),
-    }
 
     reading: Literal["client", "server"] = "client"
     """Who answers a task: the fine-tuned client model, or logistic regression on features of the server model."""
-    fine_rate: PositiveFloat = 0.01
-    """Step size of fine-tuning on a support (α_ft)."""
-    steps: PositiveInt = 1
-    """Steps of fine-tuning in training."""
-    adapt_steps: PositiveInt | None = None
-    """Steps of fine-tuning on a task of novel classes; by default as many as in training."""
-    order: Literal["exact", "first"] = "exact"
-    """Whether the meta-update of the client model has second derivatives."""
+    client_rate: PositiveFloat | None = None
+    """Step size of the client model's Adam (α_ψ); by default `rate`, which is that of the server model (α_φ)."""
     mi: Literal["within", "across"] = "within"
     """Whether the softmax of the mutual information goes over the samples of a class or of all classes of the task."""
     learn_from: Literal["support", "task"] = "support"
@@ -128,7 +121,7 @@ class F2L(FewShot):
         phi = weights_of(pair.server)
         if not self.decoupled:
             return phi | {CLIENT + name: tensor for name, tensor in pair.own["weights"].items()}
-        me.store.put("own", pair.own)
+        self.put(me, pair.own, pair.own["weights"])
         return phi
 
     def learn_task(self, pair: Pair, optimiser: torch.optim.Optimizer, task: Episode) -> None:
@@ -165,9 +158,8 @@ class F2L(FewShot):
         )  # Eqs 3 and 4
 
         load_weights(pair.client, found.adapted)
-        with torch.no_grad():
-            theirs = pair.client.encoder(everything[: len(features)])
-            sure = pair.client.head(theirs).softmax(1)
+        theirs = pair.client.encoder(features)
+        sure = pair.client.head(theirs).softmax(1).detach()
         labels = torch.cat([task.support_y, task.query_y])[: len(features)]
         loss = (1 - self.mi_weight) * F.cross_entropy(head(features), task.classes[labels])
         loss = loss + self.mi_weight * mutual_information(
@@ -178,9 +170,8 @@ class F2L(FewShot):
         optimiser.step()  # Eqs 5 and 14
 
         own = pair.own
-        slopes = {name: slope + self.decay * own["weights"][name] for name, slope in found.weights.items()}
-        step = own["step"] + 1
-        weights, first, second = adam(own["weights"], slopes, own["first"], own["second"], step, self.rate)
+        step, rate = own["step"] + 1, self.client_rate or self.rate
+        weights, first, second = self.meta_step(own["weights"], found.weights, own["first"], own["second"], step, rate)
         pair.own = {"weights": weights, "first": first, "second": second, "step": step}
 
     def prepare(self, me: Party, model: Weights, kept: bool) -> Pair:
@@ -189,12 +180,12 @@ class F2L(FewShot):
         client = self.client(me.task, me.seed)
         own = self.own(me, kept)
         if own is None:
-            weights = learnable(client)
+            weights = {name: tensor.clone() for name, tensor in learnable(client).items()}  # the net is tuned in place
             if not self.decoupled:
                 weights = {name: model[CLIENT + name] for name in weights}
             nothing = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
             own = {"weights": weights, "first": nothing, "second": nothing, "step": 0}
-        return Pair(server, client, own)
+        return Pair(server, client.requires_grad_(False), own)  # what learns of ψ are the weights in `own`
 
     def client(self, task: Task, seed: int) -> Split:
         """ψ as everyone begins with it: a Transformer over a set (Eq 22) and a head for N classes."""

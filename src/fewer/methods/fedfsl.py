@@ -4,11 +4,14 @@ Fan, Huang: Federated Few-Shot Learning with Adversarial Learning, WiOpt 2021, a
 4.2) compares with it: parties take meta-steps of MAML, and the disagreement of their predictions with those of the
 global model keeps the feature spaces alike: the head learns to make it large, the encoder to make it small (as in Saito
 et al., CVPR 2018). The coordinator averages the models. Departures: disagreement is the mean absolute difference of
-class probabilities on the queries, both models fine-tuned on the same support; encoder and head step at once.
+class probabilities on the queries, both models fine-tuned on the same support; encoder and head step at once. Over all
+orders of classes the head's gradient has the mean 0, of the disagreement as of the cross-entropy, so that by default it
+stays at zero, as FL-MAML's does, and the encoder alone learns; with `zero_head = false` the head is the adversary.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -18,7 +21,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from fewer.data.episodes import Episode
-from fewer.learning.adapt import adapted, learnable, meta_gradient
+from fewer.learning.adapt import adapted, learnable, meta_gradients
 from fewer.methods.fl_maml import FLMaml
 from fewer.models import Split, Weights
 
@@ -39,20 +42,23 @@ class FedFSL(FLMaml):
         with torch.no_grad():
             theirs = functional_call(net, tuned, (task.query_x,)).softmax(1)
 
-        def loss(scores: Tensor, labels: Tensor, sign: float) -> Tensor:
+        def loss(sign: float, scores: Tensor, labels: Tensor) -> Tensor:
             apart: Tensor = (scores.softmax(1) - theirs).abs().mean()
             return F.cross_entropy(scores, labels) + sign * self.adversary * apart
 
-        found: Weights = {}
-        for part, sign in (("encoder.", 1.0), ("head.", -1.0)):
-            slopes = meta_gradient(
-                net,
-                theta,
-                support,
-                (task.query_x, task.query_y),
-                self.fine_rate,
-                self.order == "exact",
-                lambda scores, labels, sign=sign: loss(scores, labels, sign),  # type: ignore[misc]
-            ).weights
-            found |= {name: slope for name, slope in slopes.items() if name.startswith(part)}
-        return found
+        signs = {"encoder.": 1.0} if self.zero_head else {"encoder.": 1.0, "head.": -1.0}
+        found = meta_gradients(
+            net,
+            theta,
+            support,
+            (task.query_x, task.query_y),
+            self.fine_rate,
+            self.order == "exact",
+            [partial(loss, sign) for sign in signs.values()],
+        )
+        return {
+            name: slope
+            for part, one in zip(signs, found, strict=True)
+            for name, slope in one.weights.items()
+            if name.startswith(part)
+        }

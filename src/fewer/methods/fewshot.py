@@ -4,6 +4,8 @@ A task is N-way K-shot: N classes, of each K samples to learn from (the support)
 Parties learn from tasks of base classes, a model is chosen by tasks of validation classes, and judged on tasks of novel
 classes. All of them are drawn from a party's own samples. Those for choosing and judging depend on seed and party only,
 so they are the same for all methods. The setting is that of F2L (Wang et al., KDD 2023, Sections 2 and 4.2).
+
+Departure: where parties are alone, each model answers the tasks of its own party, in the paper those of all.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from fewer.data import Data, Samples
 from fewer.data.episodes import Episode, episode
 from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.learning import weighted_mean
+from fewer.learning.adam import adam
 from fewer.methods.base import Method, Party, Scores
 from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
 from fewer.models.split import feature_width
@@ -71,7 +74,8 @@ class FewShot(Method):
     test_tasks: PositiveInt = 100
     """Tasks that a model is chosen and judged by, divided among the parties."""
     validate_every: PositiveInt = 5
-    """A model may be chosen after every so many rounds, and after the last."""
+    """A model may be chosen after every so many rounds, and after the last; where it is after the last alone, that is
+    the one, and no validation classes are looked at."""
     judge: Literal["novel", "validation"] = "novel"
     """Which classes it is judged on: novel ones, or those that models and settings are chosen on."""
     codec: Codec = "float32"
@@ -123,11 +127,16 @@ class FewShot(Method):
 
     def choice(self, state: State, parties: Parties) -> State:
         """The new model instead of the best so far, if it does as well on validation classes."""
+        if self.validate_every >= self.rounds:  # there would be one to choose from
+            return state
         if parties.round % self.validate_every and parties.round != self.rounds:
             return state
         try:
             accuracy = mean_of(self.shares(self.ask_tasks(state.model, parties, "validation", kept=False))[0])
-        except QuorumLost:  # nobody has classes enough to choose by: it is the last model
+        except QuorumLost as lost:
+            if not lost.unable:
+                raise
+            # nobody has classes enough to choose by: it is the last model
             accuracy = state.validation
         if accuracy < state.validation:
             return state
@@ -147,8 +156,14 @@ class FewShot(Method):
         return {}
 
     def own(self, me: Party, kept: bool) -> Any:
-        """What the party has of its own, now or as it was kept; None before it has anything."""
-        return (me.store.get("kept") if kept else None) or me.store.get("own")
+        """What the party has of its own, now or as it was kept; None where it had nothing."""
+        return me.store.get("kept" if kept else "own")
+
+    def put(self, me: Party, own: Any, weights: Weights) -> None:
+        """What the party has of its own now; Unable, and nothing is put, where these weights of it are broken."""
+        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+            raise Unable(f"its training diverged (rate {self.rate:g})")
+        me.store.put("own", own)
 
     def task(self, samples: Samples, draw: torch.Generator, kind: str = "base") -> Episode:
         """A task; a party that has too few classes for one says so, and is skipped."""
@@ -173,10 +188,11 @@ class FewShot(Method):
         return {
             "accuracy": mean_of(readings[0]),
             **scores,
+            "groups": first,
             "tasks": len(first),
             "tasks_ci95": spread,
             "chosen": state.chosen,
-            "validation": state.validation,
+            "validation": state.validation if state.chosen else None,
             "parties": by_party,
         }
 
@@ -247,6 +263,43 @@ class FewShot(Method):
         raise SettingError(f"{self.name} has no models of parties: it makes one of the samples of each task")
 
 
+class FineTuned(FewShot):
+    """A method whose model is fine-tuned on the support of each task, from where meta-steps have brought it."""
+
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
+        "rate": (0.001, 0.003, 0.01),
+        "fine_rate": (0.03, 0.1, 0.3),
+    }
+
+    fine_rate: PositiveFloat = 0.01
+    """Step size of fine-tuning on a support (α_ft)."""
+    steps: PositiveInt = 1
+    """Steps of fine-tuning in training."""
+    adapt_steps: PositiveInt | None = None
+    """Steps of fine-tuning on a task of novel classes; by default as many as in training."""
+    order: Literal["exact", "first"] = "exact"
+    """Whether meta-steps have second derivatives."""
+    zero_head: bool = True
+    """Whether the head for a task's classes begins each task at zero. If not it takes meta-steps too; what they bring
+    is noise, since classes come in any order: the mean of its meta-gradient over all orders is 0."""
+
+    def meta_step(
+        self, weights: Weights, slopes: Weights, first: Weights, second: Weights, step: int, rate: float
+    ) -> tuple[Weights, Weights, Weights]:
+        """Adam's, with weight decay, on all that learns from task to task: new weights and both moments.
+
+        With a head of equal rows another order of classes permutes the rows of its meta-gradient and leaves all else as
+        it is; the mean over orders is the mean row, and that is 0, since what is the same for all classes changes no
+        probability. So a head of zeros stays (as in Kao, Chiu, Chen, ICLR 2022).
+        """
+        slopes = {
+            name: slope + self.decay * weights[name]
+            for name, slope in slopes.items()
+            if not (self.zero_head and name.startswith("head."))
+        }
+        return adam(weights, slopes, first, second, step, rate)
+
+
 class Unshared(FewShot):
     """Before a method of this family: each party has a model of its own, and nothing is shared."""
 
@@ -263,7 +316,8 @@ class Unshared(FewShot):
     @on_party
     def practise(self, me: Party) -> dict[str, Any]:
         """Go on with the party's own model."""
-        me.store.put("own", self.learn(me, self.model_of(me, {}, kept=False)))
+        learned = self.learn(me, self.model_of(me, {}, kept=False))
+        self.put(me, learned, learned)
         return {}
 
     def model_of(self, me: Party, model: Weights, kept: bool) -> Weights:

@@ -3,42 +3,28 @@
 Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning (F2L), KDD 2023, Section 4.2 and Appendix C.2: parties take
 meta-steps of MAML (Finn, Abbeel, Levine, ICML 2017) on tasks of base classes, the coordinator averages their models; a
 task of novel classes is answered by the model after fine-tuning on its support. Departures: meta-steps are Adam's,
-which begins anew in each round; the head begins at zero. `local-maml` averages nothing: each party has its own model.
+which begins anew in each round; the head is at zero before each task, as F2L's is (`zero_head`). The model is F2L's
+server encoder with a head, without its Transformer. `local-maml` averages nothing: each party has its own model.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from fewer.data.episodes import Episode
-from fewer.learning.adam import adam
 from fewer.learning.adapt import adapted, learnable, meta_gradient
 from fewer.methods.base import Party
-from fewer.methods.fewshot import FewShot, Unshared, small_net, small_start
+from fewer.methods.fewshot import FineTuned, Unshared, small_net, small_start
 from fewer.models import Split, Task, Weights, load_weights, weights_of
 
 
-class FLMaml(FewShot):
+class FLMaml(FineTuned):
     """MAML at each party; the coordinator averages where they fine-tune from."""
 
     name: ClassVar[str] = "fl-maml"
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "rate": (0.001, 0.003, 0.01),
-        "fine_rate": (0.03, 0.1, 0.3),
-    }
-
-    fine_rate: PositiveFloat = 0.01
-    """Step size of fine-tuning on a support."""
-    steps: PositiveInt = 1
-    """Steps of fine-tuning in training."""
-    adapt_steps: PositiveInt | None = None
-    """Steps of fine-tuning on a task of novel classes; by default as many as in training."""
-    order: Literal["exact", "first"] = "exact"
-    """Whether meta-steps have second derivatives."""
 
     def begin(self, task: Task, seed: int) -> Weights:
         """An encoder and a head for N classes."""
@@ -52,8 +38,7 @@ class FLMaml(FewShot):
         draw = me.stream("tasks")
         for step in range(1, self.tasks + 1):
             slopes = self.slopes(net, theta, model, self.task(me.train, draw))
-            slopes = {name: slope + self.decay * theta[name] for name, slope in slopes.items()}
-            theta, first, second = adam(theta, slopes, first, second, step, self.rate)
+            theta, first, second = self.meta_step(theta, slopes, first, second, step, self.rate)
         return weights_of(net) | theta
 
     def slopes(self, net: Split, theta: Weights, received: Weights, task: Episode) -> Weights:

@@ -3,7 +3,8 @@
 Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning (F2L), KDD 2023, Section 4.2 and Appendix C.2: parties train
 an encoder as prototypical networks (Snell, Swersky, Zemel, NeurIPS 2017, Algorithm 1) do, on tasks of base classes, and
 the coordinator averages the encoders. A query is of the class whose mean support feature is nearest. Departures: Adam
-begins anew in each round. `local-proto` averages nothing: each party has an encoder of its own.
+begins anew in each round; the encoder is F2L's server encoder, without its Transformer. `local-proto` averages nothing:
+each party has an encoder of its own.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def feature_width(task: Task, net: nn.Module | None = None) -> int:
     with torch.no_grad():
         try:
             shape = encoder.eval()(blank).shape
-        except RuntimeError:  # an embedding, which takes tokens
+        except (RuntimeError, IndexError):  # an embedding or a table of vectors, which take tokens
             shape = encoder(blank.long()).shape
     encoder.train(training)
     if len(shape) != 2:

@@ -99,13 +99,15 @@ def _results(groups: Sequence[Group]) -> str:
         for group in groups
     ]
     several = any(len(group.runs) > 1 for group in groups)
-    by_groups = any("groups" in run.history[-1] for group in groups for run in group.runs)
-    sure = " ± 95 % confidence over " + ("groups" if by_groups else "seeds")
+    units = next((group.units for group in groups if group.units), None)
+    sure = f" ± 95 % confidence over {units or 'seeds'}"
     return (
         table(heads, rows, [groups.index(best)] if best else [], name="Results")
         + '<p class="small">accuracy: '
-        + ("what groups make of the prepared model" if by_groups else OWN)
-        + (f", mean{sure}" if several or by_groups else "")
+        + {"groups": "what groups make of the prepared model", "tasks": "queries of novel classes"}.get(
+            units or "", OWN
+        )
+        + (f", mean{sure}" if several or units else "")
         + ". everywhere: each party’s model judged on all parties’ test samples. MB and seconds: "
         + ("mean over seeds.</p>" if several else "in all.</p>")
     )

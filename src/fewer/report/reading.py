@@ -239,7 +239,13 @@ class Group:
     def over(self) -> str:
         """What the accuracy is the mean of."""
         groups = sum(len(run.history[-1].get("groups", ())) for run in self.runs)
-        return f"{groups} groups" if groups else "1 seed" if len(self.runs) == 1 else f"{len(self.runs)} seeds"
+        return f"{groups} {self.units}" if groups else "1 seed" if len(self.runs) == 1 else f"{len(self.runs)} seeds"
+
+    @property
+    def units(self) -> str | None:
+        """What its runs were judged on one by one and is no party, if there is such a thing: groups, or tasks."""
+        judged = [run.history[-1] for run in self.runs if "groups" in run.history[-1]]
+        return None if not judged else "tasks" if "tasks" in judged[0] else "groups"
 
     @property
     def traffic(self) -> dict[tuple[str, str], float]:

@@ -47,7 +47,7 @@ def _apart(groups: Sequence[Group]) -> str:
     if len({str(group.runs[0].division) for group in groups}) > 1:
         return "These runs are not of one task, so there is no winner among them. What differs is named below."
     if len({_judging(group) for group in groups}) > 1:
-        return "These methods are not judged alike (on new parties, on groups, or on all), so none is named the winner."
+        return "These methods are not judged alike (on new parties, groups, tasks, or on all), so none is the winner."
     return ""
 
 
@@ -146,9 +146,9 @@ def _alone(group: Group) -> str:
     return f"{group.label} reaches {_told(group)} accuracy ({group.over}). It {_price(group)}."
 
 
-def _judging(group: Group) -> tuple[bool, bool]:
+def _judging(group: Group) -> tuple[bool, ...]:
     last = group.runs[0].history[-1]
-    return "fairness" in last, "groups" in last
+    return tuple(name in last for name in ("fairness", "groups", "tasks"))
 
 
 def _known(group: Group) -> Interval:

@@ -165,7 +165,7 @@ def _options(settings: Settings, data: Data) -> dict[str, Any]:
         if options["vectors"] == "own":
             if not isinstance(data, ArrayData):
                 raise SettingError(f"vectors = own, but data '{data.name}' is not in arrays (allowed: a file)")
-            rows = data.source.x[torch.from_numpy(data.train.rows)].numpy()
+            rows = data.source.x[torch.from_numpy(data.train.rows).sort().values].numpy()  # however they are divided
             options["vectors"] = own_vectors(rows, len(data.tokens), int(options.pop("width", 100)))
         else:
             options["vectors"] = word_vectors(Path(options["vectors"]), data.tokens)

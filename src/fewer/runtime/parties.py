@@ -202,7 +202,8 @@ class Parties(ABC):
             self.on_absent(one, handler)
         needed = self.rules.needed(asked)
         if good < needed and not self.evaluating:
-            raise QuorumLost(_quorum_text(self.round, good, asked, needed, self.rules.quorum, absent))
+            text = _quorum_text(self.round, good, asked, needed, self.rules.quorum, absent)
+            raise QuorumLost(text, unable=all(one.why == "unable" for one in absent))
 
     def spread(
         self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field
