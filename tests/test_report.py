@@ -565,12 +565,13 @@ def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, roun
 def test_a_winner_is_called_only_where_intervals_do_not_meet() -> None:
     fedmk, fedavg = group("fedmk", 0.80, 0.81, 0.79, seconds=60), group("fedavg", 0.70, 0.71, 0.69, mb=4)
     assert winner([fedavg, fedmk]) is fedmk
-    won, cost, target, does, *_ = verdict([fedavg, fedmk])
+    won, cost, soon, target, does = verdict([fedavg, fedmk])
     assert won == "fedmk won: 80.0 ± 2.5 % accuracy, before fedavg with 70.0 ± 2.5 % (3 seeds)."
     assert cost == (
         "Cost: fedmk sent 0.5 MB up and 0.5 MB down in 2 rounds and 60 s; "
         "fedavg sent 2 MB up and 2 MB down in 2 rounds and 10 s."
     )
+    assert soon == "Soonest: after round 1, fedmk had 40.0 ± 1.2 %, the next, fedavg, 35.0 ± 1.2 %."
     assert target == (
         "The best of fedavg, 70.0 %, fedmk reached in round 2 with 1 MB sent in all; fedavg in round 2 with 4 MB."
     )
@@ -632,6 +633,7 @@ def test_runs_that_differ_in_two_settings_make_a_map(tmp_path: Path, runs: Path)
     assert grid == Grid("batch", "rate", [4, 8, 16], [0.1, 0.3], [[accuracy] * 3, [None, accuracy, accuracy]])
     drawn = heat_picture("fedavg", grid).axes[0]
     assert len(drawn.collections) == len(drawn.texts) == 5
+    assert not {text.get_color() for text in drawn.texts} & DARK.keys()  # a field is as dark in either theme
     assert (drawn.get_xlabel(), drawn.get_ylabel()) == ("batch", "rate")
     assert grid_of(groups[:2]) is None  # one setting only
     _, pictures = report(tmp_path, some)

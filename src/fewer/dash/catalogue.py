@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from fewer.dash.records import Curve, Tally, newest, read_line
 from fewer.errors import FewerError
-from fewer.report.style import look
+from fewer.report.style import DARK, look
 from fewer.runs.files import EVENTS, METRICS, SETTINGS, describe, in_use
 
 T = TypeVar("T")
@@ -193,10 +193,11 @@ def _told(description: Mapping[str, Any]) -> dict[str, Any]:
     settings, data = description["settings"], description["data"]
     given = str(settings["method"])
     method = given.rpartition(":")[2] if ":" in given else given
-    colour, marker, dash = look(method)
+    colour, marker, dash = look(method)  # a comparison has other markers and dashes, but no other colours
     return {
         "method": method,
         "colour": colour,
+        "dark": DARK.get(colour, colour),
         "marker": marker,
         "dash": dash,
         "data": str(data["name"]),

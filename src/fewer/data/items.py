@@ -9,6 +9,8 @@ import numpy as np
 from fewer.data.raw import Raw
 from fewer.errors import DataError, SettingError
 
+MOST = 100_000
+"""Items of a user that may count: so many classes is no small classifier any more."""
 HABITS = 0.4, 0.4
 """In `usage`: the chance to use the last service again, and that of the hour's own."""
 
@@ -20,8 +22,8 @@ def of_users(raw: Raw, own: bool = False, most: int = 0, least: int = 0) -> Raw:
     out, and then users with fewer than `least` records. 0 leaves out nothing. With `own`, the classes are a user's own
     items in that order: a small classifier serves everyone, but its classes mean something else to each.
     """
-    if min(most, least) < 0:
-        raise SettingError(f"most = {most}, least = {least} (allowed: 0 or more)")
+    if min(most, least) < 0 or most > MOST:
+        raise SettingError(f"most = {most}, least = {least} (allowed: 0 or more, most up to {MOST:,})")
     assert raw.client is not None and isinstance(raw.x, np.ndarray)
     place = np.empty(len(raw.y), np.int64)
     for user in np.unique(raw.client):
@@ -36,7 +38,7 @@ def of_users(raw: Raw, own: bool = False, most: int = 0, least: int = 0) -> Raw:
     raw = replace(raw, x=raw.x[kept], y=raw.y[kept], client=raw.client[kept])
     if not own:
         return raw
-    classes = min(most, len(place)) or int(place[kept].max()) + 1
+    classes = most or int(place[kept].max()) + 1
     return replace(raw, y=place[kept], names=tuple(f"item {number}" for number in range(1, classes + 1)))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fewer.report.figures import MB, Histories, Interval, Point, by_party, curve
 from fewer.report.pieces import bare, chart, charts, legend, limits, short
-from fewer.report.style import BLUE, INK, ORANGE, Look, look, style
+from fewer.report.style import BLUE, INK, ORANGE, Look, look, on_fill, style
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -175,7 +175,7 @@ def bar_picture(results: Mapping[str, Interval], looks: Mapping[str, Look]) -> F
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
         most = min(100.0, max(m + h for m, h in zip(mean, half, strict=True)))
-        axes.set(xlabel="accuracy %", xlim=(0, 1.35 * most))
+        axes.set(xlabel="accuracy %", xlim=(0, 1.35 * most or 1.0))
         axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 100])
         axes.invert_yaxis()
     return figure
@@ -209,7 +209,7 @@ def heat_picture(title: str, grid: Grid) -> Figure:
                 box = [across - 0.5, across + 0.5], [down - 0.5] * 2, [down + 0.5] * 2
                 axes.fill_between(*box, color=colours(share), linewidth=0)
                 text = f"{100 * cell.mean:.1f}" + (f"\n± {100 * cell.half:.1f}" if cell.half is not None else "")
-                ink = "black" if share > 0.55 else "white"
+                ink = on_fill(share)
                 axes.text(across, down, text, ha="center", va="center", color=ink, fontsize=8, linespacing=1.1)
         axes.set_xticks(range(len(grid.columns)), [short(str(each), 10) for each in grid.columns])
         axes.set_yticks(range(len(grid.rows)), [short(str(each), 16) for each in grid.rows])
@@ -303,7 +303,7 @@ def ring_picture(ring: Ring) -> Figure:
             missed = ring.passed_over.get(party, 0)
             edge = ORANGE if missed else INK
             axes.plot(x, y, "o", markersize=2 * size, color=colormaps["viridis"](share), mec=edge, mew=1 + bool(missed))
-            ink = "black" if share > 0.55 else "white"
+            ink = on_fill(share)
             axes.text(x, y, str(party), ha="center", va="center", color=ink, fontsize=size - 1)
             if len(members) <= 40:
                 text = f"λ {ring.weights[party]:.2g}" if party in ring.weights else ""

@@ -207,6 +207,10 @@ figcaption { margin-top: .4rem; }
   body { max-width: none; padding: 0; }
   #theme { display: none; }
   figure, tr, .short { break-inside: avoid; }
+  h2 { break-after: avoid; }
+  .scroll { overflow: visible; }
+  th, td { white-space: normal; }
+  figcaption a { display: none; }
   figure { flex-basis: 45%; }
 }
 """

@@ -128,6 +128,11 @@ def looks(methods: Mapping[str, str]) -> dict[str, Look]:
     return found
 
 
+def on_fill(share: float) -> str:
+    """The colour of letters on a field of viridis, 0 dark to 1 light; it does not change with that of the page."""
+    return "#000000" if share > 0.55 else "#fefefe"
+
+
 @contextmanager
 def style() -> Iterator[None]:
     """Draw in our style, whatever the user's own is; that one is back afterwards."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from fewer.errors import FewerError
 from fewer.experiments.targets import best, reach
-from fewer.report.figures import Interval
+from fewer.report.figures import Interval, curve
 from fewer.report.reading import Group
 
 NAMED = 3
@@ -19,14 +19,15 @@ def verdict(groups: Sequence[Group]) -> list[str]:
     if not done:
         return ["No run has come to its end yet: these are the figures so far."]
     if len(groups) == 1:
-        return [_alone(done[0]), *_why(done[0])]
+        return [_alone(done[0]), *_why(done[0]), *_personal(done[0])]
     if reason := _apart(groups):
         return [reason]
     if len(done) == 1:
         return [f"Only {done[0].label} has come to its end: {_alone(done[0])}"]
     ranked = _ranked(done)
     first, second = ranked[:2]
-    sentences = [_won(ranked), _cost(first, second), *_target(first, second), *_why(first)]
+    sentences = [_won(ranked), _cost(first, second), *_early(ranked), *_target(first, second), *_why(first)]
+    sentences += [text for group in (first, second) for text in _personal(group)]
     if len(done) < len(groups):
         sentences.append("Runs that have not come to their end are left out of this.")
     return sentences
@@ -55,8 +56,12 @@ def _ranked(groups: Sequence[Group]) -> list[Group]:
 
 
 def behind(group: Group, first: Group) -> bool:
-    """Whether this one is surely worse: the 95 % intervals are known and do not meet."""
-    one, other = _known(group), _known(first)
+    """Whether this one is surely worse."""
+    return _below(_known(group), _known(first))
+
+
+def _below(one: Interval, other: Interval) -> bool:
+    """Whether the 95 % intervals are known and do not meet."""
     return one.half is not None and other.half is not None and one.mean + one.half < other.mean - other.half
 
 
@@ -89,6 +94,19 @@ def _price(group: Group) -> str:
     return f"{sent} in {group.rounds} rounds and {group.mean('seconds'):,.0f} s"
 
 
+def _early(groups: Sequence[Group]) -> Iterator[str]:
+    """Who was surely ahead in the first round in which all were evaluated, if there were more."""
+    curves = {g.label: {p.round: p.accuracy for p in curve([run.history for run in g.runs])} for g in groups}
+    common = sorted(set.intersection(*(set(points) for points in curves.values())))
+    if len(common) < 2:
+        return
+    ranked = sorted(((points[common[0]], label) for label, points in curves.items()), key=lambda one: -one[0].mean)
+    (first, one), *others = ranked
+    if all(_below(other, first) for other, _ in others):
+        second, other = others[0]
+        yield f"Soonest: after round {common[0]}, {one} had {_text(first)}, the next, {other}, {_text(second)}."
+
+
 def _target(first: Group, second: Group) -> Iterator[str]:
     """How soon the first was where the second came to at best."""
     mine, theirs = ([run.history for run in group.runs] for group in (first, second))
@@ -102,7 +120,7 @@ def _target(first: Group, second: Group) -> Iterator[str]:
 
 
 def _why(group: Group) -> Iterator[str]:
-    """What the method does, in its own words, and how it fares where it was not trained."""
+    """What the method does, in its own words."""
     from fewer.methods import find
 
     try:
@@ -110,10 +128,16 @@ def _why(group: Group) -> Iterator[str]:
     except FewerError:  # a plug-in that is gone
         doc = []
     if doc:
-        yield f"What {group.name} does: {doc[0][0].lower()}{doc[0][1:]}"
+        first = doc[0].split()[0]
+        plain = first.lower() if first[1:].islower() else first  # FedAvg is a name
+        yield f"What {group.name} does: {plain}{doc[0][len(first) :]}"
+
+
+def _personal(group: Group) -> Iterator[str]:
+    """How models that belong to one party fare with the samples of all."""
     if any("global" in run.history[-1] for run in group.runs) and group.everywhere:
         yield (
-            f"Its parties have models of their own: on samples of all parties these are right on "
+            f"Of {group.label} each party has a model of its own: on samples of all parties these are right on "
             f"{100 * group.everywhere.mean:.1f} %."
         )
 
@@ -134,7 +158,11 @@ def _known(group: Group) -> Interval:
 
 
 def _told(group: Group) -> str:
-    mean, half = _known(group)
+    return _text(_known(group))
+
+
+def _text(value: Interval) -> str:
+    mean, half = value
     return f"{100 * mean:.1f} %" if half is None else f"{100 * mean:.1f} ± {100 * half:.1f} %"
 
 

@@ -16,19 +16,18 @@ const HEIGHT = 300;
 const EDGE = { left: 56, right: 16, top: 12, bottom: 44 };
 const CROWDED = 40;
 
-// What is nearly black is drawn in the colour of the letters, which is light where the page is dark.
-const inked = (colour) => (parseInt(colour.slice(1, 3), 16) < 64 && /^#(..)\1\1$/.test(colour) ? "var(--ink)" : colour);
-
-function mark(look, x, y) {
-  const drawn = svg("path", { d: MARKS[look.marker], transform: `translate(${x} ${y})` });
-  drawn.style.fill = inked(look.colour);
+function inked(drawn, look) {
+  drawn.style.setProperty("--light", look.colour);
+  drawn.style.setProperty("--dark", look.dark);
   return drawn;
 }
 
+function mark(look, x, y) {
+  return inked(svg("path", { d: MARKS[look.marker], class: "mark", transform: `translate(${x} ${y})` }), look);
+}
+
 function stroke(look, path) {
-  const drawn = svg("path", { d: path, class: "line", "stroke-dasharray": DASHES[look.dash] });
-  drawn.style.stroke = inked(look.colour);
-  return drawn;
+  return inked(svg("path", { d: path, class: "line", "stroke-dasharray": DASHES[look.dash] }), look);
 }
 
 /** A piece of a line, as in the chart: by it a method is known everywhere. */

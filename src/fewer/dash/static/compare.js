@@ -32,8 +32,8 @@ export async function comparison(asked) {
 
   async function changed({ rows: some }) {
     for (const row of some) {
-      const { colour, marker, dash } = rows.get(row.id);
-      rows.set(row.id, { ...row, colour, marker, dash });
+      const { marker, dash } = rows.get(row.id);
+      rows.set(row.id, { ...row, marker, dash });
       points.set(row.id, (await ask(`runs/${row.id}/curve`)).points);
     }
     if (some.length) show();
