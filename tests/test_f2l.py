@@ -861,7 +861,8 @@ def test_the_command_line_runs_it_and_says_what_shot_1_means(
     monkeypatch.setattr("fewer.runs.engine._TOLD", set())
     given = ("--data", "digits", "--data-set", "split=4/3/3", "--parties", "3", "--partition", "iid", "--rounds", "1")
     small = ("--set", "way=3", "--set", "tasks=1", "--set", "test_tasks=3", "--out", str(tmp_path / "run"))
-    call("run", "f2l", *given, *small)  # with its report
+    told = call("run", "f2l", *given, *small).stdout  # with its report
+    assert "Mean over 3 tasks" in told and "deploy" not in told
     inspected = call("data", "inspect", *given[1:8], "--out", tmp_path / "pictures")
     assert "classes                 4" in inspected.stdout and (tmp_path / "pictures/digits-examples.png").exists()
     assert len(caplog.messages) == 1 and "mutual information within a class is 0" in caplog.text

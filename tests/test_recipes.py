@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,19 @@ def test_accuracy_after_each_round_stands_in_a_table() -> None:
     assert "| method | 2 | 3 |" in text and "| FedAvg, given | 10.0 ± 0.0 | 40.0 ±" in text
     assert "| FedAvg, tuned | 60.0 ± 0.0 | – |" in text
     assert "| method | 1 |" not in text and "so many rounds" not in recipes.markdown(*handmade(), "command", False)
+
+
+@pytest.mark.parametrize("units", ["groups", "tasks"])
+def test_a_table_says_what_its_intervals_are_over(units: str) -> None:
+    plan, cells = handmade(rivals=["FedAvg, given"])
+    judged = [[{"0": 0.1, "1": 0.2}] * 2, [{"0": 0.2, "1": 0.4}] * 2]
+    cells = [
+        replace(cell, ours=replace(cell.ours, groups=4, units=units, judged=judged["tuned" in cell.row]))
+        for cell in cells
+    ]
+    text = recipes.markdown(plan, cells, "command", quick=False)
+    assert f"95 % CI over 4 {units};" in text and f"over all {units} that both were" in text
+    assert "| FedAvg, tuned | α = 5 | 15.0 ±" in text and "| FedAvg, given | α = 5 | – |" in text
 
 
 @pytest.mark.parametrize(

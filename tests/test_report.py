@@ -29,6 +29,7 @@ from fewer.report import curve_picture, partition_picture, party_picture, sheet_
 from fewer.report.album import grid_of, ring_of
 from fewer.report.charts import Grid, Ring, bar_picture, heat_picture, ring_picture, traffic_picture
 from fewer.report.figures import Histories, Interval, curve, interval
+from fewer.report.page import _results
 from fewer.report.pictures import class_counts, made_picture
 from fewer.report.reading import Group, Run, gather
 from fewer.report.style import COLOURS, DARK, INK, look, looks, png, style, svg
@@ -604,6 +605,11 @@ def test_judged_on_groups_the_interval_is_over_groups() -> None:
     assert one.accuracy == (0.5, None) and one.over == "1 seed"
     one.runs[0].history[-1]["groups"] = [0.4, 0.5, 0.6]  # type: ignore[index]
     assert one.accuracy == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and one.over == "3 groups"
+    other = group("f2l", 0.5)
+    other.runs[0].history[-1] |= {"groups": [0.4, 0.5, 0.6], "tasks": 3}  # type: ignore[operator]
+    assert other.over == "3 tasks" and winner([one, other]) is None
+    for which, told in ((one, "groups make of the prepared model, mean"), (other, "queries of novel classes, mean")):
+        assert told in _results([which]) and f"95 % confidence over {which.units}" in _results([which])
 
 
 # --- bars, maps, traffic, rings -------------------------------------------------------------------------------
