@@ -606,7 +606,8 @@ def test_judged_on_groups_the_interval_is_over_groups() -> None:
     one.runs[0].history[-1]["groups"] = [0.4, 0.5, 0.6]  # type: ignore[index]
     assert one.accuracy == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and one.over == "3 groups"
     other = group("f2l", 0.5)
-    other.runs[0].history[-1] |= {"groups": [0.4, 0.5, 0.6], "tasks": 3}  # type: ignore[operator]
+    for figure, value in (("groups", [0.4, 0.5, 0.6]), ("tasks", 3)):
+        other.runs[0].history[-1][figure] = value  # type: ignore[index]
     assert other.over == "3 tasks" and winner([one, other]) is None
     for which, told in ((one, "groups make of the prepared model, mean"), (other, "queries of novel classes, mean")):
         assert told in _results([which]) and f"95 % confidence over {which.units}" in _results([which])

@@ -71,6 +71,9 @@ class F2L(FineTuned):
 
     reading: Literal["client", "server"] = "client"
     """Who answers a task: the fine-tuned client model, or logistic regression on features of the server model."""
+    zero_head: bool = True
+    """Whether the head of the client model begins each task at zero. If not it takes meta-steps too; classes come in
+    any order, and over all orders their mean is 0."""
     client_rate: PositiveFloat | None = None
     """Step size of the client model's Adam (α_ψ); by default `rate`, which is that of the server model (α_φ)."""
     mi: Literal["within", "across"] = "within"

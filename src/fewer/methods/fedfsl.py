@@ -4,9 +4,8 @@ Fan, Huang: Federated Few-Shot Learning with Adversarial Learning, WiOpt 2021, a
 4.2) compares with it: parties take meta-steps of MAML, and the disagreement of their predictions with those of the
 global model keeps the feature spaces alike: the head learns to make it large, the encoder to make it small (as in Saito
 et al., CVPR 2018). The coordinator averages the models. Departures: disagreement is the mean absolute difference of
-class probabilities on the queries, both models fine-tuned on the same support; encoder and head step at once. Over all
-orders of classes the head's gradient has the mean 0, of the disagreement as of the cross-entropy, so that by default it
-stays at zero, as FL-MAML's does, and the encoder alone learns; with `zero_head = false` the head is the adversary.
+class probabilities on the queries, both models fine-tuned on the same support; encoder and head step at once. With
+`zero_head` the head stays at zero, as F2L's does, and there is no adversary: the encoder alone learns.
 """
 
 from __future__ import annotations

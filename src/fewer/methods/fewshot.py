@@ -279,9 +279,9 @@ class FineTuned(FewShot):
     """Steps of fine-tuning on a task of novel classes; by default as many as in training."""
     order: Literal["exact", "first"] = "exact"
     """Whether meta-steps have second derivatives."""
-    zero_head: bool = True
-    """Whether the head for a task's classes begins each task at zero. If not it takes meta-steps too; what they bring
-    is noise, since classes come in any order: the mean of its meta-gradient over all orders is 0."""
+    zero_head: bool = False
+    """Whether the head for a task's classes begins each task at zero. If not it takes meta-steps too; classes come in
+    any order, and over all orders their mean is 0."""
 
     def meta_step(
         self, weights: Weights, slopes: Weights, first: Weights, second: Weights, step: int, rate: float

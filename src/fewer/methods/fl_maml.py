@@ -3,8 +3,8 @@
 Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning (F2L), KDD 2023, Section 4.2 and Appendix C.2: parties take
 meta-steps of MAML (Finn, Abbeel, Levine, ICML 2017) on tasks of base classes, the coordinator averages their models; a
 task of novel classes is answered by the model after fine-tuning on its support. Departures: meta-steps are Adam's,
-which begins anew in each round; the head is at zero before each task, as F2L's is (`zero_head`). The model is F2L's
-server encoder with a head, without its Transformer. `local-maml` averages nothing: each party has its own model.
+which begins anew in each round; the head begins at zero (`zero_head`: it stays there, as F2L's does). The model is
+F2L's server encoder with a head, without its Transformer. `local-maml` averages nothing: each party has its own model.
 """
 
 from __future__ import annotations
