@@ -216,6 +216,8 @@ def test_token(runs: Path, opened: Open) -> None:
         expect(page.locator("tbody tr")).to_have_count(2)
         page.reload()
         expect(page.locator("tbody tr")).to_have_count(2)
+        for each in (page, allowing):
+            each.close()
 
 
 def test_read_only(runs: Path, opened: Open) -> None:
@@ -223,6 +225,7 @@ def test_read_only(runs: Path, opened: Open) -> None:
         page = opened(f"{site.address}/?run={site.row('faulty')['id']}")
         expect(page.get_by_text("Read only: it can be neither stopped nor resumed from here.")).to_be_visible()
         expect(page.get_by_role("button", name=re.compile("Stop|Resume"))).to_have_count(0)
+        page.close()  # before the server goes: it would ask on, and complain
 
 
 def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, opened: Open) -> None:
@@ -321,3 +324,4 @@ def test_nothing_jumps_while_figures_come_in(tmp_path: Path, opened: Open, width
         expect(listed.get_by_role("button", name="1 new run: show")).to_be_visible()
         for page in (watched, listed):
             assert page.evaluate("window.shift") < 0.1
+            page.close()
