@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fewer.audit.distance import earth_mover, nearest, on_lines, typical
-from fewer.audit.leakage import gradients_of, psnr, restore, softened, variation
-from fewer.audit.look import _Look
+from fewer.audit.leakage import RATE, gradients_of, psnr, restore, softened, variation
+from fewer.audit.look import _Look, _took_part
 from fewer.audit.membership import above_variants, losses, membership, share
 from fewer.data import Samples
 from fewer.errors import SettingError
@@ -145,6 +145,28 @@ def test_gradient_matching_restores_an_image() -> None:
     assert (blind - x).abs().mean() > 0.15  # the other's gradient does not tell
 
 
+def test_the_best_of_several_starts_is_taken_by_steps_of_signs() -> None:
+    net, like, y = tiny(), torch.rand(5, 1, 4, 4), torch.tensor([[0], [1]])
+    seen = gradients_of(net, like[:2, None], y).detach()
+
+    def tried(starts: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(0)
+        return restore(net, seen, y, like, draw, steps=2, starts=starts, smooth=0.0)
+
+    images, apart = tried(4)
+    assert torch.allclose(1 - nn.functional.cosine_similarity(gradients_of(net, images, y), seen), apart, atol=1e-6)
+    alone = [tried(starts)[1] for starts in (1, 2, 3)]
+    assert (apart <= torch.stack(alone).min(0).values + 1e-7).all() and (apart < alone[0] - 1e-3).any()
+    images, _ = tried(1)
+    begun = torch.randn(2, 1, 1, 4, 4, generator=torch.Generator().manual_seed(0)).clamp_(like.min(), like.max())
+    moved = (images - begun).abs()[
+        (images > like.min()) & (images < like.max()) & (begun > like.min()) & (begun < like.max())
+    ]
+    # Adam on signs, by rates of 1 and 1/2: a sign that stays gives 1.5 steps, one that turns 1 − 0.01 / 0.19 / 2
+    assert len(moved) > 5
+    assert all(any(abs(step - RATE * size) < 1e-4 for size in (1.5, 1 - 0.005 / 0.19)) for step in moved.tolist())
+
+
 def test_softened_is_a_copy_without_hard_bends() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
     soft = softened(net)
@@ -220,6 +242,15 @@ def test_members_and_others_are_of_the_same_classes(runs: Path) -> None:
     assert pair
     (x, y), (other, label) = pair
     assert y.bincount().tolist() == label.bincount().tolist() and len(x) == len(other) > 10
+    train, _, test = open_result(runs / "fedavg").data.party(1)
+    both = [torch.bincount(part.labels, minlength=10) for part in (train, test)]
+    assert y.bincount(minlength=10).tolist() == torch.minimum(*both).tolist()  # all that can be had
+
+
+def test_a_round_that_is_not_over_has_no_members(tmp_path: Path) -> None:
+    lines = ["1,3,up,train", "1,4,down,train", "1,5,up,evaluate/score", "2,6,up,train"]
+    (tmp_path / "ledger.csv").write_text("\n".join(["round,party,direction,kind", *lines]))
+    assert _took_part(tmp_path, 1) == [3] and _took_part(tmp_path, 2) == [3, 6]
 
 
 def test_what_cannot_be_audited_gets_one_line(runs: Path, tmp_path: Path) -> None:
