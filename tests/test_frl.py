@@ -43,7 +43,7 @@ from fewer.methods.frl import (
     new_head,
     settles_at,
 )
-from fewer.methods.frl_baselines import FineTuning, PersonalStart, Scratch
+from fewer.methods.frl_baselines import FineTuning, PersonalStart, Scratch, WarmStart
 from fewer.methods.frl_deploy import FILE
 from fewer.methods.groups import TRIAL_GROUPS
 from fewer.models import Split, Weights, load_weights, weights_of
@@ -732,6 +732,25 @@ def test_fine_tuning_prepares_by_fedavg_and_per_fedavg_by_its_first_order_step()
             assert torch.allclose(tensor.double(), mean, atol=1e-6), (key, name)
 
 
+def test_a_warm_start_is_fedavg_and_then_frl_from_there() -> None:
+    options: dict[str, Any] = {"active": 5, "batch": None, "rate": 0.2, "prepare_rate": 0.2, "meta_rate": 0.5}
+    options |= {"groups": 1, "way": 2, "members": 2, "optimiser": "sgd"}
+    warm = fewer.run(WarmStart(rounds=8, warm=4, **options), federation(), model=first_net())
+    first = {name: value for name, value in options.items() if name not in ("meta_rate", "optimiser")}
+    begun = fewer.run(FineTuning(rounds=4, **first), federation(), model=first_net()).state.model
+    slopes, theta, _ = episode(
+        FRL(rounds=4, **{n: v for n, v in options.items() if n != "prepare_rate"}), double(begun)
+    )
+    for name, tensor in warm.state.model.items():
+        assert torch.allclose(tensor.double(), theta[name], atol=2e-5), name
+    for name, slope in slopes.items():
+        moved = begun[name].double() - 0.5 * slope
+        assert torch.allclose(warm.state.initial[name].double(), moved, atol=2e-5), name
+    for wrong in (3, 8):
+        with pytest.raises(SettingError, match=rf"warm = {wrong} \(allowed: multiples of 4 below 8"):
+            fewer.run(WarmStart(rounds=8, warm=wrong, **options), federation(), model=first_net())
+
+
 def test_a_party_of_one_shot_tells_how_good_its_model_is_on_what_it_held_out() -> None:
     x = np.concatenate([np.tile([-2.0, 2.0], (10, 1)), np.tile([2.0, -2.0], (10, 1))]).astype(np.float32)
     samples = from_parties([(x, np.repeat([0, 1], 10))], test=UNSEEN).party(0).train
@@ -875,6 +894,7 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
         FRL(rounds=8, active=4, **GROUPS),
         FRL(rounds=8, active=4, head="linear", codec="float16", **GROUPS),
         FRL(rounds=8, active=4, head="distance", query_prototypes="support", queries=3, **GROUPS),
+        WarmStart(rounds=8, active=4, warm=4, head="linear", **GROUPS),
         PersonalStart(rounds=4, active=4, keep=2, **GROUPS),
     ],
     ids=lambda method: f"{method.name} {method.head}",
@@ -889,7 +909,8 @@ def test_pool_and_resume_in_an_episode_give_the_same_numbers(method: Prepared, t
         mine, theirs = method.shared(other.state), method.shared(whole.state)
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     told = [line["round"] for line in whole.history if "accuracy" in line]
-    assert told == ([4, 8] if isinstance(method, FRL) else [1, 2, 3, 4])
+    alone = range(1, getattr(method, "warm", 0) + 1)
+    assert told == ([*alone, *range(len(alone) + 4, 9, 4)] if isinstance(method, FRL) else [1, 2, 3, 4])
 
 
 def test_batch_norm_answers_by_the_statistics_of_the_batch() -> None:

@@ -37,6 +37,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "metafed": {"validation": 0.2},
     **dict.fromkeys(("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto"), FEW),
     **dict.fromkeys(("frl", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), GROUPS),
+    "frl-warm": {"rounds": 8, "set": {**GROUPS["set"], "warm": 4}},
 }
 """Settings with which a method can be run, and is quick."""
 WITHOUT = ("frl-deploy",)

@@ -5,7 +5,8 @@ are judged on the same groups as FRL, each with any head; each round of preparat
 equal `rounds` are equal effort. `frl-scratch` is FedAvg from a random model. `frl-fine-tuning` is pretrained by FedAvg
 as a classifier of all training classes; with `keep` (and twice the members) its groups average only the models that do
 best on samples held out, one-shot FL (Guha, Talwalkar, Smith, 2019). `frl-per-fedavg` begins from the model of Per-
-FedAvg (Fallah, Mokhtari, Ozdaglar, NeurIPS 2020), which is geared to a step at each party alone.
+FedAvg (Fallah, Mokhtari, Ozdaglar, NeurIPS 2020), which is geared to a step at each party alone. `frl-warm`, which the
+paper does not have, is FRL from what the pretraining of `frl-fine-tuning` gave in the first of its rounds.
 
 Departures: Per-FedAvg is its first-order variant, as FRL is; the mean goes by size; one-shot FL averages weights, as a
 group needs one global model, and a party judges its own model on a fifth of its support.
@@ -13,6 +14,7 @@ group needs one global model, and a party judges its own model on a fifth of its
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data.episodes import support_query
+from fewer.errors import SettingError
 from fewer.learning import sgd, weighted_mean
 from fewer.learning.sgd import epochs
 from fewer.methods.base import MAX_SIZE, ModelState, Party
-from fewer.methods.frl import RATES, Prepared, features_of
+from fewer.methods.frl import FRL, RATES, Prepared, State, features_of
 from fewer.models import Task, Weights, parts_of, weights_of
 from fewer.runtime import Parties, Unable, on_party
 from fewer.wire import Coded, Number
@@ -62,15 +65,17 @@ class FineTuning(Scratch):
 
     def round(self, state: ModelState, parties: Parties) -> ModelState:
         """A round of FedAvg."""
+        return ModelState(self.averaged(state.model, parties))
+
+    def averaged(self, model: Weights, parties: Parties) -> Weights:
+        """What some parties make of a model, by size."""
         answers = parties.ask(
             self.choose(parties),
             self.prepare,
-            model=Coded(state.model, self.codec),
-            returns={"model": state.model, "size": Number(int, 1, MAX_SIZE)},
+            model=Coded(model, self.codec),
+            returns={"model": model, "size": Number(int, 1, MAX_SIZE)},
         )
-        return ModelState(
-            weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
-        )
+        return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
 
     @on_party
     def prepare(self, me: Party, model: Weights) -> dict[str, Any]:
@@ -114,3 +119,28 @@ class PersonalStart(FineTuning):
                     if batch is back:
                         torch._foreach_copy_(parameters, first)
                     torch._foreach_add_(parameters, slopes, alpha=-rate)
+
+
+class WarmStart(FRL, FineTuning):
+    """FRL that begins from what FedAvg learned of the training classes in the first of its rounds: not in the paper."""
+
+    name: ClassVar[str] = "frl-warm"
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"meta_rate": (0.0003, 0.001, 0.003), "rate": RATES}
+
+    meta_rate: PositiveFloat = 0.001
+    """Step size of the meta-update (β): smaller than FRL's, as the model is good already."""
+    warm: PositiveInt = 40
+    """Rounds of FedAvg before the first episode."""
+
+    def start(self, task: Task, seed: int) -> State:  # type: ignore[override]
+        """As FRL; whole episodes begin after the rounds of FedAvg."""
+        each = self.group_rounds + 1
+        if self.warm % each or self.warm >= self.rounds:
+            raise SettingError(f"warm = {self.warm} (allowed: multiples of {each} below {self.rounds}, the rounds)")
+        return super().start(task, seed)
+
+    def round(self, state: State, parties: Parties) -> State:  # type: ignore[override]
+        """A round of FedAvg, or one of an episode."""
+        if parties.round <= self.warm:
+            return replace(state, initial=self.averaged(state.initial, parties))
+        return FRL.round(self, state, parties)
