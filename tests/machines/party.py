@@ -1,11 +1,17 @@
 """A party that misbehaves: python party.py ADDRESS KEYS STORE MODE MARK."""
 
+import os
 import sys
 import time
 from pathlib import Path
 
+from flwr.app import ConfigRecord, RecordDict
+from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
+
 from fewer.runs.machines import Station
+from fewer.runtime.flower import envelope
 from fewer.runtime.flower.node import Node
+from fewer.runtime.flower.programs import Program
 from fewer.runtime.keys import PinnedKeys
 from fewer.runtime.site import Call, Reply
 
@@ -26,5 +32,36 @@ def answer(job: str, call: Call, blob: bytes) -> Reply:
     return station.answer(job, call, blob)
 
 
+class Broken(ConfigRecord):
+    """A record whose head is right, and the rest is not: a SuperLink takes it."""
+
+    def deflate(self) -> bytes:
+        return add_header_to_object_body(object_body=b"\xff" * 20, obj=self)
+
+
+Broken.__qualname__ = "ConfigRecord"
+plain = envelope.answer
+
+
+def broken(reply: Reply) -> RecordDict:
+    content = plain(reply)
+    content["about"] = Broken({"failure": ""})
+    return content
+
+
+class Dying(Node):
+    """Its SuperNode dies while it sends an answer."""
+
+    def _program(self) -> tuple[Program, int]:
+        program, port = super()._program()
+        program.entry = "dying:flower_supernode"
+        return program, port
+
+
 if __name__ == "__main__":
-    Node(address, keys, store, lambda text: print(text, flush=True)).serve(answer)
+    if mode == "broken":
+        envelope.answer = broken
+    if mode == "dies":
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    kind = Dying if mode == "dies" else Node
+    kind(address, keys, store, lambda text: print(text, flush=True)).serve(answer)

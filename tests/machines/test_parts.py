@@ -24,6 +24,14 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import (
+    add_header_to_object_body,
+    get_all_nested_objects,
+    get_object_tree,
+)
 
 import fewer.runtime.flower.parties as module
 from fewer.cli import printing
@@ -184,6 +192,73 @@ def test_what_cannot_be_asked_again_is_a_link_lost(tmp_path: Path) -> None:
     link._program._process = None
     with pytest.raises(LinkLost, match="has ended"):
         link.there()
+
+
+class Uploaded:
+    """A SuperLink to which a party has announced a reply: pieces of it are there, others are not yet, or not any more.
+
+    The party says that it replies to another question than the SuperLink knows.
+    """
+
+    def __init__(self, message: Message, damaged: bool = False) -> None:
+        self.about, self.tree = message_to_proto(message), get_object_tree(message)
+        self.about.metadata.message_id, self.about.metadata.reply_to_message_id = message.object_id, "mine"
+        self.pieces = {key: piece.deflate() for key, piece in get_all_nested_objects(message).items()}
+        if damaged:
+            for key, piece in get_all_nested_objects(message).items():
+                if isinstance(piece, ConfigRecord):
+                    self.pieces[key] = add_header_to_object_body(object_body=b"\xff" * 20, obj=piece)
+        self.there = dict.fromkeys(self.pieces, True)
+        self.confirmed, self.asked = [], 0  # type: ignore[var-annotated]
+
+    def PullMessages(self, request: Any) -> Any:  # noqa: N802
+        if "mine" not in request.message_ids:
+            return PullAppMessagesResponse()
+        return PullAppMessagesResponse(messages_list=[self.about], message_object_trees=[self.tree])
+
+    def PullObject(self, request: Any) -> Any:  # noqa: N802
+        self.asked += 1
+        key = request.object_id
+        if key not in self.there:
+            return PullObjectResponse(object_found=False)
+        there = self.there[key]
+        content = self.pieces[key] if there else b""
+        return PullObjectResponse(object_found=True, object_available=there, object_content=content)
+
+    def ConfirmMessageReceived(self, request: Any) -> None:  # noqa: N802
+        self.confirmed.append(request.message_object_id)
+
+    def link(self, folder: Path) -> Link:
+        link = Link(Credentials(folder))
+        link._grid = SimpleNamespace(_runtime_client=self, node=None, run=SimpleNamespace(run_id=1))  # type: ignore[assignment]
+        return link
+
+
+def test_a_reply_that_is_on_its_way_is_not_waited_for(tmp_path: Path) -> None:
+    """Nor is any piece of it fetched twice; and it goes to the question that the SuperLink knows."""
+    reply = Reply(b"well", None, "", 1.5)
+    uploaded = Uploaded(sent(envelope.answer(reply)))
+    link = uploaded.link(tmp_path)
+    slow = list(uploaded.there)[2]
+    uploaded.there[slow] = False
+    for _ in range(3):
+        assert link.pull(["other", "mine"]) == {} and not uploaded.confirmed
+    uploaded.there[slow] = True
+    assert link.pull(["other", "mine"]) == {"mine": reply}
+    assert uploaded.confirmed == [uploaded.about.metadata.message_id] and uploaded.asked == len(uploaded.pieces) + 3
+    assert link.packed["up"] == sum(map(len, uploaded.pieces.values())) and link.pull(["other"]) == {}
+
+
+def test_a_reply_that_does_not_come_whole_is_lost(tmp_path: Path) -> None:
+    uploaded = Uploaded(sent(envelope.answer(Reply(b"well"))))
+    link = uploaded.link(tmp_path)
+    del uploaded.there[list(uploaded.there)[1]]
+    assert link.pull(["mine"]) == {"mine": Reply(b"", "lost", "its answer did not come whole")}
+
+
+def test_a_reply_that_is_no_message_at_all_is_refused(tmp_path: Path) -> None:
+    link = Uploaded(sent(envelope.answer(Reply(b"well"))), damaged=True).link(tmp_path)
+    assert link.pull(["mine"]) == {"mine": Reply(b"", "refused", "not a message")}
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:

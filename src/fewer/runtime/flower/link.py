@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import IO, NamedTuple, Self
+from typing import IO, Any, NamedTuple, Self, cast
 
 import httpx
 from flwr.app import Message
@@ -18,8 +18,10 @@ from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import SubStatus
 from flwr.common.serde import fab_to_proto, run_from_proto, user_config_to_proto
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest, UnregisterNodeRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
+    PullAppMessagesRequest,
     PullTaskInputRequest,
     PushTaskOutputRequest,
 )
@@ -27,7 +29,8 @@ from flwr.supercore.constant import TaskType
 from flwr.supercore.control import ControlHttpClient
 from flwr.supercore.fab import Fab
 from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, inflate_object_from_contents
 from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
@@ -82,6 +85,14 @@ class Asked(NamedTuple):
     there: There
 
 
+class Coming(NamedTuple):
+    """A reply of which perhaps not all has come."""
+
+    message: str
+    missing: list[str]
+    pieces: dict[str, bytes]
+
+
 @dataclass
 class Link:
     """Starts the SuperLink, submits the run, and carries its messages. Its ports are open on `host` alone."""
@@ -95,6 +106,7 @@ class Link:
     _program: Program | None = field(default=None, repr=False)
     _grid: HttpGrid | None = field(default=None, repr=False)
     _heart: HeartbeatSender | None = field(default=None, repr=False)
+    _coming: dict[str, Coming] = field(default_factory=dict, repr=False)
 
     @property
     def address(self) -> str:
@@ -197,6 +209,7 @@ class Link:
         if self.pid is None:
             self._start()
         self.packed.clear()
+        self._coming.clear()
         try:
             self._submit(job)
         except httpx.HTTPError as error:
@@ -239,13 +252,13 @@ class Link:
         finally:
             client.close()
 
-    def end_run(self, done: bool = True) -> None:
+    def end_run(self) -> None:
         """Let the SuperLink forget the run."""
         if self._grid is None:
             return
-        status = SubStatus.COMPLETED if done else SubStatus.FAILED
+        done = PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details="")
         with suppress(httpx.HTTPError):
-            self._grid._runtime_client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=""))
+            self._grid._runtime_client.PushTaskOutput(done)
         if self._heart and self._heart.is_running:
             self._heart.stop()
         self._grid.close()
@@ -284,11 +297,45 @@ class Link:
         return {number: asked for number, (asked, _) in zip(numbers, questions, strict=True)}
 
     def pull(self, waiting: Iterable[str]) -> Mapping[str, Reply]:
-        """The replies that have come."""
+        """The replies that have come.
+
+        A SuperLink hands a reply out when it is announced, before it is there. Whoever sends it may be slow or gone, so
+        nothing is waited for here: what has not come whole is looked at again with the next pull.
+        """
+        numbers = list(waiting)
         with self._once() as grid:  # a reply is handed out once
-            messages = list(grid.pull_messages(list(waiting)))
-        self.packed["up"] += sum(envelope.size(message) for message in messages if message.has_content())
-        return {message.metadata.reply_to_message_id: envelope.read_answer(message) for message in messages}
+            new = [number for number in numbers if number not in self._coming]
+            found = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=new))
+            for about, tree in zip(found.messages_list, found.message_object_trees, strict=True):
+                told = about.metadata  # what the SuperLink has checked; a party could write anything into the message
+                pieces = dict.fromkeys(piece.object_id for piece in iterate_object_tree(tree))
+                self._coming[told.reply_to_message_id] = Coming(told.message_id, list(pieces), {})
+            self._coming = {number: self._coming[number] for number in numbers if number in self._coming}
+            replies = {number: reply for number, one in self._coming.items() if (reply := self._whole(grid, one))}
+        for number in replies:
+            del self._coming[number]
+        return replies
+
+    def _whole(self, grid: HttpGrid, coming: Coming) -> Reply | None:
+        """A reply, if all of its pieces are there."""
+        client = grid._runtime_client
+        about: dict[str, Any] = {"node": grid.node, "run_id": grid.run.run_id}
+        while coming.missing:
+            got = client.PullObject(PullObjectRequest(object_id=coming.missing[0], **about))
+            if not got.object_found:
+                return Reply(b"", "lost", "its answer did not come whole")
+            if not got.object_available:
+                return None
+            coming.pieces[coming.missing.pop(0)] = got.object_content
+        client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=coming.message, **about))
+        size = sum(map(len, coming.pieces.values()))
+        try:
+            message = cast(Message, inflate_object_from_contents(coming.message, coming.pieces))
+            reply = envelope.read_answer(message)
+        except Exception:  # a SuperLink looks at the heads of pieces alone, and a party can put anything into the rest
+            return Reply(b"", "refused", "not a message")
+        self.packed["up"] += size if message.has_content() else 0
+        return reply
 
     @contextmanager
     def _once(self) -> Iterator[HttpGrid]:
