@@ -225,7 +225,8 @@ def machines(directory: str | None) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         here = start(job_from(check(settings)), Path(folder) / "inline")
         begun = time.perf_counter()
-        there = local_cluster(job_from(check({**settings, "runtime": "flower"})), Path(folder) / "flower")
+        with local_cluster(Path(folder) / "cluster", 3) as coordinator:
+            there = coordinator.start(job_from(check({**settings, "runtime": "flower"})), Path(folder) / "flower")
         before = time.perf_counter() - begun - there.seconds
         packed = json.loads((Path(folder) / "flower/events.jsonl").read_text().splitlines()[-1])
         lines = (Path(folder) / "flower/ledger.csv").read_text().splitlines()[1:]

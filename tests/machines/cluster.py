@@ -22,6 +22,9 @@ PARTY = Path(__file__).with_name("party.py")
 PATIENCE = 400.0
 """Seconds that anything here may take on a busy machine."""
 
+GROUPS: dict[str, Any] = {"rounds": 4, "set": {"way": 2, "members": 2, "groups": 1, "samples": 20}}
+"""Settings with which FRL is quick."""
+
 
 def until(what: Callable[[], Any], seconds: float = PATIENCE) -> None:
     """Wait for something to be so."""

@@ -29,6 +29,7 @@ from flwr.supernode.servicer.runtime import runtime_handlers as handlers
 from flwr.supernode.start_client_internal import _pull_and_store_message
 
 from fewer.runtime.flower import envelope
+from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.link import APP
 from fewer.runtime.flower.node import Node
 from fewer.runtime.flower.programs import Program
@@ -176,6 +177,49 @@ def test_a_question_that_is_dropped_while_a_party_waits_for_it_is_left(
         assert answered(supernode) == [2]
         thread.join()
     assert replies(supernode) == [2]
+
+
+def test_a_party_says_when_there_is_no_coordinator_and_when_there_is(supernode: SuperNode) -> None:
+    """Its SuperNode tries for ever, and only its log tells."""
+    failed, back = (
+        "WARNING :   Connection attempt failed, retrying in 0.77 seconds\n",
+        "INFO : Connection successful after 2\n",
+    )
+    said: list[str] = []
+    steps = [failed, failed, "INFO : SuperNode ID: 5\nINFO : Receiving: a\n", failed, "INFO : Receiving: b\n", back]
+    supernode.log.write_text("")
+
+    def look(client: Any) -> str:
+        if not steps:
+            supernode.up = False
+            return ""
+        with supernode.log.open("a") as log:
+            log.write(steps.pop(0))
+        return ""
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fewer.runtime.flower.node.look", look)
+        patch.setattr("fewer.runtime.flower.node.PAUSE", 0.0)
+        Node("a:1", Path(), supernode.home, said.append)._answer_all(supernode, 1, lambda *_: Reply(b""))
+    away = "no coordinator at a:1: trying again and again"
+    assert said == [away, "joined a:1", away, "joined a:1"]
+
+
+def test_a_party_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 7:
+            raise KeyboardInterrupt
+
+    keys = Credentials.create(tmp_path / "keys", 1)
+    monkeypatch.setattr("fewer.runtime.flower.node.time.sleep", sleep)
+    monkeypatch.setattr(Program, "start", lambda self: None)
+    monkeypatch.setattr(Node, "_answer_all", lambda *_: "no")
+    with pytest.raises(KeyboardInterrupt):
+        Node("a:1", keys.party(0), tmp_path / "store").serve(lambda *_: Reply(b""))
+    assert waits == [1, 2, 4, 8, 16, 30, 30]
 
 
 def test_a_question_is_waited_for_until_all_of_it_is_there(supernode: SuperNode) -> None:

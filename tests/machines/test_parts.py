@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import signal
 import socket
 import ssl
 import stat
+import subprocess
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,20 +39,24 @@ import fewer.runtime.flower.parties as module
 from fewer.cli import printing
 from fewer.cli.machines import _begin
 from fewer.errors import QuorumLost, RunError, SettingError
+from fewer.methods.frl_deploy import Deploy
 from fewer.report import write_report
 from fewer.runs.engine import resume, site_of, start
-from fewer.runs.machines import Station, _told
+from fewer.runs.machines import Coordinator, Station, _told
 from fewer.runtime import Faults, Rules
-from fewer.runtime.flower import envelope
+from fewer.runtime.flower import envelope, without_proxy
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.link import Again, Asked, Link, LinkLost, There
+from fewer.runtime.flower.node import Node
 from fewer.runtime.flower.parties import Flower
 from fewer.runtime.flower.programs import Program, secret_file
 from fewer.runtime.keys import PinnedKeys
+from fewer.runtime.ring import Journal
 from fewer.runtime.site import GIVE, Call, Hop, Reply, on_party
 from fewer.wire import Refused, decode, encode
+from fewer.wire.message import MAX_REASON
 from fewer.wire.sealing import public_of
-from tests.machines.cluster import job
+from tests.machines.cluster import GROUPS, job
 from tests.test_cli import call as command
 
 # --- envelopes ------------------------------------------------------------------------------------------------
@@ -97,6 +103,11 @@ ODD = [
 @pytest.mark.parametrize("content", ODD)
 def test_what_is_no_answer_is_refused(content: RecordDict) -> None:
     assert envelope.read_answer(sent(content)).failure == "refused"
+
+
+def test_a_reason_is_cut_and_without_signs_that_move_a_terminal() -> None:
+    reply = envelope.read_answer(sent(envelope.answer(Reply(b"", "unable", "\x1b[2J" + "é" * (MAX_REASON + 1)))))
+    assert reply.detail == "[2J" + "é" * (MAX_REASON - 4)
 
 
 def test_an_error_of_flowers_is_a_lost_answer() -> None:
@@ -156,8 +167,85 @@ def test_who_is_not_online_is_lost_at_once_and_replies_go_to_their_questions() -
     late = Reply(b"of another question")
     link = FakeLink([Again(), here], [{}, {"99": late}, {"2": Reply(b"two")}, {"0": Reply(b"nought")}])
     got = carried(link, [0, 1, 2])
-    assert got == {0: Reply(b"nought"), 1: Reply(b"", "lost", "not online"), 2: Reply(b"two")}
+    assert got == {0: Reply(b"nought"), 1: Reply(b"", "lost", "not online", asked=False), 2: Reply(b"two")}
     assert link.pushed == [None]
+
+
+def test_what_was_never_sent_is_not_counted() -> None:
+    def score() -> None: ...
+
+    link = FakeLink([{0: There(10, "a")}], [{"0": Reply(encode("score", {}))}])
+    flower = Flower(2, 0, site=None, link=link)  # type: ignore[arg-type]
+    answers = flower.ask([0, 1], score, returns={}, x=1)
+    assert [absent.party for absent in answers.absent] == [1]
+    assert [(one.party, one.direction) for one in flower.ledger.take()] == [(0, "down"), (0, "up")]
+
+
+def test_what_a_ring_never_sent_is_not_counted_either_nor_after_a_break(tmp_path: Path) -> None:
+    def train() -> None: ...
+
+    def lines(link: Link) -> list[tuple[int, str]]:
+        flower = Flower(3, 0, site=None, link=link, journal=Journal(tmp_path))  # type: ignore[arg-type]
+        assert flower.pass_on([1, 2], train, trail=[0]) == [0, 2]
+        return [(one.party, one.direction) for one in flower.ledger.take()]
+
+    here, fine = {0: There(10, "a"), 2: There(12, "a")}, Reply(encode("train", {}))
+    link = FakeLink([here], [{"0": fine}, {"0": fine}, {"2": fine}])
+    assert lines(link) == lines(FakeLink([{}], [])) == [(0, "up"), (0, "up"), (2, "down")]
+
+
+def test_nobody_to_be_measured_is_a_quorum_lost() -> None:
+    """After all the training of a round: no mistake in settings, and the run can go on."""
+
+    def score() -> None: ...
+
+    flower = Flower(2, 0, site=None, link=FakeLink([{}], []), round=4, evaluating=True)  # type: ignore[arg-type]
+    with pytest.raises(QuorumLost, match=r"round 4: 0 of 2 .*, 1 needed \(measuring\): 2 lost \(not online\)"):
+        flower.ask([0, 1], score, returns={})
+    assert flower.ask([], score, returns={}) == []
+
+
+def test_a_superlink_that_lives_and_says_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENCE", 0.1)
+    with pytest.raises(LinkLost, match="does not answer"):
+        carried(FakeLink([Again()], []), [0])
+
+
+def test_what_was_changed_holds_after_a_lost_superlink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    def resume(out: Path, **named: Any) -> None:
+        given.append(named.get("quorum"))
+        if len(given) == 1:
+            raise LinkLost("gone")
+
+    monkeypatch.setattr("fewer.runs.machines.resume", resume)
+    Coordinator(Credentials(tmp_path)).resume(tmp_path / "run", quorum=0.5)
+    assert given == [0.5, 0.5]
+
+
+def test_a_run_goes_on_with_the_keys_of_its_parties_alone(tmp_path: Path) -> None:
+    there = Coordinator(Credentials.create(tmp_path / "keys", 2))
+    with pytest.raises(SettingError, match="parties = 3, but .* has keys of 2"):
+        there._opening(tmp_path)(job(3), tmp_path, 1)
+
+
+def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.environ["no_proxy"].endswith("localhost,127.0.0.1,::1")
+    for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "elsewhere")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(10)
+        port = server.getsockname()[1]
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{port}")
+        without_proxy("127.0.0.1")
+        without_proxy("127.0.0.1")
+        assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "elsewhere,127.0.0.1"
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.get(f"http://127.0.0.1:{port}", timeout=0.2)
 
 
 def test_a_node_that_was_started_anew_has_lost_its_question() -> None:
@@ -321,6 +409,82 @@ def test_mistakes_with_keys_are_told_in_one_line(tmp_path: Path) -> None:
         made.public_keys  # noqa: B018
 
 
+@pytest.mark.parametrize("host", ["bücher.example", "a.example:443", "https://a.example", "", "10.0.0.300", "-a"])
+def test_what_is_no_host_is_told_before_anything_is_written(host: str, tmp_path: Path) -> None:
+    assert (
+        "is no name or address"
+        in command("keys", "init", tmp_path / "k", "--parties", "1", "--host", host, code=2).stderr
+    )
+    assert not (tmp_path / "k").exists()
+
+
+def test_damaged_keys_are_told(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    assert "--days" in command("keys", "init", keys, "--parties", "1", "--days", "4000000", code=2).stderr
+    made = Credentials.create(keys, 1)
+    (made.party(0) / "peers.json").write_text("{")
+    assert "peers.json is damaged" in command("keys", "trust", made.party(0), f"1={'00' * 32}", code=2).stderr
+    with pytest.raises(Refused, match="pinned keys are damaged"):
+        PinnedKeys(made.party(0)).public(0, 1)
+    command("keys", "trust", made.party(0), "--", f"-5={'00' * 32}", code=2)
+    (keys / "ca.key").write_text("nonsense")
+    assert "ca.key is not a private key" in command("keys", "renew", keys, code=2).stderr
+    (keys / "server.crt").write_text("nonsense")
+    wrong = command("coordinator", "fedavg", "--data", "digits", "--keys", keys, "--parties", "1", code=2).stderr
+    assert "server.crt is not a certificate" in wrong
+
+
+def test_an_address_that_the_certificate_does_not_name_is_told_at_once(tmp_path: Path) -> None:
+    keys = Credentials.create(tmp_path / "keys", 1, ["10.0.0.7", "a.example"])
+    for name in ("10.0.0.7", "a.example", "127.0.0.1", "::1", "localhost"):
+        keys.check_host(name)
+    with pytest.raises(RunError, match=r"is not for 127.0.0.2 \(fewer keys renew .* --host 127.0.0.2"):
+        Link(keys, "127.0.0.2").__enter__()
+
+
+def test_what_lies_beside_keys_and_in_a_store_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SuperLink's database holds messages in the clear, a store what a party made of its data."""
+    keys = Credentials.create(tmp_path / "keys", 1)
+    secret = secret_file(keys.folder / "flower")
+    Program("sys:exit", [], tmp_path / "home").start()
+    monkeypatch.setattr(Node, "serve", lambda self, answering: None)
+    Station(tmp_path / "store").join("a:1", keys.party(0))
+    for folder in (keys.folder, secret.parent, tmp_path / "home", tmp_path / "store"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+def test_flowers_programs_are_quiet_private_and_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **named: started.update(named, words=words))
+    keys = Credentials.create(tmp_path / "keys", 1)
+    program, _ = Node("far.example:443", keys.party(0), tmp_path / "store")._program()
+    assert program.arguments[program.arguments.index("--host") + 1] == "127.0.0.1"
+    program.start()
+    assert started["env"]["FLWR_HOME"] == str(program.home)
+    assert started["env"]["FLWR_TELEMETRY_ENABLED"] == "0" and started["env"]["FLWR_DISABLE_UPDATE_CHECK"] == "1"
+    monkeypatch.setattr(Link, "_start", lambda self: None)
+    monkeypatch.setattr(Link, "_register", lambda self: None)
+    link = Link(keys, "127.0.0.1", 1).__enter__()
+    assert link._program and link._lock
+    link._lock.close()
+    words = list(link._program.arguments)
+    assert words[words.index("--host") + 1] == "127.0.0.1" and "--enable-supernode-auth" in words
+
+
+def test_a_link_on_all_addresses_is_reached_on_loopback(tmp_path: Path) -> None:
+    assert Link(Credentials(tmp_path), "0.0.0.0", 5).address == "127.0.0.1:5"
+
+
+def test_packed_bytes_are_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = Link(Credentials(tmp_path))
+    monkeypatch.setattr(Link, "pid", 1)
+    monkeypatch.setattr(Link, "_submit", lambda self, job: None)
+    link.packed["up"] = 5
+    link.begin_run("{}")
+    assert not link.packed
+
+
 def test_a_party_makes_its_own_key_for_sealing_and_pins_those_of_others(tmp_path: Path) -> None:
     one, two = PinnedKeys(tmp_path / "one"), PinnedKeys(tmp_path / "two")
     for keys in (one, two):
@@ -399,12 +563,71 @@ def test_a_party_of_texts_uses_the_coordinators_words(tmp_path: Path) -> None:
     assert words.shape[1] == 4 and int(words.max()) < len(data.tokens)
 
 
-@pytest.mark.parametrize("name", ["method", "model", "data"])
-def test_no_file_is_taken_from_a_coordinator(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"method": "/tmp/evil.py:Evil"},
+        {"model": "/tmp/evil.py:Evil"},
+        {"data": "npz:/etc/secret"},
+        {"data": "qmnist", "data_set": {"images": "../../etc"}},
+        {"method": "frl-deploy", "set": {"prepared": "secret"}},
+        {"method": "frl-deploy", "set": {"prepared": "/etc/secret"}},
+        {"model": "text-bilstm", "model_set": {"vectors": "secret.txt"}},
+        {"method": "metafed", "set": {"inside": "evil.py:Evil"}},
+        {"method": "metafed", "set": {"inside_set": {"deep": ["/etc/secret"]}}},
+    ],
+)
+def test_no_file_is_taken_from_a_coordinator(changed: dict[str, Any], tmp_path: Path) -> None:
     said = told(tmp_path)
-    said["settings"][name] = "npz:/etc/secret" if name == "data" else "/tmp/evil.py:Evil"
+    said["settings"] |= changed
     reply = ask(Station(tmp_path / "store"), said)
-    assert reply.failure == "unable" and f"{name} = " in reply.detail and "not taken from a coordinator" in reply.detail
+    assert reply.failure == "unable" and "lies in a file, which is not taken from a coordinator" in reply.detail
+
+
+def test_a_coordinator_does_not_begin_with_a_file_that_parties_have_not(tmp_path: Path) -> None:
+    there = Coordinator(Credentials.create(tmp_path / "keys", 3))
+    inside = job(3, "metafed", set={"inside": "mine.py:Mine"})
+    with pytest.raises(SettingError, match="inside = mine.py:Mine lies in a file: parties on other machines"):
+        there.check(inside)
+
+
+def test_a_prepared_model_is_the_coordinators_alone(tmp_path: Path) -> None:
+    start(job(3, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
+    said = told(tmp_path, method="frl-deploy", rounds=1, set={"prepared": str(tmp_path / "prepared")})
+    assert said["settings"]["set"]["prepared"] == ""
+    Coordinator(Credentials.create(tmp_path / "keys", 3)).check(
+        job(3, "frl-deploy", set={"prepared": str(tmp_path / "prepared")})
+    )
+    assert isinstance(Station(tmp_path / "store")._build(said, 0).program, Deploy)
+
+
+def test_whoever_has_its_own_data_does_not_know_everyones(tmp_path: Path) -> None:
+    """It would judge its model on its own samples for those of all parties."""
+    np.savez(
+        tmp_path / "mine.npz", x=np.random.default_rng(0).integers(0, 17, (50, 8, 8), np.uint8), y=np.arange(50) % 4
+    )
+    said = told(tmp_path, method="local")
+    totals = {}
+    for data in (None, f"npz:{tmp_path / 'mine.npz'}"):
+        for everywhere in (False, True):
+            station = Station(tmp_path / "store", data)
+            question = encode("score", {"model": {}, "everywhere": everywhere})
+            reply = station.answer(json.dumps(said), Call(1, "score", 1), question)
+            totals[data is None, everywhere] = decode(reply.blob)[1]["total"]
+    assert totals[False, True] == 0 and totals[False, False] == 10
+    assert totals[True, True] == len(job(3).data.test) > totals[True, False] > 0
+
+
+def test_a_party_with_more_classes_than_the_task_is_told(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 17, (50, 8, 8), np.uint8)
+    np.savez(tmp_path / "mine.npz", x=x, y=np.arange(50) % 25)
+    reply = ask(Station(tmp_path / "store", f"npz:{tmp_path / 'mine.npz'}"), told(tmp_path))
+    assert reply.failure == "unable" and "has 25 classes; the task has 10" in reply.detail
+
+
+def test_a_run_that_goes_on_tells_who_has_done_its_hops(tmp_path: Path) -> None:
+    Journal(tmp_path / "hops").put(3, 0, 2, Reply(b"x"))
+    assert _told(job(3), tmp_path, 2)["spared"] == [2] and _told(job(3), tmp_path, 3)["spared"] == []
 
 
 def test_a_party_can_keep_to_one_method(tmp_path: Path) -> None:
@@ -427,7 +650,7 @@ def test_other_data_under_the_same_name_is_told(tmp_path: Path) -> None:
     assert "is another here" in ask(Station(tmp_path / "store"), said).detail
 
 
-@pytest.mark.parametrize("said", [[], {}, {"run": "../x", "session": 1, "done": 0}, {"run": "a", "session": {}}])
+@pytest.mark.parametrize("said", [[], {}, 5, {"run": "../x", "session": 1, "done": 0}, {"run": "a", "session": {}}])
 def test_what_is_no_job_is_refused(said: Any, tmp_path: Path) -> None:
     assert ask(Station(tmp_path / "store"), said).failure == "refused"
     assert not (tmp_path / "store").exists()

@@ -17,7 +17,7 @@ from fewer.methods import names
 from fewer.runs.engine import start
 from fewer.runs.machines import Coordinator
 from fewer.runtime.site import LETTER
-from tests.machines.cluster import Cluster, job, until
+from tests.machines.cluster import GROUPS, Cluster, job, until
 from tests.test_baselines import left
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,7 +28,6 @@ FEW: dict[str, Any] = {
     "partition": "iid",
     "set": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
 }
-GROUPS: dict[str, Any] = {"rounds": 4, "set": {"way": 2, "members": 2, "groups": 1, "samples": 20}}
 SMALL: dict[str, dict[str, Any]] = {
     "fedavg": {"drop": 0.2, "corrupt": 0.2},
     "fedbn": {"norm": "batch"},
@@ -40,8 +39,6 @@ SMALL: dict[str, dict[str, Any]] = {
     "frl-warm": {"rounds": 8, "set": {**GROUPS["set"], "warm": 4}},
 }
 """Settings with which a method can be run, and is quick."""
-WITHOUT = ("frl-deploy",)
-"""Begins from a file of frl's, which the coordinator alone reads; its rounds are those of frl's groups."""
 SOME = ("fedavg", "fedbn", "fedmk")
 """One with a model, one that remembers, one with much to say."""
 
@@ -74,11 +71,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
 
 @pytest.mark.parametrize(
     "method",
-    [
-        name if name in SOME else pytest.param(name, marks=pytest.mark.cluster)
-        for name in names()
-        if name not in WITHOUT
-    ],
+    [name if name in SOME else pytest.param(name, marks=pytest.mark.cluster) for name in names()],
 )
 def test_the_numbers_are_those_of_inline(
     method: str, clusters: Callable[[int], tuple[Cluster, Coordinator]], tmp_path: Path
@@ -86,6 +79,9 @@ def test_the_numbers_are_those_of_inline(
     parties = parties_of(method)
     cluster, coordinator = clusters(parties)
     settings = SMALL.get(method, {})
+    if method == "frl-deploy":
+        start(job(parties, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
+        settings = {"set": {"prepared": str(tmp_path / "prepared")}}
     here = start(job(parties, method, runtime="inline", **settings), tmp_path / "inline")
     there = coordinator.start(job(parties, method, **settings), tmp_path / "flower")
     one, two = left(tmp_path / "inline"), left(tmp_path / "flower")

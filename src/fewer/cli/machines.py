@@ -26,11 +26,14 @@ Patience = Annotated[
     float, typer.Option(metavar="SECONDS", min=0, help="Wait so long for all parties, then begin if they are a quorum.")
 ]
 
+GoingOn = Annotated[
+    Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run instead of beginning one.")
+]
 Host = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="A name or address by which parties reach the coordinator; may be repeated."),
 ]
-Days = Annotated[int, typer.Option(metavar="N", min=1, help="How long the certificate is good.")]
+Days = Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificate is good.")]
 
 KeyFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A party's folder of keys (party-N).", exists=True)]
 
@@ -114,10 +117,12 @@ def trust(
     for peer in peers:
         number, _, key = peer.partition("=")
         try:
-            found[int(number)] = bytes.fromhex(key)
+            party, found[party] = int(number), bytes.fromhex(key)
         except ValueError:
-            raise SettingError(f"{peer}: not of the form N=KEY, with a key as `fewer keys seal` prints it") from None
-        if len(found[int(number)]) != KEY:
+            party = -1
+        if party < 0:
+            raise SettingError(f"{peer}: not of the form N=KEY, with a key as `fewer keys seal` prints it")
+        if len(found[party]) != KEY:
             raise SettingError(f"{peer}: a key has {2 * KEY} digits")
     PinnedKeys(folder).trust(found, replace)
 
@@ -131,9 +136,7 @@ def coordinator(
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = HOST,
     port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Listen on this port.")] = PORT,
     patience: Patience = 600.0,
-    going_on: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run instead of beginning one.")
-    ] = None,
+    going_on: GoingOn = None,
     report: Report = True,
     out: Out = None,
     json_file: Json = None,
@@ -148,7 +151,7 @@ def coordinator(
     _begin()
     from fewer.cli.progress import shown
     from fewer.errors import SettingError
-    from fewer.runs.directory import RunDirectory
+    from fewer.runs.directory import RunDirectory, must_be_new
     from fewer.runs.job import check, job_from
     from fewer.runs.machines import Coordinator
     from fewer.runtime.flower.credentials import Credentials
@@ -158,8 +161,8 @@ def coordinator(
         if method is not None or out is not None:
             raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
         where = RunDirectory.open(going_on).path
-        GO_ON.append(_going_on(where, there))
         with shown() as watch, there:
+            GO_ON.append(_going_on(where, there))
             result = there.resume(where, watch(where.name), **given)
     else:
         if method is not None:
@@ -167,8 +170,9 @@ def coordinator(
         job = job_from(check({**given, "runtime": "flower"}))
         there.check(job)
         where = out or fresh(f"{job.method.name}-{job.settings.data}")
-        GO_ON.append(_going_on(where, there))
+        must_be_new(where)
         with shown() as watch, there:
+            GO_ON.append(_going_on(where, there))
             result = there.start(job, where, watch(job.method.name))
     finish(result, where, json_file, report)
 
@@ -214,28 +218,48 @@ def join(
 @with_settings(without=(*NOT_HERE, "parties"))
 def local_cluster(
     given: dict[str, Any],
-    parties: Annotated[int, typer.Argument(metavar="N", help="How many parties.")],
+    parties: Annotated[int | None, typer.Argument(metavar="N", help="How many parties.")] = None,
     method: Method = None,
     patience: Patience = 600.0,
+    going_on: GoingOn = None,
     report: Report = True,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
     """Try runs between machines on this one: N parties in processes of their own, with keys and TLS, on loopback.
 
+    Keys and what parties remember are in OUT-cluster. With --resume, of the settings only --quorum, --deadline, --drop,
+    --slow, --corrupt, --device and --data-dir may be given.
+
     [dim]fewer local-cluster 3 fedmk --data fashion-mini --rounds 3[/dim]
     """
     _begin()
     from fewer.cli.progress import shown
+    from fewer.errors import SettingError
+    from fewer.runs.directory import RunDirectory, must_be_new
     from fewer.runs.job import check, job_from
     from fewer.runs.machines import local_cluster as together
 
-    if method is not None:
-        given["method"] = method
-    job = job_from(check({**given, "parties": parties, "runtime": "flower"}))
-    where = out or fresh(f"{job.method.name}-{job.settings.data}")
-    with shown() as watch:
-        result = together(job, where, watch(job.method.name), patience, _say)
+    job = None
+    if going_on is not None:
+        if parties is not None or out is not None:
+            raise SettingError("--resume RUN goes on with what it was (not with N, METHOD or --out)")
+        where = going_on
+        old = RunDirectory.open(where).description
+        settings, count, name = check({**old["settings"], **given}), old["data"]["parties"], where.name
+    elif parties is None:
+        raise SettingError("N is missing: how many parties (or: --resume RUN)")
+    else:
+        if method is not None:
+            given["method"] = method
+        job = job_from(check({**given, "parties": parties, "runtime": "flower"}))
+        settings, count, name = job.settings, len(job.data), job.method.name
+        where = out or fresh(f"{name}-{settings.data}")
+        must_be_new(where)
+    home = where.with_name(f"{where.name}-cluster")
+    with shown() as watch, together(home, count, settings.device, settings.data_dir, patience, _say) as there:
+        GO_ON.append(f"Go on with: fewer local-cluster --resume {where}")
+        result = there.start(job, where, watch(name)) if job else there.resume(where, watch(name), **given)
     finish(result, where, json_file, report)
 
 

@@ -60,6 +60,8 @@ class Data(ABC):
     """Whether each party's samples are in the order of time."""
     novel: bool = False
     """Whether validation and test samples are of classes that nobody trains on; `classes` counts those of training."""
+    alone: bool = False
+    """Whether it is all that one party has, who does not know the test samples of the others."""
 
     @property
     def vocabulary(self) -> int | None:

@@ -141,6 +141,11 @@ class Party(Seat):
         """Whether its samples are in the order of time."""
         return self._data.in_time
 
+    @property
+    def alone(self) -> bool:
+        """Whether it knows nobody else's test samples."""
+        return self._data.alone
+
     def members(self, program: object, task: Task) -> Parties:
         """Those that this party is made of, where it is a federation, to be asked by a program of its own.
 
@@ -234,6 +239,8 @@ class Method(BaseModel):
     """The settings that `--tune` chooses, most important first, with values to begin from in rising order."""
     novel: ClassVar[bool] = False
     """Whether it is judged on classes that nobody trains on, and so needs data whose classes are divided."""
+    files: ClassVar[tuple[str, ...]] = ()
+    """Settings that name files. The coordinator alone reads them: parties elsewhere are told "" instead."""
 
     rounds: PositiveInt = 10
     """How many rounds to run."""
@@ -318,19 +325,25 @@ class Method(BaseModel):
         """Who is asked in this round."""
         return parties.sample(min(ACTIVE, len(parties)) if self.active is None else self.active)
 
-    def ask_scores(self, state: Any, parties: Parties, everywhere: bool = False) -> Scores:
-        """Each party's model on its own test samples, or (`everywhere`) on everyone's; pooled and by party."""
+    def ask_scores(self, state: Any, parties: Parties) -> Scores:
+        """Each party's model on its own test samples; pooled and by party."""
+        counts = self.ask_counts(state, parties)
+        accuracies = {str(party): count.correct / count.total for party, count in counts.items() if count.total}
+        return figures(list(counts.values())) | {"parties": accuracies}
+
+    def ask_counts(self, state: Any, parties: Parties, everywhere: bool = False) -> dict[int, Counts]:
+        """What each party's model gets right of its own test samples, or (`everywhere`) of everyone's."""
         answers = parties.ask(
             parties.panel(), self.score, model=self.shared(state), everywhere=everywhere, returns=COUNTS
         )
         counts = {answer.party: Counts(**answer.fields) for answer in answers}
-        by_party = {party: count for party, count in counts.items() if count.correct <= count.total}
-        accuracies = {str(party): count.correct / count.total for party, count in by_party.items() if count.total}
-        return figures(list(by_party.values())) | {"parties": accuracies}
+        return {party: count for party, count in counts.items() if count.correct <= count.total}
 
     @on_party
     def score(self, me: Party, model: Weights, everywhere: bool) -> dict[str, float]:
-        """Count right answers of this party's model."""
+        """Count right answers of this party's model; none of none where everyone's samples are not known here."""
+        if everywhere and me.alone:
+            return Counts(0, 0, 0.0)._asdict()
         samples = me.common if everywhere else me.test
         return score(self.personal(me, model), samples.chunks(CHUNK))._asdict()
 
@@ -352,10 +365,11 @@ class PersonalMethod(Method):
         return scores
 
     def report(self, state: Any, parties: Parties, data: Data) -> Scores:
-        """Once: the figures by party, and how far a party's model carries on everyone's samples."""
+        """Once: the figures by party, and how far a party's model carries on everyone's samples, if parties know it."""
         own = self.ask_scores(state, parties)
-        everywhere = self.ask_scores(state, parties, everywhere=True)
-        return {"personal": own["accuracy"], "global": everywhere["accuracy"], "parties": own["parties"]}
+        everywhere = list(self.ask_counts(state, parties, everywhere=True).values())
+        known = figures(everywhere)["accuracy"] if any(count.total for count in everywhere) else None
+        return {"personal": own["accuracy"], "global": known, "parties": own["parties"]}
 
     def whole(self, state: Any) -> Weights | None:
         """There is no global model."""

@@ -44,6 +44,7 @@ class Deploy(FewRounds):
 
     name: ClassVar[str] = "frl-deploy"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": RATES}
+    files: ClassVar[tuple[str, ...]] = ("prepared",)
 
     rounds: PositiveInt = 3
     """Rounds of the group (R)."""
@@ -51,8 +52,8 @@ class Deploy(FewRounds):
     """The prepared model: the file that `fewer prepare` wrote, or its run directory."""
 
     def gathered(self, data: Data) -> Data:
-        """The group's text must be in the tokens that the model was prepared with."""
-        if read_prepared(Path(self.prepared))[1].get("vocabulary") != vocabulary(data):
+        """The group's text must be in the tokens that the model was prepared with; the coordinator sees to that."""
+        if self.prepared and read_prepared(Path(self.prepared))[1].get("vocabulary") != vocabulary(data):
             raise SettingError(
                 f"{self.prepared} was prepared with another vocabulary: its token numbers mean other words"
             )

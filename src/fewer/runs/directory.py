@@ -49,8 +49,7 @@ class RunDirectory:
     @classmethod
     def create(cls, path: Path, description: Mapping[str, Any]) -> RunDirectory:
         """A new directory for a run that has not begun."""
-        if path.exists() and not _unused(path):
-            raise RunError(f"{path} is there already (another --out, or: fewer resume {path})")
+        must_be_new(path)
         try:
             (path / "parties").mkdir(parents=True, exist_ok=True)
             text = json.dumps({"format": FORMAT, **description}, indent=2, default=str)
@@ -174,6 +173,12 @@ class RunDirectory:
             return [json.loads(line) for line in lines]
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error
+
+
+def must_be_new(path: Path) -> None:
+    """RunError where a run cannot begin here, since something is there."""
+    if path.exists() and not _unused(path):
+        raise RunError(f"{path} is there already (another --out, or: fewer resume {path})")
 
 
 def _unused(path: Path) -> bool:

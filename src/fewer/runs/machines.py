@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +24,12 @@ from fewer.data.federated import ArrayData, federate
 from fewer.data.raw import Inputs
 from fewer.data.sources import read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
+from fewer.methods import find
 from fewer.runs.directory import HOPS
 from fewer.runs.engine import Opening, Progress, common, resume, site_of, start
 from fewer.runs.job import Job, check, job_from, make_device
 from fewer.runs.result import Result
-from fewer.runtime.flower.credentials import Credentials
+from fewer.runtime.flower.credentials import LOCAL, Credentials
 from fewer.runtime.flower.link import Link, LinkLost
 from fewer.runtime.flower.node import Node
 from fewer.runtime.flower.parties import Flower, surely
@@ -64,6 +65,8 @@ class Coordinator:
     def __enter__(self) -> Self:
         self.link = Link(self.credentials, self.host, self.port).__enter__()
         self.say(f"listening on {self.host}:{self.port}")
+        if self.host not in LOCAL:
+            self.say("who reaches this port can start and stop runs without a key: let parties at /v1/fleet/ alone")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -72,29 +75,30 @@ class Coordinator:
     def start(self, job: Job, out: Path, progress: Progress | None = None) -> Result:
         """Begin a run."""
         self.check(job)
-        return self._steadily(out, progress, lambda: start(job, out, progress, self._opening(out)))
+        begin = partial(start, job, out, progress, self._opening(out))
+        return self._steadily(begin, self._again(out, progress))
 
     def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
         """Go on with a run."""
-        go_on = partial(resume, out, progress=progress, opening=self._opening(out))
-        return self._steadily(out, progress, lambda: go_on(**changed))
+        go_on = self._again(out, progress, **changed)  # the directory keeps the settings as they were
+        return self._steadily(go_on, go_on)
 
-    def _steadily(self, out: Path, progress: Progress | None, begin: Callable[[], Result]) -> Result:
+    def _again(self, out: Path, progress: Progress | None, **changed: Any) -> Callable[[], Result]:
+        return partial(resume, out, progress=progress, opening=self._opening(out), **changed)
+
+    def _steadily(self, begin: Callable[[], Result], again: Callable[[], Result]) -> Result:
         """A run to its end, also where the SuperLink loses it in between."""
         for _ in range(AGAIN):
             try:
                 return begin()
             except LinkLost as lost:
                 self.say(f"{lost}; going on from the last checkpoint")
-            begin = partial(resume, out, progress=progress, opening=self._opening(out))
+            begin = again
         return begin()
 
     def check(self, job: Job) -> None:
         """SettingError where this job cannot be run between machines, or not with these."""
-        settings = job.settings
-        for name in ("method", "model"):
-            if ":" in (given := getattr(settings, name)):
-                raise SettingError(f"{name} = {given} lies in a file: between machines it must be installed everywhere")
+        _no_files(_shared(job), ("method", "model"), ("set", "model_set"), ": parties on other machines do not have it")
         if (keys := list(self.credentials.public_keys)) != list(range(len(job.data))):
             raise SettingError(
                 f"parties = {len(job.data)}, but {self.credentials.folder} has keys of {len(keys)}: {keys}"
@@ -104,6 +108,7 @@ class Coordinator:
         """Begins a session of the run on the SuperLink, and waits for the parties."""
 
         def open_parties(job: Job, folder: Path, done: int) -> Flower:
+            self.check(job)
             self.link.begin_run(json.dumps(_told(job, out, done)))
             parties = Flower(**common(job), site=site_of(job, folder), link=self.link)
             self._wait(parties)
@@ -127,6 +132,31 @@ class Coordinator:
         self.say(f"all {there} parties are there")
 
 
+def _shared(job: Job) -> dict[str, Any]:
+    """The settings as parties are told them: without the names of files that the coordinator alone reads."""
+    settings = job.settings.model_dump(mode="json")
+    return {**settings, "set": {**settings["set"], **dict.fromkeys(job.method.files, "")}}
+
+
+def _no_files(settings: Mapping[str, Any], names: Sequence[str], groups: Sequence[str], why: str) -> None:
+    """SettingError for the first of these settings, or of groups of them, that names a file."""
+    given = [(name, settings[name]) for name in names]
+    given += [pair for group in groups for pair in settings[group].items()]
+    for name, value in given:
+        for word in _words(value):
+            if ":" in word or ".." in word or word.startswith("/") or (name == "vectors" and word != "own"):
+                raise SettingError(f"{name} = {word} lies in a file{why}")
+
+
+def _words(value: Any) -> Iterator[str]:
+    """All texts in a setting."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _words(part)
+
+
 def _told(job: Job, out: Path, done: int) -> dict[str, Any]:
     """What parties are told of a job."""
     path = out / NOTE
@@ -147,7 +177,7 @@ def _told(job: Job, out: Path, done: int) -> dict[str, Any]:
         "fingerprint": job.data.fingerprint(),
     }
     spared = sorted(Journal(out / HOPS).finished(done + 1))
-    return {**note, "done": done, "spared": spared, "settings": job.settings.model_dump(mode="json"), "facts": facts}
+    return {**note, "done": done, "spared": spared, "settings": _shared(job), "facts": facts}
 
 
 # --- a party --------------------------------------------------------------------------------------------------
@@ -157,6 +187,7 @@ def _told(job: Job, out: Path, done: int) -> dict[str, Any]:
 class Alone(Data):
     """The data of one party, in the form that the coordinator's has; it does not know anybody else's."""
 
+    alone = True
     own: ArrayData
     parties: int
     classes: int
@@ -210,6 +241,7 @@ class Station:
         make_device(self.device)
         if self.data:
             read(self.data, self.data_dir, **self.data_set)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what it remembers tells of its data
         Node(address, keys, self.folder, self.say).serve(self.answer)
 
     def answer(self, job: str, call: Call, blob: bytes) -> Reply:
@@ -220,7 +252,7 @@ class Station:
             except FewerError as error:
                 self.say(str(error))
                 return Reply(b"", "unable", str(error))
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, AttributeError):
                 return Reply(b"", "refused", "not a job")
         reply = self._site.answer(call, blob)
         outcome = f"{reply.failure}: {reply.detail}" if reply.failure else f"{len(reply.blob)} bytes"
@@ -244,9 +276,13 @@ class Station:
         return site_of(job, folder, self.keys, folder.name)
 
     def _job_of(self, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Job:
-        for name in ("method", "model", *(() if self.data else ("data",))):
-            if ":" in str(settings[name]):
-                raise SettingError(f"{name} = {settings[name]} lies in a file, which is not taken from a coordinator")
+        names, groups, why = ["method", "model"], ["set", "model_set"], ", which is not taken from a coordinator"
+        if not self.data:
+            names, groups = [*names, "data"], [*groups, "data_set"]
+        _no_files(settings, names, groups, why)
+        for name in find(settings["method"]).files:
+            if named := settings["set"].get(name):
+                raise SettingError(f"{name} = {named} lies in a file{why}")
         if self.method not in (None, settings["method"]):
             raise SettingError(f"method = {settings['method']}: this party takes part in {self.method} alone")
         here = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
@@ -296,28 +332,32 @@ def acquaint(folders: Sequence[Path]) -> None:
 # --- all on one machine ---------------------------------------------------------------------------------------
 
 
+@contextmanager
 def local_cluster(
-    job: Job,
-    out: Path,
-    progress: Progress | None = None,
+    home: Path,
+    parties: int,
+    device: str = "cpu",
+    data_dir: Path | None = None,
     patience: float = Coordinator.patience,
     say: Callable[[str], None] = lambda text: None,
-) -> Result:
-    """Coordinator and parties on loopback, each party in a process of its own; their folders are in OUT-cluster."""
-    home = out.with_name(out.name + "-cluster")
-    credentials = Credentials.create(home / "keys", len(job.data))
-    acquaint([credentials.party(party) for party in range(len(job.data))])
+) -> Iterator[Coordinator]:
+    """A coordinator on loopback, and parties in processes of their own, with their folders and keys in `home`.
+
+    Keys that are there are used again.
+    """
+    keys = home / "keys"
+    credentials = Credentials.open(keys) if (keys / "ca.key").exists() else Credentials.create(keys, parties)
+    acquaint([credentials.party(party) for party in credentials.public_keys])
     coordinator = Coordinator(credentials, port=free_port(), patience=patience, say=say)
-    words = ["join", f"127.0.0.1:{coordinator.port}", "--device", job.settings.device]
-    if job.settings.data_dir:
-        words += ["--data-dir", str(job.settings.data_dir)]
+    words = ["join", f"127.0.0.1:{coordinator.port}", "--device", device]
+    if data_dir:
+        words += ["--data-dir", str(data_dir)]
     with ExitStack() as stack:
-        for party in range(len(job.data)):
+        for party in credentials.public_keys:
             store = home / f"party-{party}"
             program = Program(
                 "fewer.cli:main", [*words, "--key", str(credentials.party(party)), "--store", str(store)], store
             )
             program.start()
             stack.callback(program.stop)
-        with coordinator:
-            return coordinator.start(job, out, progress)
+        yield stack.enter_context(coordinator)

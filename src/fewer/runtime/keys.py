@@ -97,13 +97,17 @@ class PinnedKeys:
         """The pinned key of another one."""
         try:
             return bytes.fromhex(self._pins()[str(other)])
+        except (SettingError, ValueError):
+            raise Refused("the pinned keys are damaged here (fewer keys trust)") from None
         except KeyError:
             raise Refused(f"no key of party {other} is pinned here (fewer keys trust)") from None
 
     def _pins(self) -> dict[str, str]:
         path = self.folder / "peers.json"
-        pins: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
-        return pins
+        try:
+            return {party: str(key) for party, key in json.loads(path.read_text()).items()} if path.exists() else {}
+        except (ValueError, AttributeError) as error:
+            raise SettingError(f"{path} is damaged: pin the keys anew (delete it, fewer keys trust): {error}") from None
 
 
 def _keep(path: Path, key: bytes) -> None:

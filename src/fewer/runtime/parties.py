@@ -155,13 +155,14 @@ class Parties(ABC):
         messages = self._messages(kind, who, fields)
         fates = {party: self._fate(party, handler.__name__) for party in who}
         asked = [party for party in who if fates[party] != "drop"]
-        for party in who:
-            self.ledger.add(self.round, party, "down", kind, len(messages[party]))
         good: dict[int, Answer] = {}
         absent = {party: Absent(party, "dropped") for party in who if fates[party] == "drop"}
         calls = [(Call(party, handler.__name__, self.round), messages[party]) for party in asked]
         sizes: dict[int, int] = {}
+        unsent = set()
         for done, (call, reply) in enumerate(self._carry(calls), 1):
+            if reply and not reply.asked:
+                unsent.add(call.party)
             got, sizes[call.party] = self._receive(call, reply, fates[call.party], returns)
             if isinstance(got, Answer):
                 good[call.party] = got
@@ -169,6 +170,9 @@ class Parties(ABC):
                 absent[call.party] = got
             self.on_progress(done, len(asked))
         for party in who:  # in the order asked, so that the ledger is the same wherever the parties ran
+            if party not in unsent:
+                self.ledger.add(self.round, party, "down", kind, len(messages[party]))
+        for party in who:
             if sizes.get(party):
                 self.ledger.add(self.round, party, "up", kind, sizes[party])
         missing = [absent[party] for party in who if party in absent]
@@ -197,12 +201,13 @@ class Parties(ABC):
         return way.trail
 
     def _tell(self, absent: Sequence[Absent], handler: str, good: int, asked: int) -> None:
-        """Say who is absent; QuorumLost where too few are left."""
+        """Say who is absent; QuorumLost where too few are left, or in measuring nobody."""
         for one in absent:
             self.on_absent(one, handler)
-        needed = self.rules.needed(asked)
-        if good < needed and not self.evaluating:
-            text = _quorum_text(self.round, good, asked, needed, self.rules.quorum, absent)
+        needed = min(1, asked) if self.evaluating else self.rules.needed(asked)
+        if good < needed:
+            rule = "measuring" if self.evaluating else f"quorum {self.rules.quorum:g}"
+            text = _quorum_text(self.round, good, asked, needed, rule, absent)
             raise QuorumLost(text, unable=all(one.why == "unable" for one in absent))
 
     def spread(
@@ -310,8 +315,8 @@ def _damage(blob: bytes, draw: np.random.Generator) -> bytes:
     return bytes(data)
 
 
-def _quorum_text(round: int, came: int, asked: int, needed: int, quorum: float, absent: Sequence[Absent]) -> str:
+def _quorum_text(round: int, came: int, asked: int, needed: int, rule: str, absent: Sequence[Absent]) -> str:
     """One line: how many answered, how many were needed, and the commonest reasons."""
     reasons = Counter(one.why + (f" ({one.detail})" if one.detail else "") for one in absent)
     told = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-    return f"round {round}: {came} of {asked} parties answered, {needed} needed (quorum {quorum:g}): {told}"
+    return f"round {round}: {came} of {asked} parties answered, {needed} needed ({rule}): {told}"

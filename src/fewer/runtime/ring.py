@@ -41,13 +41,15 @@ class Journal:
         if not path.exists():
             return None
         kept = unpack(path.read_bytes())
-        return Reply(bytes(kept.pop("blob").numpy()), kept["failure"], kept["detail"], kept["seconds"])
+        blob = bytes(kept.pop("blob").numpy())
+        return Reply(blob, kept["failure"], kept["detail"], kept["seconds"], kept.get("asked", True))
 
     def put(self, round: int, number: int, taker: int | None, reply: Reply) -> None:
         """Keep a reply, and who worked for it; whoever only gives changes nothing at home."""
         self.folder.mkdir(parents=True, exist_ok=True)
         blob = torch.frombuffer(bytearray(reply.blob), dtype=torch.uint8) if reply.blob else torch.empty(0).byte()
         kept = {"taker": taker, "failure": reply.failure, "detail": reply.detail, "seconds": reply.seconds}
+        kept["asked"] = reply.asked
         write_durably(self._path(round, number), pack({**kept, "blob": blob}))
 
     def finished(self, round: int) -> set[int]:
@@ -143,10 +145,11 @@ class Pass:
 
     def _take(self, party: int, blob: bytes, again: bool) -> Reply:
         holder = self.trail[-1] if self.trail else -1
-        if self.trail:
-            self.parties.ledger.add(self.parties.round, party, "down", self.handler, len(blob))
         hop = Hop(holder, self.handler, self.calls - 1, self.sealed)
-        return self._call(party, self.handler, hop, blob, again and bool(self.trail))
+        reply = self._call(party, self.handler, hop, blob, again and bool(self.trail))
+        if self.trail and reply.asked:
+            self.parties.ledger.add(self.parties.round, party, "down", self.handler, len(blob))
+        return reply
 
     def _call(self, party: int, handler: str, hop: Hop, blob: bytes = b"", again: bool = False) -> Reply:
         """One call, or what it gave before the run was broken off."""

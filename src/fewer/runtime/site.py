@@ -103,6 +103,8 @@ class Reply:
     failure: Failure | None = None
     detail: str = ""
     seconds: float = 0.0
+    asked: bool = True
+    """Whether the question was sent at all."""
 
 
 class Place(Protocol):

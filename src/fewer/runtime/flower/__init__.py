@@ -30,6 +30,16 @@ QUIET = {
 os.environ.update(QUIET)  # before anything of Flower's is imported
 
 
+def without_proxy(*hosts: str) -> None:
+    """Reach these straight, whatever proxy the environment names: it would not find this machine's own programs."""
+    for name in ("no_proxy", "NO_PROXY"):
+        given = [host for host in os.environ.get(name, "").split(",") if host]
+        os.environ[name] = ",".join(dict.fromkeys([*given, *hosts]))
+
+
+without_proxy("localhost", "127.0.0.1", "::1")
+
+
 def need_flower() -> None:
     """SettingError where the extra is not installed."""
     if find_spec("flwr") is None:

@@ -28,6 +28,8 @@ from fewer.errors import RunError
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 CA_DAYS = 3650
+_PART = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(\*\.)?{_PART}(\.{_PART})*")
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,9 @@ class Credentials:
         """New keys for a coordinator that is reached by these names, and for its parties."""
         if (folder / "ca.key").exists():
             raise RunError(f"{folder} holds keys already (choose another directory; keys are never written over)")
-        folder.mkdir(parents=True, exist_ok=True)
+        for host in hosts:
+            _host(host)  # what is wrong with it is told before anything is written
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP384R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Fewer authority")])
         authority = _certificate(name, name, key, key.public_key(), CA_DAYS, ())
@@ -59,7 +63,7 @@ class Credentials:
         for name in ("ca.crt", "server.crt", "server.key"):
             if not (folder / name).is_file():
                 raise RunError(f"{folder} has no {name} (make keys with: fewer keys init {folder} --parties N)")
-        end = x509.load_pem_x509_certificate((folder / "server.crt").read_bytes()).not_valid_after_utc
+        end = _read(folder / "server.crt").not_valid_after_utc
         if end < datetime.datetime.now(datetime.UTC):
             raise RunError(
                 f"{folder / 'server.crt'} expired on {end:%Y-%m-%d} (a new one: fewer keys renew {folder} --host NAME)"
@@ -68,15 +72,28 @@ class Credentials:
 
     def certify(self, hosts: Sequence[str], days: float) -> None:
         """A new certificate for the coordinator, under the same authority: parties need nothing new."""
-        authority = x509.load_pem_x509_certificate((self.folder / "ca.crt").read_bytes())
-        signer = serialization.load_pem_private_key((self.folder / "ca.key").read_bytes(), None)
-        assert isinstance(signer, ec.EllipticCurvePrivateKey)
+        names = [_host(name) for name in dict.fromkeys([*hosts, *LOCAL])]
+        authority, path = _read(self.folder / "ca.crt"), self.folder / "ca.key"
+        try:
+            signer = serialization.load_pem_private_key(path.read_bytes(), None)
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{path} is not a private key: {_first(error)}") from error
+        if not isinstance(signer, ec.EllipticCurvePrivateKey):
+            raise RunError(f"{path} is not a key of the kind that an authority has here (ECDSA)")
         key = ec.generate_private_key(ec.SECP384R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Fewer coordinator")])
-        names = list(dict.fromkeys([*hosts, *LOCAL]))
         signed = _certificate(name, authority.subject, signer, key.public_key(), days, names)
         _write_private(self.folder / "server.key", key)
         _write(self.folder / "server.crt", signed.public_bytes(serialization.Encoding.PEM))
+
+    def check_host(self, host: str) -> None:
+        """RunError where the certificate is not for this name of the coordinator."""
+        named = _read(self.folder / "server.crt").extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        if _host(host) not in list(named.value):
+            raise RunError(
+                f"the certificate in {self.folder} is not for {host} "
+                f"(fewer keys renew {self.folder} --host {host}, and --host for each other name that parties use)"
+            )
 
     def add_party(self, party: int) -> Path:
         """The folder of one more party."""
@@ -118,7 +135,7 @@ def _certificate(
     signer: ec.EllipticCurvePrivateKey,
     public: ec.EllipticCurvePublicKey,
     days: float,
-    names: Sequence[str],
+    names: Sequence[x509.GeneralName],
 ) -> x509.Certificate:
     """Signed; for names it is a server's, for none an authority's."""
     now = datetime.datetime.now(datetime.UTC)
@@ -137,7 +154,7 @@ def _certificate(
         .add_extension(_usage(authority=not names), critical=True)
     )
     if names:
-        builder = builder.add_extension(x509.SubjectAlternativeName([_host(name) for name in names]), critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
     return builder.sign(signer, SHA256())
 
@@ -157,10 +174,25 @@ def _usage(authority: bool) -> x509.KeyUsage:
 
 
 def _host(name: str) -> x509.GeneralName:
+    """A name or address, as a certificate has it; RunError where it is neither."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
-        return x509.DNSName(name)
+        pass
+    if not _NAME.fullmatch(name) or name.rpartition(".")[2].isdecimal():
+        raise RunError(f"'{name}' is no name or address of a machine (allowed: coordinator.example.org, 10.0.0.7, …)")
+    return x509.DNSName(name)
+
+
+def _read(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError as error:
+        raise RunError(f"{path} is not a certificate: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _write_private(path: Path, key: ec.EllipticCurvePrivateKey) -> None:

@@ -60,7 +60,8 @@ def read_answer(message: Message) -> Reply:
     why: Failure | None = next((known for known in get_args(Failure) if known == failure), None)
     if failure and not why:
         return Reply(b"", "refused", "not an answer")
-    return Reply(blob, why, detail[:MAX_REASON], seconds)
+    told = "".join(sign for sign in detail[:MAX_REASON] if sign.isprintable())  # it is shown on a terminal
+    return Reply(blob, why, told, seconds)
 
 
 def size(message: Message) -> int:

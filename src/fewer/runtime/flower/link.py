@@ -36,7 +36,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid import HttpGrid
 
 from fewer.errors import RunError
-from fewer.runtime.flower import envelope
+from fewer.runtime.flower import envelope, without_proxy
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.executor import beats, executor
 from fewer.runtime.flower.programs import Program, secret_file
@@ -116,6 +116,9 @@ class Link:
     # --- the program ----------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        reached, _, _ = self.address.rpartition(":")
+        self.credentials.check_host(reached)
+        without_proxy(reached)
         keys, home = self.credentials.folder.resolve(), self.credentials.folder.resolve() / "flower"
         arguments = ["--ssl-ca-certfile", keys / "ca.crt", "--ssl-certfile", keys / "server.crt"]
         arguments += ["--ssl-keyfile", keys / "server.key", "--enable-supernode-auth"]

@@ -78,13 +78,15 @@ class Node:
     def _answer_all(self, program: Program, port: int, answering: Answering) -> str:
         """Answer what comes until the SuperNode ends, or an answer cannot be given to it; why."""
         client = executor(f"127.0.0.1:{port}", program.home, None)
-        joined, lost, since = False, "", 0.0
+        joined: bool | None = None
+        lost, since = "", 0.0
         try:
             while program.pid is not None:
                 said = program.said()
-                if not joined and any("SuperNode ID" in line for line in said):
-                    joined = True
-                    self.say(f"joined {self.address}")
+                if (now := _joined(said)) not in (None, joined):
+                    joined = now
+                    where = self.address
+                    self.say(f"joined {where}" if joined else f"no coordinator at {where}: trying again and again")
                 if lost != (lost := _lost(said)):
                     since = time.monotonic()
                 if lost and time.monotonic() > since + LOST:  # who asked sees that it came anew, and waits no more
@@ -130,6 +132,16 @@ class Node:
             if heart.is_running:
                 heart.stop()
             client.close()
+
+
+def _joined(said: Sequence[str]) -> bool | None:
+    """Whether the SuperNode reaches a coordinator, by what it said last: by itself it tries for ever, in its log."""
+    for line in reversed(said):
+        if "Connection attempt failed" in line:
+            return False
+        if "SuperNode ID" in line or "Connection successful" in line:
+            return True
+    return None
 
 
 def _lost(said: Sequence[str]) -> str:

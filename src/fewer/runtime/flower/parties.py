@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fewer.runtime.flower.link import Again, Asked, Link
+from fewer.runtime.flower.link import Again, Asked, Link, LinkLost
 from fewer.runtime.inline import Inline
 from fewer.runtime.site import Call, Reply
 
@@ -17,6 +17,8 @@ TRANSIT = 20.0
 """Seconds beyond a deadline for a message to get to a party and back: a SuperNode looks for one every 3 seconds."""
 PAUSE = 0.1
 """Seconds between two looks for replies."""
+SILENCE = 120.0
+"""Seconds after which a SuperLink that does not answer is taken to be lost."""
 LOOK = 2.0
 """Seconds between two looks for parties that are gone."""
 
@@ -35,7 +37,7 @@ class Flower(Inline):
             if call.party in there:
                 questions.append((Asked(call, there[call.party]), blob))
             elif call.party >= 0:
-                yield call, Reply(b"", "lost", "not online")
+                yield call, Reply(b"", "lost", "not online", asked=False)
         limits = [limit for asked, _ in questions if (limit := self._deadline(asked.call)) is not None]
         seconds = max(limits) + TRANSIT if limits else None
         waiting = self.link.push(questions, None if seconds is None else seconds + TRANSIT)
@@ -67,9 +69,12 @@ class Flower(Inline):
 
 
 def surely(ask: Callable[[], T]) -> T:
-    """What the SuperLink says, however often it must be asked."""
+    """What the SuperLink says, however often it must be asked; LinkLost where it lives and says nothing."""
+    end = time.monotonic() + SILENCE
     while True:
         try:
             return ask()
-        except Again:
+        except Again as error:
+            if time.monotonic() > end:
+                raise LinkLost("Flower's SuperLink does not answer") from error
             time.sleep(PAUSE)

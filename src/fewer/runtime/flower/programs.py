@@ -49,7 +49,7 @@ class Program:
         """Start it; it ends when the thread that called this does."""
         module, _, function = self.entry.partition(":")
         code = f"import sys; sys.argv[0] = {function!r}; from {module} import {function}; {function}()"
-        self.home.mkdir(parents=True, exist_ok=True)
+        self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._from = log.tell()
             self._process = subprocess.Popen(
@@ -96,7 +96,7 @@ def _die_with_parent() -> None:
 
 def secret_file(folder: Path) -> Path:
     """A file with a secret that only this user can read: who has it is given work by the program."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # messages lie beside it
     path = folder / "secret"
     if not path.exists():
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
