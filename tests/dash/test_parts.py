@@ -486,15 +486,20 @@ def test_from_launch_to_ctrl_c(tmp_path: Path) -> None:
         text=True,
         preexec_fn=HEED,
     )
-    assert process.stdout
-    line = process.stdout.readline()
-    port, token = line.strip().rpartition(":")[2].split("/#token=")
-    asked = urllib.request.Request(f"http://127.0.0.1:{port}/api/follow", headers={"Authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(asked, timeout=20) as stream:
-        assert b'"total":1' in stream.readline()
-        begun = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+    try:
+        assert process.stdout
+        line = process.stdout.readline()
+        port, token = line.strip().rpartition(":")[2].split("/#token=")
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{port}/api/follow", headers={"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(asked, timeout=20) as stream:
+            assert b'"total":1' in stream.readline()
+            begun = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()  # it listens on all addresses
     assert time.monotonic() - begun < 5
     assert process.returncode == 130 and errors == "\nStopped.\n"
 

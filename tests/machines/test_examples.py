@@ -69,6 +69,7 @@ def test_the_unit_starts_what_there_is(tmp_path: Path) -> None:
     given = parsed(line)
     (state,) = re.findall(r"^StateDirectory=(.*)$", text, re.MULTILINE)
     assert given["store"] == f"/var/lib/{state}"  # the one place where it may write
+    assert "RestartPreventExitStatus=2\n" in text  # a mistake in the line is not made every 5 seconds
     if verify := shutil.which("systemd-analyze"):
         copy = tmp_path / UNIT.name
         copy.write_text(text.replace(shlex.split(line)[0], sys.executable))
