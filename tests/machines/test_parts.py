@@ -731,6 +731,50 @@ def test_a_lost_quorum_is_told_with_a_way_to_go_on(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == "fewer: too few\nGo on so.\n"
 
 
+def test_a_stopped_local_cluster_says_how_to_go_on_and_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, joined, went_on = tmp_path / "run", [], []  # type: ignore[var-annotated]
+
+    def begin(self: Coordinator, job_: Any, out: Path, progress: Any) -> None:
+        start(job(2, rounds=1, runtime="inline"), out)
+        raise KeyboardInterrupt
+
+    def go_on(self: Coordinator, out: Path, progress: Any, **changed: Any) -> None:
+        went_on.append((out, changed))
+        raise QuorumLost("too few")
+
+    monkeypatch.setattr(Program, "start", lambda self: joined.append(self.arguments))
+    monkeypatch.setattr(Link, "__enter__", lambda self: self)
+    monkeypatch.setattr(Link, "__exit__", lambda self, *_: None)
+    monkeypatch.setattr(Coordinator, "start", begin)
+    monkeypatch.setattr(Coordinator, "resume", go_on)
+    words: list[str | Path] = ["local-cluster", "2", "fedavg", "--data", "digits", "--out", run]
+    hint = f"Go on with: fewer local-cluster --resume {run}"
+    try:
+        assert hint in command(*words, code=130).stderr and len(joined) == 2
+        assert "is there already" in command(*words, code=2).stderr and len(joined) == 2
+        assert hint in command("local-cluster", "--resume", run, "--quorum", "0.5", code=2).stderr
+    finally:
+        printing.GO_ON.clear()
+    assert went_on == [(run, {"quorum": 0.5})] and len(joined) == 4
+    assert "N is missing" in command("local-cluster", code=2).stderr
+    assert "--resume RUN goes on" in command("local-cluster", "2", "--resume", run, code=2).stderr
+    nowhere = tmp_path / "nowhere"
+    assert "is not a run of Fewer" in command("local-cluster", "--resume", nowhere, code=2).stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-cluster"]
+
+
+def test_a_coordinator_that_is_stopped_before_its_run_does_not_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(self: Link) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Link, "__enter__", stopped)
+    keys = Credentials.create(tmp_path / "keys", 2).folder
+    words = ["coordinator", "fedavg", "--data", "digits", "--keys", keys, "--parties", "2", "--out", tmp_path / "run"]
+    assert command(*words, code=130).stderr == "\nStopped.\n"
+
+
 def test_one_coordinator_at_a_time_has_the_keys(tmp_path: Path) -> None:
     keys = Credentials.create(tmp_path / "keys", 1)
     secret_file(keys.folder / "flower")
