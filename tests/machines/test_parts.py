@@ -732,7 +732,9 @@ def test_a_lost_quorum_is_told_with_a_way_to_go_on(capsys: pytest.CaptureFixture
 
 
 def test_a_stopped_local_cluster_says_how_to_go_on_and_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, joined, went_on = tmp_path / "run", [], []  # type: ignore[var-annotated]
+    run = tmp_path / "run"
+    joined: list[Sequence[str]] = []
+    went_on: list[tuple[Path, dict[str, Any]]] = []
 
     def begin(self: Coordinator, job_: Any, out: Path, progress: Any) -> None:
         start(job(2, rounds=1, runtime="inline"), out)
@@ -771,8 +773,8 @@ def test_a_coordinator_that_is_stopped_before_its_run_does_not_name_it(
 
     monkeypatch.setattr(Link, "__enter__", stopped)
     keys = Credentials.create(tmp_path / "keys", 2).folder
-    words = ["coordinator", "fedavg", "--data", "digits", "--keys", keys, "--parties", "2", "--out", tmp_path / "run"]
-    assert command(*words, code=130).stderr == "\nStopped.\n"
+    words = ["fedavg", "--data", "digits", "--keys", str(keys), "--parties", "2", "--out", str(tmp_path / "run")]
+    assert command("coordinator", *words, code=130).stderr == "\nStopped.\n"
 
 
 def test_one_coordinator_at_a_time_has_the_keys(tmp_path: Path) -> None:
