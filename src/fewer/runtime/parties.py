@@ -204,11 +204,12 @@ class Parties(ABC):
         """Say who is absent; QuorumLost where too few are left, or in measuring nobody."""
         for one in absent:
             self.on_absent(one, handler)
-        needed = min(1, asked) if self.evaluating else self.rules.needed(asked)
+        unable = all(one.why == "unable" for one in absent)
+        needed, rule = self.rules.needed(asked), f"quorum {self.rules.quorum:g}"
+        if self.evaluating:  # where all say that they cannot, the method knows better what to say of it
+            needed, rule = 0 if unable else 1, "measuring"
         if good < needed:
-            rule = "measuring" if self.evaluating else f"quorum {self.rules.quorum:g}"
-            text = _quorum_text(self.round, good, asked, needed, rule, absent)
-            raise QuorumLost(text, unable=all(one.why == "unable" for one in absent))
+            raise QuorumLost(_quorum_text(self.round, good, asked, needed, rule, absent), unable)
 
     def spread(
         self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field
