@@ -266,7 +266,9 @@ def report(
     from fewer.report import write_report
 
     page, *pictures = write_report([found for path in paths for found in _runs_in(path)], out)
-    print(f"{page}\n{len(pictures)} files of its pictures are in {pictures[0].parent}")
+    print(page)
+    if pictures:
+        print(f"{len(pictures)} files of its pictures are in {pictures[0].parent}")
 
 
 @app.command(rich_help_panel="Look")
@@ -438,7 +440,7 @@ def _runs_in(path: Path) -> list[Path]:
     """A run directory itself, or all runs right below a directory, or below its folders as a recipe has them."""
     if (path / "settings.json").exists():
         return [path]
-    below = list(path.glob("*/settings.json")) or list(path.glob("*/*/settings.json"))
+    below = [*path.glob("*/settings.json"), *path.glob("*/*/settings.json")]
     return sorted(found.parent for found in below) or [path]
 
 

@@ -172,7 +172,7 @@ class Catalogue:
         try:
             if not run.description or sizes[:1] != run.sizes[:1]:
                 run.description = describe(run.path)
-            row |= _told(run.description)
+            row |= _told(run.description, _name(run.path))
         except (FewerError, KeyError, TypeError, AttributeError) as error:
             return {**row, "method": "?", "data": "?", "state": "damaged", "reason": str(error)}
         row |= _progress(run.path)
@@ -188,11 +188,20 @@ class Catalogue:
         return {**row, "state": state, "reason": str(last.get("reason", "")) if state == "stopped" else ""}
 
 
-def _told(description: Mapping[str, Any]) -> dict[str, Any]:
+def _name(path: Path) -> str:
+    """What the method calls itself, as reports do; empty where the run has not begun."""
+    try:
+        with (path / EVENTS).open("rb") as file:
+            return str(read_line(file.readline(1 << 16)).get("method", ""))
+    except OSError:
+        return ""
+
+
+def _told(description: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What settings tell of a run in a list."""
     settings, data = description["settings"], description["data"]
     given = str(settings["method"])
-    method = given.rpartition(":")[2] if ":" in given else given
+    method = name or given.rpartition(":")[2]
     colour, marker, dash = look(method)  # a comparison has other markers and dashes, but no other colours
     return {
         "method": method,

@@ -141,7 +141,12 @@ class Run:
     @property
     def missing(self) -> list[Mapping[str, Any]]:
         """The answers that were absent. Of a round that was begun anew, what happened last."""
-        found = {(e["round"], e["party"], e["handler"]): e for e in self.events if e["event"] == "absent"}
+        found: dict[tuple[int, int, str], Mapping[str, Any]] = {}
+        for event in self.events:
+            if event["event"] == "absent":
+                found[event["round"], event["party"], event["handler"]] = event
+            elif event["event"] in ("start", "resume"):  # rounds after the last checkpoint are done again
+                found = {key: one for key, one in found.items() if key[0] <= event.get("round", 0)}
         return list(found.values())
 
     @property
