@@ -56,7 +56,8 @@ ORDERS: Mapping[str, Callable[[Known], Any]] = {
     "method": lambda run: (run.row["method"], run.name),
 }
 _REPORT = (
-    "sandbox allow-scripts allow-downloads; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    "sandbox allow-scripts allow-downloads; default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'"
 )
 """A report needs nothing but itself, and is kept from asking us for anything."""
 
