@@ -29,12 +29,14 @@ from fewer.report import curve_picture, partition_picture, party_picture, sheet_
 from fewer.report.album import grid_of, ring_of
 from fewer.report.charts import Grid, Ring, bar_picture, heat_picture, ring_picture, traffic_picture
 from fewer.report.figures import Histories, Interval, curve, interval
-from fewer.report.page import _results
+from fewer.report.html import Picture, figure_of
+from fewer.report.page import _results, _worst
 from fewer.report.pictures import class_counts, made_picture
 from fewer.report.reading import Group, Run, gather
 from fewer.report.style import COLOURS, DARK, INK, look, looks, png, style, svg
 from fewer.report.verdict import verdict, winner
 from fewer.runs.result import open_result
+from tests.test_cli import call
 
 # --- figures and pictures -------------------------------------------------------------------------------------
 
@@ -521,6 +523,51 @@ def test_absent_answers_of_a_round_begun_anew_count_once(tmp_path: Path, runs: P
     events = (copy / "events.jsonl").read_text()
     (copy / "events.jsonl").write_text(events + events)
     assert gather([copy])[0].absent == gather([runs / "bold"])[0].absent
+
+
+def told_of(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = (), path: Path = Path("run")) -> Run:
+    about = {"settings": {"method": "fedavg", "seed": 0}, "method": {"rounds": len(history)}, "own": []}
+    return Run(path, about, history, events)
+
+
+def test_faults_of_rounds_that_were_done_again_do_not_count() -> None:
+    absent = {"event": "absent", "round": 3, "party": 1, "why": "late", "handler": "train"}
+    told = [{"event": "start"}, {**absent, "round": 2}, absent, {"event": "resume", "round": 2}]
+    run = told_of([{"round": number} for number in (1, 2, 3)], told)
+    assert run.absent == {"late": 1} and run.breaks == 1
+    assert told_of([{"round": 1}], [{"event": "start"}, {"event": "resume", "round": 1}]).breaks == 0  # it was over
+
+
+def test_a_round_under_way_is_not_in_the_traffic(tmp_path: Path) -> None:
+    (tmp_path / "ledger.csv").write_text("round,party,direction,kind,bytes\n1,0,up,train,5\n2,0,up,train,7\n")
+    assert told_of([{"round": 1}], path=tmp_path).traffic == {("up", "train"): 5}
+
+
+def test_the_worst_tenth_by_hand() -> None:
+    parties = {str(party): party / 100 for party in range(1, 21)}
+    text = _worst([Group("fedavg", [told_of([{"round": 1, "parties": parties}])])])
+    assert "<td>10.5</td><td>1.5</td><td>party 1 1.0, party 2 2.0, party 3 3.0</td>" in text
+
+
+def test_a_caption_and_an_alt_are_text() -> None:
+    drawn = bar_picture({"a": Interval(0.5, None), "b": Interval(0.4, None)}, looks({"a": "a", "b": "b"}))
+    page = figure_of(Picture("bars", drawn, "<script>", '"><script>'))
+    assert "<script>" not in page and page.count("&lt;script&gt;") == 2
+
+
+def test_a_directory_of_runs_and_of_comparisons_is_reported_on_wholly(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "fedavg-0", tmp_path / "all/first")
+    shutil.copytree(runs / "local-0", tmp_path / "all/compared/local-seed0")
+    told = call("report", tmp_path / "all", "--out", tmp_path / "report").stdout
+    page = Page(tmp_path / "report/report.html")
+    assert page.row("fedavg") and page.row("local") and "files of its pictures are in" in told
+
+
+def test_a_report_without_a_picture_is_written(tmp_path: Path, runs: Path) -> None:
+    early = changed(tmp_path, runs / "own")
+    (early / "metrics.jsonl").write_text(json.dumps(line(1, None)) + "\n")
+    (early / "ledger.csv").write_text("round,party,direction,kind,bytes\n")
+    assert call("report", early, "--out", tmp_path / "report").stdout == f"{tmp_path / 'report/report.html'}\n"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:

@@ -1,6 +1,7 @@
 """Trackers: what they wrote is what the run has, and the run is the same without them."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import EntryPoint
@@ -77,6 +78,10 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, four: Data, monkeypa
         assert told == [(line["round"], line[name]) for line in result.history]
     assert whole.data.params["rate"] == "0.1" and whole.data.params["data"] == "digits"
     assert whole.data.tags["fewer.hash"] == json.loads((run / "settings.json").read_text())["hash"]
+    shutil.rmtree(run)
+    fewer.run(FedAvg(rounds=1, active=4, steps=2, rate=0.7), four, out=run, track=["mlflow"])  # another, there
+    found = client.search_runs([experiment.experiment_id])
+    assert {one.data.params["rate"] for one in found} == {"0.1", "0.7"} and len(found) == 2
 
 
 class Noted:
