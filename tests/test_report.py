@@ -532,7 +532,7 @@ def told_of(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = ()
 
 def test_faults_of_rounds_that_were_done_again_do_not_count() -> None:
     absent = {"event": "absent", "round": 3, "party": 1, "why": "late", "handler": "train"}
-    told = [{"event": "start"}, {**absent, "round": 2}, absent, {"event": "resume", "round": 2}]
+    told: list[dict[str, Any]] = [{"event": "start"}, {**absent, "round": 2}, absent, {"event": "resume", "round": 2}]
     run = told_of([{"round": number} for number in (1, 2, 3)], told)
     assert run.absent == {"late": 1} and run.breaks == 1
     assert told_of([{"round": 1}], [{"event": "start"}, {"event": "resume", "round": 1}]).breaks == 0  # it was over

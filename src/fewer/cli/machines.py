@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fewer.cli.options import with_settings
-from fewer.cli.printing import GO_ON, Json, Out, Report, finish, fresh, told
+from fewer.cli.printing import GO_ON, Json, Out, Report, Track, finish, fresh, told
 
 if TYPE_CHECKING:
     from fewer.runs.machines import Coordinator
@@ -135,6 +135,7 @@ def coordinator(
         Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run instead of beginning one.")
     ] = None,
     report: Report = True,
+    track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -153,7 +154,7 @@ def coordinator(
     from fewer.runs.machines import Coordinator
     from fewer.runtime.flower.credentials import Credentials
 
-    there = Coordinator(Credentials.open(keys), host, port, patience, _say)
+    there = Coordinator(Credentials.open(keys), host, port, patience, _say, track)
     if going_on is not None:
         if method is not None or out is not None:
             raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
@@ -218,6 +219,7 @@ def local_cluster(
     method: Method = None,
     patience: Patience = 600.0,
     report: Report = True,
+    track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -235,7 +237,7 @@ def local_cluster(
     job = job_from(check({**given, "parties": parties, "runtime": "flower"}))
     where = out or fresh(f"{job.method.name}-{job.settings.data}")
     with shown() as watch:
-        result = together(job, where, watch(job.method.name), patience, _say)
+        result = together(job, where, watch(job.method.name), patience, _say, track)
     finish(result, where, json_file, report)
 
 

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from fewer.errors import RunError
 from fewer.runs.files import EVENTS as EVENTS
-from fewer.runs.files import FIGURES, FORMAT, LOCK, describe
+from fewer.runs.files import FIGURES, FORMAT, LOCK, SETTINGS, describe
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import forget_after, hold, write_durably
 from fewer.wire import Tree, pack, unpack
@@ -53,8 +53,7 @@ class RunDirectory:
             raise RunError(f"{path} is there already (another --out, or: fewer resume {path})")
         try:
             (path / "parties").mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"format": FORMAT, **description}, indent=2, default=str)
-            write_durably(path / "settings.json", text.encode())
+            _describe(path, {"format": FORMAT, **description})
         except OSError as error:
             raise RunError(f"{path} cannot be made: {error.strerror}") from error
         return cls.open(path)
@@ -117,6 +116,14 @@ class RunDirectory:
         forget_after(self.parties, round, self.journal.finished(round + 1))
         return kept
 
+    def describe(self, **parts: Any) -> None:
+        """Tell something else in settings.json, of what no number depends on."""
+        self.description = {**self.description, **parts}
+        try:
+            _describe(self.path, self.description)
+        except OSError as error:
+            raise self._full(error) from error
+
     def event(self, what: str, **details: Any) -> None:
         """Write down that something happened."""
         self._write(EVENTS, json.dumps({"time": round(time.time(), 3), "event": what, **details}) + "\n")
@@ -174,6 +181,10 @@ class RunDirectory:
             return [json.loads(line) for line in lines]
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error
+
+
+def _describe(path: Path, description: Mapping[str, Any]) -> None:
+    write_durably(path / SETTINGS, json.dumps(description, indent=2, default=str).encode())
 
 
 def _unused(path: Path) -> bool:

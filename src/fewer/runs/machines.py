@@ -24,6 +24,7 @@ from fewer.data.federated import ArrayData, federate
 from fewer.data.raw import Inputs
 from fewer.data.sources import read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
+from fewer.runs import trackers
 from fewer.runs.directory import HOPS
 from fewer.runs.engine import Opening, Progress, common, resume, site_of, start
 from fewer.runs.job import Job, check, job_from, make_device
@@ -60,8 +61,11 @@ class Coordinator:
     patience: float = 600.0
     """Seconds to wait for all parties; then it begins with those who are there, if they are a quorum."""
     say: Callable[[str], None] = lambda text: None
+    track: Sequence[str] | None = None
+    """Trackers; None for those that a run has that goes on."""
 
     def __enter__(self) -> Self:
+        trackers.find(self.track or ())  # before anybody comes
         self.link = Link(self.credentials, self.host, self.port).__enter__()
         self.say(f"listening on {self.host}:{self.port}")
         return self
@@ -72,11 +76,11 @@ class Coordinator:
     def start(self, job: Job, out: Path, progress: Progress | None = None) -> Result:
         """Begin a run."""
         self.check(job)
-        return self._steadily(out, progress, lambda: start(job, out, progress, self._opening(out)))
+        return self._steadily(out, progress, lambda: start(job, out, progress, self._opening(out), self.track or ()))
 
     def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
         """Go on with a run."""
-        go_on = partial(resume, out, progress=progress, opening=self._opening(out))
+        go_on = partial(resume, out, progress=progress, opening=self._opening(out), track=self.track)
         return self._steadily(out, progress, lambda: go_on(**changed))
 
     def _steadily(self, out: Path, progress: Progress | None, begin: Callable[[], Result]) -> Result:
@@ -302,12 +306,14 @@ def local_cluster(
     progress: Progress | None = None,
     patience: float = Coordinator.patience,
     say: Callable[[str], None] = lambda text: None,
+    track: Sequence[str] | None = None,
 ) -> Result:
     """Coordinator and parties on loopback, each party in a process of its own; their folders are in OUT-cluster."""
+    trackers.find(track or ())
     home = out.with_name(out.name + "-cluster")
     credentials = Credentials.create(home / "keys", len(job.data))
     acquaint([credentials.party(party) for party in range(len(job.data))])
-    coordinator = Coordinator(credentials, port=free_port(), patience=patience, say=say)
+    coordinator = Coordinator(credentials, port=free_port(), patience=patience, say=say, track=track)
     words = ["join", f"127.0.0.1:{coordinator.port}", "--device", job.settings.device]
     if job.settings.data_dir:
         words += ["--data-dir", str(job.settings.data_dir)]
