@@ -25,14 +25,14 @@ from fewer.errors import RunError
 from fewer.methods import Sheet, names
 from fewer.methods.fedmk import FedMK, MKState
 from fewer.methods.metafed import MetaFed
-from fewer.report import curve_picture, partition_picture, party_picture, sheet_picture, write_report
+from fewer.report import curve_picture, partition_picture, party_picture, reading, sheet_picture, write_report
 from fewer.report.album import grid_of, ring_of
 from fewer.report.charts import Grid, Ring, bar_picture, heat_picture, ring_picture, traffic_picture
 from fewer.report.figures import Histories, Interval, curve, interval
 from fewer.report.html import Picture, figure_of
 from fewer.report.page import _results, _worst
 from fewer.report.pictures import class_counts, made_picture
-from fewer.report.reading import Group, Run, gather
+from fewer.report.reading import Group, Run
 from fewer.report.style import COLOURS, DARK, INK, look, looks, png, style, svg
 from fewer.report.verdict import verdict, winner
 from fewer.runs.result import open_result
@@ -296,6 +296,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MANY = ("fedavg-0", "fedavg-1", "local-0", "sparse", "bold", "own", "fedmk")
+
+
+def gather(paths: Sequence[Path]) -> list[Group]:
+    return reading.gather(paths)[0]
 
 
 def report(tmp_path: Path, runs: Sequence[Path]) -> tuple[Page, list[str]]:
@@ -570,6 +574,29 @@ def test_a_report_without_a_picture_is_written(tmp_path: Path, runs: Path) -> No
     assert call("report", early, "--out", tmp_path / "report").stdout == f"{tmp_path / 'report/report.html'}\n"
 
 
+def test_runs_without_a_round_are_left_out_with_a_word(tmp_path: Path, runs: Path) -> None:
+    early, new = (changed(tmp_path, runs / "local-0") for _ in range(2))
+    (early / "metrics.jsonl").write_text('{"round": 1, "acc')  # a kill, a full disk
+    for name in ("metrics.jsonl", "events.jsonl", "checkpoint.safetensors"):
+        (new / name).unlink()
+    page, _ = report(tmp_path, [early, runs / "fedavg-0", new])
+    assert not [row for row in page.rows if row and row[0] == "local"]
+    assert all(f"{run.name} is left out: no round of it has ended yet." in page.text for run in (early, new))
+
+
+def test_half_a_last_line_is_no_figure(tmp_path: Path, runs: Path) -> None:
+    cut = changed(tmp_path, runs / "fedavg-0")
+    text = (cut / "metrics.jsonl").read_text()
+    (cut / "metrics.jsonl").write_text(text + '{"round": 3, "acc')
+    assert len(gather([cut])[0].runs[0].history) == 2
+
+
+def test_events_that_tell_too_little_are_no_trouble() -> None:
+    told: list[dict[str, Any]] = [{"event": "start"}, {"event": "resume"}, {"event": "absent"}]
+    run = told_of([{"round": 1}], told)
+    assert (run.name, run.breaks, run.absent) == ("fedavg", 1, {"?": 1})
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
     out = tmp_path / "report"
     with pytest.raises(RunError, match="is not a run of Fewer: it does not exist"):
@@ -582,8 +609,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
     (broken / "metrics.jsonl").write_text("")
     with pytest.raises(RunError, match="no round has ended"):
         write_report([broken], out)
-    (broken / "metrics.jsonl").write_text('{"round": 1, "acc')
+    (broken / "metrics.jsonl").write_text('{"round": 1, "acc\n')
     with pytest.raises(RunError, match="metrics.jsonl cannot be read"):
+        write_report([broken], out)
+    (broken / "metrics.jsonl").unlink()
+    with pytest.raises(RunError, match="metrics.jsonl cannot be read"):  # a checkpoint tells of rounds
         write_report([broken], out)
     (broken / "settings.json").write_text('{"format": 1}')
     with pytest.raises(RunError, match="settings.json cannot be read"):

@@ -107,9 +107,9 @@ def test_the_tally_counts_rounds_that_were_done_again_once(tmp_path: Path) -> No
     again = {"event": "resume", "round": 2}
     run = write(tmp_path / "run", events=[*absent, STOPPED, again, {**absent[2], "why": "dropped"}])
     with (run / "events.jsonl").open("a") as file:
-        file.write('{"event": "abs\n')  # a kill
+        file.write('{"event": "abs\n{"event": "absent"}\n')  # a kill, and one that tells too little
     told = Tally.of(run).more()
-    assert told["absent"] == {"late": 2, "dropped": 1} and told["whole"] and told["done"] == 1
+    assert told["absent"] == {"late": 2, "dropped": 1, "?": 1} and told["whole"] and told["done"] == 1
     train, score = told["traffic"]
     assert train == {"direction": "up", "kind": "train", "messages": 3, "bytes": 3000}
     assert score == {"direction": "down", "kind": "evaluate/score", "messages": 3, "bytes": 27}

@@ -238,7 +238,7 @@ def ring_of(run: Run) -> Ring | None:
     for (one, other, _), count in run.hops.items():
         hops[one, other] += count
     kinds = {kind for _, _, kind in run.hops}
-    missed = Counter(event["party"] for event in run.missing if event["handler"] in kinds)
+    missed = Counter(event["party"] for event in run.missing if event.get("handler") in kinds and "party" in event)
     weights = {int(party): each["weight"] for party, each in told.items()}
     return Ring(hops, missed, weights, {int(party): each["taken"] for party, each in told.items()})
 

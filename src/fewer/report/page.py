@@ -31,9 +31,10 @@ def write_report(runs: Sequence[Path], out: Path, pictures: bool = True) -> list
     Runs of the same method that differ only in the seed are put together. Without `pictures` there is only the page,
     which has them inside, and needs half the time.
     """
-    groups = gather(runs)
+    groups, early = gather(runs)
     write_files(out, {})  # if that cannot be, say so before the work
     sections, notes = album(groups)
+    notes += [f"{path.name} is left out: no round of it has ended yet." for path in early]
     shown = {section: list(map(figure_of, drawn)) for section, drawn in sections.items()}
     files = {PAGE: _page(groups, shown, notes).encode()}
     for picture in chain(*sections.values()) if pictures else ():

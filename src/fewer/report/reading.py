@@ -39,13 +39,11 @@ class Run:
 
     @classmethod
     def open(cls, path: Path) -> Run:
-        """RunError where the directory is no run, is damaged, or has no round yet."""
+        """RunError where the directory is no run, or is damaged."""
         directory = RunDirectory.open(path)
         history = directory.history()
-        if not history:
-            raise RunError(f"{path} has no figures yet: no round has ended")
         try:
-            lines = (path / EVENTS).read_text().splitlines()
+            lines = (path / EVENTS).read_text().splitlines() if history else []
         except (OSError, ValueError) as error:
             raise RunError(f"{path} is damaged: {EVENTS} cannot be read ({error})") from error
         return cls(path, directory.description, history, list(_events(lines)))
@@ -53,7 +51,7 @@ class Run:
     @property
     def name(self) -> str:
         """The name of the method."""
-        told = (str(event["method"]) for event in self.events if event["event"] == "start")
+        told = (str(event["method"]) for event in self.events if event["event"] == "start" and "method" in event)
         return next(told, str(self.settings["method"]))
 
     @property
@@ -119,7 +117,7 @@ class Run:
     @property
     def breaks(self) -> int:
         """How often the run was stopped or killed before its end, and went on."""
-        return sum(event["event"] == "resume" and event["round"] < len(self.history) for event in self.events)
+        return sum(event["event"] == "resume" and event.get("round", 0) < len(self.history) for event in self.events)
 
     @property
     def packed(self) -> tuple[float, float] | None:
@@ -141,10 +139,10 @@ class Run:
     @property
     def missing(self) -> list[Mapping[str, Any]]:
         """The answers that were absent. Of a round that was begun anew, what happened last."""
-        found: dict[tuple[int, int, str], Mapping[str, Any]] = {}
+        found: dict[tuple[int, int | None, str | None], Mapping[str, Any]] = {}
         for event in self.events:
             if event["event"] == "absent":
-                found[event["round"], event["party"], event["handler"]] = event
+                found[event.get("round", 0), event.get("party"), event.get("handler")] = event
             elif event["event"] in ("start", "resume"):  # rounds after the last checkpoint are done again
                 found = {key: one for key, one in found.items() if key[0] <= event.get("round", 0)}
         return list(found.values())
@@ -152,7 +150,7 @@ class Run:
     @property
     def absent(self) -> Counter[str]:
         """How many answers were absent, by reason."""
-        return Counter(str(event["why"]) for event in self.missing)
+        return Counter(str(event.get("why", "?")) for event in self.missing)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -286,14 +284,17 @@ class Group:
         return sum((run.absent for run in self.runs), Counter())
 
 
-def gather(paths: Sequence[Path]) -> list[Group]:
-    """Runs by method, in the order in which the methods first appear.
+def gather(paths: Sequence[Path]) -> tuple[list[Group], list[Path]]:
+    """Runs by method, in the order in which the methods first appear; and the runs in which no round has ended yet.
 
     Runs whose settings differ in more than the seed are never put together, nor are two runs with the same seed.
     """
-    runs = [Run.open(path) for path in {path.resolve(): path for path in paths}.values()]
-    if not runs:
+    all = [Run.open(path) for path in {path.resolve(): path for path in paths}.values()]
+    if not all:
         raise RunError("no runs to report on (expected: run directories)")
+    runs = [run for run in all if run.history]
+    if not runs:
+        raise RunError(f"{all[0].path} has no figures yet: no round has ended")
     groups: dict[str, list[Run]] = {}
     for run in runs:
         what = json.dumps([run.name, run.facts, run.description["method"]], sort_keys=True)
@@ -302,7 +303,9 @@ def gather(paths: Sequence[Path]) -> list[Group]:
             again += 1
         groups.setdefault(f"{what} {again}", []).append(run)
     found = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
-    return [Group(label, group) for label, group in zip(_labels([group[0] for group in found]), found, strict=True)]
+    labels = _labels([group[0] for group in found])
+    early = [run.path for run in all if not run.history]
+    return [Group(label, group) for label, group in zip(labels, found, strict=True)], early
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:

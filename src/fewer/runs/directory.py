@@ -175,9 +175,12 @@ class RunDirectory:
         return kept
 
     def history(self) -> list[dict[str, Any]]:
-        """The figures of all rounds so far."""
+        """The figures of all rounds so far; half a line, which a full disk or a kill left, is none."""
+        file = self.path / "metrics.jsonl"
+        if not file.exists() and not (self.path / "checkpoint.safetensors").exists():  # it has only just begun
+            return []
         try:
-            lines = (self.path / "metrics.jsonl").read_text().splitlines()
+            *lines, _ = file.read_text().split("\n")
             return [json.loads(line) for line in lines]
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error
