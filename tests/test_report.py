@@ -22,7 +22,7 @@ import fewer
 from fewer import FedAvg, Local
 from fewer.data import ArrayData, Data, from_arrays
 from fewer.errors import RunError
-from fewer.methods import Sheet, names
+from fewer.methods import find, names
 from fewer.methods.fedmk import FedMK, MKState
 from fewer.methods.metafed import MetaFed
 from fewer.report import curve_picture, partition_picture, party_picture, reading, sheet_picture, write_report
@@ -397,11 +397,18 @@ def test_of_many_rounds_ten_are_shown_from_the_first_to_the_last() -> None:
     assert len(FedMK().images(MKState({}, {}, one, {0: one}, {1: one}))) == 1  # nothing has changed yet
 
 
-class Clumsy(FedAvg):
-    """Has images that cannot be had."""
+CLUMSY = """
+from pathlib import Path
+from fewer import FedAvg
 
-    def images(self, state: Any) -> list[Sheet]:
+Path(__file__).with_name("was-run").touch()
+
+class Clumsy(FedAvg):
+    '''Has images that cannot be had.'''
+
+    def images(self, state):
         raise KeyError("album")
+"""
 
 
 def test_a_report_is_written_where_images_cannot_be_had(tmp_path: Path, runs: Path) -> None:
@@ -415,10 +422,23 @@ def test_a_report_is_written_where_images_cannot_be_had(tmp_path: Path, runs: Pa
     assert pictures == shown and f"What fedmk made is not shown: {early.name} has no checkpoint yet" in page.text
     (early / "checkpoint.safetensors").write_bytes(b"nothing")
     assert report(tmp_path, [early])[1] == shown
-    clumsy = changed(tmp_path, runs / "fedavg-0", settings={"method": f"{__file__}:Clumsy"})
+
+
+def test_a_report_runs_no_file_that_a_run_names(tmp_path: Path, runs: Path) -> None:
+    file = tmp_path / "clumsy_in_a_file.py"
+    file.write_text(CLUMSY)
+    clumsy = changed(tmp_path, runs / "fedavg-0", settings={"method": f"{file}:Clumsy"})
+    page, _ = report(tmp_path, [clumsy])
+    assert "What fedavg does" not in page.text and "is not shown" not in page.text
+    netted = changed(tmp_path, runs / "fedmk", settings={"model": f"{file}:Net"})
+    page, _ = report(tmp_path, [netted])
+    assert "What fedmk does" in page.text and "What fedmk made is not shown: its net is in a file" in page.text
+    assert not (tmp_path / "was-run").exists()
+    find(f"{file}:Clumsy")  # as where `fewer run` has just run it, and writes the report
     page, pictures = report(tmp_path, [clumsy, runs / "fedmk"])
     assert pictures == [*SEVERAL, "made-by-party-2", "made-by-round-2", *DATA]
     assert "What fedavg made is not shown: KeyError: &#x27;album&#x27;." in page.text
+    assert "What fedavg does: has images" in report(tmp_path, [clumsy])[0].text
 
 
 def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewer.errors import FewerError, RunError
+from fewer.plugins import in_file
 from fewer.report.charts import (
     TITLES,
     By,
@@ -334,17 +335,16 @@ def _data_pictures(run: Run, data: Data, suffix: str) -> Iterator[Picture]:
 
 def _made_pictures(group: Group, data: Data, suffix: str) -> Iterator[Picture]:
     """Images that the method made in the first run, and how it sees samples, as far as its files are there."""
-    from fewer.methods import Method, find
+    from fewer.methods import Method
     from fewer.methods.frl import FewRounds
     from fewer.runs.result import open_result
 
     run = group.runs[0]
-    try:
-        kind = find(run.settings["method"])
-    except FewerError:  # a plug-in that is gone: whether it made images is not known
+    kind = run.kind
+    if kind is None or (kind.images is Method.images and not issubclass(kind, FewRounds)):
         return
-    if kind.images is Method.images and not issubclass(kind, FewRounds):
-        return
+    if in_file(str(run.settings["model"])):
+        raise RunError("its net is in a file, which is not run for a report")
     result = open_result(run.path, data=data)
     yield from _images(group, data, result, suffix)
     yield from _embedding(group, result, suffix)

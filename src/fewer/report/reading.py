@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fewer.errors import RunError
+from fewer.errors import FewerError, RunError
 from fewer.experiments.recipes import RECIPE
+from fewer.plugins import in_file
 from fewer.report.figures import MB, Interval, interval
 from fewer.runs.directory import EVENTS, RunDirectory
 from fewer.runs.settings import OUTSIDE, Settings
 from fewer.runs.statistics import half_width
 from fewer.wire.ledger import EVALUATION, Entry
+
+if TYPE_CHECKING:
+    from fewer.methods import Method
 
 _METHOD = ("method", "rounds", "active", "set")
 """Settings that say which method, and of it what; the method's own settings tell the same, resolved."""
@@ -53,6 +57,17 @@ class Run:
         """The name of the method."""
         told = (str(event["method"]) for event in self.events if event["event"] == "start" and "method" in event)
         return next(told, str(self.settings["method"]))
+
+    @property
+    def kind(self) -> type[Method] | None:
+        """The method's class; None where it is gone, or in a file: whoever looks at a run does not run its code."""
+        from fewer.methods import find
+
+        name = str(self.settings["method"])
+        try:
+            return None if in_file(name) else find(name)
+        except FewerError:  # a plug-in that is gone
+            return None
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fewer.errors import FewerError
 from fewer.experiments.targets import best, reach
 from fewer.report.figures import Interval, curve
 from fewer.report.reading import Group
@@ -121,13 +120,7 @@ def _target(first: Group, second: Group) -> Iterator[str]:
 
 def _why(group: Group) -> Iterator[str]:
     """What the method does, in its own words."""
-    from fewer.methods import find
-
-    try:
-        doc = (find(group.runs[0].settings["method"]).__doc__ or "").strip().splitlines()
-    except FewerError:  # a plug-in that is gone
-        doc = []
-    if doc:
+    if doc := (((kind := group.runs[0].kind) and kind.__doc__) or "").strip().splitlines():
         first = doc[0].split()[0]
         plain = first.lower() if first[1:].islower() else first  # FedAvg is a name
         yield f"What {group.name} does: {plain}{doc[0][len(first) :]}"
