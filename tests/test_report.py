@@ -34,7 +34,7 @@ from fewer.report.page import _results, _worst
 from fewer.report.pictures import class_counts, made_picture
 from fewer.report.reading import Group, Run
 from fewer.report.style import COLOURS, DARK, INK, look, looks, png, style, svg
-from fewer.report.verdict import verdict, winner
+from fewer.report.verdict import paired, verdict, winner
 from fewer.runs.result import open_result
 from tests.test_cli import call
 
@@ -659,11 +659,14 @@ def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, roun
     return Group(label, runs)
 
 
-def test_a_winner_is_called_only_where_intervals_do_not_meet() -> None:
+def test_a_winner_is_called_only_where_it_is_surely_ahead() -> None:
     fedmk, fedavg = group("fedmk", 0.80, 0.81, 0.79, seconds=60), group("fedavg", 0.70, 0.71, 0.69, mb=4)
     assert winner([fedavg, fedmk]) is fedmk
     won, cost, soon, target, does = verdict([fedavg, fedmk])
-    assert won == "fedmk won: 80.0 ± 2.5 % accuracy, before fedavg with 70.0 ± 2.5 % (3 seeds)."
+    assert won == (
+        "fedmk won: 80.0 ± 2.5 % accuracy, before fedavg with 70.0 ± 2.5 % (3 seeds). "
+        "Seed by seed it is 10.0 ± 0.0 points ahead of fedavg."
+    )
     assert cost == (
         "Cost: fedmk sent 0.5 MB up and 0.5 MB down in 2 rounds and 60 s; "
         "fedavg sent 2 MB up and 2 MB down in 2 rounds and 10 s."
@@ -676,9 +679,45 @@ def test_a_winner_is_called_only_where_intervals_do_not_meet() -> None:
     near, far = group("fedprox", 0.76, 0.80, 0.78), group("local", 0.3, 0.31, 0.32)
     assert winner([fedmk, near, far]) is None
     assert verdict([near, far, fedmk])[0] == (
-        "No clear winner: fedmk has the highest mean, 80.0 ± 2.5 %, but its 95 % interval overlaps with "
-        "fedprox 78.0 ± 5.0 % (3 seeds). All others are behind."
+        "No clear winner: fedmk has the highest mean, 80.0 ± 2.5 %, but seed by seed (95 % interval) it is not "
+        "surely ahead of fedprox 78.0 ± 5.0 % (3 seeds). All others are behind."
     )
+    assert verdict([fedavg, fedmk, far])[0].endswith(
+        "10.0 ± 0.0 points ahead of fedavg, and surely ahead of all others (2 comparisons, each at 95 % by itself)."
+    )
+
+
+def test_runs_that_share_seeds_are_compared_seed_by_seed() -> None:
+    # means 0.7 and 0.6 with ± 0.248: these meet. Differences 0.11, 0.10, 0.09: 0.1 ± 0.0248
+    one, other = group("fedmk", 0.61, 0.70, 0.79), group("fedavg", 0.50, 0.60, 0.70)
+    assert paired([one, other]) and winner([other, one]) is one
+    assert "Seed by seed it is 10.0 ± 2.5 points ahead of fedavg." in verdict([one, other])[0]
+    apart = Group("fedavg", [*other.runs[:2], group("fedavg", 0, 0, 0, 0.70).runs[3]])
+    assert not paired([one, apart]) and winner([one, apart]) is None
+    assert "but its 95 % interval overlaps with fedavg 60.0 ± 24.8 %" in verdict([one, apart])[0]
+    divided = Group("fedavg", group("fedavg", 0.50, 0.60, 0.70, data_seed=5).runs)
+    assert not paired([one, divided]) and not paired([group("fedmk", 0.9), group("fedavg", 0.1)])
+    far = Group("fedavg", [*group("fedavg", 0.1, 0.11).runs, group("fedavg", 0, 0, 0, 0.12).runs[3]])
+    assert verdict([one, far])[0].endswith("(3 seeds). Its 95 % interval does not meet that of any other.")
+    # in the second round all is as sure, in the first nothing is
+    for run, start in zip(one.runs, (0.31, 0.20, 0.45), strict=True):
+        run.history[0]["accuracy"] = start  # type: ignore[index]
+    assert winner([one, other]) is one and not any(text.startswith("Soonest") for text in verdict([one, other]))
+
+
+def test_the_verdict_tells_of_the_parties_that_fare_worst() -> None:
+    one, other = group("fedmk", 0.8, 0.8), group("fedavg", 0.7, 0.7)
+    for each, low in ((one, 0.5), (other, 0.2)):
+        for run in each.runs:
+            run.history[-1]["parties"] = {"0": 0.9, "1": low}  # type: ignore[index]
+    assert "Its worst tenth of parties has 50.0 %, that of fedavg 20.0 %." in verdict([one, other])
+
+
+def test_the_best_is_the_first_row() -> None:
+    few, many, none = group("local", 0.3, 0.31), group("fedavg", 0.7, 0.71), group("fedmk", 0.0)
+    none.runs[0].history[0].pop("accuracy"), none.runs[0].history[1].pop("accuracy")  # type: ignore[attr-defined]
+    rows = re.findall(r"<tr[^>]*><t[hd][^>]*>(\w+)</t", _results([none, few, many]))
+    assert rows[1:] == ["fedavg", "local", "fedmk"]
 
 
 def test_nobody_wins_by_one_seed_or_on_another_task_or_before_the_end() -> None:

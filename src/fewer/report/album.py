@@ -35,6 +35,7 @@ from fewer.report.pictures import (
 )
 from fewer.report.reading import Group, Run, differing
 from fewer.report.style import COLOURS, Look, look, looks
+from fewer.report.verdict import paired
 
 if TYPE_CHECKING:
     from fewer.data import Data
@@ -128,10 +129,21 @@ def _bars(groups: Sequence[Group]) -> Iterator[Picture]:
         yield Picture(
             "accuracy-bars",
             figure,
-            "All methods and variants at the end. Where whiskers (95 % confidence) overlap, nobody is surely better.",
+            f"All methods and variants at the end.{_whiskers(groups)}",
             f"Bars of the accuracy at the end: {ends}.",
             Table(("method", "accuracy", "ci95", "seeds"), rows),
         )
+
+
+def _whiskers(groups: Sequence[Group]) -> str:
+    if all(group.accuracy is None or group.accuracy.half is None for group in groups):
+        return ""
+    judged = (
+        "as seeds are the same for all, who is ahead is judged seed by seed, and may be sure where whiskers overlap"
+        if paired(groups)
+        else "a winner is named only where they do not overlap"
+    )
+    return f" Whiskers: 95 % confidence of each mean; {judged}."
 
 
 def grid_of(groups: Sequence[Group]) -> Grid | None:

@@ -87,6 +87,7 @@ def _page(groups: Sequence[Group], sections: Mapping[str, Sequence[str]], notes:
 def _results(groups: Sequence[Group]) -> str:
     heads = ["method", "accuracy %", "everywhere %", "rounds", "MB up", "MB down", "seconds", "seeds"]
     best = winner(groups)
+    ranked = sorted(groups, key=lambda group: -group.accuracy.mean if group.accuracy else 1)
     rows = [
         [
             group.label,
@@ -97,13 +98,13 @@ def _results(groups: Sequence[Group]) -> str:
             f"{group.mean('seconds'):,.1f}",
             ", ".join(str(run.seed) for run in group.runs),
         ]
-        for group in groups
+        for group in ranked
     ]
     several = any(len(group.runs) > 1 for group in groups)
     units = next((group.units for group in groups if group.units), None)
     sure = f" ± 95 % confidence over {units or 'seeds'}"
     return (
-        table(heads, rows, [groups.index(best)] if best else [], name="Results")
+        table(heads, rows, [ranked.index(best)] if best else [], name="Results")
         + '<p class="small">accuracy: '
         + {"groups": "what groups make of the prepared model", "tasks": "queries of novel classes"}.get(
             units or "", OWN
