@@ -163,7 +163,7 @@ def test_runs_that_come_and_go_are_seen(tmp_path: Path) -> None:
     catalogue.refresh(now=True)
     assert catalogue.revision == before
     (tmp_path / "a/one").rename(tmp_path / "a/two")
-    assert list(states(catalogue)) == ["a/two"]
+    assert list(states(catalogue)) == ["a/two"] and catalogue.came == 2
 
 
 def test_the_last_accuracy_where_not_every_round_is_measured(tmp_path: Path) -> None:
@@ -313,6 +313,25 @@ def test_the_answers_on_a_run(runs: Path) -> None:
         assert [run["colour"] for run in compared["runs"]] == ["#0072B2", "#E69F00"] and compared["differing"] == []
 
 
+def test_the_report_of_a_comparison(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / f"table/{name}", events=[FINISHED])
+    write(tmp_path / "other", events=[FINISHED])
+    (tmp_path / "table/report").mkdir()
+    (tmp_path / "table/report/report.html").write_text("both")
+    with serving(tmp_path) as site:
+        ids = {name: site.row(name)["id"] for name in ("table/one", "table/two", "other")}
+        assert site.get(f"compare?ids={ids['table/one']},{ids['table/two']}")["report"]
+        assert not site.get(f"compare?ids={','.join(ids.values())}")["report"]
+        status, text, headers = site.ask(f"/api/runs/{ids['table/two']}/report?together=1")
+        assert (status, text) == (200, b"both") and headers["content-security-policy"].startswith("sandbox")
+        assert site.ask(f"/api/runs/{ids['other']}/report?together=1")[0] == 409
+    with serving(tmp_path / "table/one") as site:  # what lies above is not ours to show
+        at = site.row("one")["id"]
+        assert not site.get(f"compare?ids={at}")["report"]
+        assert site.ask(f"/api/runs/{at}/report?together=1")[0] == 409
+
+
 def test_numbers_that_are_none_are_no_trouble_to_a_browser(runs: Path) -> None:
     with (runs / "one/metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "accuracy": NaN, "loss": Infinity, "up": 1, "down": 1, "seconds": 1}\n')
@@ -417,7 +436,8 @@ def test_no_answer_is_endless(tmp_path: Path) -> None:
         rows = site.get("runs?limit=9999")["rows"]
         assert len(rows) == server.LARGEST
         ids = ",".join(row["id"] for row in rows)
-        assert len(site.get(f"compare?ids={ids}")["runs"]) == server.MOST
+        compared = site.get(f"compare?ids={ids}")
+        assert len(compared["runs"]) == compared["most"] == server.MOST
 
 
 @pytest.mark.parametrize("text", ["0123456789abcde\x07f", "0123456789 abcdef", "é" * 20])
@@ -610,7 +630,9 @@ def test_mistakes_get_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with serving(tmp_path) as site:
         told = call("dash", tmp_path, "--port", str(site.port), code=2).stderr
     assert told.count("\n") == 1 and "Address already in use (--port N takes another" in told
-    assert "cannot be listened on" in call("dash", tmp_path, "--host", "192.0.2.1", code=2).stderr
+    for host in ("192.0.2.1", "300.1.1.1"):
+        told = call("dash", tmp_path, "--host", host, code=2).stderr
+        assert "cannot be listened on" in told and "(--host takes an address of this machine)" in told
     monkeypatch.setattr("fewer.dash.find_spec", lambda name: None)
     assert "pip install 'fewer[dash]'" in call("dash", tmp_path, code=2).stderr
 

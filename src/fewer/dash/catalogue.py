@@ -63,6 +63,8 @@ class Catalogue:
         self.root = root.resolve()
         self.runs: dict[str, Known] = {}
         self.revision = 0
+        self.came = 0
+        """How many have ever been found: of as many as before, some may be others."""
         self._started = started
         self._lock = threading.RLock()
         self._folders: dict[Path, tuple[int, bool, list[Path]]] = {}
@@ -124,6 +126,7 @@ class Catalogue:
         for id, (path, name) in ids.items():
             if id not in self.runs:
                 self.runs[id] = Known(id, name, path)
+                self.came += 1
 
     def _below(self, folder: Path, depth: int) -> Iterator[Path]:
         """Run directories in a folder, or the folder itself. Links are not followed: they may lead anywhere."""
