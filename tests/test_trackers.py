@@ -174,12 +174,13 @@ def test_a_run_that_goes_on_is_followed_without_being_told_again(
 def test_a_coordinator_follows_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr")
     from fewer.runs import machines
+    from fewer.runtime.flower.link import LinkLost
 
     asked: list[tuple[str, Any]] = []
 
     def begin(job: object, out: Path, progress: object, opening: object, track: Sequence[str]) -> str:
         asked.append(("start", track))
-        raise machines.LinkLost("gone")
+        raise LinkLost("gone")
 
     def go_on(out: Path, **given: Any) -> str:
         asked.append(("resume", given.get("track")))
