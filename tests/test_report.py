@@ -22,19 +22,21 @@ import fewer
 from fewer import FedAvg, Local
 from fewer.data import ArrayData, Data, from_arrays
 from fewer.errors import RunError
-from fewer.methods import Sheet, names
+from fewer.methods import find, names
 from fewer.methods.fedmk import FedMK, MKState
 from fewer.methods.metafed import MetaFed
-from fewer.report import curve_picture, partition_picture, party_picture, sheet_picture, write_report
+from fewer.report import curve_picture, partition_picture, party_picture, reading, sheet_picture, write_report
 from fewer.report.album import grid_of, ring_of
 from fewer.report.charts import Grid, Ring, bar_picture, heat_picture, ring_picture, traffic_picture
 from fewer.report.figures import Histories, Interval, curve, interval
-from fewer.report.page import _results
+from fewer.report.html import Picture, figure_of
+from fewer.report.page import _results, _worst
 from fewer.report.pictures import class_counts, made_picture
-from fewer.report.reading import Group, Run, gather
+from fewer.report.reading import Group, Run
 from fewer.report.style import COLOURS, DARK, INK, look, looks, png, style, svg
-from fewer.report.verdict import verdict, winner
+from fewer.report.verdict import paired, verdict, winner
 from fewer.runs.result import open_result
+from tests.test_cli import call
 
 # --- figures and pictures -------------------------------------------------------------------------------------
 
@@ -296,6 +298,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MANY = ("fedavg-0", "fedavg-1", "local-0", "sparse", "bold", "own", "fedmk")
 
 
+def gather(paths: Sequence[Path]) -> list[Group]:
+    return reading.gather(paths)[0]
+
+
 def report(tmp_path: Path, runs: Sequence[Path]) -> tuple[Page, list[str]]:
     (path,) = write_report(runs, tmp_path / "report", pictures=False)
     page = Page(path)
@@ -391,11 +397,18 @@ def test_of_many_rounds_ten_are_shown_from_the_first_to_the_last() -> None:
     assert len(FedMK().images(MKState({}, {}, one, {0: one}, {1: one}))) == 1  # nothing has changed yet
 
 
-class Clumsy(FedAvg):
-    """Has images that cannot be had."""
+CLUMSY = """
+from pathlib import Path
+from fewer import FedAvg
 
-    def images(self, state: Any) -> list[Sheet]:
+Path(__file__).with_name("was-run").touch()
+
+class Clumsy(FedAvg):
+    '''Has images that cannot be had.'''
+
+    def images(self, state):
         raise KeyError("album")
+"""
 
 
 def test_a_report_is_written_where_images_cannot_be_had(tmp_path: Path, runs: Path) -> None:
@@ -409,10 +422,23 @@ def test_a_report_is_written_where_images_cannot_be_had(tmp_path: Path, runs: Pa
     assert pictures == shown and f"What fedmk made is not shown: {early.name} has no checkpoint yet" in page.text
     (early / "checkpoint.safetensors").write_bytes(b"nothing")
     assert report(tmp_path, [early])[1] == shown
-    clumsy = changed(tmp_path, runs / "fedavg-0", settings={"method": f"{__file__}:Clumsy"})
+
+
+def test_a_report_runs_no_file_that_a_run_names(tmp_path: Path, runs: Path) -> None:
+    file = tmp_path / "clumsy_in_a_file.py"
+    file.write_text(CLUMSY)
+    clumsy = changed(tmp_path, runs / "fedavg-0", settings={"method": f"{file}:Clumsy"})
+    page, _ = report(tmp_path, [clumsy])
+    assert "What fedavg does" not in page.text and "is not shown" not in page.text
+    netted = changed(tmp_path, runs / "fedmk", settings={"model": f"{file}:Net"})
+    page, _ = report(tmp_path, [netted])
+    assert "What fedmk does" in page.text and "What fedmk made is not shown: its net is in a file" in page.text
+    assert not (tmp_path / "was-run").exists()
+    find(f"{file}:Clumsy")  # as where `fewer run` has just run it, and writes the report
     page, pictures = report(tmp_path, [clumsy, runs / "fedmk"])
     assert pictures == [*SEVERAL, "made-by-party-2", "made-by-round-2", *DATA]
     assert "What fedavg made is not shown: KeyError: &#x27;album&#x27;." in page.text
+    assert "What fedavg does: has images" in report(tmp_path, [clumsy])[0].text
 
 
 def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:
@@ -523,6 +549,74 @@ def test_absent_answers_of_a_round_begun_anew_count_once(tmp_path: Path, runs: P
     assert gather([copy])[0].absent == gather([runs / "bold"])[0].absent
 
 
+def told_of(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = (), path: Path = Path("run")) -> Run:
+    about = {"settings": {"method": "fedavg", "seed": 0}, "method": {"rounds": len(history)}, "own": []}
+    return Run(path, about, history, events)
+
+
+def test_faults_of_rounds_that_were_done_again_do_not_count() -> None:
+    absent = {"event": "absent", "round": 3, "party": 1, "why": "late", "handler": "train"}
+    told: list[dict[str, Any]] = [{"event": "start"}, {**absent, "round": 2}, absent, {"event": "resume", "round": 2}]
+    run = told_of([{"round": number} for number in (1, 2, 3)], told)
+    assert run.absent == {"late": 1} and run.breaks == 1
+    assert told_of([{"round": 1}], [{"event": "start"}, {"event": "resume", "round": 1}]).breaks == 0  # it was over
+
+
+def test_a_round_under_way_is_not_in_the_traffic(tmp_path: Path) -> None:
+    (tmp_path / "ledger.csv").write_text("round,party,direction,kind,bytes\n1,0,up,train,5\n2,0,up,train,7\n")
+    assert told_of([{"round": 1}], path=tmp_path).traffic == {("up", "train"): 5}
+
+
+def test_the_worst_tenth_by_hand() -> None:
+    parties = {str(party): party / 100 for party in range(1, 21)}
+    text = _worst([Group("fedavg", [told_of([{"round": 1, "parties": parties}])])])
+    assert "<td>10.5</td><td>1.5</td><td>party 1 1.0, party 2 2.0, party 3 3.0</td>" in text
+
+
+def test_a_caption_and_an_alt_are_text() -> None:
+    drawn = bar_picture({"a": Interval(0.5, None), "b": Interval(0.4, None)}, looks({"a": "a", "b": "b"}))
+    page = figure_of(Picture("bars", drawn, "<script>", '"><script>'))
+    assert "<script>" not in page and page.count("&lt;script&gt;") == 2
+
+
+def test_a_directory_of_runs_and_of_comparisons_is_reported_on_wholly(tmp_path: Path, runs: Path) -> None:
+    shutil.copytree(runs / "fedavg-0", tmp_path / "all/first")
+    shutil.copytree(runs / "local-0", tmp_path / "all/compared/local-seed0")
+    told = call("report", tmp_path / "all", "--out", tmp_path / "report").stdout
+    page = Page(tmp_path / "report/report.html")
+    assert page.row("fedavg") and page.row("local") and "files of its pictures are in" in told
+
+
+def test_a_report_without_a_picture_is_written(tmp_path: Path, runs: Path) -> None:
+    early = changed(tmp_path, runs / "own")
+    (early / "metrics.jsonl").write_text(json.dumps(line(1, None)) + "\n")
+    (early / "ledger.csv").write_text("round,party,direction,kind,bytes\n")
+    assert call("report", early, "--out", tmp_path / "report").stdout == f"{tmp_path / 'report/report.html'}\n"
+
+
+def test_runs_without_a_round_are_left_out_with_a_word(tmp_path: Path, runs: Path) -> None:
+    early, new = (changed(tmp_path, runs / "local-0") for _ in range(2))
+    (early / "metrics.jsonl").write_text('{"round": 1, "acc')  # a kill, a full disk
+    for name in ("metrics.jsonl", "events.jsonl", "checkpoint.safetensors"):
+        (new / name).unlink()
+    page, _ = report(tmp_path, [early, runs / "fedavg-0", new])
+    assert not [row for row in page.rows if row and row[0] == "local"]
+    assert all(f"{run.name} is left out: no round of it has ended yet." in page.text for run in (early, new))
+
+
+def test_half_a_last_line_is_no_figure(tmp_path: Path, runs: Path) -> None:
+    cut = changed(tmp_path, runs / "fedavg-0")
+    text = (cut / "metrics.jsonl").read_text()
+    (cut / "metrics.jsonl").write_text(text + '{"round": 3, "acc')
+    assert len(gather([cut])[0].runs[0].history) == 2
+
+
+def test_events_that_tell_too_little_are_no_trouble() -> None:
+    told: list[dict[str, Any]] = [{"event": "start"}, {"event": "resume"}, {"event": "absent"}]
+    run = told_of([{"round": 1}], told)
+    assert (run.name, run.breaks, run.absent) == ("fedavg", 1, {"?": 1})
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
     out = tmp_path / "report"
     with pytest.raises(RunError, match="is not a run of Fewer: it does not exist"):
@@ -535,8 +629,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
     (broken / "metrics.jsonl").write_text("")
     with pytest.raises(RunError, match="no round has ended"):
         write_report([broken], out)
-    (broken / "metrics.jsonl").write_text('{"round": 1, "acc')
+    (broken / "metrics.jsonl").write_text('{"round": 1, "acc\n')
     with pytest.raises(RunError, match="metrics.jsonl cannot be read"):
+        write_report([broken], out)
+    (broken / "metrics.jsonl").unlink()
+    with pytest.raises(RunError, match="metrics.jsonl cannot be read"):  # a checkpoint tells of rounds
         write_report([broken], out)
     (broken / "settings.json").write_text('{"format": 1}')
     with pytest.raises(RunError, match="settings.json cannot be read"):
@@ -562,11 +659,14 @@ def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, roun
     return Group(label, runs)
 
 
-def test_a_winner_is_called_only_where_intervals_do_not_meet() -> None:
+def test_a_winner_is_called_only_where_it_is_surely_ahead() -> None:
     fedmk, fedavg = group("fedmk", 0.80, 0.81, 0.79, seconds=60), group("fedavg", 0.70, 0.71, 0.69, mb=4)
     assert winner([fedavg, fedmk]) is fedmk
     won, cost, soon, target, does = verdict([fedavg, fedmk])
-    assert won == "fedmk won: 80.0 ± 2.5 % accuracy, before fedavg with 70.0 ± 2.5 % (3 seeds)."
+    assert won == (
+        "fedmk won: 80.0 ± 2.5 % accuracy, before fedavg with 70.0 ± 2.5 % (3 seeds). "
+        "Seed by seed it is 10.0 ± 0.0 points ahead of fedavg."
+    )
     assert cost == (
         "Cost: fedmk sent 0.5 MB up and 0.5 MB down in 2 rounds and 60 s; "
         "fedavg sent 2 MB up and 2 MB down in 2 rounds and 10 s."
@@ -579,9 +679,45 @@ def test_a_winner_is_called_only_where_intervals_do_not_meet() -> None:
     near, far = group("fedprox", 0.76, 0.80, 0.78), group("local", 0.3, 0.31, 0.32)
     assert winner([fedmk, near, far]) is None
     assert verdict([near, far, fedmk])[0] == (
-        "No clear winner: fedmk has the highest mean, 80.0 ± 2.5 %, but its 95 % interval overlaps with "
-        "fedprox 78.0 ± 5.0 % (3 seeds). All others are behind."
+        "No clear winner: fedmk has the highest mean, 80.0 ± 2.5 %, but seed by seed (95 % interval) it is not "
+        "surely ahead of fedprox 78.0 ± 5.0 % (3 seeds). All others are behind."
     )
+    assert verdict([fedavg, fedmk, far])[0].endswith(
+        "10.0 ± 0.0 points ahead of fedavg, and surely ahead of all others (2 comparisons, each at 95 % by itself)."
+    )
+
+
+def test_runs_that_share_seeds_are_compared_seed_by_seed() -> None:
+    # means 0.7 and 0.6 with ± 0.248: these meet. Differences 0.11, 0.10, 0.09: 0.1 ± 0.0248
+    one, other = group("fedmk", 0.61, 0.70, 0.79), group("fedavg", 0.50, 0.60, 0.70)
+    assert paired([one, other]) and winner([other, one]) is one
+    assert "Seed by seed it is 10.0 ± 2.5 points ahead of fedavg." in verdict([one, other])[0]
+    apart = Group("fedavg", [*other.runs[:2], group("fedavg", 0, 0, 0, 0.70).runs[3]])
+    assert not paired([one, apart]) and winner([one, apart]) is None
+    assert "but its 95 % interval overlaps with fedavg 60.0 ± 24.8 %" in verdict([one, apart])[0]
+    divided = Group("fedavg", group("fedavg", 0.50, 0.60, 0.70, data_seed=5).runs)
+    assert not paired([one, divided]) and not paired([group("fedmk", 0.9), group("fedavg", 0.1)])
+    far = Group("fedavg", [*group("fedavg", 0.1, 0.11).runs, group("fedavg", 0, 0, 0, 0.12).runs[3]])
+    assert verdict([one, far])[0].endswith("(3 seeds). Its 95 % interval does not meet that of any other.")
+    # in the second round all is as sure, in the first nothing is
+    for run, start in zip(one.runs, (0.31, 0.20, 0.45), strict=True):
+        run.history[0]["accuracy"] = start  # type: ignore[index]
+    assert winner([one, other]) is one and not any(text.startswith("Soonest") for text in verdict([one, other]))
+
+
+def test_the_verdict_tells_of_the_parties_that_fare_worst() -> None:
+    one, other = group("fedmk", 0.8, 0.8), group("fedavg", 0.7, 0.7)
+    for each, low in ((one, 0.5), (other, 0.2)):
+        for run in each.runs:
+            run.history[-1]["parties"] = {"0": 0.9, "1": low}  # type: ignore[index]
+    assert "Its worst tenth of parties has 50.0 %, that of fedavg 20.0 %." in verdict([one, other])
+
+
+def test_the_best_is_the_first_row() -> None:
+    few, many, none = group("local", 0.3, 0.31), group("fedavg", 0.7, 0.71), group("fedmk", 0.0)
+    none.runs[0].history[0].pop("accuracy"), none.runs[0].history[1].pop("accuracy")  # type: ignore[attr-defined]
+    rows = re.findall(r"<tr[^>]*><t[hd][^>]*>(\w+)</t", _results([none, few, many]))
+    assert rows[1:] == ["fedavg", "local", "fedmk"]
 
 
 def test_nobody_wins_by_one_seed_or_on_another_task_or_before_the_end() -> None:

@@ -1,6 +1,7 @@
 """Trackers: what they wrote is what the run has, and the run is the same without them."""
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import EntryPoint
@@ -14,6 +15,7 @@ from fewer import FedAvg
 from fewer.data import Data
 from fewer.errors import SettingError
 from fewer.runs import trackers
+from fewer.runs.directory import RunDirectory
 from fewer.runs.trackers import About, Figures, scalars
 from tests.examples import Stop, Stopping
 from tests.test_cli import DIGITS, call
@@ -77,6 +79,10 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, four: Data, monkeypa
         assert told == [(line["round"], line[name]) for line in result.history]
     assert whole.data.params["rate"] == "0.1" and whole.data.params["data"] == "digits"
     assert whole.data.tags["fewer.hash"] == json.loads((run / "settings.json").read_text())["hash"]
+    shutil.rmtree(run)
+    fewer.run(FedAvg(rounds=1, active=4, steps=2, rate=0.7), four, out=run, track=["mlflow"])  # another, there
+    found = client.search_runs([experiment.experiment_id])
+    assert {one.data.params["rate"] for one in found} == {"0.1", "0.7"} and len(found) == 2
 
 
 class Noted:
@@ -118,6 +124,81 @@ def test_a_plug_in_is_told_of_every_run_of_a_comparison(tmp_path: Path, noted: t
     assert noted.told == [each for run in runs for each in (run, 1, "")]
 
 
+def test_a_recipe_is_followed(tmp_path: Path, noted: type[Noted]) -> None:
+    file = tmp_path / "one.toml"
+    file.write_text(
+        'title = "T"\npaper = "P"\nseeds = 1\n[settings]\ndata = "digits"\nparties = 4\nrounds = 1\n'
+        '[[column]]\nname = "C"\n[[row]]\nname = "R"\nmethod = "fedavg"\nset = { steps = 1 }\n'
+    )
+    call("reproduce", file, "--out", tmp_path / "runs", "--results", tmp_path, "--track", "noted")
+    assert noted.told == [("r-seed0", "fedavg", 0), 1, ""]
+
+
+def test_a_run_that_goes_on_is_followed_without_being_told_again(
+    tmp_path: Path, four: Data, noted: type[Noted], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(name: str) -> Path:
+        noted.told.clear()
+        with pytest.raises(Stop):
+            fewer.run(
+                FedAvg(rounds=3, active=2, steps=1), four, out=tmp_path / name, progress=Stopping(), track=["noted"]
+            )
+        return tmp_path / name
+
+    def kept(run: Path) -> list[str]:
+        found: list[str] = json.loads((run / "settings.json").read_text())["track"]
+        return found
+
+    run = broken("run")
+    assert kept(run) == ["noted"] and noted.told == [("run", "fedavg", 0), 1, "Stop: "]
+    noted.told.clear()
+    fewer.resume(run)
+    assert noted.told == [("run", "fedavg", 2), 3, ""]
+    noted.told.clear()
+    fewer.resume(run)  # it is over, and its tracker knows
+    assert not noted.told
+    run = broken("other")
+    before = json.loads((run / "settings.json").read_text())
+    noted.told.clear()
+    fewer.resume(run, track=[])  # takes the place of what was kept, for good
+    assert not noted.told and json.loads((run / "settings.json").read_text()) == {**before, "track": []}
+    run = broken("lost")
+    RunDirectory.open(run).describe(track=["absent", "gone", "noted"])
+    noted.told.clear()
+    noted.fails = "begin"
+    assert len(fewer.resume(run).history) == 3 and not noted.told
+    told = [record.getMessage().partition(": ")[0] for record in caplog.records]
+    assert told == [f"tracker '{name}' follows no longer" for name in ("absent", "gone", "noted")]
+
+
+def test_a_coordinator_follows_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flwr")
+    from fewer.runs import machines
+    from fewer.runtime.flower.link import LinkLost
+
+    asked: list[tuple[str, Any]] = []
+
+    def begin(job: object, out: Path, progress: object, opening: object, track: Sequence[str]) -> str:
+        asked.append(("start", track))
+        raise LinkLost("gone")
+
+    def go_on(out: Path, **given: Any) -> str:
+        asked.append(("resume", given.get("track")))
+        return "over"
+
+    monkeypatch.setattr(machines, "start", begin)
+    monkeypatch.setattr(machines, "resume", go_on)
+    monkeypatch.setattr(machines.Coordinator, "check", lambda self, job: None)
+    nobody: Any = None
+    followed = machines.Coordinator(nobody, track=["tensorboard"])
+    assert followed.start(nobody, tmp_path) == "over"  # type: ignore[comparison-overlap]
+    followed.resume(tmp_path)
+    machines.Coordinator(nobody).resume(tmp_path)
+    assert asked == [("start", ["tensorboard"]), ("resume", None), ("resume", ["tensorboard"]), ("resume", None)]
+    with pytest.raises(SettingError, match="unknown tracker 'odd'"):
+        machines.Coordinator(nobody, track=["odd"]).__enter__()
+
+
 def test_a_tracker_that_fails_does_not_stop_a_run(
     tmp_path: Path, four: Data, noted: type[Noted], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,8 +227,12 @@ def test_track_on_the_command_line(tmp_path: Path) -> None:
     short = [*DIGITS, "--rounds", "1", "--no-report"]
     call("compare", "fedavg", *short, "--track", "tensorboard", "--out", tmp_path / "both")
     assert list((tmp_path / "both/fedavg-seed0/tensorboard").iterdir())
-    wrong = call("run", "fedavg", *short, "--track", "tensorbord", "--out", tmp_path / "run", code=2)
-    assert "did you mean 'tensorboard'?" in wrong.stderr and not (tmp_path / "run").exists()
+    for command in (["run", "fedavg", "--tune"], ["compare", "fedavg", "--tune"], ["local-cluster", "2", "fedavg"]):
+        if command[0] == "local-cluster":
+            pytest.importorskip("flwr")
+            short = ["--data", "digits"]
+        wrong = call(*command, *short, "--track", "tensorbord", "--out", tmp_path / "run", code=2)
+        assert "did you mean 'tensorboard'?" in wrong.stderr and [path.name for path in tmp_path.iterdir()] == ["both"]
 
 
 # --- results that show themselves -----------------------------------------------------------------------------

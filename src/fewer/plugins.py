@@ -5,9 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fewer.errors import SettingError
+
+
+def in_file(where: str) -> bool:
+    """Whether this names something in a file that this process has not imported: taking it would run that file."""
+    file, colon, _ = where.rpartition(":")
+    path = Path(file).resolve()
+    return bool(colon) and _home(sys.modules.get(path.stem)) != path
 
 
 def from_file(where: str) -> Any:
@@ -22,9 +30,15 @@ def from_file(where: str) -> Any:
         module = importlib.import_module(path.stem)
     except Exception as error:
         raise SettingError(f"'{file}' cannot be imported: {type(error).__name__}: {error}") from error
-    if Path(module.__file__ or "").resolve() != path:
-        raise SettingError(f"'{file}' has the name of another module ({module.__file__}): rename it")
+    if _home(module) != path:
+        raise SettingError(f"'{file}' has the name of another module ({_home(module)}): rename it")
     if not hasattr(module, name):
         public = [key for key, value in vars(module).items() if isinstance(value, type) and not key.startswith("_")]
         raise SettingError(f"'{file}' has no '{name}' (it has: {', '.join(public)})")
     return getattr(module, name)
+
+
+def _home(module: ModuleType | None) -> Path | None:
+    """The file of a module; None where it has none, as those that are part of Python."""
+    file = getattr(module, "__file__", None)
+    return Path(file).resolve() if file else None

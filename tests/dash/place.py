@@ -30,7 +30,7 @@ def text_of(method: str, rounds: int = 10, own: list[str] | None = None, **setti
         "hash": "abc",
         "own": own or [],
         "method": {"rounds": rounds, "rate": 0.1},
-        "data": {"name": "digits", "parties": 6, "fingerprint": "f"},
+        "data": {"name": settings.get("data", "digits"), "parties": 6, "fingerprint": "f"},
         "environment": {"python": "3.11"},
     }
     return json.dumps(about)

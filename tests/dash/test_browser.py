@@ -80,7 +80,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, method in enumerate(("fedavg", "fedprox", "local", "fedmk")):
         write(root / f"table/{method}-seed0", method, done=3 + number, events=[FINISHED], seed=0)
     absent = {"time": 1.5, "event": "absent", "round": 1, "party": 3, "why": "late", "handler": "train", "detail": ""}
-    write(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED])
+    own = "npz:/home/somebody/measured-in-the-summer/and-cleaned-afterwards/readings-of-all-machines.npz"
+    write(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED], data=own)
+    (root / "table/report").mkdir()
+    (root / "table/report/report.html").write_text("<h1>All of them</h1>")
     write(root / "between-machines", "fedavg", runtime="flower", events=[STOPPED])
     (root / "bad").mkdir()
     (root / "bad/settings.json").write_text("{")
@@ -162,8 +165,15 @@ def test_compare(site: Site, opened: Open) -> None:
     page.get_by_role("radio", name="loss").check()
     expect(chart).to_have_attribute("aria-label", re.compile("loss by megabyte"))
     expect(page.get_by_role("region", name="The runs that are compared").locator("tbody tr")).to_have_count(3)
+    expect(page.get_by_role("link", name="The report of their comparison")).to_have_count(0)  # faulty is not of it
     page.get_by_role("link", name="table/local-seed0").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("table/local-seed0")
+    ids = [site.row(f"table/{method}-seed0")["id"] for method in ("fedavg", "local")]
+    page.goto(f"{site.address}/?compare={','.join(ids)},gone")
+    expect(page.get_by_text("Of 3 chosen runs 2 are shown: 24 at most")).to_be_visible()
+    with page.expect_popup() as popup:
+        page.get_by_role("link", name="The report of their comparison").click()
+    expect(popup.value.get_by_role("heading")).to_have_text("All of them")
 
 
 def test_by_keyboard_alone(site: Site, opened: Open) -> None:
@@ -216,6 +226,9 @@ def test_token(runs: Path, opened: Open) -> None:
         expect(page.locator("tbody tr")).to_have_count(2)
         page.reload()
         expect(page.locator("tbody tr")).to_have_count(2)
+        page.context.clear_cookies()  # as where the dashboard was begun anew, with another token
+        page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        expect(page.get_by_role("heading")).to_have_text("This dashboard asks for a token")
         for each in (page, allowing):
             each.close()
 
@@ -321,6 +334,9 @@ def test_nothing_jumps_while_figures_come_in(tmp_path: Path, opened: Open, width
         write(tmp_path / "third")
         expect(watched.locator(".tiles")).to_contain_text("7/10")
         expect(row(listed, "mine")).to_contain_text("7/10")
+        expect(listed.get_by_role("button", name="1 new run: show")).to_be_visible()
+        shutil.rmtree(tmp_path / "other")  # as many as at first, but not the same
+        expect(listed.get_by_label("State")).not_to_contain_text("finished")
         expect(listed.get_by_role("button", name="1 new run: show")).to_be_visible()
         for page in (watched, listed):
             assert page.evaluate("window.shift") < 0.1

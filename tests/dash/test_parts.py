@@ -6,26 +6,31 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+import webbrowser
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from fewer.dash import catalogue as catalogue_module
-from fewer.dash import control, records
+from fewer.dash import control, records, server
 from fewer.dash.catalogue import Catalogue
 from fewer.dash.control import LOG, Control
+from fewer.dash.guard import token_for
 from fewer.dash.records import Curve, Growing, Tally, newest
 from fewer.dash.server import REPORT
-from fewer.errors import RunError
+from fewer.errors import RunError, SettingError
 from fewer.report.page import PAGE
+from fewer.report.style import look
 from fewer.runs.directory import RunDirectory
 from fewer.runs.files import in_use, writer
 from tests.dash.place import FINISHED, HEED, STOPPED, begun, figures, serving, text_of, wait_for, write
@@ -102,9 +107,9 @@ def test_the_tally_counts_rounds_that_were_done_again_once(tmp_path: Path) -> No
     again = {"event": "resume", "round": 2}
     run = write(tmp_path / "run", events=[*absent, STOPPED, again, {**absent[2], "why": "dropped"}])
     with (run / "events.jsonl").open("a") as file:
-        file.write('{"event": "abs\n')  # a kill
+        file.write('{"event": "abs\n{"event": "absent"}\n')  # a kill, and one that tells too little
     told = Tally.of(run).more()
-    assert told["absent"] == {"late": 2, "dropped": 1} and told["whole"] and told["done"] == 1
+    assert told["absent"] == {"late": 2, "dropped": 1, "?": 1} and told["whole"] and told["done"] == 1
     train, score = told["traffic"]
     assert train == {"direction": "up", "kind": "train", "messages": 3, "bytes": 3000}
     assert score == {"direction": "down", "kind": "evaluate/score", "messages": 3, "bytes": 27}
@@ -158,7 +163,7 @@ def test_runs_that_come_and_go_are_seen(tmp_path: Path) -> None:
     catalogue.refresh(now=True)
     assert catalogue.revision == before
     (tmp_path / "a/one").rename(tmp_path / "a/two")
-    assert list(states(catalogue)) == ["a/two"]
+    assert list(states(catalogue)) == ["a/two"] and catalogue.came == 2
 
 
 def test_the_last_accuracy_where_not_every_round_is_measured(tmp_path: Path) -> None:
@@ -169,6 +174,51 @@ def test_the_last_accuracy_where_not_every_round_is_measured(tmp_path: Path) -> 
     catalogue.refresh()
     (found,) = catalogue.rows()
     assert (found.row["round"], found.row["accuracy"]) == (5, pytest.approx(0.3))
+
+
+def test_runs_are_looked_for_six_directories_deep(tmp_path: Path) -> None:
+    write(tmp_path / "1/2/3/4/5/6", events=[FINISHED])
+    write(tmp_path / "a/2/3/4/5/6/7", events=[FINISHED])
+    assert list(states(Catalogue(tmp_path))) == ["1/2/3/4/5/6"]
+
+
+def test_a_slow_disk_is_not_looked_at_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, looks = [100.0], []
+    catalogue = Catalogue(tmp_path)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def find() -> None:
+        looks.append(clock[0])
+        clock[0] += 2.0
+
+    monkeypatch.setattr(catalogue, "_find", find)
+    for _ in range(60):
+        catalogue.refresh()
+        clock[0] += 1.0
+    assert len(looks) == 2 and looks[1] - looks[0] >= 40
+
+
+def test_a_run_made_anew_in_the_same_place_is_counted_anew(tmp_path: Path) -> None:
+    absent = {"time": 1.5, "event": "absent", "round": 1, "party": 3, "why": "late", "handler": "train"}
+    run = write(tmp_path / "run", events=[absent, FINISHED])
+    catalogue = Catalogue(tmp_path)
+    catalogue.refresh(now=True)
+    assert catalogue.tally(catalogue.rows()[0])["absent"] == {"late": 1}
+    shutil.rmtree(run)
+    write(run, rounds=7, events=[absent, absent, FINISHED])
+    catalogue.refresh(now=True)
+    told = catalogue.tally(catalogue.rows()[0])
+    assert told["absent"] == {"late": 2} and told["traffic"][0]["messages"] == 3
+
+
+def test_a_method_of_ones_own_has_the_name_and_the_look_that_reports_give_it(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", "/home/me/mine.py:FedMedian", events=[FINISHED])
+    text = (run / "events.jsonl").read_text().replace("/home/me/mine.py:FedMedian", "fedmedian")
+    (run / "events.jsonl").write_text(text)
+    catalogue = Catalogue(tmp_path)
+    catalogue.refresh(now=True)
+    row = catalogue.rows()[0].row
+    assert row["method"] == "fedmedian" and row["colour"] == look("fedmedian").colour
 
 
 def read_by(action: object) -> int:
@@ -263,6 +313,25 @@ def test_the_answers_on_a_run(runs: Path) -> None:
         assert [run["colour"] for run in compared["runs"]] == ["#0072B2", "#E69F00"] and compared["differing"] == []
 
 
+def test_the_report_of_a_comparison(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write(tmp_path / f"table/{name}", events=[FINISHED])
+    write(tmp_path / "other", events=[FINISHED])
+    (tmp_path / "table/report").mkdir()
+    (tmp_path / "table/report/report.html").write_text("both")
+    with serving(tmp_path) as site:
+        ids = {name: site.row(name)["id"] for name in ("table/one", "table/two", "other")}
+        assert site.get(f"compare?ids={ids['table/one']},{ids['table/two']}")["report"]
+        assert not site.get(f"compare?ids={','.join(ids.values())}")["report"]
+        status, text, headers = site.ask(f"/api/runs/{ids['table/two']}/report?together=1")
+        assert (status, text) == (200, b"both") and headers["content-security-policy"].startswith("sandbox")
+        assert site.ask(f"/api/runs/{ids['other']}/report?together=1")[0] == 409
+    with serving(tmp_path / "table/one") as site:  # what lies above is not ours to show
+        at = site.row("one")["id"]
+        assert not site.get(f"compare?ids={at}")["report"]
+        assert site.ask(f"/api/runs/{at}/report?together=1")[0] == 409
+
+
 def test_numbers_that_are_none_are_no_trouble_to_a_browser(runs: Path) -> None:
     with (runs / "one/metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "accuracy": NaN, "loss": Infinity, "up": 1, "down": 1, "seconds": 1}\n')
@@ -336,6 +405,55 @@ def test_read_only_has_no_buttons_at_all(runs: Path) -> None:
         for action in ("stop", "resume"):
             assert site.post(f"runs/{site.row('two')['id']}/{action}")[0] == 404
         assert not (runs / "two" / LOG).exists()
+
+
+def test_every_answer_keeps_other_sites_out(runs: Path) -> None:
+    (runs / "one/report").mkdir()
+    (runs / "one/report/report.html").write_text("<h1>report</h1>")
+    with serving(runs) as site:
+        for path in ("/", "/api/runs", "/static/app.js", "/nothing"):
+            headers = site.ask(path)[2]
+            assert "frame-ancestors 'none'" in headers["content-security-policy"], path
+            assert headers["cross-origin-resource-policy"] == headers["cross-origin-opener-policy"] == "same-origin"
+            assert headers["referrer-policy"] == "no-referrer"
+        policy = site.ask(f"/api/runs/{site.row('one')['id']}/report")[2]["content-security-policy"]
+    parts = {name: rest for name, _, rest in (part.strip().partition(" ") for part in policy.split(";"))}
+    assert parts["sandbox"].split() == ["allow-scripts", "allow-downloads"] and parts["default-src"] == "'none'"
+    assert not parts.keys() & {"connect-src", "form-action", "frame-src"}
+
+
+def test_two_dashboards_do_not_share_a_cookie(tmp_path: Path) -> None:
+    token = "0123456789abcdef"
+    with serving(tmp_path, token=token) as one, serving(tmp_path, token=token) as other:
+        told = [site.ask("/api/enter", "POST", {"Origin": site.address}, token)[2] for site in (one, other)]
+    assert len({headers["set-cookie"].partition("=")[0] for headers in told}) == 2
+
+
+def test_no_answer_is_endless(tmp_path: Path) -> None:
+    for number in range(server.LARGEST + 5):
+        write(tmp_path / f"run-{number}", events=[FINISHED])
+    with serving(tmp_path) as site:
+        rows = site.get("runs?limit=9999")["rows"]
+        assert len(rows) == server.LARGEST
+        ids = ",".join(row["id"] for row in rows)
+        compared = site.get(f"compare?ids={ids}")
+        assert len(compared["runs"]) == compared["most"] == server.MOST
+
+
+@pytest.mark.parametrize("text", ["0123456789abcde\x07f", "0123456789 abcdef", "é" * 20])
+def test_a_token_that_no_header_can_carry_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "token").write_text(text)
+    with pytest.raises(SettingError, match="16 or more letters"):
+        token_for("127.0.0.1", tmp_path / "token")
+
+
+def test_the_token_is_not_in_the_command_of_the_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
+    server.serve(tmp_path, "0.0.0.0", 0, browse=True)
+    (address,) = opened
+    assert "token" not in address and address.endswith("/")
 
 
 def test_followers_are_told_of_changes(runs: Path) -> None:
@@ -455,6 +573,52 @@ def test_what_a_resumed_run_says_is_kept(runs: Path, monkeypatch: pytest.MonkeyP
         assert site.get(f"{at}/log")["lines"] == [f"resume {runs / 'two'}"] and site.get(at)["log"]
 
 
+def test_a_run_that_passes_to_another_process_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write(tmp_path / "run")
+    with subprocess.Popen(["sleep", "60"]) as one:
+        numbers = iter([one.pid, one.pid + 1])
+        monkeypatch.setattr(control, "writer", lambda path: next(numbers))
+        with pytest.raises(RunError, match="has just passed to another process"):
+            Control().stop(run)
+        assert one.poll() is None
+        one.kill()
+
+
+def test_what_is_resumed_is_apart_from_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the dashboard does not reach it, and modules of this directory do not take the place of others."""
+    run = write(tmp_path / "run", events=[STOPPED])
+    monkeypatch.setattr(control, "_GO_ON", "import os, sys; print(os.getsid(0) == os.getpid(), sys.flags.safe_path)")
+    made = Control()
+    made.resume(run, {"settings": {"runtime": "inline"}, "own": []})
+    made._started[run][1].wait(40)
+    assert (run / LOG).read_text() == "True True\n"
+
+
+def test_nobody_starts_a_run_twice(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_GO_ON", "import time; time.sleep(60)")
+    together = threading.Barrier(2, timeout=0.5)
+    resume = Control.resume
+
+    def slowly(self: Control, run: Path, description: dict[str, object]) -> int:
+        with suppress(threading.BrokenBarrierError):  # where nobody comes in beside us
+            together.wait()
+        return resume(self, run, description)
+
+    monkeypatch.setattr(Control, "resume", slowly)
+    found: list[tuple[int, dict[str, int]]] = []
+    with serving(runs) as site:
+        at = f"runs/{site.row('two')['id']}/resume"
+        both = [threading.Thread(target=lambda: found.append(site.post(at))) for _ in range(2)]
+        for one in both:
+            one.start()
+        for one in both:
+            one.join()
+    for _, told in found:
+        if "process" in told:
+            os.kill(told["process"], signal.SIGKILL)
+    assert sorted(status for status, _ in found) == [200, 409]
+
+
 # --- the command ----------------------------------------------------------------------------------------------
 
 
@@ -466,7 +630,9 @@ def test_mistakes_get_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with serving(tmp_path) as site:
         told = call("dash", tmp_path, "--port", str(site.port), code=2).stderr
     assert told.count("\n") == 1 and "Address already in use (--port N takes another" in told
-    assert "cannot be listened on" in call("dash", tmp_path, "--host", "192.0.2.1", code=2).stderr
+    for host in ("192.0.2.1", "300.1.1.1"):
+        told = call("dash", tmp_path, "--host", host, code=2).stderr
+        assert "cannot be listened on" in told and "(--host takes an address of this machine)" in told
     monkeypatch.setattr("fewer.dash.find_spec", lambda name: None)
     assert "pip install 'fewer[dash]'" in call("dash", tmp_path, code=2).stderr
 

@@ -166,7 +166,7 @@ def resume(
     with shown() as watch:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
-        result = go_on(path, progress=watch(path.name), track=track or (), **changed)
+        result = go_on(path, progress=watch(path.name), track=track, **changed)
     finish(result, path, json_file, report)
 
 
@@ -214,6 +214,7 @@ def reproduce(
     ] = None,
     data_dir: DataDir = None,
     runtime: Annotated[str, typer.Option(metavar="NAME", help="inline or pool: the numbers are the same.")] = "inline",
+    track: Track = None,
     out: Out = None,
     results: Annotated[Path, typer.Option(metavar="DIR", help="Where the table goes.")] = Path("docs/results"),
     json_file: Json = None,
@@ -237,7 +238,9 @@ def reproduce(
     GO_ON.append("The same command goes on.")
     changes = {"data_dir": data_dir, "runtime": runtime}
     with shown() as watch:
-        plan, cells = recipes.reproduce(name, where, quick=quick, columns=column or (), changes=changes, watch=watch)
+        plan, cells = recipes.reproduce(
+            name, where, quick=quick, columns=column or (), changes=changes, watch=watch, track=track or ()
+        )
     study = recipes.carry_out(plan, cells, where)
     only = "".join(f' --column "{one}"' for one in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + only
@@ -266,7 +269,9 @@ def report(
     from fewer.report import write_report
 
     page, *pictures = write_report([found for path in paths for found in _runs_in(path)], out)
-    print(f"{page}\n{len(pictures)} files of its pictures are in {pictures[0].parent}")
+    print(page)
+    if pictures:
+        print(f"{len(pictures)} files of its pictures are in {pictures[0].parent}")
 
 
 @app.command(rich_help_panel="Look")
@@ -438,7 +443,7 @@ def _runs_in(path: Path) -> list[Path]:
     """A run directory itself, or all runs right below a directory, or below its folders as a recipe has them."""
     if (path / "settings.json").exists():
         return [path]
-    below = list(path.glob("*/settings.json")) or list(path.glob("*/*/settings.json"))
+    below = [*path.glob("*/settings.json"), *path.glob("*/*/settings.json")]
     return sorted(found.parent for found in below) or [path]
 
 
@@ -458,10 +463,12 @@ def _train(
     """One run, from settings to the last word on it."""
     from fewer.cli.progress import shown
     from fewer.experiments import tune as choose
+    from fewer.runs import trackers
     from fewer.runs.engine import start
     from fewer.runs.job import check, job_from
 
     job = job_from(check(given))
+    trackers.find(track or ())  # before the first trial
     with shown() as watch:
         if tune:
             job, tried = choose(job, trials, None, watch(f"{job.method.name} tuning"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fewer.cli.options import with_settings
-from fewer.cli.printing import GO_ON, Json, Out, Report, finish, fresh, told
+from fewer.cli.printing import GO_ON, Json, Out, Report, Track, finish, fresh, told
 
 if TYPE_CHECKING:
     from fewer.runs.machines import Coordinator
@@ -138,6 +138,7 @@ def coordinator(
     patience: Patience = 600.0,
     going_on: GoingOn = None,
     report: Report = True,
+    track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -156,7 +157,7 @@ def coordinator(
     from fewer.runs.machines import Coordinator
     from fewer.runtime.flower.credentials import Credentials
 
-    there = Coordinator(Credentials.open(keys), host, port, patience, _say)
+    there = Coordinator(Credentials.open(keys), host, port, patience, _say, track)
     if going_on is not None:
         if method is not None or out is not None:
             raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
@@ -223,6 +224,7 @@ def local_cluster(
     patience: Patience = 600.0,
     going_on: GoingOn = None,
     report: Report = True,
+    track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
@@ -257,7 +259,7 @@ def local_cluster(
         where = out or fresh(f"{name}-{settings.data}")
         must_be_new(where)
     home = where.with_name(f"{where.name}-cluster")
-    with shown() as watch, together(home, count, settings.device, settings.data_dir, patience, _say) as there:
+    with shown() as watch, together(home, count, settings.device, settings.data_dir, patience, _say, track) as there:
         GO_ON.append(f"Go on with: fewer local-cluster --resume {where}")
         result = there.start(job, where, watch(name)) if job else there.resume(where, watch(name), **given)
     finish(result, where, json_file, report)

@@ -63,6 +63,8 @@ class Catalogue:
         self.root = root.resolve()
         self.runs: dict[str, Known] = {}
         self.revision = 0
+        self.came = 0
+        """How many have ever been found: of as many as before, some may be others."""
         self._started = started
         self._lock = threading.RLock()
         self._folders: dict[Path, tuple[int, bool, list[Path]]] = {}
@@ -124,6 +126,7 @@ class Catalogue:
         for id, (path, name) in ids.items():
             if id not in self.runs:
                 self.runs[id] = Known(id, name, path)
+                self.came += 1
 
     def _below(self, folder: Path, depth: int) -> Iterator[Path]:
         """Run directories in a folder, or the folder itself. Links are not followed: they may lead anywhere."""
@@ -172,7 +175,7 @@ class Catalogue:
         try:
             if not run.description or sizes[:1] != run.sizes[:1]:
                 run.description = describe(run.path)
-            row |= _told(run.description)
+            row |= _told(run.description, _name(run.path))
         except (FewerError, KeyError, TypeError, AttributeError) as error:
             return {**row, "method": "?", "data": "?", "state": "damaged", "reason": str(error)}
         row |= _progress(run.path)
@@ -188,11 +191,20 @@ class Catalogue:
         return {**row, "state": state, "reason": str(last.get("reason", "")) if state == "stopped" else ""}
 
 
-def _told(description: Mapping[str, Any]) -> dict[str, Any]:
+def _name(path: Path) -> str:
+    """What the method calls itself, as reports do; empty where the run has not begun."""
+    try:
+        with (path / EVENTS).open("rb") as file:
+            return str(read_line(file.readline(1 << 16)).get("method", ""))
+    except OSError:
+        return ""
+
+
+def _told(description: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What settings tell of a run in a list."""
     settings, data = description["settings"], description["data"]
     given = str(settings["method"])
-    method = given.rpartition(":")[2] if ":" in given else given
+    method = name or given.rpartition(":")[2]
     colour, marker, dash = look(method)  # a comparison has other markers and dashes, but no other colours
     return {
         "method": method,

@@ -60,6 +60,12 @@ def read_line(line: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _number(event: Mapping[str, Any]) -> int:
+    """The round of an event; 0 where it does not tell."""
+    found = event.get("round")
+    return found if isinstance(found, int) else 0
+
+
 @dataclass
 class Growing:
     """A file of which the first `offset` bytes are known. Cut and written anew, it is read from the beginning."""
@@ -173,9 +179,9 @@ class Tally:
     def _event(self, event: Mapping[str, Any]) -> None:
         what = event.get("event")
         if what == "absent":
-            self.absent.setdefault(int(event["round"]), Counter())[str(event["why"])] += 1
+            self.absent.setdefault(_number(event), Counter())[str(event.get("why", "?"))] += 1
         elif what in ("start", "resume"):  # rounds after the last checkpoint are done again
-            done = int(event.get("round", 0))
+            done = _number(event)
             self.absent = {number: counts for number, counts in self.absent.items() if number <= done}
 
     def _message(self, line: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import os
@@ -56,7 +57,8 @@ ORDERS: Mapping[str, Callable[[Known], Any]] = {
     "method": lambda run: (run.row["method"], run.name),
 }
 _REPORT = (
-    "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    "sandbox allow-scripts allow-downloads; default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'"
 )
 """A report needs nothing but itself, and is kept from asking us for anything."""
 
@@ -143,7 +145,11 @@ class Dashboard:
 
     def _totals(self) -> dict[str, Any]:
         counts = self.catalogue.counts()
-        return {"total": counts.total(), "counts": {state: counts[state] for state in STATES}}
+        return {
+            "total": counts.total(),
+            "came": self.catalogue.came,
+            "counts": {state: counts[state] for state in STATES},
+        }
 
     def show(self, request: Request) -> Response:
         """All about a run but what is long."""
@@ -176,12 +182,20 @@ class Dashboard:
         found = looks({run.id: run.row["method"] for run in runs})
         told = [{**run.description["settings"], **run.description["method"]} for run in runs]
         keys = [key for key in dict.fromkeys(key for each in told for key in each) if _differ(key, told)]
+        beside = len(runs) > 1 and len({run.path.parent for run in runs}) == 1
         return answer(
             {
                 "runs": [{**run.row, **found[run.id]._asdict()} for run in runs],
+                "most": MOST,
+                "report": beside and self._together(runs[0]).is_file(),
                 "differing": [{"name": key, "values": [each.get(key) for each in told]} for key in keys],
             }
         )
+
+    def _together(self, run: Known) -> Path:
+        """Where `fewer compare` writes its page on this and the runs beside it; what is above our root is not ours."""
+        inside = run.path.parent.is_relative_to(self.catalogue.root)
+        return (run.path.parent if inside else run.path) / REPORT
 
     def curve(self, request: Request) -> Response:
         """Figures by round."""
@@ -213,9 +227,11 @@ class Dashboard:
         return newest(self._run(request).path / name, limit, None if before is None else _number(before, 0, ANY))
 
     def report(self, request: Request) -> Response:
-        """The page that `fewer report` wrote beside the run."""
+        """The page that was written on the run, or on all runs of its comparison together."""
+        run = self._run(request)
+        path = self._together(run) if request.query_params.get("together") else run.path / REPORT
         try:
-            page = (self._run(request).path / REPORT).read_bytes()
+            page = path.read_bytes()
         except OSError:
             raise RunError("there is no report of this run") from None
         return Response(page, media_type="text/html", headers={"content-security-policy": _REPORT})
@@ -394,7 +410,8 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise SettingError(
-            f"{host}:{port} cannot be listened on: {reason} (--port N takes another, 0 any free one)"
-        ) from None
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
+        other = "--port N takes another, 0 any free one"
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            other = "--host takes an address of this machine"
+        raise SettingError(f"{host}:{port} cannot be listened on: {reason} ({other})") from None

@@ -13,6 +13,7 @@ from fewer.data import Data
 from fewer.errors import RunError, SettingError
 from fewer.experiments.tune import Trial, pooled, tune
 from fewer.methods import Method, find
+from fewer.runs import trackers
 from fewer.runs.directory import RunDirectory
 from fewer.runs.engine import Progress, resume, start
 from fewer.runs.job import Job, check, job_from, load_data
@@ -139,6 +140,7 @@ class Series:
     ) -> None:
         if seeds < 1:
             raise SettingError(f"seeds = {seeds} (allowed: 1 or more)")
+        trackers.find(track)  # before the first trial
         self.seeds, self.trials, self.out, self.watch, self.measure = seeds, trials, out, watch, measure
         self._data: dict[str, Data] = {}
         self._run = partial(_run, track=track)
@@ -175,7 +177,7 @@ def _run(job: Job, where: Path | None, progress: Progress | None, track: Sequenc
     found = RunDirectory.open(where).description["hash"]
     if found != job.hash:
         raise RunError(f"{where} holds a run with other settings (another --out)")
-    return resume(where, progress=progress, track=track)
+    return resume(where, progress=progress, track=track or None)
 
 
 def own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[str, dict[str, Any]]:

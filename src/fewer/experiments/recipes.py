@@ -138,8 +138,12 @@ def reproduce(
     columns: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
     watch: Watch = lambda what: None,
+    track: Sequence[str] = (),
 ) -> tuple[Recipe, list[Cell]]:
-    """Run all rows, and all or these columns. Finished runs in `out` are taken as they are, broken ones go on."""
+    """Run all rows, and all or these columns. Finished runs in `out` are taken as they are, broken ones go on.
+
+    Trackers in `track` get all runs, but for trials.
+    """
     plan = recipe(name)
     known = [column.name for column in plan.column]
     for wrong in [column for column in columns if column not in known]:
@@ -161,7 +165,7 @@ def reproduce(
         title = column.name
         if columns and title not in columns:
             continue
-        series = Series(plan.seeds, plan.trials, out / slug(title), _titled(watch, title), _MEASURES[plan.mean])
+        series = Series(plan.seeds, plan.trials, out / slug(title), _titled(watch, title), _MEASURES[plan.mean], track)
         for row, settings in zip(plan.row, settings_in(column, plan, quick), strict=True):
             ours = series.run(check({**settings, **(changes or {})}), slug(row.name), row.tune)
             cells.append(Cell(row.name, title, ours, _theirs(row, place)))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fewer.errors import FewerError, RunError
+from fewer.plugins import in_file
 from fewer.report.charts import (
     TITLES,
     By,
@@ -34,6 +35,7 @@ from fewer.report.pictures import (
 )
 from fewer.report.reading import Group, Run, differing
 from fewer.report.style import COLOURS, Look, look, looks
+from fewer.report.verdict import paired
 
 if TYPE_CHECKING:
     from fewer.data import Data
@@ -127,10 +129,21 @@ def _bars(groups: Sequence[Group]) -> Iterator[Picture]:
         yield Picture(
             "accuracy-bars",
             figure,
-            "All methods and variants at the end. Where whiskers (95 % confidence) overlap, nobody is surely better.",
+            f"All methods and variants at the end.{_whiskers(groups)}",
             f"Bars of the accuracy at the end: {ends}.",
             Table(("method", "accuracy", "ci95", "seeds"), rows),
         )
+
+
+def _whiskers(groups: Sequence[Group]) -> str:
+    if all(group.accuracy is None or group.accuracy.half is None for group in groups):
+        return ""
+    judged = (
+        "as seeds are the same for all, who is ahead is judged seed by seed, and may be sure where whiskers overlap"
+        if paired(groups)
+        else "a winner is named only where they do not overlap"
+    )
+    return f" Whiskers: 95 % confidence of each mean; {judged}."
 
 
 def grid_of(groups: Sequence[Group]) -> Grid | None:
@@ -238,7 +251,7 @@ def ring_of(run: Run) -> Ring | None:
     for (one, other, _), count in run.hops.items():
         hops[one, other] += count
     kinds = {kind for _, _, kind in run.hops}
-    missed = Counter(event["party"] for event in run.missing if event["handler"] in kinds)
+    missed = Counter(event["party"] for event in run.missing if event.get("handler") in kinds and "party" in event)
     weights = {int(party): each["weight"] for party, each in told.items()}
     return Ring(hops, missed, weights, {int(party): each["taken"] for party, each in told.items()})
 
@@ -334,17 +347,16 @@ def _data_pictures(run: Run, data: Data, suffix: str) -> Iterator[Picture]:
 
 def _made_pictures(group: Group, data: Data, suffix: str) -> Iterator[Picture]:
     """Images that the method made in the first run, and how it sees samples, as far as its files are there."""
-    from fewer.methods import Method, find
+    from fewer.methods import Method
     from fewer.methods.frl import FewRounds
     from fewer.runs.result import open_result
 
     run = group.runs[0]
-    try:
-        kind = find(run.settings["method"])
-    except FewerError:  # a plug-in that is gone: whether it made images is not known
+    kind = run.kind
+    if kind is None or (kind.images is Method.images and not issubclass(kind, FewRounds)):
         return
-    if kind.images is Method.images and not issubclass(kind, FewRounds):
-        return
+    if in_file(str(run.settings["model"])):
+        raise RunError("its net is in a file, which is not run for a report")
     result = open_result(run.path, data=data)
     yield from _images(group, data, result, suffix)
     yield from _embedding(group, result, suffix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -101,7 +102,8 @@ def column_picture(
                 (handles[label],) = axes.plot(at, mean, dash, color=colour, marker=marker)
                 if any(half):
                     axes.errorbar(at, mean, half, color=colour, linestyle="", capsize=3, linewidth=1.2)
-            axes.set_xticks(range(len(columns)), [short(name) for name in columns])
+            wide = max(8, 48 // (len(columns) * len(panels)))
+            axes.set_xticks(range(len(columns)), [fill(short(name), wide) for name in columns])
             axes.set_xlim(-0.5, len(columns) - 0.5)
             axes.grid(False, axis="x")
         every = (cell for panel in panels.values() for row in panel.values() for cell in row.values())

@@ -223,9 +223,17 @@ const dark = () => root.dataset.theme ? root.dataset.theme === "dark" : system.m
 const name = () => { button.textContent = dark() ? "Light" : "Dark"; };
 button.hidden = false;
 button.onclick = () => { root.dataset.theme = dark() ? "light" : "dark"; name(); };
-let before;
-addEventListener("beforeprint", () => { before = root.dataset.theme; root.dataset.theme = "light"; });
-addEventListener("afterprint", () => { before ? root.dataset.theme = before : delete root.dataset.theme; });
+let before, closed = [];
+addEventListener("beforeprint", () => {
+  before = root.dataset.theme;
+  root.dataset.theme = "light";
+  closed = [...document.querySelectorAll("details:not([open])")];
+  for (const one of closed) one.open = true;
+});
+addEventListener("afterprint", () => {
+  before ? root.dataset.theme = before : delete root.dataset.theme;
+  for (const one of closed) one.open = false;
+});
 name();
 """
 

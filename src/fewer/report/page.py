@@ -31,9 +31,10 @@ def write_report(runs: Sequence[Path], out: Path, pictures: bool = True) -> list
     Runs of the same method that differ only in the seed are put together. Without `pictures` there is only the page,
     which has them inside, and needs half the time.
     """
-    groups = gather(runs)
+    groups, early = gather(runs)
     write_files(out, {})  # if that cannot be, say so before the work
     sections, notes = album(groups)
+    notes += [f"{path.name} is left out: no round of it has ended yet." for path in early]
     shown = {section: list(map(figure_of, drawn)) for section, drawn in sections.items()}
     files = {PAGE: _page(groups, shown, notes).encode()}
     for picture in chain(*sections.values()) if pictures else ():
@@ -86,6 +87,7 @@ def _page(groups: Sequence[Group], sections: Mapping[str, Sequence[str]], notes:
 def _results(groups: Sequence[Group]) -> str:
     heads = ["method", "accuracy %", "everywhere %", "rounds", "MB up", "MB down", "seconds", "seeds"]
     best = winner(groups)
+    ranked = sorted(groups, key=lambda group: -group.accuracy.mean if group.accuracy else 1)
     rows = [
         [
             group.label,
@@ -96,13 +98,13 @@ def _results(groups: Sequence[Group]) -> str:
             f"{group.mean('seconds'):,.1f}",
             ", ".join(str(run.seed) for run in group.runs),
         ]
-        for group in groups
+        for group in ranked
     ]
     several = any(len(group.runs) > 1 for group in groups)
     units = next((group.units for group in groups if group.units), None)
     sure = f" ± 95 % confidence over {units or 'seeds'}"
     return (
-        table(heads, rows, [groups.index(best)] if best else [], name="Results")
+        table(heads, rows, [ranked.index(best)] if best else [], name="Results")
         + '<p class="small">accuracy: '
         + {"groups": "what groups make of the prepared model", "tasks": "queries of novel classes"}.get(
             units or "", OWN

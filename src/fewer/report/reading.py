@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fewer.errors import RunError
+from fewer.errors import FewerError, RunError
 from fewer.experiments.recipes import RECIPE
+from fewer.plugins import in_file
 from fewer.report.figures import MB, Interval, interval
 from fewer.runs.directory import EVENTS, RunDirectory
 from fewer.runs.settings import OUTSIDE, Settings
 from fewer.runs.statistics import half_width
 from fewer.wire.ledger import EVALUATION, Entry
+
+if TYPE_CHECKING:
+    from fewer.methods import Method
 
 _METHOD = ("method", "rounds", "active", "set")
 """Settings that say which method, and of it what; the method's own settings tell the same, resolved."""
@@ -39,13 +43,11 @@ class Run:
 
     @classmethod
     def open(cls, path: Path) -> Run:
-        """RunError where the directory is no run, is damaged, or has no round yet."""
+        """RunError where the directory is no run, or is damaged."""
         directory = RunDirectory.open(path)
         history = directory.history()
-        if not history:
-            raise RunError(f"{path} has no figures yet: no round has ended")
         try:
-            lines = (path / EVENTS).read_text().splitlines()
+            lines = (path / EVENTS).read_text().splitlines() if history else []
         except (OSError, ValueError) as error:
             raise RunError(f"{path} is damaged: {EVENTS} cannot be read ({error})") from error
         return cls(path, directory.description, history, list(_events(lines)))
@@ -53,8 +55,19 @@ class Run:
     @property
     def name(self) -> str:
         """The name of the method."""
-        told = (str(event["method"]) for event in self.events if event["event"] == "start")
+        told = (str(event["method"]) for event in self.events if event["event"] == "start" and "method" in event)
         return next(told, str(self.settings["method"]))
+
+    @property
+    def kind(self) -> type[Method] | None:
+        """The method's class; None where it is gone, or in a file: whoever looks at a run does not run its code."""
+        from fewer.methods import find
+
+        name = str(self.settings["method"])
+        try:
+            return None if in_file(name) else find(name)
+        except FewerError:  # a plug-in that is gone
+            return None
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -119,7 +132,7 @@ class Run:
     @property
     def breaks(self) -> int:
         """How often the run was stopped or killed before its end, and went on."""
-        return sum(event["event"] == "resume" and event["round"] < len(self.history) for event in self.events)
+        return sum(event["event"] == "resume" and event.get("round", 0) < len(self.history) for event in self.events)
 
     @property
     def packed(self) -> tuple[float, float] | None:
@@ -141,13 +154,18 @@ class Run:
     @property
     def missing(self) -> list[Mapping[str, Any]]:
         """The answers that were absent. Of a round that was begun anew, what happened last."""
-        found = {(e["round"], e["party"], e["handler"]): e for e in self.events if e["event"] == "absent"}
+        found: dict[tuple[int, int | None, str | None], Mapping[str, Any]] = {}
+        for event in self.events:
+            if event["event"] == "absent":
+                found[event.get("round", 0), event.get("party"), event.get("handler")] = event
+            elif event["event"] in ("start", "resume"):  # rounds after the last checkpoint are done again
+                found = {key: one for key, one in found.items() if key[0] <= event.get("round", 0)}
         return list(found.values())
 
     @property
     def absent(self) -> Counter[str]:
         """How many answers were absent, by reason."""
-        return Counter(str(event["why"]) for event in self.missing)
+        return Counter(str(event.get("why", "?")) for event in self.missing)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -281,14 +299,17 @@ class Group:
         return sum((run.absent for run in self.runs), Counter())
 
 
-def gather(paths: Sequence[Path]) -> list[Group]:
-    """Runs by method, in the order in which the methods first appear.
+def gather(paths: Sequence[Path]) -> tuple[list[Group], list[Path]]:
+    """Runs by method, in the order in which the methods first appear; and the runs in which no round has ended yet.
 
     Runs whose settings differ in more than the seed are never put together, nor are two runs with the same seed.
     """
-    runs = [Run.open(path) for path in {path.resolve(): path for path in paths}.values()]
-    if not runs:
+    all = [Run.open(path) for path in {path.resolve(): path for path in paths}.values()]
+    if not all:
         raise RunError("no runs to report on (expected: run directories)")
+    runs = [run for run in all if run.history]
+    if not runs:
+        raise RunError(f"{all[0].path} has no figures yet: no round has ended")
     groups: dict[str, list[Run]] = {}
     for run in runs:
         what = json.dumps([run.name, run.facts, run.description["method"]], sort_keys=True)
@@ -297,7 +318,9 @@ def gather(paths: Sequence[Path]) -> list[Group]:
             again += 1
         groups.setdefault(f"{what} {again}", []).append(run)
     found = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
-    return [Group(label, group) for label, group in zip(_labels([group[0] for group in found]), found, strict=True)]
+    labels = _labels([group[0] for group in found])
+    early = [run.path for run in all if not run.history]
+    return [Group(label, group) for label, group in zip(labels, found, strict=True)], early
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:

@@ -90,7 +90,7 @@ _DASHED = {
     "frl-scratch": Look(INK, "X", "-."),
     "frl-fine-tuning": Look(BLUE, "o", "-."),
     "frl-per-fedavg": Look(ORANGE, "s", "-."),
-    "frl-warm": Look(GREEN, "^", "-."),
+    "frl-warm": Look(GREEN, "P", "-."),
     "f2l": Look(RED, "v", ":"),
     "fl-maml": Look(ORANGE, "s", ":"),
     "fl-proto": Look(GREEN, "^", ":"),

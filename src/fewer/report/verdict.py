@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import ceil
+from statistics import fmean
 
-from fewer.errors import FewerError
 from fewer.experiments.targets import best, reach
-from fewer.report.figures import Interval, curve
-from fewer.report.reading import Group
+from fewer.methods.newparties import WORST
+from fewer.report.figures import Interval, by_party, curve, interval
+from fewer.report.reading import Group, Run
 
 NAMED = 3
 """At most so many that cannot be told from the first are named."""
@@ -15,7 +17,7 @@ NAMED = 3
 
 def verdict(groups: Sequence[Group]) -> list[str]:
     """The first sentence says who won, or why nobody did; the others what it cost and what speaks for it."""
-    done = [group for group in groups if group.finished and group.accuracy]
+    done = _done(groups)
     if not done:
         return ["No run has come to its end yet: these are the figures so far."]
     if len(groups) == 1:
@@ -26,7 +28,8 @@ def verdict(groups: Sequence[Group]) -> list[str]:
         return [f"Only {done[0].label} has come to its end: {_alone(done[0])}"]
     ranked = _ranked(done)
     first, second = ranked[:2]
-    sentences = [_won(ranked), _cost(first, second), *_early(ranked), *_target(first, second), *_why(first)]
+    sentences = [_won(ranked), _cost(first, second), *_early(ranked), *_target(first, second), *_worst(first, second)]
+    sentences += _why(first)
     sentences += [text for group in (first, second) for text in _personal(group)]
     if len(done) < len(groups):
         sentences.append("Runs that have not come to their end are left out of this.")
@@ -35,11 +38,28 @@ def verdict(groups: Sequence[Group]) -> list[str]:
 
 def winner(groups: Sequence[Group]) -> Group | None:
     """Who is surely ahead of all others; None where nobody is, or where they cannot be compared."""
-    done = [group for group in groups if group.finished and group.accuracy]
+    done = _done(groups)
     if len(done) < 2 or _apart(groups):
         return None
     first, *others = _ranked(done)
-    return first if all(behind(group, first) for group in others) else None
+    seeds = paired(groups)
+    return first if all(_behind(group, first, seeds) for group in others) else None
+
+
+def paired(groups: Sequence[Group]) -> bool:
+    """Whether those that are compared have several seeds, and the same: then what differs is judged seed by seed.
+
+    The same seed means the same division of the data, whose luck is in both of two figures and not in their difference.
+    """
+    done = _done(groups)
+    seeds = {tuple((run.seed, run.data_seed) for run in group.runs) for group in done}
+    if len(seeds) != 1 or len(done[0].runs) < 2 or any(group.units for group in done):
+        return False
+    return all(run.accuracy is not None for group in done for run in group.runs)
+
+
+def _done(groups: Sequence[Group]) -> list[Group]:
+    return [group for group in groups if group.finished and group.accuracy]
 
 
 def _apart(groups: Sequence[Group]) -> str:
@@ -55,9 +75,23 @@ def _ranked(groups: Sequence[Group]) -> list[Group]:
     return sorted(groups, key=lambda group: -_known(group).mean)
 
 
-def behind(group: Group, first: Group) -> bool:
+def _behind(group: Group, first: Group, seeds: bool) -> bool:
     """Whether this one is surely worse."""
-    return _below(_known(group), _known(first))
+    return _ahead(_ends(first), _ends(group)) if seeds else _below(_known(group), _known(first))
+
+
+def _ends(group: Group) -> list[float]:
+    return [run.accuracy for run in group.runs if run.accuracy is not None]
+
+
+def _lead(one: Sequence[float], other: Sequence[float]) -> Interval:
+    """By how much the first is ahead, seed by seed."""
+    return interval([mine - theirs for mine, theirs in zip(one, other, strict=True)])
+
+
+def _ahead(one: Sequence[float], other: Sequence[float]) -> bool:
+    lead = _lead(one, other)
+    return lead.half is not None and lead.mean > lead.half
 
 
 def _below(one: Interval, other: Interval) -> bool:
@@ -72,16 +106,32 @@ def _won(ranked: Sequence[Group]) -> str:
             f"{first.label} has the highest accuracy, {_told(first)}, before {second.label} with {_told(second)}; "
             "but a single seed cannot tell merit from chance (--seeds 3 can)."
         )
-    close = [group for group in ranked[1:] if not behind(group, first)]
+    seeds = paired(ranked)
+    close = [group for group in ranked[1:] if not _behind(group, first, seeds)]
     if not close:
-        return f"{first.label} won: {_told(first)} accuracy, before {second.label} with {_told(second)} ({first.over})."
+        return (
+            f"{first.label} won: {_told(first)} accuracy, before {second.label} with {_told(second)} ({first.over}). "
+            f"{_how(ranked, seeds)}"
+        )
     rest = "" if len(close) == len(ranked) - 1 else " All others are behind."
     names = ", ".join(f"{group.label} {_told(group)}" for group in close[:NAMED])
     names += f" and {len(close) - NAMED} more" if len(close) > NAMED else ""
+    doubt = "seed by seed (95 % interval) it is not surely ahead of" if seeds else "its 95 % interval overlaps with"
     return (
-        f"No clear winner: {first.label} has the highest mean, {_told(first)}, but its 95 % interval overlaps with "
-        f"{names} ({first.over}).{rest}"
+        f"No clear winner: {first.label} has the highest mean, {_told(first)}, but {doubt} {names} "
+        f"({first.over}).{rest}"
     )
+
+
+def _how(ranked: Sequence[Group], seeds: bool) -> str:
+    """By what the first is surely ahead."""
+    first, second, *more = ranked
+    text = "Its 95 % interval does not meet that of any other"
+    if seeds:
+        lead = _lead(_ends(first), _ends(second))
+        text = f"Seed by seed it is {100 * lead.mean:.1f} ± {100 * (lead.half or 0):.1f} points ahead of {second.label}"
+        text += ", and surely ahead of all others" if more else ""
+    return f"{text} ({len(ranked) - 1} comparisons, each at 95 % by itself)." if more else f"{text}."
 
 
 def _cost(first: Group, second: Group) -> str:
@@ -102,9 +152,23 @@ def _early(groups: Sequence[Group]) -> Iterator[str]:
         return
     ranked = sorted(((points[common[0]], label) for label, points in curves.items()), key=lambda one: -one[0].mean)
     (first, one), *others = ranked
-    if all(_below(other, first) for other, _ in others):
+    seeds = paired(groups)
+    then = {g.label: [_at(run, common[0]) for run in g.runs] for g in groups}
+    if all(_ahead(then[one], then[label]) if seeds else _below(other, first) for other, label in others):
         second, other = others[0]
         yield f"Soonest: after round {common[0]}, {one} had {_text(first)}, the next, {other}, {_text(second)}."
+
+
+def _at(run: Run, number: int) -> float:
+    return next(float(line["accuracy"]) for line in run.history if line["round"] == number)
+
+
+def _worst(first: Group, second: Group) -> Iterator[str]:
+    """Whom it helps: the parties that fare worst."""
+    values = [by_party([run.history for run in group.runs]) for group in (first, second)]
+    if all(values):
+        mine, theirs = (100 * fmean(each[: ceil(WORST * len(each))]) for each in values)
+        yield f"Its worst tenth of parties has {mine:.1f} %, that of {second.label} {theirs:.1f} %."
 
 
 def _target(first: Group, second: Group) -> Iterator[str]:
@@ -121,13 +185,7 @@ def _target(first: Group, second: Group) -> Iterator[str]:
 
 def _why(group: Group) -> Iterator[str]:
     """What the method does, in its own words."""
-    from fewer.methods import find
-
-    try:
-        doc = (find(group.runs[0].settings["method"]).__doc__ or "").strip().splitlines()
-    except FewerError:  # a plug-in that is gone
-        doc = []
-    if doc:
+    if doc := (((kind := group.runs[0].kind) and kind.__doc__) or "").strip().splitlines():
         first = doc[0].split()[0]
         plain = first.lower() if first[1:].islower() else first  # FedAvg is a name
         yield f"What {group.name} does: {plain}{doc[0][len(first) :]}"

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from fewer.errors import RunError
 from fewer.runs.files import EVENTS as EVENTS
-from fewer.runs.files import FIGURES, FORMAT, LOCK, describe
+from fewer.runs.files import FIGURES, FORMAT, LOCK, SETTINGS, describe
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import forget_after, hold, write_durably
 from fewer.wire import Tree, pack, unpack
@@ -52,8 +52,7 @@ class RunDirectory:
         must_be_new(path)
         try:
             (path / "parties").mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"format": FORMAT, **description}, indent=2, default=str)
-            write_durably(path / "settings.json", text.encode())
+            _describe(path, {"format": FORMAT, **description})
         except OSError as error:
             raise RunError(f"{path} cannot be made: {error.strerror}") from error
         return cls.open(path)
@@ -116,6 +115,14 @@ class RunDirectory:
         forget_after(self.parties, round, self.journal.finished(round + 1))
         return kept
 
+    def describe(self, **parts: Any) -> None:
+        """Tell something else in settings.json, of what no number depends on."""
+        self.description = {**self.description, **parts}
+        try:
+            _describe(self.path, self.description)
+        except OSError as error:
+            raise self._full(error) from error
+
     def event(self, what: str, **details: Any) -> None:
         """Write down that something happened."""
         self._write(EVENTS, json.dumps({"time": round(time.time(), 3), "event": what, **details}) + "\n")
@@ -167,9 +174,12 @@ class RunDirectory:
         return kept
 
     def history(self) -> list[dict[str, Any]]:
-        """The figures of all rounds so far."""
+        """The figures of all rounds so far; half a line, which a full disk or a kill left, is none."""
+        file = self.path / "metrics.jsonl"
+        if not file.exists() and not (self.path / "checkpoint.safetensors").exists():  # it has only just begun
+            return []
         try:
-            lines = (self.path / "metrics.jsonl").read_text().splitlines()
+            *lines, _ = file.read_text().split("\n")
             return [json.loads(line) for line in lines]
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error
@@ -179,6 +189,10 @@ def must_be_new(path: Path) -> None:
     """RunError where a run cannot begin here, since something is there."""
     if path.exists() and not _unused(path):
         raise RunError(f"{path} is there already (another --out, or: fewer resume {path})")
+
+
+def _describe(path: Path, description: Mapping[str, Any]) -> None:
+    write_durably(path / SETTINGS, json.dumps(description, indent=2, default=str).encode())
 
 
 def _unused(path: Path) -> bool:

@@ -135,7 +135,7 @@ def start(
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
             return _execute(job, state, None, Path(folder), progress, opening, {})
-    with RunDirectory.create(out, _description(job)) as directory:
+    with RunDirectory.create(out, {**_description(job), "track": list(track)}) as directory:
         keep_start(job.method, directory.path)
         return _execute(job, state, directory, directory.parties, progress, opening, kinds)
 
@@ -154,19 +154,21 @@ def resume(
     model: Model | None = None,
     progress: Progress | None = None,
     opening: Opening | None = None,
-    track: Sequence[str] = (),
+    track: Sequence[str] | None = None,
     **settings: Any,
 ) -> Result:
     """Go on with a run from its last whole round; the end is the same as without the break.
 
     What came as Python objects must be given again. `runtime`, `workers`, `device` and `data_dir` may be changed, and
     so that a run that lost its quorum can go on, `quorum`, `deadline`, `drop`, `slow` and `corrupt`. `opening` reaches
-    the parties where they are not on this machine. A tracker in `track` gets the rounds before the break too.
+    the parties where they are not on this machine. Trackers go on too; those in `track` take the place of the ones
+    that followed the run before, and get the rounds before the break.
     """
     path = Path(path)
-    kinds = trackers.find(track)
     directory = RunDirectory.open(path)
     old = directory.description
+    asked = track is not None
+    kinds = trackers.kept(old.get("track", ())) if track is None else trackers.find(track)
     changed = {name: value for name, value in settings.items() if value is not None}
     allowed = (*OUTSIDE, *MENDABLE)
     if odd := sorted(changed.keys() - set(allowed)):
@@ -182,7 +184,9 @@ def resume(
     if (found := job.data.fingerprint()) != old["data"]["fingerprint"]:
         raise RunError(f"{path} was run on other data (fingerprint {old['data']['fingerprint']}, now {found})")
     with directory:
-        return _execute(job, first_state(job), directory, directory.parties, progress, opening, kinds, changed)
+        if track is not None:
+            directory.describe(track=list(track))
+        return _execute(job, first_state(job), directory, directory.parties, progress, opening, kinds, changed, asked)
 
 
 def _description(job: Job) -> dict[str, Any]:
@@ -262,6 +266,7 @@ def _execute(
     opening: Opening,
     kinds: Mapping[str, trackers.Kind],
     changed: Mapping[str, Any] | None = None,
+    asked: bool = True,
 ) -> Result:
     """All rounds from the last checkpoint, or the first state, to the end."""
     method, settings = job.method, job.settings
@@ -282,8 +287,11 @@ def _execute(
         if progress:
             progress.begin(method.name, len(result.history), method.rounds)
         warn(method.name, method.notes())
-        told = stack.enter_context(trackers.following(kinds, _about(job, folder), result.history))
-        if len(result.history) == method.rounds:
+        over = len(result.history) == method.rounds
+        if over and not asked:  # its trackers know
+            return result
+        told = stack.enter_context(trackers.following(kinds, _about(job, folder), result.history, asked))
+        if over:
             return result
         parties: Parties | None = None
         try:

@@ -25,6 +25,7 @@ from fewer.data.raw import Inputs
 from fewer.data.sources import read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
+from fewer.runs import trackers
 from fewer.runs.directory import HOPS
 from fewer.runs.engine import Opening, Progress, common, resume, site_of, start
 from fewer.runs.job import Job, check, job_from, make_device
@@ -61,8 +62,11 @@ class Coordinator:
     patience: float = 600.0
     """Seconds to wait for all parties; then it begins with those who are there, if they are a quorum."""
     say: Callable[[str], None] = lambda text: None
+    track: Sequence[str] | None = None
+    """Trackers; None for those that a run has that goes on."""
 
     def __enter__(self) -> Self:
+        trackers.find(self.track or ())  # before anybody comes
         self.link = Link(self.credentials, self.host, self.port).__enter__()
         self.say(f"listening on {self.host}:{self.port}")
         if self.host not in LOCAL:
@@ -75,7 +79,7 @@ class Coordinator:
     def start(self, job: Job, out: Path, progress: Progress | None = None) -> Result:
         """Begin a run."""
         self.check(job)
-        begin = partial(start, job, out, progress, self._opening(out))
+        begin = partial(start, job, out, progress, self._opening(out), self.track or ())
         return self._steadily(begin, self._again(out, progress))
 
     def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
@@ -84,7 +88,7 @@ class Coordinator:
         return self._steadily(go_on, go_on)
 
     def _again(self, out: Path, progress: Progress | None, **changed: Any) -> Callable[[], Result]:
-        return partial(resume, out, progress=progress, opening=self._opening(out), **changed)
+        return partial(resume, out, progress=progress, opening=self._opening(out), track=self.track, **changed)
 
     def _steadily(self, begin: Callable[[], Result], again: Callable[[], Result]) -> Result:
         """A run to its end, also where the SuperLink loses it in between."""
@@ -340,15 +344,17 @@ def local_cluster(
     data_dir: Path | None = None,
     patience: float = Coordinator.patience,
     say: Callable[[str], None] = lambda text: None,
+    track: Sequence[str] | None = None,
 ) -> Iterator[Coordinator]:
     """A coordinator on loopback, and parties in processes of their own, with their folders and keys in `home`.
 
     Keys that are there are used again.
     """
+    trackers.find(track or ())  # before keys are made
     keys = home / "keys"
     credentials = Credentials.open(keys) if (keys / "ca.key").exists() else Credentials.create(keys, parties)
     acquaint([credentials.party(party) for party in credentials.public_keys])
-    coordinator = Coordinator(credentials, port=free_port(), patience=patience, say=say)
+    coordinator = Coordinator(credentials, port=free_port(), patience=patience, say=say, track=track)
     words = ["join", f"127.0.0.1:{coordinator.port}", "--device", device]
     if data_dir:
         words += ["--data-dir", str(data_dir)]

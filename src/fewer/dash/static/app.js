@@ -33,8 +33,21 @@ export function follow(ids) {
   source?.close();
   source = new EventSource(`/api/follow?ids=${ids.join(",")}`);
   source.onopen = () => { connection.textContent = ""; };
-  source.onerror = () => { connection.textContent = "Not connected: trying again …"; };
+  source.onerror = () => {
+    connection.textContent = "Not connected: trying again …";
+    if (source.readyState === EventSource.CLOSED) setTimeout(again, 2000, source);
+  };
   source.onmessage = (message) => view?.changed(JSON.parse(message.data));
+}
+
+/** A browser does not try again by itself where it was refused: perhaps the token is another now. */
+async function again(refused) {
+  try {
+    await ask("runs?limit=1");
+  } catch (error) {
+    if (error instanceof Refused) return;
+  }
+  if (refused === source && !document.hidden) follow(followed);
 }
 
 /** Go to an address of this page. */
@@ -73,6 +86,9 @@ async function show(moved = false) {
 
 function enter() {
   shown += 1;
+  view?.end?.();
+  view = null;
+  connection.textContent = "";
   const field = h("input", { id: "token", type: "password", autocomplete: "current-password", required: true });
   const told = h("p", { role: "alert" });
   const form = h("form", { class: "enter", onsubmit: async (event) => {

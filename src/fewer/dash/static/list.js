@@ -176,10 +176,10 @@ export async function list(asked) {
     },
     changed(message) {
       for (const row of message.rows) lines.get(row.id)?.update(row);
-      const more = message.total - page.total;
+      const more = Math.max(message.came - page.came, message.total - page.total);
       const same = JSON.stringify(message.counts) === JSON.stringify(page.counts);
       page.counts = message.counts;
-      look.hidden = !more;
+      look.hidden = more <= 0 && message.total === page.total;
       look.textContent = more > 0 ? `${whole(more)} new ${more === 1 ? "run" : "runs"}: show` : "Some runs are gone: look again";
       if (!same && document.activeElement !== states) count();
     },

@@ -133,7 +133,7 @@ export async function run(asked) {
     changed({ rows: [now] }) {
       if (!now) return;
       const started = now.state === "starting" || now.state === "running";
-      if (now.state !== row.state && told.textContent.startsWith("Process")) told.textContent = "";
+      if (now.state !== row.state && now.state !== "starting" && told.textContent.startsWith("Process")) told.textContent = "";
       row = now;
       figures();
       if (started && !about.log) {

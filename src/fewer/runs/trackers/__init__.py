@@ -70,17 +70,33 @@ def find(chosen: Sequence[str]) -> dict[str, Kind]:
     return found
 
 
+def kept(chosen: Sequence[str]) -> dict[str, Kind]:
+    """The trackers that followed a run before. One that is no longer to be had is left behind: the run goes on."""
+    found: dict[str, Kind] = {}
+    for name in chosen:
+        try:
+            found |= find([name])
+        except SettingError as error:
+            _LOG.warning(f"tracker '{name}' follows no longer: {error}")
+    return found
+
+
 @contextmanager
 def following(
-    kinds: Mapping[str, Kind], about: About, history: Sequence[Figures]
+    kinds: Mapping[str, Kind], about: About, history: Sequence[Figures], asked: bool = True
 ) -> Iterator[Callable[[Figures], None]]:
-    """Whom to tell of each round. A tracker that fails is told of no more; the run goes on."""
+    """Whom to tell of each round. A tracker that fails is told of no more; the run goes on.
+
+    Only where it was `asked` for by name just now, it is a mistake if it cannot even begin.
+    """
     there: dict[str, Tracker] = {}
     for name, kind in kinds.items():
         try:
             there[name] = kind(about, history)
         except Exception as error:
-            raise SettingError(f"tracker '{name}' cannot begin: {_reason(error)}") from error
+            if asked:
+                raise SettingError(f"tracker '{name}' cannot begin: {_reason(error)}") from error
+            _LOG.warning(f"tracker '{name}' follows no longer: {_reason(error)}")
 
     def tell(what: Callable[[Tracker], None]) -> None:
         for name, tracker in list(there.items()):

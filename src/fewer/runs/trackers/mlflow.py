@@ -35,7 +35,8 @@ class MLflow:
         known = self._client.get_experiment_by_name(EXPERIMENT)
         experiment = known.experiment_id if known else self._client.create_experiment(EXPERIMENT)
         quoted = f"{path}".replace("'", "")
-        found = self._client.search_runs([experiment], f"tags.`{RUN}` = '{quoted}'", max_results=1)
+        query = f"tags.`{RUN}` = '{quoted}'"  # without a round behind it, it is another run in the same place
+        found = self._client.search_runs([experiment], query, max_results=1) if history else []
         if found:
             self._run: str = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
