@@ -84,11 +84,11 @@ class Coordinator:
 
     def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
         """Go on with a run."""
-        go_on = self._again(out, progress, **changed)  # the directory keeps the settings as they were
-        return self._steadily(go_on, go_on)
+        again = self._again(out, progress, **changed)  # the directory keeps its trackers, and settings as they were
+        return self._steadily(partial(again, track=self.track), again)
 
-    def _again(self, out: Path, progress: Progress | None, **changed: Any) -> Callable[[], Result]:
-        return partial(resume, out, progress=progress, opening=self._opening(out), track=self.track, **changed)
+    def _again(self, out: Path, progress: Progress | None, **changed: Any) -> Callable[..., Result]:
+        return partial(resume, out, progress=progress, opening=self._opening(out), **changed)
 
     def _steadily(self, begin: Callable[[], Result], again: Callable[[], Result]) -> Result:
         """A run to its end, also where the SuperLink loses it in between."""
