@@ -152,11 +152,17 @@ def everything(samples: Samples, steps: int) -> list[Batch]:
     return [samples.slice(0, len(samples))] * steps
 
 
+def worst_tenth(accuracies: Sequence[float]) -> float:
+    """The mean of the worst tenth of them, and of one at least."""
+    ranked = sorted(accuracies)
+    return statistics.fmean(ranked[: ceil(WORST * len(ranked))])
+
+
 def fairness(accuracies: Sequence[float]) -> Mapping[str, float]:
     """Mean and variance over parties, and the mean of the worst tenth of them."""
     ranked = sorted(accuracies)
     return {
         "mean": statistics.fmean(ranked),
         "variance": statistics.pvariance(ranked),
-        "worst": statistics.fmean(ranked[: ceil(WORST * len(ranked))]),
+        "worst": worst_tenth(ranked),
     }

@@ -7,11 +7,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import chain
-from math import ceil
 from pathlib import Path
 from typing import Any
 
-from fewer.methods.newparties import WORST
+from fewer.methods.newparties import worst_tenth
 from fewer.report.album import album, party_rows
 from fewer.report.figures import Interval, percent
 from fewer.report.files import write_files
@@ -157,13 +156,13 @@ def _worst(groups: Sequence[Group]) -> str:
         ranked = sorted(party_rows([group]), key=lambda row: row[3])
         if len(ranked) < 2:
             continue
-        tenth = ranked[: ceil(WORST * len(ranked))]
         who = ", ".join(
             f"party {party}{f' (seed {seed})' if len(group.runs) > 1 else ''} {100 * value:.1f}"
             for _, seed, party, value in ranked[:3]
         )
-        mean = statistics.fmean(row[3] for row in ranked)
-        rows.append([group.label, f"{100 * mean:.1f}", f"{100 * statistics.fmean(r[3] for r in tenth):.1f}", who])
+        values = [row[3] for row in ranked]
+        mean, worst = statistics.fmean(values), worst_tenth(values)
+        rows.append([group.label, f"{100 * mean:.1f}", f"{100 * worst:.1f}", who])
     heads = ["method", "mean over parties %", "worst tenth %", "worst parties %"]
     return table(heads, rows, name="Worst parties") if rows else ""
 

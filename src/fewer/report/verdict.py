@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil
-from statistics import fmean
 
 from fewer.experiments.targets import best, reach
-from fewer.methods.newparties import WORST
+from fewer.methods.newparties import worst_tenth
 from fewer.report.figures import Interval, by_party, curve, interval
 from fewer.report.reading import Group, Run
 
@@ -167,7 +165,7 @@ def _worst(first: Group, second: Group) -> Iterator[str]:
     """Whom it helps: the parties that fare worst."""
     values = [by_party([run.history for run in group.runs]) for group in (first, second)]
     if all(values):
-        mine, theirs = (100 * fmean(each[: ceil(WORST * len(each))]) for each in values)
+        mine, theirs = (100 * worst_tenth(each) for each in values)
         yield f"Its worst tenth of parties has {mine:.1f} %, that of {second.label} {theirs:.1f} %."
 
 
