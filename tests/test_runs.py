@@ -308,8 +308,7 @@ def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     begun = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    busy = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    assert time.monotonic() - begun < 3 * busy
+    assert time.monotonic() - begun < 3
     assert process.returncode == 130
     assert f"Go on with: fewer resume {path}" in errors and "Traceback" not in errors
     wait_for(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers), 5)
