@@ -35,7 +35,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "fedmk-paper": {"set": {"per_class": 2, "server_steps": 10}},
     "metafed": {"validation": 0.2},
     **dict.fromkeys(("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto"), FEW),
-    **dict.fromkeys(("frl", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), GROUPS),
+    **dict.fromkeys(("frl", "frl-lasting", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), GROUPS),
     "frl-warm": {"rounds": 8, "set": {**GROUPS["set"], "warm": 4}},
 }
 """Settings with which a method can be run, and is quick."""

@@ -278,9 +278,11 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
             "",
         ]
     first = cells[0].ours
-    over = f"{first.groups} {first.units}" if first.groups else "seeds"
+    several = len(first.seeds) > 1
+    spread = f"{first.groups} {first.units}" if first.groups else "seeds" if several else None
+    over = f"mean ± 95 % CI over {spread}" if spread else "one seed"
     what = "Accuracy" if plan.mean == "samples" else "Mean accuracy over parties, each with its own model,"
-    lines += [f"{what} in %, mean ± 95 % CI over {over}; the paper's figure behind a stroke.", ""]
+    lines += [f"{what} in %, {over}; the paper's figure behind a stroke.", ""]
     lines += ["| method | " + " | ".join(columns) + " | MB up | MB down |", "|---|" + "---|" * (len(columns) + 2)]
     for row in dict.fromkeys(cell.row for cell in cells):
         mine = [cell for cell in cells if cell.row == row]
@@ -294,7 +296,8 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
     if tuned:
         lines += ["", "Chosen settings of tuned rows: " + "; ".join(_chosen(cell) for cell in tuned) + "."]
     hashes = ", ".join(f"{cell.row} {cell.column} `{cell.ours.hash}`" for cell in cells)
-    lines += ["", f"Made by `{command}`, seeds {first.seeds[0]} … {first.seeds[-1]}, on {machine()}."]
+    seeds = f"seeds {first.seeds[0]} … {first.seeds[-1]}" if several else f"seed {first.seeds[0]}"
+    lines += ["", f"Made by `{command}`, {seeds}, on {machine()}."]
     lines += ["", f"<details><summary>Settings hashes</summary>{hashes}</details>", ""]
     return "\n".join(lines)
 

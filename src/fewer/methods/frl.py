@@ -114,9 +114,9 @@ class FewRounds(Method):
         width = 0 if self.head == "linear" else feature_width(task)
         return Group({}, none, torch.zeros(0, width, device=task.device), task.classes)
 
-    def begin(self, group: AnyGroup, model: Weights, draw: torch.Generator) -> AnyGroup:
-        """Line 4: θ⁰. Nothing is known of classes yet."""
-        first = new_head(model, draw) if self.head == "linear" else model
+    def begin(self, group: AnyGroup, model: Weights, draw: torch.Generator | None) -> AnyGroup:
+        """Line 4: θ⁰, with a linear head drawn anew if there is one to draw by. Nothing is known of classes yet."""
+        first = new_head(model, draw) if self.head == "linear" and draw is not None else model
         return replace(group, model=self.carried(first), classes=group.classes[:0], means=group.means[:0], done=0)
 
     def play(self, group: AnyGroup, who: Sequence[int], parties: Parties, last: bool) -> AnyGroup:
@@ -386,6 +386,8 @@ class FRL(Prepared):
         "meta_rate": (0.003, 0.01, 0.03),
         "rate": RATES,
     }
+    lasting: ClassVar[bool] = False
+    """Whether a linear head is a part of φ, or drawn anew for each episode as it is for each group."""
 
     rounds: PositiveInt = 80
     """Rounds of preparation: each episode has R + 1."""
@@ -407,17 +409,22 @@ class FRL(Prepared):
         if self.rounds % (self.group_rounds + 1):
             each = self.group_rounds + 1
             raise SettingError(f"rounds = {self.rounds} (allowed: multiples of {each}, the rounds of an episode)")
-        learns = {name: weights for name, weights in learnable(task.net()).items() if not name.startswith(HEAD)}
+        learns = {name: weights for name, weights in learnable(task.net()).items() if self.lasts(name)}
         nothing = {name: torch.zeros_like(weights) for name, weights in learns.items()}
         return State(**vars(self.nobody(task)), initial=task.initial(seed), first=nothing, second=nothing)
 
     def round(self, state: State, parties: Parties) -> State:
         """Lines 2 to 21, one communication round at a time: R of the group's own, then the meta-update."""
         if not state.who:
-            state = replace(self.begin(state, state.initial, parties.stream("head")), who=self.choose(parties))
+            draw = None if self.lasting else parties.stream("head")
+            state = replace(self.begin(state, state.initial, draw), who=self.choose(parties))
         if state.done == self.group_rounds:
             return self.meta_update(state, parties)
         return self.play(state, state.who, parties, last=False)
+
+    def lasts(self, name: str) -> bool:
+        """Whether these weights are prepared: all of φ, but for a head that is drawn anew or not used."""
+        return not name.startswith(HEAD) or self.lasting
 
     def meta_update(self, state: State, parties: Parties) -> State:
         """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), the mean of what each party would make of θ⁰; or by Adam."""
@@ -471,7 +478,7 @@ class FRL(Prepared):
             x, y = queries.pick(torch.randperm(len(queries), generator=me.stream("queries"))[: self.queries])
         net = self.net(me, model)
         loss, _ = self.loss(net, x, y, known_of(classes, means), self.last_prototypes(me))
-        parameters = {name: tensor for name, tensor in net.named_parameters() if not name.startswith(HEAD)}
+        parameters = {name: tensor for name, tensor in net.named_parameters() if self.lasts(name)}
         learns = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
         slopes = torch.autograd.grad(loss, list(learns.values()), allow_unused=True, materialize_grads=True)
         return {"slopes": Coded(dict(zip(learns, slopes, strict=True)), self.codec), "size": len(me.train)}

@@ -7,6 +7,8 @@ as a classifier of all training classes; with `keep` (and twice the members) its
 best on samples held out, one-shot FL (Guha, Talwalkar, Smith, 2019). `frl-per-fedavg` begins from the model of Per-
 FedAvg (Fallah, Mokhtari, Ozdaglar, NeurIPS 2020), which is geared to a step at each party alone. `frl-warm`, which the
 paper does not have, is FRL from what the pretraining of `frl-fine-tuning` gave in the first of its rounds.
+`frl-lasting` is another reading of FRL with a linear head, which the paper has "as in other baselines": one for all
+training classes.
 
 Departures: Per-FedAvg is its first-order variant, as FRL is; the mean goes by size; one-shot FL averages weights, as a
 group needs one global model, and a party judges its own model on a fifth of its support.
@@ -15,7 +17,7 @@ group needs one global model, and a party judges its own model on a fifth of its
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -119,6 +121,18 @@ class PersonalStart(FineTuning):
                     if batch is back:
                         torch._foreach_copy_(parameters, first)
                     torch._foreach_add_(parameters, slopes, alpha=-rate)
+
+
+class LastingHead(FRL):
+    """FRL with one linear head for all training classes that is prepared too, not drawn anew for each episode."""
+
+    name: ClassVar[str] = "frl-lasting"
+    lasting: ClassVar[bool] = True
+
+    head: Literal["linear"] = "linear"
+    """How classes are told apart: by a linear layer. Each group that comes later has its own, drawn anew."""
+    rate: PositiveFloat = 0.03
+    """Step size of local training (α)."""
 
 
 class WarmStart(FRL, FineTuning):

@@ -90,6 +90,7 @@ _DASHED = {
     "frl-scratch": Look(INK, "X", "-."),
     "frl-fine-tuning": Look(BLUE, "o", "-."),
     "frl-per-fedavg": Look(ORANGE, "s", "-."),
+    "frl-lasting": Look(PINK, "v", "-."),
     "frl-warm": Look(GREEN, "P", "-."),
     "f2l": Look(RED, "v", ":"),
     "fl-maml": Look(ORANGE, "s", ":"),
