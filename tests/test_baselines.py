@@ -444,11 +444,12 @@ class Liars(FedGen):
         return answer
 
 
-def test_fedgen_lies_do_not_break_a_round(tmp_path: Path) -> None:
+def test_fedgen_lies_do_not_break_a_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     work = bench(Liars(steps=1, batch=2, generator_steps=2), split(), tmp_path)
     before, state = work.state.generator, work.rounds(1)
     assert all(torch.equal(state.generator[name], tensor) for name, tensor in before.items())
     assert state.chances.sum().item() == pytest.approx(1)
+    assert "round 1: its generator ran off to infinity and stays as it was" in caplog.text
     work = bench(Liars(steps=3, batch=4, generator_steps=2, enormous=False), split(), tmp_path / "counts")
     plain = bench(FedAvg(steps=3, batch=4), split(), tmp_path / "plain")
     state, mean = work.rounds(2), plain.rounds(2).model

@@ -652,12 +652,13 @@ class Liar(FedMK):
         return answer
 
 
-def test_one_liar_does_not_end_a_run(tmp_path: Path) -> None:
+def test_one_liar_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wild = run(tmp_path / "a", Liar(rounds=2, active=4, value=3e38, **SMALL))
-    assert 0 not in wild.state.knowledge
+    assert 0 not in wild.state.knowledge and "infinity" not in caplog.text
     assert "beyond 1000" in (tmp_path / "a/events.jsonl").read_text()
-    loud = run(tmp_path / "b", Liar(rounds=2, active=4, value=999.0, **{**SMALL, "server_rate": 50.0}))
+    loud = run(tmp_path / "b", Liar(rounds=2, active=4, value=999.0, **{**SMALL, "server_rate": 1e6}))
     assert all(bool(tensor.isfinite().all()) for tensor in loud.state.model.values())
+    assert "round 1: training on D̂ ran off to infinity, the model stays as it was" in caplog.text
     mute = Liar(rounds=1, active=4, none=True, **SMALL)
     assert same(run(tmp_path / "c", mute).state, mute.start(task_of(), SEED))
 
@@ -702,8 +703,9 @@ def test_bi_level_steps_begin_when_told(tmp_path: Path) -> None:
         assert torch.equal(*made) == alike
 
 
-def test_the_papers_form_has_no_departure() -> None:
+def test_the_papers_form_has_two_departures() -> None:
     method = FedMKPaper()
+    assert (method.optimiser, method.outer_batch) == ("adam", 256)
     assert (method.matching, method.augment, method.inner_steps, method.inner_batch) == (0, False, 1, None)
     assert (method.refine_from, method.momentum, method.decay) == (1, 0.0, False)
     assert (method.begin, method.keep, method.least, method.codec) == ("shared", "round", 1, "float32")

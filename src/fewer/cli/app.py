@@ -82,7 +82,12 @@ def run(
 
 @app.command(rich_help_panel="Learn")
 @told
-@with_settings(without=("method",))
+@with_settings(
+    without=("method",),
+    rounds="Rounds of communication; for frl a multiple of R + 1, 4 unless --set group_rounds says otherwise. "
+    "[default: the method's own, for frl 80]",
+    active="Parties asked in a round, K of an episode. [default: the method's own, 10]",
+)
 def prepare(
     given: dict[str, Any],
     method: Annotated[str, typer.Argument(metavar="METHOD", help="frl, or a baseline of it.")] = "frl",
@@ -108,7 +113,11 @@ def prepare(
 
 @app.command(rich_help_panel="Use")
 @told
-@with_settings(without=("method", "model", "norm", "model_set"))
+@with_settings(
+    without=("method", "model", "norm", "model_set"),
+    rounds="Rounds of the group. [default: R of the preparation, usually 3]",
+    active="Parties asked in a round. [default: all of the group]",
+)
 def deploy(
     given: dict[str, Any],
     prepared: Annotated[Path, typer.Argument(metavar="MODEL", help="A prepared model, or the run that made it.")],

@@ -19,8 +19,11 @@ from fewer.runs.settings import Settings
 Command = Callable[..., None]
 
 
-def with_settings(*, without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
-    """Adds an option for each setting; the command gets those that were given as the dict `given`."""
+def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[Command], Command]:
+    """Adds an option for each setting; the command gets those that were given as the dict `given`.
+
+    `texts` are for options that mean something else to the command than to others.
+    """
 
     def decorate(command: Command) -> Command:
         names = [name for name in Settings.model_fields if name not in without]
@@ -31,7 +34,7 @@ def with_settings(*, without: tuple[str, ...] = ()) -> Callable[[Command], Comma
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
         file = inspect.Parameter("settings", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FILE)
-        extra = [_parameter(name, Settings.model_fields[name]) for name in names]
+        extra = [_parameter(name, Settings.model_fields[name], texts.get(name)) for name in names]
         wrapped.__signature__ = inspect.Signature([*own, file, *extra])  # type: ignore[attr-defined]
         wrapped.__annotations__ = {p.name: p.annotation for p in [*own, file, *extra]}
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
@@ -46,10 +49,10 @@ _FILE = Annotated[
 ]
 
 
-def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+def _parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Parameter:
     """The option of one setting. What it takes is checked by `Settings`, so that every way in gives one answer."""
     plain, choices = _plain(field.annotation)
-    help = (field.description or "").replace("\n", " ")
+    help = text or (field.description or "").replace("\n", " ")
     if choices:
         help += f" ({' | '.join(choices)})"
     if field.default not in (None, {}) and "[default" not in help:

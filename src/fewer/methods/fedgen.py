@@ -21,6 +21,7 @@ Departures:
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ from fewer.runtime import Parties, on_coordinator, on_party
 from fewer.runtime.streams import global_streams
 from fewer.wire import Coded, Number, Shaped
 
+_LOG = logging.getLogger("fewer")
 HEAD = "head."
 
 
@@ -98,6 +100,11 @@ class FedGen(FedAvg):
         (learned,) = parties.spread(
             self.generate, [{}], generator=state.generator, heads=heads, shares=shares, chances=chances
         )
+        if not learned["sound"]:
+            _LOG.warning(
+                f"{self.name}, round {parties.round}: its generator ran off to infinity and stays as it was "
+                "(smaller steps: --set generator_rate)"
+            )
         return Generating(model, learned["generator"], chances)
 
     @on_coordinator
@@ -128,7 +135,7 @@ class FedGen(FedAvg):
         )
         learned = weights_of(maker)
         sound = all(bool(tensor.isfinite().all()) for tensor in learned.values())
-        return {"generator": learned if sound else generator}
+        return {"generator": learned if sound else generator, "sound": sound}
 
     @on_party
     def learn(self, me: Party, model: Weights, generator: Weights, chances: Tensor) -> dict[str, Any]:

@@ -30,12 +30,14 @@ Departures, each a setting; `fedmk-paper` has all of these off:
 - `codec`: D̂ travels as uint8.
 - The coordinator takes many steps (`server_steps`) with `momentum`, at a size that falls (`decay`).
 
-One departure is in both: the paper moves D̂ by plain descent (after Eq 4), here it is Adam (`optimiser = sgd`: as
-there). Pixels then move by about α in each step, whatever the size of the gradient, which falls with the size of D̂.
+Two departures are in both. The paper moves D̂ by plain descent (after Eq 4), here it is Adam (`optimiser = sgd`: as
+there): pixels then move by about α in each step, whatever the size of the gradient, which falls with the size of D̂. And
+Eq 8 is the mean over all real samples, here over 256 drawn for each step (`outer_batch = null`: as there).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -58,6 +60,7 @@ from fewer.runtime import Each, Parties, Unable, on_coordinator, on_party
 from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Coded, Shaped
 
+_LOG = logging.getLogger("fewer")
 MOST = 1e3
 """The largest value that a pixel of D̂ may have, in what nets see."""
 Knowledge = dict[str, Tensor]
@@ -189,6 +192,11 @@ class FedMK(Method):
         (learned,) = parties.spread(
             self.learn, [{}], model=state.model, generator=state.generator, images=images, labels=labels
         )
+        if not learned["sound"]:
+            _LOG.warning(
+                f"{self.name}, round {parties.round}: training on D̂ ran off to infinity, the model stays as it was "
+                "(smaller steps: --set server_rate)"
+            )
         album = {**state.album, **_page(parties.round, knowledge, new)}
         return MKState(learned["model"], learned["generator"], state.blank, knowledge, album)
 
@@ -353,7 +361,7 @@ class FedMK(Method):
                 schedule.step()
         learned = {"model": weights_of(net), "generator": {} if make is None else weights_of(make)}
         finite = all(bool(tensor.isfinite().all()) for part in learned.values() for tensor in part.values())
-        return learned if finite else {"model": model, "generator": generator}
+        return {**(learned if finite else {"model": model, "generator": generator}), "sound": finite}
 
     def pseudo_loss(self, make: Generator, head: nn.Module, chances: Tensor, stream: torch.Generator) -> Tensor:
         """Loss of the head on generated features; they are constants, so the encoder gets no gradient from them."""
@@ -382,8 +390,8 @@ class FedMK(Method):
 class FedMKPaper(FedMK):
     """FedMK as the paper has it: no matching, no augmentation, one inner step on all of D̂, this round's D̂ only.
 
-    D̂ steps by Adam, where the paper has plain descent. What it does not say is our choice: 256 real samples a step,
-    how many steps there are, and how the coordinator trains.
+    But D̂ steps by Adam, where the paper has plain descent, on 256 real samples a step, where it has all. What it does
+    not say is our choice: how many steps there are, and how the coordinator trains.
     """
 
     name: ClassVar[str] = "fedmk-paper"

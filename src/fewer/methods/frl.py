@@ -91,11 +91,11 @@ class FewRounds(Method):
     batch: PositiveInt | None = 60
     """Samples in a step; none for all of the support at once, as in Algorithm 1."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
-    """Share of the loss by local prototypes beside that by global ones (γ)."""
+    """With GPAL: share of the loss by local prototypes beside that by global ones (γ)."""
     uploaded: Literal["before", "after"] = "before"
     """Whether prototypes are those before local training (Algorithm 1) or after it."""
     keep: PositiveInt | None = None
-    """One-shot FL: average so many models only, those that do best on samples that their parties held out."""
+    """One-shot FL: average at most so many models, those that do best on samples that their parties held out."""
     codec: Codec = "float32"
     """How models and prototypes are written on the wire."""
 
@@ -523,9 +523,13 @@ def settles_at(
     β L 2^(R+2) (V_d / |D| + V_p / K), for losses that are L-smooth, with gradients that vary by V_d over the samples
     of a party and by V_p over parties, and α of at most 1 / L.
     """
+    if min(batch, parties) < 1:
+        raise SettingError(f"batch = {batch}, parties = {parties} (allowed: 1 and more)")
     return meta_rate * smoothness * 2.0 ** (rounds + 2) * (sample_variance / batch + party_variance / parties)
 
 
 def bound(episodes: int, gap: float, meta_rate: float, error: float) -> float:
     """Eq 5: what the mean over T episodes of E‖∇F(φ)‖² is at most, with F(φ⁰) − F(φ*) = `gap` and ε = `error`."""
+    if episodes < 1 or meta_rate <= 0:
+        raise SettingError(f"episodes = {episodes}, meta_rate = {meta_rate:g} (allowed: 1 and more, above 0)")
     return 4 * gap / (meta_rate * episodes) + error

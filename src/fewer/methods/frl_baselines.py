@@ -124,7 +124,10 @@ class PersonalStart(FineTuning):
 
 
 class LastingHead(FRL):
-    """FRL with one linear head for all training classes that is prepared too, not drawn anew for each episode."""
+    """FRL with one linear head for all training classes that is prepared too, not drawn anew for each episode.
+
+    The loss of an episode is over the classes that its parties hold, as with a head that is drawn.
+    """
 
     name: ClassVar[str] = "frl-lasting"
     lasting: ClassVar[bool] = True
