@@ -492,6 +492,8 @@ def _print_table(table: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from fewer.runs.statistics import amount
+
     best = max(row.accuracy for row in table.rows)
     shown = Table(title=f"{table.settings['data']}, {table.parties} parties", title_justify="left")
     shown.add_column("method")
@@ -502,8 +504,8 @@ def _print_table(table: Comparison) -> None:
             f"{100 * row.accuracy:.2f}" + ("" if row.ci95 is None else f" ± {100 * row.ci95:.2f}"),
             f"{100 * row.everywhere:.2f}",
             str(row.rounds),
-            f"{row.mb_up:.3g}",
-            f"{row.mb_down:.3g}",
+            amount(row.mb_up),
+            amount(row.mb_down),
             f"{row.seconds:.1f}",
         ]
         shown.add_row(row.method, *cells, style="bold" if row.accuracy == best else "")

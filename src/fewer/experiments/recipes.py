@@ -26,7 +26,7 @@ from fewer.experiments.tune import TRIALS, by_party, pooled
 from fewer.methods import find
 from fewer.runs.directory import RunDirectory
 from fewer.runs.job import check, setting_error
-from fewer.runs.statistics import half_width
+from fewer.runs.statistics import amount, half_width
 
 _MEASURES = {"samples": pooled, "parties": by_party}
 RECIPE = "recipe.json"
@@ -318,7 +318,7 @@ def _costs(plan: Recipe, cells: list[Cell]) -> list[str]:
     lines = ["", f"To reach the best accuracy of *{plan.target}* (mean over seeds, in the rounds evaluated):", ""]
     lines += ["| method | column | target | rounds | MB, up and down | GFLOP of parties |", "|---|---|---|---|---|---|"]
     for cell, reached in told:
-        figures = [reached.round, reached.mb and f"{reached.mb:.3g}", reached.gflop and f"{reached.gflop:.3g}"]
+        figures = [reached.round, reached.mb and amount(reached.mb), reached.gflop and amount(reached.gflop)]
         shown = " | ".join("never" if reached.round is None else "–" if f is None else str(f) for f in figures)
         lines.append(f"| {cell.row} | {cell.column} | {100 * reached.target:.2f} | {shown} |")
     return lines
@@ -332,7 +332,8 @@ def _duels(plan: Recipe, cells: list[Cell]) -> list[str]:
     lines = [
         "",
         f"How far a row is ahead, in points: mean and 95 % CI of the differences over all {units} that both were "
-        f"judged on. Within a seed {units} share one trained model; in brackets, the CI over the seeds' means:",
+        f"judged on. Within a seed {units} share one trained model"
+        + ("; in brackets, the CI over the seeds' means:" if len(cells[0].ours.seeds) > 1 else ":"),
         "",
         "| method | column | " + " | ".join(f"ahead of {rival}" for rival in plan.rivals) + " |",
         "|---|---|" + "---|" * len(plan.rivals),
@@ -396,7 +397,7 @@ def _mean(values: list[float]) -> str:
 
 
 def _traffic(cells: list[Cell]) -> str:
-    return " | ".join(f"{sum(getattr(c.ours, way) for c in cells) / len(cells):.3g}" for way in ("mb_up", "mb_down"))
+    return " | ".join(amount(sum(getattr(c.ours, way) for c in cells) / len(cells)) for way in ("mb_up", "mb_down"))
 
 
 def _chosen(cell: Cell) -> str:

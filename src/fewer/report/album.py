@@ -36,6 +36,7 @@ from fewer.report.pictures import (
 from fewer.report.reading import Group, Run, differing
 from fewer.report.style import COLOURS, Look, look, looks
 from fewer.report.verdict import paired
+from fewer.runs.statistics import amount
 
 if TYPE_CHECKING:
     from fewer.data import Data
@@ -193,7 +194,9 @@ def _traffic(groups: Sequence[Group]) -> Iterator[Picture]:
     if figure := traffic_picture(traffic):
         rows = [(label, way, kind, size) for label, each in traffic.items() for (way, kind), size in each.items()]
         sums = ", ".join(
-            f"{group.label} {up:.3g} MB up and {down:.3g} MB down" for group in groups for up, down in [group.megabytes]
+            f"{group.label} {amount(up)} MB up and {amount(down)} MB down"
+            for group in groups
+            for up, down in [group.megabytes]
         )
         yield Picture(
             "traffic",

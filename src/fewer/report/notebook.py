@@ -14,6 +14,7 @@ from fewer.report.charts import TITLES, curve_picture, party_picture
 from fewer.report.figures import Histories, History, Interval, percent
 from fewer.report.html import Picture, embedded, table
 from fewer.runs.result import Result
+from fewer.runs.statistics import amount
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,7 +75,7 @@ class RunView(View):
     def table(self) -> str:
         """The last figures."""
         last = next(line for line in reversed(self.result.history) if "accuracy" in line)
-        cells = [f"{100 * last['accuracy']:.2f}", f"{last['up'] / 1e6:.3g}", f"{last['down'] / 1e6:.3g}"]
+        cells = [f"{100 * last['accuracy']:.2f}", amount(last["up"] / 1e6), amount(last["down"] / 1e6)]
         heads = ["method", "accuracy %", "MB up", "MB down", "seconds"]
         return table(heads, [[self.result.method.name, *cells, f"{last['seconds']:.1f}"]])
 
@@ -102,8 +103,8 @@ class ComparisonView(View):
                 percent(Interval(row.accuracy, row.ci95)),
                 f"{100 * row.everywhere:.2f}",
                 str(row.rounds),
-                f"{row.mb_up:.3g}",
-                f"{row.mb_down:.3g}",
+                amount(row.mb_up),
+                amount(row.mb_down),
                 f"{row.seconds:.1f}",
             ]
             for row in self.comparison.rows

@@ -17,6 +17,7 @@ from fewer.report.files import write_files
 from fewer.report.html import details, document, figure_of, note_of, table
 from fewer.report.reading import Group, Run, differing, gather
 from fewer.report.verdict import verdict, winner
+from fewer.runs.statistics import amount
 
 PAGE = "report.html"
 OWN = "each test sample judged by the model of the party that it belongs to"
@@ -49,7 +50,7 @@ def _page(groups: Sequence[Group], sections: Mapping[str, Sequence[str]], notes:
         *(f"{group.label} with seed {run.seed} {run.unfinished}." for group, run in runs if run.unfinished),
         *(
             f"{group.label} with seed {run.seed} ran between machines: of its messages, those of measuring among them, "
-            f"Flower made {run.packed[0]:.3g} MB up and {run.packed[1]:.3g} MB down."
+            f"Flower made {amount(run.packed[0])} MB up and {amount(run.packed[1])} MB down."
             for group, run in runs
             if run.packed
         ),
@@ -93,7 +94,7 @@ def _results(groups: Sequence[Group]) -> str:
             percent(group.accuracy),
             percent(group.everywhere and Interval(group.everywhere.mean, None)),
             group.rounds,
-            *(_amount(each) for each in group.megabytes),
+            *(amount(each) for each in group.megabytes),
             f"{group.mean('seconds'):,.1f}",
             ", ".join(str(run.seed) for run in group.runs),
         ]
@@ -112,10 +113,6 @@ def _results(groups: Sequence[Group]) -> str:
         + ". everywhere: each party’s model judged on all parties’ test samples. MB and seconds: "
         + ("mean over seeds.</p>" if several else "in all.</p>")
     )
-
-
-def _amount(megabytes: float) -> str:
-    return f"{megabytes:,.0f}" if megabytes >= 1000 else f"{megabytes:.3g}"
 
 
 def _paper(groups: Sequence[Group]) -> Iterator[str]:
@@ -140,7 +137,7 @@ def _paper(groups: Sequence[Group]) -> Iterator[str]:
 def _traffic(groups: Sequence[Group]) -> str:
     """All kinds, also those too small for a name in the picture."""
     rows = [
-        [group.label, way, kind, _amount(size / 1e6)]
+        [group.label, way, kind, amount(size / 1e6)]
         for group in groups
         for (way, kind), size in sorted(group.traffic.items(), key=lambda item: -item[1])
     ]

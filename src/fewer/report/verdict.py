@@ -8,6 +8,7 @@ from fewer.experiments.targets import best, reach
 from fewer.methods.newparties import worst_tenth
 from fewer.report.figures import Interval, by_party, curve, interval
 from fewer.report.reading import Group, Run
+from fewer.runs.statistics import amount
 
 NAMED = 3
 """At most so many that cannot be told from the first are named."""
@@ -223,4 +224,4 @@ def _text(value: Interval) -> str:
 
 
 def _megabytes(count: float) -> str:
-    return f"{count:,.0f} MB" if count >= 1000 else f"{count:.3g} MB"
+    return f"{amount(count)} MB"

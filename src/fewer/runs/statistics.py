@@ -1,4 +1,4 @@
-"""How sure a mean over seeds is."""
+"""How sure a mean over seeds is, and how figures are written."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def half_width(values: Sequence[float]) -> float | None:
     from scipy.special import stdtrit
 
     return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def amount(value: float) -> str:
+    """Three figures, or all of a large number's."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
