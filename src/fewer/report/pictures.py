@@ -158,29 +158,30 @@ def made_picture(
 
 def cloud_picture(title: str, clouds: Mapping[str, Cloud]) -> Figure:
     """Clouds side by side: a colour for each class, diamonds for own samples, stars for prototypes."""
-    figure, panels = charts(title, list(clouds), (3.6, 3.4))
-    for axes, cloud in zip(panels, clouds.values(), strict=True):
-        for number, label in enumerate(np.unique(cloud.star_labels)):
-            colour = COLOURS[number % len(COLOURS)]
-            for own, marker, size in ((False, "o", 9), (True, "D", 20)):
-                here = cloud.points[(cloud.labels == label) & (cloud.own == own)]
-                edge = INK if own else "none"
+    with style():
+        figure, panels = charts(title, list(clouds), (3.6, 3.4))
+        for axes, cloud in zip(panels, clouds.values(), strict=True):
+            for number, label in enumerate(np.unique(cloud.star_labels)):
+                colour = COLOURS[number % len(COLOURS)]
+                for own, marker, size in ((False, "o", 9), (True, "D", 20)):
+                    here = cloud.points[(cloud.labels == label) & (cloud.own == own)]
+                    edge = INK if own else "none"
+                    axes.scatter(
+                        here[:, 0],
+                        here[:, 1],
+                        s=size,
+                        marker=marker,
+                        color=colour,
+                        edgecolors=edge,
+                        linewidths=0.6,
+                        alpha=0.8,
+                    )
+                star = cloud.stars[cloud.star_labels == label]
                 axes.scatter(
-                    here[:, 0],
-                    here[:, 1],
-                    s=size,
-                    marker=marker,
-                    color=colour,
-                    edgecolors=edge,
-                    linewidths=0.6,
-                    alpha=0.8,
+                    star[:, 0], star[:, 1], s=190, marker="*", color=colour, edgecolors=INK, linewidths=0.9, zorder=3
                 )
-            star = cloud.stars[cloud.star_labels == label]
-            axes.scatter(
-                star[:, 0], star[:, 1], s=190, marker="*", color=colour, edgecolors=INK, linewidths=0.9, zorder=3
-            )
-        axes.set(xticks=[], yticks=[])
-        bare(axes)
+            axes.set(xticks=[], yticks=[])
+            bare(axes)
     return figure
 
 
