@@ -11,7 +11,7 @@ from fewer.data import Data
 from fewer.errors import RunError
 from fewer.experiments.tune import Point, search, tune
 from fewer.runs.job import check, job_from
-from fewer.runs.statistics import half_width
+from fewer.runs.statistics import amount, half_width
 
 
 def peak(at: Point, seen: list[Point]) -> Callable[[Point], float]:
@@ -61,6 +61,17 @@ def test_half_width_by_hand() -> None:
     assert half_width([0.5]) is None
     # mean 2, standard deviation 1, t(2 degrees, 97.5 %) = 4.30265
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
+
+
+def test_amounts_have_three_figures_and_no_powers() -> None:
+    assert [amount(value) for value in (0, 2.756, 10.64, 999.4, 999.7, 1293.28)] == [
+        "0",
+        "2.76",
+        "10.6",
+        "999",
+        "1,000",
+        "1,293",
+    ]
 
 
 def test_search_ends_even_if_nothing_is_left_to_try() -> None:

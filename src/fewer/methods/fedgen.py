@@ -34,7 +34,7 @@ from fewer.learning import sgd, weighted_mean
 from fewer.learning.generator import generator_for, train_generator
 from fewer.methods.base import MAX_SIZE, Coordinator, ModelState, Party
 from fewer.methods.fedavg import FedAvg
-from fewer.models import Task, Weights, load_weights, parts_of, weights_of
+from fewer.models import Task, Weights, finite, load_weights, parts_of, weights_of
 from fewer.runtime import Parties, on_coordinator, on_party
 from fewer.runtime.streams import global_streams
 from fewer.wire import Coded, Number, Shaped
@@ -134,7 +134,7 @@ class FedGen(FedAvg):
             batch=self.generator_batch,
         )
         learned = weights_of(maker)
-        sound = all(bool(tensor.isfinite().all()) for tensor in learned.values())
+        sound = finite(learned)
         return {"generator": learned if sound else generator, "sound": sound}
 
     @on_party

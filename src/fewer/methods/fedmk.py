@@ -55,7 +55,7 @@ from fewer.learning.augment import draw_moves, move
 from fewer.learning.generator import Generator, generator_for, train_generator
 from fewer.learning.match import match
 from fewer.methods.base import Coordinator, Method, Party, Sheet
-from fewer.models import Task, Weights, parts_of, weights_of
+from fewer.models import Task, Weights, finite, parts_of, weights_of
 from fewer.runtime import Each, Parties, Unable, on_coordinator, on_party
 from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Coded, Shaped
@@ -360,8 +360,8 @@ class FedMK(Method):
             if schedule:
                 schedule.step()
         learned = {"model": weights_of(net), "generator": {} if make is None else weights_of(make)}
-        finite = all(bool(tensor.isfinite().all()) for part in learned.values() for tensor in part.values())
-        return {**(learned if finite else {"model": model, "generator": generator}), "sound": finite}
+        sound = all(map(finite, learned.values()))
+        return {**(learned if sound else {"model": model, "generator": generator}), "sound": sound}
 
     def pseudo_loss(self, make: Generator, head: nn.Module, chances: Tensor, stream: torch.Generator) -> Tensor:
         """Loss of the head on generated features; they are constants, so the encoder gets no gradient from them."""

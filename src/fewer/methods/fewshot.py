@@ -27,7 +27,7 @@ from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.learning import weighted_mean
 from fewer.learning.adam import adam
 from fewer.methods.base import Method, Party, Scores
-from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
+from fewer.models import Split, Task, Weights, finite, load_weights, parts_of, weights_of
 from fewer.models.split import feature_width
 from fewer.runtime import Parties, Unable, on_party, stream
 from fewer.wire import Codec, Coded, Shaped
@@ -161,7 +161,7 @@ class FewShot(Method):
 
     def put(self, me: Party, own: Any, weights: Weights) -> None:
         """What the party has of its own now; Unable, and nothing is put, where these weights of it are broken."""
-        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+        if not finite(weights):
             raise Unable(f"its training diverged (rate {self.rate:g})")
         me.store.put("own", own)
 

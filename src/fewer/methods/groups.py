@@ -27,7 +27,7 @@ from fewer.data.partition import WAYS, Division
 from fewer.errors import SettingError
 from fewer.learning import Counts, score
 from fewer.methods.base import CHUNK, Coordinator, Method, Scores
-from fewer.models import Weights
+from fewer.models import Weights, finite
 from fewer.runtime import Parties, on_coordinator, seed_of, stream
 
 _LOG = logging.getLogger("fewer")
@@ -120,7 +120,7 @@ class OnGroups(Method):
         """All rounds of one group, and right answers on its queries."""
         group = self.draw_group(here.common, never.tolist(), wanted, here.seed, number)
         net = self.group_model(here, model, group.supports, number)
-        sound = all(bool(tensor.isfinite().all()) for tensor in net.state_dict().values())
+        sound = finite(net.state_dict())
         found = score(net, group.queries.chunks(CHUNK))
         return {**(found if sound else found._replace(correct=0))._asdict(), "sound": sound}
 

@@ -49,7 +49,7 @@ from fewer.learning import Counts
 from fewer.methods.base import Method, Party, PersonalMethod, Scores
 from fewer.methods.federation import BEGIN, Federation, Group, Single, Teacher, Work, seated, with_net
 from fewer.methods.registry import find
-from fewer.models import Task, Weights, is_norm, parts_of
+from fewer.models import Task, Weights, finite, is_norm, parts_of
 from fewer.runtime import Parties, Unable, on_party, on_ring
 from fewer.wire import Codec, Coded, Number, Refused
 
@@ -214,7 +214,7 @@ class MetaFed(PersonalMethod):
         Unable where it is broken: by the rate, or by the model that came. The ring finds out which.
         """
         count = here.judge(model, self.net(me))
-        if count.loss > ABSURD * count.total or not all(bool(tensor.isfinite().all()) for tensor in model.values()):
+        if count.loss > ABSURD * count.total or not finite(model):
             raise Unable(f"its training diverged (rate {self.rate:g})")
         better = (count.correct, -count.loss) >= (own["correct"], -own["loss"])
         best = {"best": model, "correct": count.correct, "loss": count.loss} if better else {}

@@ -4,7 +4,7 @@ from fewer.models.images import SmallCNN
 from fewer.models.nets import NETS, find_net, maker
 from fewer.models.split import Split, parts_of
 from fewer.models.task import Task
-from fewer.models.weights import Weights, is_norm, load_weights, weights_of
+from fewer.models.weights import Weights, finite, is_norm, load_weights, weights_of
 
 __all__ = [
     "NETS",
@@ -13,6 +13,7 @@ __all__ = [
     "Task",
     "Weights",
     "find_net",
+    "finite",
     "is_norm",
     "load_weights",
     "maker",

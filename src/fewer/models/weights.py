@@ -19,6 +19,11 @@ def weights_of(net: nn.Module) -> Weights:
     return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
+def finite(weights: Mapping[str, Tensor]) -> bool:
+    """Whether no weight ran off to infinity, or is no number."""
+    return all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy weights into a net; Refused where names or shapes are not the net's own."""
     own = net.state_dict()

@@ -18,4 +18,4 @@ def half_width(values: Sequence[float]) -> float | None:
 
 def amount(value: float) -> str:
     """Three figures, or all of a large number's."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
