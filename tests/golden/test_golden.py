@@ -1,0 +1,149 @@
+"""Golden runs: every method, two rounds on embedded data, bit for bit as they were recorded.
+
+A change of names or of structure must not move a number. A change that moves one on purpose records the file again in
+the same commit, and says why: `python -m tests.golden.test_golden`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fewer
+from fewer.methods import names
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+FEW_SHOT: dict[str, Any] = {
+    "data_set": {"split": "4/3/3"},
+    "partition": "iid",
+    "set": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
+}
+GROUPS: dict[str, Any] = {"rounds": 4, "set": {"way": 2, "members": 2, "groups": 2, "samples": 20}}
+NEW_CLIENTS: dict[str, Any] = {"parties": 8, "active": 3}
+CONDENSE = {"per_class": 2, "least": 5, "matching": 5, "outer_steps": 2, "refine_from": 1, "server_steps": 10}
+FAULTS = {"drop": 0.15, "slow": 0.15, "corrupt": 0.15, "seed": 3, "parties": 8, "active": 8}
+
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("local", "fedavg", "fedavg-moved", "fedprox", "feddistill", "feddistill-logits")},
+    **{name: {} for name in ("fedensemble", "fedgen")},
+    "fedbn": {"norm": "batch"},
+    "fedmk": {"set": CONDENSE},
+    "fedmk-paper": {"set": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
+    **dict.fromkeys(("fedmeta", "fedavg-meta", "reptile", "per-fedavg", "alone"), NEW_CLIENTS),
+    "frl": GROUPS,
+    "frl-lasting": GROUPS,
+    "frl-scratch": GROUPS,
+    "frl-fine-tuning": GROUPS,
+    "frl-per-fedavg": GROUPS,
+    "frl-warm": {**GROUPS, "rounds": 8, "set": {**GROUPS["set"], "warm": 4}},
+    "frl-deploy": {},
+    "metafed": {"validation": 0.2},
+    **dict.fromkeys(("f2l", "fl-maml", "fl-proto", "fedfsl", "local-maml", "local-proto"), FEW_SHOT),
+    # Other branches of a method, dropout (the global generators) and injected faults.
+    "fedavg, codec uint8": {"set": {"codec": "uint8"}},
+    "fedavg, faults": FAULTS,
+    "fedavg, text": {
+        "data": "shakespeare-mini",
+        "partition": "natural",
+        "model": "char-lstm",
+        "parties": 3,
+        "rounds": 1,
+        "fraction": 0.1,
+        "set": {"steps": 2},
+    },
+    "fedbn, faults": FAULTS,
+    "fedmk, shared": {"set": {**CONDENSE, "begin": "shared", "weights": "class", "restart": 2}},
+    "fedmk, faults": {**FAULTS, "set": CONDENSE},
+    "fedmeta, fomaml": {**NEW_CLIENTS, "set": {"algorithm": "fomaml", "steps": 2, "batch": 8}},
+    "fedmeta, meta-sgd with local steps": {
+        **NEW_CLIENTS,
+        "set": {"algorithm": "meta-sgd", "local_steps": 2, "clip": 1.0},
+    },
+    "frl, linear": {**GROUPS, "set": {**GROUPS["set"], "head": "linear"}},
+    "frl, distance": {**GROUPS, "set": {**GROUPS["set"], "head": "distance", "optimiser": "sgd"}},
+    "metafed, distil": {"validation": 0.2, "set": {"enough": 0.0, "poor": 0.1}},
+    "metafed, federations": {"validation": 0.2, "parties": 6, "set": {"federations": 3, "nets": "cnn,mlp"}},
+    "metafed, faults": {**FAULTS, "validation": 0.2},
+    "f2l, five losses": {**FEW_SHOT, "set": {**FEW_SHOT["set"], "mi": "across", "learn_from": "task"}},
+}
+"""Settings by case; a case is a method's name, and after a comma what is special about it."""
+
+
+def hash_tensors(tree: Any) -> str:
+    """One hash of all tensors and numbers in a tree. Names of dataclass fields do not enter it."""
+    digest = hashlib.sha256()
+    for part in _leaves(tree):
+        digest.update(part)
+    return digest.hexdigest()[:16]
+
+
+def _leaves(tree: Any) -> Iterator[bytes]:
+    if isinstance(tree, torch.Tensor):
+        yield f"{tree.dtype} {tuple(tree.shape)} ".encode() + tree.detach().cpu().contiguous().numpy().tobytes()
+    elif isinstance(tree, dict):
+        for key in tree:
+            yield from (str(key).encode(), *_leaves(tree[key]))
+    elif isinstance(tree, list | tuple):
+        for part in tree:
+            yield from _leaves(part)
+    elif hasattr(tree, "__dict__"):
+        yield from _leaves(list(vars(tree).values()))
+    else:
+        yield repr(tree).encode()
+
+
+def record(case: str, runtime: str, folder: Path) -> dict[str, Any]:
+    """Run a case and describe what it gave, without any name that the code is free to change."""
+    method = case.partition(",")[0]
+    settings: dict[str, Any] = {"data": "digits", "model": "cnn", "parties": 4, "rounds": 2, **CASES[case]}
+    if method == "frl-deploy":
+        fewer.run("frl-scratch", out=folder / "prepared", **{**settings, **GROUPS})
+        settings["set"] = {"prepared": str(folder / "prepared")}
+    result = fewer.run(method, out=folder / runtime, runtime=runtime, **settings)
+    lines = (folder / runtime / "events.jsonl").read_text().splitlines()
+    absent = [event for event in map(json.loads, lines) if event["event"] == "absent"]
+    clients = range(len(result.data)) if method in PERSONAL else ()
+    return {
+        "weights": hash_tensors(result.state),
+        "personal": [hash_tensors(dict(result.personal(client).state_dict())) for client in clients],
+        "history": [[line.get("accuracy"), line.get("loss"), line["absent"]] for line in result.history],
+        "absences": [[event["round"], event["party"], event["why"]] for event in absent],
+    }
+
+
+PERSONAL = ("local", "fedbn", "metafed")
+"""Methods whose clients keep models of their own."""
+
+
+@pytest.mark.parametrize("runtime", ["inline", "pool"])
+@pytest.mark.parametrize("case", CASES)
+def test_golden(case: str, runtime: str, tmp_path: Path) -> None:
+    expected = json.loads(GOLDEN.read_text())[case]
+    assert record(case, runtime, tmp_path) == expected
+
+
+def test_every_method_has_a_golden_run() -> None:
+    assert {case.partition(",")[0] for case in CASES} == set(names())
+    assert json.loads(GOLDEN.read_text()).keys() == CASES.keys()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    begun = time.monotonic()
+    chosen = sys.argv[1:] or list(CASES)
+    found = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    for name in chosen:
+        with tempfile.TemporaryDirectory() as directory:
+            found[name] = record(name, "inline", Path(directory))
+        print(f"{time.monotonic() - begun:.0f} s", name, found[name]["history"], len(found[name]["absences"]))
+    GOLDEN.write_text(json.dumps({name: found[name] for name in CASES if name in found}, indent=1) + "\n")
