@@ -34,9 +34,9 @@ class Drawn(fewer.FedAvg):
 
 def federation(directory: str | None = None) -> ArrayData:
     """The data of `work` as Fewer holds it."""
-    x, y, test_x, test_y, client = work.arrays(directory)
+    x, y, test_x, test_y, client_ids = work.arrays(directory)
     normal = (work.MEAN, work.DEVIATION)
-    return fewer.data.from_arrays(x, y, test=(test_x, test_y), client=client, normal=normal, name="work")
+    return fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids, normal=normal, name="work")
 
 
 class Population(Data):

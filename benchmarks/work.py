@@ -52,7 +52,7 @@ class Arrays(NamedTuple):
     y: Array
     test_x: Array
     test_y: Array
-    client: Array
+    client_ids: Array
 
 
 def arrays(directory: str | None = None) -> Arrays:
@@ -93,7 +93,7 @@ def bare(given: Arrays) -> Iterator[float]:
     """The plain torch loop: the accuracy after each round, for ever."""
     x, test_x = _floats(given.x), _floats(given.test_x)
     y, test_y = (torch.from_numpy(labels.astype(np.int64)) for labels in (given.y, given.test_y))
-    own = [torch.from_numpy(np.flatnonzero(given.client == party)) for party in range(PARTIES)]
+    own = [torch.from_numpy(np.flatnonzero(given.client_ids == party)) for party in range(PARTIES)]
     data = [(x[rows], y[rows]) for rows in own]
     del x, y
     model, local = net(), net()

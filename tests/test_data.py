@@ -287,8 +287,8 @@ def test_a_fifth_is_for_testing(validation: float) -> None:
 
 def test_client_says_whose_a_sample_is() -> None:
     x, y = arrays(30)
-    client = np.array([f"client {row % 3}" for row in range(30)])
-    data = from_arrays(x, y, client=client, partition="natural")
+    client_ids = np.array([f"client {row % 3}" for row in range(30)])
+    data = from_arrays(x, y, client_ids=client_ids, partition="natural")
     assert len(data) == 3
     for number in range(3):
         mine = data.party(number)
@@ -298,7 +298,7 @@ def test_client_says_whose_a_sample_is() -> None:
 
 def test_client_with_a_test_set_of_its_own() -> None:
     x, y = arrays(30)
-    data = from_arrays(x, y, client=np.arange(30) % 3, test=(x[:9] + 1000, y[:9]))
+    data = from_arrays(x, y, client_ids=np.arange(30) % 3, test=(x[:9] + 1000, y[:9]))
     assert [len(data.party(number).train) for number in range(3)] == [10, 10, 10]
     assert sum(len(data.party(number).test) for number in range(3)) == 9
     assert own_rows(data.test) == set(range(500, 509))
@@ -334,7 +334,7 @@ def test_fraction_keeps_only_so_much() -> None:
     assert data.size(0) + data.size(1) == 100 and len(data.test) == 200
     half = own_rows(data.party(0).train) | own_rows(data.party(1).train)
     assert len(half) == 100 and half != set(range(100))
-    data = from_arrays(x, y, client=np.arange(200) % 2, fraction=0.5, test=(x, y))
+    data = from_arrays(x, y, client_ids=np.arange(200) % 2, fraction=0.5, test=(x, y))
     assert data.size(0) + data.size(1) == 100
     for number in range(2):
         assert {row % 2 for row in own_rows(data.party(number).train)} == {number}
@@ -375,7 +375,7 @@ BAD = [
     ({"y": np.array([None] * 30)}, "labels that are not class numbers"),
     ({"y": np.array([0, 2**40] * 15)}, "has a label of 1099511627776"),
     ({"y": np.zeros((30, 2), int)}, r"labels of shape \(30, 2\)"),
-    ({"client": [0] * 29}, r"\(client\)' has 30 inputs and 29"),
+    ({"client_ids": [0] * 29}, r"\(client\)' has 30 inputs and 29"),
     ({"test": (np.zeros((3, 2)), [0, 1])}, r"\(test\)' has 3 inputs and 2 labels"),
     ({"test": (np.full((1, 2), np.nan), [0])}, r"\(test\)' has NaN"),
     ({"test": (np.zeros((1, 3)), [0])}, r"training inputs of float32 \(2,\), but test inputs of float32 \(3,\)"),
@@ -399,7 +399,7 @@ def test_arrays_that_nothing_can_be_learned_from(change: dict[str, Any], message
         ({"fraction": 0.0}, "fraction = 0"),
         ({"fraction": 1.1}, "fraction = 1.1"),
         ({"fraction": 0.001}, "leaves none of 160 samples"),
-        ({"fraction": 0.001, "client": np.zeros(200)}, "leaves none of 160 samples"),
+        ({"fraction": 0.001, "client_ids": np.zeros(200)}, "leaves none of 160 samples"),
         ({"validation": 1.5}, "cannot be held out"),
         ({"partition": "idd"}, "unknown partition 'idd', did you mean 'iid'"),
         ({"alpha": -1.0}, "alpha = -1"),

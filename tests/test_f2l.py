@@ -114,19 +114,19 @@ def tensors(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("across", [False, True])
 def test_mutual_information_is_the_paper_s_double_sum(across: bool) -> None:
     y = [0, 1, 2, 0, 1, 2, 2]  # classes of different size
-    server, client, sure = tensors(7, 5), tensors(7, 5, seed=1), tensors(7, 3, seed=2).softmax(1)
-    found = mutual_information(server, client, sure, torch.tensor(y), across)
-    assert float(found) == pytest.approx(literal_mutual_information(server, client, sure, y, across), rel=1e-10)
+    server_model, client_model, sure = tensors(7, 5), tensors(7, 5, seed=1), tensors(7, 3, seed=2).softmax(1)
+    found = mutual_information(server_model, client_model, sure, torch.tensor(y), across)
+    assert float(found) == pytest.approx(literal_mutual_information(server_model, client_model, sure, y, across), rel=1e-10)
 
 
 def test_one_sample_of_a_class_has_no_mutual_information_within_it_but_has_across() -> None:
-    server = tensors(4, 5).requires_grad_()
-    client, sure, y = tensors(4, 5, seed=1), tensors(4, 4, seed=2).softmax(1), torch.arange(4)
-    within = mutual_information(server, client, sure, y)
+    server_model = tensors(4, 5).requires_grad_()
+    client_model, sure, y = tensors(4, 5, seed=1), tensors(4, 4, seed=2).softmax(1), torch.arange(4)
+    within = mutual_information(server_model, client_model, sure, y)
     assert float(within) == pytest.approx(0, abs=1e-12)
-    assert float(torch.autograd.grad(within, server)[0].abs().max()) < 1e-12
-    across = mutual_information(server, client, sure, y, across=True)
-    assert float(torch.autograd.grad(across, server)[0].abs().max()) > 1e-3
+    assert float(torch.autograd.grad(within, server_model)[0].abs().max()) < 1e-12
+    across = mutual_information(server_model, client_model, sure, y, across=True)
+    assert float(torch.autograd.grad(across, server_model)[0].abs().max()) > 1e-3
     (note,) = F2L(shot=1).notes()
     assert "mi = across" in note
     for fine in ({"mi": "across"}, {"shot": 5}, {"mi_weight": 0}, {"learn_from": "task"}):
@@ -134,14 +134,14 @@ def test_one_sample_of_a_class_has_no_mutual_information_within_it_but_has_acros
 
 
 def test_distillation_is_the_paper_s_double_sum() -> None:
-    client, server, y = tensors(6, 4), tensors(6, 4, seed=1), [0, 3, 1, 2, 2, 0]
-    found = distillation(client, server, torch.tensor(y))
-    assert float(found) == pytest.approx(literal_distillation(client, server, y), rel=1e-10)
+    client_model, server_model, y = tensors(6, 4), tensors(6, 4, seed=1), [0, 3, 1, 2, 2, 0]
+    found = distillation(client_model, server_model, torch.tensor(y))
+    assert float(found) == pytest.approx(literal_distillation(client_model, server_model, y), rel=1e-10)
 
 
 def test_a_server_that_is_far_off_does_not_break_distillation() -> None:
-    server = torch.tensor([[500.0, -500.0], [-500.0, 500.0]])
-    assert torch.isfinite(distillation(torch.zeros(2, 2), server, torch.tensor([1, 1])))
+    server_model = torch.tensor([[500.0, -500.0], [-500.0, 500.0]])
+    assert torch.isfinite(distillation(torch.zeros(2, 2), server_model, torch.tensor([1, 1])))
 
 
 # --- the client model -------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_attention_is_that_of_torch() -> None:
 
 
 def client_case() -> tuple[Split, Weights, list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor], Any]:
-    client = Split(set_encoder(6, heads=2), FEATURES, 3).double()
+    client_model = Split(set_encoder(6, heads=2), FEATURES, 3).double()
     support, queries = tensors(6, FEATURES), tensors(6, FEATURES, seed=1)
     y, teacher = torch.tensor([0, 0, 1, 1, 2, 2]), tensors(6, 3, seed=3)
 
@@ -211,20 +211,20 @@ def client_case() -> tuple[Split, Weights, list[tuple[Tensor, Tensor]], tuple[Te
         mine = scores[6:]
         return 0.3 * F.cross_entropy(mine, labels) + 0.7 * distillation(mine, teacher, labels)
 
-    return client, learnable(client), [(support, y)], (torch.cat([support, queries]), y), loss
+    return client_model, learnable(client_model), [(support, y)], (torch.cat([support, queries]), y), loss
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_meta_gradient_of_the_client_model_agrees_with_finite_differences(exact: bool) -> None:
-    client, psi, support, query, loss = client_case()
-    found = meta_gradient(client, psi, support, query, 0.3, exact, loss)
+    client_model, psi, support, query, loss = client_case()
+    found = meta_gradient(client_model, psi, support, query, 0.3, exact, loss)
 
     def after(psi: Weights) -> float:
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in psi.items()}
-        inner = F.cross_entropy(functional_call(client, leaves, (support[0][0],)), support[0][1])
+        inner = F.cross_entropy(functional_call(client_model, leaves, (support[0][0],)), support[0][1])
         slopes = torch.autograd.grad(inner, list(leaves.values()))
         tuned = {name: leaf - 0.3 * slope for (name, leaf), slope in zip(leaves.items(), slopes, strict=True)}
-        return float(loss(functional_call(client, tuned, (query[0],)), query[1]))
+        return float(loss(functional_call(client_model, tuned, (query[0],)), query[1]))
 
     way = {name: torch.randn_like(tensor) for name, tensor in psi.items()}
     small = 1e-6
@@ -265,7 +265,7 @@ def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
     torch.manual_seed(4)
     pair.own["weights"] = {n: t + 0.1 * torch.randn_like(t) for n, t in pair.own["weights"].items()}
     task = one_task(data)
-    phi = {name: tensor.clone().requires_grad_() for name, tensor in pair.server.named_parameters()}
+    phi = {name: tensor.clone().requires_grad_() for name, tensor in pair.server_model.named_parameters()}
     psi = {name: tensor.clone().requires_grad_() for name, tensor in pair.own["weights"].items()}
 
     def encoded(x: Tensor) -> Tensor:
@@ -276,24 +276,24 @@ def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
     teacher = F.linear(queries, phi["head.weight"], phi["head.bias"])[:, task.classes].detach()
     tuned = psi
     for _ in range(2):
-        inner = F.cross_entropy(functional_call(pair.client, tuned, (support.detach(),)), task.support_y)
+        inner = F.cross_entropy(functional_call(pair.client_model, tuned, (support.detach(),)), task.support_y)
         slopes = torch.autograd.grad(inner, list(tuned.values()), create_graph=True)
         if order == "first":
             slopes = tuple(slope.detach() for slope in slopes)
         tuned = {name: tuned[name] - 0.2 * slope for name, slope in zip(tuned, slopes, strict=True)}
     both = torch.cat([support.detach(), queries.detach()])
-    scores = functional_call(pair.client, tuned, (both,))[WAY * SHOT :]
+    scores = functional_call(pair.client_model, tuned, (both,))[WAY * SHOT :]
     client_loss = 0.2 * F.cross_entropy(scores, task.query_y) + 0.8 * distillation(scores, teacher, task.query_y)
     rows = WAY * SHOT if learn_from == "support" else WAY * (SHOT + QUERIES)
     seen, y = torch.cat([support, queries])[:rows], torch.cat([task.support_y, task.query_y])[:rows]
     fixed = {name: tensor.detach() for name, tensor in tuned.items()}
     inside = {name.removeprefix("encoder."): tensor for name, tensor in fixed.items() if "encoder." in name}
-    theirs = functional_call(pair.client.encoder, inside, (seen,))  # h_ψ, which depends on φ too
+    theirs = functional_call(pair.client_model.encoder, inside, (seen,))  # h_ψ, which depends on φ too
     sure = F.linear(theirs, fixed["head.weight"], fixed["head.bias"]).softmax(1).detach()
     base = F.cross_entropy(F.linear(seen, phi["head.weight"], phi["head.bias"]), task.classes[y])
     server_loss = 0.7 * base + 0.3 * mutual_information(seen, theirs, sure, y, True, 0.2)
-    method.learn_task(pair, torch.optim.SGD(pair.server.parameters(), lr=1.0), task)
-    now = dict(pair.server.named_parameters())
+    method.learn_task(pair, torch.optim.SGD(pair.server_model.parameters(), lr=1.0), task)
+    now = dict(pair.server_model.named_parameters())
     for name, slope in zip(phi, torch.autograd.grad(server_loss, list(phi.values())), strict=True):
         assert torch.allclose(phi[name] - now[name], slope, atol=1e-6), name
     for name, slope in zip(psi, torch.autograd.grad(client_loss, list(psi.values())), strict=True):
@@ -309,7 +309,7 @@ def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
 
 def test_over_all_orders_of_classes_the_head_s_meta_gradient_is_0_and_all_else_is_as_in_one_order() -> None:
     """So a head of zeros may stay."""
-    client, psi, [(support, y)], (both, _), _ = client_case()
+    client_model, psi, [(support, y)], (both, _), _ = client_case()
     psi = {name: tensor * (not name.startswith("head.")) for name, tensor in psi.items()}
     teacher = tensors(6, 3, seed=3)
     found = []
@@ -320,7 +320,7 @@ def test_over_all_orders_of_classes_the_head_s_meta_gradient_is_0_and_all_else_i
             mine, apart = scores[6:], (scores[6:].softmax(1)[:, back] - teacher.softmax(1)).abs().mean()
             return F.cross_entropy(mine, labels) + distillation(mine[:, back], teacher, y) + apart
 
-        found.append(meta_gradient(client, psi, [(support, places)] * 2, (both, places), 0.3, True, loss).weights)
+        found.append(meta_gradient(client_model, psi, [(support, places)] * 2, (both, places), 0.3, True, loss).weights)
     for name in psi:
         slopes = torch.stack([one[name] for one in found])
         if name.startswith("head."):
@@ -343,12 +343,12 @@ def test_a_head_of_zeros_stays_where_it_is_to(
 
 
 def test_several_meta_gradients_take_the_inner_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, psi, support, query, loss = client_case()
+    client_model, psi, support, query, loss = client_case()
 
     def other(scores: Tensor, labels: Tensor) -> Tensor:
         return scores[6:].square().mean()
 
-    alone = [meta_gradient(client, psi, support * 2, query, 0.3, True, one) for one in (loss, other)]
+    alone = [meta_gradient(client_model, psi, support * 2, query, 0.3, True, one) for one in (loss, other)]
     taken: list[int] = []
     true = adapt._slopes
 
@@ -357,7 +357,7 @@ def test_several_meta_gradients_take_the_inner_steps_once(monkeypatch: pytest.Mo
         return true(*given, **more)
 
     monkeypatch.setattr(adapt, "_slopes", spy)
-    together = meta_gradients(client, psi, support * 2, query, 0.3, True, [loss, other])
+    together = meta_gradients(client_model, psi, support * 2, query, 0.3, True, [loss, other])
     assert len(taken) == 2
     for one, same in zip(alone, together, strict=True):
         assert one.loss == same.loss
@@ -575,9 +575,9 @@ def test_the_best_model_on_validation_classes_is_judged_with_the_client_models_o
 
 
 def test_the_reading_that_is_set_is_the_accuracy(data: ArrayData) -> None:
-    client, server = (run(F2L(**FAST, rounds=2, reading=reading), data).scores for reading in ("client", "server"))
-    assert client["accuracy"] == client["client"] and server["accuracy"] == server["server"]
-    assert client["server"] == server["server"]  # the same tasks, the same models
+    client_model, server_model = (run(F2L(**FAST, rounds=2, reading=reading), data).scores for reading in ("client", "server"))
+    assert client_model["accuracy"] == client_model["client"] and server_model["accuracy"] == server_model["server"]
+    assert client_model["server"] == server_model["server"]  # the same tasks, the same models
 
 
 def test_tasks_are_the_same_for_all_methods_and_of_the_right_classes(data: ArrayData) -> None:
@@ -666,7 +666,7 @@ def test_a_party_with_too_few_classes_is_skipped_with_a_word(
     raw = clouds()
     owner = np.arange(len(raw.y)) % 3
     owner[(raw.y < BASE) & (raw.y >= WAY - 1) & (owner == 2)] = 0  # party 2 has two base classes
-    lame = federate(Raw(raw.x, raw.y, client=owner, split=raw.split), partition="natural", name="lame")
+    lame = federate(Raw(raw.x, raw.y, client_ids=owner, split=raw.split), partition="natural", name="lame")
     monkeypatch.setattr("fewer.runs.engine._TOLD", set())
     result = run(F2L(**FAST, rounds=2), lame)
     assert result.scores["absent"] == 1 and result.scores["tasks"] == 9

@@ -252,14 +252,14 @@ def test_idx(tmp_path: Path, packed: bool) -> None:
     raw = read("idx", mnist(tmp_path, packed))
     assert shape(raw) == ((12, 4, 4), (5, 4, 4)) and isinstance(raw.x, np.ndarray)
     assert raw.x.dtype == np.uint8 and raw.x[1, 0].tolist() == [16, 17, 18, 19]
-    assert raw.y.tolist() == DIGITS.tolist() and raw.client is None
+    assert raw.y.tolist() == DIGITS.tolist() and raw.client_ids is None
 
 
 def test_qmnist_knows_writers_of_the_images_of_mnist(tmp_path: Path) -> None:
     raw = read("qmnist", qmnist(tmp_path))
     assert shape(raw) == ((12, 4, 4), (5, 4, 4))
-    assert raw.client is not None and raw.client.tolist() == (2000 + np.arange(12) // 3).tolist()
-    assert raw.test_client is not None and raw.test_client.tolist() == [2000, 2000, 2000, 2001, 2001]
+    assert raw.client_ids is not None and raw.client_ids.tolist() == (2000 + np.arange(12) // 3).tolist()
+    assert raw.test_client_ids is not None and raw.test_client_ids.tolist() == [2000, 2000, 2000, 2001, 2001]
     (tmp_path / "mnist").rename(tmp_path / "digits")
     assert len(read("qmnist", tmp_path / "qmnist", images="digits").y) == 12
     refuse("qmnist", tmp_path / "qmnist", "there is no .*mnist")
@@ -460,7 +460,7 @@ def test_omniglot(tmp_path: Path) -> None:
     assert shape(raw) == ((12, 28, 28), (6, 28, 28)) and raw.test is not None
     assert raw.names[0] == "Greek/character01" and raw.names[4] == "Runes/character01"
     assert raw.y.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 and raw.test[1].tolist() == [4] * 3 + [5] * 3
-    assert raw.client is not None and raw.client.tolist() == [1, 2, 3] * 4
+    assert raw.client_ids is not None and raw.client_ids.tolist() == [1, 2, 3] * 4
     assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8
     assert (raw.x[:, :, :13] == 255).all() and (raw.x[:, :, 15:] == 0).all()
     plain = read("omniglot", tmp_path, size=14, invert=False)
@@ -493,8 +493,8 @@ def test_femnist(tmp_path: Path) -> None:
     raw = read("leaf-femnist", tmp_path)
     assert shape(raw) == ((3, 28, 28), (1, 28, 28)) and isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8
     assert raw.x[:, 0, 0].tolist() == [255, 0, 0] and raw.y.tolist() == [0, 61, 10]
-    assert raw.client is not None and raw.client.tolist() == [0, 0, 1]
-    assert raw.test_client is not None and raw.test_client.tolist() == [0]
+    assert raw.client_ids is not None and raw.client_ids.tolist() == [0, 0, 1]
+    assert raw.test_client_ids is not None and raw.test_client_ids.tolist() == [0]
     assert len(raw.names) == 62 and raw.names[10] == "A" and raw.names[36] == "a"
 
 
@@ -548,10 +548,10 @@ def test_npz(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=x, y=y.astype(float), client=np.array(list("aabbcc")), unused=np.zeros(3))
     raw = read("npz", tmp_path / "a.npz")
     assert np.array_equal(np.asarray(raw.x), x) and raw.y.dtype == np.int64 and raw.test is None
-    assert raw.client is not None and raw.client.tolist() == list("aabbcc")
+    assert raw.client_ids is not None and raw.client_ids.tolist() == list("aabbcc")
     np.savez(tmp_path / "b.npz", x=x, y=y, x_test=x[:2], y_test=y[:2, None], client_test=np.arange(2))
     raw = read("npz", tmp_path / "b.npz")
-    assert shape(raw) == ((6, 3), (2, 3)) and raw.test_client is not None
+    assert shape(raw) == ((6, 3), (2, 3)) and raw.test_client_ids is not None
 
 
 @pytest.mark.parametrize("colour", [False, True])
@@ -601,7 +601,7 @@ def test_csv_of_features(tmp_path: Path) -> None:
     raw = read("csv", write(tmp_path / "a.csv", table), label="kind", client="who")
     assert np.array_equal(np.asarray(raw.x), np.array([[1, 2.5], [3, -40], [5, 6]], np.float32))
     assert raw.y.tolist() == [1, 0, 1] and raw.names == ("cat", "owl")
-    assert raw.client is not None and raw.client.tolist() == ["7", "8", "7"]
+    assert raw.client_ids is not None and raw.client_ids.tolist() == ["7", "8", "7"]
     packed = write(tmp_path / "a.csv.gz", gzip.compress(b"a;label\n1;3\n2;0\n"))
     assert read("csv", packed).y.tolist() == [3, 0] and not read("csv", packed).names
 
@@ -634,7 +634,7 @@ def test_jsonl(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", "\n\n".join(json.dumps(line) for line in lines) + "\n")
     raw = read("jsonl", path, text="raw", client="by")
     assert raw.x == ["bad news", "été"] and raw.y.tolist() == [20, 2] and not raw.names
-    assert raw.client is not None and raw.client.tolist() == ["3", "x"]
+    assert raw.client_ids is not None and raw.client_ids.tolist() == ["3", "x"]
     refuse("jsonl", path, r"line 1 has no 'text' \(it has: by, label, raw\)")
     named = write(tmp_path / "b.jsonl", '{"text": "a", "label": "sport"}\n{"text": "b", "label": "art"}\n')
     assert read("jsonl", named).names == ("art", "sport")
@@ -664,7 +664,7 @@ def test_folder_of_classes(tmp_path: Path) -> None:
     Image.new("L", (9, 9), 7).save(tmp_path / "owl" / "c.jpg")
     raw = read("folder", tmp_path)
     assert shape(raw) == ((3, 3, 32, 32), None) and raw.names == ("cat", "owl") and raw.y.tolist() == [0, 1, 1]
-    assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8 and raw.client is None
+    assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8 and raw.client_ids is None
     assert raw.x[0, :, 5, 5].tolist() == [255, 0, 0] and raw.x[1, :, 5, 5].tolist() == [0, 255, 0]
     assert read("folder", tmp_path, size=8, grey=True).x.shape == (3, 8, 8)  # type: ignore[union-attr]
 
@@ -674,14 +674,14 @@ def test_folder_of_domains_and_of_splits(tmp_path: Path) -> None:
         for kind in ("dog", "guitar"):
             write(tmp_path / "pacs" / domain / kind / "1.png", png())
     raw = read("folder", tmp_path / "pacs", size=4)
-    assert raw.client is not None and raw.client.tolist() == ["photo", "photo", "sketch", "sketch"]
+    assert raw.client_ids is not None and raw.client_ids.tolist() == ["photo", "photo", "sketch", "sketch"]
     assert raw.y.tolist() == [0, 1, 0, 1] and raw.names == ("dog", "guitar")
     assert read("folder", tmp_path / "pacs", depth=1).names == ("photo", "sketch")
     refuse("folder", tmp_path / "pacs", "depth = 3", SettingError, depth=3)
     for part in ("train", "val", "test"):
         write(tmp_path / "split" / part / "dog" / "1.png", png())
     raw = read("folder", tmp_path / "split", size=4)
-    assert shape(raw) == ((2, 3, 4, 4), (1, 3, 4, 4)) and raw.names == ("dog",) and raw.client is None
+    assert shape(raw) == ((2, 3, 4, 4), (1, 3, 4, 4)) and raw.names == ("dog",) and raw.client_ids is None
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
@@ -720,8 +720,8 @@ def test_newsgroups(tmp_path: Path) -> None:
         raw = read("newsgroups", path)
         assert raw.x == ["Only this.", "My own wörds.\n\nMore -- of them."] and raw.y.tolist() == [0, 1]
         assert raw.names == ("alt.atheism", "sci.med") and raw.test is not None and raw.test[1].tolist() == [1, 1]
-        assert raw.client is not None and raw.client.tolist() == ["bob@here.edu", "ann@example.org"]
-        assert raw.test_client is not None and raw.test_client.tolist() == ["nobody", "unknown"]
+        assert raw.client_ids is not None and raw.client_ids.tolist() == ["bob@here.edu", "ann@example.org"]
+        assert raw.test_client_ids is not None and raw.test_client_ids.tolist() == ["nobody", "unknown"]
     refuse("newsgroups", tar(tmp_path / "a.tar.gz", {"somewhere/sci.med/1": POST}), "expected: 20news-bydate-train")
 
 
@@ -750,14 +750,14 @@ def test_plays_are_windows_on_one_copy_of_the_text(tmp_path: Path) -> None:
     lines = {"ANN": "Ann says this. " * 20, "BOB": "Bob says that! " * 30, "CAT": "Little."}
     play = "ACT I.\n\n" + "\n\n".join(f"{name}.\n{line}" for name, line in lines.items()) + "\n"
     raw = read("plays", tar(tmp_path / "plays.tar.gz", {"plays/a.txt": play.encode(), "plays/b.txt": play.encode()}))
-    assert isinstance(raw.x, torch.Tensor) and raw.x.dtype == torch.uint8 and raw.client is not None
+    assert isinstance(raw.x, torch.Tensor) and raw.x.dtype == torch.uint8 and raw.client_ids is not None
     said = roles(tmp_path)
     assert list(said) == ["a/ANN", "a/BOB", "b/ANN", "b/BOB"]
     text = "".join(said.values())
     assert raw.x.untyped_storage().nbytes() == len(text) and raw.x.shape == (len(text) - 80, 80)
-    assert len(raw.y) == len(raw.client) == len(text) - 80 and raw.in_time and len(raw.tokens) == 80
+    assert len(raw.y) == len(raw.client_ids) == len(text) - 80 and raw.in_time and len(raw.tokens) == 80
     windows = dict.fromkeys(range(4), 0)
-    for row, client in enumerate(raw.client.tolist()):
+    for row, client in enumerate(raw.client_ids.tolist()):
         if client != NOBODY:
             window = "".join(ALPHABET[code] for code in [*raw.x[row].tolist(), raw.y[row]])
             assert list(said.values())[client][windows[client] :].startswith(window)
@@ -776,7 +776,7 @@ def test_movielens(tmp_path: Path, header: str) -> None:
     write(tmp_path / "u.data", header + (tmp_path / "u.data").read_text())
     raw = read("movielens", tmp_path)
     assert isinstance(raw.x, np.ndarray) and raw.x.shape == (4, 103) == (4, len(set(FEATURES))) and raw.in_time
-    assert raw.client is not None and raw.client.tolist() == [1, 1, 1, 2] and raw.y.tolist() == [0, 2, 1, 0]
+    assert raw.client_ids is not None and raw.client_ids.tolist() == [1, 1, 1, 2] and raw.y.tolist() == [0, 2, 1, 0]
     assert raw.names == ("Film 1 (1995)", "Film 2 ()", "Film 3 (1970)")
     told = [{FEATURES[place]: float(row[place]) for place in np.flatnonzero(row)} for row in raw.x]
     user = {"user: age / 50": 0.5, "user: female": 1.0, "user: writer": 1.0}
@@ -828,7 +828,7 @@ def test_movielens_zipped_and_bad(tmp_path: Path) -> None:
 def test_pamap2(tmp_path: Path) -> None:
     raw = read("pamap2", pamap2(tmp_path), window=10, stride=5, standard=False)
     assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.float32 and raw.names == ("lying", "walking")
-    assert raw.client is not None and raw.client.tolist() == [101] * 10 + [102] * 6
+    assert raw.client_ids is not None and raw.client_ids.tolist() == [101] * 10 + [102] * 6
     assert raw.y.tolist() == [1] * 7 + [0] * 3 + [1] * 3 + [0] * 3
     assert raw.x.shape == (16, 40, 10) and np.isfinite(raw.x).all() and raw.in_time
     assert raw.x[0, 0].tolist() == [2 + row for row in range(20, 30)]  # heart rate, every second one interpolated
@@ -869,7 +869,7 @@ def test_har(tmp_path: Path) -> None:
         assert shape(raw) == ((4, 9, 128), (2, 9, 128)) and raw.names[0] == "walking" and raw.in_time
         assert isinstance(raw.x, np.ndarray) and raw.x[0, :, 0].tolist() == list(range(9))
         assert raw.y.tolist() == [0, 1, 2, 3]
-        assert raw.client is not None and raw.client.tolist() == [1, 1, 2, 2]
+        assert raw.client_ids is not None and raw.client_ids.tolist() == [1, 1, 2, 2]
     train = tmp_path / "tree" / "UCI HAR Dataset" / "train"
     write(train / "y_train.txt", "1\n2\n3\n7\n")
     refuse("har", tmp_path / "tree", r"label 6 in sample 3 \(allowed: 0 to 5\)")
@@ -885,7 +885,7 @@ def test_har(tmp_path: Path) -> None:
 def test_hapt(tmp_path: Path) -> None:
     raw = read("hapt", hapt(tmp_path), window=50, stride=25)
     assert raw.y.tolist() == [4] * 7 + [0] * 4 and raw.in_time and len(raw.names) == 6
-    assert raw.client is not None and raw.client.tolist() == [1] * 7 + [7] * 4
+    assert raw.client_ids is not None and raw.client_ids.tolist() == [1] * 7 + [7] * 4
     assert isinstance(raw.x, np.ndarray) and raw.x.shape == (11, 6, 50) and raw.x.dtype == np.float32
     assert raw.x[7, :, 0].tolist() == [1, 10, -10, 2, 10, -10]
     with_changes = read("hapt", tmp_path / "RawData", window=50, stride=25, transitions=True)
@@ -929,11 +929,11 @@ def test_real_mnist_is_quick() -> None:
 @real
 def test_real_qmnist() -> None:
     raw = real_set("qmnist", "qmnist")
-    assert shape(raw) == ((60_000, 28, 28), (10_000, 28, 28)) and raw.client is not None
-    assert (count(raw.client), count(raw.test_client)) == (539, 297)
-    sizes = np.unique(raw.client, return_counts=True)[1]
+    assert shape(raw) == ((60_000, 28, 28), (10_000, 28, 28)) and raw.client_ids is not None
+    assert (count(raw.client_ids), count(raw.test_client_ids)) == (539, 297)
+    sizes = np.unique(raw.client_ids, return_counts=True)[1]
     assert (sizes.min(), sizes.max()) == (19, 131)
-    assert raw.test_client is not None and not set(raw.client.tolist()) & set(raw.test_client.tolist())
+    assert raw.test_client_ids is not None and not set(raw.client_ids.tolist()) & set(raw.test_client_ids.tolist())
 
 
 @real
@@ -948,7 +948,7 @@ def test_real_cifar100(labels: str, classes: int) -> None:
 def test_real_omniglot() -> None:
     raw = real_set("omniglot", "omniglot")
     assert shape(raw) == ((964 * 20, 28, 28), (659 * 20, 28, 28)) and len(raw.names) == 964 + 659
-    assert np.bincount(raw.y).tolist() == [20] * 964 and count(raw.client) == 20
+    assert np.bincount(raw.y).tolist() == [20] * 964 and count(raw.client_ids) == 20
     assert len({name.partition("/")[0] for name in raw.names}) == 50
     assert raw.test is not None and np.bincount(raw.test[1])[964:].tolist() == [20] * 659
 
@@ -972,20 +972,20 @@ def test_real_plays() -> None:
     raw = read("plays", path)
     assert 1300 < len(roles(path, minimum=1)) < 1500 and len({role.partition("/")[0] for role in roles(path)}) == 37
     assert isinstance(raw.x, torch.Tensor) and raw.x.untyped_storage().nbytes() < 5_000_000 < raw.x.numel()
-    assert count(raw.client) == len(roles(path)) + 1
+    assert count(raw.client_ids) == len(roles(path)) + 1
 
 
 @real
 def test_real_hapt() -> None:
     raw = real_set("npz", "hapt/hapt.npz")
-    assert shape(raw) == ((10_017, 6, 128), None) and count(raw.y) == 6 and count(raw.client) == 30
+    assert shape(raw) == ((10_017, 6, 128), None) and count(raw.y) == 6 and count(raw.client_ids) == 30
 
 
 @real
 def test_real_movielens() -> None:
     raw = real_set("movielens", "movielens-100k")
     assert shape(raw) == ((100_000, 103), None) and len(raw.names) == 1682
-    sizes = np.unique(np.asarray(raw.client), return_counts=True)[1]
+    sizes = np.unique(np.asarray(raw.client_ids), return_counts=True)[1]
     assert len(sizes) == 943 and (sizes.min(), sizes.max()) == (20, 737)
     assert isinstance(raw.x, np.ndarray) and np.abs(raw.x).max() < 6
 
@@ -1000,5 +1000,5 @@ def test_leaf_does_not_hold_everything_in_memory(tmp_path: Path) -> None:
         (folder / f"{number}.json").write_text(json.dumps(content))
     raw = FORMATS["leaf-femnist"](tmp_path)
     assert isinstance(raw.x, np.memmap) and raw.x.shape == (60, 28, 28)
-    assert raw.client is not None and np.bincount(raw.client).tolist() == [5] * 12
+    assert raw.client_ids is not None and np.bincount(raw.client_ids).tolist() == [5] * 12
     assert raw.x[:, 0, 0].tolist() == [0] * 20 + [64] * 20 + [128] * 20

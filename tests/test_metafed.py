@@ -68,7 +68,7 @@ Model = tuple[Array, Array]
 
 
 def ring_data(parties: int = COUNT) -> ArrayData:
-    return from_arrays(X, Y, client=CLIENT if parties == COUNT else np.arange(len(Y)) % parties, validation=0.3)
+    return from_arrays(X, Y, client_ids=CLIENT if parties == COUNT else np.arange(len(Y)) % parties, validation=0.3)
 
 
 DATA = ring_data()
@@ -1071,7 +1071,7 @@ def test_groups_resume_and_run_anywhere(inside: str, tmp_path: Path) -> None:
 
 
 def uneven() -> tuple[ArrayData, MetaFed]:
-    data = from_arrays(X, Y, client=np.repeat([0, 1, 2, 3], [8, 32, 20, 20]), validation=0.3)
+    data = from_arrays(X, Y, client_ids=np.repeat([0, 1, 2, 3], [8, 32, 20, 20]), validation=0.3)
     return data, MetaFed(**SMALL, federations=2, inside_rounds=1)
 
 
@@ -1150,9 +1150,9 @@ def test_the_map_between_nets_is_fitted_on_as_many_samples_as_are_allowed(
 
 
 def test_odd_federations_break_nothing(tmp_path: Path) -> None:
-    client = np.repeat([0, 1, 2, 3], [30, 1, 6, 43])
-    y = np.where(client == 2, 1, Y)  # 2 has one class, 1 one sample, so neither validation nor test samples
-    data = from_arrays(X, y, client=client, validation=0.3, test=(X[:20], Y[:20]))
+    owners = np.repeat([0, 1, 2, 3], [30, 1, 6, 43])
+    y = np.where(owners == 2, 1, Y)  # 2 has one class, 1 one sample, so neither validation nor test samples
+    data = from_arrays(X, y, client_ids=owners, validation=0.3, test=(X[:20], Y[:20]))
     result = fewer.run(MetaFed(rounds=3, steps=2, batch=4), data, model=linear(), seed=0, out=tmp_path / "run")
     assert [line["absent"] for line in result.history] == [0, 0, 0]
     pairs = [(X[:20], Y[:20]), (X[:0], Y[:0]), (X[20:40], Y[20:40])]

@@ -98,7 +98,7 @@ def test_test_samples_follow_training_samples() -> None:
 
 def test_what_is_in_time_is_split_in_time() -> None:
     x = np.arange(100, dtype=np.float32)[:, None]
-    raw = Raw(x, np.arange(100) % 2, client=np.repeat([0, 1], 50), in_time=True)
+    raw = Raw(x, np.arange(100) % 2, client_ids=np.repeat([0, 1], 50), in_time=True)
     data = federate(raw, partition="natural", validation=0.25)
     for party, start in ((0, 0), (1, 50)):
         mine = data.party(party)
@@ -122,8 +122,8 @@ def test_clients_of_the_test_set() -> None:
 def test_windows_that_nobody_owns_are_left_out() -> None:
     flat = torch.arange(50, dtype=torch.uint8)
     x = flat.unfold(0, 5, 1)
-    client = np.array([0] * 20 + [-1] * 6 + [1] * 20)
-    raw = Raw(x, np.arange(46) % 3, client=client, tokens=tuple("abc" * 20), in_time=True)
+    client_ids = np.array([0] * 20 + [-1] * 6 + [1] * 20)
+    raw = Raw(x, np.arange(46) % 3, client_ids=client_ids, tokens=tuple("abc" * 20), in_time=True)
     data = federate(raw, partition="natural", fraction=0.5)
     assert data.vocabulary == 60 and data.source.x.data_ptr() == flat.data_ptr()  # not copied
     assert (
@@ -222,8 +222,8 @@ def test_an_episode() -> None:
 def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
     """However the rows are divided, what is tested on comes after what is learned from, client by client."""
     x = np.arange(1000, dtype=np.float32)[:, None]
-    client = np.repeat(np.arange(4), 250)
-    raw = Raw(x, np.arange(1000) % 2, client=client, in_time=True)
+    client_ids = np.repeat(np.arange(4), 250)
+    raw = Raw(x, np.arange(1000) % 2, client_ids=client_ids, in_time=True)
     data = federate(raw, parties=5, partition=kind, validation=0.25)  # type: ignore[arg-type]
     tested = set(data.test.slice(0, 9999)[0][:, 0].long().tolist())
     assert tested == {start + n for start in range(0, 1000, 250) for n in range(200, 250)}
@@ -246,7 +246,7 @@ def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
 
 def test_natural_parties_hold_out_their_last_rows_whatever_the_classes() -> None:
     labels = np.repeat([0, 1, 2], 20)  # one class after the other, in blocks
-    raw = Raw(np.zeros((120, 1), np.float32), np.tile(labels, 2), client=np.repeat([0, 1], 60), in_time=True)
+    raw = Raw(np.zeros((120, 1), np.float32), np.tile(labels, 2), client_ids=np.repeat([0, 1], 60), in_time=True)
     data = federate(raw, partition="natural", validation=0.25)
     assert [data.train.of(party).tolist() for party in range(2)] == [[*range(36)], [*range(60, 96)]]
     held = data.held_out(0.2, 0)
@@ -258,7 +258,7 @@ def test_natural_parties_hold_out_their_last_rows_whatever_the_classes() -> None
 def test_of_clients_in_time_the_last_rows_of_each_class_are_held_out(kind: str) -> None:
     """The very last rows of a client would be all there is of a class: nobody would train on it."""
     labels = np.tile(np.repeat([0, 1, 2, 3], [50, 5, 40, 5]), 3)
-    raw = Raw(np.zeros((300, 1), np.float32), labels, client=np.repeat(["b", "c", "a"], 100), in_time=True)
+    raw = Raw(np.zeros((300, 1), np.float32), labels, client_ids=np.repeat(["b", "c", "a"], 100), in_time=True)
     data = federate(replace(raw, test=(raw.x[:8], labels[:8])), parties=4, partition=kind)  # type: ignore[arg-type]
     held = data.held_out(0.2, 0)
     rows = held.common.rows.numpy()  # type: ignore[union-attr]

@@ -33,8 +33,8 @@ torch.set_num_threads(1)
 
 def records() -> Raw:
     y = np.array([7, 2, 7, 5, 2, 9, 7, 7, 1])
-    client = np.array([1, 1, 1, 1, 1, 2, 2, 2, 2])
-    return Raw(np.arange(9.0)[:, None], y, client=client, names=tuple("abcdefghij"), in_time=True)
+    client_ids = np.array([1, 1, 1, 1, 1, 2, 2, 2, 2])
+    return Raw(np.arange(9.0)[:, None], y, client_ids=client_ids, names=tuple("abcdefghij"), in_time=True)
 
 
 def test_items_are_numbered_by_user_from_the_first_to_come() -> None:
@@ -47,7 +47,7 @@ def test_later_items_and_then_users_with_few_records_are_left_out() -> None:
     raw = of_users(records(), own=True, most=2)
     assert np.asarray(raw.x)[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7] and raw.y.tolist() == [0, 1, 0, 1, 0, 1, 1]
     raw = of_users(records(), most=2, least=4)
-    assert raw.client is not None and raw.client.tolist() == [1] * 4 and raw.y.tolist() == [7, 2, 7, 2]
+    assert raw.client_ids is not None and raw.client_ids.tolist() == [1] * 4 and raw.y.tolist() == [7, 2, 7, 2]
     assert len(raw.names) == 10 and len(of_users(records(), own=True, most=40).names) == 40
     with pytest.raises(DataError, match="no user has 6 records"):
         of_users(records(), least=6)
@@ -70,8 +70,8 @@ def test_movielens_by_genres(tmp_path: Path) -> None:
 def test_usage_is_always_the_same_and_has_habits() -> None:
     one, two = usage(), usage()
     assert np.array_equal(np.asarray(one.x), np.asarray(two.x)) and np.array_equal(one.y, two.y)
-    assert one.client is not None
-    of = [one.y[one.client == user] for user in range(40)]
+    assert one.client_ids is not None
+    of = [one.y[one.client_ids == user] for user in range(40)]
     assert all(len(user) == 60 and 1 <= len(set(user)) <= 8 for user in of)
     assert 0.4 < np.mean([np.mean(user[1:] == user[:-1]) for user in of]) < 0.8
     assert len(read("usage", own=True).names) <= 8 < 30 == len(read("usage").names)

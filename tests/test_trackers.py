@@ -64,24 +64,24 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, four: Data, monkeypa
     from mlflow.telemetry.utils import is_telemetry_disabled
 
     assert is_telemetry_disabled()
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
-    experiment = client.get_experiment_by_name("fewer")
+    mlflow_client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    experiment = mlflow_client.get_experiment_by_name("fewer")
     assert experiment
-    (broken,) = client.search_runs([experiment.experiment_id])
+    (broken,) = mlflow_client.search_runs([experiment.experiment_id])
     assert broken.info.status == "KILLED" and broken.data.tags["fewer.stopped"] == "Stop: "
     result = fewer.resume(run, track=["mlflow"])
     again = fewer.resume(run, track=["mlflow"])  # a finished run leaves nothing twice
     assert again.history == result.history
-    (whole,) = client.search_runs([experiment.experiment_id])
+    (whole,) = mlflow_client.search_runs([experiment.experiment_id])
     assert whole.info.run_id == broken.info.run_id and whole.info.status == "FINISHED"
     for name in ("accuracy", "up", "seconds"):
-        told = [(metric.step, metric.value) for metric in client.get_metric_history(whole.info.run_id, name)]
+        told = [(metric.step, metric.value) for metric in mlflow_client.get_metric_history(whole.info.run_id, name)]
         assert told == [(line["round"], line[name]) for line in result.history]
     assert whole.data.params["rate"] == "0.1" and whole.data.params["data"] == "digits"
     assert whole.data.tags["fewer.hash"] == json.loads((run / "settings.json").read_text())["hash"]
     shutil.rmtree(run)
     fewer.run(FedAvg(rounds=1, active=4, steps=2, rate=0.7), four, out=run, track=["mlflow"])  # another, there
-    found = client.search_runs([experiment.experiment_id])
+    found = mlflow_client.search_runs([experiment.experiment_id])
     assert {one.data.params["rate"] for one in found} == {"0.1", "0.7"} and len(found) == 2
 
 

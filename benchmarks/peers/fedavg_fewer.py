@@ -47,10 +47,10 @@ class Clock:
 def main() -> None:
     args, log = C.args(), C.Log()
     x, y, test_x, test_y = C.load(args.data)
-    client = np.empty(len(y), np.int64)
+    client_ids = np.empty(len(y), np.int64)
     for number, rows in enumerate(C.split(y)):
-        client[rows] = number
-    data = fewer.data.from_arrays(x, y, test=(test_x, test_y), client=client)
+        client_ids[rows] = number
+    data = fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids)
     method = Drawn(rounds=args.rounds, active=C.COHORT, rate=C.LR, steps=C.STEPS, batch=C.BATCH)
     runtime = "pool" if args.procs > 1 else "inline"
     fewer.run(method, data, model=C.net(), runtime=runtime, workers=args.procs, progress=Clock(log))

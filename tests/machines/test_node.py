@@ -56,11 +56,11 @@ class SuperNode(Program):
     def pid(self) -> int | None:
         return 1 if self.up else None
 
-    def call(self, client: Any, *, rpc_method: str, request: Any, **_: Any) -> Any:
+    def call(self, http: Any, *, rpc_method: str, request: Any, **_: Any) -> Any:
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", rpc_method.rpartition("/")[2]).lower()
         if name == "acquire_task":
             return handlers.acquire_task(request, self.state)
-        token = next(one._token for one in client._interceptors if isinstance(one, RuntimeTokenHttpInterceptor))
+        token = next(one._token for one in http._interceptors if isinstance(one, RuntimeTokenHttpInterceptor))
         task = self.state.get_task_by_token(token)
         if task is None:
             raise httpx.HTTPStatusError(
@@ -186,7 +186,7 @@ def test_a_party_says_when_there_is_no_coordinator_and_when_there_is(supernode: 
     steps = [failed, failed, "INFO : SuperNode ID: 5\nINFO : Receiving: a\n", failed, "INFO : Receiving: b\n", back]
     supernode.log.write_text("")
 
-    def look(client: Any) -> str:
+    def look(http: Any) -> str:
         if not steps:
             supernode.up = False
             return ""

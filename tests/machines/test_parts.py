@@ -369,22 +369,22 @@ def test_keys_are_private_and_the_certificate_is_of_the_authority(tmp_path: Path
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert sorted(file.name for file in made.party(1).iterdir()) == ["ca.crt", "node.key", "node.pub"]
     assert list(made.public_keys) == [0, 1] and len(set(made.public_keys.values())) == 2
-    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server, client_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.load_cert_chain(made.folder / "server.crt", made.folder / "server.key")
-    client.verify_flags |= ssl.VERIFY_X509_STRICT
-    client.load_verify_locations(made.party(0) / "ca.crt")
+    client_side.verify_flags |= ssl.VERIFY_X509_STRICT
+    client_side.load_verify_locations(made.party(0) / "ca.crt")
     for name, fine in (("fewer.example.org", True), ("10.0.0.7", True), ("127.0.0.1", True), ("elsewhere", False)):
-        assert shakes_hands(server, client, name) is fine
+        assert shakes_hands(server, client_side, name) is fine
     made.certify((), days=-1)
-    assert not shakes_hands(server, client, "elsewhere")
+    assert not shakes_hands(server, client_side, "elsewhere")
     with pytest.raises(RunError, match="expired on .* fewer keys renew"):
         Credentials.open(made.folder)
 
 
-def shakes_hands(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> bool:
+def shakes_hands(server: ssl.SSLContext, client_side: ssl.SSLContext, name: str) -> bool:
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
-        client.wrap_bio(back, there, server_hostname=name),
+        client_side.wrap_bio(back, there, server_hostname=name),
         server.wrap_bio(there, back, server_side=True),
     ]
     try:

@@ -23,14 +23,14 @@ def set_apart(raw: Raw, classes: Any = None, unseen: Any = None, name: str = "")
     Of the other classes only `classes` are kept, if they are named. Both are class numbers: 3, "0-9" or "0-9,20,30-39".
     Labels keep their numbers.
     """
-    x, y, owners = raw.x, raw.y, raw.client
+    x, y, owners = raw.x, raw.y, raw.client_ids
     if raw.test is None:
         train, test = hold_out(raw, np.arange(len(y)), TEST_SHARE)
     else:
         train, test = np.arange(len(y)), len(y) + np.arange(len(raw.test[1]))
         x, y = _joined(x, raw.test[0]), np.concatenate([y, raw.test[1]])
-        known = raw.client is not None and raw.test_client is not None
-        owners = np.concatenate([raw.client, raw.test_client]) if known else None
+        known = raw.client_ids is not None and raw.test_client_ids is not None
+        owners = np.concatenate([raw.client_ids, raw.test_client_ids]) if known else None
     there = set(np.unique(y).tolist())
     away = _numbers("unseen", unseen, there, name) if unseen is not None else set()
     kept = _numbers("classes", classes, there, name) if classes is not None else there - away
@@ -45,8 +45,8 @@ def set_apart(raw: Raw, classes: Any = None, unseen: Any = None, name: str = "")
         x=_rows(x, train),
         y=y[train],
         test=(_rows(x, test), y[test]),
-        client=None if raw.client is None else raw.client[train],
-        test_client=None if owners is None else owners[test],
+        client_ids=None if raw.client_ids is None else raw.client_ids[train],
+        test_client_ids=None if owners is None else owners[test],
     )
 
 

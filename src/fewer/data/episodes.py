@@ -54,13 +54,13 @@ def by_class(raw: Raw, split: str, name: str) -> Raw:
     how the names of its classes begin (sci,rec/comp/talk,misc).
     """
     groups = _groups(raw, str(split).split("/"), name, split)
-    x, y, client = raw.x, raw.y, raw.client
+    x, y, client_ids = raw.x, raw.y, raw.client_ids
     if raw.test is not None:
         more = raw.test[0]
         x = x + list(more) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(more)])
         y = np.concatenate([y, raw.test[1]])
-        both = client is not None and raw.test_client is not None
-        client = np.concatenate([client, raw.test_client]) if both else None
+        both = client_ids is not None and raw.test_client_ids is not None
+        client_ids = np.concatenate([client_ids, raw.test_client_ids]) if both else None
     order = [number for group in groups for number in group]
     numbers = np.full(max(int(y.max(initial=0)), max(order)) + 1, -1)
     numbers[order] = np.arange(len(order))
@@ -70,8 +70,8 @@ def by_class(raw: Raw, split: str, name: str) -> Raw:
         x=[x[row] for row in kept] if isinstance(x, list) else x[kept],
         y=numbers[y[kept]],
         test=None,
-        client=None if client is None else client[kept],
-        test_client=None,
+        client_ids=None if client_ids is None else client_ids[kept],
+        test_client_ids=None,
         names=tuple(raw.names[number] for number in order) if raw.names else (),
         split=(len(groups.train), len(groups.validation), len(groups.test)),
     )

@@ -128,7 +128,7 @@ class ArrayData(Data):
     """Whether each party's samples are in the order of time."""
     novel: bool = False
     """Whether validation and test samples are of classes that nobody trains on."""
-    clients: NDArray[Any] | None = None
+    row_clients: NDArray[Any] | None = None
     """Whose each row of `source` was, where rows in the order of time are divided otherwise than by client."""
 
     @property
@@ -181,24 +181,24 @@ class ArrayData(Data):
 
         What is in time is split in time; where parties hold rows of several clients, in that of each client.
         """
-        if self.clients is None:
+        if self.row_clients is None:
             train, held = split_off(self.train, share, None if self.in_time else np.random.default_rng(seed))
         else:
-            late = np.isin(self.train.rows, self._latest(self.clients, share))
+            late = np.isin(self.train.rows, self._latest(self.row_clients, share))
             owners = np.repeat(np.arange(len(self)), self.train.sizes)
             train, held = (Parts.by_owner(self.train.rows[mask], owners[mask], len(self)) for mask in (~late, late))
         parts = Parts(np.arange(len(held.rows)), held.offsets)
         common = replace(self.source, rows=torch.from_numpy(held.rows).to(self.source.y.device))
         return replace(self, train=train, common=common, tests=parts, origin=None)
 
-    def _latest(self, clients: NDArray[Any], share: float) -> NDArray[np.int64]:
+    def _latest(self, row_clients: NDArray[Any], share: float) -> NDArray[np.int64]:
         """A share of each client's training rows: the last ones of each class.
 
         A client's classes come in blocks of time (one activity after the other): its very last rows would be all there
         is of a class or two.
         """
         rows = np.sort(self.train.rows)
-        owners = np.unique(clients[rows], return_inverse=True)[1].reshape(-1)
+        owners = np.unique(row_clients[rows], return_inverse=True)[1].reshape(-1)
         kinds = owners * MAX_CLASSES + self.source.y.cpu().numpy()[rows]
         _, kinds, sizes = np.unique(kinds, return_inverse=True, return_counts=True)
         late = np.empty(len(rows))  # 0 … 1, how late a row comes among those of its client and class
@@ -238,7 +238,7 @@ def from_arrays(
     y: ArrayLike | Tensor,
     *,
     test: tuple[ArrayLike | Tensor | list[str], ArrayLike | Tensor] | None = None,
-    client: ArrayLike | None = None,
+    client_ids: ArrayLike | None = None,
     normal: tuple[float, float] | None = None,
     name: str = "arrays",
     **settings: Any,
@@ -250,7 +250,7 @@ def from_arrays(
     deviation in 0 … 1; by default their own), texts are turned into token numbers. `settings` are those of `federate`:
     `parties`, `partition`, `alpha`, `fraction`, `validation` …
     """
-    owners = None if client is None else np.asarray(client)
+    owners = None if client_ids is None else np.asarray(client_ids)
     tests = (
         None if test is None else (_texts_or_inputs(test[0], f"{name} (test)"), labels_of(test[1], f"{name} (test)"))
     )
@@ -288,30 +288,30 @@ def federate(
     _same_length(name, raw.x, raw.y)
     if raw.test is not None:
         _same_length(f"{name} (test)", *raw.test)
-    if raw.client is not None:
-        _same_length(f"{name} (client)", raw.y, raw.client)
+    if raw.client_ids is not None:
+        _same_length(f"{name} (client)", raw.y, raw.client_ids)
     if raw.split is not None and validation:
         raise SettingError(f"validation = {validation:g}, but data '{name}' is divided by classes (allowed: 0)")
     if partition == "natural":
         raw = _one_pool(raw, name)
     draw = np.random.default_rng(seed)
     rows = np.arange(len(raw.y))
-    if _windows(raw) and raw.client is not None:
-        rows = np.flatnonzero(raw.client >= 0)
-    everyone = None if raw.client is None else np.unique(raw.client[rows])
+    if _windows(raw) and raw.client_ids is not None:
+        rows = np.flatnonzero(raw.client_ids >= 0)
+    everyone = None if raw.client_ids is None else np.unique(raw.client_ids[rows])
     test_rows = rows[:0]
     if raw.test is None and raw.split is None:
         rows, test_rows = hold_out(raw, rows, TEST_SHARE)
     raw, rows = _some(raw, rows, fraction, draw)
     apart = rows[:0]
-    if validation and raw.in_time and raw.client is not None and partition != "natural":
+    if validation and raw.in_time and raw.client_ids is not None and partition != "natural":
         rows, apart = hold_out(raw, rows, validation)  # in each client's time, whoever gets it
     labels = labels_of(raw.y, name)
     tested = labels[test_rows] if raw.test is None else labels_of(raw.test[1], f"{name} (test)")
     if partition == "natural":
-        assert raw.client is not None and everyone is not None
-        owner = raw.client[test_rows] if raw.test is None else raw.test_client
-        train, tests = _by_client(raw.client, everyone, rows, labels, owner, tested, draw)
+        assert raw.client_ids is not None and everyone is not None
+        owner = raw.client_ids[test_rows] if raw.test is None else raw.test_client_ids
+        train, tests = _by_client(raw.client_ids, everyone, rows, labels, owner, tested, draw)
     else:
         how = Division(partition, parties, alpha, minimum, classes_per_party, shards)
         train, tests = divide(how, labels[rows], tested, seed)
@@ -333,8 +333,8 @@ def federate(
     if raw.split is not None:
         classes = raw.split[0]
     names, time, novel = raw.names, raw.in_time, raw.split is not None
-    clients = raw.client if time and partition != "natural" else None
-    return ArrayData(name, classes, source, train, held, common, tests, origin, tokens, names, time, novel, clients)
+    row_clients = raw.client_ids if time and partition != "natural" else None
+    return ArrayData(name, classes, source, train, held, common, tests, origin, tokens, names, time, novel, row_clients)
 
 
 def _by_class(
@@ -356,8 +356,8 @@ def hold_out(raw: Raw, rows: NDArray[np.int64], share: float) -> tuple[NDArray[n
     What is in time is split in time. Of overlapping windows only those are tested that do not overlap.
     """
     owners = np.zeros(len(rows), np.int64)
-    if raw.client is not None:
-        owners = np.unique(raw.client[rows], return_inverse=True)[1].reshape(-1)
+    if raw.client_ids is not None:
+        owners = np.unique(raw.client_ids[rows], return_inverse=True)[1].reshape(-1)
     groups = Parts.by_owner(rows, owners, int(owners.max(initial=0)) + 1)
     left, taken = split_off(groups, share, None if raw.in_time else np.random.default_rng(0))
     test_rows = np.sort(taken.rows)
@@ -374,14 +374,14 @@ def _in_order(parts: Parts) -> Parts:
 
 def _one_pool(raw: Raw, name: str) -> Raw:
     """Where the test samples belong to other clients than the training samples, all are parties: one pool."""
-    if raw.client is None:
+    if raw.client_ids is None:
         raise SettingError(f"partition = natural, but data '{name}' does not say who its samples belong to (client)")
-    if raw.test is None or raw.test_client is None or set(raw.test_client.tolist()) <= set(raw.client.tolist()):
+    if raw.test is None or raw.test_client_ids is None or set(raw.test_client_ids.tolist()) <= set(raw.client_ids.tolist()):
         return raw
     x, y = raw.test
     both = raw.x + list(x) if isinstance(raw.x, list) else np.concatenate([np.asarray(raw.x), np.asarray(x)])
-    client = np.concatenate([raw.client, raw.test_client])
-    return replace(raw, x=both, y=np.concatenate([raw.y, y]), client=client, test=None, test_client=None)
+    client_ids = np.concatenate([raw.client_ids, raw.test_client_ids])
+    return replace(raw, x=both, y=np.concatenate([raw.y, y]), client_ids=client_ids, test=None, test_client_ids=None)
 
 
 def _windows(raw: Raw) -> bool:
@@ -402,25 +402,25 @@ def _some(
         raise SettingError(f"fraction = {fraction:g} leaves none of {len(rows)} samples (allowed: a larger one)")
     if raw.test is None or isinstance(raw.x, list):
         return raw, kept
-    client = None if raw.client is None else raw.client[kept]
-    return replace(raw, x=raw.x[kept], y=raw.y[kept], client=client), np.arange(len(kept))
+    client_ids = None if raw.client_ids is None else raw.client_ids[kept]
+    return replace(raw, x=raw.x[kept], y=raw.y[kept], client_ids=client_ids), np.arange(len(kept))
 
 
 def _by_client(
-    client: NDArray[Any],
+    client_ids: NDArray[Any],
     names: NDArray[Any],
     rows: NDArray[np.int64],
     labels: NDArray[np.int64],
-    test_client: NDArray[Any] | None,
+    test_client_ids: NDArray[Any] | None,
     tested: NDArray[np.int64],
     draw: np.random.Generator,
 ) -> tuple[Parts, Parts]:
     """One party for each client, in sorted order; test samples by client too, or else as the training samples."""
-    train = Parts.by_owner(rows, np.searchsorted(names, client[rows]), len(names))
-    if test_client is None:
+    train = Parts.by_owner(rows, np.searchsorted(names, client_ids[rows]), len(names))
+    if test_client_ids is None:
         return train, follow(train, labels, tested, draw)
-    known = np.isin(test_client, names)
-    return train, Parts.by_owner(np.flatnonzero(known), np.searchsorted(names, test_client[known]), len(names))
+    known = np.isin(test_client_ids, names)
+    return train, Parts.by_owner(np.flatnonzero(known), np.searchsorted(names, test_client_ids[known]), len(names))
 
 
 def _samples(
@@ -468,17 +468,17 @@ def from_parties(parties: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayDa
     for number, (x, y) in enumerate(pairs):
         _same_length(f"party {number}", x, y)
     held = [pair for pair in pairs if len(pair[1])]
-    client = np.repeat(np.arange(len(pairs)), [len(y) for _, y in pairs])
+    client_ids = np.repeat(np.arange(len(pairs)), [len(y) for _, y in pairs])
     first = held[0][0]
     for number, (x, _) in enumerate(pairs):
         if len(x) and (x.shape[1:] != first.shape[1:] or (x.dtype == np.uint8) != (first.dtype == np.uint8)):
             raise DataError(f"party {number} has inputs of {_kind(x)}, others of {_kind(first)}")
     x, y = (np.concatenate([pair[part] for pair in held]) for part in (0, 1))
     inputs = x.tolist() if x.dtype.kind == "U" else x
-    data = from_arrays(inputs, y, client=client, partition="natural", **settings)
+    data = from_arrays(inputs, y, client_ids=client_ids, partition="natural", **settings)
     if len(data) == len(pairs):
         return data
-    present = np.unique(client)
+    present = np.unique(client_ids)
     wide: dict[str, Any] = {
         name: _widen(getattr(data, name), present, len(pairs)) for name in ("train", "validation", "tests")
     }

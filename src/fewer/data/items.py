@@ -24,18 +24,18 @@ def of_users(raw: Raw, own: bool = False, most: int = 0, least: int = 0) -> Raw:
     """
     if min(most, least) < 0 or most > MOST:
         raise SettingError(f"most = {most}, least = {least} (allowed: 0 or more, most up to {MOST:,})")
-    assert raw.client is not None and isinstance(raw.x, np.ndarray)
+    assert raw.client_ids is not None and isinstance(raw.x, np.ndarray)
     place = np.empty(len(raw.y), np.int64)
-    for user in np.unique(raw.client):
-        rows = np.flatnonzero(raw.client == user)
+    for user in np.unique(raw.client_ids):
+        rows = np.flatnonzero(raw.client_ids == user)
         _, first, which = np.unique(raw.y[rows], return_index=True, return_inverse=True)
         place[rows] = np.argsort(np.argsort(first))[which.reshape(-1)]
     kept = place < (most or len(place))
-    _, user, counts = np.unique(raw.client[kept], return_inverse=True, return_counts=True)
+    _, user, counts = np.unique(raw.client_ids[kept], return_inverse=True, return_counts=True)
     kept[kept] = (counts >= least)[user.reshape(-1)]
     if not kept.any():
         raise DataError(f"no user has {least} records (allowed: a smaller least, or a larger most)")
-    raw = replace(raw, x=raw.x[kept], y=raw.y[kept], client=raw.client[kept])
+    raw = replace(raw, x=raw.x[kept], y=raw.y[kept], client_ids=raw.client_ids[kept])
     if not own:
         return raw
     classes = most or int(place[kept].max()) + 1
@@ -61,6 +61,6 @@ def usage(users: int = 40, records: int = 60, services: int = 30) -> Raw:
             habit = draw.choice(3, p=(*HABITS, 1 - sum(HABITS)))
             last = last if habit == 0 and last < services else daily[hour] if habit == 1 else draw.choice(mine)
             y.append(last)
-    client = np.repeat(np.arange(users), records)
+    client_ids = np.repeat(np.arange(users), records)
     names = tuple(f"service {number}" for number in range(1, services + 1))
-    return Raw(np.stack(x), np.array(y, np.int64), client=client, names=names, in_time=True)
+    return Raw(np.stack(x), np.array(y, np.int64), client_ids=client_ids, names=names, in_time=True)

@@ -23,9 +23,9 @@ class Raw:
     """Class numbers from 0 on."""
     test: tuple[Inputs, Array] | None = None
     """Inputs and labels for testing; None where the source has no such division."""
-    client: Array | None = None
+    client_ids: Array | None = None
     """Whom each training sample belongs to (names or numbers; of windows of a long text, -1 is nobody's)."""
-    test_client: Array | None = None
+    test_client_ids: Array | None = None
     """Whom each test sample belongs to."""
     names: tuple[str, ...] = ()
     """What the classes are called."""

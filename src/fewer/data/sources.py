@@ -151,18 +151,18 @@ def _through_cache(format: str, path: Path, options: Mapping[str, Any]) -> Raw:
     def make() -> dict[str, Any]:
         raw = FORMATS[format](path, **options)
         test = raw.test or (None, None)
-        values = (raw.x, raw.y, *test, raw.client, raw.test_client, raw.names, raw.tokens, raw.in_time)
+        values = (raw.x, raw.y, *test, raw.client_ids, raw.test_client_ids, raw.names, raw.tokens, raw.in_time)
         return {part: np.asarray(value) for part, value in zip(parts, values, strict=True) if value is not None}
 
     arrays = cached(f"{format}-{key}", make)
-    x, y, test_x, test_y, client, test_client, names, tokens, in_time = (arrays.get(part) for part in parts)
+    x, y, test_x, test_y, client_ids, test_client_ids, names, tokens, in_time = (arrays.get(part) for part in parts)
     assert x is not None and y is not None and names is not None and tokens is not None
     return Raw(
         x,
         y,
         None if test_x is None or test_y is None else (test_x, test_y),
-        client,
-        test_client,
+        client_ids,
+        test_client_ids,
         tuple(str(name) for name in names),
         tuple(str(token) for token in tokens),
         in_time=bool(in_time),
@@ -206,7 +206,7 @@ def _glyphs(size: int = 28) -> Raw:
     if size not in (28, 32):
         raise SettingError(f"glyphs: size = {size} (allowed: 28 or 32)")
     made = cached(f"glyphs-{size}", lambda: dict(zip(("x", "y", "client"), glyphs.glyphs(size), strict=True)))
-    return Raw(made["x"], made["y"], client=made["client"], names=tuple(glyphs.CLASSES), normal=(0.13, 0.26))
+    return Raw(made["x"], made["y"], client_ids=made["client"], names=tuple(glyphs.CLASSES), normal=(0.13, 0.26))
 
 
 def _looks(source: str = "fashion") -> Raw:
@@ -226,7 +226,7 @@ def _looks(source: str = "fashion") -> Raw:
     seen = np.empty_like(x)
     for number in range(4):
         seen[look == number] = glyphs.looks(x[look == number])[number]
-    return Raw(seen, y, client=np.array(glyphs.LOOKS)[look], names=raw.names, normal=(0.5, 0.5))
+    return Raw(seen, y, client_ids=np.array(glyphs.LOOKS)[look], names=raw.names, normal=(0.5, 0.5))
 
 
 def _shakespeare_mini() -> Raw:

@@ -57,8 +57,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Pair:
     """Both models at a party: φ as a net, ψ as a net to run and as weights, with what Adam remembers of it."""
 
-    server: nn.Module
-    client: Split
+    server_model: nn.Module
+    client_model: Split
     own: dict[str, Any]
     """`weights` of ψ, `first` and `second` moment and the `step` of its Adam."""
 
@@ -112,16 +112,16 @@ class F2L(FineTuned):
         phi = task.initial(seed)
         if self.decoupled:
             return phi
-        return phi | {CLIENT + name: tensor for name, tensor in weights_of(self.client(task, seed)).items()}
+        return phi | {CLIENT + name: tensor for name, tensor in weights_of(self.client_model(task, seed)).items()}
 
     def learn(self, me: Party, model: Weights) -> Weights:
         """Lines 3 to 10: some tasks of base classes; ψ stays here, φ is sent."""
         pair = self.prepare(me, model, kept=False)
-        optimiser = torch.optim.Adam(pair.server.parameters(), lr=self.rate, weight_decay=self.decay)
+        optimiser = torch.optim.Adam(pair.server_model.parameters(), lr=self.rate, weight_decay=self.decay)
         draw = me.stream("tasks")
         for _ in range(self.tasks):
             self.learn_task(pair, optimiser, self.task(me.train, draw))
-        phi = weights_of(pair.server)
+        phi = weights_of(pair.server_model)
         if not self.decoupled:
             return phi | {CLIENT + name: tensor for name, tensor in pair.own["weights"].items()}
         self.put(me, pair.own, pair.own["weights"])
@@ -129,9 +129,9 @@ class F2L(FineTuned):
 
     def learn_task(self, pair: Pair, optimiser: torch.optim.Optimizer, task: Episode) -> None:
         """Lines 5 to 7: one step of φ and one of ψ, in place."""
-        encoder, head = parts_of(pair.server)
-        pair.server.train()
-        pair.client.train()
+        encoder, head = parts_of(pair.server_model)
+        pair.server_model.train()
+        pair.client_model.train()
         count = len(task.support_y)
         if self.learn_from == "task":
             features = encoder(torch.cat([task.support_x, task.query_x]))
@@ -151,7 +151,7 @@ class F2L(FineTuned):
             )
 
         found = meta_gradient(
-            pair.client,
+            pair.client_model,
             pair.own["weights"],
             [(everything[:count], task.support_y)] * self.steps,
             (everything, task.query_y),
@@ -160,9 +160,9 @@ class F2L(FineTuned):
             client_loss,
         )  # Eqs 3 and 4
 
-        load_weights(pair.client, found.adapted)
-        theirs = pair.client.encoder(features)
-        sure = pair.client.head(theirs).softmax(1).detach()
+        load_weights(pair.client_model, found.adapted)
+        theirs = pair.client_model.encoder(features)
+        sure = pair.client_model.head(theirs).softmax(1).detach()
         labels = torch.cat([task.support_y, task.query_y])[: len(features)]
         loss = (1 - self.mi_weight) * F.cross_entropy(head(features), task.classes[labels])
         loss = loss + self.mi_weight * mutual_information(
@@ -179,18 +179,18 @@ class F2L(FineTuned):
 
     def prepare(self, me: Party, model: Weights, kept: bool) -> Pair:
         """φ as it was sent, and ψ as the party has it."""
-        server = me.net({name: tensor for name, tensor in model.items() if not name.startswith(CLIENT)})
-        client = self.client(me.task, me.seed)
+        server_model = me.net({name: tensor for name, tensor in model.items() if not name.startswith(CLIENT)})
+        client_model = self.client_model(me.task, me.seed)
         own = self.own(me, kept)
         if own is None:
-            weights = {name: tensor.clone() for name, tensor in learnable(client).items()}  # the net is tuned in place
+            weights = {name: tensor.clone() for name, tensor in learnable(client_model).items()}  # the net is tuned in place
             if not self.decoupled:
                 weights = {name: model[CLIENT + name] for name in weights}
             nothing = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
             own = {"weights": weights, "first": nothing, "second": nothing, "step": 0}
-        return Pair(server, client.requires_grad_(False), own)  # what learns of ψ are the weights in `own`
+        return Pair(server_model, client_model.requires_grad_(False), own)  # what learns of ψ are the weights in `own`
 
-    def client(self, task: Task, seed: int) -> Split:
+    def client_model(self, task: Task, seed: int) -> Split:
         """ψ as everyone begins with it: a Transformer over a set (Eq 22) and a head for N classes."""
         features = feature_width(task)
         with global_streams(seed, "client model"):
@@ -201,14 +201,14 @@ class F2L(FineTuned):
 
     def answer(self, ready: Pair, task: Episode) -> dict[str, Tensor]:
         """Fine-tune ψ on the support and classify with it; beside it, logistic regression on what φ sees."""
-        encoder = parts_of(ready.server.eval())[0]
-        ready.client.eval()
+        encoder = parts_of(ready.server_model.eval())[0]
+        ready.client_model.eval()
         with torch.no_grad():
             support, queries = encoder(task.support_x), encoder(task.query_x)
         batches = [(support, task.support_y)] * (self.adapt_steps or self.steps)
-        load_weights(ready.client, adapted(ready.client, ready.own["weights"], batches, self.fine_rate))
+        load_weights(ready.client_model, adapted(ready.client_model, ready.own["weights"], batches, self.fine_rate))
         with torch.no_grad():
-            scores = ready.client(torch.cat([support, queries]))[len(support) :]
+            scores = ready.client_model(torch.cat([support, queries]))[len(support) :]
         return {"client": scores.argmax(1), "server": logistic_regression(support, task.support_y, queries)}
 
     def whole(self, state: State) -> Weights:
@@ -217,14 +217,14 @@ class F2L(FineTuned):
 
 
 def mutual_information(
-    server: Tensor, client: Tensor, sure: Tensor, labels: Tensor, across: bool = False, temperature: float = 1.0
+    server_model: Tensor, client_model: Tensor, sure: Tensor, labels: Tensor, across: bool = False, temperature: float = 1.0
 ) -> Tensor:
     """L_MI of Eq 13 from features h_φ and h_ψ, and p_ψ (samples × classes), of samples with these labels.
 
     −(1/D) Σ_j Σ_{i∈C(j)} w_ij log p(h_ψʲ | h_φⁱ), with w of Eq 9 and p of Eq 10: a softmax over C(i), or over all.
     """
     same = labels[:, None] == labels
-    likeness = F.normalize(server, dim=1) @ F.normalize(client, dim=1).T / temperature
+    likeness = F.normalize(server_model, dim=1) @ F.normalize(client_model, dim=1).T / temperature
     if not across:
         likeness = likeness.masked_fill(~same, -torch.inf)
     log_chance = likeness.log_softmax(1).masked_fill(~same, 0.0)
@@ -232,12 +232,12 @@ def mutual_information(
     return -(confidence / confidence.sum(0) * log_chance).sum() / len(labels)
 
 
-def distillation(client: Tensor, server: Tensor, labels: Tensor) -> Tensor:
+def distillation(client_model: Tensor, server_model: Tensor, labels: Tensor) -> Tensor:
     """L_KD of Eq 16: the cross-entropy of softmaxes over the classes of a task, each query at its own temperature.
 
     T_i = σ(max_{c≠y} exp z_φ(c) / exp z_φ(y)) by Eq 19, from what the server model says.
     """
-    others = server.scatter(1, labels[:, None], -torch.inf).amax(1)
-    own = server.gather(1, labels[:, None])[:, 0]
+    others = server_model.scatter(1, labels[:, None], -torch.inf).amax(1)
+    own = server_model.gather(1, labels[:, None])[:, 0]
     temperature = (others - own).exp().sigmoid()[:, None]
-    return F.cross_entropy(client / temperature, (server / temperature).softmax(1))
+    return F.cross_entropy(client_model / temperature, (server_model / temperature).softmax(1))

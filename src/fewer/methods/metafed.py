@@ -163,14 +163,14 @@ class MetaFed(PersonalMethod):
         own = self.own(me)
         if model is None:  # the first of the ring: there is nothing to learn from yet
             return self.letter(me, own["model"])
-        here = self.federation(me)
-        able = accuracy(here.judge(own["model"], self.net(me))) > self.enough
+        federation = self.federation(me)
+        able = accuracy(federation.judge(own["model"], self.net(me))) > self.enough
         if net != self.net(me) or (able and self.transfer == "distil"):
-            found = here.study(own["model"], Teacher(model, net, self.weight))
-            self.keep(me, here, own, found, weight=self.weight)
+            found = federation.study(own["model"], Teacher(model, net, self.weight))
+            self.keep(me, federation, own, found, weight=self.weight)
         else:
-            found = here.practise(self.mixed(me, model, own["model"]), "taken")
-            self.keep(me, here, own, found, taken=own["taken"] + 1)
+            found = federation.practise(self.mixed(me, model, own["model"]), "taken")
+            self.keep(me, federation, own, found, taken=own["taken"] + 1)
         return self.letter(me, found)
 
     @on_ring
@@ -179,18 +179,18 @@ class MetaFed(PersonalMethod):
         if model is not None:
             self.fits(me, model, net)
         own = self.own(me)
-        here = self.federation(me)
+        federation = self.federation(me)
         if model is None:
             model, net = own["model"], self.net(me)
-        common, mine = accuracy(here.judge(model, net)), accuracy(here.judge(own["model"], self.net(me)))
+        common, mine = accuracy(federation.judge(model, net)), accuracy(federation.judge(own["model"], self.net(me)))
         weight = adapted(self.weight, common, mine, self.poor)
         taken = own["taken"]
         if net != self.net(me) or self.transfer == "distil":
-            found = here.study(own["model"], Teacher(model, net, weight))
+            found = federation.study(own["model"], Teacher(model, net, weight))
         else:
-            found = here.practise(self.mixed(me, model, own["model"]), "taken")
+            found = federation.practise(self.mixed(me, model, own["model"]), "taken")
             taken += 1
-        self.keep(me, here, own, found, weight=weight, taken=taken)
+        self.keep(me, federation, own, found, weight=weight, taken=taken)
         return {"model": Coded(model, self.codec), "net": net}
 
     # --- its pieces -------------------------------------------------------------------------------------------
@@ -201,24 +201,24 @@ class MetaFed(PersonalMethod):
         if kept is not None:
             return kept
         steps = self.steps if self.alone is None else self.alone
-        here = self.federation(me, steps)
+        federation = self.federation(me, steps)
         model = seated(me, self.net(me)).initial()
         if steps:
-            model = here.practise(model, BEGIN)
+            model = federation.practise(model, BEGIN)
         nothing = {"correct": -1, "loss": 0.0, "weight": 0.0, "taken": 0, "bytes": {}}
-        return self.keep(me, here, nothing, model)
+        return self.keep(me, federation, nothing, model)
 
-    def keep(self, me: Party, here: Federation, own: Mapping[str, Any], model: Weights, **facts: Any) -> dict[str, Any]:
+    def keep(self, me: Party, federation: Federation, own: Mapping[str, Any], model: Weights, **facts: Any) -> dict[str, Any]:
         """Remember a new model, and of all models the best on validation samples.
 
         Unable where it is broken: by the rate, or by the model that came. The ring finds out which.
         """
-        count = here.judge(model, self.net(me))
+        count = federation.judge(model, self.net(me))
         if count.loss > ABSURD * count.total or not finite(model):
             raise Unable(f"its training diverged (rate {self.rate:g})")
         better = (count.correct, -count.loss) >= (own["correct"], -own["loss"])
         best = {"best": model, "correct": count.correct, "loss": count.loss} if better else {}
-        inside = Counter(own["bytes"]) + (here.bytes if isinstance(here, Group) else Counter())
+        inside = Counter(own["bytes"]) + (federation.bytes if isinstance(federation, Group) else Counter())
         kept = {**own, **facts, "model": model, **best, "bytes": dict(inside)}
         me.store.put(OWN, kept)
         return kept

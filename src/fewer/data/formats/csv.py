@@ -29,7 +29,7 @@ def csv(path: Path, label: str = "label", client: str | None = None, text: str |
     y, names = numbered(columns.pop(label), f"{path}, column '{label}',")
     owners = None if client is None else np.array(columns.pop(client))
     x: Inputs = _features(columns, path) if text is None else list(columns[text])
-    return Raw(x, y, client=owners, names=names)
+    return Raw(x, y, client_ids=owners, names=names)
 
 
 def _table(content: str, path: Path) -> tuple[list[str], list[list[str]]]:

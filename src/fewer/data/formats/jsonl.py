@@ -39,7 +39,7 @@ def jsonl(path: Path, text: str = "text", label: str = "label", client: str | No
     if not texts:
         raise DataError(f"{path} has no samples")
     y, names = numbered(labels, path)
-    return Raw(texts, y, client=None if client is None else np.array(owners), names=names)
+    return Raw(texts, y, client_ids=None if client is None else np.array(owners), names=names)
 
 
 def _object(line: str, where: str) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def femnist(path: Path) -> Raw:
 def shakespeare(path: Path) -> Raw:
     """Eighty characters of a role of a play, and the one after them."""
     raw = _read(path, _windows, _next_characters, tuple(ALPHABET))
-    return Raw(raw.x, raw.y, raw.test, raw.client, raw.test_client, raw.names, tuple(ALPHABET), in_time=True)
+    return Raw(raw.x, raw.y, raw.test, raw.client_ids, raw.test_client_ids, raw.names, tuple(ALPHABET), in_time=True)
 
 
 @reader("LEAF's Sent140")
@@ -43,11 +43,11 @@ def sent140(path: Path) -> Raw:
 def _read(path: Path, inputs: Convert, labels: Convert, names: tuple[str, ...]) -> Raw:
     train, test = _files(path)
     numbers: dict[str, int] = {}
-    x, y, client = _part(train, inputs, labels, numbers)
+    x, y, client_ids = _part(train, inputs, labels, numbers)
     if not test:
-        return Raw(x, y, client=client, names=names)
-    test_x, test_y, test_client = _part(test, inputs, labels, numbers)
-    return Raw(x, y, (test_x, test_y), client, test_client, names)
+        return Raw(x, y, client_ids=client_ids, names=names)
+    test_x, test_y, test_client_ids = _part(test, inputs, labels, numbers)
+    return Raw(x, y, (test_x, test_y), client_ids, test_client_ids, names)
 
 
 def _files(path: Path) -> tuple[list[Path], list[Path]]:

@@ -73,10 +73,10 @@ def movielens(path: Path, items: str = "films", own: bool = False, most: int = 0
     past = _past(user, film, rating, time, genres, years)
     x = np.concatenate([past[:, :-2], users[user], _moment(time), past[:, -2:]], axis=1)
     if items == "films":
-        return of_users(Raw(x, film, client=user + 1, names=titles, in_time=True), own, most, least)
+        return of_users(Raw(x, film, client_ids=user + 1, names=titles, in_time=True), own, most, least)
     sets, kind = np.unique(genres, axis=0, return_inverse=True)
     names = tuple(" + ".join(np.array(_GENRES)[held > 0]) for held in sets)
-    return of_users(Raw(x, kind.reshape(-1)[film], client=user + 1, names=names, in_time=True), own, most, least)
+    return of_users(Raw(x, kind.reshape(-1)[film], client_ids=user + 1, names=names, in_time=True), own, most, least)
 
 
 def _table(content: str, separator: str, columns: int, where: str) -> list[list[str]]:

@@ -43,14 +43,14 @@ def plays(path: Path, minimum: int = 200) -> Raw:
         )
     flat = torch.from_numpy(np.concatenate(parts))
     small = np.min_scalar_type(-len(parts))
-    client = np.concatenate(
+    client_ids = np.concatenate(
         [np.repeat(np.array([role, NOBODY], small), [len(part) - WINDOW, WINDOW]) for role, part in enumerate(parts)]
     )
     rows = len(flat) - WINDOW
     return Raw(
         flat.unfold(0, WINDOW, 1)[:rows],
         flat[WINDOW:].numpy(),
-        client=client[:rows],
+        client_ids=client_ids[:rows],
         names=tuple(ALPHABET),
         tokens=tuple(ALPHABET),
         in_time=True,

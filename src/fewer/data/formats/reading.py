@@ -55,22 +55,22 @@ def reader(what: str) -> Callable[[Read[P]], Read[P]]:
 
 def _checked(raw: Raw, path: Path) -> Raw:
     """The same data, if every input has a label (and a client), and every label is a class."""
-    _together(raw.x, raw.y, raw.client, raw.names, f"{path} (training)")
+    _together(raw.x, raw.y, raw.client_ids, raw.names, f"{path} (training)")
     if raw.test is not None:
-        _together(*raw.test, raw.test_client, raw.names, f"{path} (test)")
+        _together(*raw.test, raw.test_client_ids, raw.names, f"{path} (test)")
         shapes = [tuple(x.shape[1:]) for x in (raw.x, raw.test[0]) if not isinstance(x, list)]
         if len(set(shapes)) > 1:
             raise DataError(f"{path} has training inputs of shape {shapes[0]}, but test inputs of shape {shapes[1]}")
     return raw
 
 
-def _together(x: Inputs, y: Array, client: Array | None, names: Sequence[str], where: str) -> None:
+def _together(x: Inputs, y: Array, client_ids: Array | None, names: Sequence[str], where: str) -> None:
     if not len(x):
         raise DataError(f"{where} has no samples")
     if len(x) != len(y):
         raise DataError(f"{where} has {len(x)} inputs and {len(y)} labels")
-    if client is not None and len(client) != len(x):
-        raise DataError(f"{where} has {len(x)} inputs and {len(client)} clients")
+    if client_ids is not None and len(client_ids) != len(x):
+        raise DataError(f"{where} has {len(x)} inputs and {len(client_ids)} clients")
     last = len(names) or MAX_CLASSES
     wrong = np.flatnonzero((y < 0) | (y >= last))
     if len(wrong):

@@ -77,7 +77,7 @@ def pamap2(path: Path, window: int = 128, stride: int = 64, standard: bool = Tru
         inputs -= inputs.mean(axis=(0, 2), keepdims=True, dtype=np.float64).astype(np.float32)
         inputs /= np.maximum(inputs.std(axis=(0, 2), keepdims=True, dtype=np.float64), 1e-6).astype(np.float32)
     names = tuple(_PAMAP2[number] for number in present.tolist())
-    return Raw(inputs, y.reshape(-1).astype(np.int64), client=np.concatenate(subject), names=names, in_time=True)
+    return Raw(inputs, y.reshape(-1).astype(np.int64), client_ids=np.concatenate(subject), names=names, in_time=True)
 
 
 @reader("UCI HAR (UCI HAR Dataset with its Inertial Signals)")
@@ -142,7 +142,7 @@ def hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool = Fa
     return Raw(
         np.concatenate(x),
         np.concatenate(y),
-        client=np.concatenate(subject),
+        client_ids=np.concatenate(subject),
         names=names if transitions else _BASIC,
         in_time=True,
     )

@@ -36,10 +36,10 @@ def executor(address: str, home: Path, root: bytes | None) -> RuntimeHttpClient:
     return RuntimeHttpClient.from_server_address(address, root is None, root, [version, signing])
 
 
-def beats(client: RuntimeHttpClient) -> bool:
+def beats(http: RuntimeHttpClient) -> bool:
     """Tell a SuperLink or SuperNode that its task is in good hands; False where it did not hear."""
     try:
-        return client.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
+        return http.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
     except httpx.HTTPError:
         return False
 
@@ -47,10 +47,10 @@ def beats(client: RuntimeHttpClient) -> bool:
 # --- a party's questions --------------------------------------------------------------------------------------
 
 
-def look(client: RuntimeHttpClient) -> str:
+def look(http: RuntimeHttpClient) -> str:
     """The token of a question that waits at the SuperNode; "" where none does."""
     try:
-        return client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])).token
+        return http.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])).token
     except httpx.HTTPError:  # it is not there yet, or not any more
         return ""
 

@@ -192,13 +192,13 @@ class Link:
 
     @contextmanager
     def _control(self) -> Iterator[ControlHttpClient]:
-        client = ControlHttpClient.from_server_address(
+        http = ControlHttpClient.from_server_address(
             self.address, False, self._root, [RuntimeVersionHttpInterceptor(component_name="flwr-cli")]
         )
         try:
-            yield client
+            yield http
         finally:
-            client.close()
+            http.close()
 
     @property
     def _root(self) -> bytes:
@@ -243,17 +243,17 @@ class Link:
 
     def _claim(self, run: int) -> str:
         """The token with which this process is the run's coordinator."""
-        client = executor(self.address, self.credentials.folder / "flower", self._root)
+        http = executor(self.address, self.credentials.folder / "flower", self._root)
         try:
             while True:
-                found = client.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
+                found = http.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
                 if not found.token:
                     raise RunError("Flower's SuperLink has lost the run that it took")
                 if found.task.run_id == run:
                     return found.token
                 # of a run that was submitted and never begun: it ends by itself
         finally:
-            client.close()
+            http.close()
 
     def end_run(self) -> None:
         """Let the SuperLink forget the run."""
@@ -321,16 +321,16 @@ class Link:
 
     def _whole(self, grid: HttpGrid, coming: Coming) -> Reply | None:
         """A reply, if all of its pieces are there."""
-        client = grid._runtime_client
+        http = grid._runtime_client
         about: dict[str, Any] = {"node": grid.node, "run_id": grid.run.run_id}
         while coming.missing:
-            got = client.PullObject(PullObjectRequest(object_id=coming.missing[0], **about))
+            got = http.PullObject(PullObjectRequest(object_id=coming.missing[0], **about))
             if not got.object_found:
                 return Reply(b"", "lost", "its answer did not come whole")
             if not got.object_available:
                 return None
             coming.pieces[coming.missing.pop(0)] = got.object_content
-        client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=coming.message, **about))
+        http.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=coming.message, **about))
         size = sum(map(len, coming.pieces.values()))
         try:
             message = cast(Message, inflate_object_from_contents(coming.message, coming.pieces))

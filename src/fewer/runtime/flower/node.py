@@ -77,7 +77,7 @@ class Node:
 
     def _answer_all(self, program: Program, port: int, answering: Answering) -> str:
         """Answer what comes until the SuperNode ends, or an answer cannot be given to it; why."""
-        client = executor(f"127.0.0.1:{port}", program.home, None)
+        http = executor(f"127.0.0.1:{port}", program.home, None)
         joined: bool | None = None
         lost, since = "", 0.0
         try:
@@ -91,31 +91,31 @@ class Node:
                     since = time.monotonic()
                 if lost and time.monotonic() > since + LOST:  # who asked sees that it came anew, and waits no more
                     return f"a message was lost on its way ({lost})"
-                token = look(client)
+                token = look(http)
                 if not token:
                     time.sleep(PAUSE)
                 while token:
                     try:
-                        token = self._answer(port, token, answering, partial(look, client))
+                        token = self._answer(port, token, answering, partial(look, http))
                     except Exception as error:  # a SuperNode without its answer would wait for it for ever
                         return f"an answer was lost ({type(error).__name__})"
             return _reason(program.last_words())
         finally:
-            client.close()
+            http.close()
 
     def _answer(self, port: int, token: str, answering: Answering, another: Callable[[], str]) -> str:
         """One question, from its token to its reply; the token of another that came where this one was given up."""
         signing = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), RuntimeTokenHttpInterceptor(token)
-        client = Patient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
-        client.another = another
-        heart = HeartbeatSender(lambda: beats(client))
+        http = Patient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
+        http.another = another
+        heart = HeartbeatSender(lambda: beats(http))
         heart.start()
         try:
             try:
-                message, context, _, _ = pull_task_input(client)
+                message, context, _, _ = pull_task_input(http)
             except GivenUp as given_up:
                 if given_up.token:  # otherwise the SuperNode has ended the task itself
-                    push_task_output(client, None, SubStatus.FAILED, "")
+                    push_task_output(http, None, SubStatus.FAILED, "")
                 return given_up.token
             try:
                 call, blob = envelope.read_question(message.content)
@@ -125,13 +125,13 @@ class Node:
             except Exception as error:  # a full disk, say: it is told, and the next question may go well
                 self.say(f"{type(error).__name__}: {error}")
                 reply = Reply(b"", "failed", type(error).__name__)
-            push_message(client, Message(envelope.answer(reply), reply_to=message), context)
-            push_task_output(client, context, SubStatus.COMPLETED, "")
+            push_message(http, Message(envelope.answer(reply), reply_to=message), context)
+            push_task_output(http, context, SubStatus.COMPLETED, "")
             return ""
         finally:
             if heart.is_running:
                 heart.stop()
-            client.close()
+            http.close()
 
 
 def _joined(said: Sequence[str]) -> bool | None:
