@@ -15,13 +15,13 @@ export NO_MKDOCS_2_WARNING = 1
 	touch $@
 
 demo: .venv/.installed      ## compare six methods on real images
-	$(BIN)/fewer compare local fedavg fedprox fedbn fedgen fedmk --data fashion-mini --parties 20 --alpha 0.5 --rounds 5 --seeds 3 --runtime pool \
-		--set per_class=15 --set matching=100 --set outer_steps=5 --set server_steps=500
+	$(BIN)/fewer compare local fedavg fedprox fedbn fedgen fedmk --data fashion-mini --clients 20 --alpha 0.5 --rounds 5 --seeds 3 --runtime pool \
+		-o per_class=15 -o matching=100 -o outer_steps=5 -o server_steps=500
 
-cluster-demo: .venv/.installed ## three parties with keys and TLS, each in processes of its own, on this machine
+cluster-demo: .venv/.installed ## three clients with keys and TLS, each in processes of its own, on this machine
 	$(BIN)/fewer local-cluster 3 fedmk --data fashion-mini --rounds 2 \
-		--set per_class=10 --set matching=30 --set outer_steps=5 --set server_steps=200
-	$(BIN)/fewer local-cluster 3 metafed --data fashion-mini --validation 0.2 --rounds 2 --set steps=50
+		-o per_class=10 -o matching=30 -o outer_steps=5 -o server_steps=200
+	$(BIN)/fewer local-cluster 3 metafed --data fashion-mini --validation 0.2 --rounds 2 -o steps=50
 
 test: .venv/.installed      ## run the tests
 	$(BIN)/pytest -n 2

@@ -33,10 +33,10 @@ class Ask(NamedTuple):
 def made(root: Path, runs: int, events: int, long: int) -> None:
     """So many run directories with so many events each, and many more in the first."""
     absent = (
-        json.dumps({"time": 1.0, "event": "absent", "round": 1, "party": 3, "why": "late", "handler": "train"}) + "\n"
+        json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "why": "late", "handler": "train"}) + "\n"
     )
     figures = "".join(_line(number) for number in range(1, 51))
-    ledger = "round,party,direction,kind,bytes\n" + "1,3,up,train,106400\n" * events
+    ledger = "round,client,direction,kind,bytes\n" + "1,3,up,train,106400\n" * events
     for number in range(runs):
         run = root / f"run-{number}"
         run.mkdir()
@@ -47,7 +47,7 @@ def made(root: Path, runs: int, events: int, long: int) -> None:
             "hash": "",
             "own": [],
             "method": {"rounds": 100},
-            "data": {"name": "digits", "parties": 10, "fingerprint": ""},
+            "data": {"name": "digits", "clients": 10, "fingerprint": ""},
             "environment": {},
         }
         (run / "settings.json").write_text(json.dumps(about))

@@ -1,8 +1,8 @@
 """An episode of FRL through Fewer, and the bare passes over the net that it needs.
 
 `python -m benchmarks.episode SIDE EPISODES` runs one side (inline, pool or bare) in a process of its own and prints a
-line of JSON for each episode. Ten parties with 300 samples of two classes each, Conv-4 on 3×32×32, R = 3, GPAL: in each
-round a party passes forward over its support of 150 for the prototypes and forward and backward over it in steps of 60;
+line of JSON for each episode. Ten clients with 300 samples of two classes each, Conv-4 on 3×32×32, R = 3, GPAL: in each
+round a client passes forward over its support of 150 for the prototypes and forward and backward over it in steps of 60;
 at the end forward and backward over its 150 queries.
 """
 
@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 import fewer
 from benchmarks import work
-from fewer.data import ArrayData, Data, from_parties
+from fewer.data import ArrayData, Data, from_clients
 from fewer.methods.base import Scores
 from fewer.methods.frl import FRL
 from fewer.models.images import Conv4
 
-PARTIES, SAMPLES, CLASSES, ROUNDS, BATCH = 10, 300, 20, 3, 60
+CLIENTS, SAMPLES, CLASSES, ROUNDS, BATCH = 10, 300, 20, 3, 60
 SIDES: dict[str, dict[str, Any]] = {"inline": {}, "pool": {"runtime": "pool", "workers": 2}}
 
 
@@ -34,10 +34,10 @@ class Timed(FRL):
 
     name: ClassVar[str] = "timed"
 
-    def gathered(self, data: Data) -> Data:
+    def prepare_data(self, data: Data) -> Data:
         return data
 
-    def evaluate(self, state: Any, parties: fewer.Parties, data: Data) -> Scores:
+    def evaluate(self, state: Any, clients: fewer.Clients, data: Data) -> Scores:
         return {"accuracy": 0.0}
 
 
@@ -50,15 +50,15 @@ class Episodes(work.Turns):
 
 
 def federation() -> ArrayData:
-    """Two classes a party, as noise: what is learned does not matter here."""
+    """Two classes a client, as noise: what is learned does not matter here."""
     draw = np.random.default_rng(0)
-    x = draw.integers(0, 256, (PARTIES, SAMPLES, 3, 32, 32), np.uint8)
-    pairs = [(x[party], 2 * party + np.arange(SAMPLES) % 2) for party in range(PARTIES)]
-    return from_parties(pairs, test=(x[0][:10], np.zeros(10, np.int64)))
+    x = draw.integers(0, 256, (CLIENTS, SAMPLES, 3, 32, 32), np.uint8)
+    pairs = [(x[client], 2 * client + np.arange(SAMPLES) % 2) for client in range(CLIENTS)]
+    return from_clients(pairs, test=(x[0][:10], np.zeros(10, np.int64)))
 
 
-def bare(x: Tensor, y: Tensor, parties: int = PARTIES) -> None:
-    """The passes of one episode of so many parties, with nothing around them."""
+def bare(x: Tensor, y: Tensor, clients: int = CLIENTS) -> None:
+    """The passes of one episode of so many clients, with nothing around them."""
     net, x = Conv4((3, 32, 32), CLASSES).train(), x.to(memory_format=torch.channels_last)
     parameters = list(net.encoder.parameters())
     half = SAMPLES // 2
@@ -67,7 +67,7 @@ def bare(x: Tensor, y: Tensor, parties: int = PARTIES) -> None:
         features = net.encoder(batch)
         torch.autograd.grad(F.cross_entropy(features[:, :2], labels), parameters)
 
-    for _ in range(parties):
+    for _ in range(clients):
         for _ in range(ROUNDS):
             with torch.no_grad():
                 net.encoder(x[:half])
@@ -98,7 +98,7 @@ def main() -> None:
             bare(x, y)
             turns.round({"round": number * (ROUNDS + 1), "accuracy": 0.0})
         return
-    method = Timed(rounds=count * (ROUNDS + 1), active=PARTIES, group_rounds=ROUNDS, batch=BATCH)
+    method = Timed(rounds=count * (ROUNDS + 1), cohort=CLIENTS, group_rounds=ROUNDS, batch_size=BATCH)
     fewer.run(method, federation(), model="conv4", progress=turns, **SIDES[side])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fewer
 from benchmarks import work
-from fewer.data import ArrayData, Data, PartyData, Samples
+from fewer.data import ArrayData, ClientData, Data, Samples
 from fewer.methods import find
 
 
@@ -25,11 +25,11 @@ class Drawn(fewer.FedAvg):
 
     name: ClassVar[str] = "drawn"
 
-    def choose(self, parties: fewer.Parties) -> list[int]:
-        return work.cohort(parties.round)
+    def sample_cohort(self, clients: fewer.Clients) -> list[int]:
+        return work.cohort(clients.round)
 
-    def numbers(self, me: fewer.Party) -> Tensor:
-        return work.batches(me.round, me.id, len(me.train))
+    def numbers(self, client: fewer.Client) -> Tensor:
+        return work.batches(client.round, client.id, len(client.train))
 
 
 def federation(directory: str | None = None) -> ArrayData:
@@ -40,7 +40,7 @@ def federation(directory: str | None = None) -> ArrayData:
 
 
 class Population(Data):
-    """Any number of parties; the samples of each are made from its number when they are asked for."""
+    """Any number of clients; the samples of each are made from its number when they are asked for."""
 
     name = "population"
     shape = (1, 28, 28)
@@ -61,9 +61,9 @@ class Population(Data):
     def size(self, number: int) -> int:
         return 100
 
-    def party(self, number: int) -> PartyData:
+    def client(self, number: int) -> ClientData:
         samples = self.made(number)
-        return PartyData(samples, samples, self.test)
+        return ClientData(samples, samples, self.test)
 
     def fingerprint(self) -> str:
         return str(self.count)
@@ -75,10 +75,12 @@ def main() -> None:
     task, rounds, text, *rest = sys.argv[1:]
     settings: dict[str, Any] = json.loads(text)
     if task == "work":
-        method = Drawn(rounds=int(rounds), active=work.ACTIVE, rate=work.RATE, steps=work.STEPS, batch=work.BATCH)
+        method = Drawn(
+            rounds=int(rounds), cohort=work.DEFAULT_COHORT, lr=work.LR, local_steps=work.STEPS, batch_size=work.BATCH
+        )
         fewer.run(method, federation(*rest), model=work.net(), progress=turns, **settings)
     else:
-        few = find(rest[1])(rounds=int(rounds), active=work.ACTIVE, steps=5)  # type: ignore[call-arg]
+        few = find(rest[1])(rounds=int(rounds), cohort=work.DEFAULT_COHORT, steps=5)  # type: ignore[call-arg]
         fewer.run(few, Population(int(rest[0])), evaluate_every=int(rounds), progress=turns, **settings)
 
 

@@ -22,7 +22,7 @@ from fewer.learning.adapt import Batch, learnable, meta_gradient
 from fewer.models.images import Conv4
 from fewer.models.sequences import CharLSTM
 
-RATE, SUPPORT, QUERIES = 0.1, 25, 75
+LR, SUPPORT, QUERIES = 0.1, 25, 75
 """5-way, 5 samples of each class to adapt on and 15 to answer, as few-shot work has it."""
 
 
@@ -47,7 +47,7 @@ def plain(net: nn.Module, support: Batch, query: Batch) -> None:
 
 def ours(net: nn.Module, support: Batch, query: Batch, steps: int, exact: bool = True) -> list[Tensor]:
     """Fewer's meta-gradient."""
-    return list(meta_gradient(net, learnable(net), [support] * steps, query, RATE, exact).weights.values())
+    return list(meta_gradient(net, learnable(net), [support] * steps, query, LR, not exact).weights.values())
 
 
 def cloned(net: nn.Module, support: Batch, query: Batch, steps: int) -> tuple[Tensor, ...]:
@@ -58,7 +58,7 @@ def cloned(net: nn.Module, support: Batch, query: Batch, steps: int) -> tuple[Te
     values = begin
     for _ in range(steps):
         slopes = torch.autograd.grad(F.cross_entropy(clone(support[0]), support[1]), values, create_graph=True)
-        values = [value - RATE * slope for value, slope in zip(values, slopes, strict=True)]
+        values = [value - LR * slope for value, slope in zip(values, slopes, strict=True)]
         for (module, name), value in zip(places, values, strict=True):
             module._parameters.pop(name, None)
             setattr(module, name, value)

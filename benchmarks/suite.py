@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import work
-from benchmarks.episode import PARTIES, SAMPLES, peak
+from benchmarks.episode import CLIENTS, SAMPLES, peak
 from benchmarks.episode import bare as passes
 from benchmarks.measure import Figure, Process, alternate, in_turn, ratio
 from fewer.learning.flops import counted
 from fewer.methods.fedmk import FedMK
 from fewer.runs.engine import start
-from fewer.runs.job import check, job_from
+from fewer.runs.experiment import build_experiment, check
 from fewer.wire import decode, encode
 
 ROUNDS = 25
@@ -92,7 +92,7 @@ def help(directory: str | None) -> list[Figure]:
 
 
 def population(directory: str | None) -> list[Figure]:
-    """A round and memory: 10 active of 100 parties against 10 of 100,000."""
+    """A round and memory: 10 active of 100 clients against 10 of 100,000."""
     figures = []
     for method in ("fedavg", "local"):
         with tempfile.TemporaryDirectory() as folder:
@@ -110,8 +110,8 @@ def population(directory: str | None) -> list[Figure]:
             )
             in_turn(ROUNDS, [few], [many])
         figures += [
-            _compared(f"{method}: 100,000 / 100 parties, a round", many.times, few.times, most=1.1),
-            Figure(f"{method}: 100,000 − 100 parties, memory", many.peak - few.peak, "MB", most=50),
+            _compared(f"{method}: 100,000 / 100 clients, a round", many.times, few.times, most=1.1),
+            Figure(f"{method}: 100,000 − 100 clients, memory", many.peak - few.peak, "MB", most=50),
         ]
     return figures
 
@@ -144,7 +144,7 @@ def wire(directory: str | None) -> list[Figure]:
 
 def condense(directory: str | None) -> list[Figure]:
     """FedMK's bi-level step: 5 inner steps on 64 of 200 images of D̂, then 256 real samples."""
-    method = FedMK(inner_steps=5, inner_batch=64, augment=False, weights="none")
+    method = FedMK(inner_steps=5, inner_batch_size=64, augment=False, sample_weights="none")
     data = work.arrays(directory)
     x = torch.from_numpy(data.x[:256]).float().div_(255).sub_(work.MEAN).div_(work.DEVIATION).view(-1, 1, 28, 28)
     y = torch.from_numpy(data.y[:256]).long()
@@ -196,12 +196,12 @@ def metagrad(directory: str | None) -> list[Figure]:
 
 
 def episode(directory: str | None) -> list[Figure]:
-    """An episode of FRL (10 parties, 300 samples each, Conv-4, R = 3, 32×32) against the bare passes that it needs."""
+    """An episode of FRL (10 clients, 300 samples each, Conv-4, R = 3, 32×32) against the bare passes that it needs."""
     inline, two, bare = (Process("benchmarks.episode", side, "3", waits=True) for side in ("inline", "pool", "bare"))
     in_turn(3, [inline], [bare], [two])
     with counted() as tally:
-        passes(torch.randn(SAMPLES, 3, 32, 32), torch.arange(SAMPLES) % 2, parties=1)
-    work_of_all = 1e-9 * PARTIES * tally.flops
+        passes(torch.randn(SAMPLES, 3, 32, 32), torch.arange(SAMPLES) % 2, clients=1)
+    work_of_all = 1e-9 * CLIENTS * tally.flops
     reached = work_of_all / median(bare.times)
     share = f"({reached:.0f} GFLOP/s, a matrix product of 1024² {peak():.0f})"
     return [
@@ -213,30 +213,30 @@ def episode(directory: str | None) -> list[Figure]:
 
 
 def machines(directory: str | None) -> list[Figure]:
-    """A round of FedAvg with three parties between machines (Flower, on loopback) against inline: what is added."""
+    """A round of FedAvg with three clients between machines (Flower, on loopback) against inline: what is added."""
     from fewer.runs.machines import local_cluster  # only here: it needs Flower
 
-    settings = {"method": "fedavg", "data": "digits", "parties": 3, "rounds": 12, "evaluate_every": 12}
+    settings = {"method": "fedavg", "data": "digits", "clients": 3, "rounds": 12, "evaluate_every": 12}
 
     def rounds(seconds: Sequence[float]) -> list[float]:
         """Not the first, and not the last with its report."""
         return [after - before for before, after in pairwise(seconds)][:-1]
 
     with tempfile.TemporaryDirectory() as folder:
-        here = start(job_from(check(settings)), Path(folder) / "inline")
+        inline = start(build_experiment(check(settings)), Path(folder) / "inline")
         begun = time.perf_counter()
-        with local_cluster(Path(folder) / "cluster", 3) as coordinator:
-            there = coordinator.start(job_from(check({**settings, "runtime": "flower"})), Path(folder) / "flower")
+        with local_cluster(Path(folder) / "cluster", 3) as server:
+            there = server.start(build_experiment(check({**settings, "runtime": "flower"})), Path(folder) / "flower")
         before = time.perf_counter() - begun - there.seconds
         packed = json.loads((Path(folder) / "flower/events.jsonl").read_text().splitlines()[-1])
         lines = (Path(folder) / "flower/ledger.csv").read_text().splitlines()[1:]
-    mine, theirs = (rounds([line["seconds"] for line in run.history]) for run in (there, here))
+    mine, theirs = (rounds([line["seconds"] for line in run.history]) for run in (there, inline))
     sent = sum(int(line.rpartition(",")[2]) for line in lines)
     extra = (packed["packed_up"] + packed["packed_down"] - sent) / len(lines)
     detail = f"({median(mine):.3g} s / {median(theirs):.3g} s; {min(mine):.2g} to {max(mine):.2g} s)"
     return [
         Figure("a round over Flower − a round inline", median(mine) - median(theirs), "s", most=6, detail=detail),
-        Figure("from launch to the first round", before, "s", detail="(SuperLink, three SuperNodes, three parties)"),
+        Figure("from launch to the first round", before, "s", detail="(SuperLink, three SuperNodes, three clients)"),
         Figure(
             "Flower's own bytes in a message",
             extra,

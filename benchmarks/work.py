@@ -1,7 +1,7 @@
 """The work that is timed, and the bare loop that does it: nothing but NumPy and torch.
 
-FedAvg with 20 parties, Dirichlet(0.5) on half of the training images, 10 parties a round, 20 SGD steps of 32, the full
-test set each round. Cohorts and batches are functions of round and party alone, so all who run it must agree.
+FedAvg with 20 clients, Dirichlet(0.5) on half of the training images, 10 clients a round, 20 SGD steps of 32, the full
+test set each round. Cohorts and batches are functions of round and client alone, so all who run it must agree.
 `python -m benchmarks.work ROUNDS [DIR]` runs the bare loop as a process of its own.
 """
 
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-PARTIES, ACTIVE, STEPS, BATCH, RATE, ALPHA = 20, 10, 20, 32, 0.1, 0.5
+CLIENTS, DEFAULT_COHORT, STEPS, BATCH, LR, ALPHA = 20, 10, 20, 32, 0.1, 0.5
 MEAN, DEVIATION = 0.1307, 0.3081
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
@@ -46,7 +46,7 @@ class Turns:
 
 
 class Arrays(NamedTuple):
-    """Images as bytes, labels, and the party of each training sample."""
+    """Images as bytes, labels, and the client of each training sample."""
 
     x: Array
     y: Array
@@ -81,19 +81,19 @@ def net() -> nn.Sequential:
 
 def cohort(round: int) -> list[int]:
     """Who trains in this round."""
-    return [int(party) for party in np.random.default_rng(round).choice(PARTIES, ACTIVE, replace=False)]
+    return [int(client) for client in np.random.default_rng(round).choice(CLIENTS, DEFAULT_COHORT, replace=False)]
 
 
-def batches(round: int, party: int, count: int) -> Tensor:
-    """Which of its `count` samples a party trains on (steps × batch)."""
-    return torch.randint(count, (STEPS, BATCH), generator=torch.Generator().manual_seed(round * 1000 + party))
+def batches(round: int, client: int, count: int) -> Tensor:
+    """Which of its `count` samples a client trains on (steps × batch)."""
+    return torch.randint(count, (STEPS, BATCH), generator=torch.Generator().manual_seed(round * 1000 + client))
 
 
 def bare(given: Arrays) -> Iterator[float]:
     """The plain torch loop: the accuracy after each round, for ever."""
     x, test_x = _floats(given.x), _floats(given.test_x)
     y, test_y = (torch.from_numpy(labels.astype(np.int64)) for labels in (given.y, given.test_y))
-    own = [torch.from_numpy(np.flatnonzero(given.client_ids == party)) for party in range(PARTIES)]
+    own = [torch.from_numpy(np.flatnonzero(given.client_ids == client)) for client in range(CLIENTS)]
     data = [(x[rows], y[rows]) for rows in own]
     del x, y
     model, local = net(), net()
@@ -101,25 +101,25 @@ def bare(given: Arrays) -> Iterator[float]:
     round = 0
     while True:
         round += 1
-        active = cohort(round)
-        total = sum(len(data[party][1]) for party in active)
+        asked = cohort(round)
+        total = sum(len(data[client][1]) for client in asked)
         sums = [torch.zeros_like(weight) for weight in theirs]
-        for party in active:
+        for client in asked:
             _copy(theirs, ours)
-            _train(local, *data[party], batches(round, party, len(data[party][1])))
+            _train(local, *data[client], batches(round, client, len(data[client][1])))
             with torch.no_grad():
                 for sum_, weight in zip(sums, ours, strict=True):
-                    sum_.add_(weight, alpha=len(data[party][1]) / total)
+                    sum_.add_(weight, alpha=len(data[client][1]) / total)
         _copy(sums, theirs)
         yield _test(model, test_x, test_y)
 
 
 def _train(model: nn.Module, x: Tensor, y: Tensor, numbers: Tensor) -> None:
-    optimiser = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for rows in numbers:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        optimizer.step()
 
 
 @torch.no_grad()
@@ -139,16 +139,16 @@ def _floats(images: Array) -> Tensor:
 
 
 def _owners(y: Array) -> Array:
-    """The party of each sample: each class in proportions from Dirichlet(0.5), at least ten samples a party."""
+    """The client of each sample: each class in proportions from Dirichlet(0.5), at least ten samples a client."""
     draw = np.random.default_rng(0)
     while True:
         owners = np.empty(len(y), np.int64)
         for label in range(10):
             rows = draw.permutation(np.flatnonzero(y == label))
-            shares = np.cumsum(draw.dirichlet([ALPHA] * PARTIES))[:-1]
-            for party, part in enumerate(np.split(rows, (shares * len(rows)).astype(int))):
-                owners[part] = party
-        if np.bincount(owners, minlength=PARTIES).min() >= 10:
+            shares = np.cumsum(draw.dirichlet([ALPHA] * CLIENTS))[:-1]
+            for client, part in enumerate(np.split(rows, (shares * len(rows)).astype(int))):
+                owners[part] = client
+        if np.bincount(owners, minlength=CLIENTS).min() >= 10:
             return owners
 
 

@@ -15,4 +15,4 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def digits() -> Data:
-    return fewer.data.load("digits", parties=6, alpha=1.0)
+    return fewer.data.load("digits", clients=6, alpha=1.0)

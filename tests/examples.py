@@ -10,70 +10,70 @@ from typing import Any
 import numpy as np
 import torch
 
-from fewer.methods import ModelState, Party
+from fewer.methods import Client, ModelState
 from fewer.methods.fedavg import FedAvg
 from fewer.methods.local import Local
 from fewer.models import Weights
-from fewer.runtime import Answers, Parties, on_party
+from fewer.runtime import Answers, Clients, on_client
 from fewer.wire import Number
 
 
 class Deadly(FedAvg):
-    """Kills the process in which one party trains, once."""
+    """Kills the process in which one client trains, once."""
 
     victim: int = 0
     mark: str = ""
 
-    @on_party
-    def train(self, me: Party, model: Weights) -> dict[str, Any]:
-        if me.id == self.victim and not Path(self.mark).exists():
+    @on_client(stream="train")
+    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
+        if client.id == self.victim and not Path(self.mark).exists():
             Path(self.mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().train(me, model)
+        return super().local_train(client, model)
 
 
 class Sleepy(FedAvg):
-    """One party takes its time."""
+    """One client takes its time."""
 
     sleeper: int = 0
     nap: float = 0.6
 
-    @on_party
-    def train(self, me: Party, model: Weights) -> dict[str, Any]:
-        if me.id == self.sleeper:
+    @on_client(stream="train")
+    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
+        if client.id == self.sleeper:
             time.sleep(self.nap)
-        return super().train(me, model)
+        return super().local_train(client, model)
 
 
 class Buggy(FedAvg):
-    """One party's code breaks; another one lies about its size; a third sends NaN."""
+    """One client's code breaks; another one lies about its size; a third sends NaN."""
 
-    @on_party
-    def train(self, me: Party, model: Weights) -> dict[str, Any]:
-        if me.id == 0:
+    @on_client(stream="train")
+    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
+        if client.id == 0:
             raise ZeroDivisionError("by design")
-        answer = super().train(me, model)
-        if me.id == 1:
+        answer = super().local_train(client, model)
+        if client.id == 1:
             answer["size"] = -5
-        if me.id == 2:
+        if client.id == 2:
             answer["model"].value["head.bias"][0] = torch.nan
         return answer
 
 
 class Gambler(FedAvg):
-    """Draws from every global generator there is, at parties and at the coordinator."""
+    """Draws from every global generator there is, at clients and at the server."""
 
-    def round(self, state: ModelState, parties: Parties) -> ModelState:
+    def round(self, state: ModelState, clients: Clients) -> ModelState:
         before = self._draw()
-        answers = parties.ask(
-            self.choose(parties), self.gamble, returns={"luck": state.model["head.bias"], "size": Number(int, 1)}
+        answers = clients.ask(
+            self.sample_cohort(clients), self.gamble, returns={"luck": state.model["head.bias"], "size": Number(int, 1)}
         )
         total = torch.stack([answer["luck"] for answer in answers]).sum(0)
         return ModelState({**state.model, "head.bias": total + before + self._draw()})
 
-    @on_party
-    def gamble(self, me: Party) -> dict[str, Any]:
-        return {"luck": torch.rand(10) + self._draw(), "size": len(me.train)}
+    @on_client
+    def gamble(self, client: Client) -> dict[str, Any]:
+        return {"luck": torch.rand(10) + self._draw(), "size": len(client.train)}
 
     def _draw(self) -> float:
         return float(np.random.rand()) + random.random() + float(torch.rand(()))
@@ -82,10 +82,10 @@ class Gambler(FedAvg):
 class Witness(FedAvg):
     """Remembers what it was given."""
 
-    def round(self, state: ModelState, parties: Parties) -> ModelState:
-        answers = parties.ask(
-            self.choose(parties),
-            self.train,
+    def round(self, state: ModelState, clients: Clients) -> ModelState:
+        answers = clients.ask(
+            self.sample_cohort(clients),
+            self.local_train,
             model=state.model,
             returns={"model": state.model, "size": Number(int, 1)},
         )
@@ -99,10 +99,10 @@ SEEN: list[Answers] = []
 class SlowToScore(Local):
     """Trains in no time, but is slow to be measured."""
 
-    @on_party
-    def score(self, me: Party, model: Weights, everywhere: bool) -> dict[str, float]:
-        time.sleep(2.2 if me.id == 0 else 0)
-        return super().score(me, model, everywhere)
+    @on_client
+    def score(self, client: Client, model: Weights, everywhere: bool) -> dict[str, float]:
+        time.sleep(2.2 if client.id == 0 else 0)
+        return super().score(client, model, everywhere)
 
 
 class Stop(Exception):

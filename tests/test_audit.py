@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fewer.audit.attacks import _Look, _took_part
 from fewer.audit.distance import earth_mover, nearest, on_lines, typical
-from fewer.audit.leakage import RATE, gradients_of, psnr, restore, softened, variation
-from fewer.audit.look import _Look, _took_part
+from fewer.audit.leakage import LR, gradients_of, psnr, restore, softened, variation
 from fewer.audit.membership import above_variants, losses, membership, share
 from fewer.data import Samples
 from fewer.errors import SettingError
 from fewer.experiments.studies import _apart, _on_unused
 from fewer.methods.fedmk import FedMK
-from fewer.runs.job import load_data
+from fewer.runs.experiment import load_data
 from fewer.runs.result import open_result
 from fewer.runtime import stream
 from tests.test_cli import DIGITS, call
@@ -164,7 +164,7 @@ def test_the_best_of_several_starts_is_taken_by_steps_of_signs() -> None:
     ]
     # Adam on signs, by rates of 1 and 1/2: a sign that stays gives 1.5 steps, one that turns 1 − 0.01 / 0.19 / 2
     assert len(moved) > 5
-    assert all(any(abs(step - RATE * size) < 1e-4 for size in (1.5, 1 - 0.005 / 0.19)) for step in moved.tolist())
+    assert all(any(abs(step - LR * size) < 1e-4 for size in (1.5, 1 - 0.005 / 0.19)) for step in moved.tolist())
 
 
 def test_softened_is_a_copy_without_hard_bends() -> None:
@@ -186,31 +186,31 @@ def test_variation_and_psnr_by_hand() -> None:
 # --- the command --------------------------------------------------------------------------------------------------
 
 FAST = ["--steps", "2", "--starts", "1"]
-SMALL = [f"--set={setting}" for setting in ("matching=3", "outer_steps=1", "server_steps=5", "per_class=4")]
+SMALL = [f"-o={setting}" for setting in ("matching=3", "outer_steps=1", "server_steps=5", "per_class=4")]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
-    call("run", "fedmk", *DIGITS, "--active", "3", "--rounds", "1", *SMALL, "--no-report", "--out", path / "fedmk")
-    call("run", "fedavg", *DIGITS, "--active", "3", "--rounds", "1", "--no-report", "--out", path / "fedavg")
+    call("run", "fedmk", *DIGITS, "--cohort", "3", "--rounds", "1", *SMALL, "--no-report", "--out", path / "fedmk")
+    call("run", "fedavg", *DIGITS, "--cohort", "3", "--rounds", "1", "--no-report", "--out", path / "fedavg")
     call("run", "local", *DIGITS, "--rounds", "1", "--no-report", "--out", path / "local")
     return path
 
 
 def test_audit_of_synthetic_data(runs: Path, tmp_path: Path) -> None:
-    result = call("audit", runs / "fedmk", *FAST, "--parties", "2", "--out", tmp_path)
+    result = call("audit", runs / "fedmk", *FAST, "--clients", "2", "--out", tmp_path)
     figures = json.loads((tmp_path / "audit.json").read_text())
-    assert figures["method"] == "fedmk" and len(figures["parties"]) == 2
+    assert figures["method"] == "fedmk" and len(figures["clients"]) == 2
     assert figures["figures"]["membership"].keys() == {"loss", "variants", "distance"}
     copies, leakage = figures["figures"]["copies"], figures["figures"]["leakage"]
-    assert 0 < copies["least"] < copies["median"] and copies["by_party"].keys() == set(map(str, figures["parties"]))
-    assert copies["least"] == copies["by_party"][str(copies["closest"]["party"])]["least"]
+    assert 0 < copies["least"] < copies["median"] and copies["by_client"].keys() == set(map(str, figures["clients"]))
+    assert copies["least"] == copies["by_client"][str(copies["closest"]["client"])]["least"]
     assert leakage["from"] == "synthetic" and len(leakage["attacks"]) == 2
     page = (tmp_path / "audit.html").read_text()
     assert page.count("<img") == 2 and "proves no privacy" in page
     assert f"{figures['figures']['membership']['loss']['auc']:.3f}" in result.stdout and "D̂" in result.stdout
-    again = call("audit", runs / "fedmk", *FAST, "--parties", "2", "--out", tmp_path / "again", "--json", "-")
+    again = call("audit", runs / "fedmk", *FAST, "--clients", "2", "--out", tmp_path / "again", "--json", "-")
     assert json.loads(again.stdout) == figures
 
 
@@ -219,7 +219,7 @@ def test_audit_of_a_run_without_synthetic_data(runs: Path) -> None:
     figures = json.loads((runs / "fedavg/audit/audit.json").read_text())
     lines = (runs / "fedavg/ledger.csv").read_text().splitlines()
     asked = {int(line.split(",")[1]) for line in lines if line.startswith("1,") and ",up,train" in line}
-    assert figures["parties"] == sorted(asked) and len(asked) == 3  # who did not train has no members
+    assert figures["clients"] == sorted(asked) and len(asked) == 3  # who did not train has no members
     assert figures["figures"].keys() == {"leakage", "membership"} and figures["figures"]["leakage"]["from"] == "real"
     assert [attack["at_once"] > 1 for attack in figures["figures"]["leakage"]["attacks"]] == [False, True, False]
     assert "fedavg send no synthetic data" in result.stdout and "20 steps on 32 samples" in result.stdout
@@ -227,7 +227,7 @@ def test_audit_of_a_run_without_synthetic_data(runs: Path) -> None:
 
 def test_a_copy_is_found(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = open_result(runs / "fedmk").data
-    sent = {party: data.party(party).train.pick(torch.arange(10)) for party in range(6)}
+    sent = {client: data.client(client).train.pick(torch.arange(10)) for client in range(6)}
     monkeypatch.setattr(FedMK, "condensed", lambda self, state: sent)
     call("audit", runs / "fedmk", *FAST, "--out", tmp_path)
     figures = json.loads((tmp_path / "audit.json").read_text())["figures"]
@@ -242,14 +242,14 @@ def test_members_and_others_are_of_the_same_classes(runs: Path) -> None:
     assert pair
     (x, y), (other, label) = pair
     assert y.bincount().tolist() == label.bincount().tolist() and len(x) == len(other) > 10
-    train, _, test = open_result(runs / "fedavg").data.party(1)
+    train, _, test = open_result(runs / "fedavg").data.client(1)
     both = [torch.bincount(part.labels, minlength=10) for part in (train, test)]
     assert y.bincount(minlength=10).tolist() == torch.minimum(*both).tolist()  # all that can be had
 
 
 def test_a_round_that_is_not_over_has_no_members(tmp_path: Path) -> None:
     lines = ["1,3,up,train", "1,4,down,train", "1,5,up,evaluate/score", "2,6,up,train"]
-    (tmp_path / "ledger.csv").write_text("\n".join(["round,party,direction,kind", *lines]))
+    (tmp_path / "ledger.csv").write_text("\n".join(["round,client,direction,kind", *lines]))
     assert _took_part(tmp_path, 1) == [3] and _took_part(tmp_path, 2) == [3, 6]
 
 
@@ -274,13 +274,13 @@ def test_help_says_whose_tool_it_is() -> None:
 
 def test_a_low_loss_under_the_trained_model_tells_a_member(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     look = _Look(open_result(runs / "fedavg"), [0, 1, 2], 3)
-    real = torch.cat([look.real(each)[0] for each in look.parties])
+    real = torch.cat([look.real(each)[0] for each in look.clients])
 
     def fake(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         assert net is look.nets["trained"]
         return nearest(x, real)[0].gt(0).float()
 
-    monkeypatch.setattr("fewer.audit.look.losses", fake)
+    monkeypatch.setattr("fewer.audit.attacks.losses", fake)
     name, scores = next(look.membership())
     assert name == "loss" and membership(*scores).auc > 0.99
 
@@ -299,12 +299,12 @@ def test_a_sample_whose_variants_lose_more_scores_high() -> None:
 def test_nearness_is_within_a_class_and_against_what_is_usual_there() -> None:
     look = object.__new__(_Look)
     look.image, look.low, look.high = False, 0.0, 9.0
-    look.unseen = lambda party, label: torch.zeros(0, 1)  # type: ignore[method-assign]
+    look.unseen = lambda client, label: torch.zeros(0, 1)  # type: ignore[method-assign]
     real = torch.tensor([0.0, 2.0, 9.0, 5.0, 5.5]).view(5, 1), torch.tensor([0, 0, 0, 1, 1])
-    look.real = lambda party: real  # type: ignore[method-assign]
+    look.real = lambda client: real  # type: ignore[method-assign]
     look.sent = {4: (torch.tensor([[5.0], [4.0]]), torch.tensor([0, 1]))}
     # class 0: 3 away, usual 2; class 1: 1 away, usual 0.5
-    assert look.copies()[0]["by_party"] == {"4": {"least": 1.5, "median": 1.75}}
+    assert look.copies()[0]["by_client"] == {"4": {"least": 1.5, "median": 1.75}}
 
 
 def test_synthetic_images_are_cut_off_where_pixels_end(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,7 @@ paper = "Nobody: Nothing, 2026"
 seeds = 1
 [settings]
 data = "digits"
-parties = 3
+clients = 3
 rounds = 1
 set = { matching = 2, outer_steps = 1, server_steps = 2 }
 [quick]
@@ -388,8 +388,8 @@ def test_a_recipe_may_study_what_leaks_or_how_sizes_differ(tmp_path: Path) -> No
 
 
 def test_distance_of_synthetic_data_by_hand() -> None:
-    def result(images: list[float], labels: list[int], party: int = 0) -> Any:
-        sent = {party: (torch.tensor(images).view(-1, 1, 1, 1), torch.tensor(labels))}
+    def result(images: list[float], labels: list[int], client: int = 0) -> Any:
+        sent = {client: (torch.tensor(images).view(-1, 1, 1, 1), torch.tensor(labels))}
         test = Samples(torch.tensor([[[-1.0]], [[3.0]]]), torch.zeros(2))
         return SimpleNamespace(
             method=SimpleNamespace(condensed=lambda _: sent), state=None, data=SimpleNamespace(test=test)
@@ -398,13 +398,13 @@ def test_distance_of_synthetic_data_by_hand() -> None:
     # black to white is 4; class 0: {0, 2} to {2, 2}: 1 / 4; class 1: {0} to {3}: 3 / 4; class 2 is in one alone
     one, other = result([0, 2, 0, 9], [0, 0, 1, 2]), result([2, 2, 3], [0, 0, 1])
     assert _apart(one, other) == pytest.approx(0.5)
-    with pytest.raises(SettingError, match="no party"):
-        _apart(one, result([2.0], [0], party=1))
+    with pytest.raises(SettingError, match="no client"):
+        _apart(one, result([2.0], [0], client=1))
 
 
 @pytest.mark.parametrize("data", ["digits", "fashion-mini"])  # tested on a share of all rows, and on rows of its own
 def test_accuracy_on_samples_that_nobody_was_given(data: str, tmp_path: Path) -> None:
-    words = ["--parties=2", "--active=1", "--rounds=1", "--fraction=0.4", "--no-report"]
+    words = ["--clients=2", "--cohort=1", "--rounds=1", "--fraction=0.4", "--no-report"]
     call("run", "fedavg", "--data", data, *words, "--out", tmp_path / "a")
     result = open_result(tmp_path / "a")
     whole = load_data(result.settings.model_copy(update={"fraction": 1.0}))

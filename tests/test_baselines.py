@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 import fewer
 from fewer import FedAvg, FedDistill, FedEnsemble, FedGen
-from fewer.data import ArrayData, Data, from_parties
+from fewer.data import ArrayData, Data, from_clients
 from fewer.errors import SettingError
 from fewer.learning import Generator, weighted_mean
-from fewer.methods import Method, Party
-from fewer.methods.base import Place
+from fewer.methods import Client, Method
+from fewer.methods.base import ContextFactory
 from fewer.methods.feddistill import FedDistillLogits, Lessons
 from fewer.methods.fedensemble import Ensemble
 from fewer.models import Split, Task, Weights, load_weights, weights_of
-from fewer.runtime import Site, on_party, stream
+from fewer.runtime import HandlerServer, on_client, stream
 from fewer.wire import decode, pack, unpack
 from tests.test_cli import DIGITS, call
 from tests.test_methods import Array, Bench, Wiretap, close, data_bytes
@@ -32,7 +32,7 @@ from tests.test_runtime import figures
 
 FEATURES, CLASSES, SEED = 3, 3, 5
 HELD = ([0, 1], [0, 1, 2], [1])
-"""Classes of each party: 0 is held by two, 1 by all, 2 by one alone."""
+"""Classes of each client: 0 is held by two, 1 by all, 2 by one alone."""
 SIZES = (6, 9, 4)
 DRAW = np.random.default_rng(2)
 PAIRS = [
@@ -43,7 +43,7 @@ NOBODY = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
 
 
 def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
-    return from_parties(pairs, test=(np.concatenate([x for x, _ in PAIRS]), np.concatenate([y for _, y in PAIRS])))
+    return from_clients(pairs, test=(np.concatenate([x for x, _ in PAIRS]), np.concatenate([y for _, y in PAIRS])))
 
 
 def linear(outputs: int = CLASSES) -> nn.Module:
@@ -61,15 +61,15 @@ def split() -> Split:
 def bench(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[Any, Any]] = PAIRS) -> Bench:
     data = federation(pairs)
     task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), given=weights_of(net))
-    place = Place(data, task, SEED, folder)
-    site = Site(method, place, SEED, torch.device("cpu"), 1 << 20)
-    return Bench(method, task, Wiretap(len(data), SEED, site=site), place, method.start(task, SEED))
+    place = ContextFactory(data, task, SEED, folder)
+    handlers = HandlerServer(method, place, SEED, torch.device("cpu"), 1 << 20)
+    return Bench(method, task, Wiretap(len(data), SEED, handlers=handlers), place, method.init(task, SEED))
 
 
-def numbers(method: FedAvg, party: int, round: int) -> Tensor:
-    """Which samples a party uses in each step."""
-    drawn = stream(SEED, round, party, "batches")
-    return torch.randint(SIZES[party], (method.steps, method.batch), generator=drawn)
+def numbers(method: FedAvg, client: int, round: int) -> Tensor:
+    """Which samples a client uses in each step."""
+    drawn = stream(SEED, round, client, "batches")
+    return torch.randint(SIZES[client], (method.local_steps, method.batch_size), generator=drawn)
 
 
 def softmax(scores: Array) -> Array:
@@ -83,29 +83,29 @@ Lesson = dict[int, Array]
 """Mean logits by class."""
 
 
-def lesson(w: Array, method: FedDistill, party: int, round: int, teacher: Lesson) -> tuple[Array, Lesson]:
+def lesson(w: Array, method: FedDistill, client: int, round: int, teacher: Lesson) -> tuple[Array, Lesson]:
     """Sample by sample: the derivative of cross-entropy is softmax − one-hot, that of the KL softmax − teacher's."""
     seen: dict[int, list[Array]] = {}
-    x, y = PAIRS[party]
-    for row in numbers(method, party, round).tolist():
+    x, y = PAIRS[client]
+    for row in numbers(method, client, round).tolist():
         slope = np.zeros_like(w)
         for number in row:
             inputs, label = x[number].astype(np.float64), int(y[number])
             scores = w @ inputs
             away = softmax(scores) - np.eye(len(w))[label]
             if label in teacher:
-                away[:CLASSES] += method.weight * (softmax(scores[:CLASSES]) - softmax(teacher[label]))
+                away[:CLASSES] += method.distill_weight * (softmax(scores[:CLASSES]) - softmax(teacher[label]))
             slope += np.outer(away, inputs) / len(row)
             seen.setdefault(label, []).append(scores[:CLASSES])
-        w = w - method.rate * slope
+        w = w - method.lr * slope
     return w, {label: np.asarray(np.mean(found, axis=0)) for label, found in seen.items()}
 
 
-def others(lessons: Mapping[int, Lesson], party: int) -> Lesson:
-    """The mean by class over the other parties that hold it, each counted once."""
+def others(lessons: Mapping[int, Lesson], client: int) -> Lesson:
+    """The mean by class over the other clients that hold it, each counted once."""
     mean: Lesson = {}
     for label in range(CLASSES):
-        found = [lesson[label] for other, lesson in lessons.items() if other != party and label in lesson]
+        found = [lesson[label] for other, lesson in lessons.items() if other != client and label in lesson]
         if found:
             mean[label] = sum(found[1:], found[0]) / len(found)
     return mean
@@ -113,22 +113,22 @@ def others(lessons: Mapping[int, Lesson], party: int) -> Lesson:
 
 def check_lessons(state: Lessons, lessons: Mapping[int, Lesson]) -> None:
     assert sorted(state.who) == sorted(lessons)
-    for place, party in enumerate(state.who):
-        assert set(state.held[place].nonzero()[:, 0].tolist()) == lessons[party].keys()
-        for label, logits in lessons[party].items():
+    for place, client in enumerate(state.who):
+        assert set(state.held[place].nonzero()[:, 0].tolist()) == lessons[client].keys()
+        for label, logits in lessons[client].items():
             assert close(state.logits[place, label], logits, 1e-5)
 
 
 @pytest.mark.parametrize("outputs", [CLASSES, 5])
 def test_feddistill_by_hand(outputs: int, tmp_path: Path) -> None:
-    method = FedDistill(steps=3, batch=4, rate=0.5, weight=2.0)
+    method = FedDistill(local_steps=3, batch_size=4, lr=0.5, distill_weight=2.0)
     work = bench(method, linear(outputs), tmp_path)
     w = weights_of(linear(outputs))["weight"].double().numpy()
     lessons: dict[int, Lesson] = {}
     for round in (1, 2, 3):
-        ends = {party: lesson(w, method, party, round, others(lessons, party)) for party in range(3)}
-        w = np.asarray(sum(size * ends[party][0] for party, size in enumerate(SIZES)) / sum(SIZES))
-        lessons = {party: end[1] for party, end in ends.items()}
+        ends = {client: lesson(w, method, client, round, others(lessons, client)) for client in range(3)}
+        w = np.asarray(sum(size * ends[client][0] for client, size in enumerate(SIZES)) / sum(SIZES))
+        lessons = {client: end[1] for client, end in ends.items()}
         state = work.rounds(1)
         assert close(state.model["weight"], w, 1e-5)
         check_lessons(state, lessons)
@@ -138,13 +138,13 @@ def test_feddistill_by_hand(outputs: int, tmp_path: Path) -> None:
 def test_feddistill_teacher_by_hand() -> None:
     logits = torch.tensor([[[1.0, 2], [3, 4]], [[5, 6], [99, 99]], [[0, 1], [7, 8]]])
     state = Lessons({}, [4, 9, 2], logits, torch.tensor([[True, True], [True, False], [False, True]]))
-    for party, teacher, known in (
+    for client, teacher, known in (
         (4, [[5, 6], [7, 8]], [True, True]),
         (9, [[1, 2], [5, 6]], [True, True]),
         (2, [[3, 4], [3, 4]], [True, True]),
         (7, [[3, 4], [5, 6]], [True, True]),  # was not there: all are others
     ):
-        mean, some = state.teacher(party)
+        mean, some = state.teacher(client)
         assert mean.tolist() == teacher and some.tolist() == known
     alone = Lessons({}, [4], logits[:1], torch.tensor([[True, False]]))
     assert alone.teacher(4)[1].tolist() == [False, False] and alone.teacher(5)[1].tolist() == [True, False]
@@ -156,47 +156,50 @@ def test_feddistill_without_weight_or_in_its_first_round_is_fedavg() -> None:
         assert isinstance(weight, Tensor)
         return weight
 
-    same: dict[str, Any] = {"steps": 3, "batch": 4, "rate": 0.3}
-    assert torch.equal(trained(FedDistill(rounds=2, weight=0, **same)), trained(FedAvg(rounds=2, **same)))
-    assert torch.equal(trained(FedDistill(rounds=1, weight=3, **same)), trained(FedAvg(rounds=1, **same)))
-    assert not torch.equal(trained(FedDistill(rounds=2, weight=3, **same)), trained(FedAvg(rounds=2, **same)))
+    same: dict[str, Any] = {"local_steps": 3, "batch_size": 4, "lr": 0.3}
+    assert torch.equal(trained(FedDistill(rounds=2, distill_weight=0, **same)), trained(FedAvg(rounds=2, **same)))
+    assert torch.equal(trained(FedDistill(rounds=1, distill_weight=3, **same)), trained(FedAvg(rounds=1, **same)))
+    assert not torch.equal(trained(FedDistill(rounds=2, distill_weight=3, **same)), trained(FedAvg(rounds=2, **same)))
 
 
 def test_feddistill_bytes(tmp_path: Path) -> None:
     """The model, nine logits of four bytes, and three truth values of one."""
-    work = bench(FedDistill(steps=2, batch=8), linear(), tmp_path)
+    work = bench(FedDistill(local_steps=2, batch_size=8), linear(), tmp_path)
     work.rounds(2)
-    traffic = work.parties.down + work.parties.up
+    traffic = work.clients.down + work.clients.up
     assert len(traffic) == 12
     for _, blob in traffic:
         assert data_bytes(blob) == 4 * FEATURES * CLASSES + 4 * CLASSES * CLASSES + CLASSES
-    assert sum(work.parties.ledger.total.values()) == sum(len(blob) for _, blob in traffic)
-    sent = {call.party: decode(blob)[1] for call, blob in work.parties.up}
+    assert sum(work.clients.ledger.total.values()) == sum(len(blob) for _, blob in traffic)
+    sent = {call.client: decode(blob)[1] for call, blob in work.clients.up}
     assert sent[2]["held"].tolist() == [False, True, False]
     assert sent[2]["logits"][[0, 2]].eq(0).all() and sent[2]["size"] == SIZES[2]
-    half = bench(FedDistill(steps=2, batch=8, codec="float16"), linear(), tmp_path)
+    half = bench(FedDistill(local_steps=2, batch_size=8, codec="float16"), linear(), tmp_path)
     half.rounds(1)
-    assert data_bytes(half.parties.up[0][1]) == 2 * FEATURES * CLASSES + 2 * CLASSES * CLASSES + CLASSES
+    assert data_bytes(half.clients.up[0][1]) == 2 * FEATURES * CLASSES + 2 * CLASSES * CLASSES + CLASSES
 
 
 def test_feddistill_logits_by_hand(tmp_path: Path) -> None:
-    method = FedDistillLogits(steps=3, batch=4, rate=0.5, weight=2.0)
+    method = FedDistillLogits(local_steps=3, batch_size=4, lr=0.5, distill_weight=2.0)
     work = bench(method, linear(), tmp_path)
-    own = {party: weights_of(linear())["weight"].double().numpy() for party in range(3)}
+    own = {client: weights_of(linear())["weight"].double().numpy() for client in range(3)}
     lessons: dict[int, Lesson] = {}
     for round in (1, 2, 3):
-        ends = {party: lesson(own[party], method, party, round, others(lessons, party)) for party in range(3)}
-        own, lessons = {party: end[0] for party, end in ends.items()}, {party: end[1] for party, end in ends.items()}
+        ends = {client: lesson(own[client], method, client, round, others(lessons, client)) for client in range(3)}
+        own, lessons = (
+            {client: end[0] for client, end in ends.items()},
+            {client: end[1] for client, end in ends.items()},
+        )
         state = work.rounds(1)
         check_lessons(state, lessons)
-        for party in range(3):
-            assert close(work.personal(party)["weight"], own[party], 1e-5)
+        for client in range(3):
+            assert close(work.personal_model(client)["weight"], own[client], 1e-5)
 
 
 def test_feddistill_logits_sends_no_model(tmp_path: Path) -> None:
-    work = bench(FedDistillLogits(steps=2, batch=4), linear(), tmp_path)
+    work = bench(FedDistillLogits(local_steps=2, batch_size=4), linear(), tmp_path)
     work.rounds(2)
-    for _, blob in work.parties.down + work.parties.up:
+    for _, blob in work.clients.down + work.clients.up:
         assert decode(blob)[1]["model"] == {} and data_bytes(blob) == 4 * CLASSES * CLASSES + CLASSES
     assert work.state.model == {}
     result = fewer.run(FedDistillLogits(rounds=1), federation(), model=linear(), seed=SEED)
@@ -209,19 +212,22 @@ def test_feddistill_logits_sends_no_model(tmp_path: Path) -> None:
 
 
 def test_fedensemble_trains_as_fedavg_and_keeps_what_came(tmp_path: Path) -> None:
-    method = FedEnsemble(steps=3, batch=4, rate=0.5)
-    work, plain = bench(method, split(), tmp_path), bench(FedAvg(steps=3, batch=4, rate=0.5), split(), tmp_path)
+    method = FedEnsemble(local_steps=3, batch_size=4, lr=0.5)
+    work, plain = (
+        bench(method, split(), tmp_path),
+        bench(FedAvg(local_steps=3, batch_size=4, lr=0.5), split(), tmp_path),
+    )
     for _ in range(2):
         state, mean = work.rounds(1), plain.rounds(1).model
         assert all(torch.equal(state.model[name], tensor) for name, tensor in mean.items())
-        for place, (_, blob) in enumerate(work.parties.up[-3:]):
+        for place, (_, blob) in enumerate(work.clients.up[-3:]):
             sent = decode(blob)[1]["model"]
             assert all(torch.equal(state.members[name][place], tensor) for name, tensor in sent.items())
-    assert [len(blob) for _, blob in work.parties.up] == [len(blob) for _, blob in plain.parties.up]
+    assert [len(blob) for _, blob in work.clients.up] == [len(blob) for _, blob in plain.clients.up]
 
 
 def test_fedensemble_is_judged_by_its_mean_logits(tmp_path: Path) -> None:
-    result = fewer.run("fedensemble", "digits", parties=6, active=3, rounds=2, out=tmp_path / "run", seed=1)
+    result = fewer.run("fedensemble", "digits", clients=6, cohort=3, rounds=2, out=tmp_path / "run", seed=1)
     x, y = result.data.test.slice(0, len(result.data.test))
     logits = []
     for number in range(3):
@@ -236,7 +242,7 @@ def test_fedensemble_is_judged_by_its_mean_logits(tmp_path: Path) -> None:
     load_weights(mean, result.state.model)
     assert (mean(x).argmax(1).numpy() != total.argmax(1)).any()  # the mean model would say something else
 
-    for net in (result.model, result.personal(2), fewer.load(tmp_path / "run")):
+    for net in (result.model, result.personal_model(2), fewer.load(tmp_path / "run")):
         assert isinstance(net, Ensemble) and len(net.members) == 3 and not net.members[0].training
         assert np.abs(net(x).detach().numpy() - total / 3).max() < 1e-4
     said = call("predict", tmp_path / "run", "--data", "digits", "--out", tmp_path / "said.csv").stderr
@@ -250,11 +256,11 @@ def test_fedensemble_is_judged_by_its_mean_logits(tmp_path: Path) -> None:
 
 
 def test_fedensemble_has_as_many_members_as_answered(tmp_path: Path) -> None:
-    work = bench(FedEnsemble(steps=2, batch=4), split(), tmp_path, [PAIRS[0], NOBODY, PAIRS[2]])
+    work = bench(FedEnsemble(local_steps=2, batch_size=4), split(), tmp_path, [PAIRS[0], NOBODY, PAIRS[2]])
     assert len(work.state.members["head.bias"]) == 1  # before the first round, the initial model
     state = work.rounds(1)
     members = [{name: tensor[place] for name, tensor in state.members.items()} for place in range(2)]
-    sizes = [decode(blob)[1]["size"] for _, blob in work.parties.up if blob]
+    sizes = [decode(blob)[1]["size"] for _, blob in work.clients.up if blob]
     assert sorted(sizes) == [4, 6] and len(state.members["head.bias"]) == 2
     for name, tensor in weighted_mean(members, sizes).items():
         assert torch.equal(tensor, state.model[name])
@@ -282,17 +288,17 @@ def double(weights: Mapping[str, Tensor]) -> Weights:
     return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
 
 
-def party_by_hand(method: FedGen, state: Any, party: int, round: int) -> Weights:
+def client_by_hand(method: FedGen, state: Any, client: int, round: int) -> Weights:
     """Eq 5 sample by sample, in float64."""
     model = {name: tensor.requires_grad_() for name, tensor in double(state.model).items()}
     generator = double(state.generator)
-    draw = stream(SEED, round, party, "generator")
-    x, y = torch.from_numpy(PAIRS[party][0]).double(), torch.from_numpy(PAIRS[party][1])
+    draw = stream(SEED, round, client, "generator")
+    x, y = torch.from_numpy(PAIRS[client][0]).double(), torch.from_numpy(PAIRS[client][1])
 
     def head(z: Tensor) -> Tensor:
         return z @ model["head.weight"].T + model["head.bias"]
 
-    for row in numbers(method, party, round):
+    for row in numbers(method, client, round):
         batch = len(row)
         scores = head(torch.tanh(x[row] @ model["encoder.0.weight"].T + model["encoder.0.bias"]))
         loss = sum(entropy(scores[n], int(y[row[n]])) for n in range(batch)) / batch
@@ -307,26 +313,26 @@ def party_by_hand(method: FedGen, state: Any, party: int, round: int) -> Weights
             apart = (
                 sum((t * (t.log() - s.softmax(0).log())).sum() for t, s in zip(teacher, scores, strict=True)) / batch
             )
-            loss = loss + method.weight * method.fade ** (round - 1) * (imagined + apart)
+            loss = loss + method.generator_weight * method.generator_decay ** (round - 1) * (imagined + apart)
         slopes = torch.autograd.grad(loss, list(model.values()))  # type: ignore[arg-type]
         model = {
-            name: (tensor - method.rate * slope).detach().requires_grad_()
+            name: (tensor - method.lr * slope).detach().requires_grad_()
             for (name, tensor), slope in zip(model.items(), slopes, strict=True)
         }
     return {name: tensor.detach() for name, tensor in model.items()}
 
 
 def generator_by_hand(
-    method: FedGen, state: Any, models: Sequence[Weights], parties: Sequence[int], round: int
+    method: FedGen, state: Any, models: Sequence[Weights], clients: Sequence[int], round: int
 ) -> Weights:
     """Eq 4 sample by sample, and Adam by its formulas, in float64."""
     generator = double(state.generator)
     learns = [name for name in generator if "running" not in name and "tracked" not in name]
-    counts = torch.tensor([[int((PAIRS[party][1] == label).sum()) for label in range(CLASSES)] for party in parties])
+    counts = torch.tensor([[int((PAIRS[client][1] == label).sum()) for label in range(CLASSES)] for client in clients])
     first = {name: torch.zeros_like(generator[name]) for name in learns}
     second = {name: torch.zeros_like(generator[name]) for name in learns}
     draw = stream(SEED, round, -1, "generator")
-    count = method.generator_batch
+    count = method.generator_batch_size
     for step in range(1, method.generator_steps + 1):
         noise = torch.randn(count, 32, generator=draw)
         y = torch.multinomial((counts.sum(0) / counts.sum()).float(), count, replacement=True, generator=draw)
@@ -353,7 +359,7 @@ def generator_by_hand(
             first[name] = 0.9 * first[name] + 0.1 * slope
             second[name] = 0.999 * second[name] + 0.001 * slope**2
             fit = (first[name] / (1 - 0.9**step)) / ((second[name] / (1 - 0.999**step)).sqrt() + 1e-8)
-            generator[name] = (generator[name] - method.generator_rate * fit).detach()
+            generator[name] = (generator[name] - method.generator_lr * fit).detach()
         generator["body.1.running_mean"] = 0.9 * generator["body.1.running_mean"] + 0.1 * hidden.mean(0)
         generator["body.1.running_var"] = 0.9 * generator["body.1.running_var"] + 0.1 * hidden.var(0)
         generator["body.1.num_batches_tracked"] = generator["body.1.num_batches_tracked"] + 1
@@ -367,32 +373,40 @@ def near(given: Weights, expected: Weights, tolerance: float) -> bool:
 
 
 def test_fedgen_by_hand(tmp_path: Path) -> None:
-    method = FedGen(steps=2, batch=4, rate=0.1, weight=2.0, fade=0.5, generator_steps=2, generator_batch=5)
+    method = FedGen(
+        local_steps=2,
+        batch_size=4,
+        lr=0.1,
+        generator_weight=2.0,
+        generator_decay=0.5,
+        generator_steps=2,
+        generator_batch_size=5,
+    )
     work = bench(method, split(), tmp_path)
     for round in (1, 2, 3):
         before = work.state
         state = work.rounds(1)
-        answers = [(call.party, decode(blob)[1]) for call, blob in work.parties.up if call.round == round]
+        answers = [(call.client, decode(blob)[1]) for call, blob in work.clients.up if call.round == round]
         asked, sent = zip(*(answer for answer in answers if answer[0] >= 0), strict=True)
-        for party, fields in zip(asked, sent, strict=True):
-            assert near(fields["model"], party_by_hand(method, before, party, round), 2e-6)
-            assert fields["counts"].tolist() == [int((PAIRS[party][1] == label).sum()) for label in range(CLASSES)]
+        for client, fields in zip(asked, sent, strict=True):
+            assert near(fields["model"], client_by_hand(method, before, client, round), 2e-6)
+            assert fields["counts"].tolist() == [int((PAIRS[client][1] == label).sum()) for label in range(CLASSES)]
         models = [fields["model"] for fields in sent]
-        sizes = [SIZES[party] for party in asked]
+        sizes = [SIZES[client] for client in asked]
         assert all(torch.equal(state.model[n], t) for n, t in weighted_mean(models, sizes).items())
         assert state.chances.tolist() == pytest.approx([6 / 19, 10 / 19, 3 / 19])
         expected = generator_by_hand(method, before, models, asked, round)
         for name, tensor in state.generator.items():
             if name != "body.0.bias":  # what comes next takes it out again, so Adam follows rounding errors there
                 loose = name == "body.1.running_mean"
-                tolerance = method.generator_rate / 5 if loose else 5e-6
+                tolerance = method.generator_lr / 5 if loose else 5e-6
                 assert close(tensor, expected[name].double().numpy(), tolerance), name
         moved = (state.generator["body.3.weight"] - before.generator["body.3.weight"]).abs().max()
-        assert moved > method.generator_rate
+        assert moved > method.generator_lr
 
 
 def test_fedgen_generator_learns_what_the_heads_know(tmp_path: Path) -> None:
-    work = bench(FedGen(generator_rate=0.01, generator_steps=100), split(), tmp_path)
+    work = bench(FedGen(generator_lr=0.01, generator_steps=100), split(), tmp_path)
     state = work.rounds(2)
     generator = Generator(CLASSES, 4)
     load_weights(generator, state.generator)
@@ -404,7 +418,9 @@ def test_fedgen_generator_learns_what_the_heads_know(tmp_path: Path) -> None:
 
 
 def test_fedgen_classes_that_nobody_holds_are_not_made_up(tmp_path: Path) -> None:
-    work = bench(FedGen(steps=2, batch=4, generator_steps=3), split(), tmp_path, [PAIRS[0], NOBODY, PAIRS[2]])
+    work = bench(
+        FedGen(local_steps=2, batch_size=4, generator_steps=3), split(), tmp_path, [PAIRS[0], NOBODY, PAIRS[2]]
+    )
     state = work.rounds(2)
     assert state.chances.tolist() == pytest.approx([0.3, 0.7, 0])
     _, y = Generator(CLASSES, 4).draw(5000, torch.Generator().manual_seed(0), state.chances)
@@ -415,43 +431,43 @@ def test_fedgen_classes_that_nobody_holds_are_not_made_up(tmp_path: Path) -> Non
 
 def test_fedgen_bytes(tmp_path: Path) -> None:
     """Down also go the generator and three chances, up three counts."""
-    work = bench(FedGen(steps=1, batch=2, generator_steps=1), split(), tmp_path)
+    work = bench(FedGen(local_steps=1, batch_size=2, generator_steps=1), split(), tmp_path)
     work.rounds(2)
     model = 4 * ((FEATURES + 1) * 4 + (4 + 1) * CLASSES)
     generator = 4 * ((32 + CLASSES + 1) * 256 + 4 * 256 + (256 + 1) * 4) + 8
     down, up = (
-        [blob for call, blob in way if call.party >= 0]  # the others are the coordinator's own work
-        for way in (work.parties.down, work.parties.up)
+        [blob for call, blob in way if call.client >= 0]  # the others are the server's own work
+        for way in (work.clients.down, work.clients.up)
     )
     assert [data_bytes(blob) for blob in down] == [model + generator + 4 * CLASSES] * 6
     assert [data_bytes(blob) for blob in up] == [model + 8 * CLASSES] * 6
-    assert work.parties.ledger.total == {"down": sum(map(len, down)), "up": sum(map(len, up))}
+    assert work.clients.ledger.total == {"down": sum(map(len, down)), "up": sum(map(len, up))}
 
 
 class Liars(FedGen):
-    """Party 0 sends a head of enormous numbers; all tell counts that cannot be."""
+    """Client 0 sends a head of enormous numbers; all tell counts that cannot be."""
 
     enormous: bool = True
 
-    @on_party
-    def learn(self, me: Party, model: Weights, generator: Weights, chances: Tensor) -> dict[str, Any]:
-        answer = super().learn(me, model, generator, chances)
+    @on_client
+    def learn(self, client: Client, model: Weights, generator: Weights, chances: Tensor) -> dict[str, Any]:
+        answer = super().learn(client, model, generator, chances)
         if not self.enormous:
             return {**answer, "counts": answer["counts"] - 1000}
-        if me.id == 0:
+        if client.id == 0:
             answer["model"].value["head.weight"].fill_(3e38)
             answer["counts"] = answer["counts"].fill_(2**62)
         return answer
 
 
 def test_fedgen_lies_do_not_break_a_round(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    work = bench(Liars(steps=1, batch=2, generator_steps=2), split(), tmp_path)
+    work = bench(Liars(local_steps=1, batch_size=2, generator_steps=2), split(), tmp_path)
     before, state = work.state.generator, work.rounds(1)
     assert all(torch.equal(state.generator[name], tensor) for name, tensor in before.items())
     assert state.chances.sum().item() == pytest.approx(1)
     assert "round 1: its generator ran off to infinity and stays as it was" in caplog.text
-    work = bench(Liars(steps=3, batch=4, generator_steps=2, enormous=False), split(), tmp_path / "counts")
-    plain = bench(FedAvg(steps=3, batch=4), split(), tmp_path / "plain")
+    work = bench(Liars(local_steps=3, batch_size=4, generator_steps=2, enormous=False), split(), tmp_path / "counts")
+    plain = bench(FedAvg(local_steps=3, batch_size=4), split(), tmp_path / "plain")
     state, mean = work.rounds(2), plain.rounds(2).model
     assert state.chances.tolist() == [0, 0, 0]
     assert all(torch.equal(state.model[name], tensor) for name, tensor in mean.items())
@@ -480,7 +496,7 @@ def left(path: Path) -> dict[str, Any]:
         "state": pack(kept["state"]),
         "metrics": [{name: value for name, value in line.items() if name != "seconds"} for line in metrics],
         "ledger": (path / "ledger.csv").read_bytes(),
-        "parties": {f.relative_to(path): f.read_bytes() for f in path.glob("parties/*/*/*.safetensors")},
+        "clients": {f.relative_to(path): f.read_bytes() for f in path.glob("clients/*/*/*.safetensors")},
     }
 
 
@@ -498,7 +514,7 @@ class Breaking:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pool_and_resume_give_the_same_bits(kind: type[FedAvg], digits: Data, tmp_path: Path) -> None:
-    method = kind(rounds=3, active=5, steps=4)
+    method = kind(rounds=3, cohort=5, local_steps=4)
     settings: dict[str, Any] = {"drop": 0.2, "slow": 0.1, "corrupt": 0.2, "seed": 3}
     one = fewer.run(method, digits, out=tmp_path / "inline", **settings)
     two = fewer.run(method, digits, out=tmp_path / "pool", runtime="pool", workers=2, **settings)
@@ -511,7 +527,7 @@ def test_pool_and_resume_give_the_same_bits(kind: type[FedAvg], digits: Data, tm
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_parties_with_nothing_or_one_class_break_nothing(kind: type[FedAvg], tmp_path: Path) -> None:
+def test_clients_with_nothing_or_one_class_break_nothing(kind: type[FedAvg], tmp_path: Path) -> None:
     result = fewer.run(kind(rounds=3), federation([*PAIRS, NOBODY]), model=split(), seed=SEED, norm="none")
     assert [line["absent"] for line in result.history] == [1, 1, 1]
     alone = fewer.run(kind(rounds=3), federation([PAIRS[2], NOBODY]), model=split(), seed=SEED)
@@ -521,11 +537,11 @@ def test_parties_with_nothing_or_one_class_break_nothing(kind: type[FedAvg], tmp
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["feddistill", "--set", "weight=-1"], "feddistill: weight = -1: input should be greater than or equal to 0"),
-        (["fedgen", "--set", "weight=-1"], "fedgen: weight = -1: input should be greater than or equal to 0"),
-        (["fedgen", "--set", "fade=1.1"], "fedgen: fade = 1.1: input should be less than or equal to 1"),
-        (["fedgen", "--set", "generator_batch=1"], "generator_batch = 1: input should be greater than or equal to 2"),
-        (["fedensemble", "--set", "weight=1"], "unknown setting of fedensemble 'weight'"),
+        (["feddistill", "-o", "weight=-1"], "feddistill: weight = -1: input should be greater than or equal to 0"),
+        (["fedgen", "-o", "weight=-1"], "fedgen: weight = -1: input should be greater than or equal to 0"),
+        (["fedgen", "-o", "fade=1.1"], "fedgen: fade = 1.1: input should be less than or equal to 1"),
+        (["fedgen", "-o", "generator_batch=1"], "generator_batch = 1: input should be greater than or equal to 2"),
+        (["fedensemble", "-o", "weight=1"], "unknown setting of fedensemble 'weight'"),
     ],
 )
 def test_a_wrong_setting_gets_one_line(words: list[str], text: str) -> None:
@@ -535,7 +551,7 @@ def test_a_wrong_setting_gets_one_line(words: list[str], text: str) -> None:
 
 def test_all_can_be_compared(tmp_path: Path) -> None:
     names = ["fedavg", "fedprox", "feddistill", "fedensemble", "fedgen", "fedmk", "feddistill-logits"]
-    small = ["--set=matching=30", "--set=outer_steps=1", "--set=server_steps=100", "--set=per_class=5"]  # of FedMK
+    small = ["-o=matching=30", "-o=outer_steps=1", "-o=server_steps=100", "-o=per_class=5"]  # of FedMK
     call("compare", *names, *DIGITS, "--rounds", "2", *small, "--out", tmp_path, "--json", tmp_path / "table.json")
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert [row["method"] for row in rows] == names and all(row["accuracy"] > 0.2 for row in rows)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import fewer
 from fewer.cli.app import app
 
-DIGITS = ["--data", "digits", "--parties", "6"]
+DIGITS = ["--data", "digits", "--clients", "6"]
 
 
 def call(*words: str | Path, code: int = 0) -> Result:
@@ -28,7 +28,7 @@ def call(*words: str | Path, code: int = 0) -> Result:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "fedbn"
-    call("run", "fedbn", *DIGITS, "--rounds", "2", "--set", "rate=0.2", "--out", path)
+    call("run", "fedbn", *DIGITS, "--rounds", "2", "-o", "lr=0.2", "--out", path)
     return path
 
 
@@ -48,10 +48,10 @@ def test_json_on_standard_output_is_only_json(tmp_path: Path) -> None:
 
 def test_toml_and_flags(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
-    file.write_text('method = "fedprox"\ndata = "digits"\nparties = 5\nrounds = 3\nnorm = "batch"\n[set]\nmu = 0.5\n')
-    call("run", "--settings", file, "--rounds", "1", "--set", "rate=0.05", "--out", tmp_path / "run")
+    file.write_text('method = "fedprox"\ndata = "digits"\nclients = 5\nrounds = 3\nnorm = "batch"\n[set]\nmu = 0.5\n')
+    call("run", "--settings", file, "--rounds", "1", "-o", "lr=0.05", "--out", tmp_path / "run")
     kept = json.loads((tmp_path / "run/settings.json").read_text())
-    assert kept["settings"]["parties"] == 5 and kept["settings"]["norm"] == "batch"
+    assert kept["settings"]["clients"] == 5 and kept["settings"]["norm"] == "batch"
     assert (kept["method"]["rounds"], kept["method"]["mu"], kept["method"]["rate"]) == (1, 0.5, 0.05)
 
 
@@ -62,28 +62,28 @@ def test_toml_and_flags(tmp_path: Path) -> None:
         (["run", "fedavg", "--data", "digit"], "unknown data 'digit', did you mean 'digits'?"),
         (["run", "fedavg", "--data", "npy:x"], "unknown data format 'npy', did you mean 'npz'?"),
         (["run", "fedavg", "--data", "npz:none.npz"], "no 'none.npz' here, and no data directory is set"),
-        (["run", "fedavg", *DIGITS, "--active", "7"], "active = 7, but there are 6 parties (allowed: 1 … 6)"),
-        (["run", "fedavg", *DIGITS, "--set", "rat=1"], "unknown setting of fedavg 'rat', did you mean 'rate'?"),
-        (["run", "fedavg", *DIGITS, "--set", "rate=-1"], "fedavg: rate = -1: input should be greater than 0"),
-        (["run", "fedavg", *DIGITS, "--set", "rate"], "--set rate: not of the form name=value"),
-        (["run", "fedavg", *DIGITS, "--set", "codec=int4"], "codec = 'int4': input should be 'float32', 'float16'"),
+        (["run", "fedavg", *DIGITS, "--cohort", "7"], "active = 7, but there are 6 clients (allowed: 1 … 6)"),
+        (["run", "fedavg", *DIGITS, "-o", "rat=1"], "unknown setting of fedavg 'rat', did you mean 'rate'?"),
+        (["run", "fedavg", *DIGITS, "-o", "lr=-1"], "fedavg: rate = -1: input should be greater than 0"),
+        (["run", "fedavg", *DIGITS, "-o", "rate"], "-o rate: not of the form name=value"),
+        (["run", "fedavg", *DIGITS, "-o", "codec=int4"], "codec = 'int4': input should be 'float32', 'float16'"),
         (["run", "fedavg", *DIGITS, "--drop", "1.5"], "drop = 1.5: input should be less than or equal to 1"),
         (
             ["run", "fedavg", *DIGITS, "--partition", "odd"],
             "partition = 'odd': input should be 'iid', 'dirichlet', 'dirichlet-pairs'",
         ),
         (
-            ["run", "fedavg", "--data", "digits", "--parties", "60", "--alpha", "0.01"],
+            ["run", "fedavg", "--data", "digits", "--clients", "60", "--alpha", "0.01"],
             "dirichlet with alpha = 0.01 leaves some of 60",
         ),
         (["run", "fedavg", *DIGITS, "--partition", "natural"], "does not say who its samples belong to"),
         (["run", "fedavg", *DIGITS, "--device", "gpu"], "device = 'gpu' cannot be used here"),
         (["run", "fedavg", *DIGITS, "--model", "vgg"], "unknown model 'vgg'"),
-        (["run", "fedbn", *DIGITS, "--norm", "none"], "fedbn needs a model with normalisation layers"),
+        (["run", "fedbn", *DIGITS, "--norm", "none"], "fedbn needs a model with normalization layers"),
         (["run", "none.py:Mine"], "no file 'none.py' (in 'none.py:Mine'; allowed: FILE.py:Name)"),
         (["run", "--settings", "none.toml"], "none.toml cannot be read: No such file"),
         (["resume", "nowhere"], "nowhere is not a run of Fewer: it does not exist"),
-        (["compare", "fedavg", "fedprox", *DIGITS, "--set", "nu=1"], "--set nu: none of the methods compared has it"),
+        (["compare", "fedavg", "fedprox", *DIGITS, "-o", "nu=1"], "-o nu: none of the methods compared has it"),
         (["predict", "nowhere", "--data", "digits"], "nowhere is not a run of Fewer"),
         (["methods", "fedmax"], "unknown method 'fedmax'"),
     ],
@@ -103,7 +103,7 @@ def test_a_wrong_flag_names_the_right_one() -> None:
 
 
 def test_compare_prints_one_table_and_goes_on(tmp_path: Path) -> None:
-    words = ["compare", "local", "fedprox", *DIGITS, "--rounds", "2", "--seeds", "2", "--set", "fedprox.mu=0.3"]
+    words = ["compare", "local", "fedprox", *DIGITS, "--rounds", "2", "--seeds", "2", "-o", "fedprox.mu=0.3"]
     file = tmp_path / "table.json"
     result = call(*words, "--out", tmp_path / "out", "--json", file)
     assert "everywhere" in result.stdout and "±" in result.stdout
@@ -140,25 +140,25 @@ def test_methods() -> None:
 
 
 def test_predict(run: Path, tmp_path: Path) -> None:
-    x, y = fewer.data.load("digits", parties=6).test.x.numpy(), fewer.data.load("digits", parties=6).test.y.numpy()
+    x, y = fewer.data.load("digits", clients=6).test.x.numpy(), fewer.data.load("digits", clients=6).test.y.numpy()
     np.savez(tmp_path / "new.npz", x=x, y=y)
     out = tmp_path / "p.csv"
-    result = call("predict", run, "--data", f"npz:{tmp_path / 'new.npz'}", "--party", "1", "--out", out)
+    result = call("predict", run, "--data", f"npz:{tmp_path / 'new.npz'}", "--client", "1", "--out", out)
     rows = list(csv.DictReader(out.open()))
-    net = fewer.load(run, party=1)
-    data = fewer.data.load("digits", parties=6).test
+    net = fewer.load(run, client=1)
+    data = fewer.data.load("digits", clients=6).test
     expected = net(data.slice(0, 1000)[0]).argmax(1)
     assert [int(row["class"]) for row in rows] == expected.tolist()
     assert f"accuracy {float((expected == data.y).float().mean()):.2%}" in result.stderr
     assert "fedbn has no global model" in call("predict", run, "--data", "digits", code=2).stderr
     np.savez(tmp_path / "odd.npz", x=np.zeros((3, 1, 9, 9), np.uint8))
-    odd = call("predict", run, "--data", f"npz:{tmp_path / 'odd.npz'}", "--party", "1", code=2)
+    odd = call("predict", run, "--data", f"npz:{tmp_path / 'odd.npz'}", "--client", "1", code=2)
     assert "has inputs of shape (1, 9, 9); the model takes (1, 8, 8)" in odd.stderr
 
 
 def test_export(run: Path, tmp_path: Path) -> None:
-    call("export", run, "--party", "2", "--out", tmp_path / "e")
-    net = fewer.load(run, party=2)
+    call("export", run, "--client", "2", "--out", tmp_path / "e")
+    net = fewer.load(run, client=2)
     weights = safetensors.torch.load_file(tmp_path / "e/model.safetensors")
     assert all(torch.equal(weights[name], tensor) for name, tensor in net.state_dict().items())
     program = torch.export.load(tmp_path / "e/model.pt2").module()
@@ -176,7 +176,7 @@ from fewer.methods import ModelState
 
 class Zero(FedAvg):
     """Starts from nothing."""
-    def start(self, task, seed):
+    def init(self, task, seed):
         return ModelState({name: torch.zeros_like(value) for name, value in task.initial(seed).items()})
 
 class Net(torch.nn.Sequential):
@@ -215,9 +215,9 @@ def test_predicting_for_texts_and_with_options(tmp_path: Path) -> None:
     texts = ["good fine nice", "bad poor sad"] * 40
     lines = [json.dumps({"words": text, "kind": n % 2}) for n, text in enumerate(texts)]
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
-    data = ["--data", f"jsonl:{tmp_path / 't.jsonl'}", "--data-set", "text=words", "--data-set", "label=kind"]
-    net = ["--model", "text-bilstm", "--model-set", "width=8", "--set", "rate=1.0", "--rounds", "6"]
-    call("run", "fedavg", *data, "--parties", "2", *net, "--no-report", "--out", tmp_path / "run")
+    data = ["--data", f"jsonl:{tmp_path / 't.jsonl'}", "--data-option", "text=words", "--data-option", "label=kind"]
+    net = ["--model", "text-bilstm", "--model-option", "width=8", "-o", "lr=1.0", "--rounds", "6"]
+    call("run", "fedavg", *data, "--clients", "2", *net, "--no-report", "--out", tmp_path / "run")
     (tmp_path / "new.jsonl").write_text("\n".join(lines[:6]))
     result = call("predict", tmp_path / "run", "--data", f"jsonl:{tmp_path / 'new.jsonl'}")
     assert [line.split(",")[1] for line in result.stdout.splitlines()[1:]] == ["0", "1"] * 3
@@ -236,7 +236,7 @@ def test_files_that_cannot_be_written_get_one_line(tmp_path: Path) -> None:
     missing = call("run", "fedavg", *DIGITS, "--json", tmp_path / "none/x.json", "--out", tmp_path / "r", code=2)
     assert "there is no directory" in missing.stderr and not (tmp_path / "r").exists()
     (tmp_path / "a.toml").write_text("set = 5\n")
-    wrong = call("run", "fedavg", "--settings", tmp_path / "a.toml", "--set", "rate=1", code=2).stderr
+    wrong = call("run", "fedavg", "--settings", tmp_path / "a.toml", "-o", "lr=1", code=2).stderr
     assert "set = 5 in" in wrong and wrong.count("\n") == 1
 
 

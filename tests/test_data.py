@@ -1,4 +1,4 @@
-"""Data: who gets which rows, what a party sees of them, and files that are not what they should be."""
+"""Data: who gets which rows, what a client sees of them, and files that are not what they should be."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
-from fewer.data import ArrayData, Samples, from_arrays, from_parties, load
+from fewer.choices import Partition
+from fewer.data import ArrayData, Samples, from_arrays, from_clients, load
 from fewer.data.partition import Division, Parts, Rows, divide, split_off
 from fewer.errors import DataError, SettingError
-from fewer.vocabulary import Partition
 
 torch.set_num_threads(1)
 
@@ -29,9 +29,9 @@ def labels(count: int, classes: int = 10, seed: int = 0) -> Rows:
 
 
 def split(
-    kind: Partition = "dirichlet", parties: int = 20, seed: int = 0, alpha: float = 0.5, minimum: int = 10
+    kind: Partition = "dirichlet", clients: int = 20, seed: int = 0, alpha: float = 0.5, minimum: int = 10
 ) -> tuple[Parts, Parts]:
-    return divide(Division(kind, parties, alpha, minimum), labels(3000), labels(700, seed=1), seed)
+    return divide(Division(kind, clients, alpha, minimum), labels(3000), labels(700, seed=1), seed)
 
 
 def arrays(count: int = 200, seed: int = 0) -> tuple[NDArray[np.float32], Rows]:
@@ -48,32 +48,32 @@ def own_rows(samples: Samples) -> set[int]:
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet"])
-@pytest.mark.parametrize("parties", [1, 7, 20])
-def test_every_row_belongs_to_exactly_one_party(kind: Partition, parties: int) -> None:
-    for parts, count in zip(split(kind, parties), (3000, 700), strict=True):
-        assert len(parts.sizes) == parties and parts.sizes.sum() == count
-        together = np.concatenate([parts.of(party) for party in range(parties)])
+@pytest.mark.parametrize("clients", [1, 7, 20])
+def test_every_row_belongs_to_exactly_one_client(kind: Partition, clients: int) -> None:
+    for parts, count in zip(split(kind, clients), (3000, 700), strict=True):
+        assert len(parts.sizes) == clients and parts.sizes.sum() == count
+        together = np.concatenate([parts.of(client) for client in range(clients)])
         assert np.array_equal(np.sort(together), np.arange(count))
-        assert [len(parts.of(party)) for party in range(parties)] == parts.sizes.tolist()
+        assert [len(parts.of(client)) for client in range(clients)] == parts.sizes.tolist()
 
 
 def test_iid_shares_are_even_and_mixed() -> None:
     train, test = split("iid", 7)
     assert set(train.sizes) == {428, 429} and all(90 <= size <= 110 for size in test.sizes)
     y = labels(3000)
-    for party in range(7):
-        assert np.bincount(y[train.of(party)], minlength=10).min() > 15
+    for client in range(7):
+        assert np.bincount(y[train.of(client)], minlength=10).min() > 15
     assert not np.array_equal(np.sort(train.of(0)), np.arange(len(train.of(0))))
 
 
 @pytest.mark.parametrize("minimum", [1, 10, 60])
-def test_dirichlet_gives_each_party_the_minimum(minimum: int) -> None:
+def test_dirichlet_gives_each_client_the_minimum(minimum: int) -> None:
     for seed in range(5):
         assert split(minimum=minimum, seed=seed)[0].sizes.min() >= minimum
 
 
 def test_dirichlet_that_cannot_give_the_minimum_says_so() -> None:
-    with pytest.raises(SettingError, match=r"alpha = 0\.01 leaves some of 20 parties with fewer than 100 of 3000"):
+    with pytest.raises(SettingError, match=r"alpha = 0\.01 leaves some of 20 clients with fewer than 100 of 3000"):
         split(minimum=100, alpha=0.01)
 
 
@@ -81,8 +81,8 @@ def test_dirichlet_divides_test_samples_in_the_proportions_of_training() -> None
     train, test = split(alpha=0.3)
     y, y_test = labels(3000), labels(700, seed=1)
     for label in range(10):
-        mine = np.array([(y[train.of(party)] == label).sum() for party in range(20)]) / (y == label).sum()
-        theirs = np.array([(y_test[test.of(party)] == label).sum() for party in range(20)]) / (y_test == label).sum()
+        mine = np.array([(y[train.of(client)] == label).sum() for client in range(20)]) / (y == label).sum()
+        theirs = np.array([(y_test[test.of(client)] == label).sum() for client in range(20)]) / (y_test == label).sum()
         most = 1 / (y == label).sum() + 1 / (y_test == label).sum()  # each of both is cut down to whole samples
         assert np.abs(mine - theirs).max() <= most
         assert mine.max() > 3 / 20
@@ -90,7 +90,7 @@ def test_dirichlet_divides_test_samples_in_the_proportions_of_training() -> None
 
 def test_dirichlet_deals_the_rows_of_a_class_at_random() -> None:
     train = divide(Division("dirichlet", 2, 100.0, 1), np.zeros(1000, np.int64), labels(0), 0)[0]
-    assert all(450 < train.of(party).mean() < 550 for party in range(2))
+    assert all(450 < train.of(client).mean() < 550 for client in range(2))
 
 
 def test_rows_of_an_owner_keep_their_order() -> None:
@@ -104,19 +104,19 @@ def test_rows_of_an_owner_keep_their_order() -> None:
 def test_dirichlet_is_the_more_skewed_the_smaller_alpha_is() -> None:
     def skew(alpha: float) -> float:
         train = split(alpha=alpha, minimum=0)[0]
-        table = [np.bincount(labels(3000)[train.of(party)], minlength=10) for party in range(20)]
+        table = [np.bincount(labels(3000)[train.of(client)], minlength=10) for client in range(20)]
         return float(np.mean([counts.max() / counts.sum() for counts in table if counts.sum()]))
 
     assert skew(0.1) > 0.5 > skew(1) > 0.2 > skew(1000)
 
 
 def test_dirichlet_proportions_have_the_expected_spread() -> None:
-    """A share of Dirichlet(α) over P parties has variance (1/P) (1 − 1/P) / (P α + 1)."""
-    parties, alpha = 10, 0.5
+    """A share of Dirichlet(α) over P clients has variance (1/P) (1 − 1/P) / (P α + 1)."""
+    clients, alpha = 10, 0.5
     y = np.repeat(np.arange(200), 1000)
-    train = divide(Division("dirichlet", parties, alpha, 0), y, y[:0], 3)[0]
-    shares = np.array([np.bincount(y[train.of(party)], minlength=200) for party in range(parties)]) / 1000
-    expected = (1 / parties) * (1 - 1 / parties) / (parties * alpha + 1)
+    train = divide(Division("dirichlet", clients, alpha, 0), y, y[:0], 3)[0]
+    shares = np.array([np.bincount(y[train.of(client)], minlength=200) for client in range(clients)]) / 1000
+    expected = (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
     assert abs(shares.var() / expected - 1) < 0.15
 
 
@@ -140,7 +140,7 @@ def test_dividing_sixty_thousand_among_a_hundred_is_quick() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"parties": 0}, "parties = 0"),
+        ({"clients": 0}, "clients = 0"),
         ({"alpha": 0.0}, "alpha = 0"),
         ({"alpha": -1.0}, "alpha = -1"),
         ({"kind": "dirichelt"}, "unknown partition 'dirichelt', did you mean 'dirichlet'"),
@@ -151,8 +151,8 @@ def test_wrong_settings_of_a_division(change: dict[str, Any], message: str) -> N
         split(**change)
 
 
-def test_fewer_samples_than_parties() -> None:
-    with pytest.raises(DataError, match="5 training samples cannot be divided among 6 parties"):
+def test_fewer_samples_than_clients() -> None:
+    with pytest.raises(DataError, match="5 training samples cannot be divided among 6 clients"):
         divide(Division("iid", 6, 0.5, 0), labels(5), labels(5), 0)
     assert divide(Division("iid", 5, 0.5, 0), labels(5), labels(0), 0)[0].sizes.tolist() == [1] * 5
 
@@ -163,13 +163,13 @@ def test_classes_that_only_one_part_has() -> None:
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.5, 0.9])
-def test_split_off_takes_a_share_of_each_party(share: float) -> None:
-    parts = split(parties=9)[0]
+def test_split_off_takes_a_share_of_each_client(share: float) -> None:
+    parts = split(clients=9)[0]
     left, taken = split_off(parts, share, np.random.default_rng(0))
     assert taken.sizes.tolist() == [int(size * share) for size in parts.sizes]
-    for party in range(9):
-        both = np.concatenate([left.of(party), taken.of(party)])
-        assert np.array_equal(np.sort(both), np.sort(parts.of(party)))
+    for client in range(9):
+        both = np.concatenate([left.of(client), taken.of(client)])
+        assert np.array_equal(np.sort(both), np.sort(parts.of(client)))
     again = split_off(parts, share, np.random.default_rng(0))
     other = split_off(parts, share, np.random.default_rng(1))
     assert np.array_equal(again[1].rows, taken.rows) and not np.array_equal(other[1].rows, taken.rows)
@@ -240,26 +240,26 @@ def test_floats_and_integers_are_left_alone() -> None:
         assert torch.equal(Samples(x, torch.zeros(3)).pick(torch.arange(3))[0], x)
 
 
-def test_normalisation_of_bytes_by_their_own_mean_and_spread() -> None:
+def test_normalization_of_bytes_by_their_own_mean_and_spread() -> None:
     x = np.array([[0, 255], [51, 102]] * 20, np.uint8)
     mean = (0 + 1 + 0.2 + 0.4) / 4
     spread = ((mean**2 + (1 - mean) ** 2 + (0.2 - mean) ** 2 + (0.4 - mean) ** 2) / 4) ** 0.5
-    data = from_arrays(x, np.zeros(40, int), parties=1, test=(x[:2], [0, 0]))
+    data = from_arrays(x, np.zeros(40, int), clients=1, test=(x[:2], [0, 0]))
     expected = (torch.tensor([[0, 1], [0.2, 0.4]]) - mean) / spread
     assert torch.allclose(data.test.slice(0, 2)[0], expected, atol=1e-6)
-    everything = data.party(0).train.slice(0, 40)[0]
+    everything = data.client(0).train.slice(0, 40)[0]
     assert abs(float(everything.mean())) < 1e-6 and abs(float(everything.std(correction=0)) - 1) < 1e-6
 
 
-def test_normalisation_as_given() -> None:
+def test_normalization_as_given() -> None:
     x = np.array([[0, 255]] * 10, np.uint8)
-    data = from_arrays(x, np.zeros(10, int), parties=1, minimum=1, normal=(0.25, 0.5), test=(x[:1], [0]))
+    data = from_arrays(x, np.zeros(10, int), clients=1, minimum=1, normal=(0.25, 0.5), test=(x[:1], [0]))
     assert torch.allclose(data.test.slice(0, 1)[0], torch.tensor([[-0.5, 1.5]]))
 
 
 def test_constant_bytes_do_not_divide_by_zero() -> None:
     x = np.full((20, 2), 255, np.uint8)
-    data = from_arrays(x, np.zeros(20, int), parties=1, minimum=1)
+    data = from_arrays(x, np.zeros(20, int), clients=1, minimum=1)
     assert data.test.slice(0, 1)[0].abs().max() < 1e-6
 
 
@@ -269,10 +269,10 @@ def test_constant_bytes_do_not_divide_by_zero() -> None:
 @pytest.mark.parametrize("validation", [0.0, 0.25])
 def test_a_fifth_is_for_testing(validation: float) -> None:
     x, y = arrays()
-    data = from_arrays(x, y, parties=4, validation=validation)
+    data = from_arrays(x, y, clients=4, validation=validation)
     seen: list[int] = []
     for number in range(4):
-        train, held, test = data.party(number)
+        train, held, test = data.client(number)
         whole = len(train) + len(held) + len(test)
         assert abs(len(test) - whole / 5) <= 4 and len(held) == int((whole - len(test)) * validation)
         assert data.size(number) == len(train)
@@ -281,7 +281,7 @@ def test_a_fifth_is_for_testing(validation: float) -> None:
             inputs, targets = part.slice(0, len(part))
             assert targets.tolist() == [y[int(row[0]) // 2] for row in inputs]
     assert sorted(seen) == list(range(200))
-    assert own_rows(data.test) == set().union(*(own_rows(data.party(number).test) for number in range(4)))
+    assert own_rows(data.test) == set().union(*(own_rows(data.client(number).test) for number in range(4)))
     assert data.shape == (2,) and data.classes == 4 and len(data) == 4 and data.origin is None
 
 
@@ -291,7 +291,7 @@ def test_client_says_whose_a_sample_is() -> None:
     data = from_arrays(x, y, client_ids=client_ids, partition="natural")
     assert len(data) == 3
     for number in range(3):
-        mine = data.party(number)
+        mine = data.client(number)
         assert own_rows(mine.train) | own_rows(mine.test) == set(range(number, 30, 3))
         assert (len(mine.train), len(mine.test)) == (8, 2)
 
@@ -299,8 +299,8 @@ def test_client_says_whose_a_sample_is() -> None:
 def test_client_with_a_test_set_of_its_own() -> None:
     x, y = arrays(30)
     data = from_arrays(x, y, client_ids=np.arange(30) % 3, test=(x[:9] + 1000, y[:9]))
-    assert [len(data.party(number).train) for number in range(3)] == [10, 10, 10]
-    assert sum(len(data.party(number).test) for number in range(3)) == 9
+    assert [len(data.client(number).train) for number in range(3)] == [10, 10, 10]
+    assert sum(len(data.client(number).test) for number in range(3)) == 9
     assert own_rows(data.test) == set(range(500, 509))
 
 
@@ -309,50 +309,50 @@ def test_natural_needs_clients() -> None:
         from_arrays(*arrays(), partition="natural")
 
 
-def test_from_parties_keeps_order_and_a_party_without_samples() -> None:
+def test_from_clients_keeps_order_and_a_client_without_samples() -> None:
     x, y = arrays(30)
     none = (np.zeros((0, 2), np.float32), np.zeros(0, int))
     pairs = [none, (x[:10], y[:10]), none, (x[10:25], y[10:25]), (x[25:], y[25:]), ([], [])]
-    data = from_parties(pairs, validation=0.5)
+    data = from_clients(pairs, validation=0.5)
     assert len(data) == 6
-    assert [sum(map(len, data.party(number))) for number in range(6)] == [0, 10, 0, 15, 5, 0]
+    assert [sum(map(len, data.client(number))) for number in range(6)] == [0, 10, 0, 15, 5, 0]
     assert [data.size(number) for number in range(6)] == [0, 4, 0, 6, 2, 0]
-    found = [set().union(*map(own_rows, data.party(number))) for number in range(6)]
+    found = [set().union(*map(own_rows, data.client(number))) for number in range(6)]
     assert found == [set(), set(range(10)), set(), set(range(10, 25)), set(range(25, 30)), set()]
 
 
-def test_from_parties_takes_tensors_and_mixed_floats() -> None:
+def test_from_clients_takes_tensors_and_mixed_floats() -> None:
     pairs = [(torch.ones(5, 2), torch.ones(5).long()), (np.zeros((5, 2), np.float64), [0] * 5)]
-    data = from_parties(pairs)
+    data = from_clients(pairs)
     assert data.source.x.dtype == torch.float32 and data.classes == 2
-    assert data.party(0).train.slice(0, 1)[0].tolist() == [[1, 1]]
+    assert data.client(0).train.slice(0, 1)[0].tolist() == [[1, 1]]
 
 
 def test_fraction_keeps_only_so_much() -> None:
     x, y = arrays()
-    data = from_arrays(x, y, parties=2, fraction=0.5, test=(x, y))
+    data = from_arrays(x, y, clients=2, fraction=0.5, test=(x, y))
     assert data.size(0) + data.size(1) == 100 and len(data.test) == 200
-    half = own_rows(data.party(0).train) | own_rows(data.party(1).train)
+    half = own_rows(data.client(0).train) | own_rows(data.client(1).train)
     assert len(half) == 100 and half != set(range(100))
     data = from_arrays(x, y, client_ids=np.arange(200) % 2, fraction=0.5, test=(x, y))
     assert data.size(0) + data.size(1) == 100
     for number in range(2):
-        assert {row % 2 for row in own_rows(data.party(number).train)} == {number}
+        assert {row % 2 for row in own_rows(data.client(number).train)} == {number}
 
 
-def test_a_party_that_fraction_leaves_nothing_stays_a_party() -> None:
+def test_a_client_that_fraction_leaves_nothing_stays_a_client() -> None:
     x, y = arrays(55)
     pairs = [(x[:3], y[:3]), (x[3:53], y[3:53]), (x[53:], y[53:])]
     for fraction in (0.5, 0.1, 0.03):
-        data = from_parties(pairs, fraction=fraction, test=(x, y))
+        data = from_clients(pairs, fraction=fraction, test=(x, y))
         assert len(data) == 3 and sum(data.size(number) for number in range(3)) == round(55 * fraction)
         for number, theirs in enumerate((range(3), range(3, 53), range(53, 55))):
-            assert own_rows(data.party(number).train) <= set(theirs)
+            assert own_rows(data.client(number).train) <= set(theirs)
     assert data.size(0) == 0
 
 
 def test_images_get_a_channel_and_labels_may_be_a_column() -> None:
-    data = from_arrays(np.zeros((40, 5, 6), np.uint8), np.zeros((40, 1)), parties=2)
+    data = from_arrays(np.zeros((40, 5, 6), np.uint8), np.zeros((40, 1)), clients=2)
     assert data.shape == (1, 5, 6) and data.source.y.dtype == torch.int64
 
 
@@ -380,14 +380,14 @@ BAD = [
     ({"test": (np.full((1, 2), np.nan), [0])}, r"\(test\)' has NaN"),
     ({"test": (np.zeros((1, 3)), [0])}, r"training inputs of float32 \(2,\), but test inputs of float32 \(3,\)"),
     ({"test": (np.zeros((1, 2), np.uint8), [0])}, r"training inputs of float32 \(2,\), but test inputs of uint8"),
-    ({"parties": 31}, "24 training samples cannot be divided among 31 parties"),
+    ({"clients": 31}, "24 training samples cannot be divided among 31 clients"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)
 @pytest.mark.filterwarnings("error")
 def test_arrays_that_nothing_can_be_learned_from(change: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {"x": np.zeros((30, 2)), "y": np.arange(30) % 3, "parties": 2, "minimum": 1}
+    good: dict[str, Any] = {"x": np.zeros((30, 2)), "y": np.arange(30) % 3, "clients": 2, "min_samples_per_client": 1}
     assert len(from_arrays(**good)) == 2
     with pytest.raises(DataError, match=message):
         from_arrays(**good | change)
@@ -403,28 +403,28 @@ def test_arrays_that_nothing_can_be_learned_from(change: dict[str, Any], message
         ({"validation": 1.5}, "cannot be held out"),
         ({"partition": "idd"}, "unknown partition 'idd', did you mean 'iid'"),
         ({"alpha": -1.0}, "alpha = -1"),
-        ({"minimum": 300}, "fewer than 300 of 160 samples"),
+        ({"min_samples_per_client": 300}, "fewer than 300 of 160 samples"),
     ],
 )
 def test_wrong_settings(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        from_arrays(*arrays(), **{"parties": 2, **change})
+        from_arrays(*arrays(), **{"clients": 2, **change})
 
 
 @pytest.mark.parametrize(
     ("pairs", "message"),
     [
-        ([], "no parties with samples"),
-        ([([], []), ([], [])], "no parties with samples"),
-        ([(np.zeros((3, 2)), [0, 1])], "party 0' has 3 inputs and 2 labels"),
-        ([(np.zeros((3, 2)), [0] * 3), (np.zeros((3, 4)), [0] * 3)], r"party 1 has inputs of float64 \(4,\), others"),
-        ([(np.zeros((3, 2)), [0] * 3), (np.zeros((3, 2), np.uint8), [0] * 3)], r"party 1 has inputs of uint8 \(2,\)"),
+        ([], "no clients with samples"),
+        ([([], []), ([], [])], "no clients with samples"),
+        ([(np.zeros((3, 2)), [0, 1])], "client 0' has 3 inputs and 2 labels"),
+        ([(np.zeros((3, 2)), [0] * 3), (np.zeros((3, 4)), [0] * 3)], r"client 1 has inputs of float64 \(4,\), others"),
+        ([(np.zeros((3, 2)), [0] * 3), (np.zeros((3, 2), np.uint8), [0] * 3)], r"client 1 has inputs of uint8 \(2,\)"),
         ([(np.zeros((3, 2)), [0] * 3), (np.full((3, 2), np.nan), [0] * 3)], "NaN or infinity in sample 3"),
     ],
 )
-def test_parties_that_do_not_fit_together(pairs: list[tuple[Any, Any]], message: str) -> None:
+def test_clients_that_do_not_fit_together(pairs: list[tuple[Any, Any]], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        from_parties(pairs)
+        from_clients(pairs)
 
 
 # --- holding out ----------------------------------------------------------------------------------------------
@@ -432,12 +432,12 @@ def test_parties_that_do_not_fit_together(pairs: list[tuple[Any, Any]], message:
 
 def test_held_out_takes_test_samples_from_training_alone() -> None:
     x, y = arrays()
-    data = from_arrays(x, y, parties=4, validation=0.2)
+    data = from_arrays(x, y, clients=4, validation=0.2)
     within = data.held_out(0.25, seed=5)
     tests = own_rows(data.test)
     assert len(within) == 4 and within.origin is None
     for number in range(4):
-        before, after = data.party(number), within.party(number)
+        before, after = data.client(number), within.client(number)
         train, held = own_rows(after.train), own_rows(after.test)
         assert not train & held and train | held == own_rows(before.train)
         assert len(held) == len(before.train) // 4
@@ -445,14 +445,14 @@ def test_held_out_takes_test_samples_from_training_alone() -> None:
         assert not (train | held) & tests
         inputs, targets = after.test.slice(0, len(after.test))
         assert targets.tolist() == [y[int(row[0]) // 2] for row in inputs]
-    assert own_rows(within.test) == set().union(*(own_rows(within.party(number).test) for number in range(4)))
+    assert own_rows(within.test) == set().union(*(own_rows(within.client(number).test) for number in range(4)))
     assert not own_rows(within.test) & tests
     assert own_rows(data.test) == tests
 
 
 def test_held_out_never_reads_the_test_samples() -> None:
     x, y = arrays()
-    data = from_arrays(x, y, parties=4, test=(x + 10_000, y))
+    data = from_arrays(x, y, clients=4, test=(x + 10_000, y))
     damaged = replace(data, common=Samples(torch.full_like(data.common.x, torch.nan), data.common.y))
     one, other = (each.held_out(0.3, seed=0) for each in (data, damaged))
     assert one.fingerprint() == other.fingerprint()
@@ -460,17 +460,17 @@ def test_held_out_never_reads_the_test_samples() -> None:
 
 
 def test_held_out_depends_on_its_seed() -> None:
-    data = from_arrays(*arrays(), parties=4)
+    data = from_arrays(*arrays(), clients=4)
     rows = [own_rows(data.held_out(0.3, seed).test) for seed in (0, 0, 1)]
     assert rows[0] == rows[1] != rows[2]
 
 
 def test_held_out_twice() -> None:
-    data = from_arrays(*arrays(), parties=4)
+    data = from_arrays(*arrays(), clients=4)
     first = data.held_out(0.3, 0)
     second = first.held_out(0.3, 0)
     assert not own_rows(second.test) & own_rows(first.test)
-    assert own_rows(second.test) <= set().union(*(own_rows(first.party(number).train) for number in range(4)))
+    assert own_rows(second.test) <= set().union(*(own_rows(first.client(number).train) for number in range(4)))
 
 
 # --- fingerprint ----------------------------------------------------------------------------------------------
@@ -483,8 +483,8 @@ def made(**change: Any) -> ArrayData:
         "x": x,
         "y": y,
         "test": (x[:20].copy(), y[:20].copy()),
-        "parties": 3,
-        "minimum": 1,
+        "clients": 3,
+        "min_samples_per_client": 1,
         "normal": (0.5, 0.5),
     }
     return from_arrays(**given | change)
@@ -503,7 +503,7 @@ def changed(array: Any, place: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "what", ["pixel", "label", "test pixel", "test label", "seed", "alpha", "parties", "validation", "normal", "shape"]
+    "what", ["pixel", "label", "test pixel", "test label", "seed", "alpha", "clients", "validation", "normal", "shape"]
 )
 def test_fingerprint_changes_with(what: str) -> None:
     x, y = np.random.default_rng(0).integers(256, size=(80, 3, 3), dtype=np.uint8), labels(80, 4)
@@ -515,7 +515,7 @@ def test_fingerprint_changes_with(what: str) -> None:
         "test label": {"test": (test[0], changed(test[1], 7)), "partition": "iid"},
         "seed": {"seed": 1},
         "alpha": {"alpha": 5.0},
-        "parties": {"parties": 4},
+        "clients": {"clients": 4},
         "validation": {"validation": 0.2},
         "normal": {"normal": (0.5, 0.25)},
         "shape": {"x": x.reshape(80, 9), "test": (test[0].reshape(20, 9), test[1])},
@@ -535,7 +535,7 @@ def test_fingerprint_changes_when_one_row_changes_hands() -> None:
 
 
 def test_digits() -> None:
-    data = load("digits", parties=10)
+    data = load("digits", clients=10)
     assert (len(data.source), len(data.test)) == (1438, 359)
     assert data.shape == (1, 8, 8) and data.classes == 10 and data.source.x.dtype == torch.uint8
     assert len(data) == 10 and sum(data.size(number) for number in range(10)) == 1438
@@ -548,7 +548,7 @@ def test_digits() -> None:
 
 
 def test_fashion_mini() -> None:
-    data = load("fashion-mini", parties=20)
+    data = load("fashion-mini", clients=20)
     assert (len(data.source), len(data.test)) == (6000, 1000)
     assert torch.bincount(data.source.y).tolist() == [600] * 10
     assert torch.bincount(data.test.y).tolist() == [100] * 10
@@ -562,8 +562,8 @@ def test_embedded_file_is_small_and_has_its_licence_beside_it() -> None:
     folder = files("fewer.data").joinpath("embedded")
     with folder.joinpath("fashion-mini.npz").open("rb") as file:
         assert len(file.read()) < 5_000_000
-    licence = folder.joinpath("LICENSE.fashion-mnist").read_text()
-    assert "MIT" in licence and "Zalando" in licence
+    license = folder.joinpath("LICENSE.fashion-mnist").read_text()
+    assert "MIT" in license and "Zalando" in license
 
 
 def test_load_gives_the_same_again_and_another_for_another_seed() -> None:
@@ -616,7 +616,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def open_idx(folder: Path) -> ArrayData:
-    return load(f"idx:{folder / 'mnist'}", parties=3, minimum=1)
+    return load(f"idx:{folder / 'mnist'}", clients=3, minimum=1)
 
 
 def test_idx_files(folder: Path) -> None:
@@ -641,10 +641,10 @@ def test_named_data_lies_in_the_data_directory(folder: Path, monkeypatch: pytest
     monkeypatch.delenv("FEWER_DATA", raising=False)
     with pytest.raises(DataError, match=r"no 'mnist' here, and no data directory is set \(--data-dir, FEWER_DATA\)"):
         load("mnist")
-    given = load("mnist", directory=folder, parties=3, minimum=1)
+    given = load("mnist", directory=folder, clients=3, minimum=1)
     assert (given.source.shift, given.source.scale) == (255 * 0.1307, 1 / (255 * 0.3081))
     monkeypatch.setenv("FEWER_DATA", str(folder))
-    assert load("mnist", parties=3, minimum=1).fingerprint() == given.fingerprint()
+    assert load("mnist", clients=3, minimum=1).fingerprint() == given.fingerprint()
     with pytest.raises(DataError, match=f"no 'fashion-mnist' in {folder}"):
         load("fashion-mnist")
 
@@ -660,12 +660,12 @@ def test_npz(tmp_path: Path) -> None:
     x, y = arrays(60)
     path = tmp_path / "own.npz"
     np.savez(path, x=x, y=y)
-    data = load(f"npz:{path}", parties=2)
+    data = load(f"npz:{path}", clients=2)
     assert len(data.test) + data.size(0) + data.size(1) == 60
     np.savez_compressed(path, x=x, y=y, x_test=x[:7], y_test=y[:7], client=np.arange(60) % 5)
     data = load("npz:own.npz", directory=tmp_path, partition="natural")
     assert len(data) == 5 and len(data.test) == 7 and [data.size(number) for number in range(5)] == [12] * 5
-    assert len(load(f"npz:{path}", parties=3)) == 3
+    assert len(load(f"npz:{path}", clients=3)) == 3
 
 
 def test_a_damaged_npz_is_read_or_refused(tmp_path: Path) -> None:
@@ -680,7 +680,7 @@ def test_a_damaged_npz_is_read_or_refused(tmp_path: Path) -> None:
         damaged[draw.integers(len(good), size=3)] ^= draw.integers(1, 256, size=3, dtype=np.uint8)
         path.write_bytes(damaged.tobytes())
         try:
-            load(f"npz:{path}", parties=2, minimum=1)
+            load(f"npz:{path}", clients=2, minimum=1)
         except DataError:
             refused += 1
     assert refused > 200

@@ -17,12 +17,11 @@ import typer
 import fewer
 from fewer.cli.app import app
 from fewer.cli.options import assignments
-from fewer.data.formats import FORMATS
 from fewer.experiments import recipes
 from fewer.experiments.compare import own_settings
 from fewer.methods import find, names
-from fewer.models import NETS
-from fewer.runs.job import check
+from fewer.registry import FORMATS, MODELS
+from fewer.runs.experiment import check
 from fewer.runs.settings import Settings
 from tests.test_cli import DIGITS, call
 from tests.test_floors import FLOORS
@@ -81,8 +80,8 @@ def test_the_snippets_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest
     names |= {f"{part}{n}": array[:40] for n in range(3) for part, array in (("x", x), ("y", y))}
     exec(snippets[0].replace("fashion-mini", "digits").replace("rounds=10", "rounds=1"), names)
     exec(snippets[1].replace("FedAvg()", "FedAvg(rounds=1)"), names)
-    exec(snippets[2].replace("parties=50", "parties=10"), names)
-    short = {"fashion-mini": "digits", "rounds=10": "rounds=1", "parties=20": "parties=4", "seeds=3": "seeds=2"}
+    exec(snippets[2].replace("clients=50", "clients=10"), names)
+    short = {"fashion-mini": "digits", "rounds=10": "rounds=1", "clients=20": "clients=4", "seeds=3": "seeds=2"}
     for long, quick in short.items():
         snippets[3] = snippets[3].replace(long, quick)
     exec(snippets[3], names)
@@ -110,14 +109,14 @@ def test_every_command_takes_what_a_page_gives_it(page: Path) -> None:
         name, given = understood(words)
         methods, default = given.get("methods", given.get("method")), "frl" if name == "prepare" else "fedavg"
         settings = {key: value for key, value in given.items() if key in Settings.model_fields and key != "method"}
-        if name in ("run", "compare", "prepare", "coordinator", "local-cluster"):
+        if name in ("run", "compare", "prepare", "server", "local-cluster"):
             some = [methods or default] if not isinstance(methods, tuple | list) else list(methods)
             kinds = [find(str(ROOT / one) if one.startswith("docs/") else one) for one in some]
             own_settings(kinds, assignments(settings.pop("set", [])))
             pairs = {key: assignments(settings.pop(key, [])) for key in ("data_set", "model_set")}
             known = check({**settings, **pairs})
             assert known.data in fewer.data.NAMES or known.data.partition(":")[0] in FORMATS, known.data
-            assert known.model in NETS or ".py:" in known.model, known.model
+            assert known.model in MODELS or ".py:" in known.model, known.model
         if name == "methods" and methods:
             find(methods)
         if name == "reproduce" and (recipe := given.get("name")) and not recipe.endswith(".toml"):
@@ -125,7 +124,7 @@ def test_every_command_takes_what_a_page_gives_it(page: Path) -> None:
             assert set(given.get("column") or ()) <= set(known_columns)
 
 
-SLOW = ("local-cluster", "join", "coordinator")
+SLOW = ("local-cluster", "join", "server")
 """Commands that tests/machines tries, with processes of their own."""
 
 
@@ -143,7 +142,7 @@ def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch
     for block in blocks(page):
         text = block.text.replace("fashion-mini", "digits")
         text = re.sub(r"(--rounds |rounds=|--seeds )\d+", r"\g<1>1", text)
-        text = re.sub(r"(--parties |parties=)20", r"\g<1>5", text)
+        text = re.sub(r"(--clients |clients=)20", r"\g<1>5", text)
         if block.title:
             Path(block.title).write_text(text)
         elif block.language == "python":
@@ -182,7 +181,7 @@ def test_all_that_the_package_offers_is_in_the_reference() -> None:
     methods = {find(name) for name in names()}
     for name in set(fewer.__all__) - {"data", "__version__"}:
         assert getattr(fewer, name) in methods or any(one.endswith(f".{name}") for one in told), name
-    assert {f"fewer.data.{name}" for name in ("load", "from_arrays", "from_parties", "from_dataset", "Data")} <= {*told}
+    assert {f"fewer.data.{name}" for name in ("load", "from_arrays", "from_clients", "from_dataset", "Data")} <= {*told}
 
 
 def test_the_house_has_the_floors_that_its_page_lists() -> None:
@@ -194,7 +193,7 @@ def test_the_house_has_the_floors_that_its_page_lists() -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def handlers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="the site needs the extra docs: pip install 'fewer[docs]'")
     where = tmp_path_factory.mktemp("site")
     words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(where)]
@@ -203,9 +202,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where
 
 
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_loads_nothing_from_elsewhere(handlers: Path) -> None:
     """Scripts, styles, pictures and fonts are its own; links are for the reader to follow."""
-    pages, styles = list(site.rglob("*.html")), list(site.rglob("*.css"))
+    pages, styles = list(handlers.rglob("*.html")), list(handlers.rglob("*.css"))
     assert len(pages) > 40 and styles
     outside = r"[\"']?\s*(?:https?:)?//"
     for page in pages:
@@ -219,21 +218,21 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
         assert not re.search(rf"(?:@import\s*|url\(){outside}", style.read_text()), style
 
 
-def test_what_is_made_of_the_code_is_all_there(site: Path) -> None:
-    methods = (site / "reference/methods.html").read_text()
+def test_what_is_made_of_the_code_is_all_there(handlers: Path) -> None:
+    methods = (handlers / "reference/methods.html").read_text()
     assert all(f'<h2 id="{name}">' in methods for name in names())
     assert all(f"<code>{setting}</code>" in methods for name in names() for setting in find(name).model_fields)
-    assert all(name in (site / "reference/recipes.html").read_text() for name in recipes.names())
-    commands = (site / "reference/cli.html").read_text()
+    assert all(name in (handlers / "reference/recipes.html").read_text() for name in recipes.names())
+    commands = (handlers / "reference/cli.html").read_text()
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         for below in getattr(command, "commands", {"": command}):
             assert f'<h3 id="fewer-{name}{"-" if below else ""}{below}">' in commands
     assert all(f"--{name.replace('_', '-')}" in commands for name in Settings.model_fields)
-    assert not [page for page in site.rglob("*.html") if "made of the code:" in page.read_text()]
+    assert not [page for page in handlers.rglob("*.html") if "made of the code:" in page.read_text()]
 
 
-def test_the_site_shows_no_raw_markdown(site: Path) -> None:
+def test_the_site_shows_no_raw_markdown(handlers: Path) -> None:
     """What a renderer of another dialect takes for a list or a table must be one here, too."""
-    for page in site.rglob("*.html"):
+    for page in handlers.rglob("*.html"):
         for paragraph in re.findall(r"<p>(.*?)</p>", page.read_text(), re.S):
             assert not re.search(r"^\s*(?:[-*] |\|.*\|$|```|#+ )", paragraph, re.M), f"{page}: {paragraph}"

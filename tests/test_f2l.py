@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import fewer
-from fewer.data import ArrayData, Data, Raw, federate
+from fewer.data import ArrayData, Data, RawDataset, federate
 from fewer.data.episodes import Episode, by_class, episode
 from fewer.errors import SettingError
 from fewer.learning import adapt
@@ -24,12 +24,12 @@ from fewer.methods import Method
 from fewer.methods.f2l import CLIENT, F2L, distillation, mutual_information
 from fewer.methods.fedfsl import FedFSL
 from fewer.methods.fewshot import FewShot, logistic_regression
-from fewer.methods.fl_maml import FLMaml, LocalMaml
+from fewer.methods.fl_maml import FLMAML, LocalMAML
 from fewer.methods.fl_proto import FLProto, LocalProto
 from fewer.models import Split, Weights
 from fewer.models.sequences import MLP
 from fewer.models.sets import SetEncoder
-from fewer.runtime import Parties, Unable
+from fewer.runtime import Clients, Unable
 from fewer.runtime.store import Store, folder_of
 from fewer.wire import decode, message
 from tests.test_cli import call
@@ -41,19 +41,19 @@ BASE, VALIDATION, NOVEL = 6, 4, 5
 FAST: dict[str, Any] = {"way": WAY, "shot": SHOT, "queries": QUERIES, "tasks": 2, "test_tasks": 8, "validate_every": 2}
 
 
-def clouds(spread: float = 0.4, per_class: int = 48, lean: float = 0.0) -> Raw:
-    """Points about a centre for each class; all classes are alike in two directions, which must be unlearned."""
+def clouds(spread: float = 0.4, per_class: int = 48, lean: float = 0.0) -> RawDataset:
+    """Points about a center for each class; all classes are alike in two directions, which must be unlearned."""
     draw = np.random.default_rng(0)
     classes = BASE + VALIDATION + NOVEL
-    centres = draw.normal(0, 1, (classes, 6)).astype(np.float32)
+    centers = draw.normal(0, 1, (classes, 6)).astype(np.float32)
     y = np.repeat(np.arange(classes), per_class)
-    x = centres[y] + spread * draw.normal(0, 1, (len(y), 6)).astype(np.float32)
+    x = centers[y] + spread * draw.normal(0, 1, (len(y), 6)).astype(np.float32)
     noise = (3 + lean) * draw.normal(0, 1, (len(y), 2)).astype(np.float32)
-    return Raw(np.concatenate([x, noise], 1).astype(np.float32), y, split=(BASE, VALIDATION, NOVEL))
+    return RawDataset(np.concatenate([x, noise], 1).astype(np.float32), y, split=(BASE, VALIDATION, NOVEL))
 
 
-def cloud_data(parties: int = 4, **settings: Any) -> ArrayData:
-    return federate(clouds(), parties=parties, partition="iid", name="clouds", **settings)
+def cloud_data(clients: int = 4, **settings: Any) -> ArrayData:
+    return federate(clouds(), clients=clients, partition="iid", name="clouds", **settings)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,9 @@ def test_mutual_information_is_the_paper_s_double_sum(across: bool) -> None:
     y = [0, 1, 2, 0, 1, 2, 2]  # classes of different size
     server_model, client_model, sure = tensors(7, 5), tensors(7, 5, seed=1), tensors(7, 3, seed=2).softmax(1)
     found = mutual_information(server_model, client_model, sure, torch.tensor(y), across)
-    assert float(found) == pytest.approx(literal_mutual_information(server_model, client_model, sure, y, across), rel=1e-10)
+    assert float(found) == pytest.approx(
+        literal_mutual_information(server_model, client_model, sure, y, across), rel=1e-10
+    )
 
 
 def test_one_sample_of_a_class_has_no_mutual_information_within_it_but_has_across() -> None:
@@ -129,7 +131,7 @@ def test_one_sample_of_a_class_has_no_mutual_information_within_it_but_has_acros
     assert float(torch.autograd.grad(across, server_model)[0].abs().max()) > 1e-3
     (note,) = F2L(shot=1).notes()
     assert "mi = across" in note
-    for fine in ({"mi": "across"}, {"shot": 5}, {"mi_weight": 0}, {"learn_from": "task"}):
+    for fine in ({"mi_scope": "across"}, {"shot": 5}, {"mi_weight": 0}, {"learn_from": "task"}):
         assert not F2L(**{"shot": 1, **fine}).notes()
 
 
@@ -157,7 +159,7 @@ def set_encoder(context: int, heads: int = 4, transductive: bool = False) -> Set
     return encoder
 
 
-def test_at_first_the_client_model_only_normalises() -> None:
+def test_at_first_the_client_model_only_normalizes() -> None:
     x = tensors(7, FEATURES).float()
     assert torch.allclose(SetEncoder(FEATURES, context=5, drop=0.0)(x), F.layer_norm(x, (FEATURES,)), atol=1e-4)
 
@@ -217,7 +219,7 @@ def client_case() -> tuple[Split, Weights, list[tuple[Tensor, Tensor]], tuple[Te
 @pytest.mark.parametrize("exact", [True, False])
 def test_the_meta_gradient_of_the_client_model_agrees_with_finite_differences(exact: bool) -> None:
     client_model, psi, support, query, loss = client_case()
-    found = meta_gradient(client_model, psi, support, query, 0.3, exact, loss)
+    found = meta_gradient(client_model, psi, support, query, 0.3, not exact, loss)
 
     def after(psi: Weights) -> float:
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in psi.items()}
@@ -238,14 +240,14 @@ def test_the_meta_gradient_of_the_client_model_agrees_with_finite_differences(ex
 
 
 def one_task(data: ArrayData, seed: int = 0) -> Episode:
-    return episode(data.party(0).train, WAY, SHOT, QUERIES, torch.Generator().manual_seed(seed))
+    return episode(data.client(0).train, WAY, SHOT, QUERIES, torch.Generator().manual_seed(seed))
 
 
-def party(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
-    from fewer.methods.base import Place
+def make_client(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
+    from fewer.methods.base import ContextFactory
     from fewer.models import Task
 
-    place = Place(data, Task((8,), BASE, net), 0, folder)
+    place = ContextFactory(data, Task((8,), BASE, net), 0, folder)
     return place(id, round)
 
 
@@ -254,14 +256,21 @@ def party(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
     [("exact", "support", False, None), ("first", "support", False, 0.0005), ("exact", "task", True, 0.0005)],
 )
 def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
-    data: ArrayData, tmp_path: Path, order: str, learn_from: str, zero_head: bool, client_rate: float | None
+    data: ArrayData, tmp_path: Path, order: str, learn_from: str, zero_head: bool, client_lr: float | None
 ) -> None:
     """Plain autograd through Eqs 3 to 20, in the order of Algorithm 1; φ moves by gradient descent here, ψ by Adam."""
-    settings = {"drop": 0.0, "order": order, "learn_from": learn_from, "decay": 0.01, "fine_rate": 0.2, "steps": 2}
-    settings |= {"mi_weight": 0.3, "kd_weight": 0.8, "mi": "across", "mi_temperature": 0.2}
-    method = F2L(**FAST | settings, rate=0.002, client_rate=client_rate, zero_head=zero_head)
-    me = party(data, tmp_path)
-    pair = method.prepare(me, me.initial(), kept=False)
+    settings = {
+        "dropout": 0.0,
+        "order": order,
+        "learn_from": learn_from,
+        "weight_decay": 0.01,
+        "fine_tune_lr": 0.2,
+        "fine_tune_steps": 2,
+    }
+    settings |= {"mi_weight": 0.3, "kd_weight": 0.8, "mi_scope": "across", "mi_temperature": 0.2}
+    method = F2L(**FAST | settings, lr=0.002, client_lr=client_lr, zero_head=zero_head)
+    client = make_client(data, tmp_path)
+    pair = method.prepare(client, client.initial(), kept=False)
     torch.manual_seed(4)
     pair.own["weights"] = {n: t + 0.1 * torch.randn_like(t) for n, t in pair.own["weights"].items()}
     task = one_task(data)
@@ -302,7 +311,7 @@ def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
             continue
         whole = slope + 0.01 * psi[name]  # with weight decay
         assert torch.allclose(pair.own["first"][name], 0.1 * whole, atol=1e-6), name
-        after = psi[name] - (client_rate or 0.002) * whole / (whole.abs() + 1e-8)  # Adam's first step
+        after = psi[name] - (client_lr or 0.002) * whole / (whole.abs() + 1e-8)  # Adam's first step
         assert torch.allclose(pair.own["weights"][name], after, atol=2e-5), name
     assert pair.own["step"] == 1
 
@@ -320,7 +329,9 @@ def test_over_all_orders_of_classes_the_head_s_meta_gradient_is_0_and_all_else_i
             mine, apart = scores[6:], (scores[6:].softmax(1)[:, back] - teacher.softmax(1)).abs().mean()
             return F.cross_entropy(mine, labels) + distillation(mine[:, back], teacher, y) + apart
 
-        found.append(meta_gradient(client_model, psi, [(support, places)] * 2, (both, places), 0.3, True, loss).weights)
+        found.append(
+            meta_gradient(client_model, psi, [(support, places)] * 2, (both, places), 0.3, False, loss).weights
+        )
     for name in psi:
         slopes = torch.stack([one[name] for one in found])
         if name.startswith("head."):
@@ -330,15 +341,15 @@ def test_over_all_orders_of_classes_the_head_s_meta_gradient_is_0_and_all_else_i
             assert torch.allclose(slopes, slopes[:1], atol=1e-12), name
 
 
-@pytest.mark.parametrize("kind", [F2L, FLMaml, FedFSL])
+@pytest.mark.parametrize("kind", [F2L, FLMAML, FedFSL])
 @pytest.mark.parametrize("zero_head", [True, False])
 def test_a_head_of_zeros_stays_where_it_is_to(
     kind: type[FewShot], zero_head: bool, data: ArrayData, tmp_path: Path
 ) -> None:
-    me = party(data, tmp_path)
-    method = kind(**FAST | {"fine_rate": 0.3, "zero_head": zero_head})
-    learned = method.learn(me, method.begin(me.task, 0))
-    own = me.store.get("own")["weights"] if kind is F2L else learned
+    client = make_client(data, tmp_path)
+    method = kind(**FAST | {"fine_tune_lr": 0.3, "zero_head": zero_head})
+    learned = method.learn(client, method.begin(client.task, 0))
+    own = client.store.get("own")["weights"] if kind is F2L else learned
     assert (float(own["head.weight"].abs().max()) == 0) == zero_head
 
 
@@ -348,7 +359,7 @@ def test_several_meta_gradients_take_the_inner_steps_once(monkeypatch: pytest.Mo
     def other(scores: Tensor, labels: Tensor) -> Tensor:
         return scores[6:].square().mean()
 
-    alone = [meta_gradient(client_model, psi, support * 2, query, 0.3, True, one) for one in (loss, other)]
+    alone = [meta_gradient(client_model, psi, support * 2, query, 0.3, False, one) for one in (loss, other)]
     taken: list[int] = []
     true = adapt._slopes
 
@@ -357,7 +368,7 @@ def test_several_meta_gradients_take_the_inner_steps_once(monkeypatch: pytest.Mo
         return true(*given, **more)
 
     monkeypatch.setattr(adapt, "_slopes", spy)
-    together = meta_gradients(client_model, psi, support * 2, query, 0.3, True, [loss, other])
+    together = meta_gradients(client_model, psi, support * 2, query, 0.3, False, [loss, other])
     assert len(taken) == 2
     for one, same in zip(alone, together, strict=True):
         assert one.loss == same.loss
@@ -368,38 +379,38 @@ def test_several_meta_gradients_take_the_inner_steps_once(monkeypatch: pytest.Mo
 def test_fl_maml_s_first_step_has_weight_decay(
     data: ArrayData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    me = party(data, tmp_path)
-    method = FLMaml(**FAST | {"tasks": 1, "decay": 0.5, "rate": 0.01, "zero_head": False})
-    start = {name: tensor + 0.1 for name, tensor in method.begin(me.task, 0).items()}
+    client = make_client(data, tmp_path)
+    method = FLMAML(**FAST | {"tasks": 1, "weight_decay": 0.5, "lr": 0.01, "zero_head": False})
+    start = {name: tensor + 0.1 for name, tensor in method.begin(client.task, 0).items()}
     nothing = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
-    monkeypatch.setattr(FLMaml, "slopes", lambda *given: nothing)
-    for name, tensor in method.learn(me, start).items():
+    monkeypatch.setattr(FLMAML, "slopes", lambda *given: nothing)
+    for name, tensor in method.learn(client, start).items():
         assert torch.allclose(tensor, start[name] - 0.01 * start[name].sign(), atol=1e-5), name
 
 
-@pytest.mark.parametrize("kind", [F2L, FLMaml])
+@pytest.mark.parametrize("kind", [F2L, FLMAML])
 def test_a_novel_task_gets_its_own_number_of_steps(
     kind: type[FewShot], data: ArrayData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[int] = []
 
-    def count(net: nn.Module, weights: Weights, batches: list[Any], rate: float) -> Weights:
+    def count(net: nn.Module, weights: Weights, batches: list[Any], lr: float) -> Weights:
         taken.append(len(batches))
         return dict(weights)
 
     monkeypatch.setattr(f"{kind.__module__}.adapted", count)
-    me = party(data, tmp_path)
+    client = make_client(data, tmp_path)
     for steps in (None, 5):
-        method = kind(**FAST | {"steps": 2, "adapt_steps": steps})
-        method.answer(method.prepare(me, method.begin(me.task, 0), kept=False), one_task(data))
+        method = kind(**FAST | {"fine_tune_steps": 2, "adapt_steps": steps})
+        method.answer(method.prepare(client, method.begin(client.task, 0), kept=False), one_task(data))
     assert taken == [2, 5]
 
 
-@pytest.mark.parametrize("kind", [F2L, FLMaml])
+@pytest.mark.parametrize("kind", [F2L, FLMAML])
 def test_a_task_leaves_no_trace_in_what_answers_the_next(kind: type[FewShot], data: ArrayData, tmp_path: Path) -> None:
-    me = party(data, tmp_path)
-    method = kind(**FAST | {"fine_rate": 1.0})
-    again, fresh = (method.prepare(me, method.begin(me.task, 0), kept=False) for _ in range(2))
+    client = make_client(data, tmp_path)
+    method = kind(**FAST | {"fine_tune_lr": 1.0})
+    again, fresh = (method.prepare(client, method.begin(client.task, 0), kept=False) for _ in range(2))
     method.answer(again, one_task(data, seed=1))
     for name, tensor in method.answer(again, one_task(data)).items():
         assert torch.equal(tensor, method.answer(fresh, one_task(data))[name]), name
@@ -407,27 +418,27 @@ def test_a_task_leaves_no_trace_in_what_answers_the_next(kind: type[FewShot], da
     assert float(start["head.weight"].abs().max()) == 0
 
 
-@pytest.mark.parametrize("kind", [F2L, LocalMaml, LocalProto])
-def test_a_party_whose_own_model_diverges_says_so_and_keeps_the_one_it_had(
+@pytest.mark.parametrize("kind", [F2L, LocalMAML, LocalProto])
+def test_a_client_whose_own_model_diverges_says_so_and_keeps_the_one_it_had(
     kind: type[FewShot], data: ArrayData, tmp_path: Path
 ) -> None:
-    me = party(data, tmp_path)
-    method: Any = kind(**FAST | {"rate": 1e30})
+    client = make_client(data, tmp_path)
+    method: Any = kind(**FAST | {"lr": 1e30})
     with pytest.raises(Unable, match=r"its training diverged \(rate 1e\+30\)"):
-        method.learn(me, method.begin(me.task, 0)) if kind is F2L else method.practise(me)
-    assert me.store.get("own") is None
+        method.learn(client, method.begin(client.task, 0)) if kind is F2L else method.practise(client)
+    assert client.store.get("own") is None
 
 
-def test_what_parties_learn_is_averaged_with_equal_shares(data: ArrayData, tmp_path: Path) -> None:
+def test_what_clients_learn_is_averaged_with_equal_shares(data: ArrayData, tmp_path: Path) -> None:
     method = F2L(**FAST | {"rounds": 1})
     result = run(method, data, out=tmp_path / "run")
     answers = []
     for number in range(4):
-        me = party(data, tmp_path / "again", number)
+        client = make_client(data, tmp_path / "again", number)
         from fewer.runtime.streams import global_streams
 
         with global_streams(0, 1, number, "train"):
-            answers.append(method.learn(me, me.initial()))
+            answers.append(method.learn(client, client.initial()))
     for name, tensor in result.state.model.items():
         mean = torch.stack([answer[name] for answer in answers]).double().mean(0)
         assert torch.allclose(tensor.double(), mean, atol=1e-6)
@@ -446,8 +457,8 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         seen.append(true(kind, fields))
         return seen[-1]
 
-    monkeypatch.setattr("fewer.runtime.site.encode", spy)
-    monkeypatch.setattr("fewer.runtime.parties.encode", spy)
+    monkeypatch.setattr("fewer.runtime.handlers.encode", spy)
+    monkeypatch.setattr("fewer.runtime.clients.encode", spy)
     return seen
 
 
@@ -461,22 +472,24 @@ def leaves_of(value: Any) -> list[Tensor]:
 def test_the_client_model_is_in_no_message(
     data: ArrayData, tmp_path: Path, messages: list[bytes], decoupled: bool
 ) -> None:
-    """Its every weight and moment, of every party and round, is sought in every message that is encoded.
+    """Its every weight and moment, of every client and round, is sought in every message that is encoded.
 
     Without decoupling it is averaged, so it must be found: the search works.
     """
     kept: list[Tensor] = []
 
     class Watched(F2L):
-        def learn(self, me: Any, model: Weights) -> Weights:
-            sent = super().learn(me, model)
-            own = me.store.get("own") or {n: t for n, t in sent.items() if n.startswith(CLIENT)}
+        def learn(self, client: Any, model: Weights) -> Weights:
+            sent = super().learn(client, model)
+            own = client.store.get("own") or {n: t for n, t in sent.items() if n.startswith(CLIENT)}
             kept.extend(leaves_of(own))
             return sent
 
     result = run(Watched(**FAST | {"rounds": 3, "decoupled": decoupled}), data, out=tmp_path / "run")
     assert len(messages) >= 40 and len(kept) >= 3 * 4 * 14
-    private = {tensor.shape for tensor in kept} - {tensor.shape for tensor in party(data, tmp_path).initial().values()}
+    private = {tensor.shape for tensor in kept} - {
+        tensor.shape for tensor in make_client(data, tmp_path).initial().values()
+    }
     found = 0
     sent = {name for blob in messages for field in decode(blob)[1].values() for name in _names(field)}
     for blob in messages:
@@ -487,10 +500,10 @@ def test_the_client_model_is_in_no_message(
             found += sum(leaf.shape in private for leaf in leaves_of(field))
     if decoupled:
         assert found == 0
-        assert sent == {*party(data, tmp_path).initial(), *F2L.readings}
+        assert sent == {*make_client(data, tmp_path).initial(), *F2L.predictors}
         assert not any("own" in file.name for file in (tmp_path / "run").glob("*") if file.is_file())
         for number in range(4):
-            own: Any = Store(folder_of(tmp_path / "run/parties", number), 3).get("own")
+            own: Any = Store(folder_of(tmp_path / "run/clients", number), 3).get("own")
             assert own["step"] == 6
     else:
         assert found > 0 and any(name.startswith(CLIENT) for name in sent)
@@ -501,14 +514,14 @@ def _names(field: Any) -> list[str]:
     return list(field) if isinstance(field, dict) else []
 
 
-# --- behaviour --------------------------------------------------------------------------------------------------
+# --- behavior --------------------------------------------------------------------------------------------------
 
-BASELINES: list[type[FewShot]] = [FLMaml, FLProto, FedFSL, LocalMaml, LocalProto]
+BASELINES: list[type[FewShot]] = [FLMAML, FLProto, FedFSL, LocalMAML, LocalProto]
 
 
 @pytest.mark.parametrize("kind", [F2L, *BASELINES])
 def test_every_method_learns_to_tell_novel_classes_apart(kind: type[FewShot], data: ArrayData) -> None:
-    settings = {**FAST, "rounds": 6, "tasks": 8, "rate": 0.01, "test_tasks": 40}
+    settings = {**FAST, "rounds": 6, "tasks": 8, "lr": 0.01, "test_tasks": 40}
     if "fine_rate" in kind.model_fields:
         settings["fine_rate"] = 0.3
     result = run(kind(**settings), data)
@@ -516,10 +529,10 @@ def test_every_method_learns_to_tell_novel_classes_apart(kind: type[FewShot], da
     assert result.scores["tasks"] == 40 and result.scores["absent"] == 0
     groups = result.scores["groups"]
     assert len(groups) == 40 and sum(groups) / 40 == pytest.approx(result.accuracy)
-    assert result.scores["chosen"] in (2, 4, 6) and set(result.scores["parties"]) == {"0", "1", "2", "3"}
+    assert result.scores["chosen"] in (2, 4, 6) and set(result.scores["clients"]) == {"0", "1", "2", "3"}
 
 
-@pytest.mark.parametrize("kind", [F2L, FLMaml, LocalProto])
+@pytest.mark.parametrize("kind", [F2L, FLMAML, LocalProto])
 def test_a_resumed_run_ends_as_an_unbroken_one_and_a_pool_as_one_process(
     kind: type[FewShot], data: ArrayData, tmp_path: Path
 ) -> None:
@@ -555,17 +568,19 @@ def test_the_best_model_on_validation_classes_is_judged_with_the_client_models_o
     class Worse(F2L):
         """After round 2 all is spoilt: what is judged must be round 2."""
 
-        def learn(self, me: Any, model: Weights) -> Weights:
-            sent = super().learn(me, model)
-            if me.round <= 2:
+        def learn(self, client: Any, model: Weights) -> Weights:
+            sent = super().learn(client, model)
+            if client.round <= 2:
                 return sent
-            me.store.put("own", {**me.store.get("own"), "weights": self._noise(me.store.get("own")["weights"])})
+            client.store.put(
+                "own", {**client.store.get("own"), "weights": self._noise(client.store.get("own")["weights"])}
+            )
             return self._noise(sent)
 
         def _noise(self, weights: Weights) -> Weights:
             return {name: torch.randn_like(tensor) * 3 for name, tensor in weights.items()}
 
-    settings = FAST | {"tasks": 8, "rate": 0.01, "fine_rate": 0.3, "test_tasks": 40}
+    settings = FAST | {"tasks": 8, "lr": 0.01, "fine_tune_lr": 0.3, "test_tasks": 40}
     spoilt = run(Worse(**settings, rounds=4), data, out=tmp_path / "spoilt")
     two = run(F2L(**settings, rounds=2), data)
     assert two.scores["chosen"] == 0 and two.scores["validation"] is None  # there was one to choose from
@@ -575,7 +590,9 @@ def test_the_best_model_on_validation_classes_is_judged_with_the_client_models_o
 
 
 def test_the_reading_that_is_set_is_the_accuracy(data: ArrayData) -> None:
-    client_model, server_model = (run(F2L(**FAST, rounds=2, reading=reading), data).scores for reading in ("client", "server"))
+    client_model, server_model = (
+        run(F2L(**FAST, rounds=2, predictor=reading), data).scores for reading in ("client", "server")
+    )
     assert client_model["accuracy"] == client_model["client"] and server_model["accuracy"] == server_model["server"]
     assert client_model["server"] == server_model["server"]  # the same tasks, the same models
 
@@ -603,7 +620,7 @@ def test_tasks_are_the_same_for_all_methods_and_of_the_right_classes(data: Array
 
 
 def test_a_trial_looks_at_validation_classes_alone(data: ArrayData) -> None:
-    method, same = F2L(**FAST | {"rounds": 2, "validate_every": 1}).trial(data, 0.2, 0)
+    method, same = F2L(**FAST | {"rounds": 2, "validate_every": 1}).tuning_split(data, 0.2, 0)
     assert same is data
     scores = run(method, data).scores
     assert scores["accuracy"] == scores["validation"]
@@ -626,80 +643,82 @@ def test_where_there_is_one_model_to_choose_from_no_validation_classes_are_looke
         assert asked == wanted
 
 
-def test_a_party_that_had_nothing_of_its_own_when_the_model_was_chosen_has_nothing_then(
+def test_a_client_that_had_nothing_of_its_own_when_the_model_was_chosen_has_nothing_then(
     data: ArrayData, tmp_path: Path
 ) -> None:
-    method, me = F2L(**FAST), party(data, tmp_path)
-    method.keep(me)
-    me.store.put("own", {"later": torch.ones(1)})
-    assert method.own(me, kept=True) is None and method.own(me, kept=False) is not None
+    method, client = F2L(**FAST), make_client(data, tmp_path)
+    method.keep(client)
+    client.store.put("own", {"later": torch.ones(1)})
+    assert method.own(client, kept=True) is None and method.own(client, kept=False) is not None
 
 
-def test_a_choice_that_parties_missed_is_not_taken_for_one_that_nobody_can_make(
+def test_a_choice_that_clients_missed_is_not_taken_for_one_that_nobody_can_make(
     data: ArrayData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = Parties._fate
+    true = Clients._fate
     monkeypatch.setattr(
-        Parties, "_fate", lambda self, party, name: "drop" if name == "answer_tasks" else true(self, party, name)
+        Clients, "_fate", lambda self, client, name: "drop" if name == "answer_tasks" else true(self, client, name)
     )
-    with pytest.raises(fewer.errors.QuorumLost, match="0 of 4 parties answered.*4 dropped"):
+    with pytest.raises(fewer.errors.QuorumLost, match="0 of 4 clients answered.*4 dropped"):
         run(FLProto(**FAST, rounds=4), data)
 
 
 def test_what_a_row_says_it_was_judged_on_is_tasks(tmp_path: Path) -> None:
     few: dict[str, Any] = {
         "data": "digits",
-        "data_set": {"split": "4/3/3"},
-        "parties": 3,
+        "data_options": {"split": "4/3/3"},
+        "clients": 3,
         "partition": "iid",
         "rounds": 1,
     }
-    given = {**few, "set": {"way": 3, "queries": 2, "tasks": 1, "test_tasks": 6}}
+    given = {**few, "method_options": {"way": 3, "queries": 2, "tasks": 1, "test_tasks": 6}}
     found = fewer.compare(["fl-proto", "local-proto"], seeds=2, out=tmp_path, **given)
     for row in found.rows:
         assert (row.groups, row.units) == (12, "tasks") and [len(one) for one in row.judged] == [6, 6]
 
 
-def test_a_party_with_too_few_classes_is_skipped_with_a_word(
+def test_a_client_with_too_few_classes_is_skipped_with_a_word(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = clouds()
     owner = np.arange(len(raw.y)) % 3
-    owner[(raw.y < BASE) & (raw.y >= WAY - 1) & (owner == 2)] = 0  # party 2 has two base classes
-    lame = federate(Raw(raw.x, raw.y, client_ids=owner, split=raw.split), partition="natural", name="lame")
+    owner[(raw.y < BASE) & (raw.y >= WAY - 1) & (owner == 2)] = 0  # client 2 has two base classes
+    lame = federate(RawDataset(raw.x, raw.y, client_ids=owner, split=raw.split), partition="natural", name="lame")
     monkeypatch.setattr("fewer.runs.engine._TOLD", set())
     result = run(F2L(**FAST, rounds=2), lame)
     assert result.scores["absent"] == 1 and result.scores["tasks"] == 9
-    assert caplog.messages == ["f2l: skipped: party 2: base: 2 classes have 2 + 2 samples, 3 are needed (3-way 2-shot)"]
+    assert caplog.messages == [
+        "f2l: skipped: client 2: base: 2 classes have 2 + 2 samples, 3 are needed (3-way 2-shot)"
+    ]
     with pytest.raises(fewer.errors.QuorumLost, match="3 are needed"):
         run(F2L(**FAST | {"shot": 40}, rounds=1), lame)
 
 
 def test_where_nobody_can_choose_the_last_model_is_taken_and_where_nobody_can_be_judged_that_is_told() -> None:
     raw = clouds()
-    few = federate(Raw(raw.x, raw.y, split=(BASE, 2, VALIDATION - 2 + NOVEL)), parties=2, partition="iid")
+    few = federate(RawDataset(raw.x, raw.y, split=(BASE, 2, VALIDATION - 2 + NOVEL)), clients=2, partition="iid")
     assert run(FLProto(**FAST, rounds=4), few).scores["chosen"] == 4
-    none = federate(Raw(raw.x, raw.y, split=(BASE, VALIDATION + NOVEL - 2, 2)), parties=2, partition="iid")
-    with pytest.raises(SettingError, match="no party has 3 novel classes with 2 \\+ 2 samples"):
+    none = federate(RawDataset(raw.x, raw.y, split=(BASE, VALIDATION + NOVEL - 2, 2)), clients=2, partition="iid")
+    with pytest.raises(SettingError, match="no client has 3 novel classes with 2 \\+ 2 samples"):
         run(FLProto(**FAST, rounds=1), none)
 
 
 def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_apart(
     data: ArrayData, tmp_path: Path
 ) -> None:
-    settings = FAST | {"rounds": 2, "fine_rate": 0.3}
+    settings = FAST | {"rounds": 2, "fine_tune_lr": 0.3}
     for zero in (True, False):
         plain, none = (
-            run(FLMaml(**settings, zero_head=zero), data),
-            run(FedFSL(**settings, zero_head=zero, adversary=0), data),
+            run(FLMAML(**settings, zero_head=zero), data),
+            run(FedFSL(**settings, zero_head=zero, adversarial_weight=0), data),
         )
         assert all(torch.equal(tensor, none.state.model[name]) for name, tensor in plain.state.model.items())
-    method = FedFSL(**settings, adversary=0.7, order="exact", zero_head=False)
-    me = party(data, tmp_path)
-    received = method.begin(me.task, 0)
+    method = FedFSL(**settings, adversarial_weight=0.7, first_order=False, zero_head=False)
+    client = make_client(data, tmp_path)
+    received = method.begin(client.task, 0)
     from fewer.methods.fewshot import small_net
 
-    made = small_net(me, received, WAY)
+    made = small_net(client, received, WAY)
     torch.manual_seed(0)
     theta = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in learnable(made).items()}
     task = one_task(data)
@@ -716,7 +735,9 @@ def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_a
     apart = 0.7 * (ours.softmax(1) - theirs).abs().mean()
     right = F.cross_entropy(ours, task.query_y)
     found = method.slopes(made, theta, received, task)
-    alone = FedFSL(**settings, adversary=0.7, zero_head=True).slopes(made, theta, received, task)  # without the head
+    alone = FedFSL(**settings, adversarial_weight=0.7, zero_head=True).slopes(
+        made, theta, received, task
+    )  # without the head
     assert alone.keys() == {name for name in found if name.startswith("encoder.")}
     assert all(torch.equal(slope, found[name]) for name, slope in alone.items())
     for part, loss in (("encoder.", right + apart), ("head.", right - apart)):
@@ -729,8 +750,8 @@ def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_a
 def test_what_is_sent_is_the_encoder_alone_or_both_parts(data: ArrayData) -> None:
     """Bytes by arithmetic: 8 × 8 + 8 weights of the encoder, and a head of 8 × N + N or 8 × |C_b| + |C_b|."""
     encoder = 8 * FEATURES + FEATURES
-    for kind, head in ((FLProto, 0), (FLMaml, FEATURES * WAY + WAY), (F2L, FEATURES * BASE + BASE)):
-        state = kind(**FAST).start(party(data, Path("/nowhere")).task, 0)
+    for kind, head in ((FLProto, 0), (FLMAML, FEATURES * WAY + WAY), (F2L, FEATURES * BASE + BASE)):
+        state = kind(**FAST).init(make_client(data, Path("/nowhere")).task, 0)
         assert sum(tensor.numel() for tensor in state.model.values()) == encoder + head
     local = run(LocalProto(**FAST, rounds=1), data)
     assert not local.state.model and local.scores["up"] < 4 * 4 * 2000
@@ -758,12 +779,12 @@ def test_logistic_regression_is_that_of_scikit_learn() -> None:
 # --- data -------------------------------------------------------------------------------------------------------
 
 
-def test_classes_are_divided_and_each_party_has_its_part_of_all_three(data: ArrayData) -> None:
+def test_classes_are_divided_and_each_client_has_its_part_of_all_three(data: ArrayData) -> None:
     assert data.novel and data.classes == BASE and len(data.test) == NOVEL * 48
     groups = (0, BASE), (BASE, BASE + VALIDATION), (BASE + VALIDATION, BASE + VALIDATION + NOVEL)
     seen: list[float] = []
     for number in range(4):
-        for samples, (low, high) in zip(data.party(number), groups, strict=True):
+        for samples, (low, high) in zip(data.client(number), groups, strict=True):
             assert len(samples) and low <= int(samples.labels.min()) and int(samples.labels.max()) < high
             seen += samples.slice(0, len(samples))[0][:, 0].tolist()
     raw = clouds()
@@ -773,29 +794,29 @@ def test_classes_are_divided_and_each_party_has_its_part_of_all_three(data: Arra
 def test_a_split_by_numbers_or_by_names_pools_and_renumbers() -> None:
     x = np.arange(12, dtype=np.float32)[:, None]
     names = ("b.one", "a.one", "b.two", "c.one")
-    raw = Raw(x[:8], np.arange(8) % 4, (x[8:], np.arange(4)), names=names)
+    raw = RawDataset(x[:8], np.arange(8) % 4, (x[8:], np.arange(4)), names=names)
     split = by_class(raw, "b/c/a", "toy")
     assert split.names == ("b.one", "b.two", "c.one", "a.one") and split.split == (2, 1, 1) and split.test is None
     assert split.y.tolist() == [0, 3, 1, 2] * 3 and np.asarray(split.x).ravel().tolist() == list(range(12))
     numbers = by_class(raw, "1/1/1", "toy")  # the last class is dropped
     assert numbers.y.tolist() == [0, 1, 2] * 3 and numbers.names == names[:3]
-    texts = by_class(Raw([f"text {n}" for n in range(4)], np.arange(4)), "2/1/1", "toy")
+    texts = by_class(RawDataset([f"text {n}" for n in range(4)], np.arange(4)), "2/1/1", "toy")
     assert texts.x == ["text 0", "text 1", "text 2", "text 3"]
-    for wrong, why in (
+    for wrong, reason in (
         ("3/1/1", "there are 4"),
         ("0/2/2", "1 base class or more"),
         ("2/2", "allowed"),
         ("b/b/a", "two share one"),
         ("b/x/a", "no classes"),
     ):
-        with pytest.raises(SettingError, match=why):
+        with pytest.raises(SettingError, match=reason):
             by_class(raw, wrong, "toy")
 
 
 def test_words_are_known_from_training_text_of_base_classes_alone() -> None:
     texts = [f"common base{c}" if c < 2 else f"common secret{c}" for c in range(4) for _ in range(12)]
-    raw = Raw(texts, np.repeat(np.arange(4), 12), split=(2, 1, 1))
-    data = federate(raw, parties=2, partition="iid", length=4)
+    raw = RawDataset(texts, np.repeat(np.arange(4), 12), split=(2, 1, 1))
+    data = federate(raw, clients=2, partition="iid", max_length=4)
     assert set(data.tokens) == {"<pad>", "<unknown>", "common", "base0", "base1"}
 
 
@@ -826,13 +847,15 @@ def test_fc100_is_cifar100_by_superclass(tmp_path: Path) -> None:
     assert all(raw.names[label] == f"f{int(image[0, 0, 0])}" for image, label in zip(raw.x, raw.y, strict=True))
 
 
-@pytest.mark.parametrize("kind", [F2L, FLMaml, FedFSL, LocalMaml, FLProto])
+@pytest.mark.parametrize("kind", [F2L, FLMAML, FedFSL, LocalMAML, FLProto])
 def test_novel_classes_of_text_are_learned_of_too(kind: type[FewShot]) -> None:
     draw = np.random.default_rng(0)
     labels = np.repeat(np.arange(BASE + VALIDATION + NOVEL), 16)
     texts = [" ".join([f"word{label}", *(f"w{n}" for n in draw.integers(20, size=4))]) for label in labels]
-    text = federate(Raw(texts, labels, split=(BASE, VALIDATION, NOVEL)), parties=2, partition="iid", length=5)
-    result = fewer.run(kind(**FAST, rounds=1), text, model="text-bilstm", model_set={"width": 8})
+    text = federate(
+        RawDataset(texts, labels, split=(BASE, VALIDATION, NOVEL)), clients=2, partition="iid", max_length=5
+    )
+    result = fewer.run(kind(**FAST, rounds=1), text, model="text-bilstm", model_options={"width": 8})
     assert result.scores["tasks"] == 8
 
 
@@ -868,15 +891,26 @@ def test_methods_and_data_that_do_not_go_together_are_told_apart(data: ArrayData
     with pytest.raises(SettingError, match="divided by classes"):
         cloud_data(validation=0.1)
     with pytest.raises(SettingError, match="split and unseen"):
-        fewer.data.load("digits", data_set={"split": "4/3/3", "unseen": "1"})
+        fewer.data.load("digits", data_options={"split": "4/3/3", "unseen_classes": "1"})
 
 
 def test_the_command_line_runs_it_and_says_what_shot_1_means(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fewer.runs.engine._TOLD", set())
-    given = ("--data", "digits", "--data-set", "split=4/3/3", "--parties", "3", "--partition", "iid", "--rounds", "1")
-    small = ("--set", "way=3", "--set", "tasks=1", "--set", "test_tasks=3", "--out", str(tmp_path / "run"))
+    given = (
+        "--data",
+        "digits",
+        "--data-option",
+        "split=4/3/3",
+        "--clients",
+        "3",
+        "--partition",
+        "iid",
+        "--rounds",
+        "1",
+    )
+    small = ("-o", "way=3", "-o", "tasks=1", "-o", "test_tasks=3", "--out", str(tmp_path / "run"))
     told = call("run", "f2l", *given, *small).stdout  # with its report
     assert "Mean over 3 tasks" in told and "deploy" not in told
     inspected = call("data", "inspect", *given[1:8], "--out", tmp_path / "pictures")

@@ -1,4 +1,4 @@
-"""Meta-gradients against finite differences and formulas, and methods that are judged on parties they never met."""
+"""Meta-gradients against finite differences and formulas, and methods that are judged on clients they never met."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 import fewer
-from fewer.data import ArrayData, Samples, from_parties
-from fewer.data.episodes import split_parties
+from fewer.data import ArrayData, Samples, from_clients
+from fewer.data.episodes import split_clients
 from fewer.errors import DataError, SettingError
 from fewer.experiments import recipes
 from fewer.experiments.targets import Reached, best, reach
 from fewer.experiments.tune import tune
 from fewer.learning.adam import adam
-from fewer.learning.adapt import Batch, Rate, adapted, learnable, meta_gradient
+from fewer.learning.adapt import Batch, LearningRate, adapted, learnable, meta_gradient
 from fewer.learning.flops import counted
 from fewer.methods.alone import Alone
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.methods.fedmeta import ALPHA, FedMeta
-from fewer.methods.newparties import NewParties, descend, fairness
+from fewer.methods.new_clients import NewClients, descend, fairness
 from fewer.methods.per_fedavg import PerFedAvg
 from fewer.methods.reptile import Reptile
 from fewer.models import SmallCNN, Weights, load_weights
 from fewer.models.sequences import MLP, CharLSTM
 from fewer.report import write_report
 from fewer.report.charts import density_picture
-from fewer.runs.job import check, job_from
+from fewer.runs.experiment import build_experiment, check
 from fewer.runs.result import open_result
 from fewer.runtime import stream
 from tests.examples import Stop, Stopping
@@ -77,14 +77,14 @@ def case(net: str, steps: int) -> tuple[nn.Module, Weights, list[Batch], Batch]:
     return made, {n: t.clone() for n, t in learnable(made).items()}, support, (draw(8), torch.randint(4, (8,)))
 
 
-def query_loss(net: nn.Module, theta: Weights, support: Sequence[Batch], query: Batch, rate: Rate) -> float:
+def query_loss(net: nn.Module, theta: Weights, support: Sequence[Batch], query: Batch, lr: LearningRate) -> float:
     """L_Q(θ_K), by nothing but first derivatives."""
     theta = dict(theta)
     for x, y in support:
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
         slopes = torch.autograd.grad(F.cross_entropy(functional_call(net, leaves, (x,)), y), list(leaves.values()))
         for (name, leaf), slope in zip(leaves.items(), slopes, strict=True):
-            theta[name] = (leaf - (rate if isinstance(rate, float) else rate[name]) * slope).detach()
+            theta[name] = (leaf - (lr if isinstance(lr, float) else lr[name]) * slope).detach()
     return float(F.cross_entropy(functional_call(net, theta, (query[0],)), query[1]))
 
 
@@ -101,7 +101,7 @@ def moved(weights: Weights, direction: Weights, far: float) -> Weights:
 def test_gradients_by_weights_and_rates_agree_with_finite_differences(net: str, steps: int) -> None:
     made, theta, support, query = case(net, steps)
     rates = {name: 0.2 + 0.3 * torch.rand_like(tensor) for name, tensor in theta.items()}
-    found = meta_gradient(made, theta, support, query, rates, exact=True)
+    found = meta_gradient(made, theta, support, query, rates, first_order=False)
     assert found.loss == pytest.approx(query_loss(made, theta, support, query, rates), rel=1e-12)
     small = 1e-6
     for _ in range(4):
@@ -115,7 +115,7 @@ def test_gradients_by_weights_and_rates_agree_with_finite_differences(net: str, 
 @pytest.mark.parametrize("net", NETS)
 def test_maml_is_not_fomaml(net: str) -> None:
     made, theta, support, query = case(net, 2)
-    exact, first = (meta_gradient(made, theta, support, query, 0.4, order) for order in (True, False))
+    exact, first = (meta_gradient(made, theta, support, query, 0.4, order) for order in (False, True))
     end = {name: tensor.requires_grad_() for name, tensor in adapted(made, theta, support, 0.4).items()}
     loss = F.cross_entropy(functional_call(made, end, (query[0],)), query[1])
     plain = dict(zip(end, torch.autograd.grad(loss, list(end.values())), strict=True))
@@ -148,7 +148,7 @@ def test_one_step_of_meta_sgd_against_the_closed_form() -> None:
         [(tensors[0], tensors[1])],
         (tensors[2], tensors[3]),
         {"weight": torch.from_numpy(alpha)},
-        exact=True,
+        first_order=False,
     )
     assert np.allclose(found.rates["weight"], -g * v, rtol=1e-10)
     assert np.allclose(found.weights["weight"], v - (hessian @ (alpha * v).ravel()).reshape(3, 4), rtol=1e-10)
@@ -158,12 +158,12 @@ def test_adam_by_hand_and_against_torch() -> None:
     draw = torch.Generator().manual_seed(0)
     slopes = [torch.randn(5, generator=draw, dtype=torch.float64) for _ in range(4)]
     theirs = torch.ones(5, dtype=torch.float64, requires_grad=True)
-    optimiser = torch.optim.Adam([theirs], lr=0.03)
+    optimizer = torch.optim.Adam([theirs], lr=0.03)
     weights = {"w": torch.ones(5, dtype=torch.float64), "buffer": torch.tensor(7)}
     first = second = {"w": torch.zeros(5, dtype=torch.float64)}
     for step, slope in enumerate(slopes, 1):
         theirs.grad = slope
-        optimiser.step()
+        optimizer.step()
         weights, first, second = adam(weights, {"w": slope}, first, second, step, 0.03)
         if step == 1:  # at first Adam takes one step of its rate, whatever the size of the gradient
             assert torch.allclose(weights["w"], 1 - 0.03 * slope.sign(), atol=1e-7)
@@ -182,11 +182,11 @@ def test_weights_that_do_not_learn_have_no_gradient_and_stay() -> None:
     frozen = next(iter(theta))
     dict(made.named_parameters())[frozen].requires_grad_(False)
     assert learnable(made).keys() == theta.keys() - {frozen}
-    found = meta_gradient(made, learnable(made), support, query, 0.3, exact=True)
+    found = meta_gradient(made, learnable(made), support, query, 0.3, first_order=False)
     assert found.weights.keys() == found.rates.keys() == learnable(made).keys()
 
 
-def test_fine_tuning_normalises_as_training_does() -> None:
+def test_fine_tuning_normalizes_as_training_does() -> None:
     made, theta, support, _ = case("cnn, batch", 2)
     expected = adapted(copy.deepcopy(made).train(), theta, support, 0.3)
     descend(made.eval(), support, 0.3)
@@ -198,11 +198,11 @@ def test_fine_tuning_normalises_as_training_does() -> None:
 FEATURES, CLASSES, SEED = 3, 2, 4
 DRAW = np.random.default_rng(1)
 PAIRS = [
-    (DRAW.normal(party % 3, 1, (size, FEATURES)).astype(np.float32), DRAW.integers(CLASSES, size=size))
-    for party, size in enumerate([5, 8, 6, 10, 7, 9, 5, 6, 12, 8])
+    (DRAW.normal(client % 3, 1, (size, FEATURES)).astype(np.float32), DRAW.integers(CLASSES, size=size))
+    for client, size in enumerate([5, 8, 6, 10, 7, 9, 5, 6, 12, 8])
 ]
 WEIGHT: Array = DRAW.normal(0, 0.5, (CLASSES, FEATURES)).astype(np.float32).astype(np.float64)
-GROUPS = split_parties(10, seed=SEED)
+GROUPS = split_clients(10, seed=SEED)
 
 
 def linear() -> nn.Module:
@@ -212,19 +212,19 @@ def linear() -> nn.Module:
 
 
 def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
-    """Ten parties whose samples are in time: the first ones are the support."""
-    return replace(from_parties(pairs, test=(PAIRS[0][0], PAIRS[0][1])), in_time=True)
+    """Ten clients whose samples are in time: the first ones are the support."""
+    return replace(from_clients(pairs, test=(PAIRS[0][0], PAIRS[0][1])), in_time=True)
 
 
-def halves(party: int, share: float) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
-    x, y = PAIRS[party]
+def halves(client: int, share: float) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
+    x, y = PAIRS[client]
     cut = round(len(y) * share)
     return (x[:cut].astype(float), y[:cut]), (x[cut:].astype(float), y[cut:])
 
 
-def by_hand(w: Array, party: int, alpha: Any, share: float) -> tuple[Array, Array]:
-    """∇_θ and ∇_α of a party's query loss after one inner step."""
-    support, query = halves(party, share)
+def by_hand(w: Array, client: int, alpha: Any, share: float) -> tuple[Array, Array]:
+    """∇_θ and ∇_α of a client's query loss after one inner step."""
+    support, query = halves(client, share)
     g, hessian = softmax_regression(w, *support)
     v = softmax_regression(w - alpha * g, *query)[0]
     return v - (hessian @ (alpha * v).ravel()).reshape(w.shape), -g * v
@@ -237,19 +237,21 @@ def close(given: Tensor, expected: Array, tolerance: float = 3e-6) -> bool:
 @pytest.mark.parametrize("weights", ["size", "uniform"])
 @pytest.mark.parametrize("algorithm", ["maml", "fomaml", "meta-sgd"])
 def test_three_rounds_of_fedmeta_by_hand(algorithm: Any, weights: Any) -> None:
-    method = FedMeta(rounds=3, active=8, algorithm=algorithm, weights=weights, inner_rate=0.7, rate=0.05, support=0.4)
+    method = FedMeta(
+        rounds=3, cohort=8, algorithm=algorithm, weighting=weights, inner_lr=0.7, meta_lr=0.05, support_fraction=0.4
+    )
     state = fewer.run(method, federation(), model=linear(), seed=SEED).state
     phi = np.stack([WEIGHT, np.full_like(WEIGHT, 0.7)])
     first = second = np.zeros_like(phi)
     for step in (1, 2, 3):
         found = []
-        for party in GROUPS.train:
-            theta, alpha = by_hand(phi[0], party, phi[1], 0.4)
+        for client in GROUPS.train:
+            theta, alpha = by_hand(phi[0], client, phi[1], 0.4)
             if algorithm == "fomaml":
-                support, query = halves(party, 0.4)
+                support, query = halves(client, 0.4)
                 theta = softmax_regression(phi[0] - 0.7 * softmax_regression(phi[0], *support)[0], *query)[0]
             found.append(np.stack([theta, alpha if algorithm == "meta-sgd" else np.zeros_like(alpha)]))
-        shares = [len(PAIRS[party][1]) if weights == "size" else 1 for party in GROUPS.train]
+        shares = [len(PAIRS[client][1]) if weights == "size" else 1 for client in GROUPS.train]
         gradient = np.average(found, axis=0, weights=shares)
         first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
         phi = phi - 0.05 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
@@ -260,59 +262,69 @@ def test_three_rounds_of_fedmeta_by_hand(algorithm: Any, weights: Any) -> None:
     assert close(state.first["weight"], first[0]) and np.abs(phi[0] - WEIGHT).max() > 0.05
 
 
-def test_local_steps_go_their_way_and_rates_stay_with_the_coordinator() -> None:
+def test_local_steps_go_their_way_and_rates_stay_with_the_server() -> None:
     method = FedMeta(
-        rounds=1, active=8, algorithm="meta-sgd", local_steps=2, local_rate=0.5, inner_rate=0.7, rate=0.05, support=0.4
+        rounds=1,
+        cohort=8,
+        algorithm="meta-sgd",
+        local_steps=2,
+        local_lr=0.5,
+        inner_lr=0.7,
+        meta_lr=0.05,
+        support_fraction=0.4,
     )
     ends, slopes = [], []
-    for party in GROUPS.train:
-        one, first = by_hand(WEIGHT, party, 0.7, 0.4)
-        two, second = by_hand(WEIGHT - 0.5 * one, party, 0.7, 0.4)
+    for client in GROUPS.train:
+        one, first = by_hand(WEIGHT, client, 0.7, 0.4)
+        two, second = by_hand(WEIGHT - 0.5 * one, client, 0.7, 0.4)
         ends.append(WEIGHT - 0.5 * one - 0.5 * two)
         slopes.append((first + second) / 2)
     state = fewer.run(method, federation(), model=linear(), seed=SEED).state
-    sizes = [len(PAIRS[party][1]) for party in GROUPS.train]
+    sizes = [len(PAIRS[client][1]) for client in GROUPS.train]
     assert close(state.algorithm["weight"], np.average(ends, axis=0, weights=sizes), 1e-5)
     sign = np.sign(np.average(slopes, axis=0, weights=sizes))
     assert close(state.algorithm[ALPHA + "weight"], 0.7 - 0.05 * sign, 1e-4)  # the first step of Adam
     assert close(state.first[ALPHA + "weight"], 0.1 * np.average(slopes, axis=0, weights=sizes))
-    assert method.grids().keys() == {"local_rate", "inner_rate"} and FedMeta().grids().keys() == {"rate", "inner_rate"}
+    assert method.search_space().keys() == {"local_rate", "inner_rate"} and FedMeta().search_space().keys() == {
+        "rate",
+        "inner_rate",
+    }
 
 
-def batches(method: Any, party: int, count: int) -> list[tuple[Array, Any]]:
-    x, y = PAIRS[party]
-    numbers = torch.randint(len(y), (count, method.batch), generator=stream(SEED, 1, party, "batches"))
+def batches(method: Any, client: int, count: int) -> list[tuple[Array, Any]]:
+    x, y = PAIRS[client]
+    numbers = torch.randint(len(y), (count, method.batch), generator=stream(SEED, 1, client, "batches"))
     return [(x[row].astype(float), y[row]) for row in numbers.numpy()]
 
 
-def descent(w: Array, steps: Sequence[tuple[Array, Any]], rate: float) -> Array:
+def descent(w: Array, steps: Sequence[tuple[Array, Any]], lr: float) -> Array:
     for batch in steps:
-        w = w - rate * softmax_regression(w, *batch)[0]
+        w = w - lr * softmax_regression(w, *batch)[0]
     return w
 
 
 def test_fedavg_meta_and_reptile_by_hand() -> None:
-    sizes = [len(PAIRS[party][1]) for party in GROUPS.train]
-    method = FedAvgMeta(rounds=1, active=8, steps=3, batch=2, rate=0.3)
-    ends = [descent(WEIGHT, batches(method, party, 3), 0.3) for party in GROUPS.train]
+    sizes = [len(PAIRS[client][1]) for client in GROUPS.train]
+    method = FedAvgMeta(rounds=1, cohort=8, local_steps=3, batch_size=2, lr=0.3)
+    ends = [descent(WEIGHT, batches(method, client, 3), 0.3) for client in GROUPS.train]
     model = fewer.run(method, federation(), model=linear(), seed=SEED).state.model["weight"]
     assert close(model, np.average(ends, axis=0, weights=sizes))
-    reptile = Reptile(rounds=1, active=8, steps=3, batch=2, rate=0.3, outer_rate=0.25)
+    reptile = Reptile(rounds=1, cohort=8, local_steps=3, batch_size=2, lr=0.3, outer_lr=0.25)
     model = fewer.run(reptile, federation(), model=linear(), seed=SEED).state.model["weight"]
     assert close(model, WEIGHT + 0.25 * (np.mean(ends, axis=0) - WEIGHT))
 
 
-@pytest.mark.parametrize("order", ["exact", "first"])
-def test_per_fedavg_by_hand(order: Any) -> None:
-    method = PerFedAvg(rounds=1, active=8, steps=2, batch=3, rate=0.4, adapt_rate=0.6, order=order)
+@pytest.mark.parametrize("first_order", [False, True])
+def test_per_fedavg_by_hand(first_order: bool) -> None:
+    method = PerFedAvg(rounds=1, cohort=8, local_steps=2, batch_size=3, lr=0.4, adapt_lr=0.6, first_order=first_order)
     ends = []
-    for party in GROUPS.train:
+    for client in GROUPS.train:
         w = WEIGHT
-        drawn = batches(method, party, 4)
+        drawn = batches(method, client, 4)
         for inner, outer in (drawn[:2], drawn[2:]):
             g, hessian = softmax_regression(w, *inner)
             v = softmax_regression(w - 0.6 * g, *outer)[0]
-            curve = 0.6 * (hessian @ v.ravel()).reshape(w.shape) if order == "exact" else 0
+            curve = 0.6 * (hessian @ v.ravel()).reshape(w.shape) if not first_order else 0
             w = w - 0.4 * (v - curve)
         ends.append(w)
     model = fewer.run(method, federation(), model=linear(), seed=SEED).state.model["weight"]
@@ -320,24 +332,24 @@ def test_per_fedavg_by_hand(order: Any) -> None:
 
 
 def test_inner_steps_of_training_are_as_many_as_are_set() -> None:
-    method = FedMeta(rounds=1, active=8, steps=3, inner_rate=0.7, support=0.4)
+    method = FedMeta(rounds=1, cohort=8, inner_steps=3, inner_lr=0.7, support_fraction=0.4)
     state = fewer.run(method, federation(), model=linear(), seed=SEED).state
     found = []
-    for party in GROUPS.train:
-        (sx, sy), (qx, qy) = ([torch.from_numpy(array) for array in half] for half in halves(party, 0.4))
+    for client in GROUPS.train:
+        (sx, sy), (qx, qy) = ([torch.from_numpy(array) for array in half] for half in halves(client, 0.4))
         start = w = torch.from_numpy(WEIGHT).requires_grad_()
         for _ in range(3):  # all steps in one graph
             (slope,) = torch.autograd.grad(F.cross_entropy(sx @ w.T, sy), w, create_graph=True)
             w = w - 0.7 * slope
         found.append(torch.autograd.grad(F.cross_entropy(qx @ w.T, qy), start)[0].numpy())
-    sizes = [len(PAIRS[party][1]) for party in GROUPS.train]
+    sizes = [len(PAIRS[client][1]) for client in GROUPS.train]
     assert close(state.first["weight"], 0.1 * np.average(found, axis=0, weights=sizes))
 
 
 def test_samples_of_a_step_are_as_many_as_are_set_and_from_their_half() -> None:
     samples = Samples(torch.arange(20.0)[:, None], torch.zeros(20, dtype=torch.int64))
     support, queries = samples.only(torch.arange(8)), samples.only(torch.arange(8, 20))
-    method, draw = FedMeta(steps=3, batch=5, queries=4), stream("test")
+    method, draw = FedMeta(inner_steps=3, batch_size=5, queries=4), stream("test")
     inner, outer = method.inner_batches(support, draw), method.query_batch(queries, draw)
     assert [len(x) for x, _ in inner] == [5, 5, 5] and not torch.equal(inner[0][0], inner[1][0])
     assert float(torch.cat([x for x, _ in inner]).max()) < 8
@@ -346,17 +358,17 @@ def test_samples_of_a_step_are_as_many_as_are_set_and_from_their_half() -> None:
 
 
 def test_fedavg_with_adam_is_torchs_adam_begun_anew() -> None:
-    method = FedAvgMeta(rounds=1, active=8, optimiser="adam", rate=0.07, steps=3, batch=2)
+    method = FedAvgMeta(rounds=1, cohort=8, optimizer="adam", lr=0.07, local_steps=3, batch_size=2)
     ends = []
-    for party in GROUPS.train:
+    for client in GROUPS.train:
         w = torch.from_numpy(WEIGHT.copy()).requires_grad_()
-        optimiser = torch.optim.Adam([w], lr=0.07)
-        for batch in batches(method, party, 3):
+        optimizer = torch.optim.Adam([w], lr=0.07)
+        for batch in batches(method, client, 3):
             w.grad = torch.from_numpy(softmax_regression(w.detach().numpy(), *batch)[0])
-            optimiser.step()
+            optimizer.step()
         ends.append(w.detach().numpy())
     model = fewer.run(method, federation(), model=linear(), seed=SEED).state.model["weight"]
-    assert close(model, np.average(ends, axis=0, weights=[len(PAIRS[party][1]) for party in GROUPS.train]), 1e-5)
+    assert close(model, np.average(ends, axis=0, weights=[len(PAIRS[client][1]) for client in GROUPS.train]), 1e-5)
 
 
 @pytest.mark.parametrize("weights", ["size", "uniform"])
@@ -365,16 +377,16 @@ def test_running_statistics_are_averaged_as_gradients_are(weights: Any) -> None:
         def __init__(self) -> None:
             super().__init__(nn.BatchNorm1d(FEATURES, momentum=1.0), nn.Linear(FEATURES, CLASSES))
 
-    method = FedMeta(rounds=1, active=8, support=0.4, weights=weights)
+    method = FedMeta(rounds=1, cohort=8, support_fraction=0.4, weighting=weights)
     state = fewer.run(method, federation(), model=Normed(), seed=SEED).state
-    means = [halves(party, 0.4)[1][0].mean(axis=0) for party in GROUPS.train]  # the last batch that each has seen
-    shares = [len(PAIRS[party][1]) if weights == "size" else 1 for party in GROUPS.train]
+    means = [halves(client, 0.4)[1][0].mean(axis=0) for client in GROUPS.train]  # the last batch that each has seen
+    shares = [len(PAIRS[client][1]) if weights == "size" else 1 for client in GROUPS.train]
     assert close(state.algorithm["0.running_mean"], np.average(means, axis=0, weights=shares))
 
 
 def test_fedavg_with_adam_learns_and_is_not_sgd() -> None:
     one, two = (
-        fewer.run(FedAvgMeta(rounds=1, optimiser=kind, rate=0.1), federation(), model=linear(), seed=SEED).state.model
+        fewer.run(FedAvgMeta(rounds=1, optimizer=kind, lr=0.1), federation(), model=linear(), seed=SEED).state.model
         for kind in ("sgd", "adam")
     )
     assert not torch.equal(one["weight"], two["weight"])
@@ -383,45 +395,45 @@ def test_fedavg_with_adam_learns_and_is_not_sgd() -> None:
 # --- who is judged, and on what -------------------------------------------------------------------------------
 
 
-def accuracy(w: Array, parties: Sequence[int], steps: int, rate: float, share: float) -> tuple[float, dict[str, float]]:
-    """Pooled and by party, after adapting on the support."""
+def accuracy(w: Array, clients: Sequence[int], steps: int, lr: float, share: float) -> tuple[float, dict[str, float]]:
+    """Pooled and by client, after adapting on the support."""
     right = {}
-    for party in parties:
-        support, (x, y) = halves(party, share)
-        end = descent(w, [support] * steps, rate)
-        right[party] = (x @ end.T).argmax(axis=1) == y
-    by_party = {str(party): float(hits.mean()) for party, hits in right.items()}
-    return float(np.concatenate(list(right.values())).mean()), by_party
+    for client in clients:
+        support, (x, y) = halves(client, share)
+        end = descent(w, [support] * steps, lr)
+        right[client] = (x @ end.T).argmax(axis=1) == y
+    by_client = {str(client): float(hits.mean()) for client, hits in right.items()}
+    return float(np.concatenate(list(right.values())).mean()), by_client
 
 
 @pytest.mark.parametrize(("judge", "steps"), [("new", 2), ("new", 0), ("validation", 2)])
-def test_new_parties_are_judged_on_their_queries_after_adapting(judge: Any, steps: int) -> None:
-    pairs = [PAIRS[party % 10] for party in range(40)]
-    groups = split_parties(40, seed=SEED)
-    method = FedAvgMeta(rounds=1, adapt_steps=steps, adapt_rate=2.0, support=0.4, judge=judge)
+def test_new_clients_are_judged_on_their_queries_after_adapting(judge: Any, steps: int) -> None:
+    pairs = [PAIRS[client % 10] for client in range(40)]
+    groups = split_clients(40, seed=SEED)
+    method = FedAvgMeta(rounds=1, adapt_steps=steps, adapt_lr=2.0, support_fraction=0.4, eval_clients=judge)
     result = fewer.run(method, federation(pairs), model=linear(), seed=SEED)
     who = groups.test if judge == "new" else groups.validation
     w = result.state.model["weight"].double().numpy()
-    pooled, by_party = accuracy(w, [party % 10 for party in who], steps, 2.0, 0.4)
-    assert result.scores["parties"].keys() == {str(party) for party in who}
-    assert {str(int(party) % 10) for party in result.scores["parties"]} == by_party.keys()
-    if len(by_party) == len(who):  # else some pair of arrays is there twice
+    pooled, by_client = accuracy(w, [client % 10 for client in who], steps, 2.0, 0.4)
+    assert result.scores["clients"].keys() == {str(client) for client in who}
+    assert {str(int(client) % 10) for client in result.scores["clients"]} == by_client.keys()
+    if len(by_client) == len(who):  # else some pair of arrays is there twice
         assert result.accuracy == pytest.approx(pooled)
-    assert all(value == by_party[str(int(party) % 10)] for party, value in result.scores["parties"].items())
-    assert result.scores["fairness"] == fairness(list(result.scores["parties"].values()))
+    assert all(value == by_client[str(int(client) % 10)] for client, value in result.scores["clients"].items())
+    assert result.scores["fairness"] == fairness(list(result.scores["clients"].values()))
 
 
 @pytest.mark.parametrize(
     ("algorithm", "adapt_steps"), [("maml", None), ("meta-sgd", None), ("meta-sgd", 3), ("maml", 0)]
 )
-def test_new_parties_adapt_with_what_was_learned(algorithm: Any, adapt_steps: int | None) -> None:
-    method = FedMeta(rounds=2, algorithm=algorithm, steps=2, adapt_steps=adapt_steps, inner_rate=0.7, rate=0.3)
+def test_new_clients_adapt_with_what_was_learned(algorithm: Any, adapt_steps: int | None) -> None:
+    method = FedMeta(rounds=2, algorithm=algorithm, inner_steps=2, adapt_steps=adapt_steps, inner_lr=0.7, meta_lr=0.3)
     result = fewer.run(method, federation(), model=linear(), seed=SEED)
     phi = {name: tensor.double().numpy() for name, tensor in result.state.algorithm.items()}
     alpha = phi[ALPHA + "weight"] if algorithm == "meta-sgd" else 0.7
     total = count = 0.0
-    for party in GROUPS.test:
-        support, (x, y) = halves(party, 0.2)
+    for client in GROUPS.test:
+        support, (x, y) = halves(client, 0.2)
         w = phi["weight"]
         for _ in range(2 if adapt_steps is None else adapt_steps):
             w = w - alpha * softmax_regression(w, *support)[0]
@@ -431,46 +443,46 @@ def test_new_parties_adapt_with_what_was_learned(algorithm: Any, adapt_steps: in
     assert algorithm == "maml" or np.abs(alpha - 0.7).max() > 0.1
 
 
-def test_only_training_parties_train_and_only_new_ones_are_measured(tmp_path: Path) -> None:
-    fewer.run(FedMeta(rounds=3, active=4), federation(), model=linear(), seed=SEED, out=tmp_path / "run")
+def test_only_training_clients_train_and_only_new_ones_are_measured(tmp_path: Path) -> None:
+    fewer.run(FedMeta(rounds=3, cohort=4), federation(), model=linear(), seed=SEED, out=tmp_path / "run")
     lines = [line.split(",") for line in (tmp_path / "run/ledger.csv").read_text().splitlines()[1:]]
     assert {int(line[1]) for line in lines if line[3] == "train"} <= set(GROUPS.train)
     assert {int(line[1]) for line in lines if line[3].startswith("evaluate")} == set(GROUPS.test)
 
 
-def test_trials_are_judged_on_validation_parties_and_see_no_new_one() -> None:
+def test_trials_are_judged_on_validation_clients_and_see_no_new_one() -> None:
     seen: set[int] = set()
 
     class Watched(FedMeta):
-        def judged(self, parties: fewer.Parties) -> list[int]:
-            seen.update(found := super().judged(parties))
+        def judged(self, clients: fewer.Clients) -> list[int]:
+            seen.update(found := super().judged(clients))
             return found
 
-    job = job_from(check({"seed": SEED, "method": "fedmeta"}), Watched(rounds=1), federation(), linear())
-    tuned, trials = tune(job, 3)
+    experiment = build_experiment(check({"seed": SEED, "method": "fedmeta"}), Watched(rounds=1), federation(), linear())
+    tuned, trials = tune(experiment, 3)
     assert len(trials) == 3 and seen == set(GROUPS.validation)
-    assert tuned.method.judge == "new" and tuned.data is job.data  # type: ignore[attr-defined]
+    assert tuned.method.judge == "new" and tuned.data is experiment.data  # type: ignore[attr-defined]
 
 
 def test_a_fine_tuning_that_does_not_happen_is_not_tuned() -> None:
-    assert FedAvgMeta(adapt_steps=0).grids().keys() == {"rate"}
-    assert FedAvgMeta(adapt_steps=1).grids().keys() == {"rate", "adapt_rate"}
+    assert FedAvgMeta(adapt_steps=0).search_space().keys() == {"rate"}
+    assert FedAvgMeta(adapt_steps=1).search_space().keys() == {"rate", "adapt_rate"}
 
 
-def test_support_and_queries_of_a_new_party_are_the_same_for_all_methods_and_rounds() -> None:
+def test_support_and_queries_of_a_new_client_are_the_same_for_all_methods_and_rounds() -> None:
     drawn: dict[str, list[Any]] = {}
 
-    def watching(kind: type[NewParties]) -> type[NewParties]:
+    def watching(kind: type[NewClients]) -> type[NewClients]:
         class Watched(kind):  # type: ignore[misc, valid-type]
-            def halves(self, me: Any, draw: Any = None) -> Any:
-                found = super().halves(me, draw)
+            def halves(self, client: Any, draw: Any = None) -> Any:
+                found = super().halves(client, draw)
                 if draw is None:
-                    drawn.setdefault(f"{kind.__name__} {me.id}", []).append([half.rows.tolist() for half in found])
+                    drawn.setdefault(f"{kind.__name__} {client.id}", []).append([half.rows.tolist() for half in found])
                 return found
 
         return Watched
 
-    data = from_parties(PAIRS, test=(PAIRS[0][0], PAIRS[0][1]))
+    data = from_clients(PAIRS, test=(PAIRS[0][0], PAIRS[0][1]))
     for kind in (FedMeta, FedAvgMeta):
         fewer.run(watching(kind)(rounds=2), data, model=linear(), seed=SEED)
     divisions = [division for each in drawn.values() for division in each]
@@ -478,69 +490,73 @@ def test_support_and_queries_of_a_new_party_are_the_same_for_all_methods_and_rou
     assert divisions[0][0] != sorted(divisions[0][0]) or len(divisions[0][0]) == 1
 
 
-def test_divisions_are_drawn_anew_in_training_and_stay_for_new_parties() -> None:
+def test_divisions_are_drawn_anew_in_training_and_stay_for_new_clients() -> None:
     drawn: dict[tuple[int, int, bool], list[Any]] = {}
 
     class Watched(FedMeta):
-        def halves(self, me: Any, draw: Any = None) -> Any:
-            found: Any = super().halves(me, draw)
-            drawn.setdefault((me.seed, me.id, draw is not None), []).append([half.rows.tolist() for half in found])
+        def halves(self, client: Any, draw: Any = None) -> Any:
+            found: Any = super().halves(client, draw)
+            drawn.setdefault((client.seed, client.id, draw is not None), []).append(
+                [half.rows.tolist() for half in found]
+            )
             return found
 
     groups = {}
     for seed in (0, 1):
         x, y = np.zeros((30, FEATURES), np.float32), np.arange(30) % 2
-        data = from_parties([(x, y)] * 20, test=(x, y))
-        fewer.run(Watched(rounds=2, active=16), data, model=linear(), seed=seed)
-        groups[seed] = split_parties(20, seed=seed)
+        data = from_clients([(x, y)] * 20, test=(x, y))
+        fewer.run(Watched(rounds=2, cohort=16), data, model=linear(), seed=seed)
+        groups[seed] = split_clients(20, seed=seed)
 
-    def within(rows: Any, party: int) -> tuple[int, ...]:  # numbers within the party
-        assert sorted(rows[0] + rows[1]) == list(range(30 * party, 30 * party + 30)) and len(rows[0]) == 6
-        return tuple(row - 30 * party for row in rows[0])
+    def within(rows: Any, client: int) -> tuple[int, ...]:  # numbers within the client
+        assert sorted(rows[0] + rows[1]) == list(range(30 * client, 30 * client + 30)) and len(rows[0]) == 6
+        return tuple(row - 30 * client for row in rows[0])
 
     for seed in (0, 1):
-        for party in groups[seed].train:
-            one, two = (within(rows, party) for rows in drawn[seed, party, True])
+        for client in groups[seed].train:
+            one, two = (within(rows, client) for rows in drawn[seed, client, True])
             assert one != two
-        for party in groups[seed].test:
-            assert len({within(rows, party) for rows in drawn[seed, party, False]}) == 1
-    me: list[Any] = [SimpleNamespace(train=data.party(0).train, seed=n // 2, id=n % 2, in_time=False) for n in range(4)]
-    firsts: list[Any] = [FedMeta().halves(each)[0].rows for each in me]
-    assert len({tuple(rows.tolist()) for rows in firsts}) == 4  # by seed and party
+        for client in groups[seed].test:
+            assert len({within(rows, client) for rows in drawn[seed, client, False]}) == 1
+    members: list[Any] = [
+        SimpleNamespace(train=data.client(0).train, seed=n // 2, id=n % 2, in_time=False) for n in range(4)
+    ]
+    firsts: list[Any] = [FedMeta().halves(each)[0].rows for each in members]
+    assert len({tuple(rows.tolist()) for rows in firsts}) == 4  # by seed and client
 
 
-def test_a_party_uses_no_more_samples_than_are_allowed() -> None:
+def test_a_client_uses_no_more_samples_than_are_allowed() -> None:
     sizes: list[int] = []
 
     class Watched(FedAvgMeta):
-        def samples(self, me: Any) -> Any:
-            sizes.append(len(found := super().samples(me)))
-            assert found.rows is not None and found.rows[[0, -1]].tolist() == me.train.rows[[0, -1]].tolist()
+        def samples(self, client: Any) -> Any:
+            sizes.append(len(found := super().samples(client)))
+            assert found.rows is not None and found.rows[[0, -1]].tolist() == client.train.rows[[0, -1]].tolist()
             return found
 
-    fewer.run(Watched(rounds=1, most=6), federation(), model=linear(), seed=SEED)
+    fewer.run(Watched(rounds=1, max_samples=6), federation(), model=linear(), seed=SEED)
     assert max(sizes) == 6 and min(sizes) == 5
 
 
 ODD = [
-    *(FedMeta(rounds=2, active=32, algorithm=kind, steps=2) for kind in ("maml", "fomaml", "meta-sgd")),
-    FedMeta(rounds=2, active=32, local_steps=2, batch=3, queries=3, clip=1.0),
-    *(FedAvgMeta(rounds=2, active=32, steps=2, adapt_steps=steps) for steps in (0, 2)),
-    FedAvgMeta(rounds=2, active=32, steps=2, optimiser="adam"),
-    *(PerFedAvg(rounds=2, active=32, steps=2, order=order) for order in ("exact", "first")),
-    Reptile(rounds=2, active=32, steps=2),
+    *(FedMeta(rounds=2, cohort=32, algorithm=kind, inner_steps=2) for kind in ("maml", "fomaml", "meta-sgd")),
+    FedMeta(rounds=2, cohort=32, local_steps=2, batch_size=3, queries=3, clip_norm=1.0),
+    *(FedAvgMeta(rounds=2, cohort=32, local_steps=2, adapt_steps=steps) for steps in (0, 2)),
+    FedAvgMeta(rounds=2, cohort=32, local_steps=2, optimizer="adam"),
+    *(PerFedAvg(rounds=2, cohort=32, local_steps=2, first_order=flag) for flag in (False, True)),
+    Reptile(rounds=2, cohort=32, local_steps=2),
     *(Alone(learner=kind) for kind in ("net", "most-used", "last-used", "naive-bayes")),
 ]
 
 
 @pytest.mark.parametrize("judge", ["new", "validation"])
 @pytest.mark.parametrize("method", ODD, ids=lambda method: method.name)
-def test_parties_with_one_sample_one_class_or_nothing_break_neither_round_nor_judgement(
-    method: NewParties, judge: Any, tmp_path: Path
+def test_clients_with_one_sample_one_class_or_nothing_break_neither_round_nor_judgement(
+    method: NewClients, judge: Any, tmp_path: Path
 ) -> None:
-    pairs = [PAIRS[party % 10] for party in range(40)]
-    groups = split_parties(40, seed=SEED)
-    for group in groups:  # of each kind of party one with one sample, one with nothing, one with one class
+    pairs = [PAIRS[client % 10] for client in range(40)]
+    groups = split_clients(40, seed=SEED)
+    for group in groups:  # of each kind of client one with one sample, one with nothing, one with one class
         one, none, same = group[:3]
         pairs[one] = (pairs[one][0][:1], pairs[one][1][:1])
         pairs[none] = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
@@ -548,10 +564,10 @@ def test_parties_with_one_sample_one_class_or_nothing_break_neither_round_nor_ju
     chosen = method.model_copy(update={"judge": judge})
     result = fewer.run(chosen, federation(pairs), model=linear(), seed=SEED, out=tmp_path)
     judged = groups.test if judge == "new" else groups.validation
-    assert result.scores["parties"].keys() == {str(party) for party in judged[2:]}
-    assert all(torch.isfinite(tensor).all() for tensor in chosen.shared(result.state).values())
+    assert result.scores["clients"].keys() == {str(client) for client in judged[2:]}
+    assert all(torch.isfinite(tensor).all() for tensor in chosen.broadcast(result.state).values())
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    told = {(event["party"], event["detail"]) for event in events if event.get("why") == "unable"}
+    told = {(event["client"], event["detail"]) for event in events if event.get("why") == "unable"}
     few, nothing = "1 sample, which is its support: no queries are left", "no training data"
     expected = {(judged[0], few), (judged[1], nothing)}
     if not isinstance(method, Alone):
@@ -563,30 +579,30 @@ def test_parties_with_one_sample_one_class_or_nothing_break_neither_round_nor_ju
 
 def test_who_counts_more_right_than_there_are_is_not_believed() -> None:
     class Liar(FedAvgMeta):
-        @fewer.on_party
-        def answer_queries(self, me: Any, model: Weights) -> dict[str, float]:
-            told = super().answer_queries(me, model)
-            return told | ({"correct": told["total"] + 1} if me.id == first else {})
+        @fewer.on_client
+        def answer_queries(self, client: Any, model: Weights) -> dict[str, float]:
+            told = super().answer_queries(client, model)
+            return told | ({"correct": told["total"] + 1} if client.id == first else {})
 
-    pairs = [PAIRS[party % 10] for party in range(40)]
-    first, *others = split_parties(40, seed=SEED).test
+    pairs = [PAIRS[client % 10] for client in range(40)]
+    first, *others = split_clients(40, seed=SEED).test
     result = fewer.run(Liar(rounds=1), federation(pairs), model=linear(), seed=SEED)
-    assert result.scores["parties"].keys() == {str(party) for party in others} and result.accuracy <= 1
+    assert result.scores["clients"].keys() == {str(client) for client in others} and result.accuracy <= 1
 
 
-def test_no_party_with_queries_gets_one_line() -> None:
+def test_no_client_with_queries_gets_one_line() -> None:
     pairs = list(PAIRS)
-    for party in GROUPS.test:
-        pairs[party] = (PAIRS[party][0][:1], PAIRS[party][1][:1])
+    for client in GROUPS.test:
+        pairs[client] = (PAIRS[client][0][:1], PAIRS[client][1][:1])
     with pytest.raises(SettingError, match="no test samples to evaluate on"):
         fewer.run(FedMeta(rounds=1), federation(pairs), model=linear(), seed=SEED)
 
 
-def test_too_few_parties_get_one_line() -> None:
-    with pytest.raises(SettingError, match="4 parties cannot be divided in shares"):
+def test_too_few_clients_get_one_line() -> None:
+    with pytest.raises(SettingError, match="4 clients cannot be divided in shares"):
         fewer.run(FedMeta(rounds=1), federation(PAIRS[:4]), model=linear())
-    with pytest.raises(SettingError, match=r"active = 9 parties a round, but there are 8 \(allowed: 1 … all\)"):
-        fewer.run(FedMeta(rounds=1, active=9), federation(), model=linear())
+    with pytest.raises(SettingError, match=r"active = 9 clients a round, but there are 8 \(allowed: 1 … all\)"):
+        fewer.run(FedMeta(rounds=1, cohort=9), federation(), model=linear())
 
 
 @pytest.mark.parametrize(
@@ -613,18 +629,18 @@ def test_fairness_by_hand() -> None:
 # --- promises -------------------------------------------------------------------------------------------------
 
 METHODS = [
-    FedMeta(rounds=3, algorithm="meta-sgd", steps=2, batch=3, queries=4, flops=True),
+    FedMeta(rounds=3, algorithm="meta-sgd", inner_steps=2, batch_size=3, queries=4, count_flops=True),
     FedMeta(rounds=3),
     FedMeta(rounds=3, local_steps=3),
-    FedAvgMeta(rounds=3, optimiser="adam", rate=0.01),
-    PerFedAvg(rounds=3, steps=3, batch=4),
-    Reptile(rounds=3, steps=3, batch=4),
+    FedAvgMeta(rounds=3, optimizer="adam", lr=0.01),
+    PerFedAvg(rounds=3, local_steps=3, batch_size=4),
+    Reptile(rounds=3, local_steps=3, batch_size=4),
 ]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
-def test_pool_and_resume_give_the_same_numbers(method: NewParties, tmp_path: Path) -> None:
-    data = fewer.data.load("digits", parties=12, alpha=1.0)
+def test_pool_and_resume_give_the_same_numbers(method: NewClients, tmp_path: Path) -> None:
+    data = fewer.data.load("digits", clients=12, alpha=1.0)
     whole = fewer.run(method, data, seed=2)
     pooled = fewer.run(method, data, seed=2, runtime="pool")
 
@@ -633,12 +649,12 @@ def test_pool_and_resume_give_the_same_numbers(method: NewParties, tmp_path: Pat
     resumed = fewer.resume(tmp_path / "run")
     for other in (pooled, resumed):
         assert [{**h, "seconds": 0} for h in other.history] == [{**h, "seconds": 0} for h in whole.history]
-        mine, theirs = method.shared(other.state), method.shared(whole.state)
+        mine, theirs = method.broadcast(other.state), method.broadcast(whole.state)
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
 def test_batch_norm_is_learned_and_its_statistics_are_averaged() -> None:
-    data = fewer.data.load("digits", parties=12, alpha=1.0)
+    data = fewer.data.load("digits", clients=12, alpha=1.0)
     state = fewer.run(FedMeta(rounds=2, algorithm="meta-sgd"), data, norm="batch", seed=2).state
     assert int(state.algorithm["encoder.1.num_batches_tracked"]) == 4  # support and queries, two rounds
     assert float(state.algorithm["encoder.1.running_mean"].abs().sum()) > 0
@@ -649,8 +665,8 @@ def test_bytes_are_those_of_the_algorithm() -> None:
     up = {}
     names: tuple[Any, ...] = ("maml", "fomaml", "meta-sgd")
     for algorithm in names:
-        method = FedMeta(rounds=1, active=5, algorithm=algorithm)
-        result = fewer.run(method, "digits", parties=12)
+        method = FedMeta(rounds=1, cohort=5, algorithm=algorithm)
+        result = fewer.run(method, "digits", clients=12)
         size = 4 * sum(p.numel() for p in result.task.net().parameters()) * (2 if algorithm == "meta-sgd" else 1)
         up[algorithm] = result.scores["up"]
         assert 5 * size < result.scores["up"] < 5 * size * 1.05 + 5000
@@ -658,16 +674,16 @@ def test_bytes_are_those_of_the_algorithm() -> None:
 
 
 def test_a_float16_gradient_costs_half_and_still_learns() -> None:
-    one, two = (fewer.run(FedMeta(rounds=1, codec=codec), "digits", parties=12) for codec in ("float32", "float16"))
+    one, two = (fewer.run(FedMeta(rounds=1, codec=codec), "digits", clients=12) for codec in ("float32", "float16"))
     assert two.scores["up"] < 0.6 * one.scores["up"]
 
 
-# --- a new party's own model ----------------------------------------------------------------------------------
+# --- a new client's own model ----------------------------------------------------------------------------------
 
 
 def test_adapt_writes_a_personal_model_that_predicts(tmp_path: Path) -> None:
     run, mine = tmp_path / "run", tmp_path / "mine"
-    words: list[str | Path] = ["fedmeta", *DIGITS, "--parties", "12", "--rounds", "2", "--set", "inner_rate=0.5"]
+    words: list[str | Path] = ["fedmeta", *DIGITS, "--clients", "12", "--rounds", "2", "-o", "inner_rate=0.5"]
     assert "worst tenth" in call("run", *words, "--out", run, "--no-report").stdout
     draw = np.random.default_rng(0)
     x, y = draw.integers(0, 255, (30, 1, 8, 8), np.uint8), np.full(30, 3)
@@ -700,13 +716,13 @@ def test_what_cannot_be_adapted_gets_one_line(tmp_path: Path) -> None:
         "(allowed: alone, fedavg-meta, fedmeta, per-fedavg, reptile)"
         in call(*words, f"npz:{tmp_path}/mine.npz", code=2).stderr
     )
-    call("run", "fedmeta", *DIGITS, "--parties", "12", "--rounds", "1", "--out", tmp_path / "meta", "--no-report")
+    call("run", "fedmeta", *DIGITS, "--clients", "12", "--rounds", "1", "--out", tmp_path / "meta", "--no-report")
     words[1] = tmp_path / "meta"
     np.savez(tmp_path / "bare.npz", x=np.zeros((3, 1, 8, 8), np.uint8))
     assert "has no labels to adapt to" in call(*words, f"npz:{tmp_path}/bare.npz", code=2).stderr
     np.savez(tmp_path / "odd.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.array([0, 1, 10]))
     assert "a label of 10 to adapt to (allowed: 0 … 9)" in call(*words, f"npz:{tmp_path}/odd.npz", code=2).stderr
-    result = fewer.run(FedMeta(rounds=1, active=2), federation(), model=linear(), seed=SEED)
+    result = fewer.run(FedMeta(rounds=1, cohort=2), federation(), model=linear(), seed=SEED)
     wide, whole = np.zeros((3, FEATURES + 1), np.float32), np.zeros((3, FEATURES), int)
     for x, word in ((wide, f"inputs of shape ({FEATURES + 1},)"), (whole, "inputs; the model was trained on")):
         with pytest.raises(DataError, match=re.escape(word)):
@@ -721,13 +737,13 @@ def test_flops_of_a_linear_net_by_arithmetic() -> None:
     theta, batch = learnable(net), (torch.randn(6, 5), torch.randint(4, (6,)))
     one = 2 * 6 * 5 * 4  # scores of 6 samples; a gradient by the weights costs the same
     with counted() as tally:
-        meta_gradient(net, theta, [batch], batch, 0.1, exact=False)
+        meta_gradient(net, theta, [batch], batch, 0.1, first_order=True)
     assert tally.flops == 4 * one
     with counted() as tally:
-        meta_gradient(net, theta, [batch], batch, 0.1, exact=True)
+        meta_gradient(net, theta, [batch], batch, 0.1, first_order=False)
     assert tally.flops == 6 * one  # ∇_θ⟨g, v⟩: of g back to the scores, and from there to the weights
     with counted(False) as tally:
-        meta_gradient(net, theta, [batch], batch, 0.1, exact=True)
+        meta_gradient(net, theta, [batch], batch, 0.1, first_order=False)
     assert tally.flops == 0
 
 
@@ -744,7 +760,7 @@ def test_operations_of_like_work_are_counted_once_but_not_of_other_nets() -> Non
             return found
 
     def flops(times: int) -> Any:
-        method = FedMeta(rounds=1, active=8, flops=True)
+        method = FedMeta(rounds=1, cohort=8, count_flops=True)
         return fewer.run(method, federation(), model=partial(Often, times), seed=SEED).history[0]["flops"]
 
     assert (one := flops(1)) and flops(2) == 2 * one and flops(1) == one
@@ -768,25 +784,28 @@ def test_a_long_gradient_is_shortened() -> None:
     net = nn.Linear(FEATURES, CLASSES)
     ways = []
     for clip in (None, 1e-3, 1e3):
-        method = FedMeta(rounds=1, active=1, local_steps=1, local_rate=1.0, clip=clip)
+        method = FedMeta(rounds=1, cohort=1, local_steps=1, local_lr=1.0, clip_norm=clip)
         end = fewer.run(method, federation(), model=net, seed=SEED).state.algorithm
         ways.append(torch.cat([(net.state_dict()[name] - end[name]).flatten() for name in ("weight", "bias")]))
     assert float(ways[1].norm()) == pytest.approx(1e-3, rel=1e-3) and torch.equal(ways[0], ways[2])
     assert torch.allclose(ways[1] / ways[1].norm(), ways[0] / ways[0].norm(), atol=1e-3)
 
 
-def test_flops_add_up_over_rounds_and_parties() -> None:
-    method = FedMeta(rounds=2, active=8, flops=True, support=0.4)
+def test_flops_add_up_over_rounds_and_clients() -> None:
+    method = FedMeta(rounds=2, cohort=8, count_flops=True, support_fraction=0.4)
     result = fewer.run(method, federation(), model=linear(), seed=SEED)
     each = sum(
-        2 * FEATURES * CLASSES * (4 * len(halves(party, 0.4)[0][1]) + 2 * len(halves(party, 0.4)[1][1]))
-        for party in GROUPS.train
+        2 * FEATURES * CLASSES * (4 * len(halves(client, 0.4)[0][1]) + 2 * len(halves(client, 0.4)[1][1]))
+        for client in GROUPS.train
     )
     assert [line["flops"] for line in result.history] == [each, 2 * each]
     result = fewer.run(
-        FedAvgMeta(rounds=2, active=8, flops=True, steps=3, batch=2), federation(), model=linear(), seed=SEED
+        FedAvgMeta(rounds=2, cohort=8, count_flops=True, local_steps=3, batch_size=2),
+        federation(),
+        model=linear(),
+        seed=SEED,
     )
-    each = 8 * 3 * 2 * (2 * 2 * FEATURES * CLASSES)  # parties, steps, there and back
+    each = 8 * 3 * 2 * (2 * 2 * FEATURES * CLASSES)  # clients, steps, there and back
     assert [line["flops"] for line in result.history] == [each, 2 * each]
 
 
@@ -811,7 +830,7 @@ target = "FedAvg"
 rivals = ["FedAvg"]
 [settings]
 data = "digits"
-parties = 20
+clients = 20
 rounds = 2
 set = { flops = true }
 [[column]]
@@ -833,8 +852,8 @@ method = "fedmeta"
     page = recipes.markdown(plan, cells, "c", False)
     assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {found.round} | {found.mb:.3g} | {found.gflop:.3g} |" in page
     lines = [(tmp_path / f"runs/50/{row}-seed0/metrics.jsonl").read_text().splitlines() for row in ("fedavg", "maml")]
-    first, second = (json.loads(line[-1])["parties"] for line in lines)
-    ways = [second[party] - first[party] for party in first]
+    first, second = (json.loads(line[-1])["clients"] for line in lines)
+    ways = [second[client] - first[client] for client in first]
     assert len(ways) == 2 and list(first) == list(second)
     half = 12.706 * abs(ways[0] - ways[1]) / 2  # Student's t with one degree of freedom
     assert "| FedAvg | 50 % | – |" in page
@@ -843,8 +862,8 @@ method = "fedmeta"
     assert pages[0].exists()
 
 
-def test_the_spread_over_parties_is_drawn() -> None:
-    line = {"round": 1, "accuracy": 0.5, "parties": {str(n): n / 10 for n in range(10)}}
+def test_the_spread_over_clients_is_drawn() -> None:
+    line = {"round": 1, "accuracy": 0.5, "clients": {str(n): n / 10 for n in range(10)}}
     assert density_picture({"fedmeta": [[line]]}) is not None
     assert density_picture({"fedmeta": [[{"round": 1, "accuracy": 0.5}]]}) is None
 
@@ -852,15 +871,15 @@ def test_the_spread_over_parties_is_drawn() -> None:
 def test_a_net_is_left_as_it_was() -> None:
     made, theta, support, query = case("mlp", 2)
     before = copy.deepcopy(made.state_dict())
-    meta_gradient(made, theta, support, query, 0.3, exact=True)
+    meta_gradient(made, theta, support, query, 0.3, first_order=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.state_dict().items())
 
 
 def test_the_fused_kernel_is_back_after_a_second_derivative() -> None:
     made, theta, support, query = case("lstm", 1)
     before = torch._C._get_mkldnn_enabled()
-    meta_gradient(made, theta, support, query, 0.3, exact=True)
+    meta_gradient(made, theta, support, query, 0.3, first_order=False)
     assert torch._C._get_mkldnn_enabled() == before
     with pytest.raises(ValueError, match="batch_size"):
-        meta_gradient(made, theta, [(support[0][0], query[1])], query, 0.3, exact=True)
+        meta_gradient(made, theta, [(support[0][0], query[1])], query, 0.3, first_order=False)
     assert torch._C._get_mkldnn_enabled() == before

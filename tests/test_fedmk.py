@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fewer
-from fewer.data import from_parties
+from fewer.data import from_clients
 from fewer.errors import SettingError
 from fewer.learning.augment import SHIFT, STRETCH, TURN, draw_moves, move
 from fewer.learning.generator import Generator, diversity, train_generator
 from fewer.learning.match import FLOOR, REAL, _features, distance, match, redraw, statistics
-from fewer.methods.base import Coordinator, Party, Place
-from fewer.methods.fedavg import FedAvgMoved
+from fewer.methods.base import Client, ContextFactory, Server
+from fewer.methods.fedavg import FedAvgAugmented
 from fewer.methods.fedmk import FedMK, FedMKPaper, Knowledge, MKState, _balance, joined
 from fewer.models import SmallCNN, Split, Task, Weights, load_weights, weights_of
-from fewer.runtime import Inline, Site, Unable, on_party, stream
+from fewer.runtime import HandlerServer, Inline, Unable, on_client, stream
 from fewer.wire import Refused, Shaped, decode, encode
 
 torch.set_num_threads(1)
@@ -33,28 +33,28 @@ DRAW = np.random.default_rng(2)
 COUNTS = ([7, 0, 5], [4, 6, 1], [3, 3, 3], [2, 0, 0])
 SMALL: dict[str, Any] = {
     "per_class": 2,
-    "matching": 2,
+    "matching_steps": 2,
     "outer_steps": 2,
-    "outer_batch": 6,
+    "outer_batch_size": 6,
     "inner_steps": 2,
-    "inner_batch": 3,
+    "inner_batch_size": 3,
     "server_steps": 3,
-    "server_batch": 5,
+    "server_batch_size": 5,
     "generator_steps": 2,
-    "least": 1,
+    "min_samples": 1,
     "refine_from": 1,
 }
 
 
-def party_of(counts: list[int]) -> tuple[Any, Any]:
+def client_of(counts: list[int]) -> tuple[Any, Any]:
     y = np.repeat(np.arange(CLASSES), counts)
     x = DRAW.normal(size=(len(y), *SHAPE)) + y[:, None, None, None]
     return x.astype(np.float32), y
 
 
-PAIRS = [party_of(counts) for counts in COUNTS]
-TEST = party_of([5, 5, 5])
-DATA = from_parties(PAIRS, test=TEST)
+PAIRS = [client_of(counts) for counts in COUNTS]
+TEST = client_of([5, 5, 5])
+DATA = from_clients(PAIRS, test=TEST)
 
 
 def small_cnn() -> nn.Module:
@@ -65,25 +65,25 @@ def task_of(make: Callable[[], nn.Module] = small_cnn) -> Task:
     return Task(SHAPE, CLASSES, make)
 
 
-def place_of(folder: Path, task: Task | None = None) -> Place:
-    return Place(DATA, task or task_of(), SEED, folder)
+def place_of(folder: Path, task: Task | None = None) -> ContextFactory:
+    return ContextFactory(DATA, task or task_of(), SEED, folder)
 
 
-def party(folder: Path, number: int, round: int = 1, task: Task | None = None) -> Party:
-    seat = place_of(folder, task)(number, round)
-    assert isinstance(seat, Party)
-    return seat
+def make_client(folder: Path, number: int, round: int = 1, task: Task | None = None) -> Client:
+    context = place_of(folder, task)(number, round)
+    assert isinstance(context, Client)
+    return context
 
 
-def coordinator(folder: Path, task: Task | None = None) -> Coordinator:
-    seat = place_of(folder, task)(-1, 1)
-    assert isinstance(seat, Coordinator)
-    return seat
+def server(folder: Path, task: Task | None = None) -> Server:
+    context = place_of(folder, task)(-1, 1)
+    assert isinstance(context, Server)
+    return context
 
 
 def inline(method: FedMK, folder: Path, **what: Any) -> Inline:
-    site = Site(method, place_of(folder), SEED, torch.device("cpu"), 1 << 24)
-    return Inline(len(DATA), SEED, site=site, **what)
+    handlers = HandlerServer(method, place_of(folder), SEED, torch.device("cpu"), 1 << 24)
+    return Inline(len(DATA), SEED, handlers=handlers, **what)
 
 
 def double_case(make: Callable[[], nn.Module] = small_cnn) -> tuple[nn.Module, dict[str, Tensor], Tensor, Tensor]:
@@ -106,15 +106,15 @@ def real_batch() -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "how",
     [
-        {"inner_steps": 1, "inner_batch": None, "augment": False},
-        {"inner_steps": 3, "inner_batch": None, "augment": False},
-        {"inner_steps": 4, "inner_batch": 2, "augment": False},
-        {"inner_steps": 2, "inner_batch": 3, "augment": True},
+        {"inner_steps": 1, "inner_batch_size": None, "augment": False},
+        {"inner_steps": 3, "inner_batch_size": None, "augment": False},
+        {"inner_steps": 4, "inner_batch_size": 2, "augment": False},
+        {"inner_steps": 2, "inner_batch_size": 3, "augment": True},
     ],
 )
 def test_outer_gradient_is_exact(how: dict[str, Any], weights: str) -> None:
     """∇_D̂ of the loss after the inner steps, against central differences along random directions."""
-    method = FedMK(**how, inner_rate=0.5, weights=weights)
+    method = FedMK(**how, inner_lr=0.5, sample_weights=weights)
     net, start, images, labels = double_case()
     x, y = real_batch()
     balance = torch.tensor([0.5, 1.5, 4.0], dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_gradient_goes_through_the_inner_step_and_not_around_it() -> None:
     """For a linear model and one inner step: dL/dD̂ = −η (∂²ℓ/∂w∂D̂)ᵀ ∇L(w*), worked out by hand."""
     draw = np.random.default_rng(0)
     w, d, x = draw.normal(size=(2, 3)), draw.normal(size=(1, 3)), draw.normal(size=(4, 3))
-    y, label, rate = np.array([0, 1, 1, 0]), 1, 0.7
+    y, label, lr = np.array([0, 1, 1, 0]), 1, 0.7
 
     def softmax(z: Any) -> Any:
         e = np.exp(z - z.max(-1, keepdims=True))
@@ -145,15 +145,15 @@ def test_gradient_goes_through_the_inner_step_and_not_around_it() -> None:
 
     p = softmax(d @ w.T)[0]
     r = p - np.eye(2)[label]
-    reached = w - rate * np.outer(r, d[0])
+    reached = w - lr * np.outer(r, d[0])
     outer = ((softmax(x @ reached.T) - np.eye(2)[y]).T @ x) / len(y)  # ∇ of the mean loss at w*
     jacobian = np.diag(p) - np.outer(p, p)  # of softmax by scores
     # ⟨outer, r dᵀ⟩ differentiated by d: outerᵀ r, and through r = softmax(w d): wᵀ J (outer d)
-    expected = -rate * (outer.T @ r + w.T @ jacobian @ (outer @ d[0]))
+    expected = -lr * (outer.T @ r + w.T @ jacobian @ (outer @ d[0]))
 
     net = nn.Linear(3, 2, bias=False).double()
     images = torch.from_numpy(d).requires_grad_()
-    method = FedMK(inner_steps=1, inner_batch=None, inner_rate=rate, weights="none", augment=False)
+    method = FedMK(inner_steps=1, inner_batch_size=None, inner_lr=lr, sample_weights="none", augment=False)
     after = method.unroll(
         net, {"weight": torch.from_numpy(w).requires_grad_()}, images, torch.tensor([label]), stream()
     )
@@ -181,10 +181,10 @@ def test_outer_loss_is_the_weighted_mean() -> None:
     losses = [math.log(sum(map(math.exp, row))) - row[label] for row, label in zip(scores, y.tolist(), strict=True)]
     dynamic = sum(loss / (1 + math.exp(-5 * loss)) for loss in losses) / 3
     assert FedMK().outer_loss(net, {"weight": w}, x, y, torch.ones(2)).item() == pytest.approx(dynamic)
-    evenly = FedMK(weights="none").outer_loss(net, {"weight": w}, x, y, torch.ones(2)).item()
+    evenly = FedMK(sample_weights="none").outer_loss(net, {"weight": w}, x, y, torch.ones(2)).item()
     assert evenly == pytest.approx(sum(losses) / 3)
     balance = torch.tensor([1.5, 0.75])
-    classes = FedMK(weights="class").outer_loss(net, {"weight": w}, x, y, balance).item()
+    classes = FedMK(sample_weights="class").outer_loss(net, {"weight": w}, x, y, balance).item()
     assert classes == pytest.approx((1.5 * losses[0] + 0.75 * (losses[1] + losses[2])) / 3)
 
 
@@ -197,14 +197,14 @@ def test_class_weights_give_each_held_class_the_same_sum() -> None:
 def test_refining_is_descent_from_the_global_model_or_carried_along(restart: int, tmp_path: Path) -> None:
     """Two SGD steps on D̂ over all samples: the second starts from W again, or from where the first led."""
     method = FedMK(
-        outer_steps=2, outer_rate=3.0, outer_batch=None, optimiser="sgd", inner_steps=1, inner_batch=None,
-        inner_rate=0.5, restart=restart, augment=False, weights="none",
+        outer_steps=2, outer_lr=3.0, outer_batch_size=None, optimizer="sgd", inner_steps=1, inner_batch_size=None,
+        inner_lr=0.5, restart_every=restart, augment=False, sample_weights="none",
     )  # fmt: skip
-    me = party(tmp_path, 1)
-    net = me.net(me.initial())
+    client = make_client(tmp_path, 1)
+    net = client.net(client.initial())
     images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
     labels = torch.arange(3).repeat_interleave(2)
-    x, y = me.train.slice(0, len(me.train))
+    x, y = client.train.slice(0, len(client.train))
     start: dict[str, Tensor] = dict(net.named_parameters())
     expected, weights = images, start
     for step in range(2):
@@ -220,7 +220,7 @@ def test_refining_is_descent_from_the_global_model_or_carried_along(restart: int
         loss = F.cross_entropy(torch.func.functional_call(net, moved, (x,)), y)
         expected = d - 3.0 * torch.autograd.grad(loss, d)[0]
         weights = {name: w.detach().requires_grad_() for name, w in moved.items()}
-    assert torch.allclose(method.refine(net, images, labels, me.train, stream("any")), expected, atol=1e-6)
+    assert torch.allclose(method.refine(net, images, labels, client.train, stream("any")), expected, atol=1e-6)
     assert not torch.allclose(expected, images, atol=1e-3)
 
 
@@ -237,7 +237,7 @@ def test_inner_steps_go_over_shuffled_parts_each_image_once_a_pass() -> None:
             return x.flatten(1)[:, :2] * self.w
 
     images = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 1, 2).contiguous()
-    method = FedMK(inner_steps=4, inner_batch=3, augment=False)
+    method = FedMK(inner_steps=4, inner_batch_size=3, augment=False)
     net = Spy()
     method.unroll(net, dict(net.named_parameters()), images, torch.zeros(6, dtype=torch.long), stream("x"))
     first, second = torch.cat(seen[:2]).tolist(), torch.cat(seen[2:]).tolist()
@@ -250,7 +250,7 @@ def test_inner_steps_go_over_shuffled_parts_each_image_once_a_pass() -> None:
 
 def test_d_begins_from_even_noise(tmp_path: Path) -> None:
     labels = torch.zeros(200, dtype=torch.long)
-    images = FedMK().first_images(party(tmp_path, 0), labels, {})
+    images = FedMK().first_images(make_client(tmp_path, 0), labels, {})
     assert -1 <= images.min() < -0.99
     assert 0.99 < images.max() <= 1
     assert images.std() == pytest.approx(1 / math.sqrt(3), rel=0.02)
@@ -259,15 +259,15 @@ def test_d_begins_from_even_noise(tmp_path: Path) -> None:
 def test_shared_knowledge_is_taken_by_class_and_the_rest_is_noise(tmp_path: Path) -> None:
     labels = torch.tensor([0, 0, 2, 2])
     shared = {"0": torch.full((1, *SHAPE), 7.0), "1": torch.full((2, *SHAPE), 8.0), "2": torch.full((3, *SHAPE), 9.0)}
-    images = FedMK(begin="shared").first_images(party(tmp_path, 0), labels, shared)
+    images = FedMK(init_from="shared").first_images(make_client(tmp_path, 0), labels, shared)
     assert [float(image.max()) if image.std() == 0 else None for image in images] == [7.0, None, 9.0, 9.0]
-    ignored = FedMK(begin="noise").first_images(party(tmp_path, 0), labels, {})
+    ignored = FedMK(init_from="noise").first_images(make_client(tmp_path, 0), labels, {})
     assert ignored.abs().max() <= 1
 
 
 def test_sharing_gives_the_knowledge_of_others_only(tmp_path: Path) -> None:
-    method = FedMK(begin="shared", **SMALL)
-    state = method.start(task_of(), SEED)
+    method = FedMK(init_from="shared", **SMALL)
+    state = method.init(task_of(), SEED)
     assert all(coded.value is state.blank for coded in method.lots(state, [0, 1], stream("a")).values())
     known = {p: {**state.blank, "0": torch.full((1, *SHAPE), float(p))} for p in (0, 2, 3)}
     state = MKState(state.model, state.generator, state.blank, known)
@@ -277,45 +277,45 @@ def test_sharing_gives_the_knowledge_of_others_only(tmp_path: Path) -> None:
             assert isinstance(coded.value, dict)
             got[who].add(float(coded.value["0"].max()))
     assert got == {0: {2.0, 3.0}, 1: {0.0, 2.0, 3.0}}
-    quiet = FedMK(begin="own", **SMALL).lots(state, [0, 1], stream("a"))
+    quiet = FedMK(init_from="own", **SMALL).lots(state, [0, 1], stream("a"))
     assert all(coded.value is state.blank for coded in quiet.values())
 
 
 def test_own_knowledge_goes_on_from_the_last_round(tmp_path: Path) -> None:
-    method = FedMK(begin="own", **{**SMALL, "matching": 0, "outer_steps": 1, "outer_rate": 1e-9})
-    model, blank = task_of().initial(SEED), method.start(task_of(), SEED).blank
-    first = method.condense(party(tmp_path, 0, 1), model=model, shared=blank)["knowledge"].value
-    second = method.condense(party(tmp_path, 0, 2), model=model, shared=blank)["knowledge"].value
+    method = FedMK(init_from="own", **{**SMALL, "matching_steps": 0, "outer_steps": 1, "outer_lr": 1e-9})
+    model, blank = task_of().initial(SEED), method.init(task_of(), SEED).blank
+    first = method.condense(make_client(tmp_path, 0, 1), model=model, shared=blank)["knowledge"].value
+    second = method.condense(make_client(tmp_path, 0, 2), model=model, shared=blank)["knowledge"].value
     assert torch.allclose(first["0"], second["0"], atol=1e-6)
-    other = method.condense(party(tmp_path / "elsewhere", 0, 2), model=model, shared=blank)["knowledge"].value
+    other = method.condense(make_client(tmp_path / "elsewhere", 0, 2), model=model, shared=blank)["knowledge"].value
     assert not torch.allclose(first["0"], other["0"], atol=0.1)
 
 
 def test_labels_are_those_held_or_all(tmp_path: Path) -> None:
     def labels(method: FedMK, number: int) -> list[int]:
-        made: list[int] = method.hard_labels(method.enough(party(tmp_path, number)), CLASSES).tolist()
+        made: list[int] = method.hard_labels(method.enough(make_client(tmp_path, number)), CLASSES).tolist()
         return made
 
-    assert labels(FedMK(per_class=2, least=1), 0) == [0, 0, 2, 2]
-    assert labels(FedMK(per_class=1, least=2), 1) == [0, 1]
-    assert labels(FedMK(per_class=1, least=2, labels="all"), 3) == [0, 1, 2]
+    assert labels(FedMK(per_class=2, min_samples=1), 0) == [0, 0, 2, 2]
+    assert labels(FedMK(per_class=1, min_samples=2), 1) == [0, 1]
+    assert labels(FedMK(per_class=1, min_samples=2, labels="all"), 3) == [0, 1, 2]
     with pytest.raises(Unable, match="no class with 3 samples or more"):
-        FedMK(least=3).enough(party(tmp_path, 3))
+        FedMK(min_samples=3).enough(make_client(tmp_path, 3))
 
 
 @pytest.mark.parametrize("labels", ["held", "all"])
 def test_samples_of_rare_classes_do_not_come_into_d(labels: str, tmp_path: Path) -> None:
-    """Party 1 has one sample of class 2: D̂ is the same whatever it looks like."""
-    method = FedMK(**{**SMALL, "least": 2, "labels": labels})
-    model, blank = task_of().initial(SEED), method.start(task_of(), SEED).blank
+    """Client 1 has one sample of class 2: D̂ is the same whatever it looks like."""
+    method = FedMK(**{**SMALL, "min_samples": 2, "labels": labels})
+    model, blank = task_of().initial(SEED), method.init(task_of(), SEED).blank
     made = []
     for change in (0.0, 5.0):
         x, y = PAIRS[1]
-        data = from_parties([PAIRS[0], (x + change * (y == 2)[:, None, None, None].astype(np.float32), y)], test=TEST)
-        me = Place(data, task_of(), SEED, tmp_path / str(change))(1, 1)
-        assert isinstance(me, Party)
+        data = from_clients([PAIRS[0], (x + change * (y == 2)[:, None, None, None].astype(np.float32), y)], test=TEST)
+        client = ContextFactory(data, task_of(), SEED, tmp_path / str(change))(1, 1)
+        assert isinstance(client, Client)
         torch.manual_seed(0)
-        made.append(method.condense(me, model=model, shared=blank)["knowledge"].value)
+        made.append(method.condense(client, model=model, shared=blank)["knowledge"].value)
     assert same(*made)
 
 
@@ -336,14 +336,16 @@ def test_statistics_are_mean_and_deviation_by_class() -> None:
 
 
 def test_matching_brings_statistics_near_and_leaves_what_it_cannot_match(tmp_path: Path) -> None:
-    me = party(tmp_path, 0)
+    client = make_client(tmp_path, 0)
     labels = torch.arange(3).repeat_interleave(4)
     images = 2 * torch.rand(12, *SHAPE, generator=stream("D̂")) - 1
-    made = match(me.net(me.initial()), images, labels, me.train, steps=60, rate=0.1, augment=False, stream=stream("s"))
-    assert torch.equal(made[labels == 1], images[labels == 1])  # the party has no sample of class 1
+    made = match(
+        client.net(client.initial()), images, labels, client.train, steps=60, lr=0.1, augment=False, stream=stream("s")
+    )
+    assert torch.equal(made[labels == 1], images[labels == 1])  # the client has no sample of class 1
 
     def gap(images: Tensor, label: int) -> float:
-        x, y = me.train.slice(0, len(me.train))
+        x, y = client.train.slice(0, len(client.train))
         real, ours = x[y == label], images[labels == label]
         return float((real.mean(0) - ours.mean(0)).square().sum() + (real.std(0) - ours.std(0)).square().sum())
 
@@ -352,16 +354,16 @@ def test_matching_brings_statistics_near_and_leaves_what_it_cannot_match(tmp_pat
 
 def test_one_matching_step_is_adam_on_the_distance(tmp_path: Path) -> None:
     """Adam's first step moves each pixel by the rate against the sign of its gradient."""
-    me = party(tmp_path, 2)
+    client = make_client(tmp_path, 2)
     labels = torch.arange(3).repeat_interleave(2)
     images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
     torch.manual_seed(8)
-    net = me.net(me.initial())
-    made = match(net, images, labels, me.train, steps=1, rate=0.1, augment=False, stream=stream("s"))
+    net = client.net(client.initial())
+    made = match(net, images, labels, client.train, steps=1, lr=0.1, augment=False, stream=stream("s"))
     draw = stream("s")
-    y = me.train.labels
+    y = client.train.labels
     numbers = torch.cat([torch.nonzero(y == c)[:, 0][torch.randint(3, (REAL,), generator=draw)] for c in range(3)])
-    x, y = me.train.pick(numbers)
+    x, y = client.train.pick(numbers)
     d = images.clone().requires_grad_()
     loss = torch.zeros(())
     for c in range(3):  # `net` still has the weights that were drawn
@@ -411,14 +413,12 @@ def test_moves_are_affine_and_differentiable() -> None:
     assert torch.autograd.gradcheck(lambda i: move(i, moves[:2]), (image,))
 
 
-# --- Eqs 9-11: the coordinator --------------------------------------------------------------------------------
+# --- Eqs 9-11: the server --------------------------------------------------------------------------------
 
 
 def learned(method: FedMK, folder: Path, images: Tensor, labels: Tensor) -> tuple[Weights, Weights, MKState]:
-    state = method.start(task_of(), SEED)
-    answer = method.learn(
-        coordinator(folder), model=state.model, generator=state.generator, images=images, labels=labels
-    )
+    state = method.init(task_of(), SEED)
+    answer = method.learn(server(folder), model=state.model, generator=state.generator, images=images, labels=labels)
     return answer["model"], answer["generator"], state
 
 
@@ -428,20 +428,20 @@ def some_images() -> tuple[Tensor, Tensor]:
 
 def test_training_is_descent_on_the_mean_loss_of_d(tmp_path: Path) -> None:
     """Eq 9, two steps with momentum and a falling rate, by hand."""
-    method = FedMK(pseudo=0, augment=False, server_steps=2, server_rate=0.4, server_batch=4, momentum=0.5)
+    method = FedMK(pseudo_weight=0, augment=False, server_steps=2, server_lr=0.4, server_batch_size=4, momentum=0.5)
     images, labels = some_images()
     model, generator, state = learned(method, tmp_path, images, labels)
     assert generator == {}
-    net, draw = task_of().net(), coordinator(tmp_path).stream("learning")
+    net, draw = task_of().net(), server(tmp_path).stream("learning")
     net.load_state_dict(state.model)
     w = [p.detach().clone() for p in net.parameters()]
     speed = [torch.zeros_like(p) for p in w]
     for step in range(2):
         chosen = torch.randint(9, (4,), generator=draw)
         gradients = torch.autograd.grad(F.cross_entropy(net(images[chosen]), labels[chosen]), list(net.parameters()))
-        rate = 0.4 * 0.5 * (1 + math.cos(math.pi * step / 2))
+        lr = 0.4 * 0.5 * (1 + math.cos(math.pi * step / 2))
         speed = [0.5 * s + g for s, g in zip(speed, gradients, strict=True)]
-        w = [p - rate * s for p, s in zip(w, speed, strict=True)]
+        w = [p - lr * s for p, s in zip(w, speed, strict=True)]
         with torch.no_grad():
             for p, value in zip(net.parameters(), w, strict=True):
                 p.copy_(value)
@@ -452,13 +452,13 @@ def test_training_is_descent_on_the_mean_loss_of_d(tmp_path: Path) -> None:
 def test_generated_features_add_beta_times_their_loss_to_the_head_only(tmp_path: Path) -> None:
     """Eq 11: one step with and without; the difference is −rate · β · ∇ of the head's loss on what is generated."""
     images, labels = some_images()
-    one = {"augment": False, "server_steps": 1, "server_rate": 0.3, "server_batch": 8, "generator_steps": 4}
+    one = {"augment": False, "server_steps": 1, "server_lr": 0.3, "server_batch_size": 8, "generator_steps": 4}
     beta = 0.5
-    with_, generator, state = learned(FedMK(pseudo=beta, **one), tmp_path, images, labels)
+    with_, generator, state = learned(FedMK(pseudo_weight=beta, **one), tmp_path, images, labels)
     make = Generator(CLASSES, 32)
     make.load_state_dict(generator)
     make.train()
-    draw = coordinator(tmp_path).stream("learning")
+    draw = server(tmp_path).stream("learning")
     for _ in range(4):
         make.draw(8, draw, torch.ones(3))  # what training the generator drew
     chosen = torch.randint(9, (8,), generator=draw)
@@ -483,7 +483,7 @@ def test_the_generator_learns_what_the_head_takes_for_its_class(tmp_path: Path) 
     noise, y = make.draw(200, stream("try"))
     first = F.cross_entropy(head(make(noise, y)), y).item()
     train_generator(
-        make, lambda features, _: head(features), torch.ones(3), stream("learn"), steps=60, rate=0.01, batch=128
+        make, lambda features, _: head(features), torch.ones(3), stream("learn"), steps=60, lr=0.01, batch=128
     )
     features = make(noise, y)
     assert F.cross_entropy(head(features), y).item() < 0.2 * first
@@ -502,22 +502,22 @@ def test_diversity_by_a_double_loop() -> None:
     assert diversity(noise, features).item() == pytest.approx(math.exp(-total / 25))
 
 
-def test_the_coordinator_sees_images_moved_only_if_told(tmp_path: Path) -> None:
+def test_the_server_sees_images_moved_only_if_told(tmp_path: Path) -> None:
     images, labels = some_images()
-    one = {"pseudo": 0, "server_steps": 1, "server_batch": 8}
+    one = {"pseudo_weight": 0, "server_steps": 1, "server_batch_size": 8}
     plain, _, _ = learned(FedMK(augment=False, **one), tmp_path, images, labels)
     moved, _, _ = learned(FedMK(augment=True, **one), tmp_path, images, labels)
     assert not torch.equal(plain["head.weight"], moved["head.weight"])
 
 
 def test_fedavg_on_moved_images_is_descent_on_them(tmp_path: Path) -> None:
-    method = FedAvgMoved(steps=2, batch=3, rate=0.2)
-    me = party(tmp_path, 1)
-    answer = method.train(me, model=me.initial())["model"].value
-    net, draw = task_of().net(), me.stream("moves")
-    net.load_state_dict(me.initial())
-    for numbers in torch.randint(len(me.train), (2, 3), generator=me.stream("batches")):
-        x, y = me.train.pick(numbers)
+    method = FedAvgAugmented(local_steps=2, batch_size=3, lr=0.2)
+    client = make_client(tmp_path, 1)
+    answer = method.local_train(client, model=client.initial())["model"].value
+    net, draw = task_of().net(), client.stream("moves")
+    net.load_state_dict(client.initial())
+    for numbers in torch.randint(len(client.train), (2, 3), generator=client.stream("batches")):
+        x, y = client.train.pick(numbers)
         gradients = torch.autograd.grad(F.cross_entropy(net(move(x, draw_moves(3, draw))), y), list(net.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
@@ -529,7 +529,7 @@ def test_fedavg_on_moved_images_is_descent_on_them(tmp_path: Path) -> None:
 
 
 def run(folder: Path, method: FedMK | None = None, **settings: Any) -> fewer.Result:
-    method = method or FedMK(rounds=2, active=3, **SMALL)
+    method = method or FedMK(rounds=2, cohort=3, **SMALL)
     return fewer.run(method, DATA, model="cnn", seed=SEED, out=folder, **settings)
 
 
@@ -543,7 +543,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("begin", ["own", "shared"])
 def test_pool_and_resume_give_the_same_bits(begin: str, tmp_path: Path) -> None:
-    method = FedMK(rounds=3, active=2, **{**SMALL, "begin": begin})
+    method = FedMK(rounds=3, cohort=2, **{**SMALL, "init_from": begin})
     whole = run(tmp_path / "a", method)
     pool = run(tmp_path / "b", method, runtime="pool", workers=2)
     assert same(whole.state, pool.state)
@@ -568,7 +568,7 @@ def test_pool_and_resume_give_the_same_bits(begin: str, tmp_path: Path) -> None:
 def test_bytes_are_those_of_the_images(tmp_path: Path) -> None:
     """Each image is 64 values: one byte each as uint8, four as float32; little is added."""
     for codec, width in (("uint8", 1), ("float16", 2), ("float32", 4)):
-        result = run(tmp_path / codec, FedMK(rounds=1, active=4, **{**SMALL, "codec": codec}))
+        result = run(tmp_path / codec, FedMK(rounds=1, cohort=4, **{**SMALL, "codec": codec}))
         images = sum(len(some) for known in result.state.knowledge.values() for some in known.values())
         assert images == 2 * (2 + 3 + 3 + 1)
         up = result.scores["up"]
@@ -576,8 +576,8 @@ def test_bytes_are_those_of_the_images(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_what_travelled(tmp_path: Path) -> None:
-    """The coordinator has D̂ as decoded: at uint8, 256 levels a class at most."""
-    result = run(tmp_path, FedMK(rounds=1, active=4, **{**SMALL, "codec": "uint8", "per_class": 6}))
+    """The server has D̂ as decoded: at uint8, 256 levels a class at most."""
+    result = run(tmp_path, FedMK(rounds=1, cohort=4, **{**SMALL, "codec": "uint8", "per_class": 6}))
     some = result.state.knowledge[2]["1"]
     steps = ((some - some.min()) / ((some.max() - some.min()) / 255)).double()
     assert torch.allclose(steps, steps.round(), atol=1e-3)
@@ -591,26 +591,26 @@ def test_latest_of_all_or_of_the_round_only(tmp_path: Path) -> None:
             sizes.append(len(fields["images"]))
             return super().learn(*args, **fields)
 
-        learn.__fewer__ = "coordinator"  # type: ignore[attr-defined]
+        learn.__fewer__ = "server"  # type: ignore[attr-defined]
 
     for keep in ("latest", "round"):
-        method = Spy(rounds=3, active=1, **{**SMALL, "keep": keep, "matching": 1, "outer_steps": 0})
+        method = Spy(rounds=3, cohort=1, **{**SMALL, "keep_images": keep, "matching_steps": 1, "outer_steps": 0})
         folder = tmp_path / keep
-        parties, state = inline(method, folder), method.start(task_of(), SEED)
+        clients, state = inline(method, folder), method.init(task_of(), SEED)
         sizes.clear()
         asked = []
         for round in (1, 2, 3):
-            parties.round = round
-            asked.append(method.choose(parties)[0])
-            state = method.round(state, parties)
+            clients.round = round
+            asked.append(method.sample_cohort(clients)[0])
+            state = method.round(state, clients)
         held = [2 * sum(count > 0 for count in COUNTS[p]) for p in asked]
         kept = [2 * sum(count > 0 for p in set(asked[: n + 1]) for count in COUNTS[p]) for n in range(3)]
         assert sizes == (kept if keep == "latest" else held)
         assert set(state.knowledge) == set(asked)
 
 
-def test_the_album_follows_the_party_that_was_first(tmp_path: Path) -> None:
-    result = run(tmp_path, FedMK(rounds=3, active=4, **SMALL))
+def test_the_album_follows_the_client_that_was_first(tmp_path: Path) -> None:
+    result = run(tmp_path, FedMK(rounds=3, cohort=4, **SMALL))
     first = next(iter(result.state.knowledge))
     assert list(result.state.album) == [1, 2, 3]
     last = result.state.album[3]
@@ -636,15 +636,15 @@ def test_answers_that_do_not_fit_are_refused() -> None:
 
 
 class Liar(FedMK):
-    """Party 0 sends what it likes."""
+    """Client 0 sends what it likes."""
 
     value: float = 0.0
     none: bool = False
 
-    @on_party
-    def condense(self, me: Party, model: Weights, shared: Knowledge) -> dict[str, Any]:
-        answer = super().condense(me, model, shared)
-        if me.id == 0 or self.none:
+    @on_client
+    def condense(self, client: Client, model: Weights, shared: Knowledge) -> dict[str, Any]:
+        answer = super().condense(client, model, shared)
+        if client.id == 0 or self.none:
             answer["knowledge"] = {
                 label: images[:0] if self.none else torch.full_like(images, self.value)
                 for label, images in answer["knowledge"].value.items()
@@ -653,18 +653,18 @@ class Liar(FedMK):
 
 
 def test_one_liar_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    wild = run(tmp_path / "a", Liar(rounds=2, active=4, value=3e38, **SMALL))
+    wild = run(tmp_path / "a", Liar(rounds=2, cohort=4, value=3e38, **SMALL))
     assert 0 not in wild.state.knowledge and "infinity" not in caplog.text
     assert "beyond 1000" in (tmp_path / "a/events.jsonl").read_text()
-    loud = run(tmp_path / "b", Liar(rounds=2, active=4, value=999.0, **{**SMALL, "server_rate": 1e6}))
+    loud = run(tmp_path / "b", Liar(rounds=2, cohort=4, value=999.0, **{**SMALL, "server_lr": 1e6}))
     assert all(bool(tensor.isfinite().all()) for tensor in loud.state.model.values())
     assert "round 1: training on D̂ ran off to infinity, the model stays as it was" in caplog.text
-    mute = Liar(rounds=1, active=4, none=True, **SMALL)
-    assert same(run(tmp_path / "c", mute).state, mute.start(task_of(), SEED))
+    mute = Liar(rounds=1, cohort=4, none=True, **SMALL)
+    assert same(run(tmp_path / "c", mute).state, mute.init(task_of(), SEED))
 
 
-def test_absent_parties_and_a_party_without_enough_samples_leave_the_round_whole(tmp_path: Path) -> None:
-    result = run(tmp_path, FedMK(rounds=3, active=4, **{**SMALL, "least": 3}), drop=0.3)
+def test_absent_clients_and_a_client_without_enough_samples_leave_the_round_whole(tmp_path: Path) -> None:
+    result = run(tmp_path, FedMK(rounds=3, cohort=4, **{**SMALL, "min_samples": 3}), drop=0.3)
     assert 3 not in result.state.knowledge  # two samples only
     assert "unable" in (tmp_path / "events.jsonl").read_text()
     assert math.isfinite(result.scores["loss"])
@@ -672,44 +672,44 @@ def test_absent_parties_and_a_party_without_enough_samples_leave_the_round_whole
 
 def test_wrong_settings_get_one_line(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="nothing would be condensed"):
-        FedMK(matching=0, outer_steps=0).start(task_of(), SEED)
+        FedMK(matching_steps=0, outer_steps=0).init(task_of(), SEED)
     flat = Task((4,), 2, lambda: Split(nn.Linear(4, 3), 3, 2))
     with pytest.raises(SettingError, match="augment = true"):
-        FedMK().start(flat, SEED)
-    assert FedMK(augment=False).start(flat, SEED).blank["0"].shape == (0, 4)
+        FedMK().init(flat, SEED)
+    assert FedMK(augment=False).init(flat, SEED).blank["0"].shape == (0, 4)
     words = Task((4,), 2, lambda: Split(nn.Sequential(nn.Embedding(9, 3), nn.Flatten()), 12, 2))
     with pytest.raises(SettingError, match="real numbers"):
-        FedMK(augment=False).start(words, SEED)
+        FedMK(augment=False).init(words, SEED)
 
 
 def test_any_model_will_do_without_a_generator() -> None:
     whole = Task(SHAPE, CLASSES, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES)))
     with pytest.raises(SettingError, match="no encoder"):
-        FedMK().start(whole, SEED)
-    result = fewer.run(FedMK(rounds=2, **{**SMALL, "pseudo": 0}), DATA, model=whole.make, seed=SEED)
+        FedMK().init(whole, SEED)
+    result = fewer.run(FedMK(rounds=2, **{**SMALL, "pseudo_weight": 0}), DATA, model=whole.make, seed=SEED)
     assert result.state.generator == {}
     assert len(result.state.knowledge) == 4
 
 
 def test_bi_level_steps_begin_when_told(tmp_path: Path) -> None:
-    model, blank = task_of().initial(SEED), FedMK().start(task_of(), SEED).blank
+    model, blank = task_of().initial(SEED), FedMK().init(task_of(), SEED).blank
     late, never = (FedMK(**{**SMALL, "refine_from": 2, "outer_steps": steps}) for steps in (2, 0))
     for round, alike in ((1, True), (2, False)):
         made = []
         for name, method in (("late", late), ("never", never)):
             torch.manual_seed(0)  # random nets come from the global stream
-            answer = method.condense(party(tmp_path / name, 0, round), model=model, shared=blank)
+            answer = method.condense(make_client(tmp_path / name, 0, round), model=model, shared=blank)
             made.append(answer["knowledge"].value["0"])
         assert torch.equal(*made) == alike
 
 
 def test_the_papers_form_has_two_departures() -> None:
     method = FedMKPaper()
-    assert (method.optimiser, method.outer_batch) == ("adam", 256)
-    assert (method.matching, method.augment, method.inner_steps, method.inner_batch) == (0, False, 1, None)
-    assert (method.refine_from, method.momentum, method.decay) == (1, 0.0, False)
-    assert (method.begin, method.keep, method.least, method.codec) == ("shared", "round", 1, "float32")
-    assert (method.weights, method.tau, method.per_class, method.restart) == ("dynamic", 5.0, 20, 1)
+    assert (method.optimizer, method.outer_batch_size) == ("adam", 256)
+    assert (method.matching_steps, method.augment, method.inner_steps, method.inner_batch_size) == (0, False, 1, None)
+    assert (method.refine_from, method.momentum, method.lr_decay) == (1, 0.0, False)
+    assert (method.init_from, method.keep_images, method.min_samples, method.codec) == ("shared", "round", 1, "float32")
+    assert (method.sample_weights, method.tau, method.per_class, method.restart_every) == ("dynamic", 5.0, 20, 1)
 
 
 def test_joined_puts_labels_beside_images() -> None:
@@ -734,7 +734,7 @@ def test_features_are_generated_in_proportion_to_the_labels_of_d(tmp_path: Path,
         return draw(self, count, stream, chances)
 
     monkeypatch.setattr(Generator, "draw", spy)
-    method = FedMK(server_steps=2, generator_steps=2, pseudo=0.5, server_batch=8)
+    method = FedMK(server_steps=2, generator_steps=2, pseudo_weight=0.5, server_batch_size=8)
     learned(method, tmp_path, torch.rand(4, *SHAPE), torch.tensor([0, 0, 0, 2]))
     assert seen == [(8, [3, 0, 1])] * 2 + [(4, [3, 0, 1])] * 2
 
@@ -748,9 +748,7 @@ def test_one_step_of_the_generator_is_adam_on_both_terms() -> None:
     loss = F.cross_entropy(head(features), y) + diversity(noise, features)
     gradients = torch.autograd.grad(loss, list(make.parameters()))
     load_weights(make, first)
-    train_generator(
-        make, lambda features, _: head(features), torch.ones(3), stream("one"), steps=1, rate=0.01, batch=16
-    )
+    train_generator(make, lambda features, _: head(features), torch.ones(3), stream("one"), steps=1, lr=0.01, batch=16)
     for (name, now), slope in zip(make.named_parameters(), gradients, strict=True):
         clear = slope.abs() > 1e-5
         assert torch.allclose(now[clear], (first[name] - 0.01 * slope.sign())[clear], atol=1e-4), name
@@ -758,7 +756,7 @@ def test_one_step_of_the_generator_is_adam_on_both_terms() -> None:
 
 def test_the_generator_goes_on_from_the_last_round(tmp_path: Path) -> None:
     images, labels = torch.rand(6, *SHAPE), torch.arange(3).repeat(2)
-    method = FedMK(server_steps=1, generator_steps=1, generator_rate=1e-9)
+    method = FedMK(server_steps=1, generator_steps=1, generator_lr=1e-9)
     torch.manual_seed(1)
     _, now, state = learned(method, tmp_path, images, labels)
     assert torch.allclose(now["body.0.weight"], state.generator["body.0.weight"], atol=1e-6)
@@ -766,10 +764,17 @@ def test_the_generator_goes_on_from_the_last_round(tmp_path: Path) -> None:
 
 def test_a_constant_rate_stays(tmp_path: Path) -> None:
     images, labels = torch.rand(9, *SHAPE), torch.arange(3).repeat(3)
-    how = {"pseudo": 0, "augment": False, "server_steps": 2, "server_batch": 4, "momentum": 0.0, "server_rate": 0.4}
-    falling, _, state = learned(FedMK(decay=True, **how), tmp_path, images, labels)
-    steady, _, _ = learned(FedMK(decay=False, **how), tmp_path, images, labels)
-    one, _, _ = learned(FedMK(decay=False, **{**how, "server_steps": 1}), tmp_path, images, labels)
+    how = {
+        "pseudo_weight": 0,
+        "augment": False,
+        "server_steps": 2,
+        "server_batch_size": 4,
+        "momentum": 0.0,
+        "server_lr": 0.4,
+    }
+    falling, _, state = learned(FedMK(lr_decay=True, **how), tmp_path, images, labels)
+    steady, _, _ = learned(FedMK(lr_decay=False, **how), tmp_path, images, labels)
+    one, _, _ = learned(FedMK(lr_decay=False, **{**how, "server_steps": 1}), tmp_path, images, labels)
     for name in state.model:  # the second step is half as long where the rate falls
         assert torch.allclose(falling[name] - one[name], 0.5 * (steady[name] - one[name]), atol=1e-6)
     assert not torch.allclose(steady["head.weight"], one["head.weight"], atol=1e-4)
@@ -783,14 +788,14 @@ def test_d_steps_by_adam_on_drawn_samples(tmp_path: Path) -> None:
             seen.append(x)
             return super().outer_loss(net, reached, x, y, balance)
 
-    how: dict[str, Any] = {"inner_steps": 1, "inner_batch": None, "augment": False, "weights": "none"}
-    method = Spy(outer_steps=1, outer_rate=0.1, outer_batch=4, **how)
-    me = party(tmp_path, 1)
-    net = me.net(me.initial())
+    how: dict[str, Any] = {"inner_steps": 1, "inner_batch_size": None, "augment": False, "sample_weights": "none"}
+    method = Spy(outer_steps=1, outer_lr=0.1, outer_batch_size=4, **how)
+    client = make_client(tmp_path, 1)
+    net = client.net(client.initial())
     images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
     labels = torch.arange(3).repeat_interleave(2)
-    made = method.refine(net, images, labels, me.train, stream("any"))
-    x, y = me.train.pick(torch.randint(len(me.train), (4,), generator=stream("any")))
+    made = method.refine(net, images, labels, client.train, stream("any"))
+    x, y = client.train.pick(torch.randint(len(client.train), (4,), generator=stream("any")))
     assert len(seen) == 1 and torch.equal(seen[0], x)
     d = images.clone().requires_grad_()
     after = method.unroll(net, dict(net.named_parameters()), d, labels, stream())
@@ -801,10 +806,10 @@ def test_d_steps_by_adam_on_drawn_samples(tmp_path: Path) -> None:
 
 
 def test_bi_level_steps_begin_at_the_model_that_was_sent(tmp_path: Path) -> None:
-    method = FedMK(**{**SMALL, "matching": 0, "begin": "noise"})
-    blank = method.start(task_of(), SEED).blank
+    method = FedMK(**{**SMALL, "matching_steps": 0, "init_from": "noise"})
+    blank = method.init(task_of(), SEED).blank
     one, other = (
-        method.condense(party(tmp_path, 0), model=task_of().initial(seed), shared=blank)["knowledge"].value["0"]
+        method.condense(make_client(tmp_path, 0), model=task_of().initial(seed), shared=blank)["knowledge"].value["0"]
         for seed in (SEED, SEED + 1)
     )
     assert not torch.allclose(one, other, atol=1e-4)
@@ -813,7 +818,7 @@ def test_bi_level_steps_begin_at_the_model_that_was_sent(tmp_path: Path) -> None
 @pytest.mark.parametrize("augment", [False, True])
 def test_inner_steps_see_each_image_moved_by_its_own_move_if_told(augment: bool) -> None:
     net, start, images, labels = double_case()
-    method = FedMK(inner_steps=1, inner_batch=None, inner_rate=0.5, augment=augment)
+    method = FedMK(inner_steps=1, inner_batch_size=None, inner_lr=0.5, augment=augment)
     after = method.unroll(net, start, images, labels, stream("u"))
     x = move(images, draw_moves(len(images), stream("u"))) if augment else images
     loss = F.cross_entropy(torch.func.functional_call(net, start, (x,)), labels)
@@ -822,9 +827,9 @@ def test_inner_steps_see_each_image_moved_by_its_own_move_if_told(augment: bool)
         assert torch.allclose(after[name], tensor - 0.5 * slope), name
 
 
-def test_the_coordinator_moves_each_image_by_its_own_move(tmp_path: Path) -> None:
+def test_the_server_moves_each_image_by_its_own_move(tmp_path: Path) -> None:
     images, labels = torch.rand(9, *SHAPE), torch.arange(3).repeat(3)
-    method = FedMK(pseudo=0, server_steps=1, server_rate=0.5, server_batch=8)
+    method = FedMK(pseudo_weight=0, server_steps=1, server_lr=0.5, server_batch_size=8)
     model, _, state = learned(method, tmp_path, images, labels)
     draw = stream(SEED, 1, -1, "learning")
     chosen = torch.randint(9, (8,), generator=draw)
@@ -837,14 +842,14 @@ def test_the_coordinator_moves_each_image_by_its_own_move(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("augment", [False, True])
 def test_a_matching_step_moves_real_and_made_alike(augment: bool, tmp_path: Path) -> None:
-    me = party(tmp_path, 2)
+    client = make_client(tmp_path, 2)
     labels = torch.arange(3).repeat_interleave(2)
     images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
-    net = me.net(me.initial())
-    made = match(net, images, labels, me.train, steps=1, rate=0.1, augment=augment, stream=stream("s"))
-    draw, y = stream("s"), me.train.labels
+    net = client.net(client.initial())
+    made = match(net, images, labels, client.train, steps=1, lr=0.1, augment=augment, stream=stream("s"))
+    draw, y = stream("s"), client.train.labels
     numbers = torch.cat([torch.nonzero(y == c)[:, 0][torch.randint(3, (REAL,), generator=draw)] for c in range(3)])
-    x, y = me.train.pick(numbers)
+    x, y = client.train.pick(numbers)
     d = images.clone().requires_grad_()
     seen = d
     if augment:
@@ -870,10 +875,10 @@ def test_matching_takes_another_random_net_in_each_step(tmp_path: Path, monkeypa
         seen.append(next(net.parameters()).detach().clone())
 
     monkeypatch.setattr("fewer.learning.match.redraw", spy)
-    me = party(tmp_path, 2)
+    client = make_client(tmp_path, 2)
     labels = torch.arange(3)
-    images, net = torch.rand(3, *SHAPE), me.net(me.initial())
-    match(net, images, labels, me.train, steps=3, rate=0.1, augment=False, stream=stream())
+    images, net = torch.rand(3, *SHAPE), client.net(client.initial())
+    match(net, images, labels, client.train, steps=3, lr=0.1, augment=False, stream=stream())
     assert len(seen) == 3 and not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
 
@@ -886,15 +891,17 @@ def test_matching_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("fewer.methods.fedmk.match", spy)
     for augment in (False, True):
-        method = FedMK(**{**SMALL, "matching": 7, "matching_rate": 0.3, "augment": augment, "outer_steps": 0})
-        method.condense(party(tmp_path, 0), model=task_of().initial(SEED), shared=method.start(task_of(), SEED).blank)
+        method = FedMK(**{**SMALL, "matching_steps": 7, "matching_lr": 0.3, "augment": augment, "outer_steps": 0})
+        method.condense(
+            make_client(tmp_path, 0), model=task_of().initial(SEED), shared=method.init(task_of(), SEED).blank
+        )
     assert [(how["steps"], how["rate"], how["augment"]) for how in told] == [(7, 0.3, False), (7, 0.3, True)]
 
 
 def test_shared_knowledge_travels_as_d_does() -> None:
     for codec in ("uint8", "float16", "float32"):
-        method = FedMK(begin="shared", codec=codec)
-        lots = method.lots(method.start(task_of(), SEED), [0], stream())
+        method = FedMK(init_from="shared", codec=codec)
+        lots = method.lots(method.init(task_of(), SEED), [0], stream())
         assert lots[0].codec == codec
 
 
@@ -904,10 +911,10 @@ def test_d_that_ran_off_is_not_begun_from_again(tmp_path: Path) -> None:
             return super().refine(*args) * (float("nan") if self.tau == 7 else 1)
 
     good, bad = (Once(**{**SMALL, "tau": tau}) for tau in (5, 7))
-    model, blank = task_of().initial(SEED), good.start(task_of(), SEED).blank
+    model, blank = task_of().initial(SEED), good.init(task_of(), SEED).blank
     for round, method in enumerate((good, bad, good), 1):
         try:
-            made = method.condense(party(tmp_path, 0, round), model=model, shared=blank)["knowledge"].value
+            made = method.condense(make_client(tmp_path, 0, round), model=model, shared=blank)["knowledge"].value
         except Exception as error:
             assert method is bad and type(error).__name__ == "Unable"
     assert made["0"].isfinite().all()
@@ -916,9 +923,9 @@ def test_d_that_ran_off_is_not_begun_from_again(tmp_path: Path) -> None:
 def test_the_generator_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[dict[str, Any]] = []
     monkeypatch.setattr("fewer.methods.fedmk.train_generator", lambda *_, **how: told.append(how))
-    method = FedMK(server_steps=1, server_rate=0.3, generator_steps=7, generator_rate=0.02, server_batch=9)
+    method = FedMK(server_steps=1, server_lr=0.3, generator_steps=7, generator_lr=0.02, server_batch_size=9)
     learned(method, tmp_path, torch.rand(3, *SHAPE), torch.arange(3))
-    assert told == [{"steps": 7, "rate": 0.02, "batch": 9}]
+    assert told == [{"local_steps": 7, "lr": 0.02, "batch_size": 9}]
 
 
 @pytest.mark.parametrize("kind", [FedMK, FedMKPaper])

@@ -21,17 +21,17 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from fewer.data.formats import FORMATS
 from fewer.data.formats.movielens import FEATURES
 from fewer.data.formats.plays import ALPHABET, NOBODY, encode, roles
-from fewer.data.raw import Raw
+from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError, FewerError, SettingError
+from fewer.registry import FORMATS
 
 Array = NDArray[Any]
 DRAW = np.random.default_rng(0)
 
 
-def read(name: str, path: Path, **options: Any) -> Raw:
+def read(name: str, path: Path, **options: Any) -> RawDataset:
     return FORMATS[name](path, **options)
 
 
@@ -42,7 +42,7 @@ def refuse(name: str, path: Path, words: str, kind: type[FewerError] = DataError
     assert "\n" not in str(caught.value)
 
 
-def shape(raw: Raw) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def shape(raw: RawDataset) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     def of(x: Any) -> tuple[int, ...]:
         return (len(x),) if isinstance(x, list) else tuple(x.shape)
 
@@ -73,9 +73,9 @@ def zipped(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def png(width: int = 8, height: int = 8, mode: str = "RGB", colour: Any = 255) -> bytes:
+def png(width: int = 8, height: int = 8, mode: str = "RGB", color: Any = 255) -> bytes:
     buffer = io.BytesIO()
-    Image.new(mode, (width, height), colour).save(buffer, "PNG")
+    Image.new(mode, (width, height), color).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -424,7 +424,7 @@ def test_nothing_and_rubbish_are_refused_in_one_line(tmp_path: Path, name: str) 
     refuse(name, write(tmp_path / "rubbish.txt", DRAW.bytes(1000)), "rubbish")
     (tmp_path / "empty").mkdir()
     refuse(name, tmp_path / "empty", "empty")
-    refuse(name, tmp_path, "unknown option 'colour'", SettingError, colour="red")
+    refuse(name, tmp_path, "unknown option 'color'", SettingError, color="red")
 
 
 def test_damaged_files_never_raise_anything_else(tmp_path: Path) -> None:
@@ -554,15 +554,15 @@ def test_npz(tmp_path: Path) -> None:
     assert shape(raw) == ((6, 3), (2, 3)) and raw.test_client_ids is not None
 
 
-@pytest.mark.parametrize("colour", [False, True])
-def test_medmnist(tmp_path: Path, colour: bool) -> None:
+@pytest.mark.parametrize("color", [False, True])
+def test_medmnist(tmp_path: Path, color: bool) -> None:
     arrays: dict[str, Any] = {}
     for number, (part, count) in enumerate((("train", 5), ("val", 3), ("test", 2))):
-        arrays[f"{part}_images"] = np.full((count, 28, 28, *(3,) * colour), number, np.uint8)
+        arrays[f"{part}_images"] = np.full((count, 28, 28, *(3,) * color), number, np.uint8)
         arrays[f"{part}_labels"] = np.full((count, 1), number, np.uint8)
     np.savez(tmp_path / "organ.npz", **arrays)
     raw = read("npz", tmp_path / "organ.npz")
-    assert shape(raw) == ((8, *(3,) * colour, 28, 28), (2, *(3,) * colour, 28, 28))
+    assert shape(raw) == ((8, *(3,) * color, 28, 28), (2, *(3,) * color, 28, 28))
     assert raw.y.tolist() == [0] * 5 + [1] * 3
     assert len(read("npz", tmp_path / "organ.npz", join_validation=False).y) == 5
     np.savez(tmp_path / "chest.npz", **{**arrays, "train_labels": np.zeros((5, 14), np.uint8)})
@@ -658,15 +658,15 @@ def test_bad_jsonl_is_refused(tmp_path: Path) -> None:
 
 
 def test_folder_of_classes(tmp_path: Path) -> None:
-    write(tmp_path / "cat" / "a.png", png(40, 20, colour=(255, 0, 0)))
-    write(tmp_path / "owl" / "b.PNG", png(colour=(0, 255, 0)))
+    write(tmp_path / "cat" / "a.png", png(40, 20, color=(255, 0, 0)))
+    write(tmp_path / "owl" / "b.PNG", png(color=(0, 255, 0)))
     write(tmp_path / "owl" / "notes.txt", "no image")
     Image.new("L", (9, 9), 7).save(tmp_path / "owl" / "c.jpg")
     raw = read("folder", tmp_path)
     assert shape(raw) == ((3, 3, 32, 32), None) and raw.names == ("cat", "owl") and raw.y.tolist() == [0, 1, 1]
     assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8 and raw.client_ids is None
     assert raw.x[0, :, 5, 5].tolist() == [255, 0, 0] and raw.x[1, :, 5, 5].tolist() == [0, 255, 0]
-    assert read("folder", tmp_path, size=8, grey=True).x.shape == (3, 8, 8)  # type: ignore[union-attr]
+    assert read("folder", tmp_path, size=8, gray=True).x.shape == (3, 8, 8)  # type: ignore[union-attr]
 
 
 def test_folder_of_domains_and_of_splits(tmp_path: Path) -> None:
@@ -907,7 +907,7 @@ def test_hapt(tmp_path: Path) -> None:
 real = pytest.mark.skipif("FEWER_DATA" not in os.environ, reason="FEWER_DATA does not say where the real sets are")
 
 
-def real_set(name: str, where: str, **options: Any) -> Raw:
+def real_set(name: str, where: str, **options: Any) -> RawDataset:
     return read(name, Path(os.environ["FEWER_DATA"]) / where, **options)
 
 

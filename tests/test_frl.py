@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fewer
-from fewer.data import ArrayData, from_parties
+from fewer.data import ArrayData, from_clients
 from fewer.data.episodes import support_query
 from fewer.errors import DataError, FewerError, SettingError
 from fewer.experiments.recipes import recipe, settings_in
@@ -30,7 +30,7 @@ from fewer.learning.prototypes import distance_loss, merged, nearness, places, p
 from fewer.learning.score import WORST, judged
 from fewer.learning.sgd import epochs
 from fewer.methods import find, frl
-from fewer.methods.base import Place
+from fewer.methods.base import ContextFactory
 from fewer.methods.frl import (
     FRL,
     Answering,
@@ -43,16 +43,16 @@ from fewer.methods.frl import (
     new_head,
     settles_at,
 )
-from fewer.methods.frl_baselines import FineTuning, LastingHead, PersonalStart, Scratch, WarmStart
+from fewer.methods.frl_baselines import FRLFineTuning, FRLMetaHead, FRLPerFedAvg, FRLScratch, FRLWarmStart
 from fewer.methods.frl_deploy import FILE
 from fewer.methods.groups import TRIAL_GROUPS
 from fewer.models import Split, Weights, load_weights, weights_of
 from fewer.models.images import Conv4
-from fewer.runs.job import check, job_from, make_method
+from fewer.runs.experiment import build_experiment, check, make_method
+from fewer.runs.inference import deploy
 from fewer.runs.result import open_result
 from fewer.runs.statistics import half_width
-from fewer.runs.use import deploy
-from fewer.runtime import Absent, Answer, Parties, stream
+from fewer.runtime import Absent, Answer, Clients, stream
 from tests.examples import Stop, Stopping
 from tests.test_cli import call
 
@@ -179,7 +179,7 @@ def test_a_new_head_is_xavier_and_the_encoder_stays() -> None:
 
 DRAW = np.random.default_rng(5)
 HELD = [[0, 1], [1, 2], [3], [0, 4], [2, 4]]
-"""Classes of each party: the third has one only, and class 3 nobody else has."""
+"""Classes of each client: the third has one only, and class 3 nobody else has."""
 PAIRS = [
     (
         np.concatenate([DRAW.normal([label, -label], 0.5, (size, 2)) for label in labels]).astype(np.float32),
@@ -191,8 +191,8 @@ UNSEEN = DRAW.normal(0, 1, (60, 2)).astype(np.float32), DRAW.integers(4, 6, 60)
 
 
 def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
-    """Parties whose samples are in time: the first half of each class is the support."""
-    return replace(from_parties(pairs, test=UNSEEN), in_time=True)
+    """Clients whose samples are in time: the first half of each class is the support."""
+    return replace(from_clients(pairs, test=UNSEEN), in_time=True)
 
 
 def first_net() -> nn.Module:
@@ -200,9 +200,9 @@ def first_net() -> nn.Module:
     return Small()
 
 
-def halves(party: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    x, y = (torch.from_numpy(array) for array in PAIRS[party])
-    first = torch.cat([torch.nonzero(y == label)[:, 0][: int((y == label).sum()) // 2] for label in HELD[party]])
+def halves(client: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    x, y = (torch.from_numpy(array) for array in PAIRS[client])
+    first = torch.cat([torch.nonzero(y == label)[:, 0][: int((y == label).sum()) // 2] for label in HELD[client]])
     rest = torch.tensor([row for row in range(len(y)) if row not in first.tolist()])
     return (x[first].double(), y[first]), (x[rest].double(), y[rest])
 
@@ -242,21 +242,21 @@ def episode(method: FRL, first: Weights, who: Sequence[int] = range(5)) -> tuple
     theta = first
     known: dict[int, Tensor] = dict.fromkeys(range(5), torch.zeros(0)) if method.head == "linear" else {}
     last: dict[int, dict[int, Tensor]] = {}
-    sizes = {party: len(halves(party)[0][1]) for party in who}
+    sizes = {client: len(halves(client)[0][1]) for client in who}
     for _ in range(method.group_rounds):
         models, protos = {}, {}
-        for party in who:
-            (x, y), _ = halves(party)
+        for client in who:
+            (x, y), _ = halves(client)
             local = theta
             for step in range(method.epochs):
                 net = loaded(local)
                 if step == 0:
-                    protos[party] = means_of(net.encoder(x).detach(), y)  # type: ignore[operator]
+                    protos[client] = means_of(net.encoder(x).detach(), y)  # type: ignore[operator]
                 slopes = slopes_of(f(method, net, x, y, known, None), net)
-                local = {name: local[name] - method.rate * slopes[name] for name in local}
-            if method.uploaded == "after":
-                protos[party] = means_of(loaded(local).encoder(x).detach(), y)  # type: ignore[operator]
-            models[party] = local
+                local = {name: local[name] - method.lr * slopes[name] for name in local}
+            if method.prototypes_from == "after":
+                protos[client] = means_of(loaded(local).encoder(x).detach(), y)  # type: ignore[operator]
+            models[client] = local
         theta = {name: sum(sizes[p] * models[p][name] for p in who) / sum(sizes.values()) for name in theta}  # type: ignore[misc]
         if method.head != "linear":
             known = {}
@@ -265,15 +265,15 @@ def episode(method: FRL, first: Weights, who: Sequence[int] = range(5)) -> tuple
                 if holders:
                     known[label] = sum(n * protos[p][label] for p, n in holders.items()) / sum(holders.values())  # type: ignore[assignment]
         last = protos
-    moved = [name for name in first if isinstance(method, LastingHead) or not name.startswith("head.")]
+    moved = [name for name in first if isinstance(method, FRLMetaHead) or not name.startswith("head.")]
     mean = {name: torch.zeros_like(first[name]) for name in moved}
-    total = sum(len(PAIRS[party][1]) for party in who)
-    for party in who:
-        x, y = halves(party)[1]
+    total = sum(len(PAIRS[client][1]) for client in who)
+    for client in who:
+        x, y = halves(client)[1]
         net = loaded(theta)
-        own = last[party] if method.query_prototypes == "support" else None
+        own = last[client] if method.query_prototypes == "support" else None
         slopes = slopes_of(f(method, net, x, y, known if method.head != "distance" else {}, own), net)
-        mean = {name: slope + len(PAIRS[party][1]) / total * slopes[name] for name, slope in mean.items()}
+        mean = {name: slope + len(PAIRS[client][1]) / total * slopes[name] for name, slope in mean.items()}
     return mean, theta, known
 
 
@@ -285,27 +285,27 @@ def double(weights: Weights) -> Weights:
     "settings",
     [
         {"head": "linear", "epochs": 2},
-        {"kind": LastingHead, "epochs": 2},
-        {"kind": LastingHead, "optimiser": "adam", "meta_rate": 0.05},
+        {"kind": FRLMetaHead, "epochs": 2},
+        {"kind": FRLMetaHead, "optimizer": "adam", "meta_lr": 0.05},
         {"head": "distance"},
         {"head": "distance", "query_prototypes": "support"},
         {"head": "gpal", "gamma": 0.4, "epochs": 2},
-        {"head": "gpal", "uploaded": "after"},
+        {"head": "gpal", "prototypes_from": "after"},
         {"head": "gpal", "query_prototypes": "support", "group_rounds": 2},
-        {"head": "gpal", "optimiser": "adam", "meta_rate": 0.05},
+        {"head": "gpal", "optimizer": "adam", "meta_lr": 0.05},
     ],
     ids=str,
 )
 def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None:
     options = {
-        "optimiser": "sgd",
-        "rate": 0.2,
-        "meta_rate": 0.5,
-        "batch": None,
-        "active": 5,
-        "groups": 1,
+        "optimizer": "sgd",
+        "lr": 0.2,
+        "meta_lr": 0.5,
+        "batch_size": None,
+        "cohort": 5,
+        "eval_groups": 1,
         "way": 2,
-        "members": 2,
+        "group_size": 2,
         **settings,
     }
     chosen = options.pop("kind", FRL)
@@ -316,18 +316,18 @@ def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None
         for r in (each, 2 * each)
     ]
     phi = {name: tensor.requires_grad_() for name, tensor in double(first_net().state_dict()).items()}
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[method.optimiser]
-    optimiser = kind(list(phi.values()), lr=method.meta_rate)
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[method.optimizer]
+    optimizer = kind(list(phi.values()), lr=method.meta_lr)
     for number, run in enumerate(runs):
         start = {name: tensor.detach().clone() for name, tensor in phi.items()}
-        if method.head == "linear" and not isinstance(method, LastingHead):
+        if method.head == "linear" and not isinstance(method, FRLMetaHead):
             start = double(
                 new_head({n: t.float() for n, t in start.items()}, stream(0, number * each + 1, "coordinator", "head"))
             )
         slopes, theta, known = episode(method, start)
         for name, slope in slopes.items():
             phi[name].grad = slope
-        optimiser.step()
+        optimizer.step()
         for name, tensor in run.state.initial.items():
             assert torch.allclose(tensor.double(), phi[name], atol=2e-5), name
         for name, tensor in run.state.model.items():
@@ -335,13 +335,13 @@ def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None
         if method.head == "gpal":
             assert run.state.classes.tolist() == sorted(known) == [0, 1, 2, 3, 4]
             assert torch.allclose(run.state.means.double(), torch.stack([known[c] for c in sorted(known)]), atol=2e-5)
-        assert method.optimiser == "adam" or not any(tensor.any() for tensor in run.state.second.values())
+        assert method.optimizer == "adam" or not any(tensor.any() for tensor in run.state.second.values())
     moved = max(float((phi[name] - tensor).detach().abs().max()) for name, tensor in first_net().state_dict().items())
     assert moved > 0.05
 
 
 def test_steps_on_parts_of_the_support_send_the_prototypes_of_all_of_it() -> None:
-    method, samples = FRL(batch=3, rate=0.5), federation().party(1).train
+    method, samples = FRL(batch_size=3, lr=0.5), federation().client(1).train
     net = first_net()
     expected = embed(net, samples)
     answer = method.update(net, samples, None, True, stream(0))
@@ -355,13 +355,13 @@ def test_steps_on_parts_of_the_support_send_the_prototypes_of_all_of_it() -> Non
 
 
 def test_a_sample_that_is_left_over_goes_with_the_step_before() -> None:
-    samples = federation().party(1).train
+    samples = federation().client(1).train
     assert [len(y) for _, y in epochs(samples, 2, 11, stream(1))] == [12, 12]
     assert [len(y) for _, y in epochs(samples, 1, 1, stream(1))] == [1] * 12
     assert [len(y) for _, y in epochs(samples.only(torch.tensor([3])), 1, 5, stream(1))] == [1]
 
 
-SMALL: dict[str, Any] = {"way": 2, "members": 2, "groups": 1}
+SMALL: dict[str, Any] = {"way": 2, "group_size": 2, "eval_groups": 1}
 
 
 def messages(path: Path) -> list[tuple[int, int, str, str, int]]:
@@ -373,7 +373,7 @@ def test_a_group_stays_together_for_an_episode_and_only_what_is_needed_travels(t
     pairs = [PAIRS[number % 5] for number in range(20)]
     for head in ("distance", "gpal", "linear"):
         fewer.run(
-            FRL(rounds=8, active=4, head=head, way=2, members=2, groups=1),
+            FRL(rounds=8, cohort=4, head=head, way=2, group_size=2, eval_groups=1),
             federation(pairs),
             model=first_net(),
             out=tmp_path / head,
@@ -405,17 +405,17 @@ def test_support_and_queries_are_drawn_anew_for_each_episode_and_halve_each_clas
     seen: dict[tuple[int, int], set[tuple[int, ...]]] = {}
 
     class Watched(FRL):
-        def halves(self, me: Any) -> Any:
-            support, queries = super().halves(me)
+        def halves(self, client: Any) -> Any:
+            support, queries = super().halves(client)
             assert support.rows is not None and queries.rows is not None
-            seen.setdefault((me.id, (me.round - 1) // 4), set()).add(tuple(sorted(support.rows.tolist())))
+            seen.setdefault((client.id, (client.round - 1) // 4), set()).add(tuple(sorted(support.rows.tolist())))
             assert not set(support.rows.tolist()) & set(queries.rows.tolist())
             labels = support.labels.tolist()
-            assert all(labels.count(c) == queries.labels.tolist().count(c) for c in HELD[me.id])
+            assert all(labels.count(c) == queries.labels.tolist().count(c) for c in HELD[client.id])
             return support, queries
 
-    data = from_parties(PAIRS, test=UNSEEN)
-    fewer.run(Watched(rounds=12, active=5, way=2, members=2, groups=1), data, model=first_net())
+    data = from_clients(PAIRS, test=UNSEEN)
+    fewer.run(Watched(rounds=12, cohort=5, way=2, group_size=2, eval_groups=1), data, model=first_net())
     assert len(seen) == 15 and all(len(found) == 1 for found in seen.values())
     assert len({found for key, (found,) in seen.items() if key[0] == 1}) > 1
 
@@ -428,11 +428,11 @@ def test_only_so_many_queries_are_answered() -> None:
             sizes.append(len(y))
             return super().loss(net, x, y, known, own)
 
-    fewer.run(Watched(rounds=4, active=5, batch=None, queries=3, **SMALL), federation(), model=first_net())
+    fewer.run(Watched(rounds=4, cohort=5, batch_size=None, queries=3, **SMALL), federation(), model=first_net())
     assert sorted(sizes[15:20]) == [2, 3, 3, 3, 3]  # their queries are 2, 4, 4, 4 and 6
 
 
-def test_the_meta_update_weighs_parties_by_all_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_meta_update_weighs_clients_by_all_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     weights: list[list[int]] = []
 
     def mean(models: Any, by: Any) -> Any:
@@ -441,17 +441,17 @@ def test_the_meta_update_weighs_parties_by_all_their_samples(monkeypatch: pytest
 
     monkeypatch.setattr(frl, "weighted_mean", mean)
     pairs = [(x[:n], y[:n]) for (x, y), n in zip(PAIRS, (3, 6, 5, 4, 2), strict=True)]
-    fewer.run(FRL(rounds=4, active=5, **SMALL), federation(pairs), model=first_net())
+    fewer.run(FRL(rounds=4, cohort=5, **SMALL), federation(pairs), model=first_net())
     assert sorted(weights[3]) == sorted(len(y) for _, y in pairs)
     assert sorted(weights[0]) == sorted(
-        len(support_query(federation(pairs).party(p).train, 0.5, None, True)[0]) for p in range(5)
+        len(support_query(federation(pairs).client(p).train, 0.5, None, True)[0]) for p in range(5)
     )
 
 
 def test_prototypes_use_the_statistics_of_the_batch() -> None:
     net = Split(nn.BatchNorm1d(2), 2, 6)
     net.state_dict()["encoder.running_mean"] += 100
-    samples = federation().party(0).train
+    samples = federation().client(0).train
     x, y = samples.slice(0, len(samples))
     normal = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
     assert torch.allclose(embed(net, samples).means[0], normal[y == 0].mean(0), atol=1e-5)
@@ -468,28 +468,34 @@ def test_prototypes_of_another_episode_are_not_used() -> None:
     assert found(method, 4) is None and found(method, 12) is None and found(FRL(), 8) is None
 
 
-def test_prototypes_that_only_the_party_needs_stay_with_it(tmp_path: Path) -> None:
+def test_prototypes_that_only_the_client_needs_stay_with_it(tmp_path: Path) -> None:
     kinds: list[Any] = ["queries", "support"]
     for kind in kinds:
-        method = FRL(rounds=4, active=5, head="distance", query_prototypes=kind, **SMALL)
+        method = FRL(rounds=4, cohort=5, head="distance", query_prototypes=kind, **SMALL)
         fewer.run(method, federation(), model=first_net(), out=tmp_path / kind)
     assert messages(tmp_path / "queries") == messages(tmp_path / "support")
 
 
 # --- groups -----------------------------------------------------------------------------------------------------
 
-GROUPS: dict[str, Any] = {"way": 3, "members": 4, "groups": 3, "samples": 8}
+GROUPS: dict[str, Any] = {"way": 3, "group_size": 4, "eval_groups": 3, "samples_per_class": 8}
 
 
 def digits(**settings: Any) -> ArrayData:
-    options = {"parties": 12, "partition": "shards", "data_set": {"unseen": "6-9"}, "fraction": 0.3, **settings}
+    options = {
+        "clients": 12,
+        "partition": "shards",
+        "data_options": {"unseen_classes": "6-9"},
+        "fraction": 0.3,
+        **settings,
+    }
     return fewer.data.load("digits", **options)
 
 
 @pytest.mark.parametrize("division", ["iid", "shards"])
 def test_groups_have_their_classes_and_members_their_shards(division: Any) -> None:
     data = digits()
-    method = FRL(**{**GROUPS, "samples": 16, "members": 6}, division=division)
+    method = FRL(**{**GROUPS, "samples_per_class": 16, "group_size": 6}, partition=division)
     assert data.unseen == {6, 7, 8, 9}
     drawn = [method.draw_group(data.test, [6, 7, 8, 9], 2, 3, number) for number in range(8)]
     for group in drawn:
@@ -503,48 +509,48 @@ def test_groups_have_their_classes_and_members_their_shards(division: Any) -> No
         assert max(held) <= 2 if division == "shards" else max(held) == 3
         assert len(group.supports) == 6
     assert len({tuple(sorted(set(group.queries.labels.tolist()))) for group in drawn}) > 1
-    again = Scratch(**{**GROUPS, "samples": 16, "members": 6}, division=division)
+    again = FRLScratch(**{**GROUPS, "samples_per_class": 16, "group_size": 6}, partition=division)
     same = again.draw_group(data.test, [6, 7, 8, 9], 2, 3, 5).queries.rows
     assert torch.equal(same, drawn[5].queries.rows)  # type: ignore[arg-type]
 
 
 def test_by_default_groups_have_as_many_unseen_classes_as_there_are() -> None:
-    class Watched(Scratch):
+    class Watched(FRLScratch):
         def draw_group(self, samples: Any, never: Any, wanted: int, seed: int, number: int) -> Any:
             assert (sorted(never), wanted) == ([6, 7, 8, 9], 4)
             return super().draw_group(samples, never, wanted, seed, number)
 
     scores = fewer.run(Watched(**{**GROUPS, "way": 5}), digits()).scores
     assert len(scores["groups"]) == 3 and scores["accuracy"] == pytest.approx(np.mean(scores["groups"]))
-    for wrong in ({"way": 11}, {"unseen": 5, "way": 5}):
+    for wrong in ({"way": 11}, {"unseen_classes": 5, "way": 5}):
         with pytest.raises(SettingError, match="the test samples are of 4 and 6"):
-            fewer.run(Scratch(**{**GROUPS, **wrong}), digits())
+            fewer.run(FRLScratch(**{**GROUPS, **wrong}), digits())
 
 
 def test_a_member_learns_from_its_share_of_each_class() -> None:
     data = digits()
-    options = {**GROUPS, "samples": 16, "members": 1, "division": "iid", "support_share": 0.25}
+    options = {**GROUPS, "samples_per_class": 16, "group_size": 1, "partition": "iid", "support_fraction": 0.25}
     for number in range(3):
         group = FRL(**options).draw_group(data.test, [6, 7, 8, 9], 3, 0, number)
         assert sorted(torch.bincount(group.supports[0].labels).tolist())[-3:] == [4, 4, 4]
-    me: Any = SimpleNamespace(train=federation().party(2).train, in_time=False, seed=0, id=2, round=1)
-    support, queries = FRL(support_share=0.25).halves(me)
+    client: Any = SimpleNamespace(train=federation().client(2).train, in_time=False, seed=0, id=2, round=1)
+    support, queries = FRL(support_fraction=0.25).halves(client)
     assert (len(support), len(queries)) == (2, 6)
 
 
 def test_figures_of_groups() -> None:
-    class Watched(Scratch):
+    class Watched(FRLScratch):
         def ask_groups(self, *_: Any) -> Any:
             return [Counts(1, 2, 3.0), Counts(3, 3, 1.0)]
 
     scores = Watched().evaluate(None, None, None)  # type: ignore[arg-type]
-    assert scores == {"accuracy": 0.75, "loss": 0.8, "groups": [0.5, 1.0]}
+    assert scores == {"accuracy": 0.75, "loss": 0.8, "eval_groups": [0.5, 1.0]}
 
 
 def test_groups_may_be_judged_after_another_number_of_rounds(tmp_path: Any) -> None:
     seeds, turns = [], []
 
-    class Watched(Scratch):
+    class Watched(FRLScratch):
         def update(self, net: Any, support: Any, known: Any, wanted: bool, draw: Any) -> Any:
             seeds.append(draw.initial_seed())
             return super().update(net, support, known, wanted, draw)
@@ -553,25 +559,30 @@ def test_groups_may_be_judged_after_another_number_of_rounds(tmp_path: Any) -> N
             turns.append(group.done)
             return super().merge(group, found)
 
-    fewer.run(Watched(deploy_rounds=2, **{**SMALL, "groups": 2}), federation(), model=first_net(), out=tmp_path / "run")
+    fewer.run(
+        Watched(deploy_rounds=2, **{**SMALL, "eval_groups": 2}), federation(), model=first_net(), out=tmp_path / "run"
+    )
     assert turns == [0, 1, 0, 1] and len(set(seeds)) == 8
-    fewer.run(Scratch(deploy_rounds=2, **SMALL), federation(), model=first_net(), out=tmp_path / "other")
+    fewer.run(FRLScratch(deploy_rounds=2, **SMALL), federation(), model=first_net(), out=tmp_path / "other")
     assert deploy(tmp_path / "other", federation(), model=Small).method.rounds == 2
 
 
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"way": 2, "unseen": 3}, "unseen = 3 classes of a group with way = 2 .allowed: 0 … 2."),
-        ({"samples": 1, "division": "iid"}, "4 members and 3 classes have no queries: no member has two samples"),
-        ({"samples": 1}, "8 shards of 3 samples"),
-        ({"members": 300}, "600 shards of 24 samples"),
+        ({"way": 2, "unseen_classes": 3}, "unseen = 3 classes of a group with way = 2 .allowed: 0 … 2."),
+        (
+            {"samples_per_class": 1, "partition": "iid"},
+            "4 members and 3 classes have no queries: no member has two samples",
+        ),
+        ({"samples_per_class": 1}, "8 shards of 3 samples"),
+        ({"group_size": 300}, "600 shards of 24 samples"),
     ],
     ids=str,
 )
 def test_groups_that_cannot_be_are_told_before_the_first_round(wrong: dict[str, Any], text: str) -> None:
-    class Never(Scratch):
-        def round(self, state: Any, parties: Parties) -> Any:
+    class Never(FRLScratch):
+        def round(self, state: Any, clients: Clients) -> Any:
             raise AssertionError
 
     with pytest.raises(SettingError, match=text):
@@ -579,13 +590,15 @@ def test_groups_that_cannot_be_are_told_before_the_first_round(wrong: dict[str, 
 
 
 def test_a_trial_whose_groups_cannot_be_is_told_so() -> None:
-    job = job_from(check({"method": "frl-scratch"}), Scratch(**{**GROUPS, "unseen": 3}), digits())
+    experiment = build_experiment(
+        check({"method": "frl-scratch"}), FRLScratch(**{**GROUPS, "unseen_classes": 3}), digits()
+    )
     with pytest.raises(SettingError, match="3 classes never met and 0 others, but the test samples are of 1 and 5"):
-        tune(job, 1)
+        tune(experiment, 1)
 
 
 def test_groups_that_run_off_are_told_and_answer_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    scores = fewer.run(Scratch(rate=1e30, head="linear", **GROUPS), digits()).scores
+    scores = fewer.run(FRLScratch(lr=1e30, head="linear", **GROUPS), digits()).scores
     assert scores["groups"] == [0, 0, 0]
     assert "frl-scratch: the models of 3 of 3 groups are no longer finite" in caplog.text
 
@@ -600,56 +613,62 @@ def test_a_class_that_is_ruled_out_adds_no_loss() -> None:
 
 def test_a_trial_never_sees_the_test_samples() -> None:
     data = digits()
-    method, seen = FRL(**{**GROUPS, "groups": 100}).trial(data, 0.2, 3)
+    method, seen = FRL(**{**GROUPS, "eval_groups": 100}).tuning_split(data, 0.2, 3)
     assert seen.unseen and not seen.unseen & data.unseen and not set(seen.test.labels.tolist()) & data.unseen
     assert seen.test.x is data.source.x and seen.test.rows is not None
     assert set(seen.test.rows.tolist()) <= set(data.train.rows.tolist())
-    assert isinstance(method, FRL) and method.groups == TRIAL_GROUPS < 100
+    assert isinstance(method, FRL) and method.eval_groups == TRIAL_GROUPS < 100
 
 
 def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
     data = digits()
     held = data.held_classes(0.2, 3)
     assert len(held.unseen) == 1 and held.unseen < set(range(6))
-    trained = {int(label) for party in range(12) for label in held.party(party).train.labels}
+    trained = {int(label) for client in range(12) for label in held.client(client).train.labels}
     assert trained == set(range(6)) - held.unseen and set(held.test.labels.tolist()) == set(range(6))
-    before, after = (sum(source.size(party) for party in range(12)) for source in (data, held))
+    before, after = (sum(source.size(client) for client in range(12)) for source in (data, held))
     assert after + len(held.test) == before
-    assert len(held.party(0).test) == len(data.held_out(0.2, 3).party(0).test)
-    assert list(Scratch(head="linear").grids()["rate"]) == pytest.approx([0.01, 0.03, 0.1])
-    assert FRL(head="distance").grids() == {"meta_rate": (0.003, 0.01, 0.03), "rate": (0.001, 0.003, 0.01)}
-    assert FRL().grids()["gamma"] == (0.5, 5 / 6) and FRL(optimiser="sgd").grids()["meta_rate"] == (0.1, 0.3, 1.0)
-    job = job_from(check({"method": "frl-scratch", "set": GROUPS}), Scratch(**GROUPS), data)
-    tuned, trials = tune(job, 2)
-    assert len(trials) == 2 and tuned.method.groups == 3 and tuned.data is job.data  # type: ignore[attr-defined]
+    assert len(held.client(0).test) == len(data.held_out(0.2, 3).client(0).test)
+    assert list(FRLScratch(head="linear").search_space()["rate"]) == pytest.approx([0.01, 0.03, 0.1])
+    assert FRL(head="distance").search_space() == {"meta_lr": (0.003, 0.01, 0.03), "lr": (0.001, 0.003, 0.01)}
+    assert FRL().search_space()["gamma"] == (0.5, 5 / 6) and FRL(optimizer="sgd").search_space()["meta_rate"] == (
+        0.1,
+        0.3,
+        1.0,
+    )
+    experiment = build_experiment(
+        check({"method": "frl-scratch", "method_options": GROUPS}), FRLScratch(**GROUPS), data
+    )
+    tuned, trials = tune(experiment, 2)
+    assert len(trials) == 2 and tuned.method.groups == 3 and tuned.data is experiment.data  # type: ignore[attr-defined]
 
 
 # --- odd groups -------------------------------------------------------------------------------------------------
 
 NOTHING = np.zeros((0, 2), np.float32), np.zeros(0, np.int64)
 ODD = {
-    "fewer parties than K": PAIRS[:3],
+    "fewer clients than K": PAIRS[:3],
     "one class each": [(x[y == y[0]], y[y == y[0]]) for x, y in PAIRS],
     "all the same class": [(x, np.zeros_like(y)) for x, y in PAIRS],
     "one sample, and nothing": [*PAIRS, (PAIRS[0][0][:1], PAIRS[0][1][:1]), NOTHING],
-    "one party": PAIRS[:1],
+    "one client": PAIRS[:1],
 }
 
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("head", ["linear", "distance", "gpal"])
 def test_odd_groups_do_not_break_a_round(head: Any, odd: str, tmp_path: Path) -> None:
-    pairs, options = ODD[odd], {"way": 2, "members": 2, "groups": 1}
-    methods = [FRL(rounds=4, head=head, **options), PersonalStart(rounds=1, head=head, **options)]
+    pairs, options = ODD[odd], {"way": 2, "group_size": 2, "eval_groups": 1}
+    methods = [FRL(rounds=4, head=head, **options), FRLPerFedAvg(rounds=1, head=head, **options)]
     for number, method in enumerate(methods if head == "gpal" else methods[:1]):
         run = tmp_path / str(number)
-        result = fewer.run(method, from_parties(pairs, test=UNSEEN), model=first_net(), out=run)
-        assert all(torch.isfinite(tensor).all() for tensor in method.shared(result.state).values())
+        result = fewer.run(method, from_clients(pairs, test=UNSEEN), model=first_net(), out=run)
+        assert all(torch.isfinite(tensor).all() for tensor in method.broadcast(result.state).values())
         events = (run / "events.jsonl").read_text()
         assert '"failed"' not in events
         if "nothing" in odd:
             assert "no training data" in events and "no class with two samples" in events
-        group = deploy(run, from_parties(pairs, test=UNSEEN), model=Small, set={"keep": 1} if number else {})
+        group = deploy(run, from_clients(pairs, test=UNSEEN), model=Small, set={"keep_best": 1} if number else {})
         held = sorted({int(label) for _, y in pairs for label in y}) if not number else group.state.classes.tolist()
         assert group.state.classes.tolist() == held
         scores = group.model(torch.zeros(1, 2))
@@ -658,7 +677,7 @@ def test_odd_groups_do_not_break_a_round(head: Any, odd: str, tmp_path: Path) ->
 
 
 def test_answers_that_do_not_fit_are_refused() -> None:
-    class Nobody(Parties):
+    class Nobody(Clients):
         def _carry(self, calls: Any) -> Any:
             return iter(())
 
@@ -669,7 +688,7 @@ def test_answers_that_do_not_fit_are_refused() -> None:
         told.append(absent)
         kinds.add(kind)
 
-    parties = Nobody(3, 0, on_absent=note)
+    clients = Nobody(3, 0, on_absent=note)
     good = {"classes": torch.tensor([1, 4]), "means": torch.zeros(2, 3), "counts": torch.tensor([1, 2])}
     bad = [
         {**good, "classes": torch.tensor([4, 1])},
@@ -680,18 +699,18 @@ def test_answers_that_do_not_fit_are_refused() -> None:
         {**good, "means": torch.zeros(1, 3)},
     ]
     answers = [Answer(number, fields) for number, fields in enumerate([*bad, good])]
-    assert [answer.party for answer in fitting(answers, parties, 5, "holds")] == [6]
-    assert [one.party for one in told] == [0, 1, 2, 3, 4, 5] and told[0].why == "refused" and kinds == {"holds"}
-    with pytest.raises(FewerError, match="no party sent classes and prototypes that fit"):
-        fitting(answers[:2], parties, 5, "holds")
+    assert [answer.client for answer in fitting(answers, clients, 5, "holds")] == [6]
+    assert [one.client for one in told] == [0, 1, 2, 3, 4, 5] and told[0].reason == "refused" and kinds == {"holds"}
+    with pytest.raises(FewerError, match="no client sent classes and prototypes that fit"):
+        fitting(answers[:2], clients, 5, "holds")
 
 
 # --- baselines --------------------------------------------------------------------------------------------------
 
 
 def test_one_shot_averages_the_models_that_do_best_on_what_they_held_out() -> None:
-    method = Scratch(keep=2, head="gpal", way=2, members=2)
-    group = method.nobody(job_from(check({}), method, federation(), first_net()).task)
+    method = FRLScratch(keep_best=2, head="gpal", way=2, group_size=2)
+    group = method.nobody(build_experiment(check({}), method, federation(), first_net()).task)
     found = [
         {
             "model": {"w": torch.tensor([float(number)])},
@@ -705,31 +724,38 @@ def test_one_shot_averages_the_models_that_do_best_on_what_they_held_out() -> No
     ]
     end = method.merge(group, found)
     assert float(end.model["w"]) == pytest.approx((2 * 1 + 4 * 3) / 6) and end.classes.tolist() == [1, 3]
-    samples = federation().party(1).train
+    samples = federation().client(1).train
     for head in ("linear", "gpal"):
         known = (torch.tensor([1, 2]), torch.zeros(2, 0)) if head == "linear" else None
-        answer = Scratch(keep=2, head=head).update(first_net(), samples, known, True, stream(0))
+        answer = FRLScratch(keep_best=2, head=head).update(first_net(), samples, known, True, stream(0))
         assert answer["size"] == 10 and answer["score"] in (0.0, 0.5, 1.0)  # two of twelve are held out
 
 
 def test_fine_tuning_prepares_by_fedavg_and_per_fedavg_by_its_first_order_step() -> None:
-    options: dict[str, Any] = {"rounds": 1, "active": 5, "batch": None, "rate": 0.3, "prepare_rate": 0.2, "groups": 1}
-    options |= {"way": 2, "members": 2, "head": "linear"}
+    options: dict[str, Any] = {
+        "rounds": 1,
+        "cohort": 5,
+        "batch_size": None,
+        "lr": 0.3,
+        "pretrain_lr": 0.2,
+        "eval_groups": 1,
+    }
+    options |= {"way": 2, "group_size": 2, "head": "linear"}
     ends: dict[str, list[Weights]] = {"fine": [], "per": []}
-    for party in range(5):
-        x, y = (torch.from_numpy(array) for array in PAIRS[party])
+    for client in range(5):
+        x, y = (torch.from_numpy(array) for array in PAIRS[client])
         net = loaded(double(first_net().state_dict()))
         start = weights_of(net)
         slopes = slopes_of(F.cross_entropy(net(x.double()), y), net)
         ends["fine"].append({name: start[name] - 0.2 * slopes[name] for name in start})
-        halved = stream(0, 1, party, "batches")
-        inner, outer = support_query(federation().party(party).train, 0.5, halved, by_class=True)
+        halved = stream(0, 1, client, "batches")
+        inner, outer = support_query(federation().client(client).train, 0.5, halved, by_class=True)
         slopes = slopes_of(F.cross_entropy(net(inner.slice(0, 99)[0].double()), inner.labels), net)
         near = loaded({name: start[name] - 0.3 * slopes[name] for name in start})
         slopes = slopes_of(F.cross_entropy(near(outer.slice(0, 99)[0].double()), outer.labels), near)
         ends["per"].append({name: start[name] - 0.2 * slopes[name] for name in start})
     sizes = np.array([len(y) for _, y in PAIRS]) / sum(len(y) for _, y in PAIRS)
-    for kind, key in ((FineTuning, "fine"), (PersonalStart, "per")):
+    for kind, key in ((FRLFineTuning, "fine"), (FRLPerFedAvg, "per")):
         model = fewer.run(kind(**options), federation(), model=first_net()).state.model
         for name, tensor in model.items():
             mean = sum(share * end[name] for share, end in zip(sizes, ends[key], strict=True))
@@ -737,11 +763,11 @@ def test_fine_tuning_prepares_by_fedavg_and_per_fedavg_by_its_first_order_step()
 
 
 def test_a_warm_start_is_fedavg_and_then_frl_from_there() -> None:
-    options: dict[str, Any] = {"active": 5, "batch": None, "rate": 0.2, "prepare_rate": 0.2, "meta_rate": 0.5}
-    options |= {"groups": 1, "way": 2, "members": 2, "optimiser": "sgd"}
-    warm = fewer.run(WarmStart(rounds=8, warm=4, **options), federation(), model=first_net())
-    first = {name: value for name, value in options.items() if name not in ("meta_rate", "optimiser")}
-    begun = fewer.run(FineTuning(rounds=4, **first), federation(), model=first_net()).state.model
+    options: dict[str, Any] = {"cohort": 5, "batch_size": None, "lr": 0.2, "pretrain_lr": 0.2, "meta_lr": 0.5}
+    options |= {"eval_groups": 1, "way": 2, "group_size": 2, "optimizer": "sgd"}
+    warm = fewer.run(FRLWarmStart(rounds=8, warmup_rounds=4, **options), federation(), model=first_net())
+    first = {name: value for name, value in options.items() if name not in ("meta_rate", "optimizer")}
+    begun = fewer.run(FRLFineTuning(rounds=4, **first), federation(), model=first_net()).state.model
     slopes, theta, _ = episode(
         FRL(rounds=4, **{n: v for n, v in options.items() if n != "prepare_rate"}), double(begun)
     )
@@ -752,23 +778,23 @@ def test_a_warm_start_is_fedavg_and_then_frl_from_there() -> None:
         assert torch.allclose(warm.state.initial[name].double(), moved, atol=2e-5), name
     for wrong in (3, 8):
         with pytest.raises(SettingError, match=rf"warm = {wrong} \(allowed: multiples of 4 below 8"):
-            fewer.run(WarmStart(rounds=8, warm=wrong, **options), federation(), model=first_net())
+            fewer.run(FRLWarmStart(rounds=8, warmup_rounds=wrong, **options), federation(), model=first_net())
 
 
-def test_a_party_of_one_shot_tells_how_good_its_model_is_on_what_it_held_out() -> None:
+def test_a_client_of_one_shot_tells_how_good_its_model_is_on_what_it_held_out() -> None:
     x = np.concatenate([np.tile([-2.0, 2.0], (10, 1)), np.tile([2.0, -2.0], (10, 1))]).astype(np.float32)
-    samples = from_parties([(x, np.repeat([0, 1], 10))], test=UNSEEN).party(0).train
-    answer = Scratch(keep=1, head="distance", rate=1e-6).update(first_net(), samples, None, True, stream(0))
+    samples = from_clients([(x, np.repeat([0, 1], 10))], test=UNSEEN).client(0).train
+    answer = FRLScratch(keep_best=1, head="distance", lr=1e-6).update(first_net(), samples, None, True, stream(0))
     assert answer["score"] == 1
 
 
 def test_per_fedavg_takes_each_step_from_where_the_last_one_ended() -> None:
-    me: Any = SimpleNamespace(train=federation().party(1).train, task=SimpleNamespace(classes=6))
-    me.stream = lambda purpose: stream(0, 1, 1, purpose)
-    method = PersonalStart(head="linear", batch=3, rate=0.3, prepare_rate=0.2)
+    client: Any = SimpleNamespace(train=federation().client(1).train, task=SimpleNamespace(classes=6))
+    client.stream = lambda purpose: stream(0, 1, 1, purpose)
+    method = FRLPerFedAvg(head="linear", batch_size=3, lr=0.3, pretrain_lr=0.2)
     net, other, draw = first_net(), first_net(), stream(0, 1, 1, "batches")
-    method.pretrain(net, me)
-    inner, outer = support_query(me.train, 0.5, draw, by_class=True)
+    method.pretrain(net, client)
+    inner, outer = support_query(client.train, 0.5, draw, by_class=True)
     for (x, y), (u, v) in zip(epochs(inner, 1, 3, draw), epochs(outer, 1, 3, draw), strict=True):
         start = weights_of(other)
         slopes = slopes_of(F.cross_entropy(other(x), y), other)
@@ -786,16 +812,16 @@ def test_per_fedavg_takes_each_step_from_where_the_last_one_ended() -> None:
 
 def test_a_whole_group_deploys_unless_active_says_less(tmp_path: Any) -> None:
     pairs = [PAIRS[number % 5] for number in range(12)]
-    fewer.run(Scratch(**SMALL), federation(), model=first_net(), out=tmp_path / "run")
-    for active, asked in ((None, 12), (3, 3)):
-        more: dict[str, Any] = {} if active is None else {"active": active}
-        deploy(tmp_path / "run", federation(pairs), model=Small, rounds=1, out=tmp_path / str(active), **more)
-        sent = messages(tmp_path / str(active))
+    fewer.run(FRLScratch(**SMALL), federation(), model=first_net(), out=tmp_path / "run")
+    for cohort, asked in ((None, 12), (3, 3)):
+        more: dict[str, Any] = {} if cohort is None else {"cohort": cohort}
+        deploy(tmp_path / "run", federation(pairs), model=Small, rounds=1, out=tmp_path / str(cohort), **more)
+        sent = messages(tmp_path / str(cohort))
         assert len({p for _, p, way, kind, _ in sent if (way, kind) == ("down", "learn")}) == asked
 
 
 def test_a_group_goes_on_and_is_used_after_the_prepared_model_is_gone(tmp_path: Path) -> None:
-    fewer.run(Scratch(**SMALL), federation(), model=first_net(), out=tmp_path / "run")
+    fewer.run(FRLScratch(**SMALL), federation(), model=first_net(), out=tmp_path / "run")
     for name, progress in (("whole", None), ("broken", Stopping())):
         group = partial(deploy, tmp_path / "run", federation(), model=Small, out=tmp_path / name, progress=progress)
         if progress is None:
@@ -812,7 +838,7 @@ def test_a_group_goes_on_and_is_used_after_the_prepared_model_is_gone(tmp_path: 
 
 def test_a_group_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     words = replace(federation(), tokens=("a", "b"))
-    fewer.run(Scratch(**SMALL), words, model=first_net(), out=tmp_path / "run")
+    fewer.run(FRLScratch(**SMALL), words, model=first_net(), out=tmp_path / "run")
     deploy(tmp_path / "run", words, model=Small, rounds=1)
     for tokens in ((), ("b", "a")):
         with pytest.raises(SettingError, match="was prepared with another vocabulary"):
@@ -820,7 +846,7 @@ def test_a_group_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 
 def test_prototypes_to_answer_with_are_sent_where_the_model_is_judged(tmp_path: Path) -> None:
-    fewer.run(Scratch(head="distance", **SMALL), federation(), model=first_net(), out=tmp_path / "run")
+    fewer.run(FRLScratch(head="distance", **SMALL), federation(), model=first_net(), out=tmp_path / "run")
     sizes = {}
     for every in (1, 3):
         out = tmp_path / str(every)
@@ -831,16 +857,16 @@ def test_prototypes_to_answer_with_are_sent_where_the_model_is_judged(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "head"), [(FRL, "linear"), (LastingHead, "linear"), (FRL, "distance"), (FRL, "gpal")], ids=str
+    ("kind", "head"), [(FRL, "linear"), (FRLMetaHead, "linear"), (FRL, "distance"), (FRL, "gpal")], ids=str
 )
 def test_a_deployed_group_gets_the_model_that_it_was_judged_by(kind: type[FRL], head: Any, tmp_path: Path) -> None:
-    method = kind(rounds=4, head=head, batch=None, rate=0.2, way=2, members=2, groups=1)
+    method = kind(rounds=4, head=head, batch_size=None, lr=0.2, way=2, group_size=2, eval_groups=1)
     prepared = fewer.run(method, federation(), model=first_net(), out=tmp_path / "prepared")
     group = deploy(tmp_path / "prepared", federation(), model=Small)
     assert group.method.rounds == 3 and (tmp_path / "prepared" / FILE).exists()
-    supports = [federation().party(party).train for party in range(5)]
+    supports = [federation().client(client).train for client in range(5)]
 
-    class Seat:  # with the head that the deployed group drew
+    class Context:  # with the head that the deployed group drew
         seed, task = 0, group.task
 
         def net(self, weights: Weights) -> nn.Module:
@@ -851,7 +877,7 @@ def test_a_deployed_group_gets_the_model_that_it_was_judged_by(kind: type[FRL], 
     played = type(
         "Played", (FRL,), {"begin": lambda self, g, model, draw: FRL.begin(self, g, model, stream(0, "head"))}
     )
-    net = played(**method.model_dump()).group_model(Seat(), prepared.state.initial, supports, 0).eval()
+    net = played(**method.model_dump()).group_model(Context(), prepared.state.initial, supports, 0).eval()
     x = torch.from_numpy(UNSEEN[0])
     assert torch.allclose(net(x)[:, :5], group.model(x)[:, :5], atol=1e-5)
     right = float((net(x).argmax(1) == torch.from_numpy(UNSEEN[1])).float().mean())
@@ -859,12 +885,12 @@ def test_a_deployed_group_gets_the_model_that_it_was_judged_by(kind: type[FRL], 
 
 
 def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> None:
-    words = ["--data", "digits", "--partition", "shards", "--set", "way=3", "--set", "groups=2", "--set", "members=3"]
+    words = ["--data", "digits", "--partition", "shards", "-o", "way=3", "-o", "eval_groups=2", "-o", "group_size=3"]
     run, group = tmp_path / "run", tmp_path / "group"
-    more = ["--data-set", "unseen=5-9", "--parties", "12", "--rounds", "4", "--set", "rate=0.02", "--no-report"]
+    more = ["--data-option", "unseen_classes=5-9", "--clients", "12", "--rounds", "4", "-o", "lr=0.02", "--no-report"]
     told = call("prepare", *words, *more, "--out", run).stdout
     assert "Mean over 2 groups" in told and f"fewer deploy {run}" in told
-    mine = ["--data", "digits", "--data-set", "classes=5-9", "--parties", "4", "--alpha", "1"]
+    mine = ["--data", "digits", "--data-option", "classes=5-9", "--clients", "4", "--alpha", "1"]
     call("deploy", run / FILE, *mine, "--out", group, "--rounds", "2", "--no-report")
     found = json.loads((group / "settings.json").read_text())
     assert found["method"]["rate"] == 0.02 and found["method"]["rounds"] == 2 and found["method"]["head"] == "gpal"
@@ -876,14 +902,14 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
     (run / FILE).rename(tmp_path / FILE)  # it is all that a group needs
     again = call("deploy", tmp_path / FILE, *mine, "--out", tmp_path / "again", "--rounds", "2", "--no-report")
     assert again.stdout.split("MB")[0] == call("resume", tmp_path / "again", "--no-report").stdout.split("MB")[0]
-    lines = call("predict", tmp_path / "again", "--data", "digits", "--data-set", "classes=5-9").stdout.splitlines()
+    lines = call("predict", tmp_path / "again", "--data", "digits", "--data-option", "classes=5-9").stdout.splitlines()
     assert {line.split(",")[1] for line in lines[1:]} <= set("56789") and len(lines) > 150
     assert len(call("export", tmp_path / "again").stdout.splitlines()) == 3
     for wrong, text in (
         (["deploy", run / "events.jsonl", *mine], "is not a prepared model"),
         (["deploy", tmp_path / "nowhere", *mine], "no prepared model"),
         (["deploy", tmp_path / "again", *mine], "no prepared model"),
-        (["deploy", tmp_path / FILE, "--data", "fashion-mini", "--parties", "4"], "was prepared for another net"),
+        (["deploy", tmp_path / FILE, "--data", "fashion-mini", "--clients", "4"], "was prepared for another net"),
         (["prepare", "fedavg"], "fedavg prepares no model for groups (allowed: frl, "),
         (["predict", run, "--data", "digits"], "fewer deploy makes one"),
         (["run", "frl", "--data", "digits", "--rounds", "6"], "rounds = 6 (allowed: multiples of 4"),
@@ -897,12 +923,12 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "method",
     [
-        FRL(rounds=8, active=4, **GROUPS),
-        FRL(rounds=8, active=4, head="linear", codec="float16", **GROUPS),
-        FRL(rounds=8, active=4, head="distance", query_prototypes="support", queries=3, **GROUPS),
-        LastingHead(rounds=8, active=4, **GROUPS),
-        WarmStart(rounds=8, active=4, warm=4, head="linear", **GROUPS),
-        PersonalStart(rounds=4, active=4, keep=2, **GROUPS),
+        FRL(rounds=8, cohort=4, **GROUPS),
+        FRL(rounds=8, cohort=4, head="linear", codec="float16", **GROUPS),
+        FRL(rounds=8, cohort=4, head="distance", query_prototypes="support", queries=3, **GROUPS),
+        FRLMetaHead(rounds=8, cohort=4, **GROUPS),
+        FRLWarmStart(rounds=8, cohort=4, warmup_rounds=4, head="linear", **GROUPS),
+        FRLPerFedAvg(rounds=4, cohort=4, keep_best=2, **GROUPS),
     ],
     ids=lambda method: f"{method.name} {method.head}",
 )
@@ -913,7 +939,7 @@ def test_pool_and_resume_in_an_episode_give_the_same_numbers(method: Prepared, t
         fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())
     for other in (fewer.run(method, data, seed=2, runtime="pool"), fewer.resume(tmp_path / "run")):
         assert [{**h, "seconds": 0} for h in other.history] == [{**h, "seconds": 0} for h in whole.history]
-        mine, theirs = method.shared(other.state), method.shared(whole.state)
+        mine, theirs = method.broadcast(other.state), method.broadcast(whole.state)
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     told = [line["round"] for line in whole.history if "accuracy" in line]
     alone = range(1, getattr(method, "warm", 0) + 1)
@@ -935,19 +961,19 @@ def test_batch_norm_answers_by_the_statistics_of_the_batch() -> None:
         answering(x[:1])
     batch_statistics(net.train())
     assert net.encoder[1].training and not net.training  # type: ignore[index]
-    state = fewer.run(FRL(rounds=4, active=5, way=2, members=2, groups=1), federation(), model=Normed).state
+    state = fewer.run(FRL(rounds=4, cohort=5, way=2, group_size=2, eval_groups=1), federation(), model=Normed).state
     assert int(state.initial["encoder.1.num_batches_tracked"]) > 0  # carried along, for whoever wants them
 
 
 # --- Theorem 1 --------------------------------------------------------------------------------------------------
 
-CONSTANTS: dict[str, float] = {"smoothness": 2.0, "sample_variance": 3.0, "party_variance": 5.0}
+CONSTANTS: dict[str, float] = {"smoothness": 2.0, "sample_variance": 3.0, "client_variance": 5.0}
 
 
 def test_the_bound_is_that_of_theorem_1() -> None:
     assert settles_at(0.01, 3, 60, 10, **CONSTANTS) == pytest.approx(0.01 * 2 * 32 * (3 / 60 + 5 / 10))
     assert bound(100, 7.0, 0.01, 0.352) == pytest.approx(28 / (0.01 * 100) + 0.352)
-    with pytest.raises(SettingError, match=r"parties = 0 \(allowed: 1 and more"):
+    with pytest.raises(SettingError, match=r"clients = 0 \(allowed: 1 and more"):
         settles_at(0.01, 3, 60, 0, **CONSTANTS)
     with pytest.raises(SettingError, match=r"episodes = 0, meta_rate = 0.01"):
         bound(0, 7.0, 0.01, 0.352)
@@ -961,21 +987,21 @@ def test_preparation_of_quadratics_stays_below_the_bound(beta: float, rounds: in
 
     A gradient on 5 samples is off by noise. From the optimum the bound is ε alone.
     """
-    draw, smooth, alpha, parties, episodes = np.random.default_rng(1), 1.5, 0.2, 40, 400
-    centres = draw.normal(0, 2, parties)
+    draw, smooth, alpha, clients, episodes = np.random.default_rng(1), 1.5, 0.2, 40, 400
+    centers = draw.normal(0, 2, clients)
     left = (1 - alpha * smooth) ** rounds
-    phi = first = centres.mean() + far
+    phi = first = centers.mean() + far
     squares = []
     for _ in range(episodes):
-        squares.append((smooth * left**2 * (phi - centres.mean())) ** 2)
-        group = centres[draw.choice(parties, k, replace=False)]
+        squares.append((smooth * left**2 * (phi - centers.mean())) ** 2)
+        group = centers[draw.choice(clients, k, replace=False)]
         noise = draw.normal(0, 3 / np.sqrt(5), k)
         phi -= beta * float(np.mean(smooth * (left * phi + (1 - left) * group.mean() - group) + noise))
-    gap = smooth / 2 * left**2 * (first - centres.mean()) ** 2
-    variance = smooth**2 * float(centres.var())
-    error = settles_at(beta, rounds, 5, k, smoothness=smooth, sample_variance=9.0, party_variance=variance)
+    gap = smooth / 2 * left**2 * (first - centers.mean()) ** 2
+    variance = smooth**2 * float(centers.var())
+    error = settles_at(beta, rounds, 5, k, smoothness=smooth, sample_variance=9.0, client_variance=variance)
     assert 0 < np.mean(squares) <= bound(episodes, gap, beta, error)
-    assert not far or abs(phi - centres.mean()) < far
+    assert not far or abs(phi - centers.mean()) < far
 
 
 # --- recipes and classes set apart ------------------------------------------------------------------------------
@@ -991,7 +1017,7 @@ fraction = 0.3
 data = "digits"
 data_set = { unseen = "5-9" }
 partition = "shards"
-parties = 12
+clients = 12
 rounds = 4
 evaluate_every = 4
 set = { groups = 2, members = 4, samples = 12 }
@@ -1033,20 +1059,20 @@ FRL_RECIPES = ("table1", "table2", "table3")
 def test_every_tuned_row_tries_its_grids_wholly_and_begins_in_them(name: str) -> None:
     plan = recipe(f"frl/{name}")
     rows = zip(plan.row, settings_in(plan.column[0], plan, quick=False), strict=True)
-    jobs = [(row, make_method(find(row.method), check(settings))) for row, settings in rows]
-    for row, method in jobs:
-        grids = method.grids()
-        first = {key: float(getattr(method, key)) for key in grids}
+    experiments = [(row, make_method(find(row.method), check(settings))) for row, settings in rows]
+    for row, method in experiments:
+        search_space = method.search_space()
+        first = {key: float(getattr(method, key)) for key in search_space}
         assert "paper's settings" in row.name or row.tune
         if not row.tune:
             continue
-        assert all(first[key] in grid for key, grid in grids.items()), row.name
+        assert all(first[key] in grid for key, grid in search_space.items()), row.name
         seen: list[dict[str, float]] = []
-        search(lambda point, seen=seen: seen.append(point) or 0.0, grids, first, plan.trials)  # type: ignore[misc]
+        search(lambda point, seen=seen: seen.append(point) or 0.0, search_space, first, plan.trials)  # type: ignore[misc]
         assert len(seen) == plan.trials
-        assert all({point[key] for point in seen} >= set(grid) for key, grid in grids.items()), row.name
-    assert {"gamma", "meta_rate"} <= {key for row, method in jobs if row.tune for key in method.grids()}
-    assert not any("gamma" in row.set for row in plan.row) and "gamma" not in plan.settings["set"]
+        assert all({point[key] for point in seen} >= set(grid) for key, grid in search_space.items()), row.name
+    assert {"gamma", "meta_rate"} <= {key for row, method in experiments if row.tune for key in method.search_space()}
+    assert not any("gamma" in row.method_options for row in plan.row) and "gamma" not in plan.settings["set"]
 
 
 @pytest.mark.parametrize("name", ["fig2", "fig3"])
@@ -1065,25 +1091,27 @@ def test_figures_have_the_settings_that_table_2_chose(name: str) -> None:
 def test_a_finer_search_leaves_no_setting_where_it_may_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[float] = []
 
-    def gone(job: Any, *_: Any) -> Any:
-        tried.append(job.method.gamma)
-        return SimpleNamespace(accuracy=job.method.gamma)
+    def gone(experiment: Any, *_: Any) -> Any:
+        tried.append(experiment.method.gamma)
+        return SimpleNamespace(accuracy=experiment.method.gamma)
 
     monkeypatch.setattr(sys.modules[tune.__module__], "start", gone)
-    job = job_from(check({"method": "frl", "set": {**GROUPS, "way": 1}}), FRL(**{**GROUPS, "way": 1}), digits())
-    assert len(tune(job, 30)[1]) == 30 and len(set(tried)) > 2 and 5 / 6 <= max(tried) <= 1
+    experiment = build_experiment(
+        check({"method": "frl", "method_options": {**GROUPS, "way": 1}}), FRL(**{**GROUPS, "way": 1}), digits()
+    )
+    assert len(tune(experiment, 30)[1]) == 30 and len(set(tried)) > 2 and 5 / 6 <= max(tried) <= 1
 
 
 def test_a_members_embedding_is_that_after_its_own_training() -> None:
-    method = FRL(rounds=4, head="distance", rate=1.0, unseen=1, **{**GROUPS, "samples": 30})
+    method = FRL(rounds=4, head="distance", lr=1.0, unseen_classes=1, **{**GROUPS, "samples_per_class": 30})
     result = fewer.run(method, digits())
     cloud, everything, _ = _member(result, 1, 2, 40)
-    here: Any = Place(result.data, result.task, 0, Path())(-1, 0)
-    drawn = method.draw_group(here.common, [6, 7, 8, 9], 1, 0, 1)
+    server: Any = ContextFactory(result.data, result.task, 0, Path())(-1, 0)
+    drawn = method.draw_group(server.common, [6, 7, 8, 9], 1, 0, 1)
     assert set(cloud.labels.tolist()) == set(drawn.queries.labels.tolist())
     assert len({6, 7, 8, 9} & set(cloud.labels.tolist())) == 1
-    end = method.played(here, result.state.initial, drawn.supports, 1, 3)[1]
-    net = method.played(here, result.state.initial, drawn.supports, 1, 2)[0]
+    end = method.played(server, result.state.initial, drawn.supports, 1, 3)[1]
+    net = method.played(server, result.state.initial, drawn.supports, 1, 2)[0]
     shares = []
     for trained in (False, True):
         if trained:
@@ -1096,10 +1124,12 @@ def test_a_members_embedding_is_that_after_its_own_training() -> None:
 
 
 def test_classes_set_apart_are_for_testing_only() -> None:
-    whole = fewer.data.load("digits", parties=5, partition="iid")
-    data = fewer.data.load("digits", parties=5, partition="iid", data_set={"classes": "0-3,5", "unseen": [8, 9]})
+    whole = fewer.data.load("digits", clients=5, partition="iid")
+    data = fewer.data.load(
+        "digits", clients=5, partition="iid", data_options={"classes": "0-3,5", "unseen_classes": [8, 9]}
+    )
     every = torch.cat([whole.source.y[whole.train.rows], whole.common.labels])
-    trained = torch.cat([data.party(party).train.labels for party in range(5)])
+    trained = torch.cat([data.client(client).train.labels for client in range(5)])
     assert set(trained.tolist()) == {0, 1, 2, 3, 5} and data.unseen == {8, 9} and data.classes == 10
     for label in (8, 9):
         assert int((data.test.labels == label).sum()) == int((every == label).sum())
@@ -1107,23 +1137,23 @@ def test_classes_set_apart_are_for_testing_only() -> None:
         assert int((data.test.labels == label).sum()) == int((whole.test.labels == label).sum())
         assert int((trained == label).sum()) == int((whole.source.y[whole.train.rows] == label).sum())
     assert not whole.unseen
-    one = fewer.data.load("glyphs", partition="natural", data_set={"unseen": 3})
+    one = fewer.data.load("glyphs", partition="natural", data_options={"unseen_classes": 3})
     assert len(one) == 120 and one.unseen == {3} and int((one.test.labels == 3).sum()) == 480
-    assert int((one.party(7).test.labels == 3).sum()) == 4
+    assert int((one.client(7).test.labels == 3).sum()) == 4
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"unseen": "x"}, "allowed: class numbers and ranges, as 0-9,20"),
-        ({"unseen": "3-12"}, "has no samples of class 10"),
-        ({"unseen": "0-9999999999"}, "has no samples of class 10"),
-        ({"unseen": "9-3"}, "names no class"),
-        ({"classes": "0-5", "unseen": "5-6"}, "class 5 of data 'digits' is both in classes and unseen"),
-        ({"unseen": "0-9"}, "leaves no class of data 'digits' to train on"),
+        ({"unseen_classes": "x"}, "allowed: class numbers and ranges, as 0-9,20"),
+        ({"unseen_classes": "3-12"}, "has no samples of class 10"),
+        ({"unseen_classes": "0-9999999999"}, "has no samples of class 10"),
+        ({"unseen_classes": "9-3"}, "names no class"),
+        ({"classes": "0-5", "unseen_classes": "5-6"}, "class 5 of data 'digits' is both in classes and unseen"),
+        ({"unseen_classes": "0-9"}, "leaves no class of data 'digits' to train on"),
         ({"unsen": "1"}, "allowed: classes, unseen"),
     ],
 )
 def test_wrong_classes_name_what_is_allowed(options: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingError, match=text):
-        fewer.data.load("digits", data_set=options)
+        fewer.data.load("digits", data_options=options)

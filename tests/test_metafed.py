@@ -36,19 +36,19 @@ from fewer.data.federations import federations
 from fewer.errors import QuorumLost, SettingError
 from fewer.experiments.recipes import RecipeColumn, RecipeRow, recipe, settings_in
 from fewer.learning import Counts, weighted_mean
-from fewer.learning.distil import distil, feature_loss, fitted
-from fewer.methods import Party, federation, find
-from fewer.methods.base import Place
-from fewer.methods.federation import FIT, Single, Teacher, seated
+from fewer.learning.distill import distill, feature_loss, fit_feature_map
+from fewer.methods import Client, federation, find
+from fewer.methods.base import ContextFactory
+from fewer.methods.federation import FIT, Single, Teacher, with_model
 from fewer.methods.federation import Work as Amount
 from fewer.methods.metafed import OWN, adapted
 from fewer.models import Split, Task, Weights, is_norm, load_weights, weights_of
-from fewer.runs.job import check, make_method
+from fewer.runs.experiment import check, make_method
 from fewer.runs.settings import Settings
-from fewer.runtime import Absent, Inline, Site, Unable, on_party, on_ring, seed_of, stream
+from fewer.runtime import Absent, HandlerServer, Inline, Unable, on_client, on_ring, seed_of, stream
+from fewer.runtime.clients import Faults, Rules
+from fewer.runtime.handlers import GIVE, Call, Hop, Reply
 from fewer.runtime.keys import PinnedKeys
-from fewer.runtime.parties import Faults, Rules
-from fewer.runtime.site import GIVE, Call, Hop, Reply
 from fewer.wire import Refused, decode, encode, pack, unpack
 from fewer.wire.sealing import Head, fingerprint, look, new_key, public_of, seal, unseal
 from tests.test_baselines import left
@@ -67,8 +67,8 @@ Model = tuple[Array, Array]
 """Encoder and head of the linear net."""
 
 
-def ring_data(parties: int = COUNT) -> ArrayData:
-    return from_arrays(X, Y, client_ids=CLIENT if parties == COUNT else np.arange(len(Y)) % parties, validation=0.3)
+def ring_data(clients: int = COUNT) -> ArrayData:
+    return from_arrays(X, Y, client_ids=CLIENT if clients == COUNT else np.arange(len(Y)) % clients, validation=0.3)
 
 
 DATA = ring_data()
@@ -102,8 +102,8 @@ class Carrier(Inline):
         self.down += calls
         return super()._carry(calls)
 
-    def _fate(self, party: int, handler: str) -> str | None:
-        return None if handler == "begin" else self.fates.get((self.round, party))
+    def _fate(self, client: int, handler: str) -> str | None:
+        return None if handler == "begin" else self.fates.get((self.round, client))
 
 
 @dataclass
@@ -111,70 +111,70 @@ class Work:
     """A ring at work without the engine."""
 
     method: MetaFed
-    parties: Carrier
-    place: Place
+    clients: Carrier
+    place: ContextFactory
     state: Any
 
     def rounds(self, count: int) -> None:
         for _ in range(count):
-            self.parties.round += 1
-            self.state = self.method.round(self.state, self.parties)
+            self.clients.round += 1
+            self.state = self.method.round(self.state, self.clients)
 
-    def party(self, number: int) -> Party:
-        seat = self.place(number, self.parties.round)
-        assert isinstance(seat, Party)
-        return seat
+    def client(self, number: int) -> Client:
+        context = self.place(number, self.clients.round)
+        assert isinstance(context, Client)
+        return context
 
-    def personal(self, number: int) -> Weights:
-        return weights_of(self.method.personal(self.party(number), {}))
+    def personal_model(self, number: int) -> Weights:
+        return weights_of(self.method.personal_model(self.client(number), {}))
 
-    def own(self, party: int) -> dict[str, Any]:
-        kept: dict[str, Any] = self.party(party).store.get(OWN)
+    def own(self, client: int) -> dict[str, Any]:
+        kept: dict[str, Any] = self.client(client).store.get(OWN)
         return kept
 
     @property
     def hops(self) -> list[tuple[int, int]]:
         """From whom to whom messages went; -1 is nobody."""
-        return [(c.hop.other, c.party) for c, _ in self.parties.down if c.hop and c.handler != GIVE]
+        return [(c.hop.other, c.client) for c, _ in self.clients.down if c.hop and c.handler != GIVE]
 
     @property
     def messages(self) -> list[bytes]:
         """What was brought from one to another."""
-        return [blob for c, blob in self.parties.down if c.hop and c.handler != GIVE and c.hop.other >= 0]
+        return [blob for c, blob in self.clients.down if c.hop and c.handler != GIVE and c.hop.other >= 0]
 
     @property
     def missed(self) -> list[tuple[int, str]]:
-        return [(one.party, one.why) for one in self.parties.missed]
+        return [(one.client, one.reason) for one in self.clients.missed]
 
 
 def bench(
     method: MetaFed, net: nn.Module, folder: Path, data: Data = DATA, fates: Mapping[tuple[int, int], str] | None = None
 ) -> Work:
-    data = method.gathered(data)
+    data = method.prepare_data(data)
     task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), given=weights_of(net))
-    place = Place(data, task, SEED, folder)
-    site = Site(method, place, SEED, torch.device("cpu"), 1 << 20)
-    return Work(method, Carrier(len(data), SEED, site=site, fates=fates or {}), place, method.start(task, SEED))
+    place = ContextFactory(data, task, SEED, folder)
+    handlers = HandlerServer(method, place, SEED, torch.device("cpu"), 1 << 20)
+    return Work(method, Carrier(len(data), SEED, handlers=handlers, fates=fates or {}), place, method.init(task, SEED))
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------
 
 
-def rows(party: int, part: str) -> tuple[Array, Any]:
-    samples = getattr(DATA.party(party), part)
+def rows(client: int, part: str) -> tuple[Array, Any]:
+    samples = getattr(DATA.client(client), part)
     x, y = samples.slice(0, len(samples))
     return x.double().numpy(), y.numpy()
 
 
-def steps(method: MetaFed, party: int, round: int, purpose: str) -> list[tuple[Array, Any]]:
-    x, y = rows(party, "train")
-    drawn = torch.randint(len(y), (method.steps, method.batch), generator=stream(SEED, round, party, purpose))
+def steps(method: MetaFed, client: int, round: int, purpose: str) -> list[tuple[Array, Any]]:
+    x, y = rows(client, "train")
+    drawn = torch.randint(
+        len(y), (method.local_steps, method.batch_size), generator=stream(SEED, round, client, purpose)
+    )
     return [(x[row], y[row]) for row in drawn.numpy()]
 
 
-def descent(
-    model: Model, batches: Sequence[tuple[Array, Any]], rate: float, teacher: Model | None, lam: float
-) -> Model:
+def descent(model: Model, batches: Sequence[tuple[Array, Any]], lr: float, teacher: Model | None, lam: float) -> Model:
     """Scores = C A x; the derivative of cross-entropy by them is (softmax − one-hot) / n; that of the mean square of
     A x − A_t x over features and samples is 2 (A x − A_t x) / (n · features)."""
     a, c = model
@@ -187,13 +187,13 @@ def descent(
         back = away @ c
         if teacher is not None:
             back = back + lam * 2 * (features - x @ teacher[0].T) / (len(y) * HIDDEN)
-        a, c = a - rate * back.T @ x, c - rate * away.T @ features
+        a, c = a - lr * back.T @ x, c - lr * away.T @ features
     return a, c
 
 
-def valid(model: Model, party: int) -> tuple[float, float]:
+def valid(model: Model, client: int) -> tuple[float, float]:
     """Accuracy and summed loss on validation samples."""
-    x, y = rows(party, "validation")
+    x, y = rows(client, "validation")
     scores = x @ model[0].T @ model[1].T
     loss = np.log(np.exp(scores).sum(1)) - scores[np.arange(len(y)), y]
     return float((scores.argmax(1) == y).mean()), float(loss.sum())
@@ -208,7 +208,9 @@ FIRST: Model = (A.astype(np.float64), C.astype(np.float64))
 
 @pytest.mark.parametrize("enough", [0.0, 0.6, 1.0])
 def test_both_stages_by_hand(enough: float, tmp_path: Path) -> None:
-    method = MetaFed(rounds=3, rate=0.3, steps=3, batch=4, weight=2.0, enough=enough, alone=3)
+    method = MetaFed(
+        rounds=3, lr=0.3, local_steps=3, batch_size=4, distill_weight=2.0, distill_threshold=enough, warmup_steps=3
+    )
     work = bench(method, linear(), tmp_path)
     mine = [descent(FIRST, steps(method, p, 1, "begin"), 0.3, None, 0) for p in range(COUNT)]
     best = [(valid(mine[p], p), mine[p]) for p in range(COUNT)]
@@ -221,7 +223,7 @@ def test_both_stages_by_hand(enough: float, tmp_path: Path) -> None:
                 passing = mine[p]
                 continue
             if round == 3:
-                lam = adapted(2.0, valid(passing, p)[0], valid(mine[p], p)[0], method.poor)
+                lam = adapted(2.0, valid(passing, p)[0], valid(mine[p], p)[0], method.ignore_threshold)
                 mine[p] = descent(mine[p], steps(method, p, round, "study"), 0.3, passing if lam else None, lam)
             elif valid(mine[p], p)[0] > enough:
                 mine[p] = passing = descent(mine[p], steps(method, p, round, "study"), 0.3, passing, 2.0)
@@ -232,11 +234,11 @@ def test_both_stages_by_hand(enough: float, tmp_path: Path) -> None:
             if (count[0], -count[1]) >= (best[p][0][0], -best[p][0][1]):
                 best[p] = count, mine[p]
         assert all(same(work.own(p)["model"], mine[p]) for p in range(COUNT))
-        assert work.state.trail == list(range(COUNT))
-    assert all(same(work.personal(p), best[p][1]) for p in range(COUNT))
+        assert work.state.holders == list(range(COUNT))
+    assert all(same(work.personal_model(p), best[p][1]) for p in range(COUNT))
     assert [work.own(p)["taken"] for p in range(COUNT)] == took
     assert sum(took) == {0.0: 0, 1.0: 7}.get(enough, sum(took))
-    assert enough != 0.6 or 0 < sum(took) < 7  # some distil, some take over
+    assert enough != 0.6 or 0 < sum(took) < 7  # some distill, some take over
     assert any(best[p][1] is not mine[p] for p in range(COUNT)) or enough  # the best is not always the last
 
 
@@ -262,7 +264,7 @@ def test_gradient_of_the_loss_with_features_is_that_of_finite_differences() -> N
     nets = [Split(nn.Sequential(nn.Linear(FEATURES, n), nn.Tanh()), n, CLASSES).double() for n in (4, 3)]
     net, teacher = nets
     x, y = torch.randn(5, FEATURES).double(), torch.tensor([0, 1, 1, 0, 1])
-    link = fitted(net, teacher, x).double()
+    link = fit_feature_map(net, teacher, x).double()
     loss = feature_loss(net, teacher, 0.7, link)
     parameters = [*net.parameters(), *link.parameters()]
     slopes = torch.autograd.grad(loss(net, x, y), parameters)
@@ -285,13 +287,13 @@ def test_the_map_between_features_fits_and_learns() -> None:
     torch.manual_seed(2)
     wide, narrow = (Split(nn.Linear(FEATURES, n), n, CLASSES) for n in (5, 2))
     x, y = torch.randn(50, FEATURES), torch.randint(CLASSES, (50,))
-    link = fitted(wide, narrow, x)
+    link = fit_feature_map(wide, narrow, x)
     assert link.weight.shape == (2, 5)
     # Both see linear functions of x and a constant, so the narrow net's features are a linear map of the wide one's.
     assert ((link(wide.encoder(x)) - narrow.encoder(x)) ** 2).mean() < 0.02 * (narrow.encoder(x) ** 2).mean()
-    poor = fitted(narrow, wide, x)
+    poor = fit_feature_map(narrow, wide, x)
     before, target = poor.weight.detach().clone(), weights_of(wide)
-    distil(narrow, wide, [(x, y)] * 5, 0.1, 1.0, poor)
+    distill(narrow, wide, [(x, y)] * 5, 0.1, 1.0, poor)
     assert not torch.equal(before, poor.weight)
     assert all(torch.equal(tensor, target[name]) for name, tensor in weights_of(wide).items())
 
@@ -300,18 +302,18 @@ def test_the_teacher_is_in_evaluation_mode() -> None:
     net, teacher = normed(), normed()
     before = weights_of(teacher)
     x = torch.randn(8, FEATURES)
-    distil(net, teacher.train(), [(x, torch.zeros(8, dtype=torch.long))] * 3, 0.1, 1.0)
+    distill(net, teacher.train(), [(x, torch.zeros(8, dtype=torch.long))] * 3, 0.1, 1.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(teacher).items())
     assert not torch.equal(weights_of(net)["encoder.1.running_mean"], before["encoder.1.running_mean"])
 
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_norms_stay_at_home_when_a_model_is_taken_over(keep: bool, tmp_path: Path) -> None:
-    work = bench(MetaFed(own_norms=keep), normed(), tmp_path)
+    work = bench(MetaFed(keep_norms=keep), normed(), tmp_path)
     came = {name: torch.full_like(tensor, 7) for name, tensor in weights_of(normed()).items()}
     mine = weights_of(normed())
     assert isinstance(work.method, MetaFed)
-    mixed = work.method.mixed(work.party(0), came, mine)
+    mixed = work.method.mixed(work.client(0), came, mine)
     norms = is_norm(normed())
     assert len(norms) == 5
     for name, tensor in mixed.items():
@@ -323,9 +325,9 @@ def sevens(net: nn.Module) -> Weights:
 
 
 def test_what_is_taken_over_is_trained_with_the_own_norms(tmp_path: Path) -> None:
-    work = bench(MetaFed(rounds=2, rate=1e-9, steps=1, enough=1.0), normed(), tmp_path)
-    mine = work.method.own(work.party(1))["model"]
-    work.method.accumulate(work.party(1), sevens(normed()), "")
+    work = bench(MetaFed(rounds=2, lr=1e-9, local_steps=1, distill_threshold=1.0), normed(), tmp_path)
+    mine = work.method.own(work.client(1))["model"]
+    work.method.accumulate(work.client(1), sevens(normed()), "")
     now = work.own(1)["model"]
     assert close(now["encoder.1.weight"], mine["encoder.1.weight"].double().numpy(), 1e-5)
     assert close(now["encoder.0.weight"], np.full((HIDDEN, FEATURES), 7.0), 1e-5)
@@ -337,7 +339,7 @@ def test_of_models_that_are_right_as_often_the_one_with_less_loss_is_kept(tmp_pa
     own = {"correct": 5, "loss": 1.0, "best": first, "bytes": {}}
     for correct, loss, best in ((5, 2.0, first), (5, 0.5, later), (4, 0.1, first), (6, 9.0, later)):
         here: Any = SimpleNamespace(judge=MagicMock(return_value=Counts(correct, 10, loss)))
-        assert work.method.keep(work.party(0), here, own, later)["best"] is best
+        assert work.method.keep(work.client(0), here, own, later)["best"] is best
 
 
 # --- ablations ----------------------------------------------------------------------------------------------------
@@ -345,27 +347,31 @@ def test_of_models_that_are_right_as_often_the_one_with_less_loss_is_kept(tmp_pa
 
 def test_ablations_are_what_they_say(tmp_path: Path) -> None:
     def calls(**settings: Any) -> tuple[list[str], Work]:
-        work = bench(MetaFed(rounds=3, steps=2, **settings), linear(), tmp_path / str(settings))
+        work = bench(MetaFed(rounds=3, local_steps=2, **settings), linear(), tmp_path / str(settings))
         work.rounds(3)
-        asked = [call.handler for call, _ in work.parties.down if call.hop and call.handler != GIVE]
+        asked = [call.handler for call, _ in work.clients.down if call.hop and call.handler != GIVE]
         return [asked[round * COUNT] for round in range(3)], work
 
-    both, first, second = ["accumulate", "accumulate", "personalise"], ["accumulate"] * 3, ["personalise"] * 3
+    both, first, second = ["accumulate", "accumulate", "personalize"], ["accumulate"] * 3, ["personalize"] * 3
     assert calls()[0] == both
     assert calls(stages="accumulate")[0] == first
-    kinds, work = calls(stages="personalise", sealed=False)
+    kinds, work = calls(stages="personalize", sealed=False)
     assert kinds == second
     sent = {bytes(decode(blob)[1]["model"]["head.weight"].numpy()) for blob in work.messages}
     assert len(sent) == 1  # f is one federation's own model throughout
-    assert list(MetaFed().grids()) == ["rate", "enough"]
-    assert list(MetaFed(transfer="fine-tune").grids()) == list(MetaFed(stages="personalise").grids()) == ["rate"]
+    assert list(MetaFed().search_space()) == ["rate", "enough"]
+    assert (
+        list(MetaFed(transfer="fine-tune").search_space())
+        == list(MetaFed(stages="personalize").search_space())
+        == ["rate"]
+    )
     kinds, work = calls(transfer="fine-tune", enough=0.0)
     assert kinds == both and [work.own(p)["taken"] for p in range(COUNT)] == [2, 3, 3, 3]
 
 
 def test_fine_tuning_takes_over_in_stage_two_as_well(tmp_path: Path) -> None:
-    work = bench(MetaFed(rounds=1, rate=1e-9, steps=1, transfer="fine-tune"), linear(), tmp_path)
-    work.method.personalise(work.party(1), sevens(linear()), "")
+    work = bench(MetaFed(rounds=1, lr=1e-9, local_steps=1, transfer="fine-tune"), linear(), tmp_path)
+    work.method.personalize(work.client(1), sevens(linear()), "")
     assert close(work.own(1)["model"]["head.weight"], np.full((CLASSES, HIDDEN), 7.0), 1e-5)
 
 
@@ -373,15 +379,15 @@ def test_fine_tuning_takes_over_in_stage_two_as_well(tmp_path: Path) -> None:
 
 
 def test_a_message_goes_from_each_to_the_next(tmp_path: Path) -> None:
-    work = bench(MetaFed(rounds=2, steps=1), linear(), tmp_path / "sealed")
+    work = bench(MetaFed(rounds=2, local_steps=1), linear(), tmp_path / "sealed")
     work.rounds(2)
     assert work.hops == [(-1, 0), (0, 1), (1, 2), (2, 3), (3, 0), (0, 1), (1, 2), (2, 3)]
-    ledger = [entry for entry in work.parties.ledger.entries if entry.kind != "begin"]
-    assert [entry.party for entry in ledger if entry.direction == "up"] == [0, 1, 2, 3, 0, 1, 2]
+    ledger = [entry for entry in work.clients.ledger.entries if entry.kind != "begin"]
+    assert [entry.client for entry in ledger if entry.direction == "up"] == [0, 1, 2, 3, 0, 1, 2]
     downs = [entry for entry in ledger if entry.direction == "down"]
-    assert [entry.party for entry in downs] == [1, 2, 3, 0, 1, 2, 3]
+    assert [entry.client for entry in downs] == [1, 2, 3, 0, 1, 2, 3]
     model = 4 * (FEATURES * HIDDEN + HIDDEN * CLASSES)
-    opened = bench(MetaFed(rounds=2, steps=1, sealed=False), linear(), tmp_path / "open")
+    opened = bench(MetaFed(rounds=2, local_steps=1, sealed=False), linear(), tmp_path / "open")
     opened.rounds(2)
     for entry, sealed, blob in zip(downs, work.messages, opened.messages, strict=True):
         assert len(blob) - 8 - int.from_bytes(blob[:8], "little") == model
@@ -394,8 +400,8 @@ class Without(MetaFed):
 
     out: int = -1
 
-    def choose(self, parties: Any) -> list[int]:
-        return [party for party in super().choose(parties) if party != self.out]
+    def sample_cohort(self, clients: Any) -> list[int]:
+        return [client for client in super().sample_cohort(clients) if client != self.out]
 
 
 class Dead(MetaFed):
@@ -404,68 +410,68 @@ class Dead(MetaFed):
     victim: int = -1
     until: int = 99
 
-    @on_party
-    def begin(self, me: Party) -> dict[str, Any]:
-        self._die(me)
-        return super().begin(me)
+    @on_client
+    def begin(self, client: Client) -> dict[str, Any]:
+        self._die(client)
+        return super().begin(client)
 
     @on_ring
-    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        self._die(me)
-        return super().accumulate(me, model, net)
+    def accumulate(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        self._die(client)
+        return super().accumulate(client, model, net)
 
     @on_ring
-    def personalise(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        self._die(me)
-        return super().personalise(me, model, net)
+    def personalize(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        self._die(client)
+        return super().personalize(client, model, net)
 
-    def _die(self, me: Party) -> None:
-        if me.id == self.victim and me.round <= self.until:
+    def _die(self, client: Client) -> None:
+        if client.id == self.victim and client.round <= self.until:
             raise ConnectionError("gone")
 
 
-SMALL: dict[str, Any] = {"rounds": 3, "rate": 0.3, "steps": 2, "batch": 4}
+SMALL: dict[str, Any] = {"rounds": 3, "lr": 0.3, "local_steps": 2, "batch_size": 4}
 
 
 @pytest.mark.parametrize("victim", range(COUNT))
 def test_the_ring_closes_over_a_dead_federation(victim: int, tmp_path: Path) -> None:
     ring = fewer.run(Dead(victim=victim, **SMALL), DATA, model=linear(), seed=SEED, out=tmp_path / "dead")
     alone = fewer.run(Without(out=victim, **SMALL), DATA, model=linear(), seed=SEED, out=tmp_path / "without")
-    others = [party for party in range(COUNT) if party != victim]
-    assert ring.state.trail == alone.state.trail == others
-    for party in others:
-        one, two = weights_of(ring.personal(party)), weights_of(alone.personal(party))
+    others = [client for client in range(COUNT) if client != victim]
+    assert ring.state.holders == alone.state.holders == others
+    for client in others:
+        one, two = weights_of(ring.personal_model(client)), weights_of(alone.personal_model(client))
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     assert [line["absent"] for line in ring.history] == [2, 1, 1]  # it does not begin either
-    assert weights_of(ring.personal(victim)).keys() == weights_of(linear()).keys()
+    assert weights_of(ring.personal_model(victim)).keys() == weights_of(linear()).keys()
 
 
 def test_a_federation_is_let_back_in(tmp_path: Path) -> None:
     ring = fewer.run(Dead(victim=2, until=1, **SMALL), DATA, model=linear(), seed=SEED, out=tmp_path / "ring")
-    assert [line["absent"] for line in ring.history] == [2, 0, 0] and ring.state.trail == [0, 1, 2, 3]
-    assert not torch.equal(weights_of(ring.personal(2))["head.weight"], torch.from_numpy(C))
+    assert [line["absent"] for line in ring.history] == [2, 0, 0] and ring.state.holders == [0, 1, 2, 3]
+    assert not torch.equal(weights_of(ring.personal_model(2))["head.weight"], torch.from_numpy(C))
 
 
 def test_a_slow_federation_is_passed_over_but_has_learned(tmp_path: Path) -> None:
     work = bench(MetaFed(**SMALL), linear(), tmp_path, fates={(1, 2): "slow"})
     before = descent(FIRST, [], 0, None, 0)
     work.rounds(1)
-    assert work.state.trail == [0, 1, 3] and work.missed == [(2, "late")]
+    assert work.state.holders == [0, 1, 3] and work.missed == [(2, "late")]
     assert work.hops[-1] == (1, 3)  # the one after is given what the one before the slow one made
     assert not close(work.own(2)["model"]["head.weight"], before[1], 1e-3)
     work.rounds(1)
-    assert work.state.trail == [0, 1, 2, 3]
+    assert work.state.holders == [0, 1, 2, 3]
 
 
 def test_a_damaged_model_is_refused_and_the_one_before_goes_on(tmp_path: Path) -> None:
     for sealed in (True, False):
         work = bench(MetaFed(sealed=sealed, **SMALL), linear(), tmp_path / str(sealed), fates={(1, 1): "corrupt"})
         work.rounds(1)
-        assert work.missed == [(1, "refused")] and work.state.trail == [0, 2, 3]
+        assert work.missed == [(1, "refused")] and work.state.holders == [0, 2, 3]
         assert work.hops == [(-1, 0), (0, 1), (1, 2), (0, 2), (2, 3)]
-        assert "by party 2: " in work.parties.missed[0].detail
+        assert "by client 2: " in work.clients.missed[0].detail
         work.rounds(1)
-        assert work.state.trail == [0, 1, 2, 3]
+        assert work.state.holders == [0, 1, 2, 3]
 
 
 class Liar(MetaFed):
@@ -473,23 +479,23 @@ class Liar(MetaFed):
 
     lie: str = "nan"
 
-    def letter(self, me: Party, model: Weights) -> dict[str, Any]:
-        letter = super().letter(me, model)
-        if me.id == 1 and self.lie == "nan":
+    def letter(self, client: Client, model: Weights) -> dict[str, Any]:
+        letter = super().letter(client, model)
+        if client.id == 1 and self.lie == "nan":
             letter["model"] = {**model, "head.weight": torch.full((CLASSES, HIDDEN), torch.nan)}
-        if me.id == 1 and self.lie == "shape":
+        if client.id == 1 and self.lie == "shape":
             letter["model"] = {**model, "head.weight": torch.zeros(9, 9)}
-        if me.id == 1 and self.lie == "net":
+        if client.id == 1 and self.lie == "net":
             letter["net"] = "resnet12"
-        if me.id == 1 and self.lie == "field":
+        if client.id == 1 and self.lie == "field":
             letter["more"] = 1
-        if me.id == 1 and self.lie == "number":
+        if client.id == 1 and self.lie == "number":
             letter["net"] = 7
-        if me.id == 1 and self.lie == "tensor":
+        if client.id == 1 and self.lie == "tensor":
             letter["model"] = torch.zeros(3)
-        if me.id == 1 and self.lie == "double":
+        if client.id == 1 and self.lie == "double":
             letter["model"] = {name: tensor.double() for name, tensor in model.items()}
-        if me.id == 1 and self.lie in ("1e10", "1e30"):
+        if client.id == 1 and self.lie in ("1e10", "1e30"):
             letter["model"] = {name: torch.full_like(tensor, float(self.lie)) for name, tensor in model.items()}
         return letter
 
@@ -498,7 +504,7 @@ class Liar(MetaFed):
 def test_what_is_no_model_is_refused_by_whoever_gets_it(lie: str, tmp_path: Path) -> None:
     work = bench(Liar(lie=lie, **SMALL), linear(), tmp_path)
     work.rounds(1)
-    assert work.missed == [(1, "refused")] and work.state.trail == [0, 2, 3]
+    assert work.missed == [(1, "refused")] and work.state.holders == [0, 2, 3]
 
 
 def pin_all(work: Work) -> None:
@@ -514,8 +520,8 @@ def test_a_federation_that_refuses_everything_is_passed_over(tmp_path: Path) -> 
     pins = tmp_path / "000/000002/pins.json"
     pins.write_text(json.dumps({str(other): "0" * 64 for other in range(COUNT)}))
     work.rounds(1)
-    assert work.missed[-1] == (2, "refused") and work.state.trail == [2, 0, 1, 3]
-    assert "has the fingerprint" in work.parties.missed[-1].detail
+    assert work.missed[-1] == (2, "refused") and work.state.holders == [2, 0, 1, 3]
+    assert "has the fingerprint" in work.clients.missed[-1].detail
 
 
 def test_nobody_gives_to_a_key_that_is_not_pinned(tmp_path: Path) -> None:
@@ -525,8 +531,8 @@ def test_nobody_gives_to_a_key_that_is_not_pinned(tmp_path: Path) -> None:
     (tmp_path / "000/000002/key.pub").write_bytes(public_of(new_key()))  # what a carrier would like to be taken for it
     work.rounds(1)
     assert work.missed == [(2, "refused")] and work.hops[-1] == (1, 3)
-    assert "by parties 1 and 0: the key offered for party 2 has the fingerprint" in work.parties.missed[0].detail
-    assert work.state.trail == [2, 0, 1, 3]
+    assert "by clients 1 and 0: the key offered for client 2 has the fingerprint" in work.clients.missed[0].detail
+    assert work.state.holders == [2, 0, 1, 3]
 
 
 def test_a_holder_that_gives_to_nobody_is_passed_over_itself(tmp_path: Path) -> None:
@@ -535,9 +541,9 @@ def test_a_holder_that_gives_to_nobody_is_passed_over_itself(tmp_path: Path) -> 
     pin_all(work)
     (tmp_path / "000/000001/pins.json").write_text(json.dumps({"2": "0" * 64, "3": "0" * 64}))
     work.rounds(1)
-    assert work.missed == [(1, "refused")] and work.state.trail == [0, 2, 3]
+    assert work.missed == [(1, "refused")] and work.state.holders == [0, 2, 3]
     assert work.hops[-4:] == [(3, 0), (0, 1), (0, 2), (2, 3)]
-    assert "to give to party 2: the key offered for party 2 has" in work.parties.missed[0].detail
+    assert "to give to client 2: the key offered for client 2 has" in work.clients.missed[0].detail
 
 
 def test_a_first_holder_that_gives_to_nobody_leaves_the_ring_to_begin_anew(tmp_path: Path) -> None:
@@ -551,7 +557,7 @@ def test_a_first_holder_that_gives_to_nobody_leaves_the_ring_to_begin_anew(tmp_p
 def test_the_first_holder_gone_leaves_the_ring_to_begin_anew(tmp_path: Path) -> None:
     work = bench(MetaFed(**SMALL), linear(), tmp_path, fates={(1, 0): "corrupt"})
     work.rounds(1)
-    assert work.hops == [(-1, 0), (0, 1), (-1, 1), (1, 2), (2, 3)] and work.state.trail == [1, 2, 3]
+    assert work.hops == [(-1, 0), (0, 1), (-1, 1), (1, 2), (2, 3)] and work.state.holders == [1, 2, 3]
     for path in (tmp_path / "000/000003").glob("ring_letter.*"):
         path.unlink()
     work.rounds(1)
@@ -559,10 +565,10 @@ def test_the_first_holder_gone_leaves_the_ring_to_begin_anew(tmp_path: Path) -> 
 
 
 def test_too_few_federations_stop_the_run(tmp_path: Path) -> None:
-    with pytest.raises(QuorumLost, match="0 of 4 parties answered"):
+    with pytest.raises(QuorumLost, match="0 of 4 clients answered"):
         fewer.run(MetaFed(**SMALL), DATA, model=linear(), seed=SEED, drop=1.0)
     lost = tmp_path / "lost"
-    with pytest.raises(QuorumLost, match="1: 3 of 4 parties answered, 4 needed"):
+    with pytest.raises(QuorumLost, match="1: 3 of 4 clients answered, 4 needed"):
         fewer.run(Dead(victim=1, until=1, **SMALL), DATA, model=linear(), seed=SEED, quorum=1.0, out=lost)
 
 
@@ -574,19 +580,19 @@ TAKEN: list[tuple[int, int]] = []
 def ends(path: Path) -> dict[str, Any]:
     """All of a run that must be the same; letters by what they say, since the order of their head varies."""
     kept = left(path)
-    letters = {f: unpack((path / f).read_bytes()) for f in kept["parties"] if f.name.startswith("ring_letter")}
+    letters = {f: unpack((path / f).read_bytes()) for f in kept["clients"] if f.name.startswith("ring_letter")}
     told = {f: decode(bytes(letter.numpy()))[1] for f, letter in letters.items()}
     said = {f: (fields["net"], pack(fields["model"])) for f, fields in told.items()}
-    return {**kept, "parties": {f: blob for f, blob in kept["parties"].items() if f not in letters}, "letters": said}
+    return {**kept, "clients": {f: blob for f, blob in kept["clients"].items() if f not in letters}, "letters": said}
 
 
 class Counted(MetaFed):
     """Notes who takes in which round."""
 
     @on_ring
-    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        TAKEN.append((me.round, me.id))
-        return super().accumulate(me, model, net)
+    def accumulate(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        TAKEN.append((client.round, client.id))
+        return super().accumulate(client, model, net)
 
 
 class Break:
@@ -612,11 +618,11 @@ def test_a_run_goes_on_at_the_hop_where_it_stopped(after: int, tmp_path: Path) -
     with pytest.raises(KeyboardInterrupt):
         fewer.run(method, DATA, out=tmp_path / "broken", progress=Break(after), **given_)
     before = len([one for one in TAKEN if one[0] == 2])
-    half = next((tmp_path / "broken/parties/000/000003").glob("own.00000001.safetensors"))
+    half = next((tmp_path / "broken/clients/000/000003").glob("own.00000001.safetensors"))
     half.with_name("own.00000002.safetensors").write_bytes(half.read_bytes()[:99])  # it was about to write
     TAKEN.clear()
     fewer.resume(tmp_path / "broken", method=method, data=DATA, model=linear())
-    assert before and {party for round, party in TAKEN if round == 2} == set(range(after, COUNT))
+    assert before and {client for round, client in TAKEN if round == 2} == set(range(after, COUNT))
     one, two = ends(tmp_path / "whole"), ends(tmp_path / "broken")
     assert one == two and not list((tmp_path / "broken/hops").iterdir())
 
@@ -628,9 +634,9 @@ class Cut(MetaFed):
     mark: str = ""
 
     @on_ring
-    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        letter = super().accumulate(me, model, net)
-        if me.id == self.victim and me.round == 2 and self.mark and not Path(self.mark).exists():
+    def accumulate(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        letter = super().accumulate(client, model, net)
+        if client.id == self.victim and client.round == 2 and self.mark and not Path(self.mark).exists():
             Path(self.mark).touch()
             raise KeyboardInterrupt
         return letter
@@ -639,11 +645,11 @@ class Cut(MetaFed):
 def seed_with(faults: Faults, wanted: list[str | None]) -> int:
     """A seed under which nobody is hit in the first round, and these in the second."""
     for seed in range(10_000):
-        parties = Inline(COUNT, seed, faults, site=None)  # type: ignore[arg-type]
-        parties.round = 1
-        first = [parties._fate(party, handler) for party in range(COUNT) for handler in ("begin", "accumulate")]
-        parties.round = 2
-        if not any(first) and [parties._fate(party, "accumulate") for party in range(COUNT)] == wanted:
+        clients = Inline(COUNT, seed, faults, handlers=None)  # type: ignore[arg-type]
+        clients.round = 1
+        first = [clients._fate(client, handler) for client in range(COUNT) for handler in ("begin", "accumulate")]
+        clients.round = 2
+        if not any(first) and [clients._fate(client, "accumulate") for client in range(COUNT)] == wanted:
             return seed
     raise AssertionError
 
@@ -666,20 +672,20 @@ def test_a_run_goes_on_after_a_refusal_as_if_unbroken(sealed: bool, victim: int,
 class Faint(Cut):
     """Federation 2 is not there in the first round, and in the second it begins and can do no more."""
 
-    @on_party
-    def begin(self, me: Party) -> dict[str, Any]:
-        if me.id == 2:
+    @on_client
+    def begin(self, client: Client) -> dict[str, Any]:
+        if client.id == 2:
             raise ConnectionError("gone")
-        return super().begin(me)
+        return super().begin(client)
 
     @on_ring
-    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        if me.id == 2 and me.round == 1:
+    def accumulate(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        if client.id == 2 and client.round == 1:
             raise ConnectionError("gone")
-        if me.id == 2:
-            self.own(me)
+        if client.id == 2:
+            self.own(client)
             raise Unable("ill")
-        return super().accumulate(me, model, net)
+        return super().accumulate(client, model, net)
 
 
 def test_what_a_federation_did_that_was_passed_over_stays_done(tmp_path: Path) -> None:
@@ -695,8 +701,8 @@ def test_what_a_federation_did_that_was_passed_over_stays_done(tmp_path: Path) -
 def assert_same(one: Any, two: Any) -> None:
     """Who was there, and every federation's model."""
     assert [line["absent"] for line in one.history] == [line["absent"] for line in two.history]
-    for party in range(COUNT):
-        model, other = weights_of(one.personal(party)), weights_of(two.personal(party))
+    for client in range(COUNT):
+        model, other = weights_of(one.personal_model(client)), weights_of(two.personal_model(client))
         assert all(torch.equal(tensor, other[name]) for name, tensor in model.items())
 
 
@@ -715,11 +721,11 @@ class Once(MetaFed):
     mark: str = ""
 
     @on_ring
-    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        if me.id == 1 and not Path(self.mark).exists():
+    def accumulate(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        if client.id == 1 and not Path(self.mark).exists():
             Path(self.mark).touch()
             raise ConnectionError("gone")
-        return super().accumulate(me, model, net)
+        return super().accumulate(client, model, net)
 
 
 def test_after_a_lost_quorum_everybody_is_asked_anew(tmp_path: Path) -> None:
@@ -734,31 +740,33 @@ class Sleepy(MetaFed):
     """Federation 2 takes its time."""
 
     @on_ring
-    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        time.sleep(1.5 * (me.id == 2))
-        return super().accumulate(me, model, net)
+    def accumulate(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        time.sleep(1.5 * (client.id == 2))
+        return super().accumulate(client, model, net)
 
 
 def test_who_takes_longer_than_the_deadline_is_late(tmp_path: Path) -> None:
     work = bench(Sleepy(**SMALL), linear(), tmp_path)
-    work.parties.rules = Rules(deadline=1.2)
+    work.clients.rules = Rules(deadline=1.2)
     work.rounds(1)
-    assert work.missed == [(2, "late")] and work.state.trail == [0, 1, 3] and work.hops[-1] == (1, 3)
+    assert work.missed == [(2, "late")] and work.state.holders == [0, 1, 3] and work.hops[-1] == (1, 3)
 
 
 def test_inline_and_pool_give_the_same_and_so_do_sealed_and_open(digits: Data, tmp_path: Path) -> None:
     faulty: dict[str, Any] = {"seed": 3, "drop": 0.15, "slow": 0.1, "corrupt": 0.15}
     runs = {
-        "inline": fewer.run(MetaFed(rounds=3, rate=0.1, steps=5), digits, out=tmp_path / "inline", **faulty),
+        "inline": fewer.run(MetaFed(rounds=3, lr=0.1, local_steps=5), digits, out=tmp_path / "inline", **faulty),
         "pool": fewer.run(
-            MetaFed(rounds=3, rate=0.1, steps=5), digits, out=tmp_path / "pool", runtime="pool", **faulty
+            MetaFed(rounds=3, lr=0.1, local_steps=5), digits, out=tmp_path / "pool", runtime="pool", **faulty
         ),
-        "open": fewer.run(MetaFed(rounds=3, rate=0.1, steps=5, sealed=False), digits, out=tmp_path / "open", **faulty),
+        "open": fewer.run(
+            MetaFed(rounds=3, lr=0.1, local_steps=5, sealed=False), digits, out=tmp_path / "open", **faulty
+        ),
     }
     assert any(line["absent"] for line in runs["inline"].history)
     assert ends(tmp_path / "inline") == ends(tmp_path / "pool")
-    for party in range(6):
-        same, other = (weights_of(runs[kind].personal(party)) for kind in ("inline", "open"))
+    for client in range(6):
+        same, other = (weights_of(runs[kind].personal_model(client)) for kind in ("inline", "open"))
         assert all(torch.equal(tensor, other[name]) for name, tensor in same.items())
     figures = [[(line["accuracy"], line["loss"], line["absent"]) for line in runs[k].history] for k in runs]
     assert figures[0] == figures[2]
@@ -771,17 +779,17 @@ class Killer(MetaFed):
     mark: str = ""
 
     @on_ring
-    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        if me.id == self.victim and not Path(self.mark).exists():
+    def accumulate(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        if client.id == self.victim and not Path(self.mark).exists():
             Path(self.mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().accumulate(me, model, net)
+        return super().accumulate(client, model, net)
 
 
 def test_a_killed_process_is_passed_over_and_let_back_in(tmp_path: Path) -> None:
     method = Killer(victim=1, mark=str(tmp_path / "mark"), **SMALL)
     ring = fewer.run(method, DATA, model=linear(), seed=SEED, runtime="pool", workers=1, out=tmp_path / "ring")
-    assert [line["absent"] for line in ring.history] == [1, 0, 0] and ring.state.trail == [0, 1, 2, 3]
+    assert [line["absent"] for line in ring.history] == [1, 0, 0] and ring.state.holders == [0, 1, 2, 3]
 
 
 # --- seals ----------------------------------------------------------------------------------------------------------
@@ -791,15 +799,15 @@ def sealed_ring(tmp_path: Path) -> tuple[Work, Call, bytes]:
     """A ring after a round, and a call with a sealed message that its receiver has not had yet."""
     work = bench(MetaFed(**SMALL), linear(), tmp_path)
     work.rounds(1)
-    work.parties.round = 2
+    work.clients.round = 2
     give = Call(1, "pass on", 2, hop=Hop(2, "accumulate", 5, True))
-    blob = work.parties.site.answer(give, b"").blob
+    blob = work.clients.handlers.answer(give, b"").blob
     return work, Call(2, "accumulate", 2, hop=Hop(1, "accumulate", 5, True)), blob
 
 
 def test_a_sealed_message_is_taken_once(tmp_path: Path) -> None:
     work, take, blob = sealed_ring(tmp_path)
-    answer = work.parties.site.answer
+    answer = work.clients.handlers.answer
     assert answer(take, blob).failure is None
     again = answer(take, blob)
     assert again.failure == "refused" and "was there already (round 2, number 5)" in again.detail
@@ -810,7 +818,7 @@ def test_a_sealed_message_is_taken_once(tmp_path: Path) -> None:
 
 def test_a_message_of_another_run_is_refused(tmp_path: Path) -> None:
     work, take, blob = sealed_ring(tmp_path)
-    another = replace(work.parties.site, context=b"another run")
+    another = replace(work.clients.handlers, context=b"another run")
     reply = another.answer(take, blob)
     assert reply.failure == "refused" and "the seal is broken" in reply.detail
     give = Call(1, "pass on", 2, hop=Hop(2, "accumulate", 5, True))
@@ -819,11 +827,11 @@ def test_a_message_of_another_run_is_refused(tmp_path: Path) -> None:
 
 def test_the_carrier_can_neither_ask_for_a_model_nor_put_one_in(tmp_path: Path) -> None:
     work, take, blob = sealed_ring(tmp_path)
-    before, answer = work.own(2), work.parties.site.answer
+    before, answer = work.own(2), work.clients.handlers.answer
     assert take.hop
-    for name in ("accumulate", "personalise"):
+    for name in ("accumulate", "personalize"):
         reply = answer(Call(2, name, 2), encode(name, {}))
-        assert reply.failure == "refused" and "is not something that can be asked of a party" in reply.detail
+        assert reply.failure == "refused" and "is not something that can be asked of a client" in reply.detail
         assert not reply.blob
         own = encode(name, {"model": sevens(linear()), "net": ""})
         reply = answer(Call(2, name, 2, hop=Hop(-1, name, 6, True)), own)
@@ -835,7 +843,7 @@ def test_the_carrier_can_neither_ask_for_a_model_nor_put_one_in(tmp_path: Path) 
 
 def test_the_carrier_cannot_change_what_is_under_the_seal(tmp_path: Path) -> None:
     work, take, blob = sealed_ring(tmp_path)
-    assert work.parties.site.answer(replace(take, item={"net": 5}), blob).failure is None
+    assert work.clients.handlers.answer(replace(take, item={"net": 5}), blob).failure is None
 
 
 def test_the_seal_is_what_its_module_says() -> None:
@@ -877,21 +885,21 @@ def test_a_changed_message_is_refused_wherever_it_was_changed(tmp_path: Path) ->
     for place in [*range(60), *range(60, len(blob), 41), len(blob) - 1]:
         changed = bytearray(blob)
         changed[place] ^= 1
-        assert work.parties.site.answer(take, bytes(changed)).failure == "refused", place
+        assert work.clients.handlers.answer(take, bytes(changed)).failure == "refused", place
     for cut in (0, 3, 8, 100, len(blob) - 1):
-        assert work.parties.site.answer(take, blob[:cut]).failure == "refused"
-    assert work.parties.site.answer(take, blob).failure is None
+        assert work.clients.handlers.answer(take, blob[:cut]).failure == "refused"
+    assert work.clients.handlers.answer(take, blob).failure is None
 
 
 @pytest.mark.parametrize(
-    "change", [{"party": 3}, {"handler": "personalise"}, {"other": 0}, {"number": 6}, {"round": 3}]
+    "change", [{"client": 3}, {"handler": "personalize"}, {"other": 0}, {"number": 6}, {"round": 3}]
 )
 def test_a_message_is_for_one_federation_one_purpose_and_one_moment(change: dict[str, Any], tmp_path: Path) -> None:
     work, take, blob = sealed_ring(tmp_path)
     assert take.hop
     hop = replace(take.hop, **{name: change[name] for name in ("other", "number") if name in change})
     call_ = replace(take, hop=hop, **{name: change[name] for name in change if name not in ("other", "number")})
-    reply = work.parties.site.answer(call_, blob)
+    reply = work.clients.handlers.answer(call_, blob)
     assert reply.failure == "refused" and "a sealed message of another kind" in reply.detail
 
 
@@ -924,12 +932,12 @@ class Marked(MetaFed):
 
     file: str = ""
 
-    def letter(self, me: Party, model: Weights) -> dict[str, Any]:
-        if me.id == 0 and me.round == 1:
+    def letter(self, client: Client, model: Weights) -> dict[str, Any]:
+        if client.id == 0 and client.round == 1:
             mark = torch.randint(1, 120, (16,), dtype=torch.uint8)
             Path(self.file).write_bytes(bytes(mark.tolist())[::-1])
             model = {**model, "head.weight": mark.view(torch.float32).view(CLASSES, HIDDEN).clone()}
-        return super().letter(me, model)
+        return super().letter(client, model)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -937,14 +945,14 @@ class Marked(MetaFed):
 def test_the_carrier_holds_ciphertext_only(sealed: bool, tmp_path: Path) -> None:
     """Greps the memory of the process that carries, and its files, for a model that went through."""
     out = tmp_path / "run"
-    method = Marked(file=str(tmp_path / "mark"), sealed=sealed, enough=0.0, **SMALL)
+    method = Marked(file=str(tmp_path / "mark"), sealed=sealed, distill_threshold=0.0, **SMALL)
     found: list[Any] = []
 
     class Grep(Break):
         def answer(self, round: int, done: int, asked: int) -> None:
             if round == 1 and done == 3 and Path(method.file).exists():
                 mark = Path(method.file).read_bytes()
-                own = [path for path in out.rglob("*") if path.is_file() and "parties" not in path.parts]
+                own = [path for path in out.rglob("*") if path.is_file() and "clients" not in path.parts]
                 assert any("hops" in path.parts for path in own)
                 found.extend(path for path in own if mark in path.read_bytes()[::-1])
                 found.extend(["memory"] if in_memory(mark) else [])
@@ -952,7 +960,7 @@ def test_the_carrier_holds_ciphertext_only(sealed: bool, tmp_path: Path) -> None
     fewer.run(method, DATA, model=linear(), seed=SEED, runtime="pool", workers=1, out=out, progress=Grep(99))
     assert bool(found) is not sealed  # with the seal nowhere; without it, it is seen: the test can see
     secret = Path(method.file).read_bytes()
-    letters = list(out.glob("parties/*/*/ring_letter*"))
+    letters = list(out.glob("clients/*/*/ring_letter*"))
     assert letters and secret
 
 
@@ -990,23 +998,23 @@ def test_federations_hold_what_their_members_hold() -> None:
     for number, members in enumerate(([0, 1], [2, 3], [4, 5, 6])):
         inside = three.inside(number)
         for part in ("train", "validation", "test"):
-            whole = getattr(three.party(number), part).labels
-            each = [getattr(data.party(member), part) for member in members]
+            whole = getattr(three.client(number), part).labels
+            each = [getattr(data.client(member), part) for member in members]
             assert torch.equal(whole, torch.cat([samples.labels for samples in each]))
             for place, samples in enumerate(each):
-                assert torch.equal(getattr(inside.party(place), part).rows, samples.rows)
+                assert torch.equal(getattr(inside.client(place), part).rows, samples.rows)
     held = three.held_out(0.2, 0)
     assert isinstance(held, type(three)) and len(held.inside(2)) == 3 and held.size(0) < three.size(0)
     assert three.fingerprint() != data.fingerprint()
     for wrong in (0, 8):
-        with pytest.raises(SettingError, match=f"federations = {wrong}, but there are 7 parties"):
+        with pytest.raises(SettingError, match=f"federations = {wrong}, but there are 7 clients"):
             federations(data, wrong)
     with pytest.raises(SettingError, match="has no federations"):
         data.inside(0)
 
 
 def group(inside: str, **more: Any) -> MetaFed:
-    return MetaFed(**SMALL, federations=2, inside=inside, inside_rounds=2, inside_set=STARS[inside], **more)
+    return MetaFed(**SMALL, federations=2, inner_method=inside, inner_rounds=2, inner_options=STARS[inside], **more)
 
 
 @pytest.mark.parametrize("inside", ["fedavg", "fedprox"])
@@ -1020,7 +1028,7 @@ def test_two_levels_are_equal_to_their_parts(inside: str, tmp_path: Path) -> Non
     def alone(number: int, kind: type[FedAvg], **more: Any) -> Any:
         """The star method by itself among the members of one federation."""
         seed = seed_of(SEED, number, "members")
-        star = kind(rounds=2, rate=0.3, steps=2, batch=4, **more)
+        star = kind(rounds=2, lr=0.3, local_steps=2, batch_size=4, **more)
         return fewer.run(star, two.inside(number), model=linear(), seed=seed).state.model
 
     kind = find(inside)
@@ -1029,21 +1037,21 @@ def test_two_levels_are_equal_to_their_parts(inside: str, tmp_path: Path) -> Non
     assert all(torch.equal(tensor, work.own(0)["model"][name]) for name, tensor in first.items())
 
     class Taught(FedAvg):
-        """Members distil the model of the federation before into theirs."""
+        """Members distill the model of the federation before into theirs."""
 
-        def descend(self, net: nn.Module, me: Party) -> None:
-            numbers = torch.randint(len(me.train), (2, 4), generator=me.stream("study"))
+        def descend(self, net: nn.Module, client: Client) -> None:
+            numbers = torch.randint(len(client.train), (2, 4), generator=client.stream("study"))
             teacher = linear()
             load_weights(teacher, first)
-            distil(net, teacher, me.train.batches(numbers), self.rate, 1.0)
+            distill(net, teacher, client.train.batches(numbers), self.lr, 1.0)
 
     second = alone(1, kind, **STARS[inside])
-    star, seed = Taught(rounds=2, rate=0.3), seed_of(SEED, 1, "members")
+    star, seed = Taught(rounds=2, lr=0.3), seed_of(SEED, 1, "members")
     inside_data = two.inside(1)
     task = Task((FEATURES,), CLASSES, lambda: linear(), given=second)
-    place = Place(inside_data, task, seed, tmp_path / "taught")
-    members = Inline(len(inside_data), seed, site=Site(star, place, seed, torch.device("cpu"), 1 << 20))
-    state = star.start(task, seed)
+    place = ContextFactory(inside_data, task, seed, tmp_path / "taught")
+    members = Inline(len(inside_data), seed, handlers=HandlerServer(star, place, seed, torch.device("cpu"), 1 << 20))
+    state = star.init(task, seed)
     for members.round in (3, 4):
         state = star.round(state, members)
     assert all(torch.equal(tensor, work.own(1)["model"][name]) for name, tensor in state.model.items())
@@ -1060,7 +1068,7 @@ def test_groups_resume_and_run_anywhere(inside: str, tmp_path: Path) -> None:
     fewer.resume(tmp_path / "broken", method=method, data=data, model=net)
     members = {
         kind: {
-            f.relative_to(tmp_path / kind): f.read_bytes() for f in tmp_path.glob(f"{kind}/parties/*/*/members/**/*.s*")
+            f.relative_to(tmp_path / kind): f.read_bytes() for f in tmp_path.glob(f"{kind}/clients/*/*/members/**/*.s*")
         }
         for kind in ("whole", "pool", "broken")
     }
@@ -1072,22 +1080,22 @@ def test_groups_resume_and_run_anywhere(inside: str, tmp_path: Path) -> None:
 
 def uneven() -> tuple[ArrayData, MetaFed]:
     data = from_arrays(X, Y, client_ids=np.repeat([0, 1, 2, 3], [8, 32, 20, 20]), validation=0.3)
-    return data, MetaFed(**SMALL, federations=2, inside_rounds=1)
+    return data, MetaFed(**SMALL, federations=2, inner_rounds=1)
 
 
 def test_a_head_averages_by_size_and_counts_all_members(tmp_path: Path) -> None:
     data, method = uneven()
     work = bench(method, linear(), tmp_path, data)
-    here, first = method.federation(work.party(0)), weights_of(linear())
+    here, first = method.federation(work.client(0)), weights_of(linear())
     seed, two = seed_of(SEED, 0, "members"), federations(data, 2).inside(0)
     task = Task((FEATURES,), CLASSES, linear, given=first)
-    place = Place(two, task, seed, tmp_path / "by-hand")
-    seats = [cast(Party, place(member, 1)) for member in range(2)]
-    members = [Single(seat, "", Amount(0.3, 2, 4)) for seat in seats]
+    place = ContextFactory(two, task, seed, tmp_path / "by-hand")
+    seats = [cast(Client, place(member, 1)) for member in range(2)]
+    members = [Single(context, "", Amount(0.3, 2, 4)) for context in seats]
     counts = [member.judge(first, "") for member in members]
     assert here.judge(first, "") == tuple(map(sum, zip(*counts, strict=True)))
     teacher = Teacher({name: tensor + 1 for name, tensor in first.items()}, "", 1.0)
-    sizes = [len(seat.train) for seat in seats]
+    sizes = [len(context.train) for context in seats]
     assert sizes[0] != sizes[1]
     mean = weighted_mean([member.study(first, teacher) for member in members], sizes)
     assert all(torch.equal(tensor, mean[name]) for name, tensor in here.study(first, teacher).items())
@@ -1106,8 +1114,8 @@ def test_bytes_inside_add_up_over_rounds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", ["fedmk", "fedgen", "feddistill", "local"])
 def test_other_methods_work_inside(inside: str) -> None:
-    data = fewer.data.load("digits", parties=4, alpha=5.0, validation=0.2, fraction=0.2)
-    method = MetaFed(rounds=1, steps=2, federations=2, inside=inside, inside_set=STARS.get(inside, {}))
+    data = fewer.data.load("digits", clients=4, alpha=5.0, validation=0.2, fraction=0.2)
+    method = MetaFed(rounds=1, local_steps=2, federations=2, inner_method=inside, inner_options=STARS.get(inside, {}))
     result = fewer.run(method, data, seed=0)
     assert result.history[-1]["absent"] == 0 and all(told["up"] > 0 for told in result.scores["ring"].values())
 
@@ -1116,14 +1124,14 @@ def test_other_methods_work_inside(inside: str) -> None:
 
 
 def test_federations_with_different_nets_learn_from_each_other(digits: Data, tmp_path: Path) -> None:
-    method = MetaFed(rounds=3, rate=0.1, steps=3, nets=("cnn", "mlp"), enough=1.0)
+    method = MetaFed(rounds=3, lr=0.1, local_steps=3, nets=("cnn", "mlp"), distill_threshold=1.0)
     result = fewer.run(method, digits, seed=1, out=tmp_path / "run")
-    assert [type(result.personal(party)).__name__ for party in range(6)] == ["SmallCNN", "MLP"] * 3
-    assert [result.scores["ring"][str(party)]["taken"] for party in range(6)] == [0] * 6  # never taken over
+    assert [type(result.personal_model(client)).__name__ for client in range(6)] == ["SmallCNN", "MLP"] * 3
+    assert [result.scores["ring"][str(client)]["taken"] for client in range(6)] == [0] * 6  # never taken over
     assert [line["absent"] for line in result.history] == [0, 0, 0]
-    three = MetaFed(rounds=3, rate=0.1, steps=3, nets=("cnn", "mlp", "mlp"), enough=1.0)
+    three = MetaFed(rounds=3, lr=0.1, local_steps=3, nets=("cnn", "mlp", "mlp"), distill_threshold=1.0)
     told = fewer.run(three, digits, seed=1).scores["ring"]
-    assert [told[str(party)]["taken"] for party in range(6)] == [0, 0, 2, 0, 0, 2]  # of the same net it can be
+    assert [told[str(client)]["taken"] for client in range(6)] == [0, 0, 2, 0, 0, 2]  # of the same net it can be
     assert MetaFed(nets="cnn,mlp").nets == ("cnn", "mlp")
 
 
@@ -1134,50 +1142,52 @@ def test_the_map_between_nets_is_fitted_on_as_many_samples_as_are_allowed(
 
     def spy(net: nn.Module, guide: nn.Module, x: torch.Tensor) -> nn.Linear:
         seen.append(len(x))
-        return fitted(net, guide, x)
+        return fit_feature_map(net, guide, x)
 
     monkeypatch.setattr(federation, "fitted", spy)
     work = bench(MetaFed(**SMALL, nets=("mlp",)), linear(), tmp_path)
-    me = work.party(0)
+    client = work.client(0)
     teacher = Teacher(weights_of(linear()), "", 1.0)
-    for most, count in ((5, 5), (FIT, len(me.train))):
+    for most, count in ((5, 5), (FIT, len(client.train))):
         monkeypatch.setattr(federation, "FIT", most)
-        Single(me, "mlp", Amount(0.1, 1, 4)).study(seated(me, "mlp").initial(), teacher)
+        Single(client, "mlp", Amount(0.1, 1, 4)).study(with_model(client, "mlp").initial(), teacher)
         assert seen.pop() == count and FIT >= 100
 
 
-# --- odd parties and wrong settings -----------------------------------------------------------------------------------
+# --- odd clients and wrong settings -----------------------------------------------------------------------------------
 
 
 def test_odd_federations_break_nothing(tmp_path: Path) -> None:
     owners = np.repeat([0, 1, 2, 3], [30, 1, 6, 43])
     y = np.where(owners == 2, 1, Y)  # 2 has one class, 1 one sample, so neither validation nor test samples
     data = from_arrays(X, y, client_ids=owners, validation=0.3, test=(X[:20], Y[:20]))
-    result = fewer.run(MetaFed(rounds=3, steps=2, batch=4), data, model=linear(), seed=0, out=tmp_path / "run")
+    result = fewer.run(
+        MetaFed(rounds=3, local_steps=2, batch_size=4), data, model=linear(), seed=0, out=tmp_path / "run"
+    )
     assert [line["absent"] for line in result.history] == [0, 0, 0]
     pairs = [(X[:20], Y[:20]), (X[:0], Y[:0]), (X[20:40], Y[20:40])]
-    empty = fewer.data.from_parties(pairs, validation=0.3)
-    result = fewer.run(MetaFed(rounds=2, steps=2, batch=4), empty, model=linear(), seed=0)
-    assert [line["absent"] for line in result.history] == [2, 1] and result.state.trail == [0, 2]
+    empty = fewer.data.from_clients(pairs, validation=0.3)
+    result = fewer.run(MetaFed(rounds=2, local_steps=2, batch_size=4), empty, model=linear(), seed=0)
+    assert [line["absent"] for line in result.history] == [2, 1] and result.state.holders == [0, 2]
 
 
 def test_a_federation_that_diverges_says_so(tmp_path: Path) -> None:
     with pytest.raises(QuorumLost, match=r"4 unable \(its training diverged \(rate 1e\+30\)\)"):
-        fewer.run(MetaFed(rate=1e30, steps=5), DATA, model=linear(), seed=0)
+        fewer.run(MetaFed(lr=1e30, local_steps=5), DATA, model=linear(), seed=0)
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--set", "poor=2"], "metafed: poor = 2: input should be less than or equal to 1"),
-        (["--set", "stages=three"], "metafed: stages = 'three': input should be 'both', 'accumulate' or 'personalise'"),
-        (["--set", "nets=cnn,alexnett"], "unknown model 'alexnett', did you mean 'alexnet'?"),
-        (["--set", "nets=cnn,lenet5"], "nets: lenet5 does not take inputs of shape (1, 8, 8)"),
-        (["--set", "inside=metafed"], "inside = metafed: it does not work there (allowed: fedavg, fedprox, "),
-        (["--set", "inside=fedmeta"], "inside = fedmeta: it does not work there (allowed: fedavg, fedprox, "),
-        (["--set", "inside=fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'?"),
-        (["--set", "federations=99"], "federations = 99, but there are 6 parties (allowed: 1 … 6)"),
-        (["--set", 'inside_set={"rats":1}'], "inside_set: fedavg: rats: extra inputs are not permitted"),
+        (["-o", "ignore_threshold=2"], "metafed: poor = 2: input should be less than or equal to 1"),
+        (["-o", "stages=three"], "metafed: stages = 'three': input should be 'both', 'accumulate' or 'personalize'"),
+        (["-o", "nets=cnn,alexnett"], "unknown model 'alexnett', did you mean 'alexnet'?"),
+        (["-o", "nets=cnn,lenet5"], "nets: lenet5 does not take inputs of shape (1, 8, 8)"),
+        (["-o", "inner_method=metafed"], "inside = metafed: it does not work there (allowed: fedavg, fedprox, "),
+        (["-o", "inner_method=fedmeta"], "inside = fedmeta: it does not work there (allowed: fedavg, fedprox, "),
+        (["-o", "inner_method=fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'?"),
+        (["-o", "federations=99"], "federations = 99, but there are 6 clients (allowed: 1 … 6)"),
+        (["-o", 'inside_set={"rats":1}'], "inside_set: fedavg: rats: extra inputs are not permitted"),
     ],
 )
 def test_a_wrong_setting_gets_one_line(words: list[str], text: str) -> None:
@@ -1203,8 +1213,10 @@ def test_recipes_treat_all_rows_alike(name: str) -> None:
     more = set()
     for row, _, settings_, method in cells(name):
         if row.tune:
-            assert sum(len(grid) - 1 for grid in method.grids().values()) < recipe(f"metafed/{name}").trials, row.name
-            assert "enough" not in method.grids() or method.enough == 0.6
+            assert sum(len(grid) - 1 for grid in method.search_space().values()) < recipe(f"metafed/{name}").trials, (
+                row.name
+            )
+            assert "enough" not in method.search_space() or method.enough == 0.6
             more |= {method.name} if settings_.validation == 0 else set()
     assert more == ({"fedavg", "fedprox", "fedbn", "local"} if name.startswith("table") else set())
 

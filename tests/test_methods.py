@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fewer
-from fewer.data import ArrayData, from_parties
+from fewer.choices import Norm
+from fewer.data import ArrayData, from_clients
 from fewer.errors import SettingError
 from fewer.learning import draw_batches, score, sgd, weighted_mean
-from fewer.methods import Method, Party
-from fewer.methods.base import Place
+from fewer.methods import Client, Method
+from fewer.methods.base import ContextFactory
 from fewer.methods.fedavg import FedAvg
 from fewer.methods.fedbn import FedBN
 from fewer.methods.fedprox import FedProx
 from fewer.methods.local import Local
 from fewer.models import SmallCNN, Task, Weights, is_norm, load_weights, weights_of
-from fewer.runtime import Inline, Site, stream
-from fewer.runtime.site import Call, Reply
-from fewer.vocabulary import Norm
+from fewer.runtime import HandlerServer, Inline, stream
+from fewer.runtime.handlers import Call, Reply
 from fewer.wire import Refused, decode
 
 torch.set_num_threads(1)
@@ -38,8 +38,8 @@ Batch = tuple[Array, NDArray[np.int64]]
 FEATURES, CLASSES, SIZES, SEED = 3, 2, (3, 5, 2), 4
 DRAW = np.random.default_rng(1)
 PAIRS = [
-    (DRAW.normal(party, 1, (size, FEATURES)).astype(np.float32), DRAW.integers(CLASSES, size=size))
-    for party, size in enumerate(SIZES)
+    (DRAW.normal(client, 1, (size, FEATURES)).astype(np.float32), DRAW.integers(CLASSES, size=size))
+    for client, size in enumerate(SIZES)
 ]
 TEST = DRAW.normal(1, 1, (11, FEATURES)).astype(np.float32), DRAW.integers(CLASSES, size=11)
 WEIGHT: Array = DRAW.normal(0, 0.5, (CLASSES, FEATURES)).astype(np.float32).astype(np.float64)
@@ -52,14 +52,16 @@ def linear() -> nn.Module:
 
 
 def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
-    """Three parties with 3, 5 and 2 samples, and a common test set."""
-    return from_parties(pairs, test=TEST)
+    """Three clients with 3, 5 and 2 samples, and a common test set."""
+    return from_clients(pairs, test=TEST)
 
 
-def batches(method: FedAvg, party: int, round: int) -> list[Batch]:
-    """What a party trains on in a round: samples drawn from the stream of (seed, round, party)."""
-    x, y = PAIRS[party]
-    numbers = torch.randint(len(y), (method.steps, method.batch), generator=stream(SEED, round, party, "batches"))
+def batches(method: FedAvg, client: int, round: int) -> list[Batch]:
+    """What a client trains on in a round: samples drawn from the stream of (seed, round, client)."""
+    x, y = PAIRS[client]
+    numbers = torch.randint(
+        len(y), (method.local_steps, method.batch_size), generator=stream(SEED, round, client, "batches")
+    )
     return [(x[row].astype(np.float64), y[row]) for row in numbers.numpy()]
 
 
@@ -74,10 +76,10 @@ def gradient(w: Array, x: Array, y: NDArray[np.int64]) -> Array:
     return residual(x @ w.T, y).T @ x
 
 
-def descent(w: Array, steps: list[Batch], rate: float, mu: float = 0.0) -> Array:
+def descent(w: Array, steps: list[Batch], lr: float, mu: float = 0.0) -> Array:
     start = w
     for x, y in steps:
-        w = w - rate * (gradient(w, x, y) + mu * (w - start))
+        w = w - lr * (gradient(w, x, y) + mu * (w - start))
     return w
 
 
@@ -117,31 +119,31 @@ class Bench:
 
     method: Method
     task: Task
-    parties: Wiretap
-    place: Place
+    clients: Wiretap
+    place: ContextFactory
     state: Any
 
     def rounds(self, count: int) -> Any:
         for _ in range(count):
-            self.parties.round += 1
-            self.state = self.method.round(self.state, self.parties)
+            self.clients.round += 1
+            self.state = self.method.round(self.state, self.clients)
         return self.state
 
-    def party(self, number: int) -> Party:
-        seat = self.place(number, self.parties.round)
-        assert isinstance(seat, Party)
-        return seat
+    def client(self, number: int) -> Client:
+        context = self.place(number, self.clients.round)
+        assert isinstance(context, Client)
+        return context
 
-    def personal(self, number: int) -> Weights:
-        return weights_of(self.method.personal(self.party(number), self.method.shared(self.state)))
+    def personal_model(self, number: int) -> Weights:
+        return weights_of(self.method.personal_model(self.client(number), self.method.broadcast(self.state)))
 
 
 def bench(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[Any, Any]] = PAIRS) -> Bench:
     data = federation(pairs)
     task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), given=weights_of(net))
-    place = Place(data, task, SEED, folder)
-    site = Site(method, place, SEED, torch.device("cpu"), 1 << 20)
-    return Bench(method, task, Wiretap(len(data), SEED, site=site), place, method.start(task, SEED))
+    place = ContextFactory(data, task, SEED, folder)
+    handlers = HandlerServer(method, place, SEED, torch.device("cpu"), 1 << 20)
+    return Bench(method, task, Wiretap(len(data), SEED, handlers=handlers), place, method.init(task, SEED))
 
 
 def data_bytes(blob: bytes) -> int:
@@ -153,65 +155,67 @@ def data_bytes(blob: bytes) -> int:
 
 
 @pytest.mark.parametrize(("steps", "batch", "rate"), [(1, 1, 0.5), (1, 4, 0.1), (3, 2, 0.5)])
-def test_fedavg_round_is_the_mean_by_size_of_local_descents(steps: int, batch: int, rate: float) -> None:
-    method = FedAvg(rounds=1, steps=steps, batch=batch, rate=rate)
-    expected = average([descent(WEIGHT, batches(method, party, 1), rate) for party in range(3)])
+def test_fedavg_round_is_the_mean_by_size_of_local_descents(steps: int, batch: int, lr: float) -> None:
+    method = FedAvg(rounds=1, local_steps=steps, batch_size=batch, lr=lr)
+    expected = average([descent(WEIGHT, batches(method, client, 1), lr) for client in range(3)])
     assert close(trained(method), expected)
     assert np.abs(expected - WEIGHT).max() > 1e-2
 
 
 def test_fedavg_second_round_goes_on_from_the_mean() -> None:
-    method = FedAvg(rounds=2, steps=2, batch=3, rate=0.3)
+    method = FedAvg(rounds=2, local_steps=2, batch_size=3, lr=0.3)
     w = WEIGHT
     for round in (1, 2):
-        w = average([descent(w, batches(method, party, round), 0.3) for party in range(3)])
+        w = average([descent(w, batches(method, client, round), 0.3) for client in range(3)])
     assert close(trained(method), w)
 
 
 def test_fedavg_of_one_repeated_sample_needs_no_stream() -> None:
-    """All of a party's samples are the same, so it does not matter which are drawn."""
+    """All of a client's samples are the same, so it does not matter which are drawn."""
     pairs = [(np.tile(x[:1], (len(y), 1)), np.repeat(y[:1], len(y))) for x, y in PAIRS]
-    result = fewer.run(FedAvg(rounds=1, steps=4, batch=7, rate=0.2), federation(pairs), model=linear(), seed=SEED)
+    result = fewer.run(
+        FedAvg(rounds=1, local_steps=4, batch_size=7, lr=0.2), federation(pairs), model=linear(), seed=SEED
+    )
     locally = [descent(WEIGHT, [(x[:1].astype(np.float64), y[:1])] * 4, 0.2) for x, y in pairs]
     assert close(result.state.model["weight"], average(locally))
 
 
 def test_fedavg_means_over_those_that_answered(tmp_path: Path) -> None:
     none = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
-    method = FedAvg(steps=2, batch=2, rate=0.5)
+    method = FedAvg(local_steps=2, batch_size=2, lr=0.5)
     state = bench(method, linear(), tmp_path, [PAIRS[0], none, PAIRS[2]]).rounds(1)
-    locally = [descent(WEIGHT, batches(method, party, 1), 0.5) for party in (0, 2)]
+    locally = [descent(WEIGHT, batches(method, client, 1), 0.5) for client in (0, 2)]
     assert close(state.model["weight"], average(locally, [3, 2]))
 
 
 def test_fedavg_means_over_the_active_alone(tmp_path: Path) -> None:
-    method = FedAvg(steps=2, batch=2, rate=0.5, active=1)
+    method = FedAvg(local_steps=2, batch_size=2, lr=0.5, cohort=1)
     work = bench(method, linear(), tmp_path)
     state = work.rounds(1)
-    (asked,) = {call.party for call, _ in work.parties.down}
+    (asked,) = {call.client for call, _ in work.clients.down}
     assert close(state.model["weight"], descent(WEIGHT, batches(method, asked, 1), 0.5))
 
 
 def test_fedavg_codec_rounds_both_ways() -> None:
-    method = FedAvg(rounds=1, steps=2, batch=2, rate=0.5, codec="float16")
+    method = FedAvg(rounds=1, local_steps=2, batch_size=2, lr=0.5, codec="float16")
     start = WEIGHT.astype(np.float16).astype(np.float64)
-    locally = [descent(start, batches(method, party, 1), 0.5) for party in range(3)]
+    locally = [descent(start, batches(method, client, 1), 0.5) for client in range(3)]
     expected = average([w.astype(np.float32).astype(np.float16).astype(np.float64) for w in locally])
     assert close(trained(method), expected)
     assert not close(trained(method), average([descent(WEIGHT, batches(method, p, 1), 0.5) for p in range(3)]))
 
 
 def test_fedavg_messages_hold_the_model_and_the_size(tmp_path: Path) -> None:
-    work = bench(FedAvg(steps=1, batch=1), linear(), tmp_path)
+    work = bench(FedAvg(local_steps=1, batch_size=1), linear(), tmp_path)
     work.rounds(1)
-    assert len(work.parties.down) == len(work.parties.up) == 3
-    for call, blob in work.parties.up:
+    assert len(work.clients.down) == len(work.clients.up) == 3
+    for call, blob in work.clients.up:
         fields = decode(blob)[1]
-        assert fields.keys() == {"model", "size"} and fields["size"] == SIZES[call.party]
-    for _, blob in work.parties.down + work.parties.up:
+        assert fields.keys() == {"model", "size"} and fields["size"] == SIZES[call.client]
+    for _, blob in work.clients.down + work.clients.up:
         assert data_bytes(blob) == 4 * FEATURES * CLASSES
-    for direction, blobs in (("down", work.parties.down), ("up", work.parties.up)):
-        assert work.parties.ledger.total[direction] == sum(len(blob) for _, blob in blobs)  # type: ignore[index]
+    for direction, blobs in (("down", work.clients.down), ("up", work.clients.up)):
+        assert work.clients.ledger.total[direction] == sum(len(blob) for _, blob in blobs)  # type: ignore[index]
 
 
 def test_evaluation_is_accuracy_and_loss_on_the_test_set() -> None:
@@ -228,15 +232,15 @@ def test_evaluation_is_accuracy_and_loss_on_the_test_set() -> None:
 
 @pytest.mark.parametrize("mu", [0.0, 0.7, 2.0])
 def test_fedprox_is_held_by_mu_times_the_distance(mu: float) -> None:
-    method = FedProx(rounds=1, steps=3, batch=2, rate=0.3, mu=mu)
-    expected = average([descent(WEIGHT, batches(method, party, 1), 0.3, mu) for party in range(3)])
+    method = FedProx(rounds=1, local_steps=3, batch_size=2, lr=0.3, mu=mu)
+    expected = average([descent(WEIGHT, batches(method, client, 1), 0.3, mu) for client in range(3)])
     assert close(trained(method), expected)
 
 
 def test_fedprox_pulls_from_the_second_step_on() -> None:
     def distance(steps: int) -> float:
         plain, held = (
-            trained(kind(rounds=1, steps=steps, batch=2, rate=0.3))
+            trained(kind(rounds=1, local_steps=steps, batch_size=2, lr=0.3))
             for kind in (FedAvg, lambda **s: FedProx(mu=0.7, **s))
         )
         return float((plain - held).abs().max())
@@ -246,15 +250,15 @@ def test_fedprox_pulls_from_the_second_step_on() -> None:
 
 
 def test_fedprox_anchor_is_the_model_of_its_round() -> None:
-    method = FedProx(rounds=2, steps=2, batch=2, rate=0.3, mu=1.5)
+    method = FedProx(rounds=2, local_steps=2, batch_size=2, lr=0.3, mu=1.5)
     w = WEIGHT
     for round in (1, 2):
-        w = average([descent(w, batches(method, party, round), 0.3, 1.5) for party in range(3)])
+        w = average([descent(w, batches(method, client, round), 0.3, 1.5) for client in range(3)])
     assert close(trained(method), w)
 
 
 def test_fedprox_without_mu_is_fedavg_bit_for_bit() -> None:
-    settings = {"rounds": 2, "steps": 3, "batch": 2, "rate": 0.3}
+    settings = {"rounds": 2, "local_steps": 3, "batch_size": 2, "lr": 0.3}
     assert torch.equal(trained(FedProx(mu=0, **settings)), trained(FedAvg(**settings)))
 
 
@@ -288,9 +292,7 @@ def normed() -> Normed:
     return net
 
 
-def descent_with_norm(
-    own: dict[str, Array], w: Array, steps: list[Batch], rate: float
-) -> tuple[dict[str, Array], Array]:
+def descent_with_norm(own: dict[str, Array], w: Array, steps: list[Batch], lr: float) -> tuple[dict[str, Array], Array]:
     """h = γ x̂ + β and scores = W h, with x̂ from the batch's mean and variance; running ones follow by a tenth."""
     gamma, beta, mean, var = (own[part] for part in ("weight", "bias", "running_mean", "running_var"))
     for x, y in steps:
@@ -299,16 +301,16 @@ def descent_with_norm(
         away = residual((gamma * normal + beta) @ w.T, y)
         back = away @ w
         w, gamma, beta = (
-            w - rate * away.T @ (gamma * normal + beta),
-            gamma - rate * (back * normal).sum(axis=0),
-            beta - rate * back.sum(axis=0),
+            w - lr * away.T @ (gamma * normal + beta),
+            gamma - lr * (back * normal).sum(axis=0),
+            beta - lr * back.sum(axis=0),
         )
         mean, var = 0.9 * mean + 0.1 * here, 0.9 * var + 0.1 * spread * len(x) / (len(x) - 1)
     return {"weight": gamma, "bias": beta, "running_mean": mean, "running_var": var}, w
 
 
 def test_fedbn_by_hand(tmp_path: Path) -> None:
-    method = FedBN(steps=2, batch=4, rate=0.2)
+    method = FedBN(local_steps=2, batch_size=4, lr=0.2)
     work = bench(method, normed(), tmp_path)
     first = {
         name.removeprefix("norm."): t.double().numpy() for name, t in weights_of(normed()).items() if name in NORMS
@@ -319,49 +321,49 @@ def test_fedbn_by_hand(tmp_path: Path) -> None:
         own, w = [end[0] for end in ends], average([end[1] for end in ends])
         state = work.rounds(1)
         assert list(state.model) == ["head.weight"] and close(state.model["head.weight"], w, 1e-5)
-    for party in range(3):
-        mine = work.personal(party)
+    for client in range(3):
+        mine = work.personal_model(client)
         assert close(mine["head.weight"], w, 1e-5)
-        assert all(close(mine[f"norm.{part}"], value, 1e-5) for part, value in own[party].items())
+        assert all(close(mine[f"norm.{part}"], value, 1e-5) for part, value in own[client].items())
         assert int(mine["norm.num_batches_tracked"]) == 4
 
 
 def test_fedbn_norms_stay_and_differ_while_the_rest_is_common(tmp_path: Path) -> None:
-    work = bench(FedBN(steps=2, batch=4), normed(), tmp_path)
+    work = bench(FedBN(local_steps=2, batch_size=4), normed(), tmp_path)
     work.rounds(2)
-    one, two = work.personal(0), work.personal(1)
+    one, two = work.personal_model(0), work.personal_model(1)
     assert one.keys() == two.keys() == {"head.weight", *NORMS}
     assert torch.equal(one["head.weight"], two["head.weight"])
     for name in NORMS - {"norm.num_batches_tracked"}:
         assert not torch.equal(one[name], two[name])
-    kept = work.party(0).store.get("norms")
+    kept = work.client(0).store.get("norms")
     assert kept is not None and kept.keys() == NORMS
     assert all(torch.equal(kept[name], one[name]) for name in NORMS)
 
 
 def test_fedbn_sends_no_norms(tmp_path: Path) -> None:
-    work = bench(FedBN(steps=2, batch=4), normed(), tmp_path)
+    work = bench(FedBN(local_steps=2, batch_size=4), normed(), tmp_path)
     work.rounds(2)
-    traffic = work.parties.down + work.parties.up
+    traffic = work.clients.down + work.clients.up
     assert len(traffic) == 12
     for _, blob in traffic:
         assert list(decode(blob)[1]["model"]) == ["head.weight"]
         assert b"norm" not in blob and b"running" not in blob
         assert data_bytes(blob) == 4 * FEATURES * CLASSES
-    assert sum(work.parties.ledger.total.values()) == sum(len(blob) for _, blob in traffic)
+    assert sum(work.clients.ledger.total.values()) == sum(len(blob) for _, blob in traffic)
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_fedbn_bytes_of_the_small_cnn(norm: Norm, tmp_path: Path) -> None:
     """Each message is 4 bytes for each of the 26,390 weights outside the norms, and a header below 1 %."""
     x = np.random.default_rng(0).integers(256, size=(12, 28, 28), dtype=np.uint8)
-    data = from_parties([(x[:6], np.arange(6)), (x[6:], np.arange(4, 10))], test=(x, np.arange(12) % 10))
-    result = fewer.run(FedBN(rounds=1, steps=1, batch=4), data, norm=norm, seed=0, out=tmp_path / "run")
+    data = from_clients([(x[:6], np.arange(6)), (x[6:], np.arange(4, 10))], test=(x, np.arange(12) % 10))
+    result = fewer.run(FedBN(rounds=1, local_steps=1, batch_size=4), data, norm=norm, seed=0, out=tmp_path / "run")
     payload = 4 * 26_390
     for direction in ("up", "down"):
         assert 2 * payload < result.history[-1][direction] <= 2 * payload * 1.01
     assert sum(tensor.numel() for tensor in result.state.model.values()) == 26_390
-    nets = [weights_of(result.personal(party)) for party in range(2)]
+    nets = [weights_of(result.personal_model(client)) for client in range(2)]
     own = is_norm(result.task.net())
     assert len(own) == (10 if norm == "batch" else 4)
     for name in nets[0]:
@@ -371,41 +373,41 @@ def test_fedbn_bytes_of_the_small_cnn(norm: Norm, tmp_path: Path) -> None:
         assert not torch.equal(nets[0][name], nets[1][name])
 
 
-def test_fedbn_party_that_was_never_asked_has_the_initial_norms(tmp_path: Path) -> None:
-    work = bench(FedBN(steps=2, batch=4, active=1), normed(), tmp_path)
+def test_fedbn_client_that_was_never_asked_has_the_initial_norms(tmp_path: Path) -> None:
+    work = bench(FedBN(local_steps=2, batch_size=4, cohort=1), normed(), tmp_path)
     work.rounds(1)
-    asked = work.parties.down[0][0].party
-    for party in range(3):
-        mine, first = work.personal(party), weights_of(normed())
-        assert all(torch.equal(mine[name], first[name]) for name in NORMS) == (party != asked)
+    asked = work.clients.down[0][0].client
+    for client in range(3):
+        mine, first = work.personal_model(client), weights_of(normed())
+        assert all(torch.equal(mine[name], first[name]) for name in NORMS) == (client != asked)
         assert torch.equal(mine["head.weight"], work.state.model["head.weight"])
 
 
 def test_fedbn_needs_norms() -> None:
-    with pytest.raises(SettingError, match="fedbn needs a model with normalisation layers"):
+    with pytest.raises(SettingError, match="fedbn needs a model with normalization layers"):
         fewer.run(FedBN(rounds=1), federation(), model=linear(), seed=0)
 
 
 # --- Local ----------------------------------------------------------------------------------------------------
 
 
-def test_local_is_plain_descent_of_each_party(tmp_path: Path) -> None:
-    method = Local(rounds=3, steps=2, batch=2, rate=0.3)
+def test_local_is_plain_descent_of_each_client(tmp_path: Path) -> None:
+    method = Local(rounds=3, local_steps=2, batch_size=2, lr=0.3)
     result = fewer.run(method, federation(), model=linear(), seed=SEED, out=tmp_path / "run")
-    for party in range(3):
+    for client in range(3):
         w = WEIGHT
         for round in (1, 2, 3):
-            w = descent(w, batches(method, party, round), 0.3)
-        assert close(weights_of(result.personal(party))["weight"], w)
+            w = descent(w, batches(method, client, round), 0.3)
+        assert close(weights_of(result.personal_model(client))["weight"], w)
     with pytest.raises(SettingError, match="local has no global model"):
         _ = result.model
 
 
-def test_local_parties_do_not_hear_of_each_other(tmp_path: Path) -> None:
+def test_local_clients_do_not_hear_of_each_other(tmp_path: Path) -> None:
     def models(pairs: Sequence[tuple[Any, Any]], name: str) -> list[Tensor]:
-        work = bench(Local(steps=3, batch=2, rate=0.3), linear(), tmp_path / name, pairs)
+        work = bench(Local(local_steps=3, batch_size=2, lr=0.3), linear(), tmp_path / name, pairs)
         work.rounds(2)
-        return [work.personal(party)["weight"] for party in range(3)]
+        return [work.personal_model(client)["weight"] for client in range(3)]
 
     before = models(PAIRS, "before")
     after = models([(PAIRS[0][0] * 3 + 1, 1 - PAIRS[0][1]), *PAIRS[1:]], "after")
@@ -413,13 +415,13 @@ def test_local_parties_do_not_hear_of_each_other(tmp_path: Path) -> None:
 
 
 def test_local_sends_nothing_but_the_order(tmp_path: Path) -> None:
-    work = bench(Local(steps=1, batch=1), linear(), tmp_path)
+    work = bench(Local(local_steps=1, batch_size=1), linear(), tmp_path)
     work.rounds(2)
-    traffic = work.parties.down + work.parties.up
+    traffic = work.clients.down + work.clients.up
     assert len(traffic) == 12
     for _, blob in traffic:
         assert decode(blob)[1] == {} and data_bytes(blob) == 0 and len(blob) < 150
-    assert sum(work.parties.ledger.total.values()) == sum(len(blob) for _, blob in traffic) < 12 * 150
+    assert sum(work.clients.ledger.total.values()) == sum(len(blob) for _, blob in traffic) < 12 * 150
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------

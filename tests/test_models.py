@@ -13,8 +13,9 @@ import fewer
 from fewer import FedAvg
 from fewer.data import Data
 from fewer.errors import SettingError
-from fewer.models import NETS, Split, Task, find_net, maker, parts_of, weights_of
+from fewer.models import Split, Task, maker, parts_of, weights_of
 from fewer.models.images import Conv4, DropBlock
+from fewer.registry import MODELS
 
 FACTS: dict[str, dict[str, Any]] = {
     "cnn": {"shape": (1, 28, 28), "classes": 10},
@@ -48,7 +49,7 @@ COUNTS = {
 def make(name: str, **options: Any) -> nn.Module:
     facts = {"norm": options.pop("norm", None), **FACTS[name]}
     torch.manual_seed(0)
-    return maker(find_net(name), facts, options)()
+    return maker(MODELS.find(name), facts, options)()
 
 
 def inputs(name: str, count: int = 2) -> torch.Tensor:
@@ -61,7 +62,7 @@ def inputs(name: str, count: int = 2) -> torch.Tensor:
 
 
 def test_every_net_is_listed_here() -> None:
-    assert FACTS.keys() == NETS.keys()
+    assert FACTS.keys() == MODELS.keys()
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -69,7 +70,7 @@ def test_parameter_counts(name: str) -> None:
     assert sum(p.numel() for p in make(name).parameters()) == COUNTS[name]
 
 
-@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_net_is_a_head_on_an_encoder(name: str) -> None:
     net = make(name).eval()
     assert isinstance(net, Split)
@@ -84,15 +85,15 @@ def test_options() -> None:
     narrow = make("resnet12", width=0.25)
     assert narrow.head.in_features == 160  # type: ignore[union-attr]
     assert make("conv4", width=8).encoder(inputs("conv4")).shape[1] == 8  # type: ignore[operator]
-    rgb = maker(find_net("conv4"), {"shape": (3, 32, 32), "classes": 5}, {})()
+    rgb = maker(MODELS.find("conv4"), {"shape": (3, 32, 32), "classes": 5}, {})()
     assert rgb.head.in_features == 64 * 8 * 8  # type: ignore[union-attr]
     assert not any(isinstance(module, nn.BatchNorm2d) for module in make("conv4", norm="group").modules())
     with pytest.raises(SettingError, match="unknown option of model ResNet12 'widht', did you mean 'width'"):
         make("resnet12", widht=2)
     with pytest.raises(SettingError, match="SmallCNN takes images .* but inputs have shape \\(103,\\)"):
-        maker(find_net("cnn"), {"shape": (103,), "classes": 2}, {})
+        maker(MODELS.find("cnn"), {"shape": (103,), "classes": 2}, {})
     with pytest.raises(SettingError, match="takes text, but the data has no vocabulary"):
-        maker(find_net("char-lstm"), {"shape": (80,), "classes": 2, "vocabulary": None}, {})
+        maker(MODELS.find("char-lstm"), {"shape": (80,), "classes": 2, "vocabulary": None}, {})
 
 
 def test_parts_that_are_missing_are_named() -> None:
@@ -137,7 +138,7 @@ def test_second_derivatives_against_finite_differences(name: str) -> None:
     small = {"char-lstm": (6,), "text-bilstm": (5,), "sentiment-lstm": (5,)}
     facts = {**FACTS[name], "shape": small.get(name, FACTS[name]["shape"])}
     torch.manual_seed(0)
-    net = maker(find_net(name), facts, {"width": 4} if name == "conv4" else {})().double()
+    net = maker(MODELS.find(name), facts, {"width": 4} if name == "conv4" else {})().double()
     x = inputs(name, 3)[:, : facts["shape"][0]] if name in small else inputs(name, 3).double()
     y = torch.tensor([0, 1, 1])
     parameters = list(net.parameters())
@@ -187,10 +188,10 @@ def test_dropblock_drops_squares_and_keeps_the_sum() -> None:
 
 
 def test_a_frozen_part_stays_frozen(digits: Data) -> None:
-    net = maker(find_net("cnn"), {"shape": (1, 8, 8), "classes": 10}, {})()
+    net = maker(MODELS.find("cnn"), {"shape": (1, 8, 8), "classes": 10}, {})()
     net.encoder.requires_grad_(False)
     before = weights_of(net)
-    after = fewer.run(FedAvg(rounds=2, active=3), digits, model=net).state.model
+    after = fewer.run(FedAvg(rounds=2, cohort=3), digits, model=net).state.model
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("encoder"))
     assert not torch.equal(before["head.weight"], after["head.weight"])
 
@@ -200,8 +201,8 @@ def test_a_net_for_text_learns() -> None:
     texts = [
         " ".join(draw.choice(["good", "fine", "nice"] if n % 2 else ["bad", "poor", "sad"], 6)) for n in range(200)
     ]
-    data = fewer.data.from_arrays(texts, np.arange(200) % 2, parties=4, partition="iid")
-    result = fewer.run(FedAvg(rounds=8, rate=1.0), data, model="text-bilstm", model_set={"width": 16})
+    data = fewer.data.from_arrays(texts, np.arange(200) % 2, clients=4, partition="iid")
+    result = fewer.run(FedAvg(rounds=8, lr=1.0), data, model="text-bilstm", model_options={"width": 16})
     assert result.accuracy > 0.95
 
 
@@ -210,10 +211,10 @@ def test_word_vectors_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "vectors.txt"
     file.write_text("good 1 0 0 0\nbad -1 0 0 0\n")
     texts = [" ".join(draw.choice(["good", "thing"] if n % 2 else ["bad", "thing"], 4)) for n in range(120)]
-    data = fewer.data.from_arrays(texts, np.arange(120) % 2, parties=2, partition="iid")
-    result = fewer.run(FedAvg(rounds=1), data, model="text-bilstm", model_set={"vectors": str(file)})
+    data = fewer.data.from_arrays(texts, np.arange(120) % 2, clients=2, partition="iid")
+    result = fewer.run(FedAvg(rounds=1), data, model="text-bilstm", model_options={"vectors": str(file)})
     vectors = result.model.encoder.words.vectors  # type: ignore[union-attr]
     assert vectors[data.tokens.index("good")].tolist() == [1, 0, 0, 0]  # type: ignore[index]
     with pytest.raises(SettingError, match="is no text"):
-        digits = fewer.data.load("digits", parties=3)
-        fewer.run(FedAvg(rounds=1), digits, model="mlp", model_set={"vectors": str(file)})
+        digits = fewer.data.load("digits", clients=3)
+        fewer.run(FedAvg(rounds=1), digits, model="mlp", model_options={"vectors": str(file)})

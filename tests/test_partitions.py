@@ -8,11 +8,11 @@ import torch
 from numpy.typing import NDArray
 
 from fewer.data import Samples
-from fewer.data.episodes import episode, of_classes, split_classes, split_parties, support_query
+from fewer.data.episodes import episode, of_classes, split_classes, split_clients, support_query
 from fewer.data.federated import federate, from_arrays
 from fewer.data.federations import federations
 from fewer.data.partition import WAYS, Division, divide, split_off
-from fewer.data.raw import Raw
+from fewer.data.raw_dataset import RawDataset
 from fewer.data.text import encode, vocabulary, word_vectors
 from fewer.errors import DataError, SettingError
 
@@ -21,15 +21,15 @@ T: NDArray[np.int64] = np.random.default_rng(1).integers(10, size=900)
 
 
 @pytest.mark.parametrize("kind", WAYS)
-@pytest.mark.parametrize("parties", [1, 7, 20])
-def test_every_row_has_one_owner(kind: str, parties: int) -> None:
-    how = Division(kind, parties, classes=10 if parties == 1 else 4)  # type: ignore[arg-type]
+@pytest.mark.parametrize("clients", [1, 7, 20])
+def test_every_row_has_one_owner(kind: str, clients: int) -> None:
+    how = Division(kind, clients, classes=10 if clients == 1 else 4)  # type: ignore[arg-type]
     for parts, labels in zip(divide(how, Y, T, 3), (Y, T), strict=True):
-        assert len(parts.sizes) == parties
+        assert len(parts.sizes) == clients
         assert np.array_equal(np.sort(parts.rows), np.arange(len(labels)))
     again, other = divide(how, Y, T, 3)[0], divide(how, Y, T, 4)[0]
     assert np.array_equal(again.rows, divide(how, Y, T, 3)[0].rows)
-    assert parties == 1 or not np.array_equal(again.rows, other.rows)
+    assert clients == 1 or not np.array_equal(again.rows, other.rows)
 
 
 def counts(labels: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -40,14 +40,14 @@ def held(parts_rows: NDArray[np.int64]) -> set[int]:
     return set(Y[parts_rows].tolist())
 
 
-def test_pathological_parties_hold_so_many_classes() -> None:
+def test_pathological_clients_hold_so_many_classes() -> None:
     train, test = divide(Division("pathological", 20, classes=5), Y, T, 0)
-    for party in range(20):
-        assert len(held(train.of(party))) == 5
-        assert set(T[test.of(party)].tolist()) <= held(train.of(party))
-    holders = np.array([[label in held(train.of(party)) for party in range(20)] for label in range(10)]).sum(axis=1)
-    assert holders.tolist() == [10] * 10  # each class goes to as many parties as any other
-    with pytest.raises(SettingError, match="11 classes for each party, but there are 10"):
+    for client in range(20):
+        assert len(held(train.of(client))) == 5
+        assert set(T[test.of(client)].tolist()) <= held(train.of(client))
+    holders = np.array([[label in held(train.of(client)) for client in range(20)] for label in range(10)]).sum(axis=1)
+    assert holders.tolist() == [10] * 10  # each class goes to as many clients as any other
+    with pytest.raises(SettingError, match="11 classes for each client, but there are 10"):
         divide(Division("pathological", 20, classes=11), Y, T, 0)
     with pytest.raises(SettingError, match="cannot hold all 10 classes"):
         divide(Division("pathological", 4, classes=2), Y, T, 0)
@@ -55,19 +55,19 @@ def test_pathological_parties_hold_so_many_classes() -> None:
 
 def test_shards_are_of_one_class_and_nearly_one_size() -> None:
     train, _ = divide(Division("shards", 20, shards=2), Y, T, 0)
-    assert max(len(held(train.of(party))) for party in range(20)) == 2
+    assert max(len(held(train.of(client))) for client in range(20)) == 2
     assert train.sizes.min() > 180 and train.sizes.max() < 220 and sorted(train.rows) == list(range(len(Y)))
     skewed = np.repeat([1, 4, 6], [5, 45, 150])  # in shares of 20: 0.5, 4.5 and 15
-    for parties, sizes in ((20, [5, *[11] * 3, 12, *[10] * 15]), (3, [5, 45, 150]), (4, [5, 45, 75, 75])):
-        alone, _ = divide(Division("shards", parties, shards=1), skewed, skewed, 0)
+    for clients, sizes in ((20, [5, *[11] * 3, 12, *[10] * 15]), (3, [5, 45, 150]), (4, [5, 45, 75, 75])):
+        alone, _ = divide(Division("shards", clients, shards=1), skewed, skewed, 0)
         assert sorted(alone.sizes) == sorted(sizes)
-        assert all(len(np.unique(skewed[alone.of(party)])) == 1 for party in range(parties))
+        assert all(len(np.unique(skewed[alone.of(client)])) == 1 for client in range(clients))
 
 
 def test_fewer_shards_than_classes_are_cut_across_their_borders() -> None:
     train, _ = divide(Division("shards", 3, shards=1), Y, T, 0)
     assert train.sizes.max() - train.sizes.min() <= 1
-    assert sorted(label for party in range(3) for label in held(train.of(party))) == [
+    assert sorted(label for client in range(3) for label in held(train.of(client))) == [
         *range(4),
         *range(3, 7),
         *range(6, 10),
@@ -98,10 +98,10 @@ def test_test_samples_follow_training_samples() -> None:
 
 def test_what_is_in_time_is_split_in_time() -> None:
     x = np.arange(100, dtype=np.float32)[:, None]
-    raw = Raw(x, np.arange(100) % 2, client_ids=np.repeat([0, 1], 50), in_time=True)
+    raw = RawDataset(x, np.arange(100) % 2, client_ids=np.repeat([0, 1], 50), in_time=True)
     data = federate(raw, partition="natural", validation=0.25)
-    for party, start in ((0, 0), (1, 50)):
-        mine = data.party(party)
+    for client, start in ((0, 0), (1, 50)):
+        mine = data.client(client)
         parts = [part.slice(0, 99)[0][:, 0].tolist() for part in (mine.train, mine.validation, mine.test)]
         assert parts[0] + parts[1] + parts[2] == list(range(start, start + 50))
         assert [len(part) for part in parts] == [30, 10, 10]
@@ -111,25 +111,25 @@ def test_what_is_in_time_is_split_in_time() -> None:
 
 def test_clients_of_the_test_set() -> None:
     x, y = np.zeros((6, 2), np.float32), np.array([0, 1, 0, 1, 0, 1])
-    same = Raw(x, y, (x[:3], y[:3]), np.array(["a", "a", "b", "b", "c", "c"]), np.array(["b", "c", "c"]))
+    same = RawDataset(x, y, (x[:3], y[:3]), np.array(["a", "a", "b", "b", "c", "c"]), np.array(["b", "c", "c"]))
     data = federate(same, partition="natural")
-    assert [len(data.party(n).test) for n in range(3)] == [0, 1, 2]
-    other = Raw(x, y, (x[:5], y[:5]), np.array(["a"] * 6), np.array(["z"] * 5))
-    data = federate(other, partition="natural")  # clients of their own: they are parties too
-    assert [(len(data.party(n).train), len(data.party(n).test)) for n in range(2)] == [(5, 1), (4, 1)]
+    assert [len(data.client(n).test) for n in range(3)] == [0, 1, 2]
+    other = RawDataset(x, y, (x[:5], y[:5]), np.array(["a"] * 6), np.array(["z"] * 5))
+    data = federate(other, partition="natural")  # clients of their own: they are clients too
+    assert [(len(data.client(n).train), len(data.client(n).test)) for n in range(2)] == [(5, 1), (4, 1)]
 
 
 def test_windows_that_nobody_owns_are_left_out() -> None:
     flat = torch.arange(50, dtype=torch.uint8)
     x = flat.unfold(0, 5, 1)
     client_ids = np.array([0] * 20 + [-1] * 6 + [1] * 20)
-    raw = Raw(x, np.arange(46) % 3, client_ids=client_ids, tokens=tuple("abc" * 20), in_time=True)
+    raw = RawDataset(x, np.arange(46) % 3, client_ids=client_ids, tokens=tuple("abc" * 20), in_time=True)
     data = federate(raw, partition="natural", fraction=0.5)
     assert data.vocabulary == 60 and data.source.x.data_ptr() == flat.data_ptr()  # not copied
     assert (
         data.size(0) + data.size(1) == 16 and len(data.test) == 2
     )  # half of 32; of 8 windows those that do not overlap
-    batch, _ = data.party(1).train.slice(0, 2)
+    batch, _ = data.client(1).train.slice(0, 2)
     assert batch.dtype == torch.int64 and (batch[:, 1] - batch[:, 0]).tolist() == [1, 1]
 
 
@@ -139,7 +139,7 @@ def test_windows_that_nobody_owns_are_left_out() -> None:
 def test_the_vocabulary_knows_training_text_only() -> None:
     texts = [f"common word{n % 3} it's" for n in range(40)]
     data = from_arrays(
-        texts, np.arange(40) % 2, test=(["secret secret common"] * 4, [0, 1, 0, 1]), parties=2, partition="iid"
+        texts, np.arange(40) % 2, test=(["secret secret common"] * 4, [0, 1, 0, 1]), clients=2, partition="iid"
     )
     assert data.vocabulary == 2 + 5  # fill, unknown, common, it's, word0, word1, word2
     assert data.shape == (30,)
@@ -174,13 +174,13 @@ def samples(count: int = 200, classes: int = 8) -> Samples:
     return Samples(torch.arange(count).float()[:, None], torch.arange(count) % classes)
 
 
-def test_parties_and_classes_are_disjoint() -> None:
-    groups = split_parties(50, seed=1)
+def test_clients_and_classes_are_disjoint() -> None:
+    groups = split_clients(50, seed=1)
     assert [len(group) for group in groups] == [40, 5, 5]
     assert sorted([*groups[0], *groups[1], *groups[2]]) == list(range(50))
-    assert groups != split_parties(50, seed=2)
+    assert groups != split_clients(50, seed=2)
     with pytest.raises(SettingError, match="a group is empty"):
-        split_parties(4)
+        split_clients(4)
     base, validation, novel = split_classes(41, 20, 5, 16, seed=0)
     assert len(set(base) | set(validation) | set(novel)) == 41
     assert split_classes(20, 8, 5, 7).test == list(range(13, 20))
@@ -223,19 +223,19 @@ def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
     """However the rows are divided, what is tested on comes after what is learned from, client by client."""
     x = np.arange(1000, dtype=np.float32)[:, None]
     client_ids = np.repeat(np.arange(4), 250)
-    raw = Raw(x, np.arange(1000) % 2, client_ids=client_ids, in_time=True)
-    data = federate(raw, parties=5, partition=kind, validation=0.25)  # type: ignore[arg-type]
+    raw = RawDataset(x, np.arange(1000) % 2, client_ids=client_ids, in_time=True)
+    data = federate(raw, clients=5, partition=kind, validation=0.25)  # type: ignore[arg-type]
     tested = set(data.test.slice(0, 9999)[0][:, 0].long().tolist())
     assert tested == {start + n for start in range(0, 1000, 250) for n in range(200, 250)}
-    held_parties = [data.party(party) for party in range(len(data))]
+    held_clients = [data.client(client) for client in range(len(data))]
     train, valid = (
-        torch.cat([getattr(mine, part).slice(0, 9999)[0][:, 0].long() for mine in held_parties])
+        torch.cat([getattr(mine, part).slice(0, 9999)[0][:, 0].long() for mine in held_clients])
         for part in ("train", "validation")
     )
     assert not tested & {*train.tolist(), *valid.tolist()} and len(train) + len(valid) == 800
     for number in range(4):  # validated on what comes last
         assert train[train // 250 == number].max() < valid[valid // 250 == number].min()
-    for mine in held_parties:
+    for mine in held_clients:
         assert 0 < len(mine.validation) < len(mine.train)
     held = data.held_out(0.2, 0)
     left, judged = held.train.rows, held.common.rows.numpy()  # type: ignore[union-attr]
@@ -244,13 +244,13 @@ def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
         assert left[left // 250 == number].max() < judged[judged // 250 == number].min()
 
 
-def test_natural_parties_hold_out_their_last_rows_whatever_the_classes() -> None:
+def test_natural_clients_hold_out_their_last_rows_whatever_the_classes() -> None:
     labels = np.repeat([0, 1, 2], 20)  # one class after the other, in blocks
-    raw = Raw(np.zeros((120, 1), np.float32), np.tile(labels, 2), client_ids=np.repeat([0, 1], 60), in_time=True)
+    raw = RawDataset(np.zeros((120, 1), np.float32), np.tile(labels, 2), client_ids=np.repeat([0, 1], 60), in_time=True)
     data = federate(raw, partition="natural", validation=0.25)
-    assert [data.train.of(party).tolist() for party in range(2)] == [[*range(36)], [*range(60, 96)]]
+    assert [data.train.of(client).tolist() for client in range(2)] == [[*range(36)], [*range(60, 96)]]
     held = data.held_out(0.2, 0)
-    assert [held.train.of(party).tolist() for party in range(2)] == [[*range(29)], [*range(60, 89)]]
+    assert [held.train.of(client).tolist() for client in range(2)] == [[*range(29)], [*range(60, 89)]]
     assert held.common.rows.tolist() == [*range(29, 36), *range(89, 96)]  # type: ignore[union-attr]
 
 
@@ -258,24 +258,24 @@ def test_natural_parties_hold_out_their_last_rows_whatever_the_classes() -> None
 def test_of_clients_in_time_the_last_rows_of_each_class_are_held_out(kind: str) -> None:
     """The very last rows of a client would be all there is of a class: nobody would train on it."""
     labels = np.tile(np.repeat([0, 1, 2, 3], [50, 5, 40, 5]), 3)
-    raw = Raw(np.zeros((300, 1), np.float32), labels, client_ids=np.repeat(["b", "c", "a"], 100), in_time=True)
-    data = federate(replace(raw, test=(raw.x[:8], labels[:8])), parties=4, partition=kind)  # type: ignore[arg-type]
+    raw = RawDataset(np.zeros((300, 1), np.float32), labels, client_ids=np.repeat(["b", "c", "a"], 100), in_time=True)
+    data = federate(replace(raw, test=(raw.x[:8], labels[:8])), clients=4, partition=kind)  # type: ignore[arg-type]
     held = data.held_out(0.2, 0)
     rows = held.common.rows.numpy()  # type: ignore[union-attr]
     last = [*range(40, 50), 54, *range(87, 95), 99]
     assert sorted(rows) == [start + row for start in (0, 100, 200) for row in last]
-    for party in range(4):
-        assert sorted([*held.train.of(party), *rows[held.tests.of(party)]]) == data.train.of(party).tolist()
+    for client in range(4):
+        assert sorted([*held.train.of(client), *rows[held.tests.of(client)]]) == data.train.of(client).tolist()
     again = federations(data, 2).held_out(0.2, 0)
     assert sorted(again.common.rows.tolist()) == sorted(rows)  # type: ignore[union-attr]
 
 
 def test_the_test_samples_do_not_depend_on_the_seed_nor_the_pixels_on_them() -> None:
     x = np.random.default_rng(0).integers(0, 200, (300, 4, 4), np.uint8)
-    one, two = (from_arrays(x, np.arange(300) % 3, parties=3, seed=seed) for seed in (0, 1))
+    one, two = (from_arrays(x, np.arange(300) % 3, clients=3, seed=seed) for seed in (0, 1))
     assert one.test.rows is not None and two.test.rows is not None
     assert torch.equal(one.test.rows, two.test.rows) and not np.array_equal(one.train.rows, two.train.rows)
     brighter = x.copy()
     brighter[one.test.rows.numpy()] = 255
-    other = from_arrays(brighter, np.arange(300) % 3, parties=3)
+    other = from_arrays(brighter, np.arange(300) % 3, clients=3)
     assert (other.source.shift, other.source.scale) == (one.source.shift, one.source.scale)

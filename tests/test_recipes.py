@@ -18,7 +18,7 @@ from fewer.methods import find
 from fewer.report import recipe_picture
 from fewer.report.figures import interval
 from fewer.report.style import look
-from fewer.runs.job import check, make_method
+from fewer.runs.experiment import check, make_method
 from tests.test_cli import DIGITS, call
 
 RECIPE = """
@@ -28,7 +28,7 @@ seeds = 2
 trials = 4
 [settings]
 data = "digits"
-parties = 6
+clients = 6
 rounds = 2
 [quick]
 rounds = 1
@@ -98,7 +98,10 @@ def test_recipes_are_listed_and_sound() -> None:
                 assert make_method(find(settings.method), settings).name == row.method, (name, column.name, row.name)
                 assert not quick or settings.data in EMBEDDED
                 if row.method == "fedmk-paper":
-                    assert not settings.set.get("matching") and settings.set.get("inner_steps", 1) == 1
+                    assert (
+                        not settings.method_options.get("matching")
+                        and settings.method_options.get("inner_steps", 1) == 1
+                    )
 
 
 def test_settings_are_those_of_recipe_column_and_row() -> None:
@@ -112,15 +115,15 @@ def test_settings_are_those_of_recipe_column_and_row() -> None:
         found = recipes.settings_in(plan.column[column], plan, quick)
         return [(given["alpha"], given["rounds"], given["set"]) for given in found]
 
-    assert told(0) == [(0.5, 2, {"rate": 0.05}), (0.5, 2, {"mu": 0.3, "rate": 0.2})]  # fedavg has no mu
-    assert told(1) == [(5.0, 2, {"rate": 0.05}), (5.0, 2, {"mu": 0.3, "rate": 0.4})]
-    assert told(1, quick=True) == [(7.0, 1, {"rate": 0.05}), (7.0, 1, {"mu": 0.6, "rate": 0.4})]
+    assert told(0) == [(0.5, 2, {"lr": 0.05}), (0.5, 2, {"mu": 0.3, "lr": 0.2})]  # fedavg has no mu
+    assert told(1) == [(5.0, 2, {"lr": 0.05}), (5.0, 2, {"mu": 0.3, "lr": 0.4})]
+    assert told(1, quick=True) == [(7.0, 1, {"lr": 0.05}), (7.0, 1, {"mu": 0.6, "lr": 0.4})]
     with pytest.raises(SettingError, match="nu: none of the methods compared has it"):
         told(0, text=text.replace("mu = 0.3", "nu = 0.3"))
 
 
-def test_a_recipe_can_mean_over_parties_and_set_more_for_a_row(tmp_path: Path) -> None:
-    text = RECIPE.replace("seeds = 2\ntrials = 4\n", 'seeds = 1\ntrials = 2\nmean = "parties"\n')
+def test_a_recipe_can_mean_over_clients_and_set_more_for_a_row(tmp_path: Path) -> None:
+    text = RECIPE.replace("seeds = 2\ntrials = 4\n", 'seeds = 1\ntrials = 2\nmean = "clients"\n')
     text = text.replace('[[column]]\nname = "α = 5"\nalpha = 5.0\n', "")
     text = text.replace("paper = [12.5]\n", "settings = { validation = 0.3 }\n")
     file = tmp_path / "small.toml"
@@ -129,8 +132,8 @@ def test_a_recipe_can_mean_over_parties_and_set_more_for_a_row(tmp_path: Path) -
     run = tmp_path / "runs/alpha-0.5/fedavg-given-seed0"
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads((run / "settings.json").read_text())["settings"]["validation"] == 0.3
-    assert given.ours.accuracy == pytest.approx(np.mean(list(last["parties"].values()))) != last["accuracy"]
-    assert "Mean accuracy over parties" in recipes.markdown(plan, [given, tuned], "", False)
+    assert given.ours.accuracy == pytest.approx(np.mean(list(last["clients"].values()))) != last["accuracy"]
+    assert "Mean accuracy over clients" in recipes.markdown(plan, [given, tuned], "", False)
     other = tmp_path / "runs/alpha-0.5/fedprox-tuned-seed0/settings.json"
     assert json.loads(other.read_text())["settings"]["validation"] == 0 and len(tuned.ours.trials) == 2
 
@@ -168,7 +171,7 @@ def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[f
         given, tuned = axes.lines
         assert list(given.get_xdata()) == pytest.approx(x)  # type: ignore[arg-type]
         assert list(given.get_ydata()) == pytest.approx([10, 40])  # type: ignore[arg-type]
-        assert given.get_color() == tuned.get_color() == look("fedavg").colour
+        assert given.get_color() == tuned.get_color() == look("fedavg").color
         assert (tuned.get_linestyle(), tuned.get_marker()) == (look("fedavg").dash, look("fedavg").marker)
         assert given.get_linestyle() != tuned.get_linestyle() and given.get_marker() != tuned.get_marker()
         assert len(axes.collections) == 2  # bands
@@ -244,14 +247,14 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
 def test_data_list_and_inspect(tmp_path: Path) -> None:
     listed = json.loads(call("data", "list", "--json", "-").stdout)
     assert {"glyphs", "shakespeare-mini", "mnist"} <= listed["sets"].keys() and "csv" in listed["formats"]
-    result = call("data", "inspect", "digits", "--parties", "5", "--partition", "shards", "--out", tmp_path)
-    assert "parties                 5" in result.stdout and "training samples        1438" in result.stdout
+    result = call("data", "inspect", "digits", "--clients", "5", "--partition", "shards", "--out", tmp_path)
+    assert "clients                 5" in result.stdout and "training samples        1438" in result.stdout
     assert (tmp_path / "digits-partition.png").stat().st_size > 5000
     assert (tmp_path / "digits-examples.png").stat().st_size > 5000
     facts = json.loads(call("data", "inspect", "shakespeare-mini", "--out", tmp_path, "--json", "-").stdout)
     assert facts["vocabulary"] == 80 and facts["pictures"] == [str(tmp_path / "shakespeare-mini-partition.png")]
     assert "did you mean 'digits'" in call("data", "inspect", "digit", code=2).stderr
-    wrong = call("data", "inspect", "glyphs", "--data-set", "siz=32", code=2).stderr
+    wrong = call("data", "inspect", "glyphs", "--data-option", "siz=32", code=2).stderr
     assert "unknown option of data glyphs 'siz', did you mean 'size'" in wrong
 
 

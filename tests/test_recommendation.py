@@ -12,9 +12,9 @@ import torch
 from sklearn.naive_bayes import GaussianNB
 
 import fewer
-from fewer.data import ArrayData, Raw, federate, from_parties
-from fewer.data.episodes import split_parties
-from fewer.data.items import of_users, usage
+from fewer.data import ArrayData, RawDataset, federate, from_clients
+from fewer.data.episodes import split_clients
+from fewer.data.recommendation import of_users, usage
 from fewer.data.sources import read
 from fewer.errors import DataError, SettingError
 from fewer.experiments import recipes
@@ -31,28 +31,28 @@ torch.set_num_threads(1)
 # --- items ----------------------------------------------------------------------------------------------------
 
 
-def records() -> Raw:
+def records() -> RawDataset:
     y = np.array([7, 2, 7, 5, 2, 9, 7, 7, 1])
     client_ids = np.array([1, 1, 1, 1, 1, 2, 2, 2, 2])
-    return Raw(np.arange(9.0)[:, None], y, client_ids=client_ids, names=tuple("abcdefghij"), in_time=True)
+    return RawDataset(np.arange(9.0)[:, None], y, client_ids=client_ids, names=tuple("abcdefghij"), in_time=True)
 
 
 def test_items_are_numbered_by_user_from_the_first_to_come() -> None:
-    raw = of_users(records(), own=True)
+    raw = of_users(records(), own_classes=True)
     assert raw.y.tolist() == [0, 1, 0, 2, 1, 0, 1, 1, 2] and raw.names == ("item 1", "item 2", "item 3") and raw.in_time
     assert of_users(records()).y.tolist() == records().y.tolist()
 
 
 def test_later_items_and_then_users_with_few_records_are_left_out() -> None:
-    raw = of_users(records(), own=True, most=2)
+    raw = of_users(records(), own_classes=True, max_items=2)
     assert np.asarray(raw.x)[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7] and raw.y.tolist() == [0, 1, 0, 1, 0, 1, 1]
-    raw = of_users(records(), most=2, least=4)
+    raw = of_users(records(), max_items=2, min_records=4)
     assert raw.client_ids is not None and raw.client_ids.tolist() == [1] * 4 and raw.y.tolist() == [7, 2, 7, 2]
-    assert len(raw.names) == 10 and len(of_users(records(), own=True, most=40).names) == 40
+    assert len(raw.names) == 10 and len(of_users(records(), own_classes=True, max_items=40).names) == 40
     with pytest.raises(DataError, match="no user has 6 records"):
-        of_users(records(), least=6)
+        of_users(records(), min_records=6)
     with pytest.raises(SettingError, match="most = -1, least = 0"):
-        of_users(records(), most=-1)
+        of_users(records(), max_items=-1)
 
 
 def test_movielens_by_genres(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_movielens_by_genres(tmp_path: Path) -> None:
     write(tmp_path / "u.item", films)
     raw = read(f"movielens:{tmp_path}", items="genres")
     assert raw.names == ("action + comedy", "unknown") and raw.y.tolist() == [0, 0, 1, 0]
-    assert read(f"movielens:{tmp_path}", items="genres", own=True, most=1).y.tolist() == [0, 0, 0]
-    assert len(read(f"movielens:{tmp_path}", least=2).y) == 3
+    assert read(f"movielens:{tmp_path}", items="genres", own_classes=True, max_items=1).y.tolist() == [0, 0, 0]
+    assert len(read(f"movielens:{tmp_path}", min_records=2).y) == 3
     with pytest.raises(SettingError, match="unknown items of movielens 'genre'"):
         read(f"movielens:{tmp_path}", items="genre")
 
@@ -74,7 +74,7 @@ def test_usage_is_always_the_same_and_has_habits() -> None:
     of = [one.y[one.client_ids == user] for user in range(40)]
     assert all(len(user) == 60 and 1 <= len(set(user)) <= 8 for user in of)
     assert 0.4 < np.mean([np.mean(user[1:] == user[:-1]) for user in of]) < 0.8
-    assert len(read("usage", own=True).names) <= 8 < 30 == len(read("usage").names)
+    assert len(read("usage", own_classes=True).names) <= 8 < 30 == len(read("usage").names)
 
 
 # --- right among the best -------------------------------------------------------------------------------------
@@ -89,9 +89,9 @@ def test_an_answer_is_right_among_the_best() -> None:
 
 
 def test_top_and_query_share_are_used() -> None:
-    """Each party has classes 0 0 1 2 in a row; the support is the first half, the query the last quarter."""
+    """Each client has classes 0 0 1 2 in a row; the support is the first half, the query the last quarter."""
     x, y = np.zeros((8, 1), np.float32), np.array([0, 0, 0, 1, 1, 1, 2, 1])
-    data = replace(from_parties([(x, y)] * 10, test=(x, y)), in_time=True)
+    data = replace(from_clients([(x, y)] * 10, test=(x, y)), in_time=True)
     for learner, share, top, right in (
         ("most-used", None, 1, 0.0),  # 0 of 1 1 2 1
         ("most-used", None, 2, 0.75),
@@ -102,7 +102,7 @@ def test_top_and_query_share_are_used() -> None:
         ("last-used", 0.25, 2, 0.5),
         ("last-used", 0.25, 3, 1.0),
     ):
-        method = Alone(learner=learner, support=0.5, query_share=share, top=top)
+        method = Alone(learner=learner, support_fraction=0.5, query_fraction=share, top_k=top)
         assert fewer.run(method, data, model="logistic").accuracy == right, (learner, share, top)
 
 
@@ -110,13 +110,13 @@ def test_queries_are_the_last_whatever_the_support() -> None:
     seen: list[tuple[list[int], list[int]]] = []
 
     class Watched(Alone):
-        def halves(self, me: Any, draw: Any = None) -> Any:
-            support, queries = super().halves(me, draw)
+        def halves(self, client: Any, draw: Any = None) -> Any:
+            support, queries = super().halves(client, draw)
             seen.append((support.slice(0, 99)[0][:, 0].int().tolist(), queries.slice(0, 99)[0][:, 0].int().tolist()))
             return support, queries
 
     x, y = np.arange(10, dtype=np.float32)[:, None], np.arange(10) % 2
-    data = replace(from_parties([(x, y)] * 10, test=(x, y)), in_time=True)
+    data = replace(from_clients([(x, y)] * 10, test=(x, y)), in_time=True)
     for support, share, expected in (
         (0.8, 0.2, (list(range(8)), [8, 9])),
         (0.05, 0.2, ([0], [8, 9])),
@@ -124,7 +124,7 @@ def test_queries_are_the_last_whatever_the_support() -> None:
         (0.5, 0.01, (list(range(5)), [9])),  # never nothing
     ):
         seen.clear()
-        fewer.run(Watched(support=support, query_share=share), data, model="logistic")
+        fewer.run(Watched(support_fraction=support, query_fraction=share), data, model="logistic")
         assert seen and all(each == expected for each in seen)
 
 
@@ -156,26 +156,30 @@ def test_most_and_last_used_by_hand() -> None:
 
 
 def test_a_net_alone_is_descent_from_the_initial_one() -> None:
-    raw = of_users(usage(users=12, records=20), own=True)
+    raw = of_users(usage(users=12, records=20), own_classes=True)
     data = federate(raw, partition="natural")
     common: dict[str, Any] = {"support": 0.8, "query_share": 0.2}
-    own = fewer.run(Alone(steps=7, rate=0.3, **common), data, model="logistic", seed=1).history[-1]
+    own_classes = fewer.run(Alone(local_steps=7, lr=0.3, **common), data, model="logistic", seed=1).history[-1]
     # FedAvg of no rate to speak of leaves the initial model as it is; fine-tuned, it is a net alone
-    still = FedAvgMeta(rounds=1, rate=1e-12, adapt_steps=7, adapt_rate=0.3, **common)
-    assert own["loss"] == pytest.approx(fewer.run(still, data, model="logistic", seed=1).history[-1]["loss"], abs=1e-6)
-    assert own["up"] == own["down"] == 0
-    few = fewer.run(Alone(steps=6, rate=0.3, **common), data, model="logistic", seed=1).history[-1]
-    assert abs(own["loss"] - few["loss"]) > 1e-4
+    still = FedAvgMeta(rounds=1, lr=1e-12, adapt_steps=7, adapt_lr=0.3, **common)
+    assert own_classes["loss"] == pytest.approx(
+        fewer.run(still, data, model="logistic", seed=1).history[-1]["loss"], abs=1e-6
+    )
+    assert own_classes["up"] == own_classes["down"] == 0
+    few = fewer.run(Alone(local_steps=6, lr=0.3, **common), data, model="logistic", seed=1).history[-1]
+    assert abs(own_classes["loss"] - few["loss"]) > 1e-4
 
 
 def test_what_each_learner_chooses() -> None:
-    assert Alone().grids().keys() == {"rate"} and Alone(learner="naive-bayes").grids().keys() == {"smoothing"}
-    assert not Alone(learner="most-used").grids() and not Alone(learner="last-used").grids()
+    assert Alone().search_space().keys() == {"rate"} and Alone(learner="naive-bayes").search_space().keys() == {
+        "smoothing"
+    }
+    assert not Alone(learner="most-used").search_space() and not Alone(learner="last-used").search_space()
 
 
 def test_a_learner_without_a_net_and_without_time_says_so(tmp_path: Path) -> None:
     x, y = np.zeros((6, 1), np.float32), np.array([0, 1] * 3)
-    data = from_parties([(x, y)] * 10, test=(x, y))
+    data = from_clients([(x, y)] * 10, test=(x, y))
     with pytest.raises(SettingError, match="samples are in no order of time"):
         fewer.run(Alone(learner="last-used"), data, model="logistic")
     result = fewer.run(Alone(learner="most-used"), data, model="logistic")
@@ -186,12 +190,12 @@ def test_a_learner_without_a_net_and_without_time_says_so(tmp_path: Path) -> Non
     run = tmp_path / "run"
     fewer.run("alone", "usage", partition="natural", model="logistic", set={"learner": "last-used"}, out=run)
     with pytest.raises(SettingError, match="learner = last-used has no net"):
-        open_result(run).personal(0)
+        open_result(run).personal_model(0)
 
 
 def test_a_net_alone_is_written_for_new_data() -> None:
     x, y = np.eye(6, 2, dtype=np.float32), np.array([0, 1] * 3)
-    result = fewer.run(Alone(steps=3), from_parties([(x, y)] * 10, test=(x, y)), model="logistic")
+    result = fewer.run(Alone(local_steps=3), from_clients([(x, y)] * 10, test=(x, y)), model="logistic")
     first = LogisticRegression((2,), 2)
     first.load_state_dict(result.task.initial(0))
     assert not torch.equal(weights_of(result.adapt(x, y))["head.weight"], weights_of(first)["head.weight"])
@@ -211,9 +215,9 @@ def test_rows_of_a_recipe_may_differ_in_net_and_data() -> None:
 
 
 def test_local_classes_beat_guessing_on_usage() -> None:
-    groups = split_parties(40, seed=0)
-    data: ArrayData = fewer.data.load("usage", partition="natural", data_set={"own": True})
+    groups = split_clients(40, seed=0)
+    data: ArrayData = fewer.data.load("usage", partition="natural", data_options={"own": True})
     set_: dict[str, Any] = {"support": 0.8, "query_share": 0.2}
-    result = fewer.run(Alone(rate=0.3, **set_), data, model="logistic")
-    assert result.scores["parties"].keys() == {str(party) for party in groups.test}
+    result = fewer.run(Alone(lr=0.3, **set_), data, model="logistic")
+    assert result.scores["clients"].keys() == {str(client) for client in groups.test}
     assert result.accuracy > 1.5 / len(data.names)

@@ -25,15 +25,15 @@ from fewer.errors import RunError
 from fewer.methods import find, names
 from fewer.methods.fedmk import FedMK, MKState
 from fewer.methods.metafed import MetaFed
-from fewer.report import curve_picture, partition_picture, party_picture, reading, sheet_picture, write_report
-from fewer.report.album import grid_of, ring_of
+from fewer.report import client_picture, curve_picture, partition_picture, run_reader, sheet_picture, write_report
 from fewer.report.charts import Grid, Ring, bar_picture, heat_picture, ring_picture, traffic_picture
 from fewer.report.figures import Histories, Interval, curve, interval
+from fewer.report.gallery import grid_of, ring_of
 from fewer.report.html import Picture, figure_of
 from fewer.report.page import _results, _worst
 from fewer.report.pictures import class_counts, made_picture
-from fewer.report.reading import Group, Run
-from fewer.report.style import COLOURS, DARK, INK, look, looks, png, style, svg
+from fewer.report.run_reader import Run, RunGroup
+from fewer.report.style import COLORS, DARK, INK, look, looks, png, style, svg
 from fewer.report.verdict import paired, verdict, winner
 from fewer.runs.result import open_result
 from tests.test_cli import call
@@ -97,24 +97,24 @@ def test_only_rounds_that_all_seeds_evaluated_are_shown() -> None:
     assert round_picture({}) is None
 
 
-def test_parties_are_sorted_and_their_mean_is_a_line() -> None:
-    runs = [[line(1, 0.5, parties={"0": 0.9, "1": 0.1})], [line(1, 0.5, parties={"0": 0.5})]]
-    figure = party_picture({"fedavg": runs, "old": [[line(1, 0.5)]]})
+def test_clients_are_sorted_and_their_mean_is_a_line() -> None:
+    runs = [[line(1, 0.5, clients={"0": 0.9, "1": 0.1})], [line(1, 0.5, clients={"0": 0.5})]]
+    figure = client_picture({"fedavg": runs, "old": [[line(1, 0.5)]]})
     assert figure
     dots, mean = figure.axes[0].lines
     assert list(dots.get_ydata()) == pytest.approx([10, 50, 90])  # type: ignore[arg-type]
     assert list(mean.get_ydata()) == pytest.approx([50, 50])  # type: ignore[arg-type]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fedavg, mean 50.0"]
-    assert party_picture({"fedavg": [[line(1, 0.5)]]}) is None
+    assert client_picture({"fedavg": [[line(1, 0.5)]]}) is None
 
 
 def test_a_method_has_one_look_everywhere() -> None:
     alone, together = round_picture({"fedbn": THREE}), megabyte_picture({"fedavg": THREE, "fedbn": THREE})
     assert alone and together
-    assert alone.axes[0].lines[0].get_color() == together.axes[0].lines[1].get_color() == look("fedbn").colour
+    assert alone.axes[0].lines[0].get_color() == together.axes[0].lines[1].get_color() == look("fedbn").color
     assert look("my-method") == ("#CC79A7", "o", ":")  # from one version to the next
     often = ("local", "fedavg", "fedprox", "fedbn", "metafed", "fedmk", "fedgen")
-    assert {look(method).colour for method in often} == set(COLOURS)
+    assert {look(method).color for method in often} == set(COLORS)
     assert len({look(f"method-{number}") for number in range(20)}) > 15
     assert len({look(name) for name in names()}) == len(names())  # those of the package are all different
 
@@ -143,9 +143,9 @@ def bubbles(figure: Figure) -> tuple[np.ndarray, np.ndarray]:
 
 def test_bubbles_are_the_datas_counts(digits: Data) -> None:
     counts = np.zeros((len(digits), digits.classes), int)
-    for party in range(len(digits)):
-        for label in digits.party(party).train.slice(0, 9999)[1].tolist():
-            counts[party, label] += 1
+    for client in range(len(digits)):
+        for label in digits.client(client).train.slice(0, 9999)[1].tolist():
+            counts[client, label] += 1
     np.testing.assert_array_equal(class_counts(digits), counts)
     places, areas = bubbles(partition_picture(digits))
     assert len(places) == (counts > 0).sum()
@@ -153,11 +153,11 @@ def test_bubbles_are_the_datas_counts(digits: Data) -> None:
     np.testing.assert_allclose(areas / shown, areas[0] / shown[0])
 
 
-def test_of_many_parties_the_first_sixty_are_shown() -> None:
-    data = fewer.data.load("digits", parties=70, partition="iid")
+def test_of_many_clients_the_first_sixty_are_shown() -> None:
+    data = fewer.data.load("digits", clients=70, partition="iid")
     figure = partition_picture(data)
     assert bubbles(figure)[0][:, 0].max() == 59
-    assert "first 60 of 70 parties" in figure.get_suptitle()
+    assert "first 60 of 70 clients" in figure.get_suptitle()
 
 
 def named(data: ArrayData, *names: str) -> ArrayData:
@@ -165,7 +165,7 @@ def named(data: ArrayData, *names: str) -> ArrayData:
 
 
 def test_classes_have_names_where_they_are_known() -> None:
-    data = named(from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, parties=2), "a", " ", "$c_1$")
+    data = named(from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, clients=2), "a", " ", "$c_1$")
     labels = partition_picture(data).axes[0].get_yticklabels()
     assert [label.get_text() for label in labels] == ["a", "' '", "$c_1$"]
 
@@ -184,7 +184,7 @@ def test_the_sheet_shows_images_of_each_class(digits: Data) -> None:
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_sheet_shows_no_more_than_twenty_classes(channels: int) -> None:
     x = np.random.default_rng(0).standard_normal((500, channels, 6, 5)).astype(np.float32)
-    figure = sheet_picture(from_arrays(x, np.arange(500) % 25, parties=2, partition="iid"))
+    figure = sheet_picture(from_arrays(x, np.arange(500) % 25, clients=2, partition="iid"))
     assert figure and "20 of 25 classes" in figure.get_suptitle()
     assert len(figure.axes[0].get_yticks()) == 20
     assert png(figure)
@@ -192,22 +192,22 @@ def test_the_sheet_shows_no_more_than_twenty_classes(channels: int) -> None:
 
 def test_the_sheet_shows_windows_as_lines() -> None:
     x = np.random.default_rng(0).standard_normal((200, 9, 16)).astype(np.float32)
-    figure = sheet_picture(from_arrays(x, np.arange(200) % 4, parties=2, partition="iid"), columns=5)
+    figure = sheet_picture(from_arrays(x, np.arange(200) % 4, clients=2, partition="iid"), columns=5)
     assert figure and "first 3 of 9 channels" in figure.get_suptitle()
     assert len(figure.axes[0].lines) == 4 * 5 * 3
 
 
 def test_of_text_and_features_there_is_no_sheet() -> None:
     labels = np.arange(60) % 2
-    assert sheet_picture(from_arrays(np.zeros((60, 7), np.float32), labels, parties=2)) is None
-    assert sheet_picture(from_arrays(["good film", "bad film"] * 30, labels, parties=2)) is None
+    assert sheet_picture(from_arrays(np.zeros((60, 7), np.float32), labels, clients=2)) is None
+    assert sheet_picture(from_arrays(["good film", "bad film"] * 30, labels, clients=2)) is None
 
 
 def test_made_images_stand_by_row_and_class_in_the_range_of_pixels(digits: Data) -> None:
     seen, labels = digits.test.slice(0, 50)
     three = seen[labels == 3][:2].numpy()
     beyond = np.full((1, 1, 8, 8), 1e3, np.float32)
-    figure = made_picture(digits, "Made", {"party 4": {3: three}, "party 7": {0: beyond, 2: -beyond}}, each=2)
+    figure = made_picture(digits, "Made", {"client 4": {3: three}, "client 7": {0: beyond, 2: -beyond}}, each=2)
     assert figure
     axes = figure.axes[0]
     shown = np.asarray(axes.images[0].get_array())[..., 0]
@@ -217,18 +217,18 @@ def test_made_images_stand_by_row_and_class_in_the_range_of_pixels(digits: Data)
         np.testing.assert_allclose(shown[:8, left : left + 8], pixels[copy], atol=1e-5)
     assert (shown[:8, : 3 * 20] == 1).all() and (shown[:8, 4 * 20 :] == 1).all()  # blank
     assert (shown[9:, :8] == 1).all() and (shown[9:, 2 * 20 : 2 * 20 + 8] == 0).all()  # cut off
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["party 4", "party 7"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["client 4", "client 7"]
     assert [text.get_text() for text in axes.get_xticklabels()] == [str(label) for label in range(10)]
     assert axes.get_xticks()[3] == pytest.approx(3 * 20 + 8)
-    assert made_picture(digits, "Made", {"party 4": {}}) is None
-    readings = from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, parties=2)
-    assert made_picture(readings, "Made", {"party 0": {0: np.zeros((1, 5))}}) is None
+    assert made_picture(digits, "Made", {"client 4": {}}) is None
+    readings = from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, clients=2)
+    assert made_picture(readings, "Made", {"client 0": {0: np.zeros((1, 5))}}) is None
 
 
 def test_of_made_values_that_are_no_pixels_the_lowest_is_black() -> None:
     x = np.random.default_rng(0).standard_normal((60, 1, 4, 4)).astype(np.float32)
     made = np.linspace(-9, 3, 16, dtype=np.float32).reshape(1, 1, 4, 4)
-    figure = made_picture(from_arrays(x, np.arange(60) % 2, parties=2), "Made", {"party 0": {0: made}})
+    figure = made_picture(from_arrays(x, np.arange(60) % 2, clients=2), "Made", {"client 0": {0: made}})
     assert figure
     shown = np.asarray(figure.axes[0].images[0].get_array())[:4, :4, 0]
     np.testing.assert_allclose(shown.flatten(), np.linspace(0, 1, 16), atol=1e-6)
@@ -280,26 +280,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Small runs that reports are made from."""
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
-        data = fewer.data.load("digits", parties=4, alpha=1.0, seed=seed)
-        fewer.run(FedAvg(rounds=2, active=3), data, seed=seed, out=folder / f"fedavg-{seed}")
-    data = fewer.data.load("digits", parties=4, alpha=1.0)
-    fewer.run(Local(rounds=2, active=3), data, out=folder / "local-0")
-    fewer.run(FedAvg(rounds=3, active=3), data, out=folder / "sparse", evaluate_every=2)
-    fewer.run(Bold(rounds=3, active=4), data, out=folder / "bold", drop=0.3)
-    own = from_arrays(data.source.x, data.source.y, parties=3, partition="iid", name="<i>own</i>")
-    fewer.run(FedAvg(rounds=1, active=3), own, out=folder / "own")
+        data = fewer.data.load("digits", clients=4, alpha=1.0, seed=seed)
+        fewer.run(FedAvg(rounds=2, cohort=3), data, seed=seed, out=folder / f"fedavg-{seed}")
+    data = fewer.data.load("digits", clients=4, alpha=1.0)
+    fewer.run(Local(rounds=2, cohort=3), data, out=folder / "local-0")
+    fewer.run(FedAvg(rounds=3, cohort=3), data, out=folder / "sparse", evaluate_every=2)
+    fewer.run(Bold(rounds=3, cohort=4), data, out=folder / "bold", drop=0.3)
+    own = from_arrays(data.source.x, data.source.y, clients=3, partition="iid", name="<i>own</i>")
+    fewer.run(FedAvg(rounds=1, cohort=3), own, out=folder / "own")
     small = {"per_class": 3, "matching": 1, "outer_steps": 0, "server_steps": 1, "pseudo": 0, "codec": "float32"}
-    fewer.run(FedMK(rounds=3, active=4, **small), data, out=folder / "fedmk")
-    held = fewer.data.load("digits", parties=5, alpha=1.0, validation=0.2)
-    fewer.run(MetaFed(rounds=3, steps=2), held, out=folder / "metafed", drop=0.2)
+    fewer.run(FedMK(rounds=3, cohort=4, **small), data, out=folder / "fedmk")
+    held = fewer.data.load("digits", clients=5, alpha=1.0, validation=0.2)
+    fewer.run(MetaFed(rounds=3, local_steps=2), held, out=folder / "metafed", drop=0.2)
     return folder
 
 
 MANY = ("fedavg-0", "fedavg-1", "local-0", "sparse", "bold", "own", "fedmk")
 
 
-def gather(paths: Sequence[Path]) -> list[Group]:
-    return reading.gather(paths)[0]
+def gather(paths: Sequence[Path]) -> list[RunGroup]:
+    return run_reader.gather(paths)[0]
 
 
 def report(tmp_path: Path, runs: Sequence[Path]) -> tuple[Page, list[str]]:
@@ -349,9 +349,9 @@ def basics(page: Page, pictures: int) -> None:
 
 
 CURVES = ["accuracy-by-round", "accuracy-by-megabyte", "accuracy-by-second"]
-PARTIES = ["traffic", "accuracy-by-party", "accuracy-density"]
-PLAIN = [*CURVES, *PARTIES]
-SEVERAL = [*CURVES, "accuracy-bars", *PARTIES]
+CLIENTS = ["traffic", "accuracy-by-client", "accuracy-density"]
+PLAIN = [*CURVES, *CLIENTS]
+SEVERAL = [*CURVES, "accuracy-bars", *CLIENTS]
 DATA = ["partition", "examples"]
 
 
@@ -362,25 +362,25 @@ def test_a_report_on_one_run(tmp_path: Path, runs: Path) -> None:
     accuracy = f"{100 * last['accuracy']:.2f}"
     up, down = f"{last['up'] / 1e6:.3g}", f"{last['down'] / 1e6:.3g}"
     assert page.row("fedavg") == ["fedavg", accuracy, accuracy, "2", up, down, f"{last['seconds']:.1f}", "0"]
-    assert "<h1>digits, 4 parties, dirichlet (alpha 1)</h1>" in page.text
+    assert "<h1>digits, 4 clients, dirichlet (alpha 1)</h1>" in page.text
     described = json.loads((runs / "fedavg-0" / "settings.json").read_text())
     assert described["hash"] in page.text and page.row("torch") == ["torch", described["environment"]["torch"]]
     assert page.row("rate") == ["rate", "0.1"]
-    assert "All parties that were asked answered, and no run broke off." in page.text
+    assert "All clients that were asked answered, and no run broke off." in page.text
     assert f"fedavg reaches {100 * last['accuracy']:.1f} % accuracy (1 seed)" in page.text
 
 
 def test_a_report_shows_the_images_that_a_method_made(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / "fedmk"])
-    assert pictures == [*PLAIN, "made-by-party", "made-by-round", *DATA]
-    assert "the last D̂ of 4 of the 4 parties that sent any; blank where there is none." in page.text
+    assert pictures == [*PLAIN, "made-by-client", "made-by-round", *DATA]
+    assert "the last D̂ of 4 of the 4 clients that sent any; blank where there is none." in page.text
     assert "is not shown" not in page.text
     result = open_result(runs / "fedmk")
-    by_party, by_round = result.method.images(result.state)
-    assert list(by_party.rows) == [f"party {party}" for party in range(4)] and by_party.each == 2
+    by_client, by_round = result.method.image_grids(result.state)
+    assert list(by_client.rows) == [f"client {client}" for client in range(4)] and by_client.each == 2
     assert list(by_round.rows) == ["round 1", "round 2", "round 3"] and by_round.each == 1
-    for party, row in enumerate(by_party.rows.values()):
-        sent = {label: images for label, images in result.state.knowledge[party].items() if len(images)}
+    for client, row in enumerate(by_client.rows.values()):
+        sent = {label: images for label, images in result.state.knowledge[client].items() if len(images)}
         assert sent and {str(label) for label in row} == sent.keys()
         assert all(torch.equal(images, sent[str(label)]) for label, images in row.items())
     last = result.state.knowledge[next(iter(result.state.knowledge))]
@@ -390,11 +390,11 @@ def test_a_report_shows_the_images_that_a_method_made(tmp_path: Path, runs: Path
 def test_of_many_rounds_ten_are_shown_from_the_first_to_the_last() -> None:
     one = {"0": torch.zeros(1, 1, 8, 8), "1": torch.zeros(0, 1, 8, 8)}
     pages = dict.fromkeys(range(1, 41), one)
-    _, by_round = FedMK().images(MKState({}, {}, one, {0: one}, pages))
+    _, by_round = FedMK().image_grids(MKState({}, {}, one, {0: one}, pages))
     names = list(by_round.rows)
     assert len(names) == 10 and (names[0], names[-1]) == ("round 1", "round 40")
     assert [list(row) for row in by_round.rows.values()] == [[0]] * 10
-    assert len(FedMK().images(MKState({}, {}, one, {0: one}, {1: one}))) == 1  # nothing has changed yet
+    assert len(FedMK().image_grids(MKState({}, {}, one, {0: one}, {1: one}))) == 1  # nothing has changed yet
 
 
 CLUMSY = """
@@ -406,7 +406,7 @@ Path(__file__).with_name("was-run").touch()
 class Clumsy(FedAvg):
     '''Has images that cannot be had.'''
 
-    def images(self, state):
+    def image_grids(self, state):
         raise KeyError("album")
 """
 
@@ -436,7 +436,7 @@ def test_a_report_runs_no_file_that_a_run_names(tmp_path: Path, runs: Path) -> N
     assert not (tmp_path / "was-run").exists()
     find(f"{file}:Clumsy")  # as where `fewer run` has just run it, and writes the report
     page, pictures = report(tmp_path, [clumsy, runs / "fedmk"])
-    assert pictures == [*SEVERAL, "made-by-party-2", "made-by-round-2", *DATA]
+    assert pictures == [*SEVERAL, "made-by-client-2", "made-by-round-2", *DATA]
     assert "What fedavg made is not shown: KeyError: &#x27;album&#x27;." in page.text
     assert "What fedavg does: has images" in report(tmp_path, [clumsy])[0].text
 
@@ -458,9 +458,9 @@ def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:
 
 def test_a_report_on_many_runs(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / name for name in sorted(MANY)])
-    assert pictures == [*SEVERAL, "made-by-party-3", "made-by-round-3", *DATA]
-    assert "<h1>digits, 4 parties, dirichlet (alpha 1); &lt;i&gt;own&lt;/i&gt;, 3 parties</h1>" in page.text
-    assert "Not only the methods differ: " in page.text and "data = digits, parties = 4" in page.text
+    assert pictures == [*SEVERAL, "made-by-client-3", "made-by-round-3", *DATA]
+    assert "<h1>digits, 4 clients, dirichlet (alpha 1); &lt;i&gt;own&lt;/i&gt;, 3 clients</h1>" in page.text
+    assert "Not only the methods differ: " in page.text and "data = digits, clients = 4" in page.text
 
 
 def test_names_are_escaped_and_absent_answers_counted(tmp_path: Path, runs: Path) -> None:
@@ -506,7 +506,7 @@ def test_data_that_changed_or_is_gone_is_not_shown(tmp_path: Path, runs: Path) -
     assert pictures == PLAIN and "The data is not shown: no &#x27;gone.npz&#x27;" in page.text
 
 
-def test_a_run_without_figures_by_party_that_was_stopped(tmp_path: Path, runs: Path) -> None:
+def test_a_run_without_figures_by_client_that_was_stopped(tmp_path: Path, runs: Path) -> None:
     copy = changed(tmp_path, runs / "local-0")
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text(lines[0])
@@ -521,7 +521,7 @@ def test_a_run_without_figures_by_party_that_was_stopped(tmp_path: Path, runs: P
 
 def test_what_differs_is_never_put_together(tmp_path: Path, runs: Path) -> None:
     one = runs / "fedavg-0"
-    faster = changed(tmp_path, one, method={"rate": 0.3}, settings={"seed": 1})
+    faster = changed(tmp_path, one, method={"lr": 0.3}, settings={"seed": 1})
     skewed = changed(tmp_path, one, settings={"seed": 1, "alpha": 0.1})
     pooled = changed(tmp_path, one, settings={"seed": 1, "runtime": "pool", "data_dir": "/elsewhere"})
 
@@ -529,7 +529,7 @@ def test_what_differs_is_never_put_together(tmp_path: Path, runs: Path) -> None:
         return {group.label: [run.seed for run in group.runs] for group in gather(paths)}
 
     assert told(pooled, one) == {"fedavg": [0, 1]}
-    assert told(one, faster) == {"fedavg rate=0.1": [0], "fedavg rate=0.3": [1]}
+    assert told(one, faster) == {"fedavg lr=0.1": [0], "fedavg lr=0.3": [1]}
     assert told(one, skewed, runs / "local-0") == {
         "fedavg alpha=1.0": [0],
         "fedavg alpha=0.1": [1],
@@ -555,7 +555,7 @@ def told_of(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = ()
 
 
 def test_faults_of_rounds_that_were_done_again_do_not_count() -> None:
-    absent = {"event": "absent", "round": 3, "party": 1, "why": "late", "handler": "train"}
+    absent = {"event": "absent", "round": 3, "client": 1, "why": "late", "handler": "train"}
     told: list[dict[str, Any]] = [{"event": "start"}, {**absent, "round": 2}, absent, {"event": "resume", "round": 2}]
     run = told_of([{"round": number} for number in (1, 2, 3)], told)
     assert run.absent == {"late": 1} and run.breaks == 1
@@ -563,14 +563,14 @@ def test_faults_of_rounds_that_were_done_again_do_not_count() -> None:
 
 
 def test_a_round_under_way_is_not_in_the_traffic(tmp_path: Path) -> None:
-    (tmp_path / "ledger.csv").write_text("round,party,direction,kind,bytes\n1,0,up,train,5\n2,0,up,train,7\n")
+    (tmp_path / "ledger.csv").write_text("round,client,direction,kind,bytes\n1,0,up,train,5\n2,0,up,train,7\n")
     assert told_of([{"round": 1}], path=tmp_path).traffic == {("up", "train"): 5}
 
 
 def test_the_worst_tenth_by_hand() -> None:
-    parties = {str(party): party / 100 for party in range(1, 21)}
-    text = _worst([Group("fedavg", [told_of([{"round": 1, "parties": parties}])])])
-    assert "<td>10.5</td><td>1.5</td><td>party 1 1.0, party 2 2.0, party 3 3.0</td>" in text
+    clients = {str(client): client / 100 for client in range(1, 21)}
+    text = _worst([RunGroup("fedavg", [told_of([{"round": 1, "clients": clients}])])])
+    assert "<td>10.5</td><td>1.5</td><td>client 1 1.0, client 2 2.0, client 3 3.0</td>" in text
 
 
 def test_a_caption_and_an_alt_are_text() -> None:
@@ -590,7 +590,7 @@ def test_a_directory_of_runs_and_of_comparisons_is_reported_on_wholly(tmp_path: 
 def test_a_report_without_a_picture_is_written(tmp_path: Path, runs: Path) -> None:
     early = changed(tmp_path, runs / "own")
     (early / "metrics.jsonl").write_text(json.dumps(line(1, None)) + "\n")
-    (early / "ledger.csv").write_text("round,party,direction,kind,bytes\n")
+    (early / "ledger.csv").write_text("round,client,direction,kind,bytes\n")
     assert call("report", early, "--out", tmp_path / "report").stdout == f"{tmp_path / 'report/report.html'}\n"
 
 
@@ -647,7 +647,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
 # --- who won --------------------------------------------------------------------------------------------------
 
 
-def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, rounds: int = 2, **facts: Any) -> Group:
+def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, rounds: int = 2, **facts: Any) -> RunGroup:
     """Runs that end with these accuracies, one for each seed, half as good in the first round."""
     settings = {"method": label.split()[0], "data": "digits", "data_seed": None, **facts}
     runs = []
@@ -656,7 +656,7 @@ def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, roun
         history = [{**one, "seconds": seconds * one["round"] / 2} for one in each]
         description = {"settings": {**settings, "seed": seed}, "method": {"rounds": rounds}, "own": []}
         runs.append(Run(Path(f"{label}-{seed}"), description, history, []))
-    return Group(label, runs)
+    return RunGroup(label, runs)
 
 
 def test_a_winner_is_called_only_where_it_is_surely_ahead() -> None:
@@ -675,7 +675,7 @@ def test_a_winner_is_called_only_where_it_is_surely_ahead() -> None:
     assert target == (
         "The best of fedavg, 70.0 %, fedmk reached in round 2 with 1 MB sent in all; fedavg in round 2 with 4 MB."
     )
-    assert does.startswith("What fedmk does: parties condense their data")
+    assert does.startswith("What fedmk does: clients condense their data")
     near, far = group("fedprox", 0.76, 0.80, 0.78), group("local", 0.3, 0.31, 0.32)
     assert winner([fedmk, near, far]) is None
     assert verdict([near, far, fedmk])[0] == (
@@ -692,12 +692,12 @@ def test_runs_that_share_seeds_are_compared_seed_by_seed() -> None:
     one, other = group("fedmk", 0.61, 0.70, 0.79), group("fedavg", 0.50, 0.60, 0.70)
     assert paired([one, other]) and winner([other, one]) is one
     assert "Seed by seed it is 10.0 ± 2.5 points ahead of fedavg." in verdict([one, other])[0]
-    apart = Group("fedavg", [*other.runs[:2], group("fedavg", 0, 0, 0, 0.70).runs[3]])
+    apart = RunGroup("fedavg", [*other.runs[:2], group("fedavg", 0, 0, 0, 0.70).runs[3]])
     assert not paired([one, apart]) and winner([one, apart]) is None
     assert "but its 95 % interval overlaps with fedavg 60.0 ± 24.8 %" in verdict([one, apart])[0]
-    divided = Group("fedavg", group("fedavg", 0.50, 0.60, 0.70, data_seed=5).runs)
+    divided = RunGroup("fedavg", group("fedavg", 0.50, 0.60, 0.70, data_seed=5).runs)
     assert not paired([one, divided]) and not paired([group("fedmk", 0.9), group("fedavg", 0.1)])
-    far = Group("fedavg", [*group("fedavg", 0.1, 0.11).runs, group("fedavg", 0, 0, 0, 0.12).runs[3]])
+    far = RunGroup("fedavg", [*group("fedavg", 0.1, 0.11).runs, group("fedavg", 0, 0, 0, 0.12).runs[3]])
     assert verdict([one, far])[0].endswith("(3 seeds). Its 95 % interval does not meet that of any other.")
     # in the second round all is as sure, in the first nothing is
     for run, start in zip(one.runs, (0.31, 0.20, 0.45), strict=True):
@@ -705,12 +705,12 @@ def test_runs_that_share_seeds_are_compared_seed_by_seed() -> None:
     assert winner([one, other]) is one and not any(text.startswith("Soonest") for text in verdict([one, other]))
 
 
-def test_the_verdict_tells_of_the_parties_that_fare_worst() -> None:
+def test_the_verdict_tells_of_the_clients_that_fare_worst() -> None:
     one, other = group("fedmk", 0.8, 0.8), group("fedavg", 0.7, 0.7)
     for each, low in ((one, 0.5), (other, 0.2)):
         for run in each.runs:
-            run.history[-1]["parties"] = {"0": 0.9, "1": low}  # type: ignore[index]
-    assert "Its worst tenth of parties has 50.0 %, that of fedavg 20.0 %." in verdict([one, other])
+            run.history[-1]["clients"] = {"0": 0.9, "1": low}  # type: ignore[index]
+    assert "Its worst tenth of clients has 50.0 %, that of fedavg 20.0 %." in verdict([one, other])
 
 
 def test_the_best_is_the_first_row() -> None:
@@ -753,17 +753,17 @@ def test_judged_on_groups_the_interval_is_over_groups() -> None:
 
 
 def test_bars_are_means_with_whiskers() -> None:
-    results = {"fedavg": Interval(0.6, 0.1), "fedavg rate=1": Interval(0.5, None)}
-    of = looks({"fedavg": "fedavg", "fedavg rate=1": "fedavg"})
+    results = {"fedavg": Interval(0.6, 0.1), "fedavg lr=1": Interval(0.5, None)}
+    of = looks({"fedavg": "fedavg", "fedavg lr=1": "fedavg"})
     axes = bar_picture(results, of).axes[0]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([60, 50])  # type: ignore[attr-defined]
     assert {text.get_text() for text in axes.texts} == {"60.0 ± 10.0", "50.0"}
-    assert of["fedavg rate=1"].colour == look("fedavg").colour and of["fedavg rate=1"] != look("fedavg")
+    assert of["fedavg lr=1"].color == look("fedavg").color and of["fedavg lr=1"] != look("fedavg")
 
 
 def test_runs_that_differ_in_two_settings_make_a_map(tmp_path: Path, runs: Path) -> None:
-    changes = [(rate, batch) for rate in (0.1, 0.3) for batch in (8, 16, 4)][:-1]
-    some = [changed(tmp_path, runs / "fedavg-0", method={"rate": r, "batch": b}) for r, b in changes]
+    changes = [(lr, batch) for lr in (0.1, 0.3) for batch in (8, 16, 4)][:-1]
+    some = [changed(tmp_path, runs / "fedavg-0", method={"lr": r, "batch": b}) for r, b in changes]
     groups = gather(some)
     grid = grid_of(groups)
     accuracy = groups[0].accuracy
@@ -793,7 +793,7 @@ def test_traffic_is_the_ledgers_by_direction_and_kind(runs: Path) -> None:
 
 def test_a_damaged_ledger_is_told(tmp_path: Path, runs: Path) -> None:
     broken = changed(tmp_path, runs / "fedavg-0")
-    (broken / "ledger.csv").write_text("round,party,direction,kind,bytes\n1,2,up,train,many\n")
+    (broken / "ledger.csv").write_text("round,client,direction,kind,bytes\n1,2,up,train,many\n")
     with pytest.raises(RunError, match="ledger.csv cannot be read"):
         write_report([broken], tmp_path / "report")
 
@@ -803,12 +803,12 @@ def test_a_ring_is_drawn_with_hops_skips_and_weights(tmp_path: Path, runs: Path)
     ring = ring_of(run)
     assert ring and ring.members == list(range(5))
     told = run.history[-1]["ring"]
-    assert ring.weights == {int(party): each["weight"] for party, each in told.items()}
+    assert ring.weights == {int(client): each["weight"] for client, each in told.items()}
     events = [json.loads(text) for text in (runs / "metafed/events.jsonl").read_text().splitlines()]
-    passed = [e for e in events if e["event"] == "absent" and e["handler"] in ("accumulate", "personalise")]
+    passed = [e for e in events if e["event"] == "absent" and e["handler"] in ("accumulate", "personalize")]
     assert passed and sum(ring.passed_over.values()) == len(passed)
     entries = [text.split(",") for text in (runs / "metafed/ledger.csv").read_text().splitlines()[1:]]
-    taken = [entry for entry in entries if entry[2] == "down" and entry[3] in ("accumulate", "personalise")]
+    taken = [entry for entry in entries if entry[2] == "down" and entry[3] in ("accumulate", "personalize")]
     assert sum(ring.hops.values()) == len(taken) and all(one != other for one, other in ring.hops)
     page, pictures = report(tmp_path, [runs / "metafed"])
     assert "ring" in pictures and "<h2>Rings</h2>" in page.text
@@ -831,10 +831,10 @@ def test_ours_stands_beside_the_papers(tmp_path: Path, runs: Path) -> None:
     shown = f"{100 * ours.mean:.2f} ± {100 * ours.half:.2f}"
     assert page.row("FedAvg, tuned") == ["FedAvg, tuned", "IID", shown, "70.50", f"{100 * ours.mean - 70.5:+.2f}"]
     assert "T. Paper: P." in page.text and "quick form" not in page.text
-    (tmp_path / "recipe/recipe.json").write_text(json.dumps({**told, "mean": "parties", "quick": True}))
+    (tmp_path / "recipe/recipe.json").write_text(json.dumps({**told, "mean": "clients", "quick": True}))
     page, _ = report(tmp_path, sorted(folder.iterdir()))
-    by_party = [run.history[-1]["parties"].values() for run in gather(sorted(folder.iterdir()))[0].runs]
-    mean = np.mean([np.mean(list(values)) for values in by_party])
+    by_client = [run.history[-1]["clients"].values() for run in gather(sorted(folder.iterdir()))[0].runs]
+    mean = np.mean([np.mean(list(values)) for values in by_client])
     assert page.row("FedAvg, tuned")[2].startswith(f"{100 * mean:.2f} ± ") and "quick form" in page.text
 
 
@@ -842,8 +842,8 @@ def test_ours_stands_beside_the_papers(tmp_path: Path, runs: Path) -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    def light(colour: str) -> float:
-        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    def light(color: str) -> float:
+        parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -859,7 +859,7 @@ def test_text_and_lines_stand_out_in_both_themes(tmp_path: Path, runs: Path) -> 
         paper = values["ffffff"]
         assert min(contrast(values[name], paper) for name in ("222222", "faint", "link")) >= 4.5
         least = 2 if "light" in block else 3  # the palette's orange and sky are pale on white
-        assert min(contrast(values.get(c.lstrip("#").lower(), c), paper) for c in COLOURS) >= least
+        assert min(contrast(values.get(c.lstrip("#").lower(), c), paper) for c in COLORS) >= least
     assert INK in DARK and "fill: var(--222222)" in page.text and "fill: #222222" not in page.text
 
 
@@ -882,9 +882,9 @@ def test_the_page_of_ten_methods_and_five_seeds_is_small(tmp_path: Path, runs: P
             path = changed(tmp_path, runs / "fedavg-0", settings={"seed": seed, "method": method})
             events = (path / "events.jsonl").read_text().replace('"method": "fedavg"', f'"method": "{method}"')
             (path / "events.jsonl").write_text(events)
-            by_party = {str(party): float(draw.random()) for party in range(100)}
+            by_client = {str(client): float(draw.random()) for client in range(100)}
             history = [line(number, float(draw.random()), 10**6 * number) for number in range(1, 101)]
-            history[-1]["parties"] = by_party
+            history[-1]["clients"] = by_client
             (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in history))
             told = json.loads((path / "settings.json").read_text())
             (path / "settings.json").write_text(json.dumps({**told, "method": {**told["method"], "rounds": 100}}))

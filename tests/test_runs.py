@@ -33,7 +33,7 @@ def left(path: Path) -> dict[str, Any]:
     """All of a run that must not depend on how often it was broken off."""
     kept = unpack((path / "checkpoint.safetensors").read_bytes())
     metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    rest = {f.relative_to(path / "parties"): f.read_bytes() for f in (path / "parties").rglob("*") if f.is_file()}
+    rest = {f.relative_to(path / "clients"): f.read_bytes() for f in (path / "clients").rglob("*") if f.is_file()}
     return {
         "state": {
             part: {name: tensor.numpy().tobytes() for name, tensor in tree.items()}
@@ -43,7 +43,7 @@ def left(path: Path) -> dict[str, Any]:
         "round": kept["round"],
         "metrics": [{name: value for name, value in line.items() if name != "seconds"} for line in metrics],
         "ledger": (path / "ledger.csv").read_bytes(),
-        "parties": rest,
+        "clients": rest,
     }
 
 
@@ -84,7 +84,7 @@ def kill_at(number: int) -> None:
     ("kind", "points"), [(FedAvg, range(1, 45, 3)), (FedBN, range(1, 75, 4)), (Local, range(2, 75, 4))]
 )
 def test_resume_after_a_kill_at_any_moment(kind: type[Method], points: range, digits: Data, tmp_path: Path) -> None:
-    method = kind(rounds=3, active=3, **({"steps": 3} if kind is not FedAvg else {}))
+    method = kind(rounds=3, cohort=3, **({"local_steps": 3} if kind is not FedAvg else {}))
     settings: dict[str, Any] = {"seed": 2, "drop": 0.1}
     fewer.run(method, digits, out=tmp_path / "whole", **settings)
     expected = left(tmp_path / "whole")
@@ -114,7 +114,7 @@ def test_resume_after_a_kill_at_any_moment(kind: type[Method], points: range, di
 
 
 def test_kills_at_random_times_in_the_pool(digits: Data, tmp_path: Path) -> None:
-    method = FedBN(rounds=4, active=4)
+    method = FedBN(rounds=4, cohort=4)
     fewer.run(method, digits, out=tmp_path / "whole")
     path = tmp_path / "broken"
     starts = 0
@@ -138,7 +138,7 @@ def test_kills_at_random_times_in_the_pool(digits: Data, tmp_path: Path) -> None
 
 
 def test_a_finished_run_stays_finished(digits: Data, tmp_path: Path) -> None:
-    one = fewer.run(FedAvg(rounds=2, active=3), digits, out=tmp_path / "run")
+    one = fewer.run(FedAvg(rounds=2, cohort=3), digits, out=tmp_path / "run")
     before = left(tmp_path / "run")
     two = fewer.resume(tmp_path / "run")
     assert same(one.state, two.state) and figures(one) == figures(two)
@@ -146,7 +146,7 @@ def test_a_finished_run_stays_finished(digits: Data, tmp_path: Path) -> None:
 
 
 def test_a_full_disk(digits: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer.run(FedAvg(rounds=3, active=3), digits, out=tmp_path / "whole")
+    fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "whole")
     sync, count = os.fsync, 0
 
     def fsync(descriptor: int) -> None:
@@ -159,7 +159,7 @@ def test_a_full_disk(digits: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         with pytest.raises(RunError, match=r"No space left on device.*the checkpoint before is whole.*fewer resume"):
-            fewer.run(FedAvg(rounds=3, active=3), digits, out=tmp_path / "run")
+            fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.part"))
     assert left(tmp_path / "run")["round"] >= 1
     fewer.resume(tmp_path / "run")
@@ -168,7 +168,7 @@ def test_a_full_disk(digits: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_lost_quorum_can_be_gone_on_with(digits: Data, tmp_path: Path) -> None:
     with pytest.raises(QuorumLost):
-        fewer.run(FedAvg(rounds=50, active=3), digits, out=tmp_path / "run", drop=0.3, quorum=1.0, seed=1)
+        fewer.run(FedAvg(rounds=50, cohort=3), digits, out=tmp_path / "run", drop=0.3, quorum=1.0, seed=1)
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "stop" and "QuorumLost" in events[-1]["reason"]
     with pytest.raises(QuorumLost):  # the same faults again: the seed has not changed
@@ -188,7 +188,7 @@ def test_foreign_and_damaged_directories(digits: Data, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is there already"):
         fewer.run(FedAvg(rounds=1), digits, out=tmp_path / "foreign")
     run = tmp_path / "run"
-    fewer.run(FedAvg(rounds=2, active=2), digits, out=run)
+    fewer.run(FedAvg(rounds=2, cohort=2), digits, out=run)
     for name, what in (
         ("checkpoint.safetensors", "checkpoint"),
         ("settings.json", "settings.json"),
@@ -206,24 +206,24 @@ def test_foreign_and_damaged_directories(digits: Data, tmp_path: Path) -> None:
 
 
 def test_other_data_is_noticed(digits: Data, tmp_path: Path) -> None:
-    data = fewer.data.from_arrays(torch.rand(90, 1, 8, 8), torch.arange(90) % 3, parties=3, partition="iid")
+    data = fewer.data.from_arrays(torch.rand(90, 1, 8, 8), torch.arange(90) % 3, clients=3, partition="iid")
     fewer.run(FedAvg(rounds=1), data, out=tmp_path / "run")
     with pytest.raises(RunError, match="with a data of your own"):
         fewer.resume(tmp_path / "run")
-    other = fewer.data.from_arrays(torch.rand(90, 1, 8, 8), torch.arange(90) % 3, parties=3, partition="iid")
+    other = fewer.data.from_arrays(torch.rand(90, 1, 8, 8), torch.arange(90) % 3, clients=3, partition="iid")
     with pytest.raises(RunError, match="was run on other data"):
         fewer.resume(tmp_path / "run", data=other)
     fewer.resume(tmp_path / "run", data=data)
 
 
 def test_one_process_at_a_time(digits: Data, tmp_path: Path) -> None:
-    fewer.run(FedAvg(rounds=1, active=2), digits, out=tmp_path / "run")
+    fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "run")
     with RunDirectory.open(tmp_path / "run"), pytest.raises(RunError, match="in use by another process"):
         fewer.resume(tmp_path / "run")
 
 
 def test_only_what_does_not_matter_can_be_changed(digits: Data, tmp_path: Path) -> None:
-    fewer.run(FedAvg(rounds=1, active=2), digits, out=tmp_path / "run")
+    fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "run")
     with pytest.raises(SettingError, match="seed cannot be changed"):
         fewer.resume(tmp_path / "run", seed=4)
 
@@ -242,11 +242,11 @@ class Net(nn.Module):
 
 
 def test_ones_own_model_as_class_and_as_object(digits: Data, tmp_path: Path) -> None:
-    by_class = fewer.run(FedAvg(rounds=2, active=3), digits, model=Net, out=tmp_path / "class")
+    by_class = fewer.run(FedAvg(rounds=2, cohort=3), digits, model=Net, out=tmp_path / "class")
     assert isinstance(by_class.model, Net)
     start = Net()
     nn.init.constant_(start.layer.weight, 0.25)
-    by_object = fewer.run(FedAvg(rounds=1, active=3, rate=1e-9), digits, model=start)
+    by_object = fewer.run(FedAvg(rounds=1, cohort=3, lr=1e-9), digits, model=start)
     assert torch.allclose(by_object.state.model["layer.weight"], torch.tensor(0.25))
     with pytest.raises(RunError, match="with a model of your own"):
         fewer.load(tmp_path / "class")
@@ -263,23 +263,23 @@ def test_a_model_that_does_not_fit(digits: Data) -> None:
 
 
 def test_load_gives_the_trained_models(digits: Data, tmp_path: Path) -> None:
-    result = fewer.run(Local(rounds=2, active=6), digits, out=tmp_path / "local")
+    result = fewer.run(Local(rounds=2, cohort=6), digits, out=tmp_path / "local")
     with pytest.raises(SettingError, match="local has no global model"):
         fewer.load(tmp_path / "local")
-    with pytest.raises(SettingError, match=r"party = 6 \(allowed: 0 … 5\)"):
-        fewer.load(tmp_path / "local", party=6)
-    x, y = digits.party(2).test.slice(0, 1000)
-    right = (fewer.load(tmp_path / "local", party=2)(x).argmax(1) == y).float().mean()
-    assert float(right) == pytest.approx(result.scores["parties"]["2"])
+    with pytest.raises(SettingError, match=r"client = 6 \(allowed: 0 … 5\)"):
+        fewer.load(tmp_path / "local", client=6)
+    x, y = digits.client(2).test.slice(0, 1000)
+    right = (fewer.load(tmp_path / "local", client=2)(x).argmax(1) == y).float().mean()
+    assert float(right) == pytest.approx(result.scores["clients"]["2"])
 
 
 def test_settings_are_kept_and_hashed(digits: Data, tmp_path: Path) -> None:
-    fewer.run(FedAvg(rounds=1, active=2), digits, out=tmp_path / "a", seed=1)
-    fewer.run(FedAvg(rounds=1, active=2), digits, out=tmp_path / "b", seed=1, runtime="pool")
-    fewer.run(FedAvg(rounds=1, active=2, rate=0.2), digits, out=tmp_path / "c", seed=1)
+    fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "a", seed=1)
+    fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "b", seed=1, runtime="pool")
+    fewer.run(FedAvg(rounds=1, cohort=2, lr=0.2), digits, out=tmp_path / "c", seed=1)
     a, b, c = (json.loads((tmp_path / name / "settings.json").read_text()) for name in "abc")
     assert a["hash"] == b["hash"] != c["hash"]
-    assert a["settings"]["set"]["rate"] == 0.1 and a["settings"]["parties"] == 6
+    assert a["settings"]["set"]["rate"] == 0.1 and a["settings"]["clients"] == 6
     assert a["environment"]["torch"] == torch.__version__ and a["data"]["fingerprint"] == digits.fingerprint()
 
 
@@ -297,7 +297,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    command = ["run", "fedavg", "--data", "digits", "--parties", "6", "--rounds", "400", "--runtime", "pool"]
+    command = ["run", "fedavg", "--data", "digits", "--clients", "6", "--rounds", "400", "--runtime", "pool"]
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background are deaf to it
     process = subprocess.Popen(
         [*FEWER, *command, "--out", str(path)], stderr=subprocess.PIPE, text=True, preexec_fn=heed
@@ -336,15 +336,15 @@ class Counting(nn.Module):
         return scores
 
 
-def test_nothing_hidden_in_a_net_passes_between_parties(digits: Data) -> None:
-    one = fewer.run(FedAvg(rounds=2, active=4, rate=0.01), digits, model=Counting)
-    two = fewer.run(FedAvg(rounds=2, active=4, rate=0.01), digits, model=Counting, runtime="pool", workers=3)
+def test_nothing_hidden_in_a_net_passes_between_clients(digits: Data) -> None:
+    one = fewer.run(FedAvg(rounds=2, cohort=4, lr=0.01), digits, model=Counting)
+    two = fewer.run(FedAvg(rounds=2, cohort=4, lr=0.01), digits, model=Counting, runtime="pool", workers=3)
     assert same(one.state, two.state) and figures(one) == figures(two)
 
 
 def test_a_lost_quorum_can_be_mended(digits: Data, tmp_path: Path) -> None:
     with pytest.raises(QuorumLost):
-        fewer.run(FedAvg(rounds=8, active=3), digits, out=tmp_path / "run", drop=0.4, quorum=1.0, seed=1)
+        fewer.run(FedAvg(rounds=8, cohort=3), digits, out=tmp_path / "run", drop=0.4, quorum=1.0, seed=1)
     result = fewer.resume(tmp_path / "run", quorum=0.1)
     assert len(result.history) == 8
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
@@ -352,22 +352,22 @@ def test_a_lost_quorum_can_be_mended(digits: Data, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_killed_before_it_began_leaves_room_for_another(digits: Data, tmp_path: Path) -> None:
-    (tmp_path / "run/parties").mkdir(parents=True)
+    (tmp_path / "run/clients").mkdir(parents=True)
     (tmp_path / "run/settings.json.part").write_text("{")
-    fewer.run(FedAvg(rounds=1, active=2), digits, out=tmp_path / "run")
+    fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "run")
 
 
 def test_settings_of_an_object_are_given_to_the_object(digits: Data) -> None:
     with pytest.raises(SettingError, match="rounds is a setting of the method"):
         fewer.run(FedAvg(), digits, rounds=2)
-    with pytest.raises(SettingError, match="parties is a setting of the data"):
-        fewer.run("fedavg", digits, parties=7)
+    with pytest.raises(SettingError, match="clients is a setting of the data"):
+        fewer.run("fedavg", digits, clients=7)
 
 
 def test_a_deadline_does_not_cut_the_evaluation_short(digits: Data) -> None:
     for runtime in ("inline", "pool"):
-        result = fewer.run(SlowToScore(rounds=1, active=2), digits, runtime=runtime, deadline=2)
-        assert len(result.scores["parties"]) == 6
+        result = fewer.run(SlowToScore(rounds=1, cohort=2), digits, runtime=runtime, deadline=2)
+        assert len(result.scores["clients"]) == 6
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from fewer import FedAvg, FedBN, FedProx, Local
 from fewer.data import Data
 from fewer.errors import QuorumLost, SettingError
 from fewer.methods import Method
-from fewer.runs.engine import open_parties
-from fewer.runs.job import Job, check, job_from
-from fewer.runtime import Each, Parties, Pool, Store, on_party, seed_of, stream
+from fewer.runs.engine import open_clients
+from fewer.runs.experiment import Experiment, build_experiment, check
+from fewer.runtime import Clients, Each, Pool, Store, on_client, seed_of, stream
 from fewer.runtime.store import folder_of, forget_after
 from fewer.wire import Number
 from tests.examples import SEEN, Buggy, Deadly, Gambler, Sleepy, Witness
@@ -51,23 +51,23 @@ def children() -> list[psutil.Process]:
 @pytest.mark.parametrize("kind", [FedAvg, FedProx, FedBN, Local, Gambler])
 def test_pool_gives_the_numbers_of_inline(kind: type[Method], digits: Data, tmp_path: Path) -> None:
     faults: dict[str, Any] = {"drop": 0.2, "slow": 0.1, "corrupt": 0.2, "seed": 3}
-    method = kind(rounds=3, active=5)
+    method = kind(rounds=3, cohort=5)
     one = fewer.run(method, digits, out=tmp_path / "inline", **faults)
     two = fewer.run(method, digits, out=tmp_path / "pool", runtime="pool", workers=3, **faults)
     assert same(one.state, two.state)
     assert figures(one) == figures(two)
     assert any(line["absent"] for line in one.history)
     assert (tmp_path / "inline/ledger.csv").read_bytes() == (tmp_path / "pool/ledger.csv").read_bytes()
-    for party in range(len(digits)) if kind is Local else ():
-        left, right = one.personal(party).state_dict(), two.personal(party).state_dict()
+    for client in range(len(digits)) if kind is Local else ():
+        left, right = one.personal_model(client).state_dict(), two.personal_model(client).state_dict()
         assert all(torch.equal(left[name], right[name]) for name in left)
     assert not children()
 
 
 def test_spawned_workers_give_the_same_numbers(digits: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = fewer.run(FedAvg(rounds=1, active=2), digits)
+    one = fewer.run(FedAvg(rounds=1, cohort=2), digits)
     monkeypatch.setattr(Pool, "_way", lambda self: "spawn")
-    two = fewer.run(FedAvg(rounds=1, active=2), digits, runtime="pool", workers=1)
+    two = fewer.run(FedAvg(rounds=1, cohort=2), digits, runtime="pool", workers=1)
     assert same(one.state, two.state)
 
 
@@ -76,7 +76,7 @@ def test_the_users_generators_are_left_alone(digits: Data) -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     threads = torch.get_num_threads()
-    fewer.run(FedAvg(rounds=1, active=2), digits)
+    fewer.run(FedAvg(rounds=1, cohort=2), digits)
     assert torch.equal(torch.rand(3), expected)
     assert torch.get_num_threads() == threads
 
@@ -90,32 +90,34 @@ def test_streams_depend_on_every_part_of_the_key() -> None:
 # --- choosing -----------------------------------------------------------------------------------------------------
 
 
-def parties_of(data: Data, method: Method | None = None, **settings: Any) -> tuple[Job, Callable[[Path], Parties]]:
-    job = job_from(check(settings), method or FedAvg(), data)
-    return job, lambda folder: open_parties(job, folder)
+def clients_of(
+    data: Data, method: Method | None = None, **settings: Any
+) -> tuple[Experiment, Callable[[Path], Clients]]:
+    experiment = build_experiment(check(settings), method or FedAvg(), data)
+    return experiment, lambda folder: open_clients(experiment, folder)
 
 
 def test_sampling(digits: Data, tmp_path: Path) -> None:
-    _, opened = parties_of(digits, seed=4)
-    with opened(tmp_path) as parties:
-        parties.round = 1
-        first = parties.sample(4)
+    _, opened = clients_of(digits, seed=4)
+    with opened(tmp_path) as clients:
+        clients.round = 1
+        first = clients.sample(4)
         assert len(set(first)) == 4 and set(first) <= set(range(6))
-        assert parties.sample(4) == first
-        assert sorted(parties.sample(6)) == list(range(6))
+        assert clients.sample(4) == first
+        assert sorted(clients.sample(6)) == list(range(6))
         drawn = []
-        for parties.round in range(200):
-            drawn += parties.sample(3)
+        for clients.round in range(200):
+            drawn += clients.sample(3)
         counts = np.bincount(drawn, minlength=6)
         assert counts.min() > 70 and counts.max() < 130  # each of the six in about half of the rounds
-        with pytest.raises(SettingError, match="active = 7 parties a round, but there are 6"):
-            parties.sample(7)
-        assert parties.panel() == list(range(6))
+        with pytest.raises(SettingError, match="active = 7 clients a round, but there are 6"):
+            clients.sample(7)
+        assert clients.eval_cohort() == list(range(6))
 
 
-def test_more_active_than_parties(digits: Data) -> None:
-    with pytest.raises(SettingError, match="active = 7, but there are 6 parties"):
-        fewer.run(FedAvg(active=7), digits)
+def test_more_active_than_clients(digits: Data) -> None:
+    with pytest.raises(SettingError, match="active = 7, but there are 6 clients"):
+        fewer.run(FedAvg(cohort=7), digits)
 
 
 # --- faults -------------------------------------------------------------------------------------------------------
@@ -128,12 +130,12 @@ def ledger(path: Path) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("fault", "why", "sent"), [("drop", "dropped", 0), ("slow", "late", 1), ("corrupt", "refused", 1)]
 )
-def test_injected_faults_are_values(fault: str, why: str, sent: int, digits: Data, tmp_path: Path) -> None:
+def test_injected_faults_are_values(fault: str, reason: str, sent: int, digits: Data, tmp_path: Path) -> None:
     SEEN.clear()
     faults: dict[str, Any] = {fault: 0.4}
-    fewer.run(Witness(rounds=8, active=6), digits, out=tmp_path / "run", **faults)
+    fewer.run(Witness(rounds=8, cohort=6), digits, out=tmp_path / "run", **faults)
     absent = [one for answers in SEEN for one in answers.absent]
-    assert {one.why for one in absent} == {why}
+    assert {one.reason for one in absent} == {reason}
     assert 8 <= len(absent) <= 30  # 48 asked, 0.4 of them
     assert all(len(answers) + len(answers.absent) == 6 for answers in SEEN)
     rows = [row for row in ledger(tmp_path / "run") if row[3] == "train"]
@@ -144,23 +146,23 @@ def test_injected_faults_are_values(fault: str, why: str, sent: int, digits: Dat
 
 
 def test_bytes_by_arithmetic(digits: Data, tmp_path: Path) -> None:
-    result = fewer.run(FedAvg(rounds=2, active=3), digits, out=tmp_path / "run")
+    result = fewer.run(FedAvg(rounds=2, cohort=3), digits, out=tmp_path / "run")
     count = sum(tensor.numel() for tensor in result.state.model.values())
     rows = [row for row in ledger(tmp_path / "run") if not row[3].startswith("evaluate/")]
     assert len(rows) == 2 * 3 * 2
     assert all(0 < int(row[4]) - 4 * count < 800 for row in rows)  # the weights, and a small header
     assert sum(int(row[4]) for row in rows if row[2] == "up") == result.scores["up"]
     assert sum(int(row[4]) for row in rows if row[2] == "down") == result.scores["down"]
-    half = fewer.run(FedAvg(rounds=2, active=3, codec="float16"), digits)
+    half = fewer.run(FedAvg(rounds=2, cohort=3, codec="float16"), digits)
     assert result.scores["up"] - half.scores["up"] == pytest.approx(2 * 3 * 2 * count, abs=6 * 20)
 
 
 def test_a_float16_model_arrives_as_float16(digits: Data, tmp_path: Path) -> None:
-    job, opened = parties_of(digits, FedAvg(codec="float16", rate=1e-9, steps=1))
-    with opened(tmp_path) as parties:
-        parties.round = 1
-        state = job.method.start(job.task, 0)
-        after = job.method.round(state, parties)
+    experiment, opened = clients_of(digits, FedAvg(codec="float16", lr=1e-9, local_steps=1))
+    with opened(tmp_path) as clients:
+        clients.round = 1
+        state = experiment.method.init(experiment.task, 0)
+        after = experiment.method.round(state, clients)
     for name, tensor in state.model.items():
         assert torch.allclose(after.model[name], tensor.half().float(), atol=1e-6)
 
@@ -172,30 +174,30 @@ def line_of(text: str) -> int:
 
 @pytest.mark.parametrize("runtime", ["inline", "pool"])
 def test_bugs_and_lies_are_missing_answers(runtime: str, digits: Data, tmp_path: Path) -> None:
-    fewer.run(Buggy(rounds=1, active=6), digits, runtime=runtime, out=tmp_path / "run")
+    fewer.run(Buggy(rounds=1, cohort=6), digits, runtime=runtime, out=tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    seen = {event["party"]: (event["why"], event["detail"]) for event in events if event["event"] == "absent"}
+    seen = {event["client"]: (event["why"], event["detail"]) for event in events if event["event"] == "absent"}
     assert seen == {
         0: ("failed", f"ZeroDivisionError at examples.py:{line_of('by design')}"),
         1: ("refused", "'size' is -5, outside 1 … 1000000000"),
         2: ("refused", "'model' is not finite"),
     }
-    assert "by design" in (tmp_path / "run/parties/000/000000/errors.txt").read_text()  # it stays with the party
+    assert "by design" in (tmp_path / "run/clients/000/000000/errors.txt").read_text()  # it stays with the client
     kept = [file for file in (tmp_path / "run").iterdir() if file.is_file()]
     assert not any(b"by design" in file.read_bytes() for file in kept)
 
 
 def test_quorum(digits: Data, tmp_path: Path) -> None:
-    with pytest.raises(QuorumLost, match=r"round 1: 3 of 6 parties answered, 4 needed \(quorum 0.6\): .*1 failed"):
-        fewer.run(Buggy(rounds=2, active=6), digits, quorum=0.6)
-    fewer.run(Buggy(rounds=2, active=6), digits, quorum=0.5)
+    with pytest.raises(QuorumLost, match=r"round 1: 3 of 6 clients answered, 4 needed \(quorum 0.6\): .*1 failed"):
+        fewer.run(Buggy(rounds=2, cohort=6), digits, quorum=0.6)
+    fewer.run(Buggy(rounds=2, cohort=6), digits, quorum=0.5)
     with pytest.raises(QuorumLost, match="0 of 6"):
         fewer.run(FedAvg(rounds=1), digits, drop=1.0)
 
 
 def test_a_diverging_run_says_why(digits: Data) -> None:
     with pytest.raises(QuorumLost, match="'model' is not finite"):
-        fewer.run(FedAvg(rate=1e6, rounds=5), digits)
+        fewer.run(FedAvg(lr=1e6, rounds=5), digits)
 
 
 @pytest.mark.parametrize("runtime", ["inline", "pool"])
@@ -203,19 +205,19 @@ def test_deadline(runtime: str, digits: Data, tmp_path: Path) -> None:
     # In the pool the nap outlasts the grace, so that the worker is killed.
     nap = 2.2 if runtime == "inline" else 60
     begun = time.monotonic()
-    fewer.run(Sleepy(rounds=2, active=6, nap=nap), digits, runtime=runtime, deadline=2, out=tmp_path / "run")
+    fewer.run(Sleepy(rounds=2, cohort=6, nap=nap), digits, runtime=runtime, deadline=2, out=tmp_path / "run")
     assert time.monotonic() - begun < 50
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [(e["party"], e["why"]) for e in events if e["event"] == "absent"] == [(0, "late")] * 2
+    assert [(e["client"], e["why"]) for e in events if e["event"] == "absent"] == [(0, "late")] * 2
     assert not children()
 
 
-def test_a_killed_worker_loses_its_party_only(digits: Data, tmp_path: Path) -> None:
-    method = Deadly(rounds=2, active=6, victim=3, mark=str(tmp_path / "mark"))
+def test_a_killed_worker_loses_its_client_only(digits: Data, tmp_path: Path) -> None:
+    method = Deadly(rounds=2, cohort=6, victim=3, mark=str(tmp_path / "mark"))
     result = fewer.run(method, digits, runtime="pool", out=tmp_path / "run")
     assert [line["absent"] for line in result.history] == [1, 0]
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [(e["party"], e["why"]) for e in events if e["event"] == "absent"] == [(3, "lost")]
+    assert [(e["client"], e["why"]) for e in events if e["event"] == "absent"] == [(3, "lost")]
     assert not children()
 
 
@@ -224,18 +226,18 @@ def _coordinate(data: Data, pids: Any) -> None:
         pids.send([child.pid for child in children()])
         os.kill(os.getpid(), 9)
 
-    job, opened = parties_of(data, Sleepy(active=6, nap=60), runtime="pool")
-    parties = opened(Path())
-    parties.round, parties.on_progress = 1, tell
-    job.method.round(job.method.start(job.task, 0), parties)
+    experiment, opened = clients_of(data, Sleepy(cohort=6, nap=60), runtime="pool")
+    clients = opened(Path())
+    clients.round, clients.on_progress = 1, tell
+    experiment.method.round(experiment.method.init(experiment.task, 0), clients)
 
 
-def test_workers_die_with_a_killed_coordinator(digits: Data) -> None:
+def test_workers_die_with_a_killed_server(digits: Data) -> None:
     ours, theirs = multiprocessing.Pipe()
-    coordinator = multiprocessing.get_context("fork").Process(target=_coordinate, args=(digits, theirs))
-    coordinator.start()
+    server = multiprocessing.get_context("fork").Process(target=_coordinate, args=(digits, theirs))
+    server.start()
     pids = ours.recv()
-    coordinator.join()
+    server.join()
     assert len(pids) == 2
     deadline = time.monotonic() + 5
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids):
@@ -243,45 +245,45 @@ def test_workers_die_with_a_killed_coordinator(digits: Data) -> None:
         time.sleep(0.02)
 
 
-def test_a_party_without_data_says_so(tmp_path: Path) -> None:
+def test_a_client_without_data_says_so(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     pairs = [(draw.random((n, 1, 8, 8), np.float32), draw.integers(0, 3, n)) for n in (30, 0, 30)]
-    result = fewer.run(FedAvg(rounds=1), fewer.data.from_parties(pairs), out=tmp_path / "run")
+    result = fewer.run(FedAvg(rounds=1), fewer.data.from_clients(pairs), out=tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [(e["party"], e["why"], e["detail"]) for e in events if e["event"] == "absent"] == [
+    assert [(e["client"], e["why"], e["detail"]) for e in events if e["event"] == "absent"] == [
         (1, "unable", "no training data")
     ]
-    assert set(result.scores["parties"]) == {"0", "2"}
+    assert set(result.scores["clients"]) == {"0", "2"}
 
 
 class Prying(FedAvg):
-    def peek(self, me: Any) -> dict[str, Any]:
+    def peek(self, client: Any) -> dict[str, Any]:
         return {}
 
-    @on_party
-    def echo(self, me: Any, number: int) -> dict[str, Any]:
-        return {"number": number * 10 + me.id}
+    @on_client
+    def echo(self, client: Any, number: int) -> dict[str, Any]:
+        return {"number": number * 10 + client.id}
 
 
 def test_only_marked_handlers_can_be_asked(digits: Data, tmp_path: Path) -> None:
-    job, opened = parties_of(digits, Prying())
-    with opened(tmp_path) as parties:
-        with pytest.raises(QuorumLost, match="'peek' is not something that can be asked of a party"):
-            parties.ask([0], job.method.peek, returns={})  # type: ignore[attr-defined]
+    experiment, opened = clients_of(digits, Prying())
+    with opened(tmp_path) as clients:
+        with pytest.raises(QuorumLost, match="'peek' is not something that can be asked of a client"):
+            clients.ask([0], experiment.method.peek, returns={})  # type: ignore[attr-defined]
         with pytest.raises(QuorumLost, match="do not fit 'echo'"):
-            parties.ask([0], job.method.echo, wrong=1, returns={})  # type: ignore[attr-defined]
+            clients.ask([0], experiment.method.echo, wrong=1, returns={})  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("runtime", ["inline", "pool"])
-def test_a_field_for_each_party(runtime: str, digits: Data, tmp_path: Path) -> None:
-    job, opened = parties_of(digits, Prying(), runtime=runtime)
-    with opened(tmp_path) as parties:
+def test_a_field_for_each_client(runtime: str, digits: Data, tmp_path: Path) -> None:
+    experiment, opened = clients_of(digits, Prying(), runtime=runtime)
+    with opened(tmp_path) as clients:
         numbers = Each({1: 100, 4: 200})
-        answers = parties.ask([4, 1], job.method.echo, number=numbers, returns={"number": Number(int)})  # type: ignore[attr-defined]
-    assert [(answer.party, answer["number"]) for answer in answers] == [(4, 2004), (1, 1001)]
+        answers = clients.ask([4, 1], experiment.method.echo, number=numbers, returns={"number": Number(int)})  # type: ignore[attr-defined]
+    assert [(answer.client, answer["number"]) for answer in answers] == [(4, 2004), (1, 1001)]
 
 
-# --- what a party remembers ---------------------------------------------------------------------------------------
+# --- what a client remembers ---------------------------------------------------------------------------------------
 
 
 def test_store_goes_back_to_the_round_before(tmp_path: Path) -> None:

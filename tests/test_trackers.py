@@ -23,11 +23,11 @@ from tests.test_cli import DIGITS, call
 
 @pytest.fixture
 def four() -> Data:
-    return fewer.data.load("digits", parties=4, alpha=1.0)
+    return fewer.data.load("digits", clients=4, alpha=1.0)
 
 
-def test_numbers_are_told_and_figures_by_party_are_not() -> None:
-    figures = {"round": 3, "accuracy": 0.5, "up": 7, "parties": {"0": 0.1}, "fairness": {"mean": 0.2}, "groups": [0.1]}
+def test_numbers_are_told_and_figures_by_client_are_not() -> None:
+    figures = {"round": 3, "accuracy": 0.5, "up": 7, "clients": {"0": 0.1}, "fairness": {"mean": 0.2}, "groups": [0.1]}
     assert scalars(figures) == {"accuracy": 0.5, "up": 7.0, "fairness/mean": 0.2}
 
 
@@ -35,7 +35,7 @@ def test_tensorboard_reads_back_what_a_run_wrote(tmp_path: Path, four: Data) -> 
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    method, run = FedAvg(rounds=3, active=4, steps=2), tmp_path / "run"
+    method, run = FedAvg(rounds=3, cohort=4, local_steps=2), tmp_path / "run"
     with pytest.raises(Stop):
         fewer.run(method, four, out=run, progress=Stopping(), track=["tensorboard"])
     result = fewer.resume(run, track=["tensorboard"])
@@ -44,7 +44,7 @@ def test_tensorboard_reads_back_what_a_run_wrote(tmp_path: Path, four: Data) -> 
     for name in ("accuracy", "up", "down", "seconds"):
         told = [(event.step, event.value) for event in read.Scalars(name)]
         assert told == [(line["round"], pytest.approx(line[name])) for line in result.history]
-    assert "parties" not in " ".join(read.Tags()["scalars"])
+    assert "clients" not in " ".join(read.Tags()["scalars"])
     (settings,) = read.Tensors("settings")
     text = settings.tensor_proto.string_val[0].decode()
     assert "rate = 0.1" in text and json.loads((run / "settings.json").read_text())["hash"] in text
@@ -59,7 +59,7 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, four: Data, monkeypa
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = tmp_path / "it's a run"
     with pytest.raises(Stop):
-        fewer.run(FedAvg(rounds=3, active=4, steps=2), four, out=run, progress=Stopping(), track=["mlflow"])
+        fewer.run(FedAvg(rounds=3, cohort=4, local_steps=2), four, out=run, progress=Stopping(), track=["mlflow"])
     from mlflow import MlflowClient
     from mlflow.telemetry.utils import is_telemetry_disabled
 
@@ -80,7 +80,7 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, four: Data, monkeypa
     assert whole.data.params["rate"] == "0.1" and whole.data.params["data"] == "digits"
     assert whole.data.tags["fewer.hash"] == json.loads((run / "settings.json").read_text())["hash"]
     shutil.rmtree(run)
-    fewer.run(FedAvg(rounds=1, active=4, steps=2, rate=0.7), four, out=run, track=["mlflow"])  # another, there
+    fewer.run(FedAvg(rounds=1, cohort=4, local_steps=2, lr=0.7), four, out=run, track=["mlflow"])  # another, there
     found = mlflow_client.search_runs([experiment.experiment_id])
     assert {one.data.params["rate"] for one in found} == {"0.1", "0.7"} and len(found) == 2
 
@@ -117,7 +117,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Noted]]:
 
 
 def test_a_plug_in_is_told_of_every_run_of_a_comparison(tmp_path: Path, noted: type[Noted]) -> None:
-    given: dict[str, Any] = {"data": "digits", "parties": 4, "rounds": 1, "active": 2, "set": {"steps": 1}}
+    given: dict[str, Any] = {
+        "data": "digits",
+        "clients": 4,
+        "rounds": 1,
+        "cohort": 2,
+        "method_options": {"local_steps": 1},
+    }
     table = fewer.compare(["fedavg", "local"], seeds=2, out=tmp_path, track=["noted"], **given)
     assert [row.method for row in table.rows] == ["fedavg", "local"]
     runs = [(f"{method}-seed{seed}", method, 0) for method in ("fedavg", "local") for seed in (0, 1)]
@@ -127,7 +133,7 @@ def test_a_plug_in_is_told_of_every_run_of_a_comparison(tmp_path: Path, noted: t
 def test_a_recipe_is_followed(tmp_path: Path, noted: type[Noted]) -> None:
     file = tmp_path / "one.toml"
     file.write_text(
-        'title = "T"\npaper = "P"\nseeds = 1\n[settings]\ndata = "digits"\nparties = 4\nrounds = 1\n'
+        'title = "T"\npaper = "P"\nseeds = 1\n[settings]\ndata = "digits"\nclients = 4\nrounds = 1\n'
         '[[column]]\nname = "C"\n[[row]]\nname = "R"\nmethod = "fedavg"\nset = { steps = 1 }\n'
     )
     call("reproduce", file, "--out", tmp_path / "runs", "--results", tmp_path, "--track", "noted")
@@ -141,7 +147,11 @@ def test_a_run_that_goes_on_is_followed_without_being_told_again(
         noted.told.clear()
         with pytest.raises(Stop):
             fewer.run(
-                FedAvg(rounds=3, active=2, steps=1), four, out=tmp_path / name, progress=Stopping(), track=["noted"]
+                FedAvg(rounds=3, cohort=2, local_steps=1),
+                four,
+                out=tmp_path / name,
+                progress=Stopping(),
+                track=["noted"],
             )
         return tmp_path / name
 
@@ -171,14 +181,14 @@ def test_a_run_that_goes_on_is_followed_without_being_told_again(
     assert told == [f"tracker '{name}' follows no longer" for name in ("absent", "gone", "noted")]
 
 
-def test_a_coordinator_follows_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_follows_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr")
     from fewer.runs import machines
     from fewer.runtime.flower.link import LinkLost
 
     asked: list[tuple[str, Any]] = []
 
-    def begin(job: object, out: Path, progress: object, opening: object, track: Sequence[str]) -> str:
+    def begin(experiment: object, out: Path, progress: object, connect: object, track: Sequence[str]) -> str:
         asked.append(("start", track))
         raise LinkLost("gone")
 
@@ -188,31 +198,31 @@ def test_a_coordinator_follows_its_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(machines, "start", begin)
     monkeypatch.setattr(machines, "resume", go_on)
-    monkeypatch.setattr(machines.Coordinator, "check", lambda self, job: None)
+    monkeypatch.setattr(machines.FlowerServer, "check", lambda self, experiment: None)
     nobody: Any = None
-    followed = machines.Coordinator(nobody, track=["tensorboard"])
+    followed = machines.FlowerServer(nobody, track=["tensorboard"])
     assert followed.start(nobody, tmp_path) == "over"  # type: ignore[comparison-overlap]
     followed.resume(tmp_path)
-    machines.Coordinator(nobody).resume(tmp_path)
+    machines.FlowerServer(nobody).resume(tmp_path)
     assert asked == [("start", ["tensorboard"]), ("resume", None), ("resume", ["tensorboard"]), ("resume", None)]
     with pytest.raises(SettingError, match="unknown tracker 'odd'"):
-        machines.Coordinator(nobody, track=["odd"]).__enter__()
+        machines.FlowerServer(nobody, track=["odd"]).__enter__()
 
 
 def test_a_tracker_that_fails_does_not_stop_a_run(
     tmp_path: Path, four: Data, noted: type[Noted], caplog: pytest.LogCaptureFixture
 ) -> None:
     noted.fails = "round"
-    result = fewer.run(FedAvg(rounds=2, active=2, steps=1), four, out=tmp_path / "run", track=["noted"])
+    result = fewer.run(FedAvg(rounds=2, cohort=2, local_steps=1), four, out=tmp_path / "run", track=["noted"])
     assert len(result.history) == 2 and noted.told == [("run", "fedavg", 0)]
     assert [r.getMessage() for r in caplog.records] == ["tracker 'noted' follows no longer: ValueError: full"]
     noted.fails = "begin"
     with pytest.raises(SettingError, match="^tracker 'noted' cannot begin: ValueError: no$"):
-        fewer.run(FedAvg(rounds=2, active=2, steps=1), four, out=tmp_path / "other", track=["noted"])
+        fewer.run(FedAvg(rounds=2, cohort=2, local_steps=1), four, out=tmp_path / "other", track=["noted"])
 
 
 def test_what_cannot_be_tracked_is_told_before_the_run(tmp_path: Path, four: Data, noted: type[Noted]) -> None:
-    method = FedAvg(rounds=1, active=2, steps=1)
+    method = FedAvg(rounds=1, cohort=2, local_steps=1)
     with pytest.raises(SettingError, match=r"tracker 'absent' needs nowhere_installed.*pip install 'fewer\[track\]'"):
         fewer.run(method, four, out=tmp_path / "run", track=["absent"])
     with pytest.raises(SettingError, match=r"unknown tracker 'notted', did you mean 'noted'\?"):
@@ -239,7 +249,7 @@ def test_track_on_the_command_line(tmp_path: Path) -> None:
 
 
 def test_a_result_shows_itself(four: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = fewer.run(FedAvg(rounds=2, active=2, steps=1), four)
+    result = fewer.run(FedAvg(rounds=2, cohort=2, local_steps=1), four)
     page = result._repr_html_()
     assert "fedavg on digits, round 2 of 2" in page and f"{100 * result.accuracy:.2f}" in page
     assert 'src="data:image/svg+xml;base64,' in page and "script" not in page and 'alt="Line chart' in page
@@ -249,12 +259,12 @@ def test_a_result_shows_itself(four: Data, monkeypatch: pytest.MonkeyPatch) -> N
         [100 * line["accuracy"] for line in result.history]
     )
     assert result.plot("megabytes").axes[0].get_xlabel().startswith("MB")
-    assert result.plot("party").axes[0].get_xlabel().startswith("parties")
-    with pytest.raises(SettingError, match="by = 'week' .allowed: round, megabytes, seconds, party."):
+    assert result.plot("client").axes[0].get_xlabel().startswith("clients")
+    with pytest.raises(SettingError, match="by = 'week' .allowed: round, megabytes, seconds, client."):
         result.plot("week")  # type: ignore[arg-type]
     frame = pytest.importorskip("pandas") and result.to_pandas()
     assert frame["accuracy"].tolist() == [line["accuracy"] for line in result.history]
-    assert frame["round"].tolist() == [1, 2] and "parties" not in frame
+    assert frame["round"].tolist() == [1, 2] and "clients" not in frame
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(SettingError, match=r"to_pandas needs pandas: pip install 'fewer\[notebook\]'"):
         result.to_pandas()
@@ -263,12 +273,18 @@ def test_a_result_shows_itself(four: Data, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_comparison_shows_itself() -> None:
-    given: dict[str, Any] = {"data": "digits", "parties": 4, "rounds": 1, "active": 2, "set": {"steps": 1}}
+    given: dict[str, Any] = {
+        "data": "digits",
+        "clients": 4,
+        "rounds": 1,
+        "cohort": 2,
+        "method_options": {"local_steps": 1},
+    }
     table = fewer.compare(["fedavg", "local"], seeds=2, **given)
     page = table._repr_html_()
-    assert "digits, 4 parties" in page and "fedavg" in page and "local" in page and "±" in page
+    assert "digits, 4 clients" in page and "fedavg" in page and "local" in page and "±" in page
     assert len(table.plot("seconds").legends[0].get_texts()) == 2
-    assert len(table.plot("party").legends[0].get_texts()) == 2
+    assert len(table.plot("client").legends[0].get_texts()) == 2
     frame = pytest.importorskip("pandas") and table.to_pandas()
     assert frame["method"].tolist() == ["fedavg", "local"] and frame["seeds"].tolist() == [2, 2]
     assert frame["accuracy"].tolist() == [row.accuracy for row in table.rows]

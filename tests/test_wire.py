@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import fewer.wire
+from fewer.choices import Norm
 from fewer.models import SmallCNN, weights_of
-from fewer.vocabulary import Norm
 from fewer.wire import (
     CODECS,
     Codec,
@@ -100,7 +100,7 @@ def test_wider_codec_loses_nothing(codec: Codec | None, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("codec", ["int8", "uint8"])
-def test_quantised_ends_are_exact(codec: Codec) -> None:
+def test_quantized_ends_are_exact(codec: Codec) -> None:
     for seed in range(20):
         value = numbers(torch.float32, 300, seed=seed) * 10.0 ** (seed - 10)
         arrived = sent(value, codec)
@@ -108,7 +108,7 @@ def test_quantised_ends_are_exact(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize(("codec", "lowest"), [("int8", -128), ("uint8", 0)])
-def test_quantised_uses_all_levels(codec: Codec, lowest: int) -> None:
+def test_quantized_uses_all_levels(codec: Codec, lowest: int) -> None:
     value = torch.arange(256, dtype=torch.float32) / 4 - 3
     blob = encode("k", {"t": Coded(value, codec)})
     levels = safetensors.torch.load(blob)[{"int8": "t:I8", "uint8": "t:U8"}[codec]]
@@ -125,7 +125,7 @@ def test_constant_tensor_is_exact(codec: Codec | None, constant: float) -> None:
 
 @pytest.mark.parametrize("constant", [1e-20, 0.1, -1e30, 3.4e38])
 @pytest.mark.parametrize("codec", ["int8", "uint8"])
-def test_constant_of_any_size_is_exact_when_quantised(codec: Codec, constant: float) -> None:
+def test_constant_of_any_size_is_exact_when_quantized(codec: Codec, constant: float) -> None:
     value = torch.full((5,), constant)
     assert torch.equal(sent(value, codec), value)
 
@@ -288,7 +288,7 @@ def test_refused_with_its_reason(fields: dict[str, Field], schema: Schema | None
 
 
 @pytest.mark.parametrize("codec", ["int8", "uint8"])
-def test_quantising_what_is_not_finite_is_refused_at_once(codec: Codec) -> None:
+def test_quantizing_what_is_not_finite_is_refused_at_once(codec: Codec) -> None:
     with pytest.raises(Refused, match="'a' is not finite"):
         encode("k", {"a": Coded(torch.tensor([0.0, math.inf]), codec)})
 
@@ -753,7 +753,7 @@ def test_ledger_take_gives_each_entry_once_and_keeps_totals() -> None:
     ledger.add(1, 4, "up", "evaluate/score", 9)
     first = ledger.take()
     assert first == [(1, 2, "up", "train", 7), (1, 4, "up", "evaluate/score", 9)]
-    assert (first[0].round, first[0].party, first[0].direction, first[0].kind, first[0].bytes) == (
+    assert (first[0].round, first[0].client, first[0].direction, first[0].kind, first[0].bytes) == (
         1,
         2,
         "up",

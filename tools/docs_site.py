@@ -158,8 +158,10 @@ def _methods() -> Iterator[str]:
         own = [key for key in kind.model_fields if _own(kind, key)]
         yield from _settings(kind, own)
         if kind.tunable:
-            grids = "; ".join(f"`{key}` from {', '.join(f'{v:g}' for v in grid)}" for key, grid in kind.tunable.items())
-            yield f"`--tune` chooses {grids}."
+            search_space = "; ".join(
+                f"`{key}` from {', '.join(f'{v:g}' for v in grid)}" for key, grid in kind.tunable.items()
+            )
+            yield f"`--tune` chooses {search_space}."
         yield from ("", f'??? note "What `{kind.__module__}` says"')
         yield from (f"    {line}" for line in (inspect.getdoc(sys.modules[kind.__module__]) or "").splitlines())
 

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class Drawn(fewer.FedAvg):
-    """FedAvg whose parties and batches of a round are the harness's."""
+    """FedAvg whose clients and batches of a round are the harness's."""
 
     name: ClassVar[str] = "drawn"
 
-    def choose(self, parties: fewer.Parties) -> list[int]:
-        return list(C.cohort(parties.round - 1))
+    def sample_cohort(self, clients: fewer.Clients) -> list[int]:
+        return list(C.cohort(clients.round - 1))
 
-    def numbers(self, me: fewer.Party) -> Tensor:
-        drawn: Tensor = C.batches(me.round - 1, me.id, len(me.train))
+    def numbers(self, client: fewer.Client) -> Tensor:
+        drawn: Tensor = C.batches(client.round - 1, client.id, len(client.train))
         return drawn
 
-    def report(self, state: Any, parties: fewer.Parties, data: Any) -> dict[str, Any]:
+    def report(self, state: Any, clients: fewer.Clients, data: Any) -> dict[str, Any]:
         """Nothing after the last round: the workload has only the common test."""
         return {}
 
@@ -51,7 +51,7 @@ def main() -> None:
     for number, rows in enumerate(C.split(y)):
         client_ids[rows] = number
     data = fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids)
-    method = Drawn(rounds=args.rounds, active=C.COHORT, rate=C.LR, steps=C.STEPS, batch=C.BATCH)
+    method = Drawn(rounds=args.rounds, cohort=C.COHORT, lr=C.LR, local_steps=C.STEPS, batch_size=C.BATCH)
     runtime = "pool" if args.procs > 1 else "inline"
     fewer.run(method, data, model=C.net(), runtime=runtime, workers=args.procs, progress=Clock(log))
     log.done()

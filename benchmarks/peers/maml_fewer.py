@@ -14,7 +14,7 @@ from fewer.learning.adapt import learnable, meta_gradient
 
 def ours(net: Any, task: Any, steps: int) -> list[Any]:
     sx, sy, qx, qy = task
-    found = meta_gradient(net, learnable(net), [(sx, sy)] * steps, (qx, qy), M.LR, exact=True)
+    found = meta_gradient(net, learnable(net), [(sx, sy)] * steps, (qx, qy), M.LR, first_order=False)
     return list(found.weights.values())
 
 

@@ -1,4 +1,4 @@
-"""FedMedian: FedAvg with the median of what parties send, coordinate by coordinate, so that a few liars do no harm.
+"""FedMedian: FedAvg with the median of what clients send, coordinate by coordinate, so that a few liars do no harm.
 
 Yin, Chen, Kannan, Bartlett: Byzantine-Robust Distributed Learning, ICML 2018, Algorithm 1 (option I).
 """
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from pydantic import PositiveFloat, PositiveInt
 
-from fewer import Method, Parties, Party, on_party
+from fewer import Client, Clients, Method, on_client
 from fewer.learning import draw_batches, sgd
 from fewer.methods import ModelState
 from fewer.models import Task, Weights, weights_of
@@ -17,25 +17,29 @@ from fewer.models import Task, Weights, weights_of
 class FedMedian(Method):
     """The coordinate-wise median of locally trained models."""
 
-    rate: PositiveFloat = 0.1
+    lr: PositiveFloat = 0.1
     """Step size of local training (η)."""
     steps: PositiveInt = 20
     """Local steps in a round."""
     tunable = {"rate": (0.01, 0.03, 0.1, 0.3)}
 
-    def start(self, task: Task, seed: int) -> ModelState:
+    def init(self, task: Task, seed: int) -> ModelState:
         return ModelState(task.initial(seed))
 
-    def round(self, state: ModelState, parties: Parties) -> ModelState:
-        answers = parties.ask(
-            self.choose(parties), self.train, model=state.model, returns={"model": state.model}
+    def round(self, state: ModelState, clients: Clients) -> ModelState:
+        answers = clients.ask(
+            self.sample_cohort(clients), self.train, model=state.model, returns={"model": state.model}
         )  # answers.absent tells who is missing, and why
         return ModelState(
             {name: torch.stack([answer["model"][name] for answer in answers]).median(0).values for name in state.model}
         )
 
-    @on_party
-    def train(self, me: Party, model: Weights) -> dict[str, Any]:
-        net = me.net(model)
-        sgd(net, me.train.batches(draw_batches(len(me.train), self.steps, 32, me.stream("batches"))), self.rate)
+    @on_client
+    def train(self, client: Client, model: Weights) -> dict[str, Any]:
+        net = client.net(model)
+        sgd(
+            net,
+            client.train.batches(draw_batches(len(client.train), self.steps, 32, client.stream("batches"))),
+            self.lr,
+        )
         return {"model": weights_of(net)}

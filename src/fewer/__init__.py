@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from fewer import data as data
     from fewer.errors import FewerError as FewerError
     from fewer.experiments.compare import compare as compare
+    from fewer.methods import Client as Client
     from fewer.methods import Method as Method
-    from fewer.methods import Party as Party
     from fewer.methods.alone import Alone as Alone
     from fewer.methods.fedavg import FedAvg as FedAvg
     from fewer.methods.fedavg_meta import FedAvgMeta as FedAvgMeta
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from fewer.runs import load as load
     from fewer.runs import resume as resume
     from fewer.runs import run as run
-    from fewer.runs.use import deploy as deploy
-    from fewer.runtime import Parties as Parties
-    from fewer.runtime import on_party as on_party
+    from fewer.runs.inference import deploy as deploy
+    from fewer.runtime import Clients as Clients
+    from fewer.runtime import on_client as on_client
     from fewer.runtime import on_ring as on_ring
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ _HOMES = {
     "FewerError": "fewer.errors",
     "compare": "fewer.experiments.compare",
     "Method": "fewer.methods",
-    "Party": "fewer.methods",
+    "Client": "fewer.methods",
     "Alone": "fewer.methods.alone",
     "FedAvg": "fewer.methods.fedavg",
     "FedAvgMeta": "fewer.methods.fedavg_meta",
@@ -59,9 +59,9 @@ _HOMES = {
     "load": "fewer.runs",
     "resume": "fewer.runs",
     "run": "fewer.runs",
-    "deploy": "fewer.runs.use",
-    "Parties": "fewer.runtime",
-    "on_party": "fewer.runtime",
+    "deploy": "fewer.runs.inference",
+    "Clients": "fewer.runtime",
+    "on_client": "fewer.runtime",
     "on_ring": "fewer.runtime",
 }
 __all__ = ["__version__", "data", *_HOMES]

@@ -23,7 +23,7 @@ class RunError(FewerError):
 
 
 class QuorumLost(FewerError):
-    """Too few parties answered for the round to count."""
+    """Too few clients answered for the round to count."""
 
     def __init__(self, text: str, unable: bool = False) -> None:
         super().__init__(text)

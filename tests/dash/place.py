@@ -29,8 +29,8 @@ def text_of(method: str, rounds: int = 10, own: list[str] | None = None, **setti
         "settings": {**SETTINGS, "method": method, **settings},
         "hash": "abc",
         "own": own or [],
-        "method": {"rounds": rounds, "rate": 0.1},
-        "data": {"name": settings.get("data", "digits"), "parties": 6, "fingerprint": "f"},
+        "method": {"rounds": rounds, "lr": 0.1},
+        "data": {"name": settings.get("data", "digits"), "clients": 6, "fingerprint": "f"},
         "environment": {"python": "3.11"},
     }
     return json.dumps(about)
@@ -52,7 +52,7 @@ def write(
     told = [{"time": 1.0, "event": "start", "method": method}, *(events or [])]
     (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
     messages = "".join(f"{number},0,up,train,1000\n{number},0,down,evaluate/score,9\n" for number in range(1, done + 1))
-    (path / "ledger.csv").write_text("round,party,direction,kind,bytes\n" + messages)
+    (path / "ledger.csv").write_text("round,client,direction,kind,bytes\n" + messages)
     (path / "lock").touch()
     return path
 
@@ -61,7 +61,7 @@ STOPPED = {"time": 2.0, "event": "stop", "round": 3, "reason": "KeyboardInterrup
 FINISHED = {"time": 2.0, "event": "finish", "round": 3}
 
 
-class Site:
+class HandlerServer:
     """A dashboard, as a browser or anything else asks it."""
 
     def __init__(self, port: int) -> None:
@@ -93,14 +93,14 @@ class Site:
 
 
 @contextmanager
-def serving(root: Path, **options: Any) -> Iterator[Site]:
+def serving(root: Path, **options: Any) -> Iterator[HandlerServer]:
     """A dashboard on a directory, in a thread."""
     with listen("127.0.0.1", 0) as listening:
         server = opened(root, listening, **options)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            yield Site(listening.getsockname()[1])
+            yield HandlerServer(listening.getsockname()[1])
         finally:
             server.should_exit = True
             thread.join(10)
@@ -119,7 +119,7 @@ def begun(path: Path, cue: Event | None = None) -> Iterator[BaseProcess]:
             cue.wait()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         with suppress(KeyboardInterrupt):
-            fewer.run("fedavg", "digits", parties=6, rounds=5000, out=path)
+            fewer.run("fedavg", "digits", clients=6, rounds=5000, out=path)
 
     process = get_context("fork").Process(target=work)
     process.start()

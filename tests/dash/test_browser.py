@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 import fewer
 from fewer.report import write_report
 from fewer.report.style import DARK, look
-from tests.dash.place import FINISHED, STOPPED, Site, begun, figures, serving, wait_for, write
+from tests.dash.place import FINISHED, STOPPED, HandlerServer, begun, figures, serving, wait_for, write
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = os.environ.get("FEWER_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -79,7 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     for number, method in enumerate(("fedavg", "fedprox", "local", "fedmk")):
         write(root / f"table/{method}-seed0", method, done=3 + number, events=[FINISHED], seed=0)
-    absent = {"time": 1.5, "event": "absent", "round": 1, "party": 3, "why": "late", "handler": "train", "detail": ""}
+    absent = {"time": 1.5, "event": "absent", "round": 1, "client": 3, "why": "late", "handler": "train", "detail": ""}
     own = "npz:/home/somebody/measured-in-the-summer/and-cleaned-afterwards/readings-of-all-machines.npz"
     write(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED], data=own)
     (root / "table/report").mkdir()
@@ -91,7 +91,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(runs: Path) -> Iterator[Site]:
+def site(runs: Path) -> Iterator[HandlerServer]:
     with serving(runs) as found:
         yield found
 
@@ -100,7 +100,7 @@ def row(page: Page, name: str) -> Any:
     return page.get_by_role("row").filter(has=page.get_by_role("link", name=name, exact=True))
 
 
-def test_list_find_sort_and_open(site: Site, opened: Open) -> None:
+def test_list_find_sort_and_open(site: HandlerServer, opened: Open) -> None:
     page = opened(site.address)
     expect(row(page, "faulty")).to_contain_text("■ stopped")
     expect(row(page, "bad")).to_contain_text("damaged")
@@ -133,13 +133,13 @@ def test_list_find_sort_and_open(site: Site, opened: Open) -> None:
     expect(page.locator("tbody tr")).to_have_count(2)
 
 
-def test_a_run_between_machines_says_how_it_goes_on(site: Site, opened: Open) -> None:
+def test_a_run_between_machines_says_how_it_goes_on(site: HandlerServer, opened: Open) -> None:
     page = opened(f"{site.address}/?run={site.row('between-machines')['id']}")
-    expect(page.get_by_text("fewer coordinator --resume")).to_be_visible()
+    expect(page.get_by_text("fewer server --resume")).to_be_visible()
     expect(page.get_by_role("button", name="Resume")).to_have_attribute("aria-disabled", "true")
 
 
-def test_compare(site: Site, opened: Open) -> None:
+def test_compare(site: HandlerServer, opened: Open) -> None:
     page = opened(site.address)
     expect(page.get_by_text("Compare …")).to_have_attribute("aria-disabled", "true")
     for name in ("table/fedavg-seed0", "table/local-seed0", "faulty"):
@@ -150,8 +150,8 @@ def test_compare(site: Site, opened: Open) -> None:
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         for number, method in enumerate(("fedavg", "local", "fedbn")):
-            colour = look(method).colour
-            shown = DARK.get(colour, colour) if scheme == "dark" else colour
+            color = look(method).color
+            shown = DARK.get(color, color) if scheme == "dark" else color
             expect(lines.nth(number)).to_have_css("stroke", f"rgb{tuple(bytes.fromhex(shown[1:]))}")
     chart = page.locator(".chart")
     expect(chart).to_have_attribute("aria-label", re.compile("accuracy by round. Last: table/fedavg-seed0 30 %"))
@@ -176,7 +176,7 @@ def test_compare(site: Site, opened: Open) -> None:
     expect(popup.value.get_by_role("heading")).to_have_text("All of them")
 
 
-def test_by_keyboard_alone(site: Site, opened: Open) -> None:
+def test_by_keyboard_alone(site: HandlerServer, opened: Open) -> None:
     page = opened(f"{site.address}/?sort=name&down=0")
     focused = page.locator(":focus")
     expect(page.locator("tbody tr")).to_have_count(7)
@@ -288,7 +288,7 @@ SCREENS = pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)
 
 
 @SCREENS
-def test_accessible(site: Site, opened: Open, width: int, dark: bool) -> None:
+def test_accessible(site: HandlerServer, opened: Open, width: int, dark: bool) -> None:
     ids = ",".join(site.row(f"table/{method}-seed0")["id"] for method in ("fedavg", "local"))
     ready = {
         "": "tbody tr >> nth=6",
@@ -305,7 +305,7 @@ def test_accessible(site: Site, opened: Open, width: int, dark: bool) -> None:
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    fewer.run("fedavg", "digits", parties=4, rounds=2, drop=0.3, out=folder / "run")
+    fewer.run("fedavg", "digits", clients=4, rounds=2, drop=0.3, out=folder / "run")
     return write_report([folder / "run"], folder / "report")[0]
 
 

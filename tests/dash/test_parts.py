@@ -21,12 +21,12 @@ from pathlib import Path
 
 import pytest
 
-from fewer.dash import catalogue as catalogue_module
+from fewer.dash import catalog as catalog_module
 from fewer.dash import control, records, server
-from fewer.dash.catalogue import Catalogue
+from fewer.dash.catalog import Catalog
 from fewer.dash.control import LOG, Control
 from fewer.dash.guard import token_for
-from fewer.dash.records import Curve, Growing, Tally, newest
+from fewer.dash.records import Curve, EventTally, Growing, newest
 from fewer.dash.server import REPORT
 from fewer.errors import RunError, SettingError
 from fewer.report.page import PAGE
@@ -91,10 +91,10 @@ def test_a_curve_is_thinned_out_and_keeps_its_end(tmp_path: Path) -> None:
     run = write(tmp_path / "run", done=0)
     with (run / "metrics.jsonl").open("w") as file:
         for number in range(1, 1203):
-            file.write(json.dumps({**figures(number), "parties": {"0": 1.0}}) + "\n")
+            file.write(json.dumps({**figures(number), "clients": {"0": 1.0}}) + "\n")
     curve = Curve.of(run)
     points = curve.points()
-    assert len(points) == 401 and points[-1]["round"] == 1202 and "parties" not in points[0]
+    assert len(points) == 401 and points[-1]["round"] == 1202 and "clients" not in points[0]
     assert {b["round"] - a["round"] for a, b in pairwise(points)} == {3}
     (run / "metrics.jsonl").write_text(json.dumps(figures(1)) + "\n")  # a resumed run cuts what came after
     assert [point["round"] for point in curve.points()] == [1]
@@ -102,13 +102,13 @@ def test_a_curve_is_thinned_out_and_keeps_its_end(tmp_path: Path) -> None:
 
 def test_the_tally_counts_rounds_that_were_done_again_once(tmp_path: Path) -> None:
     absent = [
-        {"event": "absent", "round": number, "party": 1, "why": "late", "handler": "train"} for number in (1, 2, 3)
+        {"event": "absent", "round": number, "client": 1, "why": "late", "handler": "train"} for number in (1, 2, 3)
     ]
     again = {"event": "resume", "round": 2}
     run = write(tmp_path / "run", events=[*absent, STOPPED, again, {**absent[2], "why": "dropped"}])
     with (run / "events.jsonl").open("a") as file:
         file.write('{"event": "abs\n{"event": "absent"}\n')  # a kill, and one that tells too little
-    told = Tally.of(run).more()
+    told = EventTally.of(run).more()
     assert told["absent"] == {"late": 2, "dropped": 1, "?": 1} and told["whole"] and told["done"] == 1
     train, score = told["traffic"]
     assert train == {"direction": "up", "kind": "train", "messages": 3, "bytes": 3000}
@@ -118,9 +118,9 @@ def test_the_tally_counts_rounds_that_were_done_again_once(tmp_path: Path) -> No
 # --- which runs there are -------------------------------------------------------------------------------------
 
 
-def states(catalogue: Catalogue) -> dict[str, str]:
-    catalogue.refresh(now=True)
-    return {run.name: run.state for run in catalogue.rows()}
+def states(catalog: Catalog) -> dict[str, str]:
+    catalog.refresh(now=True)
+    return {run.name: run.state for run in catalog.rows()}
 
 
 @contextmanager
@@ -140,74 +140,74 @@ def test_runs_are_found_with_their_states(tmp_path: Path) -> None:
     (tmp_path / "bad/settings.json").write_text("{")
     write(tmp_path / ".hidden/run")
     (tmp_path / "elsewhere").symlink_to(tmp_path / "more")
-    catalogue = Catalogue(tmp_path)
+    catalog = Catalog(tmp_path)
     found = {"done": "finished", "more/stopped": "stopped", "more/deep/killed": "broken", "again": "finished"}
-    assert states(catalogue) == {**found, "bad": "damaged"}
+    assert states(catalog) == {**found, "bad": "damaged"}
     with held(tmp_path / "more/stopped"):
-        assert states(catalogue)["more/stopped"] == "stopped"  # nothing has been written yet
+        assert states(catalog)["more/stopped"] == "stopped"  # nothing has been written yet
         with (tmp_path / "more/stopped/events.jsonl").open("a") as file:
             file.write('{"time": 4, "event": "resume", "round": 3}\n')
-        assert states(catalogue)["more/stopped"] == "running"
-    assert states(catalogue)["more/stopped"] == "broken"
-    row = next(run.row for run in catalogue.rows() if run.name == "done")
+        assert states(catalog)["more/stopped"] == "running"
+    assert states(catalog)["more/stopped"] == "broken"
+    row = next(run.row for run in catalog.rows() if run.name == "done")
     assert (row["round"], row["rounds"], row["accuracy"], row["up"]) == (3, 10, pytest.approx(0.3), 3000)
-    assert states(Catalogue(tmp_path / "done")) == {"done": "finished"}
+    assert states(Catalog(tmp_path / "done")) == {"done": "finished"}
 
 
 def test_runs_that_come_and_go_are_seen(tmp_path: Path) -> None:
-    catalogue = Catalogue(tmp_path)
-    assert states(catalogue) == {}
+    catalog = Catalog(tmp_path)
+    assert states(catalog) == {}
     write(tmp_path / "a/one", events=[FINISHED])
-    assert list(states(catalogue)) == ["a/one"]
-    before = catalogue.revision
-    catalogue.refresh(now=True)
-    assert catalogue.revision == before
+    assert list(states(catalog)) == ["a/one"]
+    before = catalog.revision
+    catalog.refresh(now=True)
+    assert catalog.revision == before
     (tmp_path / "a/one").rename(tmp_path / "a/two")
-    assert list(states(catalogue)) == ["a/two"] and catalogue.came == 2
+    assert list(states(catalog)) == ["a/two"] and catalog.came == 2
 
 
 def test_the_last_accuracy_where_not_every_round_is_measured(tmp_path: Path) -> None:
     run = write(tmp_path / "run", events=[FINISHED])
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(figures(4, None)) + "\n" + json.dumps(figures(5, None)) + "\n")
-    catalogue = Catalogue(tmp_path)
-    catalogue.refresh()
-    (found,) = catalogue.rows()
+    catalog = Catalog(tmp_path)
+    catalog.refresh()
+    (found,) = catalog.rows()
     assert (found.row["round"], found.row["accuracy"]) == (5, pytest.approx(0.3))
 
 
 def test_runs_are_looked_for_six_directories_deep(tmp_path: Path) -> None:
     write(tmp_path / "1/2/3/4/5/6", events=[FINISHED])
     write(tmp_path / "a/2/3/4/5/6/7", events=[FINISHED])
-    assert list(states(Catalogue(tmp_path))) == ["1/2/3/4/5/6"]
+    assert list(states(Catalog(tmp_path))) == ["1/2/3/4/5/6"]
 
 
 def test_a_slow_disk_is_not_looked_at_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, looks = [100.0], []
-    catalogue = Catalogue(tmp_path)
+    catalog = Catalog(tmp_path)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 
     def find() -> None:
         looks.append(clock[0])
         clock[0] += 2.0
 
-    monkeypatch.setattr(catalogue, "_find", find)
+    monkeypatch.setattr(catalog, "_find", find)
     for _ in range(60):
-        catalogue.refresh()
+        catalog.refresh()
         clock[0] += 1.0
     assert len(looks) == 2 and looks[1] - looks[0] >= 40
 
 
 def test_a_run_made_anew_in_the_same_place_is_counted_anew(tmp_path: Path) -> None:
-    absent = {"time": 1.5, "event": "absent", "round": 1, "party": 3, "why": "late", "handler": "train"}
+    absent = {"time": 1.5, "event": "absent", "round": 1, "client": 3, "why": "late", "handler": "train"}
     run = write(tmp_path / "run", events=[absent, FINISHED])
-    catalogue = Catalogue(tmp_path)
-    catalogue.refresh(now=True)
-    assert catalogue.tally(catalogue.rows()[0])["absent"] == {"late": 1}
+    catalog = Catalog(tmp_path)
+    catalog.refresh(now=True)
+    assert catalog.tally(catalog.rows()[0])["absent"] == {"late": 1}
     shutil.rmtree(run)
     write(run, rounds=7, events=[absent, absent, FINISHED])
-    catalogue.refresh(now=True)
-    told = catalogue.tally(catalogue.rows()[0])
+    catalog.refresh(now=True)
+    told = catalog.tally(catalog.rows()[0])
     assert told["absent"] == {"late": 2} and told["traffic"][0]["messages"] == 3
 
 
@@ -215,10 +215,10 @@ def test_a_method_of_ones_own_has_the_name_and_the_look_that_reports_give_it(tmp
     run = write(tmp_path / "run", "/home/me/mine.py:FedMedian", events=[FINISHED])
     text = (run / "events.jsonl").read_text().replace("/home/me/mine.py:FedMedian", "fedmedian")
     (run / "events.jsonl").write_text(text)
-    catalogue = Catalogue(tmp_path)
-    catalogue.refresh(now=True)
-    row = catalogue.rows()[0].row
-    assert row["method"] == "fedmedian" and row["colour"] == look("fedmedian").colour
+    catalog = Catalog(tmp_path)
+    catalog.refresh(now=True)
+    row = catalog.rows()[0].row
+    assert row["method"] == "fedmedian" and row["color"] == look("fedmedian").color
 
 
 def read_by(action: object) -> int:
@@ -234,40 +234,40 @@ def read_by(action: object) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="who has read how much is known on Linux only")
 def test_no_more_is_read_than_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalogue_module, "FRESH", 0.0)
+    monkeypatch.setattr(catalog_module, "FRESH", 0.0)
     monkeypatch.setattr(records, "SLICE", 1 << 20)
     for number in range(200):
         write(tmp_path / f"run-{number}", events=[FINISHED])
     long = tmp_path / "run-7"
     event = (
-        json.dumps({"time": 1.0, "event": "absent", "round": 1, "party": 3, "why": "late", "handler": "train"}) + "\n"
+        json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "why": "late", "handler": "train"}) + "\n"
     )
     (long / "events.jsonl").write_text(event * 50_000)
     size = (long / "events.jsonl").stat().st_size
     assert size > 4 * records.SLICE
-    catalogue = Catalogue(tmp_path)
-    all = read_by(lambda: catalogue.refresh(now=True))
+    catalog = Catalog(tmp_path)
+    all = read_by(lambda: catalog.refresh(now=True))
     assert 100_000 < all < 1_000_000  # settings and last lines, not 5 MB of events
     opened: list[object] = []
     monkeypatch.setattr(os, "scandir", opened.append)
-    assert read_by(lambda: catalogue.refresh(now=True)) < 10_000 and opened == []
+    assert read_by(lambda: catalog.refresh(now=True)) < 10_000 and opened == []
     monkeypatch.undo()
     monkeypatch.setattr(records, "SLICE", 1 << 20)
     assert read_by(lambda: newest(long / "events.jsonl", 50)) < 2 * records.BLOCK
     assert read_by(lambda: newest(long / "events.jsonl", 50, size // 2)) < 2 * records.BLOCK
-    (run,) = [run for run in catalogue.rows() if run.path == long]
+    (run,) = [run for run in catalog.rows() if run.path == long]
     answers = 0
     while True:
         told: dict[str, object] = {}
-        assert read_by(lambda: told.update(catalogue.tally(run))) < records.SLICE + records.BLOCK  # noqa: B023
+        assert read_by(lambda: told.update(catalog.tally(run))) < records.SLICE + records.BLOCK  # noqa: B023
         answers += 1
         if told["whole"]:
             break
     assert told["absent"] == {"late": 50_000} and answers == -(-size // records.SLICE)
     with (long / "events.jsonl").open("a") as file:
         file.write(event)
-    assert read_by(lambda: catalogue.refresh(now=True)) < 4 * records.BLOCK
-    assert read_by(lambda: catalogue.tally(run)) < records.BLOCK and catalogue.tally(run)["absent"] == {"late": 50_001}
+    assert read_by(lambda: catalog.refresh(now=True)) < 4 * records.BLOCK
+    assert read_by(lambda: catalog.tally(run)) < records.BLOCK and catalog.tally(run)["absent"] == {"late": 50_001}
 
 
 # --- who may ask ----------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_the_answers_on_a_run(runs: Path) -> None:
         assert (status, text) == (200, b"<h1>report</h1>") and headers["content-security-policy"].startswith("sandbox")
         both = ",".join(row["id"] for row in site.get("runs?sort=name&down=0")["rows"])
         compared = site.get(f"compare?ids={both},nobody")
-        assert [run["colour"] for run in compared["runs"]] == ["#0072B2", "#E69F00"] and compared["differing"] == []
+        assert [run["color"] for run in compared["runs"]] == ["#0072B2", "#E69F00"] and compared["differing"] == []
 
 
 def test_the_report_of_a_comparison(tmp_path: Path) -> None:
@@ -547,7 +547,7 @@ def test_what_cannot_be_resumed_is_refused_with_the_reason(runs: Path) -> None:
     (runs / "bad").mkdir()
     (runs / "bad/settings.json").write_text(text_of("fedavg").replace("settings", "x"))
     words = {
-        "flower": f"fewer coordinator --resume {runs / 'flower'} --keys",
+        "flower": f"fewer server --resume {runs / 'flower'} --keys",
         "own": "a data of your own: fewer.resume(",
         "one": "is finished",
         "bad": "is damaged",

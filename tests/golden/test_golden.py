@@ -24,57 +24,72 @@ from fewer.methods import names
 GOLDEN = Path(__file__).with_name("golden.json")
 
 FEW_SHOT: dict[str, Any] = {
-    "data_set": {"split": "4/3/3"},
+    "data_options": {"split": "4/3/3"},
     "partition": "iid",
-    "set": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
+    "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
 }
-GROUPS: dict[str, Any] = {"rounds": 4, "set": {"way": 2, "members": 2, "groups": 2, "samples": 20}}
-NEW_CLIENTS: dict[str, Any] = {"parties": 8, "active": 3}
-CONDENSE = {"per_class": 2, "least": 5, "matching": 5, "outer_steps": 2, "refine_from": 1, "server_steps": 10}
-FAULTS = {"drop": 0.15, "slow": 0.15, "corrupt": 0.15, "seed": 3, "parties": 8, "active": 8}
+GROUPS: dict[str, Any] = {
+    "rounds": 4,
+    "method_options": {"way": 2, "group_size": 2, "eval_groups": 2, "samples_per_class": 20},
+}
+NEW_CLIENTS: dict[str, Any] = {"clients": 8, "cohort": 3}
+CONDENSE = {
+    "per_class": 2,
+    "min_samples": 5,
+    "matching_steps": 5,
+    "outer_steps": 2,
+    "refine_from": 1,
+    "server_steps": 10,
+}
+FAULTS = {"drop": 0.15, "slow": 0.15, "corrupt": 0.15, "seed": 3, "clients": 8, "cohort": 8}
 
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {} for name in ("local", "fedavg", "fedavg-moved", "fedprox", "feddistill", "feddistill-logits")},
+    **{name: {} for name in ("local", "fedavg", "fedavg-augmented", "fedprox", "feddistill", "feddistill-logits")},
     **{name: {} for name in ("fedensemble", "fedgen")},
     "fedbn": {"norm": "batch"},
-    "fedmk": {"set": CONDENSE},
-    "fedmk-paper": {"set": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
+    "fedmk": {"method_options": CONDENSE},
+    "fedmk-paper": {"method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
     **dict.fromkeys(("fedmeta", "fedavg-meta", "reptile", "per-fedavg", "alone"), NEW_CLIENTS),
     "frl": GROUPS,
-    "frl-lasting": GROUPS,
+    "frl-meta-head": GROUPS,
     "frl-scratch": GROUPS,
     "frl-fine-tuning": GROUPS,
     "frl-per-fedavg": GROUPS,
-    "frl-warm": {**GROUPS, "rounds": 8, "set": {**GROUPS["set"], "warm": 4}},
+    "frl-warm-start": {**GROUPS, "rounds": 8, "method_options": {**GROUPS["method_options"], "warmup_rounds": 4}},
     "frl-deploy": {},
     "metafed": {"validation": 0.2},
     **dict.fromkeys(("f2l", "fl-maml", "fl-proto", "fedfsl", "local-maml", "local-proto"), FEW_SHOT),
     # Other branches of a method, dropout (the global generators) and injected faults.
-    "fedavg, codec uint8": {"set": {"codec": "uint8"}},
+    "fedavg, codec uint8": {"method_options": {"codec": "uint8"}},
     "fedavg, faults": FAULTS,
     "fedavg, text": {
         "data": "shakespeare-mini",
         "partition": "natural",
         "model": "char-lstm",
-        "parties": 3,
+        "clients": 3,
         "rounds": 1,
         "fraction": 0.1,
-        "set": {"steps": 2},
+        "method_options": {"local_steps": 2},
     },
     "fedbn, faults": FAULTS,
-    "fedmk, shared": {"set": {**CONDENSE, "begin": "shared", "weights": "class", "restart": 2}},
-    "fedmk, faults": {**FAULTS, "set": CONDENSE},
-    "fedmeta, fomaml": {**NEW_CLIENTS, "set": {"algorithm": "fomaml", "steps": 2, "batch": 8}},
+    "fedmk, shared": {
+        "method_options": {**CONDENSE, "init_from": "shared", "sample_weights": "class", "restart_every": 2}
+    },
+    "fedmk, faults": {**FAULTS, "method_options": CONDENSE},
+    "fedmeta, fomaml": {**NEW_CLIENTS, "method_options": {"algorithm": "fomaml", "inner_steps": 2, "batch_size": 8}},
     "fedmeta, meta-sgd with local steps": {
         **NEW_CLIENTS,
-        "set": {"algorithm": "meta-sgd", "local_steps": 2, "clip": 1.0},
+        "method_options": {"algorithm": "meta-sgd", "local_steps": 2, "clip_norm": 1.0},
     },
-    "frl, linear": {**GROUPS, "set": {**GROUPS["set"], "head": "linear"}},
-    "frl, distance": {**GROUPS, "set": {**GROUPS["set"], "head": "distance", "optimiser": "sgd"}},
-    "metafed, distil": {"validation": 0.2, "set": {"enough": 0.0, "poor": 0.1}},
-    "metafed, federations": {"validation": 0.2, "parties": 6, "set": {"federations": 3, "nets": "cnn,mlp"}},
+    "frl, linear": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "linear"}},
+    "frl, distance": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "distance", "optimizer": "sgd"}},
+    "metafed, distill": {"validation": 0.2, "method_options": {"distill_threshold": 0.0, "ignore_threshold": 0.1}},
+    "metafed, federations": {"validation": 0.2, "clients": 6, "method_options": {"federations": 3, "nets": "cnn,mlp"}},
     "metafed, faults": {**FAULTS, "validation": 0.2},
-    "f2l, five losses": {**FEW_SHOT, "set": {**FEW_SHOT["set"], "mi": "across", "learn_from": "task"}},
+    "f2l, five losses": {
+        **FEW_SHOT,
+        "method_options": {**FEW_SHOT["method_options"], "mi_scope": "across", "learn_from": "task"},
+    },
 }
 """Settings by case; a case is a method's name, and after a comma what is special about it."""
 
@@ -105,19 +120,19 @@ def _leaves(tree: Any) -> Iterator[bytes]:
 def record(case: str, runtime: str, folder: Path) -> dict[str, Any]:
     """Run a case and describe what it gave, without any name that the code is free to change."""
     method = case.partition(",")[0]
-    settings: dict[str, Any] = {"data": "digits", "model": "cnn", "parties": 4, "rounds": 2, **CASES[case]}
+    settings: dict[str, Any] = {"data": "digits", "model": "cnn", "clients": 4, "rounds": 2, **CASES[case]}
     if method == "frl-deploy":
         fewer.run("frl-scratch", out=folder / "prepared", **{**settings, **GROUPS})
-        settings["set"] = {"prepared": str(folder / "prepared")}
+        settings["method_options"] = {"prepared": str(folder / "prepared")}
     result = fewer.run(method, out=folder / runtime, runtime=runtime, **settings)
     lines = (folder / runtime / "events.jsonl").read_text().splitlines()
     absent = [event for event in map(json.loads, lines) if event["event"] == "absent"]
     clients = range(len(result.data)) if method in PERSONAL else ()
     return {
         "weights": hash_tensors(result.state),
-        "personal": [hash_tensors(dict(result.personal(client).state_dict())) for client in clients],
+        "personal": [hash_tensors(dict(result.personal_model(client).state_dict())) for client in clients],
         "history": [[line.get("accuracy"), line.get("loss"), line["absent"]] for line in result.history],
-        "absences": [[event["round"], event["party"], event["why"]] for event in absent],
+        "absences": [[event["round"], event["client"], event["reason"]] for event in absent],
     }
 
 

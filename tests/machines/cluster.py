@@ -1,4 +1,4 @@
-"""Parties as real processes on loopback, to be killed and started again."""
+"""Clients as real processes on loopback, to be killed and started again."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 import psutil
 
-from fewer.runs.job import Job, check, job_from
-from fewer.runs.machines import Coordinator, acquaint
+from fewer.runs.experiment import Experiment, build_experiment, check
+from fewer.runs.machines import FlowerServer, acquaint
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.programs import free_port
 
-PARTY = Path(__file__).with_name("party.py")
+CLIENT = Path(__file__).with_name("client.py")
 PATIENCE = 400.0
 """Seconds that anything here may take on a busy machine."""
 
-GROUPS: dict[str, Any] = {"rounds": 4, "set": {"way": 2, "members": 2, "groups": 1, "samples": 20}}
+GROUPS: dict[str, Any] = {"rounds": 4, "method_options": {"way": 2, "members": 2, "groups": 1, "samples": 20}}
 """Settings with which FRL is quick."""
 
 
@@ -34,75 +34,75 @@ def until(what: Callable[[], Any], seconds: float = PATIENCE) -> None:
         time.sleep(0.1)
 
 
-def job(parties: int, method: str = "fedavg", **settings: Any) -> Job:
+def experiment(clients: int, method: str = "fedavg", **settings: Any) -> Experiment:
     """A small one."""
     plain: dict[str, Any] = {"data": "digits", "alpha": 1.0, "rounds": 2, "seed": 3, "runtime": "flower"}
-    return job_from(check({**plain, "method": method, "parties": parties, **settings}))
+    return build_experiment(check({**plain, "method": method, "clients": clients, **settings}))
 
 
 class Cluster:
-    """Keys, a port, and parties that join and leave; a coordinator comes and goes with each run."""
+    """Keys, a port, and clients that join and leave; a server comes and goes with each run."""
 
-    def __init__(self, folder: Path, parties: int) -> None:
+    def __init__(self, folder: Path, clients: int) -> None:
         self.folder = folder
-        self.keys = Credentials.create(folder / "keys", parties)
-        acquaint([self.keys.party(party) for party in range(parties)])
+        self.keys = Credentials.create(folder / "keys", clients)
+        acquaint([self.keys.client(client) for client in range(clients)])
         self.port = free_port()
-        self.parties: dict[int, subprocess.Popen[bytes]] = {}
-        self.coordinators: list[subprocess.Popen[bytes]] = []
+        self.clients: dict[int, subprocess.Popen[bytes]] = {}
+        self.servers: list[subprocess.Popen[bytes]] = []
 
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def coordinator(self, patience: float = PATIENCE) -> Coordinator:
-        return Coordinator(self.keys, port=self.port, patience=patience)
+    def server(self, patience: float = PATIENCE) -> FlowerServer:
+        return FlowerServer(self.keys, port=self.port, patience=patience)
 
     def command(self, *words: str | Path) -> list[str]:
-        """A coordinator in a process of its own."""
+        """A server in a process of its own."""
         plain = ["--keys", self.keys.folder, "--port", self.port, "--patience", PATIENCE, "--no-report"]
-        return [sys.executable, "-m", "fewer", "coordinator", *map(str, [*words, *plain])]
+        return [sys.executable, "-m", "fewer", "server", *map(str, [*words, *plain])]
 
     def coordinate(self, *words: str | Path) -> subprocess.Popen[bytes]:
         """Start it; it is gone when the cluster is."""
-        self.coordinators.append(subprocess.Popen(self.command(*words)))
-        return self.coordinators[-1]
+        self.servers.append(subprocess.Popen(self.command(*words)))
+        return self.servers[-1]
 
-    def store(self, party: int) -> Path:
-        return self.folder / f"store-{party}"
+    def store(self, client: int) -> Path:
+        return self.folder / f"store-{client}"
 
-    def join(self, party: int, mode: str = "", keys: Path | None = None) -> None:
-        """Start a party: the real one, or one that misbehaves in its own way."""
-        key, store = keys or self.keys.party(party), self.store(party)
+    def join(self, client: int, mode: str = "", keys: Path | None = None) -> None:
+        """Start a client: the real one, or one that misbehaves in its own way."""
+        key, store = keys or self.keys.client(client), self.store(client)
         words = ["-m", "fewer", "join", self.address, "--key", key, "--store", store]
         if mode:
-            words = [PARTY, self.address, key, store, mode, self.folder / f"mark-{party}"]
-        with self.log(party).open("ab") as log:
-            self.parties[party] = subprocess.Popen([sys.executable, *map(str, words)], stdout=log, stderr=log)
+            words = [CLIENT, self.address, key, store, mode, self.folder / f"mark-{client}"]
+        with self.log(client).open("ab") as log:
+            self.clients[client] = subprocess.Popen([sys.executable, *map(str, words)], stdout=log, stderr=log)
 
-    def log(self, party: int) -> Path:
-        return self.folder / f"party-{party}.log"
+    def log(self, client: int) -> Path:
+        return self.folder / f"client-{client}.log"
 
-    def said(self, party: int, text: str) -> bool:
-        return text in self.log(party).read_text()
+    def said(self, client: int, text: str) -> bool:
+        return text in self.log(client).read_text()
 
-    def node(self, party: int) -> psutil.Process:
-        """The SuperNode of a party that has joined."""
-        until(lambda: psutil.Process(self.parties[party].pid).children())
-        return psutil.Process(self.parties[party].pid).children()[0]
+    def node(self, client: int) -> psutil.Process:
+        """The SuperNode of a client that has joined."""
+        until(lambda: psutil.Process(self.clients[client].pid).children())
+        return psutil.Process(self.clients[client].pid).children()[0]
 
-    def kill(self, party: int) -> None:
-        process = self.parties.pop(party)
+    def kill(self, client: int) -> None:
+        process = self.clients.pop(client)
         process.kill()
         process.wait()
 
     def close(self) -> None:
-        for coordinator in self.coordinators:
-            coordinator.kill()
-            coordinator.wait()
-        for party in list(self.parties):
-            self.parties[party].send_signal(signal.SIGTERM)
-            self.parties.pop(party).wait()
+        for server in self.servers:
+            server.kill()
+            server.wait()
+        for client in list(self.clients):
+            self.clients[client].send_signal(signal.SIGTERM)
+            self.clients.pop(client).wait()
 
     def strays(self) -> list[int]:
         """Processes of Flower's that still use this port or these keys."""

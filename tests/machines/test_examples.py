@@ -41,9 +41,9 @@ def test_a_wrong_word_is_found() -> None:
 def test_the_compose_file_starts_what_there_is() -> None:
     told = pytest.importorskip("yaml").safe_load((EXAMPLES / "compose.yaml").read_text())
     services = told["services"]
-    assert sorted(services) == ["coordinator", *(f"party-{n}" for n in range(3))]
-    listens = parsed(services["coordinator"]["command"])
-    assert listens["parties"] == 3
+    assert sorted(services) == ["server", *(f"client-{n}" for n in range(3))]
+    listens = parsed(services["server"]["command"])
+    assert listens["clients"] == 3
     named = set()
     for name, service in services.items():
         build = service["build"]
@@ -53,10 +53,10 @@ def test_the_compose_file_starts_what_there_is() -> None:
         inside = {volume.split(":")[1] for volume in service["volumes"]}
         named |= {source for volume in service["volumes"] if "/" not in (source := volume.split(":")[0])}
         given = parsed(service["command"])
-        if name == "coordinator":
+        if name == "server":
             assert {given["keys"], str(Path(str(given["out"])).parent)} <= inside
         else:
-            assert given["address"] == f"coordinator:{listens['port']}"
+            assert given["address"] == f"server:{listens['port']}"
             data = Path(str(given["data"]).partition(":")[2])
             assert {given["key"], given["store"], str(data.parent)} <= inside
             assert f"./keys/{name}:{given['key']}:ro" in service["volumes"]
@@ -79,7 +79,7 @@ def test_the_unit_starts_what_there_is(tmp_path: Path) -> None:
 
 def test_the_commands_of_the_page_are_commands() -> None:
     text = (ROOT / "docs/machines.md").read_text()
-    lines = re.findall(r"^    (fewer (?:keys|coordinator|join|local-cluster) [^#\n]*)", text, re.MULTILINE)
+    lines = re.findall(r"^    (fewer (?:keys|server|join|local-cluster) [^#\n]*)", text, re.MULTILINE)
     assert len(lines) > 5
     for line in lines:
         if " seal " in line or " trust " in line:  # want a folder that is there

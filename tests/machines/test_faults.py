@@ -25,9 +25,9 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 
 from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import start
+from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
-from fewer.runtime.flower.parties import Flower
-from tests.machines.cluster import Cluster, job, until
+from tests.machines.cluster import Cluster, experiment, until
 from tests.test_baselines import left
 
 pytestmark = pytest.mark.timeout(900)
@@ -62,29 +62,29 @@ class After:
 
 
 def absent(run: Path) -> list[tuple[int, int, str]]:
-    """Round, party and reason of all answers that did not come."""
+    """Round, client and reason of all answers that did not come."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [(one["round"], one["party"], one["why"]) for one in events if one["event"] == "absent"]
+    return [(one["round"], one["client"], one["why"]) for one in events if one["event"] == "absent"]
 
 
 def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
     """Whether a run left what an unbroken one on one machine leaves."""
-    start(job(2, runtime="inline", **settings), folder)
+    start(experiment(2, runtime="inline", **settings), folder)
     one, two = left(folder), left(run)
-    return {**one, "parties": {}} == two
+    return {**one, "clients": {}} == two
 
 
 # --- killed ---------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_coordinator_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_server_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1)
-    words = ["fedavg", "--data", "digits", "--parties", "2", "--alpha", "1", "--rounds", "3", "--seed", "3"]
+    words = ["fedavg", "--data", "digits", "--clients", "2", "--alpha", "1", "--rounds", "3", "--seed", "3"]
     run = tmp_path / "run"
     first = cluster.coordinate(*words, "--out", run)
     until((run / "checkpoint.safetensors").exists)
-    time.sleep(1)  # the next question is on its way to parties that look for one every 3 seconds
+    time.sleep(1)  # the next question is on its way to clients that look for one every 3 seconds
     link = psutil.Process(first.pid).children()
     first.kill()
     first.wait()
@@ -95,32 +95,32 @@ def test_a_killed_coordinator_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     assert same_as_inline(run, tmp_path / "inline", rounds=3)
 
 
-def test_a_party_killed_in_mid_round_is_lost_and_comes_back_with_its_key(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_client_killed_in_mid_round_is_lost_and_comes_back_with_its_key(cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1, "hangs")
 
-    def strike() -> None:  # the party is at its first question
+    def strike() -> None:  # the client is at its first question
         until((tmp_path / "mark-1").exists)
         cluster.kill(1)
         cluster.join(1)
 
     threading.Thread(target=strike, daemon=True).start()
-    with cluster.coordinator() as coordinator:
+    with cluster.server() as server:
         run = tmp_path / "run"
-        with pytest.raises(QuorumLost, match="1 of 2 parties answered, 2 needed.*lost"):
-            coordinator.start(job(2, quorum=1.0), run)
+        with pytest.raises(QuorumLost, match="1 of 2 clients answered, 2 needed.*lost"):
+            server.start(experiment(2, quorum=1.0), run)
         assert absent(run) == [(1, 1, "lost")]
-        coordinator.resume(run)  # waits for both
+        server.resume(run)  # waits for both
     assert same_as_inline(run, tmp_path / "inline", quorum=1.0)
 
 
 @pytest.mark.cluster
-def test_a_party_that_dies_while_it_sends_keeps_nobody_else(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_client_that_dies_while_it_sends_keeps_nobody_else(cluster: Cluster, tmp_path: Path) -> None:
     """The SuperLink has its answer announced, and would wait three minutes for the rest of it."""
     cluster.join(0)
     cluster.join(1, "dies")
-    with cluster.coordinator() as coordinator:
-        result = coordinator.start(job(2, rounds=1, deadline=2.0), tmp_path / "run")
+    with cluster.server() as server:
+        result = server.start(experiment(2, rounds=1, deadline=2.0), tmp_path / "run")
     assert absent(tmp_path / "run") == [(1, 1, "late"), (1, 1, "lost")] and result.accuracy > 0
     (after,) = re.findall(r"no answer after (\d+) s", (tmp_path / "run/events.jsonl").read_text())
     assert int(after) < 60
@@ -131,10 +131,10 @@ def test_a_killed_supernode_is_started_again(cluster: Cluster, tmp_path: Path) -
     cluster.join(0)
     cluster.join(1)
     watch = After(lambda: cluster.node(1).kill(), round=1)
-    with cluster.coordinator() as coordinator:
-        coordinator.start(job(2), tmp_path / "run", watch)
-        coordinator.start(job(2), tmp_path / "again")
-    assert [(party, why) for _, party, why in absent(tmp_path / "run")] in ([(1, "lost")] * n for n in (1, 2))
+    with cluster.server() as server:
+        server.start(experiment(2), tmp_path / "run", watch)
+        server.start(experiment(2), tmp_path / "again")
+    assert [(client, reason) for _, client, reason in absent(tmp_path / "run")] in ([(1, "lost")] * n for n in (1, 2))
     assert same_as_inline(tmp_path / "again", tmp_path / "inline")
 
 
@@ -143,11 +143,11 @@ def test_a_killed_supernode_is_started_again(cluster: Cluster, tmp_path: Path) -
 def test_a_killed_superlink_is_started_again(when: dict[str, int], cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1)
-    with cluster.coordinator() as coordinator:
-        first = coordinator.link.pid
+    with cluster.server() as server:
+        first = server.link.pid
         watch = After(lambda: os.kill(first or 0, signal.SIGKILL), **when)
-        coordinator.start(job(2, rounds=3), tmp_path / "run", watch)
-        assert coordinator.link.pid not in (None, first)
+        server.start(experiment(2, rounds=3), tmp_path / "run", watch)
+        assert server.link.pid not in (None, first)
     assert same_as_inline(tmp_path / "run", tmp_path / "inline", rounds=3)
 
 
@@ -157,11 +157,11 @@ def test_a_quorum_that_is_lost_stops_the_run_and_it_can_go_on(cluster: Cluster, 
     cluster.join(1)
     run = tmp_path / "run"
     settings: dict[str, Any] = {"rounds": 3, "quorum": 1.0}
-    with cluster.coordinator() as coordinator:
-        with pytest.raises(QuorumLost, match="round 2: 1 of 2 parties answered, 2 needed"):
-            coordinator.start(job(2, **settings), run, After(lambda: cluster.kill(1), round=1))
+    with cluster.server() as server:
+        with pytest.raises(QuorumLost, match="round 2: 1 of 2 clients answered, 2 needed"):
+            server.start(experiment(2, **settings), run, After(lambda: cluster.kill(1), round=1))
         cluster.join(1)
-        coordinator.resume(run)
+        server.resume(run)
     assert same_as_inline(run, tmp_path / "inline", **settings)
 
 
@@ -172,33 +172,33 @@ def test_a_sealed_ring_goes_on_at_the_hop_where_it_was_broken_off(cluster: Clust
 
     cluster.join(0)
     cluster.join(1)
-    run, ring = tmp_path / "run", job(2, "metafed", validation=0.2)
-    with cluster.coordinator() as coordinator:
+    run, ring = tmp_path / "run", experiment(2, "metafed", validation=0.2)
+    with cluster.server() as server:
         with pytest.raises(KeyboardInterrupt):
-            coordinator.start(ring, run, After(stop, answer=2))
+            server.start(ring, run, After(stop, answer=2))
         assert list((run / "hops").glob("00000002-*"))
-        coordinator.resume(run)
-    for party in (0, 1):  # nobody was asked twice
-        assert cluster.log(party).read_text().count("round 2  personalise") == 1
+        server.resume(run)
+    for client in (0, 1):  # nobody was asked twice
+        assert cluster.log(client).read_text().count("round 2  personalize") == 1
     assert same_as_inline(run, tmp_path / "inline", method="metafed", validation=0.2)
 
 
 @pytest.mark.cluster
 def test_nobody_there_is_a_quorum_lost(cluster: Cluster, tmp_path: Path) -> None:
-    with cluster.coordinator(patience=1) as coordinator, pytest.raises(QuorumLost, match="0 of 2 parties are there"):
-        coordinator.start(job(2), tmp_path / "run")
+    with cluster.server(patience=1) as server, pytest.raises(QuorumLost, match="0 of 2 clients are there"):
+        server.start(experiment(2), tmp_path / "run")
 
 
 @pytest.mark.cluster
-def test_a_late_party_takes_part_from_then_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_late_client_takes_part_from_then_on(cluster: Cluster, tmp_path: Path) -> None:
     def late() -> None:
         cluster.join(1)
         until(lambda: cluster.said(1, "joined"))
 
     cluster.join(0)
-    with cluster.coordinator(patience=0) as coordinator:
+    with cluster.server(patience=0) as server:
         until(lambda: cluster.said(0, "joined"))
-        coordinator.start(job(2, rounds=3), tmp_path / "run", After(late, round=1))
+        server.start(experiment(2, rounds=3), tmp_path / "run", After(late, round=1))
     assert absent(tmp_path / "run") == [(1, 1, "lost")]
 
 
@@ -207,11 +207,11 @@ def test_a_late_party_takes_part_from_then_on(cluster: Cluster, tmp_path: Path) 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("mode", ["garbage", "huge", "broken"])
-def test_a_party_that_sends_rubbish_is_refused(mode: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_client_that_sends_rubbish_is_refused(mode: str, cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1, mode)
-    with cluster.coordinator() as coordinator:
-        result = coordinator.start(job(2, rounds=1), tmp_path / "run")
+    with cluster.server() as server:
+        result = server.start(experiment(2, rounds=1), tmp_path / "run")
     assert absent(tmp_path / "run") == [(1, 1, "refused")] * 2  # in training and when it was to score
     assert result.accuracy > 0
     sizes = {"garbage": 1000, "huge": 200_000_000}
@@ -225,21 +225,21 @@ def test_a_message_of_200_mb_goes_both_ways(cluster: Cluster) -> None:
 
     large = torch.arange(50_000_000, dtype=torch.float32)
     cluster.join(0, "echo")
-    with cluster.coordinator() as coordinator:
-        coordinator.link.begin_run("{}")
-        until(lambda: 0 in coordinator.link.there())
-        parties = Flower(2, 0, site=None, link=coordinator.link)  # type: ignore[arg-type]
-        (answer,) = parties.ask([0], echo, returns={"x": large}, x=large)
+    with cluster.server() as server:
+        server.link.begin_run("{}")
+        until(lambda: 0 in server.link.there())
+        clients = Flower(2, 0, handlers=None, link=server.link)  # type: ignore[arg-type]
+        (answer,) = clients.ask([0], echo, returns={"x": large}, x=large)
     assert torch.equal(answer["x"], large)
-    assert parties.ledger.total["up"] == parties.ledger.total["down"] > 200_000_000
-    assert 0 < coordinator.link.packed["up"] - parties.ledger.total["up"] < 10_000
+    assert clients.ledger.total["up"] == clients.ledger.total["down"] > 200_000_000
+    assert 0 < server.link.packed["up"] - clients.ledger.total["up"] < 10_000
 
 
 # --- not let in -----------------------------------------------------------------------------------------------
 
 
 def mixed(folder: Path, key: Path, authority: Path) -> Path:
-    """A party's folder with the key of one federation and the authority of another."""
+    """A client's folder with the key of one federation and the authority of another."""
     folder.mkdir()
     shutil.copy(key / "node.key", folder)
     shutil.copy(authority / "ca.crt", folder)
@@ -248,14 +248,14 @@ def mixed(folder: Path, key: Path, authority: Path) -> Path:
 
 def test_a_foreign_key_and_a_foreign_authority_are_not_let_in(cluster: Cluster, tmp_path: Path) -> None:
     other = Credentials.create(tmp_path / "other", 1)
-    mine = cluster.keys.party(0)
-    with cluster.coordinator() as coordinator:
-        cluster.join(0, keys=mixed(tmp_path / "wrong-key", other.party(0), mine))
-        cluster.join(1, keys=mixed(tmp_path / "wrong-authority", mine, other.party(0)))
+    mine = cluster.keys.client(0)
+    with cluster.server() as server:
+        cluster.join(0, keys=mixed(tmp_path / "wrong-key", other.client(0), mine))
+        cluster.join(1, keys=mixed(tmp_path / "wrong-authority", mine, other.client(0)))
         until(lambda: cluster.said(0, "does not take this key"))
         until(lambda: cluster.said(1, "certificate is not to be trusted (unable to get local issuer"))
-        coordinator.link.begin_run("{}")
-        assert coordinator.link.there() == {}
+        server.link.begin_run("{}")
+        assert server.link.there() == {}
 
 
 @pytest.mark.cluster
@@ -265,34 +265,34 @@ def test_without_a_key_nobody_is_let_in(cluster: Cluster, tmp_path: Path) -> Non
     words = ["--superlink", cluster.address, "--root-certificates", str(cluster.keys.folder / "ca.crt")]
     words += ["--isolation", "process", "--port", str(free_port())]
     node = Program("flwr.supernode.cli:flower_supernode", words, tmp_path / "home")
-    with cluster.coordinator() as coordinator:
+    with cluster.server() as server:
         node.start()
         until(lambda: node.pid is None)
-        coordinator.link.begin_run("{}")
-        assert coordinator.link.there() == {}
+        server.link.begin_run("{}")
+        assert server.link.there() == {}
     assert "Failed to initialize the connection to the SuperLink." in node.said()
 
 
 @pytest.mark.cluster
 def test_a_key_that_was_taken_away_is_not_let_in_again(cluster: Cluster, tmp_path: Path) -> None:
-    public = cluster.keys.party(1) / "node.pub"
-    with cluster.coordinator():
+    public = cluster.keys.client(1) / "node.pub"
+    with cluster.server():
         pass
     public.rename(tmp_path / "taken")
-    with cluster.coordinator():
+    with cluster.server():
         cluster.join(1)
         until(lambda: cluster.said(1, "does not take this key"))
     (tmp_path / "taken").rename(public)
-    with pytest.raises(RunError, match="party 1: Flower does not take a key again"), cluster.coordinator():
+    with pytest.raises(RunError, match="client 1: Flower does not take a key again"), cluster.server():
         pass
 
 
 @pytest.mark.cluster
-def test_one_key_is_for_one_party(cluster: Cluster) -> None:
+def test_one_key_is_for_one_client(cluster: Cluster) -> None:
     cluster.join(0)
-    with cluster.coordinator():
+    with cluster.server():
         until(lambda: cluster.said(0, "joined"))
-        cluster.join(1, keys=cluster.keys.party(0))
+        cluster.join(1, keys=cluster.keys.client(0))
         until(lambda: cluster.said(1, "does not take this key"))
 
 

@@ -1,4 +1,4 @@
-"""A party's loop against a SuperNode's own state and handlers, without processes: questions that are dropped."""
+"""A client's loop against a SuperNode's own state and handlers, without processes: questions that are dropped."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.link import APP
 from fewer.runtime.flower.node import Node
 from fewer.runtime.flower.programs import Program
-from fewer.runtime.site import Call, Reply
+from fewer.runtime.handlers import Call, Reply
 
 pytestmark = pytest.mark.timeout(60)
 FAB = Fab("", build_fab_from_files({"pyproject.toml": APP})[0], {})
 
 
 class SuperNode(Program):
-    """Its state and its loop, driven by hand; the party's calls go straight to its handlers."""
+    """Its state and its loop, driven by hand; the client's calls go straight to its handlers."""
 
     def __init__(self, home: Path, patch: pytest.MonkeyPatch) -> None:
         super().__init__("none:none", [], home)
@@ -114,10 +114,10 @@ def supernode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SuperNode:
 
 
 def answered(supernode: SuperNode) -> list[int]:
-    """Lets a party answer until it has answered a question; the rounds of those that it answered."""
+    """Lets a client answer until it has answered a question; the rounds of those that it answered."""
     rounds = []
 
-    def answering(job: str, call: Call, blob: bytes) -> Reply:
+    def answering(experiment: str, call: Call, blob: bytes) -> Reply:
         assert blob == b"the same model"
         rounds.append(call.round)
         supernode.up = False
@@ -142,9 +142,9 @@ def failed() -> None:
 
 @pytest.mark.parametrize("why", [ended, failed])
 def test_a_question_that_the_supernode_dropped_does_not_keep_the_next_one(
-    why: Callable[[], None], supernode: SuperNode
+    reason: Callable[[], None], supernode: SuperNode
 ) -> None:
-    supernode.fetch(1, why)
+    supernode.fetch(1, reason)
     supernode.fetch(2)
     assert answered(supernode) == [2]
     assert replies(supernode) == [2]  # a reply to the first one would be sent in the place of this
@@ -152,19 +152,19 @@ def test_a_question_that_the_supernode_dropped_does_not_keep_the_next_one(
 
 
 @pytest.mark.parametrize("why", [ended, failed])
-def test_a_question_that_is_dropped_while_a_party_waits_for_it_is_left(
-    why: Callable[[], None], supernode: SuperNode
+def test_a_question_that_is_dropped_while_a_client_waits_for_it_is_left(
+    reason: Callable[[], None], supernode: SuperNode
 ) -> None:
     waits = threading.Event()
     original = handlers.pull_object
 
     def watched(*given: Any, **named: Any) -> Any:
-        waits.set()  # the party asks for content that is not there
+        waits.set()  # the client asks for content that is not there
         return original(*given, **named)
 
     def dropped() -> None:
         waits.wait(30)
-        why()
+        reason()
 
     def fetch() -> None:
         supernode.fetch(1, dropped)
@@ -179,7 +179,7 @@ def test_a_question_that_is_dropped_while_a_party_waits_for_it_is_left(
     assert replies(supernode) == [2]
 
 
-def test_a_party_says_when_there_is_no_coordinator_and_when_there_is(supernode: SuperNode) -> None:
+def test_a_client_says_when_there_is_no_server_and_when_there_is(supernode: SuperNode) -> None:
     """Its SuperNode tries for ever, and only its log tells."""
     failed, back = "WARNING : Connection attempt failed, retrying in 1 s\n", "INFO : Connection successful after 2\n"
     said: list[str] = []
@@ -198,11 +198,11 @@ def test_a_party_says_when_there_is_no_coordinator_and_when_there_is(supernode: 
         patch.setattr("fewer.runtime.flower.node.look", look)
         patch.setattr("fewer.runtime.flower.node.PAUSE", 0.0)
         Node("a:1", Path(), supernode.home, said.append)._answer_all(supernode, 1, lambda *_: Reply(b""))
-    away = "no coordinator at a:1: trying again and again"
+    away = "no server at a:1: trying again and again"
     assert said == [away, "joined a:1", away, "joined a:1"]
 
 
-def test_a_party_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -215,7 +215,7 @@ def test_a_party_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Program, "start", lambda self: None)
     monkeypatch.setattr(Node, "_answer_all", lambda *_: "no")
     with pytest.raises(KeyboardInterrupt):
-        Node("a:1", keys.party(0), tmp_path / "store").serve(lambda *_: Reply(b""))
+        Node("a:1", keys.client(0), tmp_path / "store").serve(lambda *_: Reply(b""))
     assert waits == [1, 2, 4, 8, 16, 30, 30]
 
 
@@ -231,11 +231,11 @@ def test_a_question_is_waited_for_until_all_of_it_is_there(supernode: SuperNode)
 def test_a_supernode_that_lost_a_message_is_started_anew(
     way: str, supernode: SuperNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would go on as if nothing was, and the coordinator would wait. Not if there is a new question."""
+    """It would go on as if nothing was, and the server would wait. Not if there is a new question."""
     monkeypatch.setattr("fewer.runtime.flower.node.LOST", 0.3)
     supernode.log.write_text(f"INFO :      Receiving: a\nERROR :     Failed to {way} message 1f: 413 too large\n")
-    why = Node("", Path(), supernode.home)._answer_all(supernode, 1, lambda *_: Reply(b""))
-    assert why == "a message was lost on its way (413 too large)"
+    reason = Node("", Path(), supernode.home)._answer_all(supernode, 1, lambda *_: Reply(b""))
+    assert reason == "a message was lost on its way (413 too large)"
     with supernode.log.open("a") as log:
         log.write("INFO :      Receiving: query.fewer message (ID: 2f)\n")
     threading.Timer(1.0, lambda: setattr(supernode, "up", False)).start()

@@ -35,28 +35,28 @@ from flwr.supercore.inflatable.inflatable_object import (
     get_object_tree,
 )
 
-import fewer.runtime.flower.parties as module
+import fewer.runtime.flower.clients as module
 from fewer.cli import printing
 from fewer.cli.machines import _begin
 from fewer.errors import QuorumLost, RunError, SettingError
-from fewer.methods.frl_deploy import Deploy
+from fewer.methods.frl_deploy import FRLDeploy
 from fewer.report import write_report
-from fewer.runs.engine import resume, site_of, start
-from fewer.runs.machines import Coordinator, Station, _told
+from fewer.runs.engine import build_handler_server, resume, start
+from fewer.runs.machines import ClientDaemon, FlowerServer, _told
 from fewer.runtime import Faults, Rules
 from fewer.runtime.flower import envelope, without_proxy
+from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
-from fewer.runtime.flower.link import Again, Asked, Link, LinkLost, There
+from fewer.runtime.flower.link import Again, Asked, Link, LinkLost, RemoteClient
 from fewer.runtime.flower.node import Node
-from fewer.runtime.flower.parties import Flower
 from fewer.runtime.flower.programs import Program, secret_file
+from fewer.runtime.handlers import GIVE, Call, Hop, Reply, on_client
 from fewer.runtime.keys import PinnedKeys
 from fewer.runtime.ring import Journal
-from fewer.runtime.site import GIVE, Call, Hop, Reply, on_party
 from fewer.wire import Refused, decode, encode
 from fewer.wire.message import MAX_REASON
 from fewer.wire.sealing import public_of
-from tests.machines.cluster import GROUPS, job
+from tests.machines.cluster import GROUPS, experiment
 from tests.test_cli import call as command
 
 # --- envelopes ------------------------------------------------------------------------------------------------
@@ -116,7 +116,8 @@ def test_an_error_of_flowers_is_a_lost_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"party": -1, "handler": "x", "round": 1}', '{"party": "0", "handler": "x", "round": 1}']
+    "text",
+    ["", "[]", "{}", '{"client": -1, "handler": "x", "round": 1}', '{"client": "0", "handler": "x", "round": 1}'],
 )
 def test_what_is_no_question_is_refused(text: str) -> None:
     with pytest.raises(Refused):
@@ -137,7 +138,7 @@ class FakeLink(Link):
     def __init__(self, looks: Sequence[Any], pulls: Sequence[Mapping[str, Reply]]) -> None:
         self.looks, self.pulls, self.pushed = deque(looks), deque(pulls), []  # type: ignore[var-annotated]
 
-    def there(self) -> dict[int, There]:
+    def there(self) -> dict[int, RemoteClient]:
         found = self.looks.popleft() if len(self.looks) > 1 else self.looks[0]
         if isinstance(found, Exception):
             raise found
@@ -145,15 +146,15 @@ class FakeLink(Link):
 
     def push(self, questions: Sequence[tuple[Asked, bytes]], seconds: float | None) -> dict[str, Asked]:
         self.pushed.append(seconds)
-        return {str(asked.call.party): asked for asked, _ in questions}
+        return {str(asked.call.client): asked for asked, _ in questions}
 
     def pull(self, waiting: Any) -> Mapping[str, Reply]:
         return self.pulls.popleft() if self.pulls else {}
 
 
-def carried(link: Link, parties: Sequence[int], rules: Rules | None = None) -> dict[int, Reply | None]:
-    flower = Flower(4, 0, Faults(), rules or Rules(), site=None, link=link)  # type: ignore[arg-type]
-    return {call.party: reply for call, reply in flower._carry([(Call(party, "f", 1), b"") for party in parties])}
+def carried(link: Link, clients: Sequence[int], rules: Rules | None = None) -> dict[int, Reply | None]:
+    flower = Flower(4, 0, Faults(), rules or Rules(), handlers=None, link=link)  # type: ignore[arg-type]
+    return {call.client: reply for call, reply in flower._carry([(Call(client, "f", 1), b"") for client in clients])}
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +164,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_is_not_online_is_lost_at_once_and_replies_go_to_their_questions() -> None:
-    here = {0: There(10, "a"), 2: There(12, "a")}
+    here = {0: RemoteClient(10, "a"), 2: RemoteClient(12, "a")}
     late = Reply(b"of another question")
     link = FakeLink([Again(), here], [{}, {"99": late}, {"2": Reply(b"two")}, {"0": Reply(b"nought")}])
     got = carried(link, [0, 1, 2])
@@ -174,22 +175,22 @@ def test_who_is_not_online_is_lost_at_once_and_replies_go_to_their_questions() -
 def test_what_was_never_sent_is_not_counted() -> None:
     def score() -> None: ...
 
-    link = FakeLink([{0: There(10, "a")}], [{"0": Reply(encode("score", {}))}])
-    flower = Flower(2, 0, site=None, link=link)  # type: ignore[arg-type]
+    link = FakeLink([{0: RemoteClient(10, "a")}], [{"0": Reply(encode("score", {}))}])
+    flower = Flower(2, 0, handlers=None, link=link)  # type: ignore[arg-type]
     answers = flower.ask([0, 1], score, returns={}, x=1)
-    assert [absent.party for absent in answers.absent] == [1]
-    assert [(one.party, one.direction) for one in flower.ledger.take()] == [(0, "down"), (0, "up")]
+    assert [absent.client for absent in answers.absent] == [1]
+    assert [(one.client, one.direction) for one in flower.ledger.take()] == [(0, "down"), (0, "up")]
 
 
 def test_what_a_ring_never_sent_is_not_counted_either_nor_after_a_break(tmp_path: Path) -> None:
     def train() -> None: ...
 
     def lines(link: Link) -> list[tuple[int, str]]:
-        flower = Flower(3, 0, site=None, link=link, journal=Journal(tmp_path))  # type: ignore[arg-type]
-        assert flower.pass_on([1, 2], train, trail=[0]) == [0, 2]
-        return [(one.party, one.direction) for one in flower.ledger.take()]
+        flower = Flower(3, 0, handlers=None, link=link, journal=Journal(tmp_path))  # type: ignore[arg-type]
+        assert flower.relay([1, 2], train, holders=[0]) == [0, 2]
+        return [(one.client, one.direction) for one in flower.ledger.take()]
 
-    here, fine = {0: There(10, "a"), 2: There(12, "a")}, Reply(encode("train", {}))
+    here, fine = {0: RemoteClient(10, "a"), 2: RemoteClient(12, "a")}, Reply(encode("train", {}))
     link = FakeLink([here], [{"0": fine}, {"0": fine}, {"2": fine}])
     assert lines(link) == lines(FakeLink([{}], [])) == [(0, "up"), (0, "up"), (2, "down")]
 
@@ -199,7 +200,7 @@ def test_nobody_to_be_measured_is_a_quorum_lost() -> None:
 
     def score() -> None: ...
 
-    flower = Flower(2, 0, site=None, link=FakeLink([{}], []), round=4, evaluating=True)  # type: ignore[arg-type]
+    flower = Flower(2, 0, handlers=None, link=FakeLink([{}], []), round=4, evaluating=True)  # type: ignore[arg-type]
     with pytest.raises(QuorumLost, match=r"round 4: 0 of 2 .*, 1 needed \(measuring\): 2 lost \(not online\)"):
         flower.ask([0, 1], score, returns={})
     assert flower.ask([], score, returns={}) == []
@@ -220,14 +221,14 @@ def test_what_was_changed_holds_after_a_lost_superlink(tmp_path: Path, monkeypat
             raise LinkLost("gone")
 
     monkeypatch.setattr("fewer.runs.machines.resume", resume)
-    Coordinator(Credentials(tmp_path)).resume(tmp_path / "run", quorum=0.5)
+    FlowerServer(Credentials(tmp_path)).resume(tmp_path / "run", quorum=0.5)
     assert given == [0.5, 0.5]
 
 
-def test_a_run_goes_on_with_the_keys_of_its_parties_alone(tmp_path: Path) -> None:
-    there = Coordinator(Credentials.create(tmp_path / "keys", 2))
-    with pytest.raises(SettingError, match="parties = 3, but .* has keys of 2"):
-        there._opening(tmp_path)(job(3), tmp_path, 1)
+def test_a_run_goes_on_with_the_keys_of_its_clients_alone(tmp_path: Path) -> None:
+    there = FlowerServer(Credentials.create(tmp_path / "keys", 2))
+    with pytest.raises(SettingError, match="clients = 3, but .* has keys of 2"):
+        there._opening(tmp_path)(experiment(3), tmp_path, 1)
 
 
 def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,14 +250,18 @@ def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_node_that_was_started_anew_has_lost_its_question() -> None:
-    before, gone, back = {0: There(10, "a"), 1: There(11, "a")}, {1: There(11, "a")}, {0: There(10, "b")}
+    before, gone, back = (
+        {0: RemoteClient(10, "a"), 1: RemoteClient(11, "a")},
+        {1: RemoteClient(11, "a")},
+        {0: RemoteClient(10, "b")},
+    )
     link = FakeLink([before, gone, back], [{"1": Reply(b"one")}])
     assert carried(link, [0, 1]) == {0: Reply(b"", "lost", "its node was started anew"), 1: Reply(b"one")}
 
 
 def test_after_the_deadline_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TRANSIT", 0.1)
-    link = FakeLink([{0: There(10, "a")}], [])
+    link = FakeLink([{0: RemoteClient(10, "a")}], [])
     reply = carried(link, [0], Rules(deadline=0.1))[0]
     assert reply is not None and reply.failure == "late"
     assert link.pushed == [pytest.approx(0.3)]
@@ -283,9 +288,9 @@ def test_what_cannot_be_asked_again_is_a_link_lost(tmp_path: Path) -> None:
 
 
 class Uploaded:
-    """A SuperLink to which a party has announced a reply: pieces of it are there, others are not yet, or not any more.
+    """A SuperLink to which a client has announced a reply: pieces of it are there, others are not yet, or not any more.
 
-    The party says that it replies to another question than the SuperLink knows.
+    The client says that it replies to another question than the SuperLink knows.
     """
 
     def __init__(self, message: Message, damaged: bool = False) -> None:
@@ -367,12 +372,12 @@ def test_keys_are_private_and_the_certificate_is_of_the_authority(tmp_path: Path
     made = Credentials.create(tmp_path / "keys", 2, ["fewer.example.org", "10.0.0.7"])
     for file in [*tmp_path.rglob("*.key")]:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert sorted(file.name for file in made.party(1).iterdir()) == ["ca.crt", "node.key", "node.pub"]
+    assert sorted(file.name for file in made.client(1).iterdir()) == ["ca.crt", "node.key", "node.pub"]
     assert list(made.public_keys) == [0, 1] and len(set(made.public_keys.values())) == 2
     server, client_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.load_cert_chain(made.folder / "server.crt", made.folder / "server.key")
     client_side.verify_flags |= ssl.VERIFY_X509_STRICT
-    client_side.load_verify_locations(made.party(0) / "ca.crt")
+    client_side.load_verify_locations(made.client(0) / "ca.crt")
     for name, fine in (("fewer.example.org", True), ("10.0.0.7", True), ("127.0.0.1", True), ("elsewhere", False)):
         assert shakes_hands(server, client_side, name) is fine
     made.certify((), days=-1)
@@ -404,30 +409,30 @@ def test_mistakes_with_keys_are_told_in_one_line(tmp_path: Path) -> None:
         Credentials.create(tmp_path / "keys", 1)
     with pytest.raises(RunError, match="has no ca.crt .*fewer keys init"):
         Credentials.open(tmp_path)
-    (made.party(0) / "node.pub").write_text("nonsense")
+    (made.client(0) / "node.pub").write_text("nonsense")
     with pytest.raises(RunError, match="is not a public key"):
         made.public_keys  # noqa: B018
 
 
 @pytest.mark.parametrize("host", ["bücher.example", "a.example:443", "https://a.example", "", "10.0.0.300", "-a"])
 def test_what_is_no_host_is_told_before_anything_is_written(host: str, tmp_path: Path) -> None:
-    wrong = command("keys", "init", tmp_path / "keys", "--parties", "1", "--host", host, code=2).stderr
+    wrong = command("keys", "init", tmp_path / "keys", "--clients", "1", "--host", host, code=2).stderr
     assert f"'{host}' is no name or address" in wrong and not (tmp_path / "keys").exists()
 
 
 def test_damaged_keys_are_told(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    assert "--days" in command("keys", "init", keys, "--parties", "1", "--days", "4000000", code=2).stderr
+    assert "--days" in command("keys", "init", keys, "--clients", "1", "--days", "4000000", code=2).stderr
     made = Credentials.create(keys, 1)
-    (made.party(0) / "peers.json").write_text("{")
-    assert "peers.json is damaged" in command("keys", "trust", made.party(0), f"1={'00' * 32}", code=2).stderr
+    (made.client(0) / "peers.json").write_text("{")
+    assert "peers.json is damaged" in command("keys", "trust", made.client(0), f"1={'00' * 32}", code=2).stderr
     with pytest.raises(Refused, match="pinned keys are damaged"):
-        PinnedKeys(made.party(0)).public(0, 1)
-    command("keys", "trust", made.party(0), "--", f"-5={'00' * 32}", code=2)
+        PinnedKeys(made.client(0)).public(0, 1)
+    command("keys", "trust", made.client(0), "--", f"-5={'00' * 32}", code=2)
     (keys / "ca.key").write_text("nonsense")
     assert "ca.key is not a private key" in command("keys", "renew", keys, code=2).stderr
     (keys / "server.crt").write_text("nonsense")
-    wrong = command("coordinator", "fedavg", "--data", "digits", "--keys", keys, "--parties", "1", code=2).stderr
+    wrong = command("server", "fedavg", "--data", "digits", "--keys", keys, "--clients", "1", code=2).stderr
     assert "server.crt is not a certificate" in wrong
 
 
@@ -440,12 +445,12 @@ def test_an_address_that_the_certificate_does_not_name_is_told_at_once(tmp_path:
 
 
 def test_what_lies_beside_keys_and_in_a_store_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SuperLink's database holds messages in the clear, a store what a party made of its data."""
+    """The SuperLink's database holds messages in the clear, a store what a client made of its data."""
     keys = Credentials.create(tmp_path / "keys", 1)
     secret = secret_file(keys.folder / "flower")
     Program("sys:exit", [], tmp_path / "home").start()
     monkeypatch.setattr(Node, "serve", lambda self, answering: None)
-    Station(tmp_path / "store").join("a:1", keys.party(0))
+    ClientDaemon(tmp_path / "store").join("a:1", keys.client(0))
     for folder in (keys.folder, secret.parent, tmp_path / "home", tmp_path / "store"):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
@@ -455,7 +460,7 @@ def test_flowers_programs_are_quiet_private_and_on_loopback(tmp_path: Path, monk
     started: dict[str, Any] = {}
     monkeypatch.setattr(subprocess, "Popen", lambda words, **named: started.update(named, words=words))
     keys = Credentials.create(tmp_path / "keys", 1)
-    program, _ = Node("far.example:443", keys.party(0), tmp_path / "store")._program()
+    program, _ = Node("far.example:443", keys.client(0), tmp_path / "store")._program()
     assert program.arguments[program.arguments.index("--host") + 1] == "127.0.0.1"
     program.start()
     assert started["env"]["FLWR_HOME"] == str(program.home)
@@ -476,13 +481,13 @@ def test_a_link_on_all_addresses_is_reached_on_loopback(tmp_path: Path) -> None:
 def test_packed_bytes_are_of_one_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     link = Link(Credentials(tmp_path))
     monkeypatch.setattr(Link, "pid", 1)
-    monkeypatch.setattr(Link, "_submit", lambda self, job: None)
+    monkeypatch.setattr(Link, "_submit", lambda self, experiment: None)
     link.packed["up"] = 5
     link.begin_run("{}")
     assert not link.packed
 
 
-def test_a_party_makes_its_own_key_for_sealing_and_pins_those_of_others(tmp_path: Path) -> None:
+def test_a_client_makes_its_own_key_for_sealing_and_pins_those_of_others(tmp_path: Path) -> None:
     one, two = PinnedKeys(tmp_path / "one"), PinnedKeys(tmp_path / "two")
     for keys in (one, two):
         keys.folder.mkdir()
@@ -492,7 +497,7 @@ def test_a_party_makes_its_own_key_for_sealing_and_pins_those_of_others(tmp_path
     assert command("keys", "seal", two.folder).stdout.strip() == printed == two.create().hex()
     assert stat.S_IMODE((two.folder / "seal.key").stat().st_mode) == 0o600
     one.create()
-    with pytest.raises(Refused, match="no key of party 1 is pinned"):
+    with pytest.raises(Refused, match="no key of client 1 is pinned"):
         one.public(0, 1)
     command("keys", "trust", one.folder, f"1={printed}")
     command("keys", "trust", one.folder, f"2={'00' * 32}")
@@ -501,65 +506,65 @@ def test_a_party_makes_its_own_key_for_sealing_and_pins_those_of_others(tmp_path
         command("keys", "trust", one.folder, wrong, code=2)
     other = f"1={'11' * 32}"
     refused = command("keys", "trust", one.folder, other, code=2).stderr
-    assert "party 1: another key is pinned here (--replace" in refused
+    assert "client 1: another key is pinned here (--replace" in refused
     command("keys", "trust", one.folder, f"1={printed}")  # the same again
     assert one.public(0, 1).hex() == printed
     command("keys", "trust", one.folder, other, "--replace")
     assert one.public(0, 1).hex() == "11" * 32 and one.public(0, 2) == bytes(32)
 
 
-# --- a party --------------------------------------------------------------------------------------------------
+# --- a client --------------------------------------------------------------------------------------------------
 
 
 def told(out: Path, done: int = 0, **settings: Any) -> dict[str, Any]:
-    """What a coordinator tells, as it arrives."""
+    """What a server tells, as it arrives."""
     out.mkdir(exist_ok=True)
-    found: dict[str, Any] = json.loads(json.dumps(_told(job(3, **settings), out, done)))
+    found: dict[str, Any] = json.loads(json.dumps(_told(experiment(3, **settings), out, done)))
     return found
 
 
 def mine(folder: Path, classes: int = 4, height: int = 8) -> str:
-    """A party's own data, like digits: 50 samples."""
+    """A client's own data, like digits: 50 samples."""
     x = np.random.default_rng(0).integers(0, 17, (50, height, 8), np.uint8)
     np.savez(folder / "mine.npz", x=x, y=np.arange(50) % classes)
     return f"npz:{folder / 'mine.npz'}"
 
 
-def ask(station: Station, said: Any, round: int = 1, party: int = 0) -> Reply:
-    model = job(3).task.initial(3)
-    return station.answer(json.dumps(said), Call(party, "train", round), encode("train", {"model": model}))
+def ask(station: ClientDaemon, said: Any, round: int = 1, client: int = 0) -> Reply:
+    model = experiment(3).task.initial(3)
+    return station.answer(json.dumps(said), Call(client, "train", round), encode("train", {"model": model}))
 
 
 def test_a_station_answers_as_a_site_on_one_machine(tmp_path: Path) -> None:
-    reply = ask(Station(tmp_path / "store"), told(tmp_path), party=2)
-    here = site_of(job(3), tmp_path / "here")
-    model = encode("train", {"model": job(3).task.initial(3)})
+    reply = ask(ClientDaemon(tmp_path / "store"), told(tmp_path), client=2)
+    here = build_handler_server(experiment(3), tmp_path / "here")
+    model = encode("train", {"model": experiment(3).task.initial(3)})
     mine, theirs = decode(reply.blob)[1], decode(here.answer(Call(2, "train", 1), model).blob)[1]
     assert reply.failure is None and mine["size"] == theirs["size"]
     assert all(torch.equal(mine["model"][name], tensor) for name, tensor in theirs["model"].items())
 
 
-def test_a_party_has_its_own_data_in_the_form_of_the_coordinators(tmp_path: Path) -> None:
-    said, station = told(tmp_path), Station(tmp_path / "store", mine(tmp_path))
-    data = station._job_of(said["settings"], said["facts"]).data
-    common = job(3).data.test
-    held = data.party(1)
+def test_a_client_has_its_own_data_in_the_form_of_the_servers(tmp_path: Path) -> None:
+    said, station = told(tmp_path), ClientDaemon(tmp_path / "store", mine(tmp_path))
+    data = station._build_experiment(said["settings"], said["facts"]).data
+    common = experiment(3).data.test
+    held = data.client(1)
     assert (len(data), data.classes, len(held.train), len(held.test)) == (3, 10, 40, 10)
     assert (held.train.shift, held.train.scale) == (common.shift, common.scale)
-    assert decode(ask(station, said, party=1).blob)[1]["size"] == 40
-    reply = ask(Station(tmp_path / "store", mine(tmp_path, height=7)), said)
+    assert decode(ask(station, said, client=1).blob)[1]["size"] == 40
+    reply = ask(ClientDaemon(tmp_path / "store", mine(tmp_path, height=7)), said)
     assert reply.failure == "unable" and "the task takes torch.uint8 (1, 8, 8)" in reply.detail
 
 
-def test_a_party_of_texts_uses_the_coordinators_words(tmp_path: Path) -> None:
+def test_a_client_of_texts_uses_the_servers_words(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} thing{n % 5}", "label": n % 2}) for n in range(60)]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
     (tmp_path / "mine.jsonl").write_text("\n".join(lines[:20]).replace("good", "novel"))
     said = told(tmp_path, data=f"jsonl:{tmp_path / 'all.jsonl'}", model="text-bilstm", partition="iid", length=4)
-    station = Station(tmp_path / "store", f"jsonl:{tmp_path / 'mine.jsonl'}")
-    data = station._job_of(said["settings"], said["facts"]).data
+    station = ClientDaemon(tmp_path / "store", f"jsonl:{tmp_path / 'mine.jsonl'}")
+    data = station._build_experiment(said["settings"], said["facts"]).data
     assert list(data.tokens) == said["facts"]["tokens"] and "novel" not in data.tokens
-    words, _ = data.party(0).train.slice(0, 16)
+    words, _ = data.client(0).train.slice(0, 16)
     assert words.shape[1] == 4 and int(words.max()) < len(data.tokens)
 
 
@@ -569,99 +574,99 @@ def test_a_party_of_texts_uses_the_coordinators_words(tmp_path: Path) -> None:
         {"method": "/tmp/evil.py:Evil"},
         {"model": "/tmp/evil.py:Evil"},
         {"data": "npz:/etc/secret"},
-        {"data": "qmnist", "data_set": {"images": "../../etc"}},
-        {"method": "frl-deploy", "set": {"prepared": "secret"}},
-        {"method": "frl-deploy", "set": {"prepared": "/etc/secret"}},
-        {"model": "text-bilstm", "model_set": {"vectors": "secret.txt"}},
-        {"method": "metafed", "set": {"inside": "evil.py:Evil"}},
-        {"method": "metafed", "set": {"inside_set": {"deep": ["/etc/secret"]}}},
+        {"data": "qmnist", "data_options": {"images": "../../etc"}},
+        {"method": "frl-deploy", "method_options": {"prepared": "secret"}},
+        {"method": "frl-deploy", "method_options": {"prepared": "/etc/secret"}},
+        {"model": "text-bilstm", "model_options": {"vectors": "secret.txt"}},
+        {"method": "metafed", "method_options": {"inside": "evil.py:Evil"}},
+        {"method": "metafed", "method_options": {"inside_set": {"deep": ["/etc/secret"]}}},
     ],
 )
-def test_no_file_is_taken_from_a_coordinator(changed: dict[str, Any], tmp_path: Path) -> None:
+def test_no_file_is_taken_from_a_server(changed: dict[str, Any], tmp_path: Path) -> None:
     said = told(tmp_path)
     said["settings"] |= changed
-    reply = ask(Station(tmp_path / "store"), said)
-    assert reply.failure == "unable" and "lies in a file, which is not taken from a coordinator" in reply.detail
+    reply = ask(ClientDaemon(tmp_path / "store"), said)
+    assert reply.failure == "unable" and "lies in a file, which is not taken from a server" in reply.detail
 
 
-def test_a_coordinator_does_not_begin_with_a_file_that_parties_have_not(tmp_path: Path) -> None:
-    there = Coordinator(Credentials.create(tmp_path / "keys", 3))
-    inside = job(3, "metafed", set={"inside": "mine.py:Mine"})
-    with pytest.raises(SettingError, match="inside = mine.py:Mine lies in a file: parties on other machines"):
+def test_a_server_does_not_begin_with_a_file_that_clients_have_not(tmp_path: Path) -> None:
+    there = FlowerServer(Credentials.create(tmp_path / "keys", 3))
+    inside = experiment(3, "metafed", set={"inside": "mine.py:Mine"})
+    with pytest.raises(SettingError, match="inside = mine.py:Mine lies in a file: clients on other machines"):
         there.check(inside)
 
 
-def test_a_prepared_model_is_the_coordinators_alone(tmp_path: Path) -> None:
-    start(job(3, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
+def test_a_prepared_model_is_the_servers_alone(tmp_path: Path) -> None:
+    start(experiment(3, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
     said = told(tmp_path, method="frl-deploy", rounds=1, set={"prepared": str(tmp_path / "prepared")})
     assert said["settings"]["set"]["prepared"] == ""
-    Coordinator(Credentials.create(tmp_path / "keys", 3)).check(
-        job(3, "frl-deploy", set={"prepared": str(tmp_path / "prepared")})
+    FlowerServer(Credentials.create(tmp_path / "keys", 3)).check(
+        experiment(3, "frl-deploy", set={"prepared": str(tmp_path / "prepared")})
     )
-    assert isinstance(Station(tmp_path / "store")._build(said, 0).program, Deploy)
+    assert isinstance(ClientDaemon(tmp_path / "store")._build(said, 0).program, FRLDeploy)
 
 
 def test_whoever_has_its_own_data_does_not_know_everyones(tmp_path: Path) -> None:
-    """It would judge its model on its own samples for those of all parties."""
+    """It would judge its model on its own samples for those of all clients."""
     said = told(tmp_path, method="local")
     totals = {}
     for data in (None, mine(tmp_path)):
         for everywhere in (False, True):
-            station = Station(tmp_path / "store", data)
+            station = ClientDaemon(tmp_path / "store", data)
             question = encode("score", {"model": {}, "everywhere": everywhere})
             reply = station.answer(json.dumps(said), Call(1, "score", 1), question)
             totals[data is None, everywhere] = decode(reply.blob)[1]["total"]
     assert totals[False, True] == 0 and totals[False, False] == 10
-    assert totals[True, True] == len(job(3).data.test) > totals[True, False] > 0
+    assert totals[True, True] == len(experiment(3).data.test) > totals[True, False] > 0
 
 
-def test_a_party_with_more_classes_than_the_task_is_told(tmp_path: Path) -> None:
-    reply = ask(Station(tmp_path / "store", mine(tmp_path, classes=25)), told(tmp_path))
+def test_a_client_with_more_classes_than_the_task_is_told(tmp_path: Path) -> None:
+    reply = ask(ClientDaemon(tmp_path / "store", mine(tmp_path, classes=25)), told(tmp_path))
     assert reply.failure == "unable" and "has 25 classes; the task has 10" in reply.detail
 
 
 def test_a_run_that_goes_on_tells_who_has_done_its_hops(tmp_path: Path) -> None:
     Journal(tmp_path / "hops").put(3, 0, 2, Reply(b"x"))
-    assert _told(job(3), tmp_path, 2)["spared"] == [2] and _told(job(3), tmp_path, 3)["spared"] == []
+    assert _told(experiment(3), tmp_path, 2)["spared"] == [2] and _told(experiment(3), tmp_path, 3)["spared"] == []
 
 
-def test_a_party_can_keep_to_one_method(tmp_path: Path) -> None:
+def test_a_client_can_keep_to_one_method(tmp_path: Path) -> None:
     said = told(tmp_path)
-    reply = ask(Station(tmp_path / "store", method="metafed"), said)
-    assert reply.failure == "unable" and "method = fedavg: this party takes part in metafed alone" in reply.detail
-    assert ask(Station(tmp_path / "store", method="fedavg"), said).failure is None
+    reply = ask(ClientDaemon(tmp_path / "store", method="metafed"), said)
+    assert reply.failure == "unable" and "method = fedavg: this client takes part in metafed alone" in reply.detail
+    assert ask(ClientDaemon(tmp_path / "store", method="fedavg"), said).failure is None
     wrong = command("join", "localhost:1", "--key", tmp_path, "--method", "metafedd", code=2)
     assert "unknown method 'metafedd', did you mean 'metafed'?" in wrong.stderr
 
 
 def test_what_is_sealed_belongs_to_its_run(tmp_path: Path) -> None:
-    sites = [Station(tmp_path / "store")._build(told(tmp_path / run), 0) for run in ("one", "two", "one")]
+    sites = [ClientDaemon(tmp_path / "store")._build(told(tmp_path / run), 0) for run in ("one", "two", "one")]
     assert sites[0].context == sites[2].context != sites[1].context and sites[0].context
 
 
 def test_other_data_under_the_same_name_is_told(tmp_path: Path) -> None:
     said = told(tmp_path)
     said["facts"]["fingerprint"] = "00000000"
-    assert "is another here" in ask(Station(tmp_path / "store"), said).detail
+    assert "is another here" in ask(ClientDaemon(tmp_path / "store"), said).detail
 
 
 @pytest.mark.parametrize("said", [[], {}, 5, {"run": "../x", "session": 1, "done": 0}, {"run": "a", "session": {}}])
 def test_what_is_no_job_is_refused(said: Any, tmp_path: Path) -> None:
-    assert ask(Station(tmp_path / "store"), said).failure == "refused"
+    assert ask(ClientDaemon(tmp_path / "store"), said).failure == "refused"
     assert not (tmp_path / "store").exists()
 
 
 def test_a_new_session_forgets_what_does_not_count_and_an_old_one_is_over(tmp_path: Path) -> None:
     first = told(tmp_path, method="fedbn", norm="batch")
-    station = Station(tmp_path / "store")
+    station = ClientDaemon(tmp_path / "store")
 
     def remembered() -> list[str]:
         return sorted(file.name.split(".")[-2] for file in (tmp_path / "store").rglob("*.safetensors"))
 
     blob = encode("train", {"model": {}})
-    site = station._build(first, 0)
+    handlers = station._build(first, 0)
     for round in (1, 2, 3):
-        site.place(0, round).store.put("model", {"a": torch.ones(1)})
+        handlers.contexts(0, round).store.put("model", {"a": torch.ones(1)})
     assert remembered() == ["00000002", "00000003"]
     second = told(tmp_path, 2, method="fedbn", norm="batch")
     assert second["session"] == first["session"] + 1 and second["run"] == first["run"]
@@ -670,7 +675,7 @@ def test_a_new_session_forgets_what_does_not_count_and_an_old_one_is_over(tmp_pa
     second = told(tmp_path, 2, method="fedbn", norm="batch")
     station._build(second, 0)
     assert remembered() == ["00000002"]
-    station._build(second, 0)  # the same session again, after a restart of the party: all stays
+    station._build(second, 0)  # the same session again, after a restart of the client: all stays
     reply = station.answer(json.dumps(first), Call(0, "train", 3), blob)
     assert reply.failure == "unable" and "session 1 of a run whose session 3 has begun" in reply.detail
 
@@ -680,28 +685,28 @@ def test_a_new_session_forgets_what_does_not_count_and_an_old_one_is_over(tmp_pa
 
 def test_keys_and_mistakes_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = tmp_path / "keys"
-    assert "party 1: " in command("keys", "init", keys, "--parties", "2", "--host", "a.example").stdout
-    assert "holds keys already" in command("keys", "init", keys, "--parties", "2", code=2).stderr
+    assert "client 1: " in command("keys", "init", keys, "--clients", "2", "--host", "a.example").stdout
+    assert "holds keys already" in command("keys", "init", keys, "--clients", "2", code=2).stderr
     before = (keys / "server.crt").read_bytes()
     command("keys", "renew", keys, "--host", "b.example")
     assert (keys / "server.crt").read_bytes() != before
-    digits: list[str | Path] = ["--data", "digits", "--keys", keys, "--parties"]
-    wrong = command("coordinator", "fedavg", *digits, "3", code=2).stderr
-    assert f"parties = 3, but {keys} has keys of 2: [0, 1]" in wrong
+    digits: list[str | Path] = ["--data", "digits", "--keys", keys, "--clients"]
+    wrong = command("server", "fedavg", *digits, "3", code=2).stderr
+    assert f"clients = 3, but {keys} has keys of 2: [0, 1]" in wrong
     own = Path(__file__).parents[2] / "docs/examples/fedmedian.py"
-    assert "lies in a file" in command("coordinator", f"{own}:FedMedian", *digits, "2", code=2).stderr
+    assert "lies in a file" in command("server", f"{own}:FedMedian", *digits, "2", code=2).stderr
     assert "has no node.key" in command("join", "127.0.0.1:1", "--key", tmp_path, code=2).stderr
-    join: list[str | Path] = ["join", "127.0.0.1:1", "--key", keys / "party-0"]
+    join: list[str | Path] = ["join", "127.0.0.1:1", "--key", keys / "client-0"]
     assert "device = 'gpu' cannot be used" in command(*join, "--device", "gpu", code=2).stderr
     assert "no 'none.npz' here" in command(*join, "--data", "npz:none.npz", code=2).stderr
-    for address in ("coordinator", "https://coordinator:443", "coordinator:http"):
+    for address in ("server", "https://server:443", "server:http"):
         wrong = command("join", address, *join[2:], code=2).stderr
-        assert f"{address} is no address of a coordinator (expected: HOST:PORT)" in wrong
-    assert "is not a run of Fewer" in command("coordinator", "--resume", tmp_path, "--keys", keys, code=2).stderr
-    assert "--resume RUN" in command("coordinator", "fedavg", "--resume", tmp_path, *digits, "2", code=2).stderr
+        assert f"{address} is no address of a server (expected: HOST:PORT)" in wrong
+    assert "is not a run of Fewer" in command("server", "--resume", tmp_path, "--keys", keys, code=2).stderr
+    assert "--resume RUN" in command("server", "fedavg", "--resume", tmp_path, *digits, "2", code=2).stderr
     assert "runtime = flower" in command("run", "fedavg", "--data", "digits", "--runtime", "flower", code=2).stderr
     monkeypatch.setattr("fewer.runtime.flower.find_spec", lambda name: None)
-    for words in (["join", "a:1", "--key", "x"], ["local-cluster", "2"], ["keys", "init", "x", "--parties", "1"]):
+    for words in (["join", "a:1", "--key", "x"], ["local-cluster", "2"], ["keys", "init", "x", "--clients", "1"]):
         assert "pip install 'fewer[flower]'" in command(*words, code=2).stderr
 
 
@@ -709,8 +714,8 @@ def test_whoever_is_ended_in_the_midst_of_an_answer_ends(tmp_path: Path, monkeyp
     """An error in there would be a reply."""
     before = signal.getsignal(signal.SIGTERM)
     said = told(tmp_path)
-    station = Station(tmp_path / "store")
-    monkeypatch.setattr("fewer.methods.fedavg.FedAvg.train", on_party(lambda *_, **__: signal.raise_signal(15)))
+    station = ClientDaemon(tmp_path / "store")
+    monkeypatch.setattr("fewer.methods.fedavg.FedAvg.train", on_client(lambda *_, **__: signal.raise_signal(15)))
     try:
         _begin()
         with pytest.raises(KeyboardInterrupt):
@@ -736,19 +741,19 @@ def test_a_stopped_local_cluster_says_how_to_go_on_and_does(tmp_path: Path, monk
     joined: list[Sequence[str]] = []
     went_on: list[tuple[Path, dict[str, Any]]] = []
 
-    def begin(self: Coordinator, job_: Any, out: Path, progress: Any) -> None:
-        start(job(2, rounds=1, runtime="inline"), out)
+    def begin(self: FlowerServer, job_: Any, out: Path, progress: Any) -> None:
+        start(experiment(2, rounds=1, runtime="inline"), out)
         raise KeyboardInterrupt
 
-    def go_on(self: Coordinator, out: Path, progress: Any, **changed: Any) -> None:
+    def go_on(self: FlowerServer, out: Path, progress: Any, **changed: Any) -> None:
         went_on.append((out, changed))
         raise QuorumLost("too few")
 
     monkeypatch.setattr(Program, "start", lambda self: joined.append(self.arguments))
     monkeypatch.setattr(Link, "__enter__", lambda self: self)
     monkeypatch.setattr(Link, "__exit__", lambda self, *_: None)
-    monkeypatch.setattr(Coordinator, "start", begin)
-    monkeypatch.setattr(Coordinator, "resume", go_on)
+    monkeypatch.setattr(FlowerServer, "start", begin)
+    monkeypatch.setattr(FlowerServer, "resume", go_on)
     words: list[str | Path] = ["local-cluster", "2", "fedavg", "--data", "digits", "--out", run]
     hint = f"Go on with: fewer local-cluster --resume {run}"
     try:
@@ -765,7 +770,7 @@ def test_a_stopped_local_cluster_says_how_to_go_on_and_does(tmp_path: Path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-cluster"]
 
 
-def test_a_coordinator_that_is_stopped_before_its_run_does_not_name_it(
+def test_a_server_that_is_stopped_before_its_run_does_not_name_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(self: Link) -> None:
@@ -773,31 +778,31 @@ def test_a_coordinator_that_is_stopped_before_its_run_does_not_name_it(
 
     monkeypatch.setattr(Link, "__enter__", stopped)
     keys = Credentials.create(tmp_path / "keys", 2).folder
-    words = ["fedavg", "--data", "digits", "--keys", str(keys), "--parties", "2", "--out", str(tmp_path / "run")]
-    assert command("coordinator", *words, code=130).stderr == "\nStopped.\n"
+    words = ["fedavg", "--data", "digits", "--keys", str(keys), "--clients", "2", "--out", str(tmp_path / "run")]
+    assert command("server", *words, code=130).stderr == "\nStopped.\n"
 
 
-def test_one_coordinator_at_a_time_has_the_keys(tmp_path: Path) -> None:
+def test_one_server_at_a_time_has_the_keys(tmp_path: Path) -> None:
     keys = Credentials.create(tmp_path / "keys", 1)
     secret_file(keys.folder / "flower")
     with (keys.folder / "flower/lock").open("a+") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(RunError, match="another coordinator is at work with the keys in"), Link(keys, port=1):
+        with pytest.raises(RunError, match="another server is at work with the keys in"), Link(keys, port=1):
             pass
 
 
-def test_a_partys_model_is_where_the_party_is(tmp_path: Path) -> None:
-    result = start(job(3, rounds=1, runtime="inline"), tmp_path / "run")
+def test_a_clients_model_is_where_the_client_is(tmp_path: Path) -> None:
+    result = start(experiment(3, rounds=1, runtime="inline"), tmp_path / "run")
     with pytest.raises(SettingError, match="cannot move between this machine and others"):
         resume(tmp_path / "run", runtime="flower")
-    result.personal(0)
+    result.personal_model(0)
     result.settings = result.settings.model_copy(update={"runtime": "flower"})
-    with pytest.raises(RunError, match="where that party is"):
-        result.personal(0)
+    with pytest.raises(RunError, match="where that client is"):
+        result.personal_model(0)
 
 
 def test_the_report_tells_what_flower_made_of_the_messages(tmp_path: Path) -> None:
-    start(job(3, rounds=1, runtime="inline"), tmp_path / "run")
+    start(experiment(3, rounds=1, runtime="inline"), tmp_path / "run")
     with (tmp_path / "run/events.jsonl").open("a") as events:
         events.write(json.dumps({"event": "finish", "packed_up": 2_500_000, "packed_down": 1_000_000}) + "\n")
     page = write_report([tmp_path / "run"], tmp_path / "report")[0]

@@ -1,4 +1,4 @@
-"""The reverse proxy of the docs: parties get through it, and nothing else does."""
+"""The reverse proxy of the docs: clients get through it, and nothing else does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 
 from fewer.runs.engine import start
 from fewer.runtime.flower.programs import free_port
-from tests.machines.cluster import Cluster, job
+from tests.machines.cluster import Cluster, experiment
 from tests.test_baselines import left
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
@@ -29,7 +29,7 @@ CONF = Path(__file__).parents[2] / "docs/examples/machines/nginx.conf"
 
 @pytest.fixture
 def proxied(tmp_path: Path) -> Iterator[tuple[Cluster, int]]:
-    """A cluster whose parties know the proxy's port alone."""
+    """A cluster whose clients know the proxy's port alone."""
     cluster = Cluster(tmp_path, 2)
     inner, outer = cluster.port, free_port()
     changes = {"listen 443": f"listen 127.0.0.1:{outer}", "127.0.0.1:8443": f"127.0.0.1:{inner}"}
@@ -52,7 +52,7 @@ def proxied(tmp_path: Path) -> Iterator[tuple[Cluster, int]]:
     proxy.wait()
 
 
-def test_parties_get_through_the_proxy_and_nothing_else_does(proxied: tuple[Cluster, int], tmp_path: Path) -> None:
+def test_clients_get_through_the_proxy_and_nothing_else_does(proxied: tuple[Cluster, int], tmp_path: Path) -> None:
     cluster, outer = proxied
     context = ssl.create_default_context(cafile=str(cluster.keys.folder / "ca.crt"))
 
@@ -62,17 +62,17 @@ def test_parties_get_through_the_proxy_and_nothing_else_does(proxied: tuple[Clus
         return connection.getresponse().status
 
     inner = cluster.port
-    with cluster.coordinator() as coordinator:
+    with cluster.server() as server:
         assert status("/v1/control/list-nodes", inner) != 404
         assert status("/v1/fleet/pull-messages") == 401
         for path in ("/v1/control/list-nodes", "/v1/runtime/acquire-task", "/", "/docs", "/v1//control/list-nodes"):
             assert status(path) == 404
         for climbing in ("..", "%2e%2e", "..%2f.", "%2e%2e%2f."):
             assert status(f"/v1/fleet/{climbing}/control/list-nodes") in (400, 404)
-        cluster.port = outer  # that is where the parties go
+        cluster.port = outer  # that is where the clients go
         cluster.join(0)
         cluster.join(1)
-        coordinator.start(job(2, rounds=1), tmp_path / "run")
-    start(job(2, rounds=1, runtime="inline"), tmp_path / "inline")
-    assert {**left(tmp_path / "inline"), "parties": {}} == left(tmp_path / "run")
+        server.start(experiment(2, rounds=1), tmp_path / "run")
+    start(experiment(2, rounds=1, runtime="inline"), tmp_path / "inline")
+    assert {**left(tmp_path / "inline"), "clients": {}} == left(tmp_path / "run")
     assert "/v1/fleet/push-messages" in (tmp_path / "access.log").read_text()

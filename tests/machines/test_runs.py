@@ -15,28 +15,28 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 
 from fewer.methods import names
 from fewer.runs.engine import start
-from fewer.runs.machines import Coordinator
-from fewer.runtime.site import LETTER
-from tests.machines.cluster import GROUPS, Cluster, job, until
+from fewer.runs.machines import FlowerServer
+from fewer.runtime.handlers import LETTER
+from tests.machines.cluster import GROUPS, Cluster, experiment, until
 from tests.test_baselines import left
 
 pytestmark = pytest.mark.timeout(900)
 META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
-"""These need parties to train with, to choose on and to judge on: eight at least."""
+"""These need clients to train with, to choose on and to judge on: eight at least."""
 FEW: dict[str, Any] = {
-    "data_set": {"split": "4/3/3"},
+    "data_options": {"split": "4/3/3"},
     "partition": "iid",
-    "set": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
+    "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
 }
 SMALL: dict[str, dict[str, Any]] = {
     "fedavg": {"drop": 0.2, "corrupt": 0.2},
     "fedbn": {"norm": "batch"},
-    "fedmk": {"set": {"per_class": 2, "matching": 5, "outer_steps": 2, "server_steps": 10}},
-    "fedmk-paper": {"set": {"per_class": 2, "server_steps": 10}},
+    "fedmk": {"method_options": {"per_class": 2, "matching": 5, "outer_steps": 2, "server_steps": 10}},
+    "fedmk-paper": {"method_options": {"per_class": 2, "server_steps": 10}},
     "metafed": {"validation": 0.2},
     **dict.fromkeys(("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto"), FEW),
-    **dict.fromkeys(("frl", "frl-lasting", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), GROUPS),
-    "frl-warm": {"rounds": 8, "set": {**GROUPS["set"], "warm": 4}},
+    **dict.fromkeys(("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), GROUPS),
+    "frl-warm-start": {"rounds": 8, "method_options": {**GROUPS["set"], "warm": 4}},
 }
 """Settings with which a method can be run, and is quick."""
 SOME = ("fedavg", "fedbn", "fedmk")
@@ -48,23 +48,23 @@ def told(kept: dict[Path, bytes]) -> dict[Path, bytes]:
     return {path: content for path, content in kept.items() if not path.name.startswith(LETTER)}
 
 
-def parties_of(method: str) -> int:
+def clients_of(method: str) -> int:
     return 8 if method in META else 3
 
 
 @pytest.fixture(scope="module")
-def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], tuple[Cluster, Coordinator]]]:
-    """Parties that stay, and a coordinator for all runs on them, made when they are first needed."""
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], tuple[Cluster, FlowerServer]]]:
+    """Clients that stay, and a server for all runs on them, made when they are first needed."""
     with ExitStack() as stack:
 
         @cache
-        def make(parties: int) -> tuple[Cluster, Coordinator]:
-            made = Cluster(tmp_path_factory.mktemp("cluster"), parties)
+        def make(clients: int) -> tuple[Cluster, FlowerServer]:
+            made = Cluster(tmp_path_factory.mktemp("cluster"), clients)
             stack.callback(until, lambda: not made.strays(), 30)
             stack.callback(made.close)
-            for party in range(parties):
-                made.join(party)
-            return made, stack.enter_context(made.coordinator())
+            for client in range(clients):
+                made.join(client)
+            return made, stack.enter_context(made.server())
 
         yield make
 
@@ -74,26 +74,26 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
     [name if name in SOME else pytest.param(name, marks=pytest.mark.cluster) for name in names()],
 )
 def test_the_numbers_are_those_of_inline(
-    method: str, clusters: Callable[[int], tuple[Cluster, Coordinator]], tmp_path: Path
+    method: str, clusters: Callable[[int], tuple[Cluster, FlowerServer]], tmp_path: Path
 ) -> None:
-    parties = parties_of(method)
-    cluster, coordinator = clusters(parties)
+    clients = clients_of(method)
+    cluster, server = clusters(clients)
     settings = SMALL.get(method, {})
     if method == "frl-deploy":
-        start(job(parties, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
-        settings = {"set": {"prepared": str(tmp_path / "prepared")}}
-    here = start(job(parties, method, runtime="inline", **settings), tmp_path / "inline")
-    there = coordinator.start(job(parties, method, **settings), tmp_path / "flower")
+        start(experiment(clients, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
+        settings = {"method_options": {"prepared": str(tmp_path / "prepared")}}
+    inline = start(experiment(clients, method, runtime="inline", **settings), tmp_path / "inline")
+    remote = server.start(experiment(clients, method, **settings), tmp_path / "flower")
     one, two = left(tmp_path / "inline"), left(tmp_path / "flower")
     run = json.loads((tmp_path / "flower/machines.json").read_text())["run"]
     kept = {
-        Path("parties", *file.parts[-3:]): file.read_bytes()
-        for party in range(parties)
-        for file in (cluster.store(party) / "runs" / run).rglob("*.safetensors")
+        Path("clients", *file.parts[-3:]): file.read_bytes()
+        for client in range(clients)
+        for file in (cluster.store(client) / "runs" / run).rglob("*.safetensors")
     }
-    assert two["parties"] == {} and {**two, "parties": told(kept)} == {**one, "parties": told(one["parties"])}
-    assert there.accuracy == here.accuracy
+    assert two["clients"] == {} and {**two, "clients": told(kept)} == {**one, "clients": told(one["clients"])}
+    assert remote.accuracy == inline.accuracy
     if method == "fedavg":
-        assert any(line["absent"] for line in here.history)
+        assert any(line["absent"] for line in inline.history)
     if method == "fedbn":
         assert kept

@@ -1,5 +1,5 @@
-"""A privacy look at a run: what an attacker could make of what the coordinator sees. It needs the real data."""
+"""A privacy look at a run: what an attacker could make of what the server sees. It needs the real data."""
 
-from fewer.audit.look import Audit, Block, Sheet, audit
+from fewer.audit.attacks import AttackImages, Audit, Block, audit
 
-__all__ = ["Audit", "Block", "Sheet", "audit"]
+__all__ = ["AttackImages", "Audit", "Block", "audit"]

@@ -1,4 +1,4 @@
-"""Distances between images and between sets of images, in normalised pixel values."""
+"""Distances between images and between sets of images, in normalized pixel values."""
 
 from __future__ import annotations
 

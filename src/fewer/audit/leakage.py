@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-RATE = 0.1
+LR = 0.1
 SHARP = 10.0
 """How sharp the bend of softplus is."""
 SMOOTH = 0.01
@@ -57,15 +57,15 @@ def restore(
     low, high = float(like.min()), float(like.max())
     wanted, y = seen.repeat(starts, 1), labels.repeat(starts, 1)
     dummy = torch.randn(*y.shape, *like.shape[1:], generator=stream).to(like).clamp_(low, high).requires_grad_()
-    optimiser = torch.optim.Adam([dummy], lr=RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    optimizer = torch.optim.Adam([dummy], lr=LR)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     soft = softened(net)
     for step in range(steps):
         seeing = soft if 2 * step < steps else net
         apart = 1 - F.cosine_similarity(gradients_of(seeing, dummy, y), wanted, eps=1e-20)
         (slope,) = torch.autograd.grad((apart + smooth * variation(dummy)).sum(), dummy)
         dummy.grad = slope.sign()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
         with torch.no_grad():
             dummy.clamp_(low, high)
@@ -87,7 +87,7 @@ def softened(net: nn.Module) -> nn.Module:
 
 
 def variation(images: Tensor) -> Tensor:
-    """Mean absolute difference of neighbouring values, down and across, of each batch."""
+    """Mean absolute difference of neighboring values, down and across, of each batch."""
     down, across = images.diff(dim=-2).abs(), images.diff(dim=-1).abs()
     return down.flatten(1).mean(1) + across.flatten(1).mean(1)
 

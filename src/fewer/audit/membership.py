@@ -71,10 +71,10 @@ class Share:
 
 def share(some: int, of: int) -> Share:
     """A share as if each of them had been drawn by itself (Wilson, JASA 1927)."""
-    rate, grown = some / of, 1 + Z**2 / of
-    middle = (rate + Z**2 / (2 * of)) / grown
-    half = Z / grown * math.sqrt(rate * (1 - rate) / of + Z**2 / (4 * of**2))
-    return Share(rate, middle - half, middle + half, of)
+    lr, grown = some / of, 1 + Z**2 / of
+    middle = (lr + Z**2 / (2 * of)) / grown
+    half = Z / grown * math.sqrt(lr * (1 - lr) / of + Z**2 / (4 * of**2))
+    return Share(lr, middle - half, middle + half, of)
 
 
 def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:

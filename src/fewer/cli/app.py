@@ -42,7 +42,7 @@ app = typer.Typer(
 app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-One = Annotated[int | None, typer.Option("--party", metavar="N", help="Use this party's personal model.")]
+One = Annotated[int | None, typer.Option("--client", metavar="N", help="Use this client's personal model.")]
 DataSet = Annotated[
     list[str] | None, typer.Option(metavar="NAME=VALUE", help="Options of the data. \\[default: those of the run]")
 ]
@@ -73,7 +73,7 @@ def run(
 ) -> None:
     """Train with one method and keep everything in a run directory. METHOD is a method's name, or FILE.py:Name.
 
-    [dim]fewer run fedavg --data fashion-mini --parties 20 --alpha 0.5 --rounds 10[/dim]
+    [dim]fewer run fedavg --data fashion-mini --clients 20 --alpha 0.5 --rounds 10[/dim]
     """
     if (chosen := named if method is None else method) is not None:
         given["method"] = chosen
@@ -84,9 +84,9 @@ def run(
 @told
 @with_settings(
     without=("method",),
-    rounds="Rounds of communication; for frl a multiple of R + 1, 4 unless --set group_rounds says otherwise. "
+    rounds="Rounds of communication; for frl a multiple of R + 1, 4 unless -o group_rounds says otherwise. "
     "[default: the method's own, for frl 80]",
-    active="Parties asked in a round, K of an episode. [default: the method's own, 10]",
+    cohort="Clients asked in a round, K of an episode. [default: the method's own, 10]",
 )
 def prepare(
     given: dict[str, Any],
@@ -102,10 +102,10 @@ def prepare(
 
     It is a run like any other, which leaves prepared.safetensors for fewer deploy in its directory.
 
-    [dim]fewer prepare --data glyphs --data-set unseen=0-9 --partition shards --parties 52 --evaluate-every 80[/dim]
+    [dim]fewer prepare --data glyphs --data-option unseen=0-9 --partition shards --clients 52 --evaluate-every 80[/dim]
     """
     from fewer.methods import find
-    from fewer.runs.use import preparing
+    from fewer.runs.inference import preparing
 
     preparing(find(method))
     _train({**given, "method": method}, tune, trials, report, track, out, json_file)
@@ -114,9 +114,9 @@ def prepare(
 @app.command(rich_help_panel="Use")
 @told
 @with_settings(
-    without=("method", "model", "norm", "model_set"),
+    without=("method", "model", "norm", "model_options"),
     rounds="Rounds of the group. [default: R of the preparation, usually 3]",
-    active="Parties asked in a round. [default: all of the group]",
+    cohort="Clients asked in a round. [default: all of the group]",
 )
 def deploy(
     given: dict[str, Any],
@@ -126,22 +126,22 @@ def deploy(
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Let the parties of a group make their own model from a prepared one, in a few rounds.
+    """Let the clients of a group make their own model from a prepared one, in a few rounds.
 
-    All parties of the data take part. Net, head and rates are those of the preparation, unless --set says otherwise.
+    All clients of the data take part. Net, head and rates are those of the preparation, unless -o says otherwise.
 
-    [dim]fewer deploy runs/… --data glyphs --data-set classes=0-4 --parties 10 --partition shards[/dim]
+    [dim]fewer deploy runs/… --data glyphs --data-option classes=0-4 --clients 10 --partition shards[/dim]
     """
     from fewer.cli.progress import shown
     from fewer.runs.engine import start
-    from fewer.runs.job import check, job_from
-    from fewer.runs.use import deploying
+    from fewer.runs.experiment import build_experiment, check
+    from fewer.runs.inference import deploying
 
-    job = job_from(check(deploying(prepared, given)))
-    where = out or fresh(f"{job.method.name}-{job.settings.data}")
+    experiment = build_experiment(check(deploying(prepared, given)))
+    where = out or fresh(f"{experiment.method.name}-{experiment.settings.data}")
     GO_ON.append(f"Go on with: fewer resume {where}")
     with shown() as watch:
-        result = start(job, where, watch(job.method.name), track=track or ())
+        result = start(experiment, where, watch(experiment.method.name), track=track or ())
     finish(result, where, json_file, report)
 
 
@@ -154,7 +154,7 @@ def resume(
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Any torch device.")] = None,
     data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie now.")] = None,
     quorum: Annotated[float | None, typer.Option(metavar="X", help="After a lost quorum: ask for less.")] = None,
-    deadline: Annotated[float | None, typer.Option(metavar="X", help="Give parties more time.")] = None,
+    deadline: Annotated[float | None, typer.Option(metavar="X", help="Give clients more time.")] = None,
     drop: Annotated[
         float | None, typer.Option(metavar="X", help="Inject fewer faults; also --slow, --corrupt.")
     ] = None,
@@ -199,7 +199,7 @@ def compare(
     """
     from fewer.cli.progress import shown
     from fewer.experiments import compare as contest
-    from fewer.runs.job import check
+    from fewer.runs.experiment import check
 
     where = out or fresh("compare")
     GO_ON.append(f"Go on with the same command and --out {where}")
@@ -326,7 +326,7 @@ def dash(
 def audit(
     path: Run,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="\\[default: RUN/audit]")] = None,
-    parties: Annotated[int, typer.Option(metavar="N", min=1, help="How many parties' samples are attacked.")] = 10,
+    clients: Annotated[int, typer.Option(metavar="N", min=1, help="How many clients' samples are attacked.")] = 10,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of gradient matching.")] = 500,
     starts: Annotated[int, typer.Option(metavar="N", min=1, help="Random starts of it; the best is taken.")] = 2,
     data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie now.")] = None,
@@ -334,13 +334,13 @@ def audit(
 ) -> None:
     """Attack a run and write a page on what leaks: near-copies in synthetic data, deep leakage, membership inference.
 
-    For whoever simulates a federation: the attacks are judged by the parties' real data, which nobody else has.
+    For whoever simulates a federation: the attacks are judged by the clients' real data, which nobody else has.
     """
     from fewer.audit import audit as attack
-    from fewer.audit.telling import HEADS, figure_rows
+    from fewer.audit.summary import HEADS, figure_rows
     from fewer.report import write_audit
 
-    found = attack(path, data_dir=data_dir, parties=parties, steps=steps, starts=starts)
+    found = attack(path, data_dir=data_dir, clients=clients, steps=steps, starts=starts)
     files = write_audit(found, out or path / "audit")
     if write_json(json_file, found.as_json()):
         return
@@ -374,7 +374,7 @@ def methods(
     print_rows(
         ("setting", "default", "meaning"), [(key, str(row["default"]), row["text"]) for key, row in rows.items()]
     )
-    print("\nSet one with --set name=value; rounds and active have flags of their own.")
+    print("\nSet one with -o name=value; rounds and active have flags of their own.")
 
 
 @app.command(rich_help_panel="Use")
@@ -383,8 +383,8 @@ def predict(
     path: Run,
     data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with an array x, …), or a set.")],
     data_dir: DataDir = None,
-    data_set: DataSet = None,
-    party: One = None,
+    data_options: DataSet = None,
+    client: One = None,
     weights: Annotated[
         Path | None,
         typer.Option("--weights", metavar="FILE", help="Use these weights: model.safetensors of adapt or export."),
@@ -395,9 +395,9 @@ def predict(
 ) -> None:
     """Write a trained model's predictions for new data as CSV: sample, class, confidence."""
     from fewer.cli.options import assignments
-    from fewer.runs.use import predictions
+    from fewer.runs.inference import predictions
 
-    lines, accuracy = predictions(path, data, data_dir, party, assignments(data_set or []), weights)
+    lines, accuracy = predictions(path, data, data_dir, client, assignments(data_options or []), weights)
     text = "".join(line + "\n" for line in lines)
     if str(out) == "-":
         sys.stdout.write(text)
@@ -414,10 +414,10 @@ def adapt(
     path: Run,
     data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with arrays x and y, …), or a set.")],
     data_dir: DataDir = None,
-    data_set: DataSet = None,
+    data_options: DataSet = None,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the model goes.")] = Path("adapted"),
 ) -> None:
-    """Take what a run has learned to a new party's data and write its personal model.
+    """Take what a run has learned to a new client's data and write its personal model.
 
     The run's method must be one that learns to adapt: fedmeta, fedavg-meta, per-fedavg, reptile.
 
@@ -425,9 +425,9 @@ def adapt(
     [dim]fewer predict runs/… --data npz:new.npz --weights mine/model.safetensors[/dim]
     """
     from fewer.cli.options import assignments
-    from fewer.runs.use import adapt as write
+    from fewer.runs.inference import adapt as write
 
-    files, count = write(path, data, out, data_dir, assignments(data_set or []))
+    files, count = write(path, data, out, data_dir, assignments(data_options or []))
     print(f"adapted to {count} samples", file=sys.stderr)
     for file in files:
         print(file)
@@ -435,11 +435,11 @@ def adapt(
 
 @app.command(rich_help_panel="Use")
 @told
-def export(path: Run, party: One = None, out: Out = None) -> None:
+def export(path: Run, client: One = None, out: Out = None) -> None:
     """Write a trained model for use elsewhere: plain safetensors, a torch.export program, and a note on its inputs."""
-    from fewer.runs.use import export as write
+    from fewer.runs.inference import export as write
 
-    for file in write(path, out or path / "export", party):
+    for file in write(path, out or path / "export", client):
         print(file)
 
 
@@ -457,7 +457,7 @@ def _runs_in(path: Path) -> list[Path]:
 
 
 def _chosen(method: Any) -> str:
-    return ", ".join(f"{name} = {getattr(method, name):g}" for name in method.grids())
+    return ", ".join(f"{name} = {getattr(method, name):g}" for name in method.search_space())
 
 
 def _train(
@@ -471,20 +471,20 @@ def _train(
 ) -> None:
     """One run, from settings to the last word on it."""
     from fewer.cli.progress import shown
-    from fewer.experiments import tune as choose
+    from fewer.experiments import tune as sample_cohort
     from fewer.runs import trackers
     from fewer.runs.engine import start
-    from fewer.runs.job import check, job_from
+    from fewer.runs.experiment import build_experiment, check
 
-    job = job_from(check(given))
+    experiment = build_experiment(check(given))
     trackers.find(track or ())  # before the first trial
     with shown() as watch:
         if tune:
-            job, tried = choose(job, trials, None, watch(f"{job.method.name} tuning"))
-            print(f"chosen of {len(tried)}: {_chosen(job.method)}", file=sys.stderr)
-        where = out or fresh(f"{job.method.name}-{job.settings.data}")
+            experiment, tried = sample_cohort(experiment, trials, None, watch(f"{experiment.method.name} tuning"))
+            print(f"chosen of {len(tried)}: {_chosen(experiment.method)}", file=sys.stderr)
+        where = out or fresh(f"{experiment.method.name}-{experiment.settings.data}")
         GO_ON.append(f"Go on with: fewer resume {where}")
-        result = start(job, where, watch(job.method.name), track=track or ())
+        result = start(experiment, where, watch(experiment.method.name), track=track or ())
     finish(result, where, json_file, report)
 
 
@@ -495,7 +495,7 @@ def _print_table(table: Comparison) -> None:
     from fewer.runs.statistics import amount
 
     best = max(row.accuracy for row in table.rows)
-    shown = Table(title=f"{table.settings['data']}, {table.parties} parties", title_justify="left")
+    shown = Table(title=f"{table.settings['data']}, {table.clients} clients", title_justify="left")
     shown.add_column("method")
     for title in ("accuracy %", "everywhere %", "rounds", "MB up", "MB down", "seconds"):
         shown.add_column(title, justify="right")
@@ -510,14 +510,14 @@ def _print_table(table: Comparison) -> None:
         ]
         shown.add_row(row.method, *cells, style="bold" if row.accuracy == best else "")
     Console().print(shown)
-    some = " (of a hundred parties, for methods with personal models)" if table.parties > 100 else ""
+    some = " (of a hundred clients, for methods with personal models)" if table.clients > 100 else ""
     if any(row.groups for row in table.rows):
         print("frl and its baselines: what groups make of the prepared model, mean ± 95 % over groups.")
     print(
-        f"accuracy: each test sample judged by the model of the party that it belongs to{some}"
+        f"accuracy: each test sample judged by the model of the client that it belongs to{some}"
         + (f", ± 95 % over {table.settings['seeds']} seeds." if table.settings["seeds"] > 1 else ".")
     )
-    print("everywhere: each party's model judged on all parties' test samples, mean.")
+    print("everywhere: each client's model judged on all clients' test samples, mean.")
     for row in table.rows:
         if row.trials:
             tuned = ", ".join(f"{name} = {row.settings[name]:g}" for name in row.trials[0].settings)

@@ -30,8 +30,8 @@ NOT_DATA = (
 def list_data(data_dir: DataDir = None, json_file: Json = None) -> None:
     """List the sets that can be named, and the formats that can be read."""
     from fewer.data.download import SETS
-    from fewer.data.formats import FORMATS
     from fewer.data.sources import EMBEDDED, FILES
+    from fewer.registry import FORMATS
 
     root = data_dir or (Path(found) if (found := os.environ.get("FEWER_DATA")) else None)
     rows = {name: {"where": "in the package", "text": _first_line(make)} for name, make in EMBEDDED.items()}
@@ -42,7 +42,7 @@ def list_data(data_dir: DataDir = None, json_file: Json = None) -> None:
     formats = {name: _first_line(read) for name, read in FORMATS.items()}
     if write_json(json_file, {"sets": rows, "formats": formats}):
         return
-    print_rows(("set", "where", "what"), [(name, row["where"], row["text"]) for name, row in rows.items()])
+    print_rows(("method_options", "where", "what"), [(name, row["where"], row["text"]) for name, row in rows.items()])
     print()
     print_rows(("format", "what --data FORMAT:PATH reads"), list(formats.items()))
 
@@ -56,27 +56,27 @@ def inspect(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the pictures go.")] = Path(),
     json_file: Json = None,
 ) -> None:
-    """Count classes, parties and samples of a data set, and draw who holds what and a sheet of examples.
+    """Count classes, clients and samples of a data set, and draw who holds what and a sheet of examples.
 
     [dim]fewer data inspect glyphs --partition natural[/dim]
     """
     import numpy as np
 
     from fewer.report import partition_picture, sheet_picture
-    from fewer.runs.job import check, load_data
+    from fewer.runs.experiment import check, load_data
 
     begun = time.monotonic()
     data = load_data(check({**given, "data": name}))
-    sizes = np.array([data.size(party) for party in range(len(data))])
+    sizes = np.array([data.size(client) for client in range(len(data))])
     facts = {
         "name": name,
         "input": list(data.shape),
         "classes": data.classes,
-        "parties": len(data),
+        "clients": len(data),
         "training samples": int(sizes.sum()),
         "test samples": len(data.test),
-        "samples of a party": {"least": int(sizes.min()), "median": float(np.median(sizes)), "most": int(sizes.max())},
-        "parties without samples": int((sizes == 0).sum()),
+        "samples of a client": {"least": int(sizes.min()), "median": float(np.median(sizes)), "most": int(sizes.max())},
+        "clients without samples": int((sizes == 0).sum()),
         "vocabulary": data.vocabulary,
         "fingerprint": data.fingerprint(),
         "seconds": round(time.monotonic() - begun, 2),

@@ -88,7 +88,7 @@ def _merge(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Flags over file; of settings that are name=value pairs, both together."""
     settings = _read(file) if file else {}
     both = {**settings, **given}
-    for name in ("set", "model_set", "data_set"):
+    for name in ("method_options", "model_options", "data_options"):
         if name in given:
             before = settings.get(name, {})
             if not isinstance(before, dict):
@@ -120,7 +120,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     """`rate=0.1` as a name and a number, truth value or text."""
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise SettingError(f"--set {text}: not of the form name=value")
+        raise SettingError(f"-o {text}: not of the form name=value")
     try:
         return name, json.loads(value)
     except ValueError:

@@ -119,15 +119,15 @@ def write_page(runs: list[Path], where: Path) -> Path:
 def finish(result: Result, where: Path, json_file: Path | None, report: bool) -> None:
     """The last word on a run."""
     from fewer.cli.progress import duration, megabytes
-    from fewer.runs.settings import hash_of
+    from fewer.runs.settings import settings_hash
     from fewer.runs.statistics import half_width
 
     page = write_page([where], where) if report else None
     scores = result.scores
     figures = {
         "method": result.method.name,
-        **{key: value for key, value in scores.items() if key != "parties"},
-        "hash": hash_of(result.settings, result.method),
+        **{key: value for key, value in scores.items() if key != "clients"},
+        "hash": settings_hash(result.settings, result.method),
         "run": str(where),
         "history": result.history,
     }
@@ -139,7 +139,7 @@ def finish(result: Result, where: Path, json_file: Path | None, report: bool) ->
     )
     if fair := scores.get("fairness"):
         print(
-            f"New parties, each adapted to its support: mean {fair['mean']:.2%}, "
+            f"New clients, each adapted to its support: mean {fair['mean']:.2%}, "
             f"standard deviation {fair['variance'] ** 0.5:.2%}, worst tenth {fair['worst']:.2%}"
         )
     if groups := scores.get("groups"):
@@ -148,7 +148,7 @@ def finish(result: Result, where: Path, json_file: Path | None, report: bool) ->
         what = "tasks" if "tasks" in scores else "groups that began from the prepared model"
         print(f"Mean over {len(groups)} {what}{sure}")
     if scores.get("global") is not None:
-        print(f"Each party's model on all parties' test samples: {scores['global']:.2%}")
+        print(f"Each client's model on all clients' test samples: {scores['global']:.2%}")
     print(f"Kept in {where}" + (f", see {page}" if page else ""))
     if groups and "tasks" not in scores:
         print(f"For groups: fewer deploy {where} --data …")

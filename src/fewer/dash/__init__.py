@@ -1,7 +1,7 @@
 """The dashboard: runs of a directory in a browser, while they go on. It reads runs, and never computes them.
 
 records.py      files that grow: the last lines, older pages, and what has come since
-catalogue.py    which runs there are, and how each is doing
+catalog.py    which runs there are, and how each is doing
 control.py      stopping and resuming them
 guard.py        who may ask
 server.py       the answers

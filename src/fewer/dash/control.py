@@ -50,8 +50,8 @@ class Control:
 
     def resume(self, run: Path, description: Mapping[str, Any]) -> int:
         """Start `fewer resume` apart from us, which goes on when we end; its number."""
-        if why := hindrance(run, description):
-            raise RunError(why)
+        if reason := hindrance(run, description):
+            raise RunError(reason)
         try:
             with (run / LOG).open("ab") as log:
                 begun = time.time()
@@ -76,7 +76,7 @@ class Control:
 def hindrance(run: Path, description: Mapping[str, Any]) -> str:
     """Why a run cannot be resumed with a button; empty where it can."""
     if description["settings"]["runtime"] == "flower":
-        return f"its parties are on other machines: fewer coordinator --resume {run} --keys DIR"
+        return f"its clients are on other machines: fewer server --resume {run} --keys DIR"
     if own := description["own"]:
         return f"it was run with a {own[0]} of your own: fewer.resume({str(run)!r}, {own[0]}=…) from Python"
     return ""

@@ -132,7 +132,7 @@ class Curve:
 
 
 @dataclass
-class Tally:
+class EventTally:
     """What events and ledger add up to, read slice by slice: `done` tells how much of them is in it."""
 
     events: Growing
@@ -144,7 +144,7 @@ class Tally:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def of(cls, run: Path) -> Tally:
+    def of(cls, run: Path) -> EventTally:
         """Of a run of which nothing is known yet."""
         return cls(Growing(run / EVENTS), Growing(run / LEDGER))
 

@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import fewer
-from fewer.dash.catalogue import STATES, Catalogue, Known
+from fewer.dash.catalog import STATES, Catalog, RunEntry
 from fewer.dash.control import LOG, Control, hindrance
 from fewer.dash.guard import Guard, token_for
 from fewer.dash.records import newest, read_line
@@ -46,9 +46,9 @@ QUIET = 15.0
 KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MOST = 24
 """Runs that are compared at once."""
-HIDDEN = ("method", "set", *OUTSIDE)
+HIDDEN = ("method", "method_options", *OUTSIDE)
 """Settings that need not be told: what makes the numbers is told otherwise, or they do not depend on it."""
-ORDERS: Mapping[str, Callable[[Known], Any]] = {
+ORDERS: Mapping[str, Callable[[RunEntry], Any]] = {
     "changed": lambda run: run.row["changed"],
     "accuracy": lambda run: run.row.get("accuracy") or 0.0,
     "bytes": lambda run: run.row.get("up", 0) + run.row.get("down", 0),
@@ -67,7 +67,7 @@ _REPORT = (
 class Dashboard:
     """What the page asks for."""
 
-    catalogue: Catalogue
+    catalog: Catalog
     control: Control
     read_only: bool = False
     closing: Callable[[], bool] = lambda: False
@@ -75,7 +75,7 @@ class Dashboard:
     """Held so that nobody starts a run twice."""
 
     def routes(self) -> list[Route]:
-        """All addresses. Runs are asked for by what the catalogue calls them, never by a path."""
+        """All addresses. Runs are asked for by what the catalog calls them, never by a path."""
         one = "/api/runs/{id}"
         found = [
             Route("/", partial(self.file, name="index.html")),
@@ -98,12 +98,12 @@ class Dashboard:
             ]
         return found
 
-    def _run(self, request: Request) -> Known:
+    def _run(self, request: Request) -> RunEntry:
         id = request.path_params["id"]
-        if id not in self.catalogue.runs:
-            self.catalogue.refresh(now=True)
+        if id not in self.catalog.runs:
+            self.catalog.refresh(now=True)
         try:
-            return self.catalogue.runs[id]
+            return self.catalog.runs[id]
         except KeyError:
             raise RunError("there is no such run here") from None
 
@@ -119,7 +119,7 @@ class Dashboard:
     def listing(self, request: Request) -> Response:
         """A page of the list, sorted and sifted."""
         asked = request.query_params
-        self.catalogue.refresh()
+        self.catalog.refresh()
         words, state, order = (
             asked.get("find", "").lower().split(),
             asked.get("state", ""),
@@ -127,7 +127,7 @@ class Dashboard:
         )
         if order not in ORDERS or (state and state not in STATES):
             raise SettingError(f"sort is one of {', '.join(ORDERS)}; state is one of {', '.join(STATES)}")
-        runs = [run for run in self.catalogue.rows() if run.row]
+        runs = [run for run in self.catalog.rows() if run.row]
         found = [run for run in runs if (not state or run.state == state) and _has(run, words)]
         found.sort(key=ORDERS[order], reverse=asked.get("down", "1") == "1")
         first = _number(asked.get("from"), 0, ANY)
@@ -137,24 +137,24 @@ class Dashboard:
                 "rows": [run.row for run in page],
                 "found": len(found),
                 **self._totals(),
-                "root": str(self.catalogue.root),
+                "root": str(self.catalog.root),
                 "read_only": self.read_only,
                 "version": fewer.__version__,
             }
         )
 
     def _totals(self) -> dict[str, Any]:
-        counts = self.catalogue.counts()
+        counts = self.catalog.counts()
         return {
             "total": counts.total(),
-            "came": self.catalogue.came,
+            "came": self.catalog.came,
             "counts": {state: counts[state] for state in STATES},
         }
 
     def show(self, request: Request) -> Response:
         """All about a run but what is long."""
         run = self._run(request)
-        self.catalogue.look_at(run)
+        self.catalog.look_at(run)
         about = run.description
         return answer(
             {
@@ -177,7 +177,7 @@ class Dashboard:
 
     def compare(self, request: Request) -> Response:
         """Some runs, with looks by which to tell them apart, and the settings that they have differently."""
-        runs = [self.catalogue.runs[id] for id in _ids(request) if id in self.catalogue.runs]
+        runs = [self.catalog.runs[id] for id in _ids(request) if id in self.catalog.runs]
         runs = [run for run in runs if run.row["state"] != "damaged"][:MOST]
         found = looks({run.id: run.row["method"] for run in runs})
         told = [{**run.description["settings"], **run.description["method"]} for run in runs]
@@ -192,18 +192,18 @@ class Dashboard:
             }
         )
 
-    def _together(self, run: Known) -> Path:
+    def _together(self, run: RunEntry) -> Path:
         """Where `fewer compare` writes its page on this and the runs beside it; what is above our root is not ours."""
-        inside = run.path.parent.is_relative_to(self.catalogue.root)
+        inside = run.path.parent.is_relative_to(self.catalog.root)
         return (run.path.parent if inside else run.path) / REPORT
 
     def curve(self, request: Request) -> Response:
         """Figures by round."""
-        return answer({"points": self.catalogue.curve(self._run(request))})
+        return answer({"points": self.catalog.curve(self._run(request))})
 
     def tally(self, request: Request) -> Response:
         """Faults and messages, added up as far as read by now."""
-        return answer(self.catalogue.tally(self._run(request)))
+        return answer(self.catalog.tally(self._run(request)))
 
     def events(self, request: Request) -> Response:
         """What happened, the newest first."""
@@ -247,8 +247,8 @@ class Dashboard:
         totals: dict[str, Any] = {}
         quiet = 0.0
         while not self.closing():
-            await run_in_threadpool(self.catalogue.refresh)
-            runs = [run for id in ids if (run := self.catalogue.runs.get(id)) and run.revision != told.get(id)]
+            await run_in_threadpool(self.catalog.refresh)
+            runs = [run for id in ids if (run := self.catalog.runs.get(id)) and run.revision != told.get(id)]
             now = self._totals()
             if runs or now != totals:
                 told |= {run.id: run.revision for run in runs}
@@ -269,11 +269,11 @@ class Dashboard:
         """Go on with a run."""
         run = self._run(request)
         with self.resuming:
-            self.catalogue.look_at(run)
+            self.catalog.look_at(run)
             if run.state not in ("stopped", "broken"):
                 raise RunError(f"{run.path} is {run.state}")
             process = self.control.resume(run.path, run.description)
-            self.catalogue.look_at(run)
+            self.catalog.look_at(run)
         return answer({"process": process})
 
 
@@ -298,7 +298,7 @@ def _differ(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
     return key not in HIDDEN and any(value != known[0] for value in known)
 
 
-def _has(run: Known, words: Sequence[str]) -> bool:
+def _has(run: RunEntry, words: Sequence[str]) -> bool:
     text = f"{run.name} {run.row['method']} {run.row['data']} {run.state}".lower()
     return all(word in text for word in words)
 
@@ -368,7 +368,7 @@ def opened(
 ) -> uvicorn.Server:
     """A server of the runs under a directory, ready to run on a socket that listens."""
     control = Control()
-    dashboard = Dashboard(Catalogue(root, control.started), control, read_only)
+    dashboard = Dashboard(Catalog(root, control.started), control, read_only)
     app = application(dashboard, token, names, listening.getsockname()[1])
     config = uvicorn.Config(
         app, log_level="error", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=2

@@ -1,4 +1,4 @@
-"""Few-shot work: parties, classes and samples divided into what is learned from and what is judged on."""
+"""Few-shot work: clients, classes and samples divided into what is learned from and what is judged on."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fewer.data.raw import Raw
+from fewer.data.raw_dataset import RawDataset
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError
 
 
 class Three(NamedTuple):
-    """Three disjoint groups of numbers (parties or classes), each in rising order."""
+    """Three disjoint groups of numbers (clients or classes), each in rising order."""
 
     train: list[int]
     validation: list[int]
     test: list[int]
 
 
-def split_parties(parties: int, shares: tuple[float, float, float] = (0.8, 0.1, 0.1), seed: int = 0) -> Three:
-    """Parties to train with, to choose settings on, and to judge on: none of them in two groups."""
+def split_clients(clients: int, shares: tuple[float, float, float] = (0.8, 0.1, 0.1), seed: int = 0) -> Three:
+    """Clients to train with, to choose settings on, and to judge on: none of them in two groups."""
     if min(shares) < 0 or abs(sum(shares) - 1) > 1e-6:
-        raise SettingError(f"shares {shares} of parties (allowed: three that add up to 1)")
-    order = np.random.default_rng(seed).permutation(parties)
-    ends = [round(parties * shares[0]), round(parties * (shares[0] + shares[1]))]
-    groups = [sorted(int(party) for party in group) for group in np.split(order, ends)]
+        raise SettingError(f"shares {shares} of clients (allowed: three that add up to 1)")
+    order = np.random.default_rng(seed).permutation(clients)
+    ends = [round(clients * shares[0]), round(clients * (shares[0] + shares[1]))]
+    groups = [sorted(int(client) for client in group) for group in np.split(order, ends)]
     if any(share > 0 and not group for share, group in zip(shares, groups, strict=True)):
-        raise SettingError(f"{parties} parties cannot be divided in shares {shares}: a group is empty")
+        raise SettingError(f"{clients} clients cannot be divided in shares {shares}: a group is empty")
     return Three(*groups)
 
 
@@ -47,7 +47,7 @@ def split_classes(classes: int, base: int, validation: int, novel: int, seed: in
     return Three(*(sorted(int(c) for c in order[bounds[i] : bounds[i + 1]]) for i in range(3)))
 
 
-def by_class(raw: Raw, split: str, name: str) -> Raw:
+def by_class(raw: RawDataset, split: str, name: str) -> RawDataset:
     """All samples in one pool, classes numbered anew: base, validation, novel ones; those in none of them are dropped.
 
     `split` has three parts with / between them: how many classes each has (20/5/16), in the order of their numbers, or
@@ -77,7 +77,7 @@ def by_class(raw: Raw, split: str, name: str) -> Raw:
     )
 
 
-def _groups(raw: Raw, parts: Sequence[str], name: str, split: str) -> Three:
+def _groups(raw: RawDataset, parts: Sequence[str], name: str, split: str) -> Three:
     """The class numbers that a split means."""
     allowed = "allowed: BASE/VALIDATION/NOVEL, each a number of classes or beginnings of their names with commas"
     if len(parts) != 3:

@@ -1,4 +1,4 @@
-"""Data as a federation holds it: for each party its own samples, and a common test set."""
+"""Data as a federation holds it: for each client its own samples, and a common test set."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from fewer.choices import Partition
 from fewer.data import text
 from fewer.data.partition import Division, Parts, divide, follow, split_off
-from fewer.data.raw import Raw
+from fewer.data.raw_dataset import RawDataset
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError
-from fewer.vocabulary import Partition
 
 MAX_CLASSES = 1 << 20
 """What counts classes is as long as the largest label: numbers beyond this are not labels."""
@@ -30,8 +30,8 @@ TEST_SHARE = 0.2
 """What is held out of data that has no test samples of its own."""
 
 
-class PartyData(NamedTuple):
-    """What one party holds."""
+class ClientData(NamedTuple):
+    """What one client holds."""
 
     train: Samples
     """What it learns from."""
@@ -42,7 +42,7 @@ class PartyData(NamedTuple):
 
 
 class Data(ABC):
-    """Any source of parties. Only what is asked for need be in memory."""
+    """Any source of clients. Only what is asked for need be in memory."""
 
     name: str
     """What messages and reports call it."""
@@ -57,11 +57,11 @@ class Data(ABC):
     origin: Mapping[str, Any] | None = None
     """How `load` made it, so that a run can be resumed from its directory alone; None for a user's own."""
     in_time: bool = False
-    """Whether each party's samples are in the order of time."""
+    """Whether each client's samples are in the order of time."""
     novel: bool = False
     """Whether validation and test samples are of classes that nobody trains on; `classes` counts those of training."""
     alone: bool = False
-    """Whether it is all that one party has, who does not know the test samples of the others."""
+    """Whether it is all that one client has, who does not know the test samples of the others."""
 
     @property
     def vocabulary(self) -> int | None:
@@ -70,23 +70,23 @@ class Data(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many parties there are."""
+        """How many clients there are."""
 
     @abstractmethod
-    def party(self, number: int) -> PartyData:
-        """The samples of one party."""
+    def client(self, number: int) -> ClientData:
+        """The samples of one client."""
 
     @abstractmethod
     def size(self, number: int) -> int:
-        """How many training samples a party has, without loading them."""
+        """How many training samples a client has, without loading them."""
 
     @abstractmethod
     def fingerprint(self) -> str:
         """Changes when any of the data or its division does."""
 
     def inside(self, number: int) -> Data:
-        """The parties that one of these parties is made of, where it is a federation itself."""
-        raise SettingError(f"data '{self.name}' has no federations of parties")
+        """The clients that one of these clients is made of, where it is a federation itself."""
+        raise SettingError(f"data '{self.name}' has no federations of clients")
 
     def to(self, device: torch.device) -> Data:
         """The same data on another device."""
@@ -98,7 +98,7 @@ class Data(ABC):
 
     @property
     def unseen(self) -> frozenset[int]:
-        """Classes of the common test set that no party trains on."""
+        """Classes of the common test set that no client trains on."""
         return frozenset()
 
     def held_classes(self, share: float, seed: int) -> Data:
@@ -113,7 +113,7 @@ class ArrayData(Data):
     name: str
     classes: int
     source: Samples
-    """Rows that parties train (and validate) on."""
+    """Rows that clients train (and validate) on."""
     train: Parts
     validation: Parts
     common: Samples
@@ -125,7 +125,7 @@ class ArrayData(Data):
     names: tuple[str, ...] = ()
     """What the classes are called, where that is known."""
     in_time: bool = False
-    """Whether each party's samples are in the order of time."""
+    """Whether each client's samples are in the order of time."""
     novel: bool = False
     """Whether validation and test samples are of classes that nobody trains on."""
     row_clients: NDArray[Any] | None = None
@@ -138,24 +138,24 @@ class ArrayData(Data):
 
     @cached_property
     def test(self) -> Samples:  # type: ignore[override]
-        """The common test set: all that the parties test on, together."""
+        """The common test set: all that the clients test on, together."""
         return self.common
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
 
-    def party(self, number: int) -> PartyData:
-        """The samples of one party."""
+    def client(self, number: int) -> ClientData:
+        """The samples of one client."""
 
         def view(samples: Samples, parts: Parts) -> Samples:
             return samples.only(torch.from_numpy(parts.of(number)))
 
-        return PartyData(
+        return ClientData(
             view(self.source, self.train), view(self.source, self.validation), view(self.common, self.tests)
         )
 
     def size(self, number: int) -> int:
-        """How many training samples a party has."""
+        """How many training samples a client has."""
         return int(self.train.offsets[number + 1] - self.train.offsets[number])
 
     def fingerprint(self) -> str:
@@ -177,9 +177,9 @@ class ArrayData(Data):
         return replace(self, source=self.source.to(device), common=self.common.to(device))
 
     def held_out(self, share: float, seed: int) -> ArrayData:
-        """The training data alone, a share of each party's in the place of its test data.
+        """The training data alone, a share of each client's in the place of its test data.
 
-        What is in time is split in time; where parties hold rows of several clients, in that of each client.
+        What is in time is split in time; where clients hold rows of several clients, in that of each client.
         """
         if self.row_clients is None:
             train, held = split_off(self.train, share, None if self.in_time else np.random.default_rng(seed))
@@ -209,7 +209,7 @@ class ArrayData(Data):
 
     @cached_property
     def unseen(self) -> frozenset[int]:
-        """Classes of the common test set that no party trains on."""
+        """Classes of the common test set that no client trains on."""
         trained = self.source.y.cpu()[torch.from_numpy(self.train.rows)]
         return frozenset(self.common.labels.tolist()) - frozenset(trained.tolist())
 
@@ -220,7 +220,7 @@ class ArrayData(Data):
         trained = np.unique(labels[held.train.rows])
         away = np.random.default_rng(seed).permutation(trained)[: max(1, round(share * len(trained)))]
         if len(away) == len(trained):
-            raise DataError(f"data '{self.name}' cannot be tuned on: parties train on one class only")
+            raise DataError(f"data '{self.name}' cannot be tuned on: clients train on one class only")
         gone = np.isin(labels[held.train.rows], away)
         owners = np.repeat(np.arange(len(self)), held.train.sizes)
         rows = held.common.rows
@@ -245,45 +245,45 @@ def from_arrays(
 ) -> ArrayData:
     """A federation from inputs `x` and labels `y`.
 
-    With `client` (whom each sample belongs to) the parties are the clients, otherwise the samples are divided; without
-    `test` a fifth of each party's samples is held out. Bytes are taken as pixels and normalised by `normal` (mean and
+    With `client` (whom each sample belongs to) the clients are the clients, otherwise the samples are divided; without
+    `test` a fifth of each client's samples is held out. Bytes are taken as pixels and normalized by `normal` (mean and
     deviation in 0 … 1; by default their own), texts are turned into token numbers. `settings` are those of `federate`:
-    `parties`, `partition`, `alpha`, `fraction`, `validation` …
+    `clients`, `partition`, `alpha`, `fraction`, `validation` …
     """
     owners = None if client_ids is None else np.asarray(client_ids)
     tests = (
         None if test is None else (_texts_or_inputs(test[0], f"{name} (test)"), labels_of(test[1], f"{name} (test)"))
     )
-    raw = Raw(_texts_or_inputs(x, name), labels_of(y, name), tests, owners, normal=normal)
+    raw = RawDataset(_texts_or_inputs(x, name), labels_of(y, name), tests, owners, normal=normal)
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
 
 
 def federate(
-    raw: Raw,
+    raw: RawDataset,
     *,
-    parties: int = 20,
+    clients: int = 20,
     partition: Partition = "dirichlet",
     alpha: float = 0.5,
-    minimum: int = 10,
-    classes_per_party: int = 2,
+    min_samples_per_client: int = 10,
+    classes_per_client: int = 2,
     shards: int = 2,
     fraction: float = 1.0,
     validation: float = 0.0,
-    words: int = 20_000,
-    length: int = 30,
+    vocab_size: int = 20_000,
+    max_length: int = 30,
     seed: int = 0,
     name: str = "arrays",
     origin: Mapping[str, Any] | None = None,
 ) -> ArrayData:
-    """Divide what a source has among parties.
+    """Divide what a source has among clients.
 
-    `partition` is one of iid, dirichlet (with `alpha` and a `minimum` for each party), dirichlet-pairs, pathological
-    (`classes_per_party`), shards (`shards` for each party), quantity, and natural (by client). `fraction` keeps only so
-    much of the training samples; `validation` holds out a share of each party's. Of texts, at most `words` words are
-    known and `length` are read. Where a source divides its classes, all samples are divided among parties, then each
-    party's by class: base classes are to train on, validation and novel classes to validate and to test on.
+    `partition` is one of iid, dirichlet (with `alpha` and a `minimum` for each client), dirichlet-pairs, pathological
+    (`classes_per_client`), shards (`shards` for each client), quantity, and natural (by client). `fraction` keeps only so
+    much of the training samples; `validation` holds out a share of each client's. Of texts, at most `words` words are
+    known and `length` are read. Where a source divides its classes, all samples are divided among clients, then each
+    client's by class: base classes are to train on, validation and novel classes to validate and to test on.
     """
     _same_length(name, raw.x, raw.y)
     if raw.test is not None:
@@ -313,7 +313,7 @@ def federate(
         owner = raw.client_ids[test_rows] if raw.test is None else raw.test_client_ids
         train, tests = _by_client(raw.client_ids, everyone, rows, labels, owner, tested, draw)
     else:
-        how = Division(partition, parties, alpha, minimum, classes_per_party, shards)
+        how = Division(partition, clients, alpha, min_samples_per_client, classes_per_client, shards)
         train, tests = divide(how, labels[rows], tested, seed)
         train = Parts(rows[train.rows], train.offsets)
     if raw.in_time:
@@ -326,7 +326,7 @@ def federate(
         held = _in_order(Parts(apart[held.rows], held.offsets))
     elif validation:
         train, held = split_off(train, validation, None if raw.in_time else draw)
-    source, common, tokens = _samples(raw, labels, tested, train, name, words, length)
+    source, common, tokens = _samples(raw, labels, tested, train, name, vocab_size, max_length)
     if raw.test is None:
         common = replace(source, rows=torch.from_numpy(test_rows))
     classes = max(len(raw.names), int(max(labels.max(), tested.max(initial=0))) + 1)
@@ -340,7 +340,7 @@ def federate(
 def _by_class(
     parts: Parts, labels: NDArray[np.int64], split: tuple[int, int, int]
 ) -> tuple[Parts, Parts, Parts, NDArray[np.int64]]:
-    """Each party's samples of base, validation and novel classes, and all rows of novel ones, which the last count."""
+    """Each client's samples of base, validation and novel classes, and all rows of novel ones, which the last count."""
     owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
     group = np.searchsorted(np.cumsum(split), labels[parts.rows], side="right")
     base, held, novel = (
@@ -350,7 +350,7 @@ def _by_class(
     return base, held, Parts(np.searchsorted(rows, novel.rows), novel.offsets), rows
 
 
-def hold_out(raw: Raw, rows: NDArray[np.int64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def hold_out(raw: RawDataset, rows: NDArray[np.int64], share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Rows to train on and a share of each client's to judge on: always the same, whatever the seed of the division.
 
     What is in time is split in time. Of overlapping windows only those are tested that do not overlap.
@@ -367,16 +367,20 @@ def hold_out(raw: Raw, rows: NDArray[np.int64], share: float) -> tuple[NDArray[n
 
 
 def _in_order(parts: Parts) -> Parts:
-    """The same division, each party's rows in rising order."""
+    """The same division, each client's rows in rising order."""
     owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
     return Parts(parts.rows[np.lexsort((parts.rows, owners))], parts.offsets)
 
 
-def _one_pool(raw: Raw, name: str) -> Raw:
-    """Where the test samples belong to other clients than the training samples, all are parties: one pool."""
+def _one_pool(raw: RawDataset, name: str) -> RawDataset:
+    """Where the test samples belong to other clients than the training samples, all are clients: one pool."""
     if raw.client_ids is None:
         raise SettingError(f"partition = natural, but data '{name}' does not say who its samples belong to (client)")
-    if raw.test is None or raw.test_client_ids is None or set(raw.test_client_ids.tolist()) <= set(raw.client_ids.tolist()):
+    if (
+        raw.test is None
+        or raw.test_client_ids is None
+        or set(raw.test_client_ids.tolist()) <= set(raw.client_ids.tolist())
+    ):
         return raw
     x, y = raw.test
     both = raw.x + list(x) if isinstance(raw.x, list) else np.concatenate([np.asarray(raw.x), np.asarray(x)])
@@ -384,14 +388,14 @@ def _one_pool(raw: Raw, name: str) -> Raw:
     return replace(raw, x=both, y=np.concatenate([raw.y, y]), client_ids=client_ids, test=None, test_client_ids=None)
 
 
-def _windows(raw: Raw) -> bool:
+def _windows(raw: RawDataset) -> bool:
     """Whether inputs are overlapping windows of one long text, which must not be copied out: the copy would be huge."""
     return isinstance(raw.x, Tensor) and not raw.x.is_contiguous()
 
 
 def _some(
-    raw: Raw, rows: NDArray[np.int64], fraction: float, draw: np.random.Generator
-) -> tuple[Raw, NDArray[np.int64]]:
+    raw: RawDataset, rows: NDArray[np.int64], fraction: float, draw: np.random.Generator
+) -> tuple[RawDataset, NDArray[np.int64]]:
     """A share of the training rows. Where nothing else is in the arrays, they shrink with it."""
     if not 0 < fraction <= 1:
         raise SettingError(f"fraction = {fraction:g} (allowed: more than 0, at most 1)")
@@ -415,7 +419,7 @@ def _by_client(
     tested: NDArray[np.int64],
     draw: np.random.Generator,
 ) -> tuple[Parts, Parts]:
-    """One party for each client, in sorted order; test samples by client too, or else as the training samples."""
+    """One client for each client, in sorted order; test samples by client too, or else as the training samples."""
     train = Parts.by_owner(rows, np.searchsorted(names, client_ids[rows]), len(names))
     if test_client_ids is None:
         return train, follow(train, labels, tested, draw)
@@ -424,22 +428,22 @@ def _by_client(
 
 
 def _samples(
-    raw: Raw,
+    raw: RawDataset,
     labels: NDArray[np.int64],
     tested: NDArray[np.int64],
     train: Parts,
     name: str,
-    words: int,
-    length: int,
+    vocab_size: int,
+    max_length: int,
 ) -> tuple[Samples, Samples, tuple[str, ...]]:
     """All training and all test samples in the form in which nets take them, and the tokens of texts."""
     x, test_x, tokens = raw.x, None if raw.test is None else raw.test[0], raw.tokens
     if isinstance(x, list):
-        tokens = text.vocabulary((x[row] for row in train.rows), words)
-        x = text.encode(x, tokens, length)
-        test_x = None if test_x is None else text.encode(list(test_x), tokens, length)
+        tokens = text.vocabulary((x[row] for row in train.rows), vocab_size)
+        x = text.encode(x, tokens, max_length)
+        test_x = None if test_x is None else text.encode(list(test_x), tokens, max_length)
     inputs = inputs_of(x, name)
-    shift, scale = (0.0, 1.0) if tokens else _normalisation(inputs, train.rows, raw.normal)
+    shift, scale = (0.0, 1.0) if tokens else _normalization(inputs, train.rows, raw.normal)
     source = Samples(inputs, torch.from_numpy(labels), None, shift, scale, bool(tokens))
     if test_x is None:
         return source, source, tokens
@@ -457,22 +461,22 @@ def _texts_or_inputs(x: Any, name: str) -> list[str] | Tensor:
     return x if isinstance(x, list) and x and all(isinstance(each, str) for each in x) else inputs_of(x, name)
 
 
-def from_parties(parties: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayData:
-    """A federation from a list of (x, y), one pair for each party; settings as for `from_arrays`.
+def from_clients(clients: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayData:
+    """A federation from a list of (x, y), one pair for each client; settings as for `from_arrays`.
 
-    A party without samples stays a party.
+    A client without samples stays a client.
     """
-    pairs = [(np.asarray(x), np.asarray(y)) for x, y in parties]
+    pairs = [(np.asarray(x), np.asarray(y)) for x, y in clients]
     if not sum(len(y) for _, y in pairs):
-        raise DataError("no parties with samples in the list")
+        raise DataError("no clients with samples in the list")
     for number, (x, y) in enumerate(pairs):
-        _same_length(f"party {number}", x, y)
+        _same_length(f"client {number}", x, y)
     held = [pair for pair in pairs if len(pair[1])]
     client_ids = np.repeat(np.arange(len(pairs)), [len(y) for _, y in pairs])
     first = held[0][0]
     for number, (x, _) in enumerate(pairs):
         if len(x) and (x.shape[1:] != first.shape[1:] or (x.dtype == np.uint8) != (first.dtype == np.uint8)):
-            raise DataError(f"party {number} has inputs of {_kind(x)}, others of {_kind(first)}")
+            raise DataError(f"client {number} has inputs of {_kind(x)}, others of {_kind(first)}")
     x, y = (np.concatenate([pair[part] for pair in held]) for part in (0, 1))
     inputs = x.tolist() if x.dtype.kind == "U" else x
     data = from_arrays(inputs, y, client_ids=client_ids, partition="natural", **settings)
@@ -497,15 +501,15 @@ def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
     return from_arrays(inputs, np.asarray([int(y) for _, y in pairs]), **settings)
 
 
-def _widen(parts: Parts, present: NDArray[np.integer], parties: int) -> Parts:
-    """The same rows among more parties, of which only the `present` ones have any."""
-    offsets = np.zeros(parties + 1, np.int64)
+def _widen(parts: Parts, present: NDArray[np.integer], clients: int) -> Parts:
+    """The same rows among more clients, of which only the `present` ones have any."""
+    offsets = np.zeros(clients + 1, np.int64)
     offsets[present + 1] = parts.sizes
     return Parts(parts.rows, np.cumsum(offsets))
 
 
-def _empty(parties: int) -> Parts:
-    return Parts(np.zeros(0, np.int64), np.zeros(parties + 1, np.int64))
+def _empty(clients: int) -> Parts:
+    return Parts(np.zeros(0, np.int64), np.zeros(clients + 1, np.int64))
 
 
 def inputs_of(x: ArrayLike | Tensor, name: str) -> Tensor:
@@ -554,7 +558,7 @@ def _same_length(name: str, x: Any, y: Any) -> None:
         raise DataError(f"data '{name}' has {len(x)} inputs and {len(y)} labels")
 
 
-def _normalisation(inputs: Tensor, rows: NDArray[np.int64], normal: tuple[float, float] | None) -> tuple[float, float]:
+def _normalization(inputs: Tensor, rows: NDArray[np.int64], normal: tuple[float, float] | None) -> tuple[float, float]:
     """Shift and scale for bytes, from the training rows alone; none for anything else."""
     if inputs.dtype != torch.uint8:
         return 0.0, 1.0

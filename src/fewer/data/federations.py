@@ -1,4 +1,4 @@
-"""Federations of parties: neighbouring parties that stand together as one."""
+"""Federations of clients: neighboring clients that stand together as one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fewer.errors import SettingError
 
 @dataclass(frozen=True)
 class Federations(ArrayData):
-    """Data whose parties are federations: each holds what its members hold together."""
+    """Data whose clients are federations: each holds what its members hold together."""
 
     members: ArrayData = field(kw_only=True)
-    """The data with all members as parties of their own, in the order of their federations."""
+    """The data with all members as clients of their own, in the order of their federations."""
 
     def inside(self, number: int) -> ArrayData:
-        """The members of one federation, as the parties of their own."""
+        """The members of one federation, as the clients of their own."""
         first, last = _bounds(len(self.members), len(self))[number : number + 2]
 
         def cut(parts: Parts) -> Parts:
@@ -40,13 +40,13 @@ class Federations(ArrayData):
 
 
 def federations(data: Data, count: int) -> Federations:
-    """The parties of some data in `count` federations, as even as can be."""
+    """The clients of some data in `count` federations, as even as can be."""
     if not isinstance(data, ArrayData):
         raise SettingError(
             f"federations = {count}: data '{data.name}' cannot be put together (allowed: data in arrays)"
         )
     if not 1 <= count <= len(data):
-        raise SettingError(f"federations = {count}, but there are {len(data)} parties (allowed: 1 … {len(data)})")
+        raise SettingError(f"federations = {count}, but there are {len(data)} clients (allowed: 1 … {len(data)})")
     bounds = _bounds(len(data), count)
     whole = {part.name: getattr(data, part.name) for part in fields(ArrayData)}
     for name in ("train", "validation", "tests"):
@@ -54,6 +54,6 @@ def federations(data: Data, count: int) -> Federations:
     return Federations(**whole, members=data)
 
 
-def _bounds(parties: int, count: int) -> np.ndarray:
+def _bounds(clients: int, count: int) -> np.ndarray:
     """The first member of each federation, and the end."""
-    return np.arange(count + 1) * parties // count
+    return np.arange(count + 1) * clients // count

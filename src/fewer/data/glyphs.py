@@ -76,7 +76,7 @@ def _write(writer: int, size: int) -> NDArray[np.uint8]:
             turn, lean = tilt + jitter[0], slant + jitter[1]
             across, down = wide * np.exp(jitter[2]), high * np.exp(jitter[3])
             scale = _BIG / size
-            # The inverse map, from a pixel of the drawing to a point of the sheet, about both centres.
+            # The inverse map, from a pixel of the drawing to a point of the sheet, about both centers.
             c, s = np.cos(turn), np.sin(turn)
             forward = np.array([[c, -s], [s, c]]) @ np.array([[across, lean], [0, down]])
             a, b, d, e = (np.linalg.inv(forward) * scale).ravel()

@@ -1,4 +1,4 @@
-"""How samples are divided among parties. A division is `Parts`: the rows of all parties end to end."""
+"""How samples are divided among clients. A division is `Parts`: the rows of all clients end to end."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fewer.choices import Partition
 from fewer.errors import DataError, SettingError, unknown
-from fewer.vocabulary import Partition
 
 Rows = NDArray[np.int64]
 TRIES = 1000
 
 
 class Parts(NamedTuple):
-    """Party p has `rows[offsets[p]:offsets[p + 1]]`: two arrays, however many parties there are."""
+    """Client p has `rows[offsets[p]:offsets[p + 1]]`: two arrays, however many clients there are."""
 
     rows: Rows
     offsets: Rows
 
-    def of(self, party: int) -> Rows:
-        """The rows of one party."""
-        return self.rows[self.offsets[party] : self.offsets[party + 1]]
+    def of(self, client: int) -> Rows:
+        """The rows of one client."""
+        return self.rows[self.offsets[client] : self.offsets[client + 1]]
 
     @property
     def sizes(self) -> Rows:
-        """How many rows each party has."""
+        """How many rows each client has."""
         return np.diff(self.offsets)
 
     @classmethod
-    def by_owner(cls, rows: Rows, owners: NDArray[np.integer], parties: int) -> Parts:
-        """Parts from the owner of each row; rows of a party stay in the order given."""
+    def by_owner(cls, rows: Rows, owners: NDArray[np.integer], clients: int) -> Parts:
+        """Parts from the owner of each row; rows of a client stay in the order given."""
         order = np.argsort(owners, kind="stable")
-        offsets = np.zeros(parties + 1, np.int64)
-        np.cumsum(np.bincount(owners, minlength=parties), out=offsets[1:])
+        offsets = np.zeros(clients + 1, np.int64)
+        np.cumsum(np.bincount(owners, minlength=clients), out=offsets[1:])
         return cls(rows[order], offsets)
 
 
@@ -44,22 +44,22 @@ class Division:
     """How to divide: the way, and the settings that some ways have."""
 
     kind: Partition = "dirichlet"
-    parties: int = 20
+    clients: int = 20
     alpha: float = 0.5
     """Skew of the dirichlet ways and of quantity: small is skewed."""
     minimum: int = 10
-    """Training samples that each party gets at least (dirichlet ways and quantity)."""
+    """Training samples that each client gets at least (dirichlet ways and quantity)."""
     classes: int = 2
-    """Classes that each party holds (pathological)."""
+    """Classes that each client holds (pathological)."""
     shards: int = 2
-    """Shards that each party gets (shards)."""
+    """Shards that each client gets (shards)."""
 
     def check(self, seed: int = 0) -> None:
         """SettingError where no data could be divided so."""
         if seed < 0:
             raise SettingError(f"seed = {seed} (allowed: 0 or more)")
-        if self.parties < 1:
-            raise SettingError(f"parties = {self.parties} (allowed: 1 or more)")
+        if self.clients < 1:
+            raise SettingError(f"clients = {self.clients} (allowed: 1 or more)")
         if self.alpha <= 0:
             raise SettingError(f"alpha = {self.alpha:g} (allowed: more than 0)")
 
@@ -67,65 +67,65 @@ class Division:
 def iid(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
     """Even shares at random."""
     count = len(labels)
-    return Parts.by_owner(draw.permutation(count), np.arange(count) * how.parties // max(count, 1), how.parties)
+    return Parts.by_owner(draw.permutation(count), np.arange(count) * how.clients // max(count, 1), how.clients)
 
 
 def dirichlet(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Each class is divided in proportions drawn from Dirichlet(alpha), anew until each party has the minimum."""
+    """Each class is divided in proportions drawn from Dirichlet(alpha), anew until each client has the minimum."""
     classes = int(labels.max(initial=-1)) + 1
     counts = np.bincount(labels, minlength=classes)
     for _ in range(TRIES):
-        shares = draw.dirichlet(np.full(how.parties, how.alpha), classes)
+        shares = draw.dirichlet(np.full(how.clients, how.alpha), classes)
         if _cut(shares, counts).sum(axis=0).min() >= how.minimum:
             return deal(labels, shares, draw)
     raise SettingError(
-        f"{how.kind} with alpha = {how.alpha:g} leaves some of {how.parties} parties with fewer than {how.minimum} of "
-        f"{len(labels)} samples (allowed: a larger alpha, fewer parties, or a smaller minimum)"
+        f"{how.kind} with alpha = {how.alpha:g} leaves some of {how.clients} clients with fewer than {how.minimum} of "
+        f"{len(labels)} samples (allowed: a larger alpha, fewer clients, or a smaller minimum)"
     )
 
 
 def dirichlet_pairs(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Even random shares go to pairs of parties, and each pair divides its share by dirichlet (as MetaFed's data)."""
-    pairs = iid(labels, replace(how, parties=(how.parties + 1) // 2), draw)
+    """Even random shares go to pairs of clients, and each pair divides its share by dirichlet (as MetaFed's data)."""
+    pairs = iid(labels, replace(how, clients=(how.clients + 1) // 2), draw)
     owners = np.empty(len(labels), np.int64)
     for pair in range(len(pairs.sizes)):
         rows, first = pairs.of(pair), 2 * pair
-        inside = dirichlet(labels[rows], replace(how, parties=min(2, how.parties - first)), draw)
+        inside = dirichlet(labels[rows], replace(how, clients=min(2, how.clients - first)), draw)
         owners[rows[inside.rows]] = first + np.repeat(np.arange(len(inside.sizes)), inside.sizes)
-    return Parts.by_owner(np.arange(len(labels)), owners, how.parties)
+    return Parts.by_owner(np.arange(len(labels)), owners, how.clients)
 
 
 def pathological(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Each party holds a few classes only; those who hold a class share it evenly."""
+    """Each client holds a few classes only; those who hold a class share it evenly."""
     held = np.unique(labels)
     if not 1 <= how.classes <= len(held):
         raise SettingError(
-            f"{how.classes} classes for each party, but there are {len(held)} (allowed: 1 … {len(held)})"
+            f"{how.classes} classes for each client, but there are {len(held)} (allowed: 1 … {len(held)})"
         )
-    if how.parties * how.classes < len(held):
-        raise SettingError(f"{how.parties} parties with {how.classes} classes each cannot hold all {len(held)} classes")
-    shares = np.zeros((int(held.max()) + 1, how.parties))
+    if how.clients * how.classes < len(held):
+        raise SettingError(f"{how.clients} clients with {how.classes} classes each cannot hold all {len(held)} classes")
+    shares = np.zeros((int(held.max()) + 1, how.clients))
     used = np.zeros(len(held), np.int64)
-    for party in range(how.parties):  # the classes that fewest have so far, ties at random
+    for client in range(how.clients):  # the classes that fewest have so far, ties at random
         chosen = np.lexsort((draw.random(len(held)), used))[: how.classes]
         used[chosen] += 1
-        shares[held[chosen], party] = 1
+        shares[held[chosen], client] = 1
     return deal(labels, shares / np.maximum(shares.sum(axis=1, keepdims=True), 1), draw)
 
 
 def shards(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Shards of one class each, and each party is dealt a few of them; a class has as many as its share of the samples.
+    """Shards of one class each, and each client is dealt a few of them; a class has as many as its share of the samples.
 
     Where there are fewer shards than classes, samples sorted by class are cut into equal shards.
     """
-    count = how.parties * how.shards
+    count = how.clients * how.shards
     if not how.shards >= 1 or count > len(labels):
         raise SettingError(f"{count} shards of {len(labels)} samples (allowed: shards = 1 or more, a sample in each)")
     order = draw.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     owners = np.empty(count, np.int64)
     owners[draw.permutation(count)] = np.arange(count) // how.shards
-    return Parts.by_owner(order, np.repeat(owners, _shard_sizes(labels, count)), how.parties)
+    return Parts.by_owner(order, np.repeat(owners, _shard_sizes(labels, count)), how.clients)
 
 
 def _shard_sizes(labels: Rows, count: int) -> Rows:
@@ -142,23 +142,23 @@ def _shard_sizes(labels: Rows, count: int) -> Rows:
 
 
 def quantity(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Parties of very different size, their sizes drawn from Dirichlet(alpha); classes as in the whole."""
+    """Clients of very different size, their sizes drawn from Dirichlet(alpha); classes as in the whole."""
     return dirichlet(np.zeros_like(labels), how, draw)
 
 
 def follow(parts: Parts, labels: Rows, tested: Rows, draw: np.random.Generator) -> Parts:
-    """Test samples divided like the training samples: of each class, a party tests on the share it trains on."""
-    parties = len(parts.sizes)
+    """Test samples divided like the training samples: of each class, a client tests on the share it trains on."""
+    clients = len(parts.sizes)
     classes = int(max(labels.max(initial=-1), tested.max(initial=-1))) + 1
-    owners = np.repeat(np.arange(parties), parts.sizes)
-    counts = np.bincount(labels[parts.rows] * parties + owners, minlength=classes * parties).reshape(classes, parties)
+    owners = np.repeat(np.arange(clients), parts.sizes)
+    counts = np.bincount(labels[parts.rows] * clients + owners, minlength=classes * clients).reshape(classes, clients)
     totals = counts.sum(axis=1, keepdims=True)
-    shares = np.where(totals > 0, counts / np.maximum(totals, 1), 1 / parties)  # a class that nobody trains on: evenly
+    shares = np.where(totals > 0, counts / np.maximum(totals, 1), 1 / clients)  # a class that nobody trains on: evenly
     return deal(tested, shares, draw)
 
 
 def deal(labels: Rows, shares: NDArray[np.float64], draw: np.random.Generator) -> Parts:
-    """Divide the samples of each class among parties in the given shares (classes × parties), which add up to 1."""
+    """Divide the samples of each class among clients in the given shares (classes × clients), which add up to 1."""
     order = draw.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     sizes = _cut(shares, np.bincount(labels, minlength=len(shares)))
@@ -167,7 +167,7 @@ def deal(labels: Rows, shares: NDArray[np.float64], draw: np.random.Generator) -
 
 
 def _cut(shares: NDArray[np.float64], counts: Rows) -> Rows:
-    """How many samples each party gets of each class, all of them given out."""
+    """How many samples each client gets of each class, all of them given out."""
     bounds = np.cumsum(shares, axis=1)
     ends = np.floor(bounds * counts[:, None] + 1e-9).astype(np.int64)
     ends[:, -1] = np.where(bounds[:, -1] > 0, counts, 0)
@@ -185,7 +185,7 @@ WAYS = {
 
 
 def split_off(parts: Parts, fraction: float, draw: np.random.Generator | None) -> tuple[Parts, Parts]:
-    """Take a share of each party's rows away, at random or (no `draw`) the last ones: what is left, what was taken."""
+    """Take a share of each client's rows away, at random or (no `draw`) the last ones: what is left, what was taken."""
     if not 0 < fraction < 1:
         raise SettingError(f"a share of {fraction:g} cannot be held out (allowed: more than 0, less than 1)")
     owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
@@ -194,7 +194,7 @@ def split_off(parts: Parts, fraction: float, draw: np.random.Generator | None) -
     if draw is None:
         place = np.repeat(parts.sizes, parts.sizes) - 1 - place  # counted from the end
     else:
-        shuffled = shuffled[np.lexsort((draw.random(len(owners)), owners))]  # within each party
+        shuffled = shuffled[np.lexsort((draw.random(len(owners)), owners))]  # within each client
     taken = place < np.repeat(np.floor(parts.sizes * fraction), parts.sizes)
 
     def keep(mask: NDArray[np.bool_]) -> Parts:
@@ -204,12 +204,12 @@ def split_off(parts: Parts, fraction: float, draw: np.random.Generator | None) -
 
 
 def divide(how: Division, train: Rows, test: Rows, seed: int) -> tuple[Parts, Parts]:
-    """Divide training labels among parties as `how` says, and test labels alike."""
+    """Divide training labels among clients as `how` says, and test labels alike."""
     if how.kind not in WAYS:
         raise unknown("partition", how.kind, WAYS)
     how.check()
-    if len(train) < how.parties:
-        raise DataError(f"{len(train)} training samples cannot be divided among {how.parties} parties")
+    if len(train) < how.clients:
+        raise DataError(f"{len(train)} training samples cannot be divided among {how.clients} clients")
     draw = np.random.default_rng(seed)
     parts = WAYS[how.kind](train, how, draw)
     return parts, follow(parts, train, test, draw)

@@ -16,8 +16,8 @@ BLOCK = 1 << 20
 class Samples:
     """Inputs `x` and labels `y` of all rows, and the `rows` that are meant (all, if None).
 
-    Rows are gathered only when they are used, so parties share one copy of the data. Pixels stay bytes until then:
-    `shift` and `scale` normalise them to (x − shift) · scale; token numbers become 64-bit integers.
+    Rows are gathered only when they are used, so clients share one copy of the data. Pixels stay bytes until then:
+    `shift` and `scale` normalize them to (x − shift) · scale; token numbers become 64-bit integers.
     """
 
     x: Tensor

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
-from fewer.data import items
-from fewer.data.apart import OPTIONS, set_apart
+from fewer.choices import Partition
+from fewer.data import recommendation
 from fewer.data.cache import cached
+from fewer.data.class_split import OPTIONS, set_apart
 from fewer.data.episodes import by_class
 from fewer.data.federated import ArrayData, federate
-from fewer.data.formats import FORMATS
 from fewer.data.partition import Division
-from fewer.data.raw import Array, Inputs, Raw
+from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.errors import DataError, SettingError, unknown
-from fewer.vocabulary import Partition
+from fewer.registry import FORMATS
 
 
-class Known(NamedTuple):
+class DataSource(NamedTuple):
     """A set in a data directory: how it is read, where it lies there, and what is special about it."""
 
     format: str
@@ -38,24 +38,28 @@ class Known(NamedTuple):
 
 _FASHION = (0.2860, 0.3530)
 FILES = {
-    "mnist": Known("idx", "mnist", "handwritten digits, 28×28", normal=(0.1307, 0.3081)),
-    "qmnist": Known("qmnist", "qmnist", "MNIST with its writers as clients", normal=(0.1307, 0.3081)),
-    "fashion-mnist": Known("idx", "fashion-mnist", "Fashion-MNIST, 28×28", normal=_FASHION),
-    "cifar10": Known("cifar10", "cifar10", "CIFAR-10, 3×32×32"),
-    "cifar100": Known("cifar100", "cifar100", "CIFAR-100, 100 fine classes"),
-    "cifar100-coarse": Known("cifar100", "cifar100", "CIFAR-100, 20 coarse classes", {"labels": "coarse"}),
-    "fc100": Known("cifar100", "cifar100", "FC100: CIFAR-100 split 60/20/20", {"labels": "fc100", "split": "60/20/20"}),
-    "omniglot": Known("omniglot", "omniglot", "characters of 50 alphabets by 20 drawers"),
-    "femnist": Known("leaf-femnist", "femnist", "LEAF's FEMNIST, 62 classes by writer"),
-    "leaf-shakespeare": Known("leaf-shakespeare", "leaf-shakespeare", "LEAF's Shakespeare, next character by role"),
-    "sent140": Known("leaf-sent140", "sent140", "LEAF's Sent140, sentiment of tweets by author"),
-    "shakespeare": Known("plays", "shakespeare/plays.tar.gz", "plays, next character by role"),
-    "20newsgroups": Known("newsgroups", "20newsgroups/20news-bydate.tar.gz", "posts in 20 groups by author"),
-    "huffpost": Known("jsonl", "huffpost/huffpost.jsonl", "headlines in 41 classes", {"text": "raw"}),
-    "movielens-100k": Known("movielens", "movielens-100k", "films that users rated, in time"),
-    "hapt": Known("npz", "hapt/hapt.npz", "activities from a smartphone, by subject", in_time=True),
-    "pamap2": Known("pamap2", "pamap2", "activities from body sensors, by subject"),
-    "har": Known("har", "har", "UCI HAR activities, by subject"),
+    "mnist": DataSource("idx", "mnist", "handwritten digits, 28×28", normal=(0.1307, 0.3081)),
+    "qmnist": DataSource("qmnist", "qmnist", "MNIST with its writers as clients", normal=(0.1307, 0.3081)),
+    "fashion-mnist": DataSource("idx", "fashion-mnist", "Fashion-MNIST, 28×28", normal=_FASHION),
+    "cifar10": DataSource("cifar10", "cifar10", "CIFAR-10, 3×32×32"),
+    "cifar100": DataSource("cifar100", "cifar100", "CIFAR-100, 100 fine classes"),
+    "cifar100-coarse": DataSource("cifar100", "cifar100", "CIFAR-100, 20 coarse classes", {"labels": "coarse"}),
+    "fc100": DataSource(
+        "cifar100", "cifar100", "FC100: CIFAR-100 split 60/20/20", {"labels": "fc100", "split": "60/20/20"}
+    ),
+    "omniglot": DataSource("omniglot", "omniglot", "characters of 50 alphabets by 20 drawers"),
+    "femnist": DataSource("leaf-femnist", "femnist", "LEAF's FEMNIST, 62 classes by writer"),
+    "leaf-shakespeare": DataSource(
+        "leaf-shakespeare", "leaf-shakespeare", "LEAF's Shakespeare, next character by role"
+    ),
+    "sent140": DataSource("leaf-sent140", "sent140", "LEAF's Sent140, sentiment of tweets by author"),
+    "shakespeare": DataSource("plays", "shakespeare/plays.tar.gz", "plays, next character by role"),
+    "20newsgroups": DataSource("newsgroups", "20newsgroups/20news-bydate.tar.gz", "posts in 20 groups by author"),
+    "huffpost": DataSource("jsonl", "huffpost/huffpost.jsonl", "headlines in 41 classes", {"text": "raw"}),
+    "movielens-100k": DataSource("movielens", "movielens-100k", "films that users rated, in time"),
+    "hapt": DataSource("npz", "hapt/hapt.npz", "activities from a smartphone, by subject", in_time=True),
+    "pamap2": DataSource("pamap2", "pamap2", "activities from body sensors, by subject"),
+    "har": DataSource("har", "har", "UCI HAR activities, by subject"),
 }
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 """Formats whose arrays are kept in the cache once they have been read."""
@@ -65,11 +69,11 @@ def load(
     name: str,
     *,
     directory: str | Path | None = None,
-    data_set: Mapping[str, Any] | None = None,
+    data_options: Mapping[str, Any] | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> ArrayData:
-    """The named data, divided among parties.
+    """The named data, divided among clients.
 
     `name` is one of `NAMES`, or FORMAT:PATH with one of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
     Files are looked for in `directory`, by default $FEWER_DATA. `data_set` holds the options of the format or set
@@ -77,18 +81,18 @@ def load(
     `unseen`, those that nobody trains on: all their samples are for testing, and `split`, which divides the classes
     into base, validation and novel ones (20/5/16). The other settings are those of `federate`.
     """
-    Division(**{key: settings[key] for key in ("parties", "alpha") if key in settings}).check(seed)
+    Division(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).check(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
         raise unknown("partition", partition, get_args(Partition))
-    raw = read(name, directory, **(data_set or {}))
+    raw = read(name, directory, **(data_options or {}))
     origin = {"name": name, "directory": None if directory is None else str(directory), "seed": seed, **settings}
-    if data_set:
-        origin["data_set"] = dict(data_set)
+    if data_options:
+        origin["data_set"] = dict(data_options)
     return federate(raw, name=name, seed=seed, origin=origin, **settings)
 
 
-def read(name: str, directory: str | Path | None = None, **options: Any) -> Raw:
-    """The named data, not yet divided among parties."""
+def read(name: str, directory: str | Path | None = None, **options: Any) -> RawDataset:
+    """The named data, not yet divided among clients."""
     options = {**(FILES[name].options if name in FILES else {}), **options}
     split = options.pop("split", None)
     own = {key: value for key, value in options.items() if key not in OPTIONS}
@@ -100,7 +104,7 @@ def read(name: str, directory: str | Path | None = None, **options: Any) -> Raw:
     return raw if split is None else by_class(raw, split, name)
 
 
-def _read(name: str, directory: str | Path | None, options: Mapping[str, Any]) -> Raw:
+def _read(name: str, directory: str | Path | None, options: Mapping[str, Any]) -> RawDataset:
     kind, colon, where = name.partition(":")
     if colon:
         if kind not in FORMATS:
@@ -133,7 +137,7 @@ def inputs(
     return raw.test if raw.test is not None else (raw.x, raw.y)
 
 
-def _from_files(format: str, path: Path, options: Mapping[str, Any]) -> Raw:
+def _from_files(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
     reader = FORMATS[format]
     _check_options(reader, options, format)
     if format not in SLOW:
@@ -141,7 +145,7 @@ def _from_files(format: str, path: Path, options: Mapping[str, Any]) -> Raw:
     return _through_cache(format, path, options)
 
 
-def _through_cache(format: str, path: Path, options: Mapping[str, Any]) -> Raw:
+def _through_cache(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
     """Read once; later the arrays are mapped from the cache, so that only what is used comes into memory."""
     members = sorted(path.rglob("*")) if path.is_dir() else [path]
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in members if file.is_file()]
@@ -157,7 +161,7 @@ def _through_cache(format: str, path: Path, options: Mapping[str, Any]) -> Raw:
     arrays = cached(f"{format}-{key}", make)
     x, y, test_x, test_y, client_ids, test_client_ids, names, tokens, in_time = (arrays.get(part) for part in parts)
     assert x is not None and y is not None and names is not None and tokens is not None
-    return Raw(
+    return RawDataset(
         x,
         y,
         None if test_x is None or test_y is None else (test_x, test_y),
@@ -169,7 +173,7 @@ def _through_cache(format: str, path: Path, options: Mapping[str, Any]) -> Raw:
     )
 
 
-def _check_options(reader: Callable[..., Raw], options: Mapping[str, Any], name: str) -> None:
+def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any], name: str) -> None:
     allowed = [key for key in inspect.signature(reader).parameters if key != "path"]
     for key in options:
         if key not in allowed:
@@ -179,37 +183,37 @@ def _check_options(reader: Callable[..., Raw], options: Mapping[str, Any], name:
 # --- sets that the package carries ------------------------------------------------------------------------------
 
 
-def _digits() -> Raw:
+def _digits() -> RawDataset:
     """1,797 digits of 8×8 from scikit-learn; every fifth is for testing."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
     x = (x.reshape(-1, 1, 8, 8) * (255 / 16)).round().astype(np.uint8)
     last = np.arange(len(y)) % 5 == 4
-    return Raw(x[~last], y[~last], (x[last], y[last]), names=tuple("0123456789"))
+    return RawDataset(x[~last], y[~last], (x[last], y[last]), names=tuple("0123456789"))
 
 
 _CLOTHES = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
-def _fashion_mini() -> Raw:
+def _fashion_mini() -> RawDataset:
     """600 training and 100 test images of each of the ten classes of Fashion-MNIST."""
     with files("fewer.data").joinpath("embedded/fashion-mini.npz").open("rb") as file, np.load(file) as arrays:
         test = arrays["x_test"], arrays["y_test"]
-        return Raw(arrays["x"], arrays["y"], test, names=_CLOTHES, normal=_FASHION)
+        return RawDataset(arrays["x"], arrays["y"], test, names=_CLOTHES, normal=_FASHION)
 
 
-def _glyphs(size: int = 28) -> Raw:
+def _glyphs(size: int = 28) -> RawDataset:
     """62 letters and digits by 120 writers, drawn once and kept in the cache."""
     from fewer.data import glyphs
 
     if size not in (28, 32):
         raise SettingError(f"glyphs: size = {size} (allowed: 28 or 32)")
     made = cached(f"glyphs-{size}", lambda: dict(zip(("x", "y", "client"), glyphs.glyphs(size), strict=True)))
-    return Raw(made["x"], made["y"], client_ids=made["client"], names=tuple(glyphs.CLASSES), normal=(0.13, 0.26))
+    return RawDataset(made["x"], made["y"], client_ids=made["client"], names=tuple(glyphs.CLASSES), normal=(0.13, 0.26))
 
 
-def _looks(source: str = "fashion") -> Raw:
+def _looks(source: str = "fashion") -> RawDataset:
     """The same classes under four looks (plain, inverted, blurred, rotated): each image under one, its client."""
     from fewer.data import glyphs
 
@@ -226,21 +230,21 @@ def _looks(source: str = "fashion") -> Raw:
     seen = np.empty_like(x)
     for number in range(4):
         seen[look == number] = glyphs.looks(x[look == number])[number]
-    return Raw(seen, y, client_ids=np.array(glyphs.LOOKS)[look], names=raw.names, normal=(0.5, 0.5))
+    return RawDataset(seen, y, client_ids=np.array(glyphs.LOOKS)[look], names=raw.names, normal=(0.5, 0.5))
 
 
-def _shakespeare_mini() -> Raw:
+def _shakespeare_mini() -> RawDataset:
     """Twelve plays by role: the next character after each 80."""
     with as_file(files("fewer.data").joinpath("embedded/shakespeare-mini.tar.gz")) as path:
         return FORMATS["plays"](path)
 
 
-def _usage(own: bool = False) -> Raw:
+def _usage(own_classes: bool = False) -> RawDataset:
     """Generated: which of 30 services each of 40 users used next; with own=true numbered by user."""
-    return items.of_users(items.usage(), own)
+    return recommendation.of_users(recommendation.usage(), own_classes)
 
 
-EMBEDDED: dict[str, Callable[..., Raw]] = {
+EMBEDDED: dict[str, Callable[..., RawDataset]] = {
     "digits": _digits,
     "fashion-mini": _fashion_mini,
     "glyphs": _glyphs,

@@ -16,11 +16,11 @@ from fewer.methods import Method, find
 from fewer.runs import trackers
 from fewer.runs.directory import RunDirectory
 from fewer.runs.engine import Progress, resume, start
-from fewer.runs.job import Job, check, job_from, load_data
+from fewer.runs.experiment import Experiment, build_experiment, check, load_data
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
-from fewer.runs.shown import Shown
 from fewer.runs.statistics import half_width
+from fewer.runs.views import Shown
 
 MB = 1e6
 KEPT = 3
@@ -34,17 +34,17 @@ class Row:
     method: str
     """The method's name."""
     accuracy: float
-    """Mean over seeds: each test sample judged by the model of the party that it belongs to."""
+    """Mean over seeds: each test sample judged by the model of the client that it belongs to."""
     ci95: float | None
     """Half of the width of its 95 % interval; None with one seed."""
     everywhere: float
-    """The same, with each party's model judged on all parties' test samples."""
+    """The same, with each client's model judged on all clients' test samples."""
     rounds: int
     """Rounds of each run."""
     mb_up: float
-    """Megabytes that parties sent, mean over seeds."""
+    """Megabytes that clients sent, mean over seeds."""
     mb_down: float
-    """Megabytes that parties got, mean over seeds."""
+    """Megabytes that clients got, mean over seeds."""
     seconds: float
     """Of a run, mean over seeds."""
     seeds: list[int]
@@ -62,9 +62,9 @@ class Row:
     groups: int = 0
     """Groups that all runs together were judged on, where that is how a method is judged: the interval is over them."""
     units: str = "groups"
-    """What they are: groups of parties, or tasks."""
+    """What they are: groups of clients, or tasks."""
     judged: list[dict[str, float]] = field(default_factory=list)
-    """For each seed the accuracies of these groups or, where there are none, of the parties, by their numbers."""
+    """For each seed the accuracies of these groups or, where there are none, of the clients, by their numbers."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Comparison(Shown):
 
     rows: list[Row]
     settings: dict[str, Any]
-    parties: int
+    clients: int
 
     def records(self) -> list[dict[str, Any]]:
         """The figures of each method."""
@@ -113,17 +113,17 @@ def compare(
     settings = check(given) if settings is None else settings
     out = None if out is None else Path(out)
     kinds = [find(name) for name in methods]
-    own = own_settings(kinds, settings.set)
+    own = own_settings(kinds, settings.method_options)
     series = Series(seeds, trials, out, watch, track=track)
     chosen = [
-        settings.model_copy(update={"method": name, "set": own[kind.name]})
+        settings.model_copy(update={"method": name, "method_options": own[kind.name]})
         for name, kind in zip(methods, kinds, strict=True)
     ]
     for one in chosen:
-        series.job(one)  # what is wrong with any of them shows before the first runs
+        series.experiment(one)  # what is wrong with any of them shows before the first runs
     rows = [series.run(one, kind.name) for one, kind in zip(chosen, kinds, strict=True)]
-    shared = settings.model_dump(mode="json", exclude={"method", "rounds", "active"})
-    return Comparison(rows, {**shared, "seeds": seeds, "trials": trials}, len(series.job(chosen[0]).data))
+    shared = settings.model_dump(mode="json", exclude={"method", "rounds", "cohort"})
+    return Comparison(rows, {**shared, "seeds": seeds, "trials": trials}, len(series.experiment(chosen[0]).data))
 
 
 class Series:
@@ -147,47 +147,49 @@ class Series:
         if out:
             out.mkdir(parents=True, exist_ok=True)
 
-    def job(self, settings: Settings) -> Job:
+    def experiment(self, settings: Settings) -> Experiment:
         """What the settings name, on data that may be in memory already."""
-        key = settings.model_dump_json(exclude={"method", "set", "rounds", "active", "model", "norm", "model_set"})
+        key = settings.model_dump_json(
+            exclude={"method", "method_options", "rounds", "cohort", "model", "norm", "model_options"}
+        )
         if key not in self._data:
             while len(self._data) >= KEPT:
                 self._data.pop(next(iter(self._data)))
             self._data[key] = load_data(settings)
-        return job_from(settings, data=self._data[key])
+        return build_experiment(settings, data=self._data[key])
 
     def run(self, settings: Settings, label: str, tuned: bool = True) -> Row:
         """All seeds of one method."""
-        job, done = self.job(settings), list[Trial]()
+        experiment, done = self.experiment(settings), list[Trial]()
         if self.trials and tuned:
             notes = self.out and self.out / f"{label}-trials.json"
-            job, done = tune(job, self.trials, notes, self.watch(f"{label} tuning"), self.measure)
+            experiment, done = tune(experiment, self.trials, notes, self.watch(f"{label} tuning"), self.measure)
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):
-            again = self.job(job.settings.model_copy(update={"seed": seed}))
+            again = self.experiment(experiment.settings.model_copy(update={"seed": seed}))
             progress = self.watch(f"{label} seed {seed}" if self.seeds > 1 else label)
             results.append(self._run(again, self.out and self.out / f"{label}-seed{seed}", progress))
-        return _row(job, results, [self.measure(result) for result in results], done)
+        return _row(experiment, results, [self.measure(result) for result in results], done)
 
 
-def _run(job: Job, where: Path | None, progress: Progress | None, track: Sequence[str]) -> Result:
+def _run(experiment: Experiment, where: Path | None, progress: Progress | None, track: Sequence[str]) -> Result:
     """Begin, go on with, or take over the run in this directory."""
     if where is None or not (where / "settings.json").exists():
-        return start(job, where, progress, track=track)
+        return start(experiment, where, progress, track=track)
     found = RunDirectory.open(where).description["hash"]
-    if found != job.hash:
+    if found != experiment.hash:
         raise RunError(f"{where} holds a run with other settings (another --out)")
     return resume(where, progress=progress, track=track or None)
 
 
 def own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What of `--set` is for whom: `mu=0.1` for every method that has it, `fedprox.mu=0.1` for one."""
+    """What of `-o` is for whom: `mu=0.1` for every method that has it, `fedprox.mu=0.1` for one."""
     own: dict[str, dict[str, Any]] = {kind.name: {} for kind in kinds}
     for key, value in given.items():
         whose, _, name = key.rpartition(".")
         takers = [kind for kind in kinds if (kind.name == whose if whose else name in kind.model_fields)]
         if not takers:
-            raise SettingError(f"--set {key}: none of the methods compared has it ({', '.join(own)})")
+            raise SettingError(f"-o {key}: none of the methods compared has it ({', '.join(own)})")
         for kind in takers:
             own[kind.name][name] = value
     return own
@@ -196,11 +198,11 @@ def own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[s
 def _judged(scores: Mapping[str, Any]) -> dict[str, float]:
     if "groups" in scores:
         return {str(number): accuracy for number, accuracy in enumerate(scores["groups"])}
-    return dict(scores.get("parties", {}))
+    return dict(scores.get("clients", {}))
 
 
-def _row(job: Job, results: Sequence[Result], accuracies: list[float], trials: list[Trial]) -> Row:
-    method = job.method
+def _row(experiment: Experiment, results: Sequence[Result], accuracies: list[float], trials: list[Trial]) -> Row:
+    method = experiment.method
     last = [result.scores for result in results]
     groups = [accuracy for scores in last for accuracy in scores.get("groups", ())]
     return Row(
@@ -223,7 +225,7 @@ def _row(job: Job, results: Sequence[Result], accuracies: list[float], trials: l
             for result in results
         ],
         settings=method.model_dump(mode="json"),
-        hash=job.hash,
+        hash=experiment.hash,
         trials=trials,
         groups=len(groups),
         units="tasks" if "tasks" in last[0] else "groups",

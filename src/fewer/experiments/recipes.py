@@ -22,13 +22,13 @@ from fewer.errors import SettingError, unknown
 from fewer.experiments.compare import Row, Series, Watch, own_settings
 from fewer.experiments.studies import Runs, Study, prepared
 from fewer.experiments.targets import Reached, best, reach
-from fewer.experiments.tune import TRIALS, by_party, pooled
+from fewer.experiments.tune import TRIALS, by_client, pooled
 from fewer.methods import find
 from fewer.runs.directory import RunDirectory
-from fewer.runs.job import check, setting_error
+from fewer.runs.experiment import check, setting_error
 from fewer.runs.statistics import amount, half_width
 
-_MEASURES = {"samples": pooled, "parties": by_party}
+_MEASURES = {"samples": pooled, "clients": by_client}
 RECIPE = "recipe.json"
 """Beside the runs of a recipe: which of them stands where in its table, and what the paper has there."""
 _OWN = ("seeds", "trials", "by_round", "study")
@@ -42,7 +42,7 @@ class RecipeRow(BaseModel):
 
     name: str
     method: str
-    set: dict[str, Any] = {}
+    method_options: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     """What differs in this row besides the method's own settings: its net, options of the data …"""
     tune: bool = False
@@ -78,12 +78,12 @@ class Recipe(BaseModel):
     """What a picture shows the accuracy over, if there is one: rounds, traffic, or the columns of the table."""
     study: dict[str, Any] = {}
     """What is looked at in the runs besides their accuracy: the name of a study, and its options."""
-    mean: Literal["samples", "parties"] = "samples"
-    """What the accuracy is the mean over: all samples judged, or parties, each with its model on its own samples."""
+    mean: Literal["samples", "clients"] = "samples"
+    """What the accuracy is the mean over: all samples judged, or clients, each with its model on its own samples."""
     target: str | None = None
     """A row whose best accuracy is the target: what every row costs to reach it is told too."""
     rivals: list[str] = []
-    """Rows that all rows are compared with, one by one of the parties or groups that both were judged on."""
+    """Rows that all rows are compared with, one by one of the clients or groups that both were judged on."""
     column: list[RecipeColumn]
     row: list[RecipeRow]
 
@@ -205,14 +205,16 @@ def settings_in(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[st
         layers = [plan.settings, fast, column.model_extra or {}, column.quick]
     shared = {key: value for layer in layers for key, value in layer.items()}
     kinds = [find(row.method) for row in plan.row]
-    common = own_settings(kinds, {key: value for layer in layers for key, value in layer.get("set", {}).items()})
+    common = own_settings(
+        kinds, {key: value for layer in layers for key, value in layer.get("method_options", {}).items()}
+    )
     return [
         {
             **shared,
             **row.settings,
-            "data_set": {**shared.get("data_set", {}), **row.settings.get("data_set", {})},
+            "data_options": {**shared.get("data_options", {}), **row.settings.get("data_options", {})},
             "method": row.method,
-            "set": {**common[kind.name], **row.set},
+            "method_options": {**common[kind.name], **row.method_options},
         }
         for row, kind in zip(plan.row, kinds, strict=True)
     ]
@@ -281,7 +283,7 @@ def markdown(plan: Recipe, cells: list[Cell], command: str, quick: bool, image: 
     several = len(first.seeds) > 1
     spread = f"{first.groups} {first.units}" if first.groups else "seeds" if several else None
     over = f"mean ± 95 % CI over {spread}" if spread else "one seed"
-    what = "Accuracy" if plan.mean == "samples" else "Mean accuracy over parties, each with its own model,"
+    what = "Accuracy" if plan.mean == "samples" else "Mean accuracy over clients, each with its own model,"
     lines += [f"{what} in %, {over}; the paper's figure behind a stroke.", ""]
     lines += ["| method | " + " | ".join(columns) + " | MB up | MB down |", "|---|" + "---|" * (len(columns) + 2)]
     for row in dict.fromkeys(cell.row for cell in cells):
@@ -316,7 +318,7 @@ def _costs(plan: Recipe, cells: list[Cell]) -> list[str]:
     if not told:
         return []
     lines = ["", f"To reach the best accuracy of *{plan.target}* (mean over seeds, in the rounds evaluated):", ""]
-    lines += ["| method | column | target | rounds | MB, up and down | GFLOP of parties |", "|---|---|---|---|---|---|"]
+    lines += ["| method | column | target | rounds | MB, up and down | GFLOP of clients |", "|---|---|---|---|---|---|"]
     for cell, reached in told:
         figures = [reached.round, reached.mb and amount(reached.mb), reached.gflop and amount(reached.gflop)]
         shown = " | ".join("never" if reached.round is None else "–" if f is None else str(f) for f in figures)
@@ -328,7 +330,7 @@ def _duels(plan: Recipe, cells: list[Cell]) -> list[str]:
     """How far each row is ahead of its rivals, where the recipe has some."""
     if not plan.rivals:
         return []
-    units = cells[0].ours.units if cells[0].ours.groups else "parties"
+    units = cells[0].ours.units if cells[0].ours.groups else "clients"
     lines = [
         "",
         f"How far a row is ahead, in points: mean and 95 % CI of the differences over all {units} that both were "

@@ -15,25 +15,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fewer.audit import Sheet, audit
+from fewer.audit import AttackImages, audit
 from fewer.audit.distance import earth_mover, span_of
-from fewer.audit.telling import HEADS, LIMITS, MEANING, figure_rows
+from fewer.audit.summary import HEADS, LIMITS, MEANING, figure_rows
 from fewer.data import ArrayData
 from fewer.errors import SettingError, unknown
 from fewer.learning.prototypes import nearness
 from fewer.learning.score import Counts, score
-from fewer.methods.base import CHUNK, Coordinator, Place
+from fewer.methods.base import CHUNK, ContextFactory, Server
 from fewer.methods.frl import FewRounds, Prepared, batch_statistics, features_of
 from fewer.models import parts_of
 from fewer.runs.engine import one_thread
-from fewer.runs.job import load_data
+from fewer.runs.experiment import load_data
 from fewer.runs.result import Result, open_result
 from fewer.runs.statistics import half_width
 from fewer.runtime.streams import stream
 
 MEMBER = (
     "t-SNE of a member's embedding after its local training in the last round. Diamonds: its own samples; circles: "
-    "those of the other members; stars: global prototypes; colours: classes."
+    "those of the other members; stars: global prototypes; colors: classes."
 )
 
 
@@ -51,7 +51,7 @@ class Cloud(NamedTuple):
     points: NDArray[np.float64]
     labels: NDArray[np.int64]
     own: NDArray[np.bool_]
-    """Which of the samples are the party's own."""
+    """Which of the samples are the client's own."""
     stars: NDArray[np.float64]
     star_labels: NDArray[np.int64]
 
@@ -71,7 +71,7 @@ class Study:
 
     lines: list[str]
     figures: dict[str, Any]
-    sheets: list[Sheet] = field(default_factory=list)
+    sheets: list[AttackImages] = field(default_factory=list)
     maps: list[Map] = field(default_factory=list)
 
     def markdown(self, stem: str) -> str:
@@ -98,11 +98,11 @@ def prepared(options: Mapping[str, Any]) -> Callable[[Sequence[Runs]], Study]:
     return partial(STUDIES[name], **given)
 
 
-def leakage(cells: Sequence[Runs], parties: int = 10, steps: int = 500, starts: int = 2) -> Study:
+def leakage(cells: Sequence[Runs], clients: int = 10, steps: int = 500, starts: int = 2) -> Study:
     """The privacy look at the first run of each cell."""
     lines, figures, sheets = ["", "## What leaks", ""], {}, []
     for row, column, paths in cells:
-        found = audit(paths[0], parties=parties, steps=steps, starts=starts)
+        found = audit(paths[0], clients=clients, steps=steps, starts=starts)
         figures[f"{row}, {column}"] = found.as_json()
         lines += [f"| {row}, {column} | {HEADS[1]} | {HEADS[2]} |", "|---|---|---|"]
         lines += ["| " + " | ".join(line) + " |" for line in figure_rows(found)]
@@ -120,7 +120,7 @@ def _lower(title: str) -> str:
 def emd(cells: Sequence[Runs], paper: Sequence[float] = ()) -> Study:
     """How far the synthetic data of each column is from that of the first, by earth mover's distance.
 
-    The mean over parties that sent data in both, over classes and over seeds, of the sliced distance, in values of
+    The mean over clients that sent data in both, over classes and over seeds, of the sliced distance, in values of
     which black to white are 1.
     """
     heads, ours, figures = [], [], {}
@@ -143,18 +143,18 @@ def _apart(one: Result, other: Result) -> float:
     low, high = span_of(one.data.test)
     sent, base = (result.method.condensed(result.state) for result in (one, other))
     found = []
-    for party in sorted(sent.keys() & base.keys()):
-        (images, labels), (others, theirs) = sent[party], base[party]
+    for client in sorted(sent.keys() & base.keys()):
+        (images, labels), (others, theirs) = sent[client], base[client]
         for label in sorted(set(labels.tolist()) & set(theirs.tolist())):
             a, b = ((x[y == label] - low) / (high - low) for x, y in ((images, labels), (others, theirs)))
-            found.append(earth_mover(a.cpu(), b.cpu(), stream("emd", party, label)))
+            found.append(earth_mover(a.cpu(), b.cpu(), stream("emd", client, label)))
     if not found:
-        raise SettingError("study emd: no party sent synthetic data of the same class in both runs")
+        raise SettingError("study emd: no client sent synthetic data of the same class in both runs")
     return statistics.fmean(found)
 
 
 def unused(cells: Sequence[Runs]) -> Study:
-    """Accuracy on training samples that no party was given (`fraction`): nothing was ever chosen by these."""
+    """Accuracy on training samples that no client was given (`fraction`): nothing was ever chosen by these."""
     lines, figures = ["", "## On training samples that nobody was given", "", "| | accuracy, % | samples |"], {}
     lines.append("|---|---|---|")
     for row, column, paths in cells:
@@ -169,7 +169,7 @@ def unused(cells: Sequence[Runs]) -> Study:
 
 def _on_unused(result: Result) -> Counts:
     if not isinstance(result.data, ArrayData) or result.settings.fraction == 1:
-        raise SettingError("study unused: all training samples are given to parties (allowed: fraction below 1)")
+        raise SettingError("study unused: all training samples are given to clients (allowed: fraction below 1)")
     data, whole = result.data, load_data(result.settings.model_copy(update={"fraction": 1.0}))
     assert isinstance(whole, ArrayData)
     given = np.concatenate([data.train.rows, data.validation.rows])
@@ -220,15 +220,15 @@ def _member(result: Result, number: int, member: int, most: int) -> tuple[Cloud,
         raise SettingError(
             f"study embedding: {method.name} has no prototypes (allowed: frl and its baselines, not linear)"
         )
-    here = Place(result.data, result.task, result.settings.seed, Path())(-1, 0)
-    assert isinstance(here, Coordinator)
-    drawn = method.draw_group(here.common, *method.classes_of(result.data, here.seed), here.seed, number)
+    server = ContextFactory(result.data, result.task, result.settings.seed, Path())(-1, 0)
+    assert isinstance(server, Server)
+    drawn = method.draw_group(server.common, *method.classes_of(result.data, server.seed), server.seed, number)
     rounds = method.deploy_rounds or method.group_rounds
-    _, end = method.played(here, method.shared(result.state), drawn.supports, number, rounds)
-    net, before = method.played(here, method.shared(result.state), drawn.supports, number, rounds - 1)
+    _, end = method.played(server, method.broadcast(result.state), drawn.supports, number, rounds)
+    net, before = method.played(server, method.broadcast(result.state), drawn.supports, number, rounds - 1)
     own = drawn.supports[member]
     known = (before.classes, before.means) if method.tells(before) else None
-    method.update(net, own, known, False, stream(here.seed, "embedding"))
+    method.update(net, own, known, False, stream(server.seed, "embedding"))
     batch_statistics(net)
     with torch.no_grad():
         x, y = drawn.queries.slice(0, len(drawn.queries))

@@ -20,7 +20,7 @@ class Reached:
     mb: float | None = None
     """Sent by then, up and down together."""
     gflop: float | None = None
-    """Done by parties by then, where that was counted."""
+    """Done by clients by then, where that was counted."""
 
 
 def best(histories: Sequence[History]) -> float:

@@ -14,13 +14,13 @@ from pydantic import ValidationError
 
 from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import Progress, start
-from fewer.runs.job import Job
+from fewer.runs.experiment import Experiment
 from fewer.runs.result import Result
 from fewer.runtime.store import write_durably
 
 TRIALS = 8
 SHARE = 0.2
-"""Share of each party's training samples that trials are judged on; the test samples are never looked at."""
+"""Share of each client's training samples that trials are judged on; the test samples are never looked at."""
 
 Point = dict[str, float]
 
@@ -38,28 +38,28 @@ def pooled(result: Result) -> float:
     return result.accuracy
 
 
-def by_party(result: Result) -> float:
-    """The mean over parties of the accuracy of each one's own model on its own samples."""
-    return statistics.fmean(result.scores["parties"].values())
+def by_client(result: Result) -> float:
+    """The mean over clients of the accuracy of each one's own model on its own samples."""
+    return statistics.fmean(result.scores["clients"].values())
 
 
 def tune(
-    job: Job,
+    experiment: Experiment,
     trials: int = TRIALS,
     notes: Path | None = None,
     progress: Progress | None = None,
     measure: Callable[[Result], float] = pooled,
-) -> tuple[Job, list[Trial]]:
+) -> tuple[Experiment, list[Trial]]:
     """The job with the best settings found in exactly `trials` runs, and all that was tried.
 
     `notes` is a file that keeps finished trials, so that a search that was stopped goes on where it was.
     """
-    grids = job.method.grids()
-    if not grids:
-        return job, []
-    method, data = job.method.trial(job.data, SHARE, job.settings.seed)
-    held = replace(job, method=method, data=data)
-    task = f"{job.hash} {job.data.fingerprint()}"
+    search_space = experiment.method.search_space()
+    if not search_space:
+        return experiment, []
+    method, data = experiment.method.tuning_split(experiment.data, SHARE, experiment.settings.seed)
+    held = replace(experiment, method=method, data=data)
+    task = f"{experiment.hash} {experiment.data.fingerprint()}"
     done = _noted(notes, task) if notes and notes.exists() else []
     known = {_key(trial.settings): trial.accuracy for trial in done}
 
@@ -76,15 +76,15 @@ def tune(
         found = known[_key(point)]
         return -math.inf if found is None else found
 
-    first = {name: float(getattr(job.method, name)) for name in grids}
-    best = search(judge, grids, first, trials, lambda point: _allowed(job, point))
-    return _with(job, best), done
+    first = {name: float(getattr(experiment.method, name)) for name in search_space}
+    best = search(judge, search_space, first, trials, lambda point: _allowed(experiment, point))
+    return _with(experiment, best), done
 
 
-def _allowed(job: Job, point: Point) -> bool:
+def _allowed(experiment: Experiment, point: Point) -> bool:
     """Whether the method takes these settings: a share, say, may go no further than 1."""
     try:
-        type(job.method)(**{**job.method.model_dump(), **point})
+        type(experiment.method)(**{**experiment.method.model_dump(), **point})
     except ValidationError:
         return False
     return True
@@ -104,7 +104,7 @@ def _noted(notes: Path, task: str) -> list[Trial]:
 
 def search(
     judge: Callable[[Point], float],
-    grids: Mapping[str, Sequence[float]],
+    search_space: Mapping[str, Sequence[float]],
     first: Point,
     trials: int,
     allowed: Callable[[Point], bool] = lambda point: True,
@@ -115,7 +115,7 @@ def search(
     def best() -> Point:
         return dict(max(scores.items(), key=lambda item: item[1])[0]) if scores else first
 
-    for change in _changes(grids, best, scores):
+    for change in _changes(search_space, best, scores):
         point = {**best(), **change}
         if _key(point) not in scores and allowed(point):
             scores[_key(point)] = judge(point)
@@ -125,22 +125,22 @@ def search(
 
 
 def _changes(
-    grids: Mapping[str, Sequence[float]], best: Callable[[], Point], scores: Mapping[Any, float]
+    search_space: Mapping[str, Sequence[float]], best: Callable[[], Point], scores: Mapping[Any, float]
 ) -> Iterator[Point]:
-    for name, grid in grids.items():
+    for name, grid in search_space.items():
         for value in grid:
             yield {name: value}
-    for _ in range(len(grids) * 20):  # far finer than any rate matters
-        for name in grids:
-            centre = best()[name]
+    for _ in range(len(search_space) * 20):  # far finer than any rate matters
+        for name in search_space:
+            center = best()[name]
             tried = sorted({dict(key)[name] for key in scores})
-            place = tried.index(centre)
+            place = tried.index(center)
             for near in (place - 1, place + 1):
                 if 0 <= near < len(tried):  # between two that were tried, in the middle on a log scale
-                    yield {name: _round(math.sqrt(centre * tried[near]))}
+                    yield {name: _round(math.sqrt(center * tried[near]))}
                 elif len(tried) > 1:  # the best is at the end: go further
                     other = tried[1] if near < 0 else tried[-2]
-                    yield {name: _round(centre * centre / other)}
+                    yield {name: _round(center * center / other)}
 
 
 def _round(value: float) -> float:
@@ -151,7 +151,9 @@ def _key(point: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(point.items()))
 
 
-def _with(job: Job, point: Point) -> Job:
+def _with(experiment: Experiment, point: Point) -> Experiment:
     """The same job with these settings of its method."""
-    settings = job.settings.model_copy(update={"set": {**job.settings.set, **point}})
-    return replace(job, method=job.method.model_copy(update=point), settings=settings)
+    settings = experiment.settings.model_copy(
+        update={"method_options": {**experiment.settings.method_options, **point}}
+    )
+    return replace(experiment, method=experiment.method.model_copy(update=point), settings=settings)

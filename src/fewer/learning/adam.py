@@ -18,7 +18,7 @@ def adam(
     first: Mapping[str, Tensor],
     second: Mapping[str, Tensor],
     step: int,
-    rate: float,
+    lr: float,
 ) -> tuple[Weights, Weights, Weights]:
     """Step number `step` (from 1 on) of Kingma and Ba, ICLR 2015, Algorithm 1: new weights and both moments.
 
@@ -28,7 +28,7 @@ def adam(
     m = {name: one * first[name] + (1 - one) * slope for name, slope in gradient.items()}
     v = {name: two * second[name] + (1 - two) * slope.square() for name, slope in gradient.items()}
     moved = {
-        name: weights[name] - rate * (m[name] / (1 - one**step)) / ((v[name] / (1 - two**step)).sqrt() + TINY)
+        name: weights[name] - lr * (m[name] / (1 - one**step)) / ((v[name] / (1 - two**step)).sqrt() + TINY)
         for name in gradient
     }
     return {**weights, **moved}, m, v

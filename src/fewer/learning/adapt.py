@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from fewer.models import Weights
 
 Batch = tuple[Tensor, Tensor]
-Rate = float | Mapping[str, Tensor]
+LearningRate = float | Mapping[str, Tensor]
 """One step size (α) for all weights, or one for each."""
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """The loss of a net's scores on labels."""
@@ -47,11 +47,11 @@ def learnable(net: nn.Module) -> Weights:
     return {name: tensor.detach() for name, tensor in net.named_parameters() if tensor.requires_grad}
 
 
-def adapted(net: nn.Module, weights: Mapping[str, Tensor], batches: Sequence[Batch], rate: Rate) -> Weights:
+def adapted(net: nn.Module, weights: Mapping[str, Tensor], batches: Sequence[Batch], lr: LearningRate) -> Weights:
     """θ_K: one inner step for each batch, without a graph."""
     theta = dict(weights)
     for batch in batches:
-        theta = _step(theta, _slopes(net, theta, batch, graph=False)[1], rate)
+        theta = _step(theta, _slopes(net, theta, batch, graph=False)[1], lr)
     return theta
 
 
@@ -60,15 +60,15 @@ def meta_gradient(
     weights: Mapping[str, Tensor],
     support: Sequence[Batch],
     query: Batch,
-    rate: Rate,
-    exact: bool,
+    lr: LearningRate,
+    first_order: bool,
     criterion: Criterion = F.cross_entropy,
 ) -> MetaGradient:
-    """The gradient of L_Q(θ_K) by θ_0 and α, with one inner step for each support batch; `exact` or first order.
+    """The gradient of L_Q(θ_K) by θ_0 and α, with one inner step for each support batch. With `first_order`, without second derivatives.
 
     L_Q is what `criterion` says of the queries; inner steps are on the cross-entropy.
     """
-    return meta_gradients(net, weights, support, query, rate, exact, [criterion])[0]
+    return meta_gradients(net, weights, support, query, lr, first_order, [criterion])[0]
 
 
 def meta_gradients(
@@ -76,17 +76,17 @@ def meta_gradients(
     weights: Mapping[str, Tensor],
     support: Sequence[Batch],
     query: Batch,
-    rate: Rate,
-    exact: bool,
+    lr: LearningRate,
+    first_order: bool,
     criteria: Sequence[Criterion],
 ) -> list[MetaGradient]:
     """The same for several criteria of the queries, with the inner steps done once."""
     path = []
     theta: Weights = dict(weights)
     for batch in support:
-        theta, slopes = _slopes(net, theta, batch, graph=exact)
+        theta, slopes = _slopes(net, theta, batch, graph=not first_order)
         path.append((theta, slopes))
-        theta = _step(theta, slopes, rate)
+        theta = _step(theta, slopes, lr)
     end = theta
     found = []
     for number, criterion in enumerate(criteria, 1):
@@ -95,8 +95,8 @@ def meta_gradients(
         for theta, slopes in reversed(path):
             for name, slope in slopes.items():
                 rates[name] -= slope.detach() * back[name]
-            if exact:
-                back = _through(theta, slopes, back, rate, again=number < len(criteria))
+            if not first_order:
+                back = _through(theta, slopes, back, lr, again=number < len(criteria))
         found.append(MetaGradient(back, rates, loss, end))
     return found
 
@@ -120,14 +120,14 @@ def _query(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion:
 
 
 def _through(
-    theta: Mapping[str, Tensor], slopes: Mapping[str, Tensor], back: Mapping[str, Tensor], rate: Rate, again: bool
+    theta: Mapping[str, Tensor], slopes: Mapping[str, Tensor], back: Mapping[str, Tensor], lr: LearningRate, again: bool
 ) -> Weights:
     """v − ∇_θ ⟨g, α ∘ v⟩: back over one inner step, whose graph is freed unless it is walked again."""
     live = [name for name, slope in slopes.items() if slope.requires_grad]
     curved = torch.autograd.grad(
         [slopes[name] for name in live],
         list(theta.values()),
-        [_rate(rate, name) * back[name] for name in live],
+        [_rate(lr, name) * back[name] for name in live],
         retain_graph=again,
         allow_unused=True,
         materialize_grads=True,
@@ -135,13 +135,13 @@ def _through(
     return {name: back[name] - curve for name, curve in zip(theta, curved, strict=True)}
 
 
-def _step(theta: Mapping[str, Tensor], slopes: Mapping[str, Tensor], rate: Rate) -> Weights:
+def _step(theta: Mapping[str, Tensor], slopes: Mapping[str, Tensor], lr: LearningRate) -> Weights:
     """θ − α ∘ g"""
-    return {name: tensor.detach() - _rate(rate, name) * slopes[name].detach() for name, tensor in theta.items()}
+    return {name: tensor.detach() - _rate(lr, name) * slopes[name].detach() for name, tensor in theta.items()}
 
 
-def _rate(rate: Rate, name: str) -> float | Tensor:
-    return rate if isinstance(rate, float) else rate[name]
+def _rate(lr: LearningRate, name: str) -> float | Tensor:
+    return lr if isinstance(lr, float) else lr[name]
 
 
 def _loss(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion = F.cross_entropy) -> Tensor:

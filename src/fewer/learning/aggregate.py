@@ -1,4 +1,4 @@
-"""Bringing what several parties sent into one."""
+"""Bringing what several clients sent into one."""
 
 from __future__ import annotations
 

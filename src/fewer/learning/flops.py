@@ -11,10 +11,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 MAX_FLOPS = 1 << 60
-"""What a party can claim to have done in a round."""
+"""What a client can claim to have done in a round."""
 
 
-class Tally:
+class FlopCounter:
     """What was counted."""
 
     flops: int = 0
@@ -24,14 +24,14 @@ _known: dict[Hashable, int] = {}
 
 
 @contextmanager
-def counted(wanted: bool = True, like: Hashable = None) -> Iterator[Tally]:
+def counted(wanted: bool = True, like: Hashable = None) -> Iterator[FlopCounter]:
     """Counts all matrix products and convolutions inside, forward and backward; a multiplication and an addition are 2.
 
     Element-wise work is not counted, as is usual. Where it is not `wanted` nothing is counted, and nothing slower.
     Counting makes work several times slower: what is `like` work that was counted before in this process is taken to
     be the same.
     """
-    tally = Tally()
+    tally = FlopCounter()
     if not wanted or like in _known:
         tally.flops = _known[like] if wanted else 0
         yield tally

@@ -64,11 +64,11 @@ def train_generator(
     stream: torch.Generator,
     *,
     steps: int,
-    rate: float,
+    lr: float,
     batch: int,
 ) -> None:
     """Train it, in place, so that `says` (scores, from features and their classes) takes features for their class."""
-    optimiser = torch.optim.Adam(make.parameters(), lr=rate)
+    optimizer = torch.optim.Adam(make.parameters(), lr=lr)
     make.train()
     weights = list(make.parameters())
     for _ in range(steps):
@@ -77,4 +77,4 @@ def train_generator(
         loss = F.cross_entropy(says(features, y), y) + diversity(noise, features)
         for weight, slope in zip(weights, torch.autograd.grad(loss, weights), strict=True):
             weight.grad = slope  # of the generator alone: whoever says keeps its own
-        optimiser.step()
+        optimizer.step()

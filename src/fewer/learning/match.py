@@ -29,13 +29,13 @@ def match(
     real: Samples,
     *,
     steps: int,
-    rate: float,
+    lr: float,
     augment: bool,
     stream: torch.Generator,
 ) -> Tensor:
     """`images` after `steps` of Adam towards the statistics of the real samples, under another random net each."""
     images = images.clone().requires_grad_()
-    optimiser = torch.optim.Adam([images], lr=rate)
+    optimizer = torch.optim.Adam([images], lr=lr)
     y = real.labels
     held = torch.tensor(sorted(set(labels.tolist()) & set(y.tolist())), device=labels.device)
     numbers = [torch.nonzero(y == label).squeeze(1).cpu() for label in held]
@@ -55,7 +55,7 @@ def match(
                 wanted = statistics(features(x), theirs)
             (gradient,) = torch.autograd.grad(distance(statistics(features(made), ours), wanted), images)
             images.grad = gradient
-            optimiser.step()
+            optimizer.step()
     return images.detach()
 
 

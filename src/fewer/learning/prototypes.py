@@ -1,4 +1,4 @@
-"""Class prototypes: mean features, distances to them as scores, and their mean over parties.
+"""Class prototypes: mean features, distances to them as scores, and their mean over clients.
 
 Snell, Swersky, Zemel: Prototypical Networks for Few-shot Learning, NeurIPS 2017: a sample's score for a class is minus
 the squared distance of its features to the class's prototype.

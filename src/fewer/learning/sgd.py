@@ -1,4 +1,4 @@
-"""Plain stochastic gradient descent on a party's own samples."""
+"""Plain stochastic gradient descent on a client's own samples."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def sgd(
     net: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
-    rate: float,
+    lr: float,
     pull: Pull | None = None,
     loss: Loss = cross_entropy,
 ) -> None:
@@ -55,4 +55,4 @@ def sgd(
         with torch.no_grad():
             if pull is not None:
                 pull(parameters, gradients)
-            torch._foreach_add_(parameters, gradients, alpha=-rate)
+            torch._foreach_add_(parameters, gradients, alpha=-lr)

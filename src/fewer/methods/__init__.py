@@ -1,6 +1,6 @@
 """Federated algorithms, one file each."""
 
-from fewer.methods.base import Coordinator, Method, ModelState, Party, Scores, Sheet
+from fewer.methods.base import Client, ImageGrid, Method, ModelState, Scores, Server
 from fewer.methods.registry import find, names
 
-__all__ = ["Coordinator", "Method", "ModelState", "Party", "Scores", "Sheet", "find", "names"]
+__all__ = ["Client", "ImageGrid", "Method", "ModelState", "Scores", "Server", "find", "names"]

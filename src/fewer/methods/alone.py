@@ -1,4 +1,4 @@
-"""Alone: what a new party can do with its support and nobody's help.
+"""Alone: what a new client can do with its support and nobody's help.
 
 Chen, Luo, Dong, Li, He: Federated Meta-Learning with Fast Convergence and Efficient Communication, 2018, Section 4.3,
 setting SELF: the item used most (MFU), the item used last (MRU), naive Bayes, and a net trained from nothing. Nobody
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -20,58 +20,58 @@ from torch.nn import functional as F
 from fewer.data import Data, Samples
 from fewer.errors import SettingError
 from fewer.learning.score import judged
-from fewer.methods.base import Party, Scores
-from fewer.methods.newparties import NewParties, descend, everything
+from fewer.methods.base import Client, Scores
+from fewer.methods.new_clients import NewClients, descend, everything
 from fewer.models import Task, Weights
-from fewer.runtime import Parties, on_party
+from fewer.registry import METHODS
+from fewer.runtime import Clients, on_client
 
 MARGIN = 10.0
 """How far naive Bayes puts a class that was not there below all that were."""
 
 
 @dataclass(frozen=True)
-class State:
+class AloneState:
     """The initial model, which everyone knows from the seed."""
 
     model: Weights
     flops: int = 0
 
 
-class Alone(NewParties):
-    """Each new party learns from its own support alone: by a net, by counting, or by naive Bayes."""
-
-    name: ClassVar[str] = "alone"
+@METHODS.register("alone")
+class Alone(NewClients):
+    """Each new client learns from its own support alone: by a net, by counting, or by naive Bayes."""
 
     rounds: PositiveInt = 1
     """How many rounds to run; nothing happens in them."""
     learner: Literal["net", "most-used", "last-used", "naive-bayes"] = "net"
     """The task's net; the class that was there most, or last before each query; or naive Bayes."""
-    steps: PositiveInt = 100
+    local_steps: PositiveInt = 100
     """Steps of gradient descent of a net, each on the whole support."""
-    rate: PositiveFloat = 0.1
+    lr: PositiveFloat = 0.1
     """Their step size."""
     smoothing: PositiveFloat = 1.0
     """Naive Bayes: what is added to all variances, as a share of the largest one."""
 
-    def grids(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> Mapping[str, Sequence[float]]:
         """What each learner has to choose."""
         if self.learner == "net":
-            return {"rate": (0.003, 0.01, 0.03, 0.1)}
+            return {"lr": (0.003, 0.01, 0.03, 0.1)}
         return {"smoothing": (0.01, 0.1, 1.0, 10.0)} if self.learner == "naive-bayes" else {}
 
-    def start(self, task: Task, seed: int) -> State:
+    def init(self, task: Task, seed: int) -> AloneState:
         """The initial model."""
-        return State(task.initial(seed))
+        return AloneState(task.initial(seed))
 
-    def round(self, state: State, parties: Parties) -> State:
+    def round(self, state: AloneState, clients: Clients) -> AloneState:
         """Nobody is asked."""
         return state
 
-    def whole(self, state: State) -> Weights | None:
+    def global_weights(self, state: AloneState) -> Weights | None:
         """There is no global model."""
         return None
 
-    def initialisation(self, shared: Weights) -> Weights:
+    def initialization(self, shared: Weights) -> Weights:
         """Nothing has been learned yet."""
         return shared
 
@@ -79,31 +79,31 @@ class Alone(NewParties):
         """Training from nothing."""
         if self.learner != "net":
             raise SettingError(f"learner = {self.learner} has no net to write (allowed: learner = net)")
-        descend(net, everything(support, self.steps), self.rate)
+        descend(net, everything(support, self.local_steps), self.lr)
 
-    def personal(self, me: Party, model: Weights) -> nn.Module:
-        """What the party has learned from its support."""
-        x, y = (support := self.halves(me)[0]).slice(0, len(support))
+    def personal_model(self, client: Client, model: Weights) -> nn.Module:
+        """What the client has learned from its support."""
+        x, y = (support := self.halves(client)[0]).slice(0, len(support))
         if self.learner == "most-used":
-            return MostUsed(y, me.task.classes)
+            return MostUsed(y, client.task.classes)
         if self.learner == "naive-bayes":
-            return NaiveBayes(x, y, me.task.classes, self.smoothing)
-        return super().personal(me, model)
+            return NaiveBayes(x, y, client.task.classes, self.smoothing)
+        return super().personal_model(client, model)
 
-    def evaluate(self, state: State, parties: Parties, data: Data) -> Scores:
+    def evaluate(self, state: AloneState, clients: Clients, data: Data) -> Scores:
         """As all do, where there is something to be last."""
         if self.learner == "last-used" and not data.in_time:
             raise SettingError("learner = last-used, but samples are in no order of time (allowed: data in time)")
-        return super().evaluate(state, parties, data)
+        return super().evaluate(state, clients, data)
 
-    @on_party
-    def answer_queries(self, me: Party, model: Weights) -> dict[str, float]:
+    @on_client
+    def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
         """As all do; but what was used last is known only from one query to the next."""
         if self.learner != "last-used":
-            return super().answer_queries(me, model)
-        labels = self.samples(me).labels
-        first = len(labels) - len(self.halves(me)[1])
-        return judged(recency(labels, first, me.task.classes), labels[first:], self.top)._asdict()
+            return super().answer_queries(client, model)
+        labels = self.samples(client).labels
+        first = len(labels) - len(self.halves(client)[1])
+        return judged(recency(labels, first, client.task.classes), labels[first:], self.top_k)._asdict()
 
 
 def recency(labels: Tensor, first: int, classes: int) -> Tensor:

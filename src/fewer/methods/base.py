@@ -13,20 +13,20 @@ import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt
 from torch import Tensor, nn
 
-from fewer.data import Data, PartyData, Samples
+from fewer.data import ClientData, Data, Samples
 from fewer.errors import SettingError
 from fewer.learning import Counts, score
 from fewer.models import Task, Weights, load_weights
 from fewer.runtime import (
     Answers,
+    Clients,
+    HandlerServer,
     Inline,
-    Parties,
     Rules,
-    Site,
     Store,
     Unable,
-    on_coordinator,
-    on_party,
+    on_client,
+    on_server,
     seed_of,
     stream,
 )
@@ -34,9 +34,9 @@ from fewer.runtime.keys import KeyFiles, Keys
 from fewer.runtime.store import folder_of
 from fewer.wire import Number, Schema
 
-ACTIVE = 10
+DEFAULT_COHORT = 10
 MAX_SIZE = 10**9
-"""Samples that a party can claim to have."""
+"""Samples that a client can claim to have."""
 CHUNK = 1000
 """Samples that are scored at once."""
 PIECE = 2500
@@ -71,11 +71,11 @@ class _Pristine:
 
 
 @dataclass
-class Seat:
+class Context:
     """Where something runs: the round, the task, random streams, and nets to load weights into."""
 
     id: int
-    """The party's number; below zero for the coordinator."""
+    """The client's number; below zero for the server."""
     round: int
     """Which round it is, from 1 on."""
     seed: int
@@ -97,31 +97,31 @@ class Seat:
         return net
 
     def stream(self, purpose: str) -> torch.Generator:
-        """The random stream of (seed, round, party, purpose)."""
+        """The random stream of (seed, round, client, purpose)."""
         return stream(self.seed, self.round, self.id, purpose)
 
 
 @dataclass
-class Coordinator(Seat):
-    """The coordinator's own seat (`here`)."""
+class Server(Context):
+    """The server's own seat (`here`)."""
 
 
 @dataclass
-class Party(Seat):
-    """A party (`me`): its own data and memory, and nobody else's."""
+class Client(Context):
+    """A client (`me`): its own data and memory, and nobody else's."""
 
     store: Store = field(kw_only=True)
     """What it remembers between rounds: `me.store.put("model", …)`, `me.store.get("model")`."""
     _data: Data = field(kw_only=True, repr=False)
 
     @cached_property
-    def data(self) -> PartyData:
+    def data(self) -> ClientData:
         """All that it holds, read when first used."""
-        return self._data.party(self.id)
+        return self._data.client(self.id)
 
     @property
     def train(self) -> Samples:
-        """What it learns from. A party that has nothing says so, and is absent from the round."""
+        """What it learns from. A client that has nothing says so, and is absent from the round."""
         if not len(self.data.train):
             raise Unable("no training data")
         return self.data.train
@@ -146,16 +146,16 @@ class Party(Seat):
         """Whether it knows nobody else's test samples."""
         return self._data.alone
 
-    def members(self, program: object, task: Task) -> Parties:
-        """Those that this party is made of, where it is a federation, to be asked by a program of its own.
+    def members(self, program: object, task: Task) -> Clients:
+        """Those that this client is made of, where it is a federation, to be asked by a program of its own.
 
         They remember what they are told in the folder of the federation, with its rounds; their own rounds, seed and
         count of bytes have nothing to do with those outside.
         """
         seed = seed_of(self.seed, self.id, "members")
         data = self._data.inside(self.id)
-        place = Place(data, task, seed, self.store.folder / "members", version=self.round)
-        return Inline(len(data), seed, site=Site(program, place, seed, task.device, Rules.limit))
+        place = ContextFactory(data, task, seed, self.store.folder / "members", version=self.round)
+        return Inline(len(data), seed, handlers=HandlerServer(program, place, seed, task.device, Rules.limit))
 
     def initial(self) -> Weights:
         """The weights that everyone starts from: known from the seed, so nothing need be sent."""
@@ -163,7 +163,7 @@ class Party(Seat):
 
 
 @dataclass
-class Place:
+class ContextFactory:
     """Makes the seat for each call; nets are built once in a process and used again."""
 
     data: Data
@@ -172,29 +172,29 @@ class Place:
     folder: Path
     nets: list[_Pristine] = field(default_factory=list)
     version: int | None = None
-    """The round under which parties keep things, where it is not that of the call."""
+    """The round under which clients keep things, where it is not that of the call."""
     sealing: Keys | None = None
-    """Keys that are not in the folder: a party's on a machine of its own."""
+    """Keys that are not in the folder: a client's on a machine of its own."""
 
-    def __call__(self, party: int, round: int) -> Seat:
-        """The seat of one party, or for numbers below zero the coordinator's."""
-        seat = (party, round, self.seed, self.task, self.data.test, self.nets)
-        if party < 0:
-            return Coordinator(*seat)
-        return Party(*seat, store=self.store(party, round), _data=self.data)
+    def __call__(self, client: int, round: int) -> Context:
+        """The seat of one client, or for numbers below zero the server's."""
+        context = (client, round, self.seed, self.task, self.data.test, self.nets)
+        if client < 0:
+            return Server(*context)
+        return Client(*context, store=self.store(client, round), _data=self.data)
 
     @property
     def keys(self) -> Keys:
-        """The parties' keys for what they pass to each other."""
+        """The clients' keys for what they pass to each other."""
         return self.sealing or KeyFiles(self.folder)
 
-    def store(self, party: int, round: int) -> Store:
-        """What a party remembers."""
-        return Store(folder_of(self.folder, party), round if self.version is None else self.version)
+    def store(self, client: int, round: int) -> Store:
+        """What a client remembers."""
+        return Store(folder_of(self.folder, client), round if self.version is None else self.version)
 
-    def keep(self, party: int, error: str) -> None:
-        """Add an error to the party's own notes; the coordinator's own go beside them."""
-        folder = folder_of(self.folder, party) if party >= 0 else self.folder
+    def keep(self, client: int, error: str) -> None:
+        """Add an error to the client's own notes; the server's own go beside them."""
+        folder = folder_of(self.folder, client) if client >= 0 else self.folder
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "errors.txt").open("a") as file:
             file.write(error)
@@ -210,8 +210,8 @@ class ModelState:
     model: Weights
 
 
-class Sheet(NamedTuple):
-    """Images that a method made: a row for each party or round, a column for each class."""
+class ImageGrid(NamedTuple):
+    """Images that a method made: a row for each client or round, a column for each class."""
 
     name: str
     """In file names."""
@@ -227,8 +227,8 @@ class Method(BaseModel):
     """A federated algorithm: frozen hyper-parameters, checked and documented, and three pure parts.
 
     `start` gives the first state, `round` a new state from the old one, `evaluate` figures from a state. A state is
-    a frozen dataclass of tensors, plain values and containers of them: it is the checkpoint. `round` reaches parties
-    only through `parties`; a handler, marked `@on_party`, sees only its own party `me` and the fields it was sent.
+    a frozen dataclass of tensors, plain values and containers of them: it is the checkpoint. `round` reaches clients
+    only through `clients`; a handler, marked `@on_client`, sees only its own client `me` and the fields it was sent.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
@@ -240,12 +240,12 @@ class Method(BaseModel):
     novel: ClassVar[bool] = False
     """Whether it is judged on classes that nobody trains on, and so needs data whose classes are divided."""
     files: ClassVar[tuple[str, ...]] = ()
-    """Settings that name files. The coordinator alone reads them: parties elsewhere are told "" instead."""
+    """Settings that name files. The server alone reads them: clients elsewhere are told "" instead."""
 
     rounds: PositiveInt = 10
     """How many rounds to run."""
-    active: PositiveInt | None = None
-    """How many parties are asked in a round; by default 10, or all where there are fewer."""
+    cohort: PositiveInt | None = None
+    """How many clients are asked in a round; by default 10, or all where there are fewer."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -257,24 +257,24 @@ class Method(BaseModel):
                 cls.model_fields[key].description = cls.model_fields[key].description or before.description
 
     @abstractmethod
-    def start(self, task: Task, seed: int) -> Any:
+    def init(self, task: Task, seed: int) -> Any:
         """The state before the first round."""
 
     @abstractmethod
-    def round(self, state: Any, parties: Parties) -> Any:
-        """One round: ask parties, return the new state."""
+    def round(self, state: Any, clients: Clients) -> Any:
+        """One round: ask clients, return the new state."""
 
-    def evaluate(self, state: Any, parties: Parties, data: Data) -> Scores:
+    def evaluate(self, state: Any, clients: Clients, data: Data) -> Scores:
         """After a round: by default the global model on the common test set."""
         items = [{"start": start, "stop": start + PIECE} for start in range(0, len(data.test), PIECE)]
-        counts = parties.spread(self.score_chunk, items, model=self.shared(state))
+        counts = clients.map_on_server(self.score_chunk, items, model=self.broadcast(state))
         return figures([Counts(**count) for count in counts])
 
-    def report(self, state: Any, parties: Parties, data: Data) -> Scores:
-        """Once, after the last round: by default how each party's model does on its own test samples."""
-        return {"personal": (own := self.ask_scores(state, parties))["accuracy"], "parties": own["parties"]}
+    def report(self, state: Any, clients: Clients, data: Data) -> Scores:
+        """Once, after the last round: by default how each client's model does on its own test samples."""
+        return {"personal": (own := self.ask_scores(state, clients))["accuracy"], "clients": own["clients"]}
 
-    def gathered(self, data: Data) -> Data:
+    def prepare_data(self, data: Data) -> Data:
         """The data as it lies with those whom this method asks: by default as it is."""
         return data
 
@@ -284,94 +284,94 @@ class Method(BaseModel):
 
     # How its settings are chosen.
 
-    def grids(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> Mapping[str, Sequence[float]]:
         """What `--tune` chooses for this method as it is set: by default all that is tunable."""
         return self.tunable
 
-    def trial(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
+    def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
         """Method and data of a trial, which must not see test data: by default some training data is held out."""
         return self, data.held_out(share, seed)
 
     # What a trained state is worth to a user; methods with personal models say more.
 
-    def shared(self, state: Any) -> Weights:
-        """What of the state a party needs to use its model."""
+    def broadcast(self, state: Any) -> Weights:
+        """What of the state a client needs to use its model."""
         model: Weights = state.model
         return model
 
-    def personal(self, me: Party, model: Weights) -> nn.Module:
-        """The net that a party ends up with, from what is shared and what it remembers."""
-        return self.assemble(me.net, model)
+    def personal_model(self, client: Client, model: Weights) -> nn.Module:
+        """The net that a client ends up with, from what is shared and what it remembers."""
+        return self.build_model(client.net, model)
 
-    def assemble(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+    def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
         """The net that gives the answers, from what `whole` gives; `net` makes one of the task's with weights."""
         return net(weights)
 
-    def whole(self, state: Any) -> Weights | None:
+    def global_weights(self, state: Any) -> Weights | None:
         """The weights of the global model; None if the method makes only personal ones."""
-        return self.shared(state)
+        return self.broadcast(state)
 
-    def images(self, state: Any) -> Sequence[Sheet]:
+    def image_grids(self, state: Any) -> Sequence[ImageGrid]:
         """What of the state can be looked at, as the report shows it; by default nothing."""
         return ()
 
     def condensed(self, state: Any) -> dict[int, tuple[Tensor, Tensor]]:
-        """Synthetic inputs and their labels by party, as last sent; empty where parties send none."""
+        """Synthetic inputs and their labels by client, as last sent; empty where clients send none."""
         return {}
 
     # Pieces.
 
-    def choose(self, parties: Parties) -> list[int]:
+    def sample_cohort(self, clients: Clients) -> list[int]:
         """Who is asked in this round."""
-        return parties.sample(min(ACTIVE, len(parties)) if self.active is None else self.active)
+        return clients.sample(min(DEFAULT_COHORT, len(clients)) if self.cohort is None else self.cohort)
 
-    def ask_scores(self, state: Any, parties: Parties) -> Scores:
-        """Each party's model on its own test samples; pooled and by party."""
-        counts = self.ask_counts(state, parties)
-        accuracies = {str(party): count.correct / count.total for party, count in counts.items() if count.total}
-        return figures(list(counts.values())) | {"parties": accuracies}
+    def ask_scores(self, state: Any, clients: Clients) -> Scores:
+        """Each client's model on its own test samples; pooled and by client."""
+        counts = self.ask_counts(state, clients)
+        accuracies = {str(client): count.correct / count.total for client, count in counts.items() if count.total}
+        return figures(list(counts.values())) | {"clients": accuracies}
 
-    def ask_counts(self, state: Any, parties: Parties, everywhere: bool = False) -> dict[int, Counts]:
-        """What each party's model gets right of its own test samples, or (`everywhere`) of everyone's."""
-        answers = parties.ask(
-            parties.panel(), self.score, model=self.shared(state), everywhere=everywhere, returns=COUNTS
+    def ask_counts(self, state: Any, clients: Clients, everywhere: bool = False) -> dict[int, Counts]:
+        """What each client's model gets right of its own test samples, or (`everywhere`) of everyone's."""
+        answers = clients.ask(
+            clients.eval_cohort(), self.score, model=self.broadcast(state), everywhere=everywhere, returns=COUNTS
         )
-        counts = {answer.party: Counts(**answer.fields) for answer in answers}
-        return {party: count for party, count in counts.items() if count.correct <= count.total}
+        counts = {answer.client: Counts(**answer.fields) for answer in answers}
+        return {client: count for client, count in counts.items() if count.correct <= count.total}
 
-    @on_party
-    def score(self, me: Party, model: Weights, everywhere: bool) -> dict[str, float]:
-        """Count right answers of this party's model; none of none where everyone's samples are not known here."""
-        if everywhere and me.alone:
+    @on_client
+    def score(self, client: Client, model: Weights, everywhere: bool) -> dict[str, float]:
+        """Count right answers of this client's model; none of none where everyone's samples are not known here."""
+        if everywhere and client.alone:
             return Counts(0, 0, 0.0)._asdict()
-        samples = me.common if everywhere else me.test
-        return score(self.personal(me, model), samples.chunks(CHUNK))._asdict()
+        samples = client.common if everywhere else client.test
+        return score(self.personal_model(client, model), samples.chunks(CHUNK))._asdict()
 
-    @on_coordinator
-    def score_chunk(self, here: Coordinator, model: Weights, start: int, stop: int) -> dict[str, float]:
+    @on_server
+    def score_chunk(self, server: Server, model: Weights, start: int, stop: int) -> dict[str, float]:
         """Count right answers of the global model on a piece of the common test set."""
-        stop = min(stop, len(here.common))
-        chunks = (here.common.slice(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK))
-        return score(self.assemble(here.net, model), chunks)._asdict()
+        stop = min(stop, len(server.common))
+        chunks = (server.common.slice(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK))
+        return score(self.build_model(server.net, model), chunks)._asdict()
 
 
 class PersonalMethod(Method):
-    """A method whose parties each have a model of their own: it is measured where it is used."""
+    """A method whose clients each have a model of their own: it is measured where it is used."""
 
-    def evaluate(self, state: Any, parties: Parties, data: Data) -> Scores:
-        """After a round: each party's model on its own test samples, pooled."""
-        scores = self.ask_scores(state, parties)
-        del scores["parties"]
+    def evaluate(self, state: Any, clients: Clients, data: Data) -> Scores:
+        """After a round: each client's model on its own test samples, pooled."""
+        scores = self.ask_scores(state, clients)
+        del scores["clients"]
         return scores
 
-    def report(self, state: Any, parties: Parties, data: Data) -> Scores:
-        """Once: the figures by party, and how far a party's model carries on everyone's samples, if parties know it."""
-        own = self.ask_scores(state, parties)
-        everywhere = list(self.ask_counts(state, parties, everywhere=True).values())
+    def report(self, state: Any, clients: Clients, data: Data) -> Scores:
+        """Once: the figures by client, and how far a client's model carries on everyone's samples, if clients know it."""
+        own = self.ask_scores(state, clients)
+        everywhere = list(self.ask_counts(state, clients, everywhere=True).values())
         known = figures(everywhere)["accuracy"] if any(count.total for count in everywhere) else None
-        return {"personal": own["accuracy"], "global": known, "parties": own["parties"]}
+        return {"personal": own["accuracy"], "global": known, "clients": own["clients"]}
 
-    def whole(self, state: Any) -> Weights | None:
+    def global_weights(self, state: Any) -> Weights | None:
         """There is no global model."""
         return None
 
@@ -389,4 +389,14 @@ def figures(counts: Sequence[Counts]) -> Scores:
     }
 
 
-__all__ = ["Answers", "Coordinator", "Method", "ModelState", "Party", "PersonalMethod", "Place", "Scores", "Sheet"]
+__all__ = [
+    "Answers",
+    "Client",
+    "ContextFactory",
+    "ImageGrid",
+    "Method",
+    "ModelState",
+    "PersonalMethod",
+    "Scores",
+    "Server",
+]

@@ -2,7 +2,7 @@
 
 Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning, KDD 2023, Algorithm 1 and Eqs 2 to 22. A server model φ
 (encoder and a head for all base classes) is shared and averaged; a client model ψ (a Transformer over the features of a
-whole support, and a head for the N classes of a task) stays with its party. In each task
+whole support, and a head for the N classes of a task) stays with its client. In each task
 
     ψ̃ = ψ − α_ft ∇_ψ CE(S)                                        (3)
     φ ← φ − α_φ ∇_φ [(1 − λ_MI) CE(S) + λ_MI L_MI]                 (5, 13, 14)
@@ -17,7 +17,7 @@ Departures: the first line of Eq 13 lost its minus, which its second line has. h
 Section 3.2.2 says (Eq 5 writes ψ); p_ψ, a weight in the words after Eq 13, is taken as given. With K = 1 each class has
 one sample, the softmax of Eq 10 has one term and L_MI is 0; `mi = across` takes it over the samples of all classes.
 Queries see the support and themselves in the Transformer, not each other (`transductive`: they do). ψ begins as a mere
-normalisation with a head of zeros, so that one step of fine-tuning gives each class the mean of its features. The head
+normalization with a head of zeros, so that one step of fine-tuning gives each class the mean of its features. The head
 is at zero before each task: classes come in any order, and the mean of Eq 4 over all orders leaves it there (`zero_head
 = false`: it steps by the orders drawn). Dropout is in the Transformer and, as DropBlock, in ResNet-12. Adam begins anew
 for φ in each round, which is another φ; for ψ it goes on. The paper's ablations are settings: `decoupled = false`
@@ -41,11 +41,12 @@ from torch.nn import functional as F
 
 from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapted, learnable, meta_gradient
-from fewer.methods.base import Party
-from fewer.methods.fewshot import FineTuned, State, blank, logistic_regression
+from fewer.methods.base import Client
+from fewer.methods.fewshot import FewShotState, FineTuned, blank, logistic_regression
 from fewer.models import Split, Task, Weights, load_weights, parts_of, weights_of
 from fewer.models.sets import SetEncoder
 from fewer.models.split import feature_width
+from fewer.registry import METHODS
 from fewer.runtime.streams import global_streams
 
 CLIENT = "ψ "
@@ -55,7 +56,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass
 class Pair:
-    """Both models at a party: φ as a net, ψ as a net to run and as weights, with what Adam remembers of it."""
+    """Both models at a client: φ as a net, ψ as a net to run and as weights, with what Adam remembers of it."""
 
     server_model: nn.Module
     client_model: Split
@@ -63,20 +64,20 @@ class Pair:
     """`weights` of ψ, `first` and `second` moment and the `step` of its Adam."""
 
 
+@METHODS.register("f2l")
 class F2L(FineTuned):
-    """Few-shot learning with a shared server model and a client model that never leaves its party."""
+    """Few-shot learning with a shared server model and a client model that never leaves its client."""
 
-    name: ClassVar[str] = "f2l"
-    readings: ClassVar[tuple[str, ...]] = ("client", "server")
+    predictors: ClassVar[tuple[str, ...]] = ("client", "server")
 
-    reading: Literal["client", "server"] = "client"
+    predictor: Literal["client", "server"] = "client"
     """Who answers a task: the fine-tuned client model, or logistic regression on features of the server model."""
     zero_head: bool = True
     """Whether the head of the client model begins each task at zero. If not it takes meta-steps too; classes come in
     any order, and over all orders their mean is 0."""
-    client_rate: PositiveFloat | None = None
+    client_lr: PositiveFloat | None = None
     """Step size of the client model's Adam (α_ψ); by default `rate`, which is that of the server model (α_φ)."""
-    mi: Literal["within", "across"] = "within"
+    mi_scope: Literal["within", "across"] = "within"
     """Whether the softmax of the mutual information goes over the samples of a class or of all classes of the task."""
     learn_from: Literal["support", "task"] = "support"
     """What the server model learns from: the support of a task, as in the paper, or its queries too."""
@@ -87,21 +88,21 @@ class F2L(FineTuned):
     kd_weight: Share = 0.5
     """Weight of distillation in what the client model learns (λ_KD)."""
     decoupled: bool = True
-    """Whether client models stay with their parties; if not, they are averaged too."""
+    """Whether client models stay with their clients; if not, they are averaged too."""
     transductive: bool = False
     """Whether the queries of a task see each other."""
-    heads: PositiveInt = 4
+    attention_heads: PositiveInt = 4
     """Heads of attention in the client model."""
-    drop: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Dropout in the client model."""
 
     def ranked(self) -> tuple[str, ...]:
         """The reading that counts comes first."""
-        return (self.reading, *(name for name in self.readings if name != self.reading))
+        return (self.predictor, *(name for name in self.predictors if name != self.predictor))
 
     def notes(self) -> Sequence[str]:
         """One sample of a class has no mutual information within the class."""
-        if self.shot > 1 or self.learn_from == "task" or self.mi == "across" or not self.mi_weight:
+        if self.shot > 1 or self.learn_from == "task" or self.mi_scope == "across" or not self.mi_weight:
             return ()
         return ["with shot = 1 the mutual information within a class is 0, as in the paper (mi = across: is not)"]
 
@@ -114,20 +115,20 @@ class F2L(FineTuned):
             return phi
         return phi | {CLIENT + name: tensor for name, tensor in weights_of(self.client_model(task, seed)).items()}
 
-    def learn(self, me: Party, model: Weights) -> Weights:
+    def learn(self, client: Client, model: Weights) -> Weights:
         """Lines 3 to 10: some tasks of base classes; ψ stays here, φ is sent."""
-        pair = self.prepare(me, model, kept=False)
-        optimiser = torch.optim.Adam(pair.server_model.parameters(), lr=self.rate, weight_decay=self.decay)
-        draw = me.stream("tasks")
+        pair = self.prepare(client, model, kept=False)
+        optimizer = torch.optim.Adam(pair.server_model.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        draw = client.stream("tasks")
         for _ in range(self.tasks):
-            self.learn_task(pair, optimiser, self.task(me.train, draw))
+            self.learn_task(pair, optimizer, self.task(client.train, draw))
         phi = weights_of(pair.server_model)
         if not self.decoupled:
             return phi | {CLIENT + name: tensor for name, tensor in pair.own["weights"].items()}
-        self.put(me, pair.own, pair.own["weights"])
+        self.put(client, pair.own, pair.own["weights"])
         return phi
 
-    def learn_task(self, pair: Pair, optimiser: torch.optim.Optimizer, task: Episode) -> None:
+    def learn_task(self, pair: Pair, optimizer: torch.optim.Optimizer, task: Episode) -> None:
         """Lines 5 to 7: one step of φ and one of ψ, in place."""
         encoder, head = parts_of(pair.server_model)
         pair.server_model.train()
@@ -153,10 +154,10 @@ class F2L(FineTuned):
         found = meta_gradient(
             pair.client_model,
             pair.own["weights"],
-            [(everything[:count], task.support_y)] * self.steps,
+            [(everything[:count], task.support_y)] * self.fine_tune_steps,
             (everything, task.query_y),
-            self.fine_rate,
-            self.order == "exact",
+            self.fine_tune_lr,
+            self.first_order,
             client_loss,
         )  # Eqs 3 and 4
 
@@ -166,24 +167,26 @@ class F2L(FineTuned):
         labels = torch.cat([task.support_y, task.query_y])[: len(features)]
         loss = (1 - self.mi_weight) * F.cross_entropy(head(features), task.classes[labels])
         loss = loss + self.mi_weight * mutual_information(
-            features, theirs, sure, labels, self.mi == "across", self.mi_temperature
+            features, theirs, sure, labels, self.mi_scope == "across", self.mi_temperature
         )
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        optimiser.step()  # Eqs 5 and 14
+        optimizer.step()  # Eqs 5 and 14
 
         own = pair.own
-        step, rate = own["step"] + 1, self.client_rate or self.rate
-        weights, first, second = self.meta_step(own["weights"], found.weights, own["first"], own["second"], step, rate)
+        step, lr = own["step"] + 1, self.client_lr or self.lr
+        weights, first, second = self.meta_step(own["weights"], found.weights, own["first"], own["second"], step, lr)
         pair.own = {"weights": weights, "first": first, "second": second, "step": step}
 
-    def prepare(self, me: Party, model: Weights, kept: bool) -> Pair:
-        """φ as it was sent, and ψ as the party has it."""
-        server_model = me.net({name: tensor for name, tensor in model.items() if not name.startswith(CLIENT)})
-        client_model = self.client_model(me.task, me.seed)
-        own = self.own(me, kept)
+    def prepare(self, client: Client, model: Weights, kept: bool) -> Pair:
+        """φ as it was sent, and ψ as the client has it."""
+        server_model = client.net({name: tensor for name, tensor in model.items() if not name.startswith(CLIENT)})
+        client_model = self.client_model(client.task, client.seed)
+        own = self.own(client, kept)
         if own is None:
-            weights = {name: tensor.clone() for name, tensor in learnable(client_model).items()}  # the net is tuned in place
+            weights = {
+                name: tensor.clone() for name, tensor in learnable(client_model).items()
+            }  # the net is tuned in place
             if not self.decoupled:
                 weights = {name: model[CLIENT + name] for name in weights}
             nothing = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
@@ -194,7 +197,7 @@ class F2L(FineTuned):
         """ψ as everyone begins with it: a Transformer over a set (Eq 22) and a head for N classes."""
         features = feature_width(task)
         with global_streams(seed, "client model"):
-            encoder = SetEncoder(features, self.way * self.shot, self.heads, self.drop, self.transductive)
+            encoder = SetEncoder(features, self.way * self.shot, self.attention_heads, self.dropout, self.transductive)
             return blank(Split(encoder, features, self.way)).to(task.device)
 
     # Meta-test.
@@ -205,19 +208,24 @@ class F2L(FineTuned):
         ready.client_model.eval()
         with torch.no_grad():
             support, queries = encoder(task.support_x), encoder(task.query_x)
-        batches = [(support, task.support_y)] * (self.adapt_steps or self.steps)
-        load_weights(ready.client_model, adapted(ready.client_model, ready.own["weights"], batches, self.fine_rate))
+        batches = [(support, task.support_y)] * (self.adapt_steps or self.fine_tune_steps)
+        load_weights(ready.client_model, adapted(ready.client_model, ready.own["weights"], batches, self.fine_tune_lr))
         with torch.no_grad():
             scores = ready.client_model(torch.cat([support, queries]))[len(support) :]
         return {"client": scores.argmax(1), "server": logistic_regression(support, task.support_y, queries)}
 
-    def whole(self, state: State) -> Weights:
+    def global_weights(self, state: FewShotState) -> Weights:
         """φ, which tells base classes apart."""
-        return {name: tensor for name, tensor in self.shared(state).items() if not name.startswith(CLIENT)}
+        return {name: tensor for name, tensor in self.broadcast(state).items() if not name.startswith(CLIENT)}
 
 
 def mutual_information(
-    server_model: Tensor, client_model: Tensor, sure: Tensor, labels: Tensor, across: bool = False, temperature: float = 1.0
+    server_model: Tensor,
+    client_model: Tensor,
+    sure: Tensor,
+    labels: Tensor,
+    across: bool = False,
+    temperature: float = 1.0,
 ) -> Tensor:
     """L_MI of Eq 13 from features h_φ and h_ψ, and p_ψ (samples × classes), of samples with these labels.
 

@@ -1,8 +1,8 @@
 """FedAvg: federated averaging.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from
-Decentralized Data, AISTATS 2017, Algorithm 1. Departures: a party takes a fixed number of steps on batches drawn with
-replacement, not epochs, so that parties of all sizes do the same work; the mean goes over those that answered.
+Decentralized Data, AISTATS 2017, Algorithm 1. Departures: a client takes a fixed number of steps on batches drawn with
+replacement, not epochs, so that clients of all sizes do the same work; the mean goes over those that answered.
 """
 
 from __future__ import annotations
@@ -15,74 +15,74 @@ from torch import Tensor, nn
 from fewer.errors import SettingError
 from fewer.learning import draw_batches, sgd, weighted_mean
 from fewer.learning.augment import draw_moves, move
-from fewer.methods.base import MAX_SIZE, Method, ModelState, Party
+from fewer.methods.base import MAX_SIZE, Client, Method, ModelState
 from fewer.models import Task, Weights, weights_of
-from fewer.runtime import Parties, on_party
+from fewer.registry import METHODS
+from fewer.runtime import Clients, on_client
 from fewer.wire import Codec, Coded, Number
 
 
+@METHODS.register("fedavg")
 class FedAvg(Method):
-    """Parties train the global model on their own data; the coordinator averages what they send by size."""
+    """Clients train the global model on their own data; the server averages what they send by size."""
 
-    name: ClassVar[str] = "fedavg"
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.01, 0.03, 0.1, 0.3)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.01, 0.03, 0.1, 0.3)}
 
-    rate: PositiveFloat = 0.1
+    lr: PositiveFloat = 0.1
     """Step size of local training (η)."""
-    steps: PositiveInt = 20
+    local_steps: PositiveInt = 20
     """Local steps in a round."""
-    batch: PositiveInt = 32
+    batch_size: PositiveInt = 32
     """Samples in a step."""
     codec: Codec = "float32"
     """How models are written on the wire."""
 
-    def start(self, task: Task, seed: int) -> ModelState:
+    def init(self, task: Task, seed: int) -> ModelState:
         """The initial model."""
         return ModelState(task.initial(seed))
 
-    def round(self, state: ModelState, parties: Parties) -> ModelState:
-        """w ← Σ (n_k / n) w_k over the parties that answered."""
-        return ModelState(weighted_mean(*self.collect(state, parties)))
+    def round(self, state: ModelState, clients: Clients) -> ModelState:
+        """w ← Σ (n_k / n) w_k over the clients that answered."""
+        return ModelState(weighted_mean(*self.collect(state, clients)))
 
-    def collect(self, state: ModelState, parties: Parties) -> tuple[list[Weights], list[int]]:
-        """Models and sizes of the active parties that answered."""
-        answers = parties.ask(
-            self.choose(parties),
-            self.train,
+    def collect(self, state: ModelState, clients: Clients) -> tuple[list[Weights], list[int]]:
+        """Models and sizes of the active clients that answered."""
+        answers = clients.ask(
+            self.sample_cohort(clients),
+            self.local_train,
             model=Coded(state.model, self.codec),
             returns={"model": state.model, "size": Number(int, 1, MAX_SIZE)},
         )
         return [answer["model"] for answer in answers], [answer["size"] for answer in answers]
 
-    @on_party
-    def train(self, me: Party, model: Weights) -> dict[str, Any]:
+    @on_client(stream="train")
+    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """Some steps of SGD from the global model."""
-        net = me.net(model)
-        self.descend(net, me)
-        return {"model": Coded(weights_of(net), self.codec), "size": len(me.train)}
+        net = client.net(model)
+        self.fit(net, client)
+        return {"model": Coded(weights_of(net), self.codec), "size": len(client.train)}
 
-    def descend(self, net: nn.Module, me: Party) -> None:
+    def fit(self, net: nn.Module, client: Client) -> None:
         """Local training, in place: what relatives of FedAvg change."""
-        sgd(net, me.train.batches(self.numbers(me)), self.rate)
+        sgd(net, client.train.batches(self.batch_indices(client)), self.lr)
 
-    def numbers(self, me: Party) -> Tensor:
+    def batch_indices(self, client: Client) -> Tensor:
         """Which samples each step uses (steps × batch)."""
-        return draw_batches(len(me.train), self.steps, self.batch, me.stream("batches"))
+        return draw_batches(len(client.train), self.local_steps, self.batch_size, client.stream("batches"))
 
 
-class FedAvgMoved(FedAvg):
+@METHODS.register("fedavg-augmented")
+class FedAvgAugmented(FedAvg):
     """FedAvg on images that are turned and shifted a little: what augmentation, which FedMK uses, is worth alone."""
 
-    name: ClassVar[str] = "fedavg-moved"
-
-    def start(self, task: Task, seed: int) -> ModelState:
+    def init(self, task: Task, seed: int) -> ModelState:
         """The initial model."""
         if len(task.shape) != 3:
-            raise SettingError(f"fedavg-moved moves images, and samples here have the shape {task.shape}")
-        return super().start(task, seed)
+            raise SettingError(f"fedavg-augmented moves images, and samples here have the shape {task.shape}")
+        return super().init(task, seed)
 
-    def descend(self, net: nn.Module, me: Party) -> None:
+    def fit(self, net: nn.Module, client: Client) -> None:
         """Local training; each image is moved by its own random move each time."""
-        stream = me.stream("moves")
-        batches = me.train.batches(self.numbers(me))
-        sgd(net, ((move(x, draw_moves(len(x), stream)), y) for x, y in batches), self.rate)
+        stream = client.stream("moves")
+        batches = client.train.batches(self.batch_indices(client))
+        sgd(net, ((move(x, draw_moves(len(x), stream)), y) for x, y in batches), self.lr)

@@ -1,8 +1,8 @@
-"""FedAvg(Meta): FedAvg whose model a new party fine-tunes on its support. FedMeta's baseline.
+"""FedAvg(Meta): FedAvg whose model a new client fine-tunes on its support. FedMeta's baseline.
 
 Chen, Luo, Dong, Li, He: Federated Meta-Learning with Fast Convergence and Efficient Communication, 2018, Section 4.1:
-training uses all samples of the training parties; with `adapt_steps = 0` it is plain FedAvg, judged on new parties.
-Departures: as FedAvg; local training is SGD where the paper has Adam (`optimiser = adam`: this too); fine-tuning is
+training uses all samples of the training clients; with `adapt_steps = 0` it is plain FedAvg, judged on new clients.
+Departures: as FedAvg; local training is SGD where the paper has Adam (`optimizer = adam`: this too); fine-tuning is
 plain gradient descent on the whole support.
 """
 
@@ -20,95 +20,100 @@ from torch.nn import functional as F
 from fewer.data import Samples
 from fewer.learning import draw_batches, sgd, weighted_mean
 from fewer.learning.flops import MAX_FLOPS
-from fewer.methods.base import MAX_SIZE, Party
-from fewer.methods.newparties import NewParties, descend, everything
+from fewer.methods.base import MAX_SIZE, Client
+from fewer.methods.new_clients import NewClients, descend, everything
 from fewer.models import Task, Weights, weights_of
-from fewer.runtime import Parties, on_party
+from fewer.registry import METHODS
+from fewer.runtime import Clients, on_client
 from fewer.wire import Codec, Coded, Number
 
 
 @dataclass(frozen=True)
-class State:
+class FedAvgMetaState:
     """The global model, and what it has cost."""
 
     model: Weights
     flops: int
 
 
-class FedAvgMeta(NewParties):
-    """FedAvg on some parties' data; a new party fine-tunes the global model on its support (adapt_steps = 0: not)."""
+@METHODS.register("fedavg-meta")
+class FedAvgMeta(NewClients):
+    """FedAvg on some clients' data; a new client fine-tunes the global model on its support (adapt_steps = 0: not)."""
 
-    name: ClassVar[str] = "fedavg-meta"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "rate": (0.03, 0.1, 0.3, 1.0),
-        "adapt_rate": (0.01, 0.03, 0.1, 0.3),
+        "lr": (0.03, 0.1, 0.3, 1.0),
+        "adapt_lr": (0.01, 0.03, 0.1, 0.3),
     }
 
-    rate: PositiveFloat = 0.1
+    lr: PositiveFloat = 0.1
     """Step size of local training (η)."""
-    steps: PositiveInt = 20
+    local_steps: PositiveInt = 20
     """Local steps in a round."""
-    batch: PositiveInt = 32
+    batch_size: PositiveInt = 32
     """Samples in a step."""
-    optimiser: Literal["sgd", "adam"] = "sgd"
+    optimizer: Literal["sgd", "adam"] = "sgd"
     """Of local training; Adam begins anew in each round."""
     adapt_steps: NonNegativeInt = 1
-    """Steps of gradient descent that a new party takes on its support."""
-    adapt_rate: PositiveFloat = 0.1
+    """Steps of gradient descent that a new client takes on its support."""
+    adapt_lr: PositiveFloat = 0.1
     """Their step size."""
     codec: Codec = "float32"
     """How models are written on the wire."""
 
-    def grids(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> Mapping[str, Sequence[float]]:
         """There is nothing to choose for a fine-tuning that does not happen."""
-        return {name: grid for name, grid in self.tunable.items() if self.adapt_steps or name != "adapt_rate"}
+        return {name: grid for name, grid in self.tunable.items() if self.adapt_steps or name != "adapt_lr"}
 
-    def start(self, task: Task, seed: int) -> State:
+    def init(self, task: Task, seed: int) -> FedAvgMetaState:
         """The initial model."""
-        return State(task.initial(seed), 0)
+        return FedAvgMetaState(task.initial(seed), 0)
 
-    def round(self, state: State, parties: Parties) -> State:
-        """w ← Σ (n_k / n) w_k over the parties that answered."""
-        answers = parties.ask(
-            self.choose(parties),
-            self.train,
+    def round(self, state: FedAvgMetaState, clients: Clients) -> FedAvgMetaState:
+        """w ← Σ (n_k / n) w_k over the clients that answered."""
+        answers = clients.ask(
+            self.sample_cohort(clients),
+            self.local_train,
             model=Coded(state.model, self.codec),
             returns={"model": state.model, "size": Number(int, 1, MAX_SIZE), "flops": Number(int, 0, MAX_FLOPS)},
         )
         flops = state.flops + sum(answer["flops"] for answer in answers)
-        return State(self.merge(state.model, [(answer["model"], answer["size"]) for answer in answers]), flops)
+        return FedAvgMetaState(
+            self.merge(state.model, [(answer["model"], answer["size"]) for answer in answers]), flops
+        )
 
     def merge(self, model: Weights, found: Sequence[tuple[Weights, int]]) -> Weights:
-        """The new global model from parties' models and sizes: what relatives change."""
+        """The new global model from clients' models and sizes: what relatives change."""
         return weighted_mean([theirs for theirs, _ in found], [size for _, size in found])
 
-    @on_party
-    def train(self, me: Party, model: Weights) -> dict[str, Any]:
-        """Local training on all samples of the party."""
-        net = me.net(model)
-        with self.tally(me) as tally:
-            self.learn(net, me)
-        return {"model": Coded(weights_of(net), self.codec), "size": len(self.samples(me)), "flops": tally.flops}
+    @on_client(stream="train")
+    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
+        """Local training on all samples of the client."""
+        net = client.net(model)
+        with self.tally(client) as tally:
+            self.learn(net, client)
+        return {"model": Coded(weights_of(net), self.codec), "size": len(self.samples(client)), "flops": tally.flops}
 
-    def learn(self, net: nn.Module, me: Party) -> None:
+    def learn(self, net: nn.Module, client: Client) -> None:
         """Some steps of SGD or Adam, in place: what relatives change."""
-        samples = self.samples(me)
-        batches = samples.batches(draw_batches(len(samples), self.steps, self.batch, me.stream("batches")))
-        if self.optimiser == "sgd":
-            sgd(net, batches, self.rate)
+        samples = self.samples(client)
+        batches = samples.batches(
+            draw_batches(len(samples), self.local_steps, self.batch_size, client.stream("batches"))
+        )
+        if self.optimizer == "sgd":
+            sgd(net, batches, self.lr)
             return
-        optimiser = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=self.rate)
+        optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=self.lr)
         for x, y in batches:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             F.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
+            optimizer.step()
 
-    # A new party.
+    # A new client.
 
-    def initialisation(self, shared: Weights) -> Weights:
+    def initialization(self, shared: Weights) -> Weights:
         """The global model."""
         return shared
 
     def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
         """Fine-tuning."""
-        descend(net, everything(support, self.adapt_steps), self.adapt_rate)
+        descend(net, everything(support, self.adapt_steps), self.adapt_lr)

@@ -1,46 +1,46 @@
-"""FedBN: FedAvg with local normalisation.
+"""FedBN: FedAvg with local normalization.
 
 Li, Jiang, Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
-Algorithm 1: everything is averaged but the normalisation layers, which stay with their party. Departures: as FedAvg;
-any kind of normalisation layer counts, not only batch norm.
+Algorithm 1: everything is averaged but the normalization layers, which stay with their client. Departures: as FedAvg;
+any kind of normalization layer counts, not only batch norm.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from fewer.errors import SettingError
-from fewer.methods.base import ModelState, Party, PersonalMethod
+from fewer.methods.base import Client, ModelState, PersonalMethod
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights, is_norm, weights_of
-from fewer.runtime import on_party
+from fewer.registry import METHODS
+from fewer.runtime import on_client
 from fewer.wire import Coded
 
 
+@METHODS.register("fedbn")
 class FedBN(PersonalMethod, FedAvg):
-    """FedAvg in which each party keeps its own normalisation layers, so that each ends with a model of its own."""
+    """FedAvg in which each client keeps its own normalization layers, so that each ends with a model of its own."""
 
-    name: ClassVar[str] = "fedbn"
-
-    def start(self, task: Task, seed: int) -> ModelState:
-        """The initial model without its normalisation layers."""
+    def init(self, task: Task, seed: int) -> ModelState:
+        """The initial model without its normalization layers."""
         norms = is_norm(task.net())
         if not norms:
-            raise SettingError("fedbn needs a model with normalisation layers (norm = batch or group)")
+            raise SettingError("fedbn needs a model with normalization layers (norm = batch or group)")
         return ModelState({name: tensor for name, tensor in task.initial(seed).items() if name not in norms})
 
-    @on_party
-    def train(self, me: Party, model: Weights) -> dict[str, Any]:
-        """Train the shared part together with the party's own norms; keep the norms, send the rest."""
-        net = self.personal(me, model)
-        self.descend(net, me)
+    @on_client(stream="train")
+    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
+        """Train the shared part together with the client's own norms; keep the norms, send the rest."""
+        net = self.personal_model(client, model)
+        self.fit(net, client)
         weights = weights_of(net)
-        me.store.put("norms", {name: tensor for name, tensor in weights.items() if name not in model})
+        client.store.put("norms", {name: tensor for name, tensor in weights.items() if name not in model})
         shared = {name: weights[name] for name in model}
-        return {"model": Coded(shared, self.codec), "size": len(me.train)}
+        return {"model": Coded(shared, self.codec), "size": len(client.train)}
 
-    def personal(self, me: Party, model: Weights) -> nn.Module:
-        """The shared part with the party's own norms; before its first round, the initial ones."""
-        return me.net({**me.initial(), **(me.store.get("norms") or {}), **model})
+    def personal_model(self, client: Client, model: Weights) -> nn.Module:
+        """The shared part with the client's own norms; before its first round, the initial ones."""
+        return client.net({**client.initial(), **(client.store.get("norms") or {}), **model})

@@ -1,7 +1,7 @@
-"""FedEnsemble: FedAvg that answers with all parties' models instead of their mean.
+"""FedEnsemble: FedAvg that answers with all clients' models instead of their mean.
 
 The baseline of Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021:
-parties train as in FedAvg, and the prediction is that of the summed logits of the active parties' models. Departures:
+clients train as in FedAvg, and the prediction is that of the summed logits of the active clients' models. Departures:
 as FedAvg; the mean of the logits, not their sum, which predicts the same class with a confidence that can be read.
 
 What it costs: training sends what FedAvg sends. But the state and its checkpoint hold the models of a round besides
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from fewer.learning import weighted_mean
 from fewer.methods.base import ModelState
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights
-from fewer.runtime import Parties
+from fewer.registry import METHODS
+from fewer.runtime import Clients
 
 
 class Ensemble(nn.Module):
@@ -37,37 +38,36 @@ class Ensemble(nn.Module):
 
 
 @dataclass(frozen=True)
-class Members(ModelState):
-    """The mean model, from which parties train, and the models that it is the mean of."""
+class EnsembleState(ModelState):
+    """The mean model, from which clients train, and the models that it is the mean of."""
 
     members: Weights
     """One behind the other along a first dimension."""
 
 
+@METHODS.register("fedensemble")
 class FedEnsemble(FedAvg):
-    """FedAvg that predicts with the mean logits of the active parties' models."""
+    """FedAvg that predicts with the mean logits of the active clients' models."""
 
-    name: ClassVar[str] = "fedensemble"
-
-    def start(self, task: Task, seed: int) -> Members:
+    def init(self, task: Task, seed: int) -> EnsembleState:
         """The initial model, as an ensemble of one."""
         return _members(task.initial(seed), [task.initial(seed)])
 
-    def round(self, state: Any, parties: Parties) -> Members:
+    def round(self, state: Any, clients: Clients) -> EnsembleState:
         """As FedAvg, but the models that came are kept."""
-        models, sizes = self.collect(state, parties)
+        models, sizes = self.collect(state, clients)
         return _members(weighted_mean(models, sizes), models)
 
-    def shared(self, state: Any) -> Weights:
+    def broadcast(self, state: Any) -> Weights:
         """The models of the ensemble; their mean is `state.model`."""
         members: Weights = state.members
         return members
 
-    def assemble(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+    def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
         """The ensemble."""
         count = len(next(iter(weights.values())))
         return Ensemble([net({name: tensor[number] for name, tensor in weights.items()}) for number in range(count)])
 
 
-def _members(mean: Weights, models: Sequence[Weights]) -> Members:
-    return Members(mean, {name: torch.stack([model[name] for model in models]) for name in mean})
+def _members(mean: Weights, models: Sequence[Weights]) -> EnsembleState:
+    return EnsembleState(mean, {name: torch.stack([model[name] for model in models]) for name in mean})

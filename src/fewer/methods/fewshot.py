@@ -1,11 +1,11 @@
 """What methods share that are judged on classes nobody trained on: tasks, the choice of a model, and figures.
 
 A task is N-way K-shot: N classes, of each K samples to learn from (the support) and some to answer (the queries).
-Parties learn from tasks of base classes, a model is chosen by tasks of validation classes, and judged on tasks of novel
-classes. All of them are drawn from a party's own samples. Those for choosing and judging depend on seed and party only,
+Clients learn from tasks of base classes, a model is chosen by tasks of validation classes, and judged on tasks of novel
+classes. All of them are drawn from a client's own samples. Those for choosing and judging depend on seed and client only,
 so they are the same for all methods. The setting is that of F2L (Wang et al., KDD 2023, Sections 2 and 4.2).
 
-Departure: where parties are alone, each model answers the tasks of its own party, in the paper those of all.
+Departure: where clients are alone, each model answers the tasks of its own client, in the paper those of all.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fewer.data.episodes import Episode, episode
 from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.learning import weighted_mean
 from fewer.learning.adam import adam
-from fewer.methods.base import Method, Party, Scores
+from fewer.methods.base import Client, Method, Scores
 from fewer.models import Split, Task, Weights, finite, load_weights, parts_of, weights_of
 from fewer.models.split import feature_width
-from fewer.runtime import Parties, Unable, on_party, stream
+from fewer.runtime import Clients, Unable, on_client, stream
 from fewer.wire import Codec, Coded, Shaped
 
 Part = Literal["validation", "test"]
@@ -38,7 +38,7 @@ DESCENTS, TINY = 500, 1e-3
 
 
 @dataclass(frozen=True)
-class State:
+class FewShotState:
     """The model as it learns, and as it was when it did best on validation classes."""
 
     model: Weights
@@ -53,12 +53,12 @@ class FewShot(Method):
     """A method that learns from tasks of base classes and answers tasks of novel ones."""
 
     novel: ClassVar[bool] = True
-    readings: ClassVar[tuple[str, ...]] = ("accuracy",)
+    predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The ways in which it answers a task; the first one counts."""
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.001, 0.003, 0.01)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.001, 0.003, 0.01)}
 
-    active: PositiveInt | None = None
-    """How many parties are asked in a round; by default all."""
+    cohort: PositiveInt | None = None
+    """How many clients are asked in a round; by default all."""
     way: Annotated[int, Field(ge=2)] = 5
     """Classes in a task (N)."""
     shot: PositiveInt = 1
@@ -66,17 +66,17 @@ class FewShot(Method):
     queries: PositiveInt = 5
     """Samples of each class that are to be answered."""
     tasks: PositiveInt = 10
-    """Tasks that a party learns from in a round (τ)."""
-    rate: PositiveFloat = 0.001
-    """Step size of a party's Adam."""
-    decay: NonNegativeFloat = 1e-4
+    """Tasks that a client learns from in a round (τ)."""
+    lr: PositiveFloat = 0.001
+    """Step size of a client's Adam."""
+    weight_decay: NonNegativeFloat = 1e-4
     """Its weight decay."""
     test_tasks: PositiveInt = 100
-    """Tasks that a model is chosen and judged by, divided among the parties."""
+    """Tasks that a model is chosen and judged by, divided among the clients."""
     validate_every: PositiveInt = 5
     """A model may be chosen after every so many rounds, and after the last; where it is after the last alone, that is
     the one, and no validation classes are looked at."""
-    judge: Literal["novel", "validation"] = "novel"
+    eval_classes: Literal["novel", "validation"] = "novel"
     """Which classes it is judged on: novel ones, or those that models and settings are chosen on."""
     codec: Codec = "float32"
     """How models are written on the wire."""
@@ -88,51 +88,54 @@ class FewShot(Method):
         """What is shared before the first round."""
 
     @abstractmethod
-    def learn(self, me: Party, model: Weights) -> Weights:
-        """What a party makes of the shared model in a round."""
+    def learn(self, client: Client, model: Weights) -> Weights:
+        """What a client makes of the shared model in a round."""
 
     @abstractmethod
-    def prepare(self, me: Party, model: Weights, kept: bool) -> Any:
-        """What a party answers tasks with; of its own, what it has now or what it was told to keep."""
+    def prepare(self, client: Client, model: Weights, kept: bool) -> Any:
+        """What a client answers tasks with; of its own, what it has now or what it was told to keep."""
 
     @abstractmethod
     def answer(self, ready: Any, task: Episode) -> dict[str, Tensor]:
         """The classes of the queries, by each reading."""
 
-    def model_of(self, me: Party, model: Weights, kept: bool) -> Weights:
-        """The model that a party uses: the one that was sent."""
+    def model_of(self, client: Client, model: Weights, kept: bool) -> Weights:
+        """The model that a client uses: the one that was sent."""
         return model
 
     # Learning together.
 
-    def choose(self, parties: Parties) -> list[int]:
+    def sample_cohort(self, clients: Clients) -> list[int]:
         """Who is asked in this round."""
-        return parties.sample(len(parties) if self.active is None else self.active)
+        return clients.sample(len(clients) if self.cohort is None else self.cohort)
 
-    def trial(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
+    def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
         """A trial is judged on validation classes."""
         return self.model_copy(update={"judge": "validation"}), data
 
-    def start(self, task: Task, seed: int) -> State:
+    def init(self, task: Task, seed: int) -> FewShotState:
         """Nothing is chosen yet."""
         model = self.begin(task, seed)
-        return State(model, model, 0, 0.0)
+        return FewShotState(model, model, 0, 0.0)
 
-    def round(self, state: State, parties: Parties) -> State:
-        """The mean of what parties make of the model, with equal shares; from time to time, the choice."""
-        answers = parties.ask(
-            self.choose(parties), self.train, model=Coded(state.model, self.codec), returns={"model": state.model}
+    def round(self, state: FewShotState, clients: Clients) -> FewShotState:
+        """The mean of what clients make of the model, with equal shares; from time to time, the choice."""
+        answers = clients.ask(
+            self.sample_cohort(clients),
+            self.local_train,
+            model=Coded(state.model, self.codec),
+            returns={"model": state.model},
         )
-        return self.choice(replace(state, model=mean([answer["model"] for answer in answers])), parties)
+        return self.choice(replace(state, model=mean([answer["model"] for answer in answers])), clients)
 
-    def choice(self, state: State, parties: Parties) -> State:
+    def choice(self, state: FewShotState, clients: Clients) -> FewShotState:
         """The new model instead of the best so far, if it does as well on validation classes."""
         if self.validate_every >= self.rounds:  # there would be one to choose from
             return state
-        if parties.round % self.validate_every and parties.round != self.rounds:
+        if clients.round % self.validate_every and clients.round != self.rounds:
             return state
         try:
-            accuracy = mean_of(self.shares(self.ask_tasks(state.model, parties, "validation", kept=False))[0])
+            accuracy = mean_of(self.shares(self.ask_tasks(state.model, clients, "validation", kept=False))[0])
         except QuorumLost as lost:
             if not lost.unable:
                 raise
@@ -140,33 +143,33 @@ class FewShot(Method):
             accuracy = state.validation
         if accuracy < state.validation:
             return state
-        parties.ask(parties.panel(), self.keep, returns={})
-        return State(state.model, state.model, parties.round, accuracy)
+        clients.ask(clients.eval_cohort(), self.keep, returns={})
+        return FewShotState(state.model, state.model, clients.round, accuracy)
 
-    @on_party
-    def train(self, me: Party, model: Weights) -> dict[str, Any]:
+    @on_client(stream="train")
+    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """Learn from some tasks of base classes."""
-        return {"model": Coded(self.learn(me, model), self.codec)}
+        return {"model": Coded(self.learn(client, model), self.codec)}
 
-    @on_party
-    def keep(self, me: Party) -> dict[str, Any]:
-        """What the party has of its own is the best so far."""
-        if (own := me.store.get("own")) is not None:
-            me.store.put("kept", own)
+    @on_client
+    def keep(self, client: Client) -> dict[str, Any]:
+        """What the client has of its own is the best so far."""
+        if (own := client.store.get("own")) is not None:
+            client.store.put("kept", own)
         return {}
 
-    def own(self, me: Party, kept: bool) -> Any:
-        """What the party has of its own, now or as it was kept; None where it had nothing."""
-        return me.store.get("kept" if kept else "own")
+    def own(self, client: Client, kept: bool) -> Any:
+        """What the client has of its own, now or as it was kept; None where it had nothing."""
+        return client.store.get("kept" if kept else "own")
 
-    def put(self, me: Party, own: Any, weights: Weights) -> None:
-        """What the party has of its own now; Unable, and nothing is put, where these weights of it are broken."""
+    def put(self, client: Client, own: Any, weights: Weights) -> None:
+        """What the client has of its own now; Unable, and nothing is put, where these weights of it are broken."""
         if not finite(weights):
-            raise Unable(f"its training diverged (rate {self.rate:g})")
-        me.store.put("own", own)
+            raise Unable(f"its training diverged (rate {self.lr:g})")
+        client.store.put("own", own)
 
     def task(self, samples: Samples, draw: torch.Generator, kind: str = "base") -> Episode:
-        """A task; a party that has too few classes for one says so, and is skipped."""
+        """A task; a client that has too few classes for one says so, and is skipped."""
         try:
             return episode(samples, self.way, self.shot, self.queries, draw)
         except DataError as error:
@@ -174,79 +177,79 @@ class FewShot(Method):
 
     # How it is judged.
 
-    def shared(self, state: State) -> Weights:
+    def broadcast(self, state: FewShotState) -> Weights:
         """The best model so far; before the first choice, the last one."""
         return state.best if state.chosen else state.model
 
-    def evaluate(self, state: State, parties: Parties, data: Data) -> Scores:
+    def evaluate(self, state: FewShotState, clients: Clients, data: Data) -> Scores:
         """Right answers to tasks of novel classes, by each reading, and how sure the first of them is."""
-        readings = self.shares(self.judged(state, parties))
-        first = [share for shares in readings[0].values() for share in shares]
+        predictors = self.shares(self.judged(state, clients))
+        first = [share for shares in predictors[0].values() for share in shares]
         spread = 1.96 * statistics.stdev(first) / len(first) ** 0.5 if len(first) > 1 else None
-        scores = {name: mean_of(shares) for name, shares in zip(self.ranked(), readings, strict=True)}
-        by_party = {str(party): statistics.fmean(shares) for party, shares in readings[0].items()}
+        scores = {name: mean_of(shares) for name, shares in zip(self.ranked(), predictors, strict=True)}
+        by_client = {str(client): statistics.fmean(shares) for client, shares in predictors[0].items()}
         return {
-            "accuracy": mean_of(readings[0]),
+            "accuracy": mean_of(predictors[0]),
             **scores,
             "groups": first,
             "tasks": len(first),
             "tasks_ci95": spread,
             "chosen": state.chosen,
             "validation": state.validation if state.chosen else None,
-            "parties": by_party,
+            "clients": by_client,
         }
 
-    def report(self, state: State, parties: Parties, data: Data) -> Scores:
+    def report(self, state: FewShotState, clients: Clients, data: Data) -> Scores:
         """All is in the figures already."""
         return {}
 
-    def judged(self, state: State, parties: Parties) -> dict[int, Mapping[str, Tensor]]:
-        """What each party gets right of its tasks."""
-        part: Part = "test" if self.judge == "novel" else "validation"
-        found = self.ask_tasks(self.shared(state), parties, part, kept=state.chosen > 0)
+    def judged(self, state: FewShotState, clients: Clients) -> dict[int, Mapping[str, Tensor]]:
+        """What each client gets right of its tasks."""
+        part: Part = "test" if self.eval_classes == "novel" else "validation"
+        found = self.ask_tasks(self.broadcast(state), clients, part, kept=state.chosen > 0)
         if not found:
             raise SettingError(
-                f"no party has {self.way} {self.judge} classes with {self.shot} + {self.queries} samples "
-                "(allowed: fewer parties, shots or queries)"
+                f"no client has {self.way} {self.eval_classes} classes with {self.shot} + {self.queries} samples "
+                "(allowed: fewer clients, shots or queries)"
             )
         return found
 
-    def ask_tasks(self, model: Weights, parties: Parties, part: Part, kept: bool) -> dict[int, Mapping[str, Tensor]]:
-        """How many queries each party gets right in each task, by reading."""
-        panel = parties.panel()
-        tasks = ceil(self.test_tasks / len(panel))
-        right = Shaped((tasks,), torch.int64, most=self.way * self.queries)
-        answers = parties.ask(
-            panel,
+    def ask_tasks(self, model: Weights, clients: Clients, part: Part, kept: bool) -> dict[int, Mapping[str, Tensor]]:
+        """How many queries each client gets right in each task, by reading."""
+        eval_cohort = clients.eval_cohort()
+        tasks = ceil(self.test_tasks / len(eval_cohort))
+        right = Shaped((tasks,), torch.int64, max_value=self.way * self.queries)
+        answers = clients.ask(
+            eval_cohort,
             self.answer_tasks,
             model=Coded(model, self.codec),
             part=part,
             tasks=tasks,
             kept=kept,
-            returns={"right": dict.fromkeys(self.readings, right)},
+            returns={"right": dict.fromkeys(self.predictors, right)},
         )
-        return {answer.party: answer["right"] for answer in answers}
+        return {answer.client: answer["right"] for answer in answers}
 
     def ranked(self) -> tuple[str, ...]:
-        """The readings, the one that counts first."""
-        return self.readings
+        """The predictors, the one that counts first."""
+        return self.predictors
 
     def shares(self, found: Mapping[int, Mapping[str, Tensor]]) -> list[dict[int, list[float]]]:
-        """For each reading, the share of right answers in each task, by party."""
+        """For each reading, the share of right answers in each task, by client."""
         queries = self.way * self.queries
         return [
-            {party: (right[name].double() / queries).tolist() for party, right in found.items()}
+            {client: (right[name].double() / queries).tolist() for client, right in found.items()}
             for name in self.ranked()
         ]
 
-    @on_party
-    def answer_tasks(self, me: Party, model: Weights, part: str, tasks: int, kept: bool) -> dict[str, Any]:
-        """Answer tasks of the party's own samples; they depend on seed and party alone."""
-        samples, kind = (me.test, "novel") if part == "test" else (me.validation, "validation")
-        draw = stream(me.seed, me.id, part, "tasks")
+    @on_client
+    def answer_tasks(self, client: Client, model: Weights, part: str, tasks: int, kept: bool) -> dict[str, Any]:
+        """Answer tasks of the client's own samples; they depend on seed and client alone."""
+        samples, kind = (client.test, "novel") if part == "test" else (client.validation, "validation")
+        draw = stream(client.seed, client.id, part, "tasks")
         drawn = [self.task(samples, draw, kind) for _ in range(tasks)]
-        ready = self.prepare(me, self.model_of(me, model, kept), kept)
-        right: dict[str, list[int]] = {name: [] for name in self.readings}
+        ready = self.prepare(client, self.model_of(client, model, kept), kept)
+        right: dict[str, list[int]] = {name: [] for name in self.predictors}
         for task in drawn:
             for name, classes in self.answer(ready, task).items():
                 right[name].append(int((classes == task.query_y).sum()))
@@ -254,37 +257,37 @@ class FewShot(Method):
 
     # What it is worth to a user.
 
-    def whole(self, state: State) -> Weights | None:
+    def global_weights(self, state: FewShotState) -> Weights | None:
         """There is no model of classes known beforehand."""
         return None
 
-    def personal(self, me: Party, model: Weights) -> nn.Module:
-        """A party has a model only once it has a task."""
-        raise SettingError(f"{self.name} has no models of parties: it makes one of the samples of each task")
+    def personal_model(self, client: Client, model: Weights) -> nn.Module:
+        """A client has a model only once it has a task."""
+        raise SettingError(f"{self.name} has no models of clients: it makes one of the samples of each task")
 
 
 class FineTuned(FewShot):
     """A method whose model is fine-tuned on the support of each task, from where meta-steps have brought it."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "rate": (0.001, 0.003, 0.01),
-        "fine_rate": (0.03, 0.1, 0.3),
+        "lr": (0.001, 0.003, 0.01),
+        "fine_tune_lr": (0.03, 0.1, 0.3),
     }
 
-    fine_rate: PositiveFloat = 0.01
+    fine_tune_lr: PositiveFloat = 0.01
     """Step size of fine-tuning on a support (α_ft)."""
-    steps: PositiveInt = 1
+    fine_tune_steps: PositiveInt = 1
     """Steps of fine-tuning in training."""
     adapt_steps: PositiveInt | None = None
     """Steps of fine-tuning on a task of novel classes; by default as many as in training."""
-    order: Literal["exact", "first"] = "exact"
+    first_order: bool = False
     """Whether meta-steps have second derivatives."""
     zero_head: bool = False
     """Whether the head for a task's classes begins each task at zero. If not it takes meta-steps too; classes come in
     any order, and over all orders their mean is 0."""
 
     def meta_step(
-        self, weights: Weights, slopes: Weights, first: Weights, second: Weights, step: int, rate: float
+        self, weights: Weights, slopes: Weights, first: Weights, second: Weights, step: int, lr: float
     ) -> tuple[Weights, Weights, Weights]:
         """Adam's, with weight decay, on all that learns from task to task: new weights and both moments.
 
@@ -293,36 +296,36 @@ class FineTuned(FewShot):
         probability. So a head of zeros stays (as in Kao, Chiu, Chen, ICLR 2022).
         """
         slopes = {
-            name: slope + self.decay * weights[name]
+            name: slope + self.weight_decay * weights[name]
             for name, slope in slopes.items()
             if not (self.zero_head and name.startswith("head."))
         }
-        return adam(weights, slopes, first, second, step, rate)
+        return adam(weights, slopes, first, second, step, lr)
 
 
 class Unshared(FewShot):
-    """Before a method of this family: each party has a model of its own, and nothing is shared."""
+    """Before a method of this family: each client has a model of its own, and nothing is shared."""
 
-    def start(self, task: Task, seed: int) -> State:
+    def init(self, task: Task, seed: int) -> FewShotState:
         """There is no global model."""
         self.begin(task, seed)  # what is wrong with the model shows now
-        return State({}, {}, 0, 0.0)
+        return FewShotState({}, {}, 0, 0.0)
 
-    def round(self, state: State, parties: Parties) -> State:
-        """The parties train. What is sent is the order to do so, and that it was done."""
-        parties.ask(self.choose(parties), self.practise, returns={})
-        return self.choice(state, parties)
+    def round(self, state: FewShotState, clients: Clients) -> FewShotState:
+        """The clients train. What is sent is the order to do so, and that it was done."""
+        clients.ask(self.sample_cohort(clients), self.train_personal, returns={})
+        return self.choice(state, clients)
 
-    @on_party
-    def practise(self, me: Party) -> dict[str, Any]:
-        """Go on with the party's own model."""
-        learned = self.learn(me, self.model_of(me, {}, kept=False))
-        self.put(me, learned, learned)
+    @on_client(stream="practise")
+    def train_personal(self, client: Client) -> dict[str, Any]:
+        """Go on with the client's own model."""
+        learned = self.learn(client, self.model_of(client, {}, kept=False))
+        self.put(client, learned, learned)
         return {}
 
-    def model_of(self, me: Party, model: Weights, kept: bool) -> Weights:
-        """The party's own; before its first round, the one that all begin with."""
-        return self.own(me, kept) or self.begin(me.task, me.seed)
+    def model_of(self, client: Client, model: Weights, kept: bool) -> Weights:
+        """The client's own; before its first round, the one that all begin with."""
+        return self.own(client, kept) or self.begin(client.task, client.seed)
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------
@@ -334,7 +337,7 @@ def mean(models: list[Weights]) -> Weights:
 
 
 def mean_of(shares: Mapping[int, list[float]]) -> float:
-    """Over all tasks of all parties."""
+    """Over all tasks of all clients."""
     return statistics.fmean(share for one in shares.values() for share in one)
 
 
@@ -349,9 +352,9 @@ def small_start(task: Task, seed: int, way: int) -> Weights:
     return own | {name: tensor for name, tensor in task.initial(seed).items() if name.startswith("encoder.")}
 
 
-def small_net(me: Party, model: Weights, way: int) -> Split:
+def small_net(client: Client, model: Weights, way: int) -> Split:
     """Such a net with these weights."""
-    net = small_head(me.task, me.net(me.initial()), way)
+    net = small_head(client.task, client.net(client.initial()), way)
     load_weights(net, model)
     return net
 

@@ -1,20 +1,20 @@
 """FRL: few-round learning with global prototype-assisted learning (GPAL).
 
 Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Algorithm 1 and Eqs 1 to 5.
-Preparation looks for a model φ from which any later group of parties, with classes never met, gets a good global model
-in R rounds. An episode plays such a group: R rounds on the support of K parties, then φ moves by the gradient of their
+Preparation looks for a model φ from which any later group of clients, with classes never met, gets a good global model
+in R rounds. An episode plays such a group: R rounds on the support of K clients, then φ moves by the gradient of their
 query loss at the end of those rounds (first order). `rounds` counts communication rounds: an episode has R + 1 of them.
 
 The head of a group's model is `linear`, `distance` (to prototypes, the mean features of each class) or `gpal`: by
-distance too, but from the second round on parties also learn from the global prototypes Γ of the round before (Eq 3).
+distance too, but from the second round on clients also learn from the global prototypes Γ of the round before (Eq 3).
 
-Departures. Eq 2 sums over c' ≠ c, which has no lower bound and is log 0 for a party with one class: here the true class
+Departures. Eq 2 sums over c' ≠ c, which has no lower bound and is log 0 for a client with one class: here the true class
 is in the sum, which makes it the cross-entropy of a softmax over −‖g(x) − Γ(c)‖². Line 14 read literally would shrink a
 prototype that some do not hold: Γ(c) is the mean over those who hold c, by their samples of c. Local prototypes carry
 gradient, global ones are constants. γ = 5/6 is the paper's released L_local + 0.2 L_aux up to the rate. In a step on
-part of the support the local prototypes are those of that part. A party sends the gradient of line 19 and the
-coordinator takes the step, which is the same and spares it θ⁰; by default that is a step of Adam, whose moments last,
-since plain descent (`optimiser = sgd`) needs the paper's thousands of episodes. A linear head is drawn anew (Xavier)
+part of the support the local prototypes are those of that part. A client sends the gradient of line 19 and the
+server takes the step, which is the same and spares it θ⁰; by default that is a step of Adam, whose moments last,
+since plain descent (`optimizer = sgd`) needs the paper's thousands of episodes. A linear head is drawn anew (Xavier)
 for each episode as for each group, over the classes that the group holds, so that preparation is like what follows; to
 learn which these are, a group with a linear head begins with one exchange more, of class numbers alone (`holds`).
 Batch norm uses the statistics of the batch, also to answer queries; of its weights the mean is taken like of all
@@ -40,29 +40,30 @@ from fewer.learning.adam import adam
 from fewer.learning.adapt import learnable
 from fewer.learning.prototypes import Prototypes, distance_loss, merged, nearness, places, prototypes
 from fewer.learning.sgd import epochs
-from fewer.methods.base import CHUNK, MAX_SIZE, Coordinator, Method, Party, Scores, Seat
+from fewer.methods.base import CHUNK, MAX_SIZE, Client, Context, Method, Scores, Server
 from fewer.methods.groups import OnGroups
 from fewer.models import Task, Weights, load_weights, parts_of, weights_of
 from fewer.models.split import feature_width
-from fewer.runtime import Absent, Answer, Parties, Unable, on_party, stream
+from fewer.registry import METHODS
+from fewer.runtime import Absent, Answer, Clients, Unable, on_client, stream
 from fewer.wire import Codec, Coded, Number, Shaped
 
 HEAD = "head."
 """How the names of a head's weights begin."""
-Known = tuple[Tensor, Tensor]
+ClassPrototypes = tuple[Tensor, Tensor]
 """Classes and their global prototypes; of a linear head, the classes of the group."""
-AnyGroup = TypeVar("AnyGroup", bound="Group")
-RATES = 0.001, 0.003, 0.01
+AnyGroup = TypeVar("AnyGroup", bound="GroupState")
+LRS = 0.001, 0.003, 0.01
 """Step sizes (α) to choose from where classes are told apart by distance; for a linear head, ten times as much."""
 GAMMAS = 0.5, 5 / 6
 """Shares of the local loss (γ) to choose from with GPAL."""
 HELD = 0.2
-"""Share of its support that a party of one-shot FL holds out to judge its own model."""
+"""Share of its support that a client of one-shot FL holds out to judge its own model."""
 
 
 @dataclass(frozen=True)
-class Group:
-    """What the coordinator of a group has after some of its rounds."""
+class GroupState:
+    """What the server of a group has after some of its rounds."""
 
     model: Weights
     """θ"""
@@ -80,77 +81,77 @@ class Group:
 
 
 class FewRounds(Method):
-    """R rounds in a group of parties, from a model that is given."""
+    """R rounds in a group of clients, from a model that is given."""
 
     head: Literal["linear", "distance", "gpal"] = "gpal"
     """How classes are told apart: by a linear layer, by distance to prototypes, or by that with GPAL."""
-    rate: PositiveFloat = 0.003
+    lr: PositiveFloat = 0.003
     """Step size of local training (α); a linear head needs a larger one."""
     epochs: PositiveInt = 1
     """Passes over the support in a round (E)."""
-    batch: PositiveInt | None = 60
+    batch_size: PositiveInt | None = 60
     """Samples in a step; none for all of the support at once, as in Algorithm 1."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
     """With GPAL: share of the loss by local prototypes beside that by global ones (γ)."""
-    uploaded: Literal["before", "after"] = "before"
+    prototypes_from: Literal["before", "after"] = "before"
     """Whether prototypes are those before local training (Algorithm 1) or after it."""
-    keep: PositiveInt | None = None
-    """One-shot FL: average at most so many models, those that do best on samples that their parties held out."""
+    keep_best: PositiveInt | None = None
+    """One-shot FL: average at most so many models, those that do best on samples that their clients held out."""
     codec: Codec = "float32"
     """How models and prototypes are written on the wire."""
 
-    def grids(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> Mapping[str, Sequence[float]]:
         """A linear head learns with larger steps; GPAL has its γ besides."""
         own: dict[str, Sequence[float]] = {}
         if self.head == "linear":
-            own["rate"] = [10 * rate for rate in RATES]
+            own["lr"] = [10 * lr for lr in LRS]
         if self.head == "gpal":
             own["gamma"] = GAMMAS
         return {**self.tunable, **own}
 
-    def nobody(self, task: Task) -> Group:
+    def nobody(self, task: Task) -> GroupState:
         """A group before it begins."""
         none = torch.zeros(0, dtype=torch.int64, device=task.device)
         width = 0 if self.head == "linear" else feature_width(task)
-        return Group({}, none, torch.zeros(0, width, device=task.device), task.classes)
+        return GroupState({}, none, torch.zeros(0, width, device=task.device), task.classes)
 
     def begin(self, group: AnyGroup, model: Weights, draw: torch.Generator | None) -> AnyGroup:
         """Line 4: θ⁰, with a linear head drawn anew if there is one to draw by. Nothing is known of classes yet."""
         first = new_head(model, draw) if self.head == "linear" and draw is not None else model
-        return replace(group, model=self.carried(first), classes=group.classes[:0], means=group.means[:0], done=0)
+        return replace(group, model=self.sent_weights(first), classes=group.classes[:0], means=group.means[:0], done=0)
 
-    def play(self, group: AnyGroup, who: Sequence[int], parties: Parties, last: bool) -> AnyGroup:
+    def play(self, group: AnyGroup, who: Sequence[int], clients: Clients, last: bool) -> AnyGroup:
         """Lines 6 to 14: one round of the group. Prototypes are needed for GPAL, and in the end to answer with."""
         some = Shaped((range(1, group.total + 1),), torch.int64)
         if self.head == "linear" and not group.done:
-            told = fitting(parties.ask(who, self.holds, returns={"classes": some}), parties, group.total, "holds")
+            told = fitting(clients.ask(who, self.holds, returns={"classes": some}), clients, group.total, "holds")
             group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in told])))
         fields: dict[str, Any] = {"model": Coded(group.model, self.codec), **self.known(group)}
         wanted = self.wanted(last)
         returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SIZE)}
         if wanted:
             returns |= {"classes": some, "means": Shaped((some.shape[0], group.means.shape[1])), "counts": some}
-        if self.keep is not None:
+        if self.keep_best is not None:
             returns["score"] = Number(float, 0, 1)
-        answers = parties.ask(who, self.learn, wanted=wanted, returns=returns, **fields)
-        return self.merge(group, [answer.fields for answer in fitting(answers, parties, group.total, "learn")])
+        answers = clients.ask(who, self.learn, wanted=wanted, returns=returns, **fields)
+        return self.merge(group, [answer.fields for answer in fitting(answers, clients, group.total, "learn")])
 
-    def tells(self, group: Group) -> bool:
-        """Whether parties are told what is known of the group's classes."""
+    def tells(self, group: GroupState) -> bool:
+        """Whether clients are told what is known of the group's classes."""
         return self.head == "linear" or (self.head == "gpal" and group.done > 0)
 
-    def known(self, group: Group) -> dict[str, Any]:
+    def known(self, group: GroupState) -> dict[str, Any]:
         """What they are told."""
         return {"classes": group.classes, "means": Coded(group.means, self.codec)} if self.tells(group) else {}
 
     def wanted(self, last: bool) -> bool:
-        """Whether parties send prototypes in this round."""
+        """Whether clients send prototypes in this round."""
         return self.head == "gpal" or (self.head == "distance" and last)
 
     def merge(self, group: AnyGroup, found: Sequence[Mapping[str, Any]]) -> AnyGroup:
         """Lines 13 and 14: the mean of models by size of support, of prototypes over those who hold the class."""
-        if self.keep is not None:
-            found = sorted(found, key=lambda one: -one["score"])[: self.keep]
+        if self.keep_best is not None:
+            found = sorted(found, key=lambda one: -one["score"])[: self.keep_best]
         model = weighted_mean([one["model"] for one in found], [one["size"] for one in found])
         group = replace(group, model=model, done=group.done + 1)
         if "means" not in found[0]:
@@ -158,39 +159,39 @@ class FewRounds(Method):
         new = merged([Prototypes(one["classes"], one["means"], one["counts"]) for one in found])
         return replace(group, classes=new.classes, means=new.means)
 
-    def carried(self, model: Weights) -> Weights:
+    def sent_weights(self, model: Weights) -> Weights:
         """What of a model travels: all but a head that is not used."""
         return {name: model[name] for name in model if self.head == "linear" or not name.startswith(HEAD)}
 
-    def net(self, seat: Seat, model: Weights) -> nn.Module:
+    def net(self, context: Context, model: Weights) -> nn.Module:
         """A net with what travelled."""
-        return seat.net({**seat.task.initial(seat.seed), **model})
+        return context.net({**context.task.initial(context.seed), **model})
 
-    def support(self, me: Party) -> Samples:
-        """What a party learns from."""
-        return me.train
+    def support(self, client: Client) -> Samples:
+        """What a client learns from."""
+        return client.train
 
-    @on_party
-    def holds(self, me: Party) -> dict[str, Any]:
-        """Which classes the party has: a linear head needs to know before it begins."""
-        return {"classes": torch.unique(self.support(me).labels)}
+    @on_client
+    def holds(self, client: Client) -> dict[str, Any]:
+        """Which classes the client has: a linear head needs to know before it begins."""
+        return {"classes": torch.unique(self.support(client).labels)}
 
-    @on_party
+    @on_client
     def learn(
-        self, me: Party, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
+        self, client: Client, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
     ) -> dict[str, Any]:
-        """Lines 7 to 11 at a party."""
+        """Lines 7 to 11 at a client."""
         known = known_of(classes, means)
-        answer = self.update(self.net(me, model), self.support(me), known, wanted, me.stream("batches"))
+        answer = self.update(self.net(client, model), self.support(client), known, wanted, client.stream("batches"))
         sent = ("model", "means") if wanted else ("model",)
         return {**answer, **{name: Coded(answer[name], self.codec) for name in sent}}
 
     def update(
-        self, net: nn.Module, support: Samples, known: Known | None, wanted: bool, draw: torch.Generator
+        self, net: nn.Module, support: Samples, known: ClassPrototypes | None, wanted: bool, draw: torch.Generator
     ) -> dict[str, Any]:
-        """Lines 8 to 11, E times: local training in place, and what the party sends."""
+        """Lines 8 to 11, E times: local training in place, and what the client sends."""
         held = support
-        if self.keep is not None and len(support) > 1:
+        if self.keep_best is not None and len(support) > 1:
             held, support = support_query(support, HELD, draw)
         first: list[Prototypes] = []
 
@@ -200,18 +201,23 @@ class FewRounds(Method):
                 first.append(Prototypes(own.classes, own.means.detach(), own.counts))
             return found
 
-        if wanted and self.uploaded == "before" and self.batch is not None and self.batch < len(support):
+        if (
+            wanted
+            and self.prototypes_from == "before"
+            and self.batch_size is not None
+            and self.batch_size < len(support)
+        ):
             first.append(embed(net, support))  # else the first step passes over all of the support anyway
-        sgd(net, epochs(support, self.epochs, self.batch, draw), self.rate, loss=loss)
-        answer: dict[str, Any] = {"model": self.carried(weights_of(net)), "size": len(support)}
+        sgd(net, epochs(support, self.epochs, self.batch_size, draw), self.lr, loss=loss)
+        answer: dict[str, Any] = {"model": self.sent_weights(weights_of(net)), "size": len(support)}
         if wanted:
-            answer |= (first[0] if self.uploaded == "before" else embed(net, support))._asdict()
-        if self.keep is not None:
+            answer |= (first[0] if self.prototypes_from == "before" else embed(net, support))._asdict()
+        if self.keep_best is not None:
             answer["score"] = self.own_score(net, support, held, known)
         return answer
 
     def loss(
-        self, net: nn.Module, x: Tensor, y: Tensor, known: Known | None, own: Prototypes | None = None
+        self, net: nn.Module, x: Tensor, y: Tensor, known: ClassPrototypes | None, own: Prototypes | None = None
     ) -> tuple[Tensor, Prototypes]:
         """f of Eq 3: L_local (Eq 2) and from the second round on L_aux; and the local prototypes, of the same pass."""
         features = features_of(net, x)
@@ -226,15 +232,15 @@ class FewRounds(Method):
             return local, own
         return self.gamma * local + (1 - self.gamma) * distance_loss(features, y, *known), own
 
-    def own_score(self, net: nn.Module, support: Samples, held: Samples, known: Known | None) -> float:
-        """The accuracy of a party's model on samples that it held out."""
+    def own_score(self, net: nn.Module, support: Samples, held: Samples, known: ClassPrototypes | None) -> float:
+        """The accuracy of a client's model on samples that it held out."""
         classes, means = known if known and self.head == "linear" else embed(net, support)[:2]
         total = int(torch.cat([classes, held.labels]).max()) + 1
         counts = score(Answering(net, classes, means, total), held.chunks(CHUNK))
         return counts.correct / counts.total
 
 
-def fitting(answers: Sequence[Answer], parties: Parties, total: int, handler: str) -> list[Answer]:
+def fitting(answers: Sequence[Answer], clients: Clients, total: int, handler: str) -> list[Answer]:
     """The answers whose classes are classes, each once and with one prototype; the others count as refused."""
     good = []
     for answer in answers:
@@ -244,16 +250,16 @@ def fitting(answers: Sequence[Answer], parties: Parties, total: int, handler: st
             counts = answer.fields.get("counts", classes.new_ones(1))
             rising = bool((classes.diff() > 0).all() and classes[0] >= 0 and classes[-1] < total)
             if len(lengths) > 1 or not rising or int(counts.min()) < 1 or int(counts.max()) > MAX_SIZE:
-                parties.on_absent(Absent(answer.party, "refused", "its classes and prototypes do not fit"), handler)
+                clients.on_absent(Absent(answer.client, "refused", "its classes and prototypes do not fit"), handler)
                 continue
         good.append(answer)
     if not good:
-        raise QuorumLost(f"round {parties.round}: no party sent classes and prototypes that fit")
+        raise QuorumLost(f"round {clients.round}: no client sent classes and prototypes that fit")
     return good
 
 
-def known_of(classes: Tensor | None, means: Tensor | None) -> Known | None:
-    """What a party was told of the group's classes, if anything."""
+def known_of(classes: Tensor | None, means: Tensor | None) -> ClassPrototypes | None:
+    """What a client was told of the group's classes, if anything."""
     return None if classes is None or means is None else (classes, means)
 
 
@@ -334,43 +340,43 @@ class Prepared(OnGroups, FewRounds):
     deploy_rounds: PositiveInt | None = None
     """Rounds of the groups that it is judged on; by default R."""
 
-    def group_model(self, here: Coordinator, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
+    def group_model(self, server: Server, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
         """The model of a group after its rounds (Section 2.3)."""
-        net, group = self.played(here, model, supports, number, self.deploy_rounds or self.group_rounds)
+        net, group = self.played(server, model, supports, number, self.deploy_rounds or self.group_rounds)
         return Answering(net, group.classes, group.means, group.total)
 
     def played(
-        self, here: Coordinator, model: Weights, supports: Sequence[Samples], number: int, rounds: int
-    ) -> tuple[nn.Module, Group]:
+        self, server: Server, model: Weights, supports: Sequence[Samples], number: int, rounds: int
+    ) -> tuple[nn.Module, GroupState]:
         """A net with θ after so many rounds of a group, and the group; all its members are played here."""
-        group = self.begin(self.nobody(here.task), model, stream(here.seed, "head", number))
+        group = self.begin(self.nobody(server.task), model, stream(server.seed, "head", number))
         if self.head == "linear":
             group = replace(group, classes=torch.unique(torch.cat([support.labels for support in supports])))
-        net, first = self.net(here, group.model), here.task.initial(here.seed)
+        net, first = self.net(server, group.model), server.task.initial(server.seed)
         for turn in range(1, rounds + 1):
             known = (group.classes, group.means) if self.tells(group) else None
             found = []
             for place, support in enumerate(supports):
                 load_weights(net, {**first, **group.model})
-                draw = stream(here.seed, "group", number, turn, place)
+                draw = stream(server.seed, "group", number, turn, place)
                 found.append(self.update(net, support, known, self.wanted(turn == rounds), draw))
             group = self.merge(group, found)
         load_weights(net, {**first, **group.model})
         return net, group
 
-    def assemble(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+    def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
         """There is nothing to answer with before a group has made its own model."""
         raise SettingError(f"{self.name} prepares a model for groups; fewer deploy makes one of it that can be used")
 
 
 @dataclass(frozen=True)
-class State(Group):
+class FRLState(GroupState):
     """The episode that is under way, and φ."""
 
     initial: Weights = field(default_factory=dict)
     """φ"""
     who: list[int] = field(default_factory=list)
-    """The parties of the episode."""
+    """The clients of the episode."""
     first: Weights = field(default_factory=dict)
     """Adam's first moment, of all weights that learn and last longer than an episode."""
     second: Weights = field(default_factory=dict)
@@ -378,57 +384,57 @@ class State(Group):
     """How many there were."""
 
 
+@METHODS.register("frl")
 class FRL(Prepared):
     """Prepares a model from which any group, with classes never met, gets a good global model in a few rounds."""
 
-    name: ClassVar[str] = "frl"
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "meta_rate": (0.003, 0.01, 0.03),
-        "rate": RATES,
+        "meta_lr": (0.003, 0.01, 0.03),
+        "lr": LRS,
     }
-    lasting: ClassVar[bool] = False
+    meta_head: ClassVar[bool] = False
     """Whether a linear head is a part of φ, or drawn anew for each episode as it is for each group."""
 
     rounds: PositiveInt = 80
     """Rounds of preparation: each episode has R + 1."""
-    meta_rate: PositiveFloat = 0.003
+    meta_lr: PositiveFloat = 0.003
     """Step size of the meta-update (β)."""
-    optimiser: Literal["adam", "sgd"] = "adam"
+    optimizer: Literal["adam", "sgd"] = "adam"
     """Of the meta-update; the paper has plain gradient descent, which needs far more episodes."""
     queries: PositiveInt | None = None
-    """Queries of a party in a meta-update (|D|); by default all."""
+    """Queries of a client in a meta-update (|D|); by default all."""
     query_prototypes: Literal["queries", "support"] = "queries"
     """Local prototypes of the meta-update: of the queries (line 18), or the last ones of the support."""
 
-    def grids(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> Mapping[str, Sequence[float]]:
         """Plain descent needs far larger steps than Adam."""
-        return {**super().grids(), **({"meta_rate": (0.1, 0.3, 1.0)} if self.optimiser == "sgd" else {})}
+        return {**super().search_space(), **({"meta_lr": (0.1, 0.3, 1.0)} if self.optimizer == "sgd" else {})}
 
-    def start(self, task: Task, seed: int) -> State:
+    def init(self, task: Task, seed: int) -> FRLState:
         """φ⁰, and no episode yet."""
         if self.rounds % (self.group_rounds + 1):
             each = self.group_rounds + 1
             raise SettingError(f"rounds = {self.rounds} (allowed: multiples of {each}, the rounds of an episode)")
         learns = {name: weights for name, weights in learnable(task.net()).items() if self.lasts(name)}
         nothing = {name: torch.zeros_like(weights) for name, weights in learns.items()}
-        return State(**vars(self.nobody(task)), initial=task.initial(seed), first=nothing, second=nothing)
+        return FRLState(**vars(self.nobody(task)), initial=task.initial(seed), first=nothing, second=nothing)
 
-    def round(self, state: State, parties: Parties) -> State:
+    def round(self, state: FRLState, clients: Clients) -> FRLState:
         """Lines 2 to 21, one communication round at a time: R of the group's own, then the meta-update."""
         if not state.who:
-            draw = None if self.lasting else parties.stream("head")
-            state = replace(self.begin(state, state.initial, draw), who=self.choose(parties))
+            draw = None if self.meta_head else clients.stream("head")
+            state = replace(self.begin(state, state.initial, draw), who=self.sample_cohort(clients))
         if state.done == self.group_rounds:
-            return self.meta_update(state, parties)
-        return self.play(state, state.who, parties, last=False)
+            return self.meta_update(state, clients)
+        return self.play(state, state.who, clients, last=False)
 
     def lasts(self, name: str) -> bool:
         """Whether these weights are prepared: all of φ, but for a head that is drawn anew or not used."""
-        return not name.startswith(HEAD) or self.lasting
+        return not name.startswith(HEAD) or self.meta_head
 
-    def meta_update(self, state: State, parties: Parties) -> State:
-        """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), the mean of what each party would make of θ⁰; or by Adam."""
-        answers = parties.ask(
+    def meta_update(self, state: FRLState, clients: Clients) -> FRLState:
+        """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), the mean of what each client would make of θ⁰; or by Adam."""
+        answers = clients.ask(
             state.who,
             self.answer_queries,
             model=Coded(state.model, self.codec),
@@ -437,99 +443,99 @@ class FRL(Prepared):
         )
         slopes = weighted_mean([answer["slopes"] for answer in answers], [answer["size"] for answer in answers])
         number, phi, first, second = state.episodes + 1, state.initial, state.first, state.second
-        if self.optimiser == "sgd":
-            phi = phi | {name: phi[name] - self.meta_rate * slope for name, slope in slopes.items()}
+        if self.optimizer == "sgd":
+            phi = phi | {name: phi[name] - self.meta_lr * slope for name, slope in slopes.items()}
         else:
-            phi, first, second = adam(phi, slopes, first, second, number, self.meta_rate)
+            phi, first, second = adam(phi, slopes, first, second, number, self.meta_lr)
         return replace(state, initial=phi | self.buffers(state), first=first, second=second, episodes=number, who=[])
 
-    def buffers(self, state: State) -> Weights:
+    def buffers(self, state: FRLState) -> Weights:
         """Running statistics of batch norm, which have no gradient, as the episode left them."""
         return {n: t for n, t in state.model.items() if n not in state.first and not n.startswith(HEAD)}
 
-    @on_party
+    @on_client
     def learn(
-        self, me: Party, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
+        self, client: Client, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
     ) -> dict[str, Any]:
-        """As in any group; the prototypes of the last round may be needed in the meta-update, by the party alone."""
-        last = me.round % (self.group_rounds + 1) == self.group_rounds
+        """As in any group; the prototypes of the last round may be needed in the meta-update, by the client alone."""
+        last = client.round % (self.group_rounds + 1) == self.group_rounds
         kept = last and self.query_prototypes == "support" and self.head != "linear"
-        answer = super().learn(me, model, wanted or kept, classes, means)
+        answer = super().learn(client, model, wanted or kept, classes, means)
         if kept:
             found = [answer["classes"], answer["means"].value, answer["counts"]]
-            me.store.put("prototypes", {"episode": self.episode(me), "found": found})
+            client.store.put("prototypes", {"episode": self.episode(client), "found": found})
         return {n: value for n, value in answer.items() if wanted or n not in Prototypes._fields}
 
-    def last_prototypes(self, me: Party) -> Prototypes | None:
-        """Those that a party kept of this episode; none where it learned in none of its last rounds, or has no use."""
-        kept: Any = me.store.get("prototypes") if self.query_prototypes == "support" else None
-        return Prototypes(*kept["found"]) if kept and kept["episode"] == self.episode(me) else None
+    def last_prototypes(self, client: Client) -> Prototypes | None:
+        """Those that a client kept of this episode; none where it learned in none of its last rounds, or has no use."""
+        kept: Any = client.store.get("prototypes") if self.query_prototypes == "support" else None
+        return Prototypes(*kept["found"]) if kept and kept["episode"] == self.episode(client) else None
 
-    @on_party
+    @on_client
     def answer_queries(
-        self, me: Party, model: Weights, classes: Tensor | None = None, means: Tensor | None = None
+        self, client: Client, model: Weights, classes: Tensor | None = None, means: Tensor | None = None
     ) -> dict[str, Any]:
         """Lines 17 to 19: the gradient of the query loss at θ^R."""
-        queries = self.halves(me)[1]
+        queries = self.halves(client)[1]
         if not len(queries):
             raise Unable("no class with two samples: all are support, no queries are left")
         x, y = queries.slice(0, len(queries))
         if self.queries is not None and self.queries < len(queries):
-            x, y = queries.pick(torch.randperm(len(queries), generator=me.stream("queries"))[: self.queries])
-        net = self.net(me, model)
-        loss, _ = self.loss(net, x, y, known_of(classes, means), self.last_prototypes(me))
+            x, y = queries.pick(torch.randperm(len(queries), generator=client.stream("queries"))[: self.queries])
+        net = self.net(client, model)
+        loss, _ = self.loss(net, x, y, known_of(classes, means), self.last_prototypes(client))
         parameters = {name: tensor for name, tensor in net.named_parameters() if self.lasts(name)}
         learns = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
         slopes = torch.autograd.grad(loss, list(learns.values()), allow_unused=True, materialize_grads=True)
-        return {"slopes": Coded(dict(zip(learns, slopes, strict=True)), self.codec), "size": len(me.train)}
+        return {"slopes": Coded(dict(zip(learns, slopes, strict=True)), self.codec), "size": len(client.train)}
 
-    def support(self, me: Party) -> Samples:
+    def support(self, client: Client) -> Samples:
         """S_k"""
-        return self.halves(me)[0]
+        return self.halves(client)[0]
 
-    def halves(self, me: Party) -> tuple[Samples, Samples]:
+    def halves(self, client: Client) -> tuple[Samples, Samples]:
         """Line 3: S_k and Q_k, the same in all rounds of an episode."""
-        draw = None if me.in_time else stream(me.seed, me.id, self.episode(me), "division")
-        return support_query(me.train, self.support_share, draw, by_class=True)
+        draw = None if client.in_time else stream(client.seed, client.id, self.episode(client), "division")
+        return support_query(client.train, self.support_fraction, draw, by_class=True)
 
-    def episode(self, me: Party) -> int:
+    def episode(self, client: Client) -> int:
         """The number of the episode under way."""
-        return (me.round - 1) // (self.group_rounds + 1)
+        return (client.round - 1) // (self.group_rounds + 1)
 
-    def shared(self, state: State) -> Weights:
+    def broadcast(self, state: FRLState) -> Weights:
         """φ"""
         return state.initial
 
-    def evaluate(self, state: State, parties: Parties, data: Data) -> Scores:
+    def evaluate(self, state: FRLState, clients: Clients, data: Data) -> Scores:
         """At the end of an episode; within one φ stands still."""
-        return {} if state.who else super().evaluate(state, parties, data)
+        return {} if state.who else super().evaluate(state, clients, data)
 
 
 # --- Theorem 1 --------------------------------------------------------------------------------------------------
 
 
 def settles_at(
-    meta_rate: float,
+    meta_lr: float,
     rounds: int,
-    batch: int,
-    parties: int,
+    batch_size: int,
+    clients: int,
     *,
     smoothness: float,
     sample_variance: float,
-    party_variance: float,
+    client_variance: float,
 ) -> float:
     """ε(β, R, |D|, K) of Theorem 1: the mean squared gradient norm that preparation surely settles below.
 
     β L 2^(R+2) (V_d / |D| + V_p / K), for losses that are L-smooth, with gradients that vary by V_d over the samples
-    of a party and by V_p over parties, and α of at most 1 / L.
+    of a client and by V_p over clients, and α of at most 1 / L.
     """
-    if min(batch, parties) < 1:
-        raise SettingError(f"batch = {batch}, parties = {parties} (allowed: 1 and more)")
-    return meta_rate * smoothness * 2.0 ** (rounds + 2) * (sample_variance / batch + party_variance / parties)
+    if min(batch_size, clients) < 1:
+        raise SettingError(f"batch_size = {batch_size}, clients = {clients} (allowed: 1 and more)")
+    return meta_lr * smoothness * 2.0 ** (rounds + 2) * (sample_variance / batch_size + client_variance / clients)
 
 
-def bound(episodes: int, gap: float, meta_rate: float, error: float) -> float:
+def bound(episodes: int, gap: float, meta_lr: float, error: float) -> float:
     """Eq 5: what the mean over T episodes of E‖∇F(φ)‖² is at most, with F(φ⁰) − F(φ*) = `gap` and ε = `error`."""
-    if episodes < 1 or meta_rate <= 0:
-        raise SettingError(f"episodes = {episodes}, meta_rate = {meta_rate:g} (allowed: 1 and more, above 0)")
-    return 4 * gap / (meta_rate * episodes) + error
+    if episodes < 1 or meta_lr <= 0:
+        raise SettingError(f"episodes = {episodes}, meta_rate = {meta_lr:g} (allowed: 1 and more, above 0)")
+    return 4 * gap / (meta_lr * episodes) + error

@@ -1,7 +1,7 @@
 """Deployment: a group's few rounds from a prepared model.
 
 Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 2.3: R rounds of lines 5 to
-15 of Algorithm 1 with the whole data of each party as its support; then a sample is answered by its distance to the
+15 of Algorithm 1 with the whole data of each client as its support; then a sample is answered by its distance to the
 global prototypes. `fewer prepare` writes the file that it begins from, `fewer deploy` runs it.
 """
 
@@ -22,9 +22,10 @@ from torch import nn
 
 from fewer.data import Data
 from fewer.errors import DataError, SettingError
-from fewer.methods.frl import HEAD, RATES, Answering, FewRounds, Group
+from fewer.methods.frl import HEAD, LRS, Answering, FewRounds, GroupState
 from fewer.models import Task, Weights
-from fewer.runtime import Parties, stream
+from fewer.registry import METHODS
+from fewer.runtime import Clients, stream
 
 FILE = "prepared.safetensors"
 """What `fewer prepare` writes into its run directory."""
@@ -33,17 +34,17 @@ CLASSES, MEANS, TOTAL = "Γ classes", "Γ", "Γ total"
 
 
 @dataclass(frozen=True)
-class Deployed(Group):
+class Deployed(GroupState):
     """A group and, where it has no head of its own, the one that its net has for nothing."""
 
     rest: Weights = field(default_factory=dict)
 
 
-class Deploy(FewRounds):
+@METHODS.register("frl-deploy")
+class FRLDeploy(FewRounds):
     """A group makes its own global model from a prepared one, in a few rounds."""
 
-    name: ClassVar[str] = "frl-deploy"
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": RATES}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": LRS}
     files: ClassVar[tuple[str, ...]] = ("prepared",)
 
     rounds: PositiveInt = 3
@@ -51,15 +52,15 @@ class Deploy(FewRounds):
     prepared: str
     """The prepared model: the file that `fewer prepare` wrote, or its run directory."""
 
-    def gathered(self, data: Data) -> Data:
-        """The group's text must be in the tokens that the model was prepared with; the coordinator sees to that."""
+    def prepare_data(self, data: Data) -> Data:
+        """The group's text must be in the tokens that the model was prepared with; the server sees to that."""
         if self.prepared and read_prepared(Path(self.prepared))[1].get("vocabulary") != vocabulary(data):
             raise SettingError(
                 f"{self.prepared} was prepared with another vocabulary: its token numbers mean other words"
             )
         return data
 
-    def start(self, task: Task, seed: int) -> Deployed:
+    def init(self, task: Task, seed: int) -> Deployed:
         """θ⁰ = φ, with the group's own head where it has one."""
         weights, _ = read_prepared(Path(self.prepared))
         first = task.initial(seed)
@@ -70,20 +71,20 @@ class Deploy(FewRounds):
         group = self.begin(self.nobody(task), first, stream(seed, "head"))
         return Deployed(**vars(group), rest={name: first[name] for name in first if name not in group.model})
 
-    def round(self, state: Deployed, parties: Parties) -> Deployed:
+    def round(self, state: Deployed, clients: Clients) -> Deployed:
         """One of the R rounds. Prototypes to answer with are needed where the model is judged."""
-        return self.play(state, self.choose(parties), parties, last=parties.judged)
+        return self.play(state, self.sample_cohort(clients), clients, last=clients.judged)
 
-    def choose(self, parties: Parties) -> list[int]:
+    def sample_cohort(self, clients: Clients) -> list[int]:
         """The whole group, unless `active` says less."""
-        return list(range(len(parties))) if self.active is None else super().choose(parties)
+        return list(range(len(clients))) if self.cohort is None else super().sample_cohort(clients)
 
-    def shared(self, state: Deployed) -> Weights:
+    def broadcast(self, state: Deployed) -> Weights:
         """θ and Γ."""
         total = torch.tensor(state.total)
         return {**state.rest, **state.model, CLASSES: state.classes, MEANS: state.means, TOTAL: total}
 
-    def assemble(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+    def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
         """The net, answering by Γ."""
         theta = {name: tensor for name, tensor in weights.items() if name not in (CLASSES, MEANS, TOTAL)}
         return Answering(net(theta), weights[CLASSES], weights[MEANS], int(weights[TOTAL]))

@@ -4,20 +4,20 @@ Chen, Lu, Qin, Wang, Xie: MetaFed: Federated Learning among Federations with Cyc
 Personalized Healthcare, 2022, Algorithms 1 and 2, Eqs 2 to 4. Every federation ends with a model of
 its own. A message goes round the ring: the model of the one before is the teacher of the next.
 
-Stage I, common knowledge (Algorithm 1): a federation whose own model does well on its validation samples distils the
-teacher into it (Eq 3 with λ₀), one whose model does not takes the teacher's weights over, but for its normalisation
-layers, and trains them. Stage II, personalisation (Algorithm 2): the last model f goes round once more, unchanged,
-and each federation distils it into its own with a λ of its own (Eq 4), or none if f is worth nothing there.
+Stage I, common knowledge (Algorithm 1): a federation whose own model does well on its validation samples distills the
+teacher into it (Eq 3 with λ₀), one whose model does not takes the teacher's weights over, but for its normalization
+layers, and trains them. Stage II, personalization (Algorithm 2): the last model f goes round once more, unchanged,
+and each federation distills it into its own with a λ of its own (Eq 4), or none if f is worth nothing there.
 
 The last of `rounds` is Stage II, the others are Stage I. Departures: Eq 2's square is the mean over features, not the
 sum, so that λ means the same for all nets; a federation takes a fixed number of steps, not epochs; what it keeps is
 the best of all its models on its validation samples (Section 4.1: they "select the best model"), the later one where
 they are equally often right and its loss is smaller; l_t1 is 1 where nothing else is set, so that Stage I always takes
-over and Stage II distils: better than the paper's 0.6 in first runs (docs/metafed.md); in the ablation without
+over and Stage II distills: better than the paper's 0.6 in first runs (docs/metafed.md); in the ablation without
 Stage I, where there is no f, the first federation's own model takes its place, and Stage II is repeated for as many
 rounds.
 
-Beyond the paper, its future work: a federation can be a group of parties with a star method of its own inside
+Beyond the paper, its future work: a federation can be a group of clients with a star method of its own inside
 (`federations`, `inside`); federations can have different nets (`nets`), whose features are compared through a learned
 linear map, and which are never taken over; messages are sealed for the next federation, one that does not answer is
 passed over, and a model that is damaged is refused, so that the one before it goes on.
@@ -46,11 +46,12 @@ from fewer.data import Data
 from fewer.data.federations import federations
 from fewer.errors import SettingError
 from fewer.learning import Counts
-from fewer.methods.base import Method, Party, PersonalMethod, Scores
-from fewer.methods.federation import BEGIN, Federation, Group, Single, Teacher, Work, seated, with_net
+from fewer.methods.base import Client, Method, PersonalMethod, Scores
+from fewer.methods.federation import BEGIN, ClientGroup, Federation, Single, Teacher, Work, with_model, with_net
 from fewer.methods.registry import find
 from fewer.models import Task, Weights, finite, is_norm, parts_of
-from fewer.runtime import Parties, Unable, on_party, on_ring
+from fewer.registry import METHODS
+from fewer.runtime import Clients, Unable, on_client, on_ring
 from fewer.wire import Codec, Coded, Number, Refused
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -63,67 +64,70 @@ STARS = ("fedavg", "fedprox", "fedbn", "local", "fedmk", "fedgen", "feddistill")
 
 
 @dataclass(frozen=True)
-class Trail:
+class HoldersState:
     """All that the carrier knows: who holds a model that can be passed on, the last one last."""
 
-    trail: list[int]
+    holders: list[int]
 
 
+@METHODS.register("metafed")
 class MetaFed(PersonalMethod):
     """Federations in a ring teach each other, one model a hop; each ends with its own, and there is no server."""
 
-    name: ClassVar[str] = "metafed"
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"rate": (0.01, 0.03, 0.1, 0.3), "enough": (0.6, 0.9, 1.0)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
+        "lr": (0.01, 0.03, 0.1, 0.3),
+        "distill_threshold": (0.6, 0.9, 1.0),
+    }
 
-    active: PositiveInt | None = None
+    cohort: PositiveInt | None = None
     """How many federations are part of a round, drawn anew each time; by default all."""
-    rate: PositiveFloat = 0.1
+    lr: PositiveFloat = 0.1
     """Step size of training."""
-    steps: PositiveInt = 20
-    """Steps of a federation in a round; of a group of parties, of each member in each round inside."""
-    batch: PositiveInt = 32
+    local_steps: PositiveInt = 20
+    """Steps of a federation in a round; of a group of clients, of each member in each round inside."""
+    batch_size: PositiveInt = 32
     """Samples in a step."""
-    weight: NonNegativeFloat = 1.0
+    distill_weight: NonNegativeFloat = 1.0
     """How strongly a teacher's features are followed (λ₀)."""
-    enough: NonNegativeFloat = 1.0
-    """Own validation accuracy above which Stage I distils a teacher; up to it the teacher is taken over (l_t1)."""
-    poor: Share = 0.5
+    distill_threshold: NonNegativeFloat = 1.0
+    """Own validation accuracy above which Stage I distills a teacher; up to it the teacher is taken over (l_t1)."""
+    ignore_threshold: Share = 0.5
     """Validation accuracy below which a common model that is no better than the own one is not followed (l_t2)."""
-    alone: NonNegativeInt | None = None
+    warmup_steps: NonNegativeInt | None = None
     """Steps of a federation by itself before the first round; by default as many as in a round."""
-    stages: Literal["both", "accumulate", "personalise"] = "both"
+    stages: Literal["both", "accumulate", "personalize"] = "both"
     """Stage I and II, or one of them in all rounds."""
-    transfer: Literal["distil", "fine-tune"] = "distil"
+    transfer: Literal["distill", "fine-tune"] = "distill"
     """Whether to learn from a teacher by distillation or, always, by taking it over."""
-    own_norms: bool = True
-    """Whether a federation keeps its normalisation layers when it takes a model over."""
+    keep_norms: bool = True
+    """Whether a federation keeps its normalization layers when it takes a model over."""
     nets: Annotated[tuple[str, ...], BeforeValidator(lambda x: x.split(",") if isinstance(x, str) else x)] = ()
     """Nets of the federations along the ring, over and over (cnn,lenet5); by default the model for all."""
     federations: PositiveInt | None = None
-    """In how many federations the parties stand; by default each is one by itself."""
-    inside: str = "fedavg"
-    """The star method inside a federation of parties."""
-    inside_rounds: PositiveInt = 1
+    """In how many federations the clients stand; by default each is one by itself."""
+    inner_method: str = "fedavg"
+    """The star method inside a federation of clients."""
+    inner_rounds: PositiveInt = 1
     """Rounds inside for each time a federation trains."""
-    inside_set: dict[str, Any] = Field({})
+    inner_options: dict[str, Any] = Field({})
     """Settings of the star method, besides those it shares with this one."""
     sealed: bool = True
     """Whether models are sealed for the next federation, so that who carries them cannot read them."""
     codec: Codec = "float32"
     """How models are written on the wire."""
 
-    def grids(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> Mapping[str, Sequence[float]]:
         """The threshold counts only where there is a choice between distilling and taking over."""
-        chooses = self.transfer == "distil" and self.stages != "personalise"
-        return {name: grid for name, grid in self.tunable.items() if chooses or name != "enough"}
+        chooses = self.transfer == "distill" and self.stages != "personalize"
+        return {name: grid for name, grid in self.tunable.items() if chooses or name != "distill_threshold"}
 
     # --- the ring ---------------------------------------------------------------------------------------------
 
-    def gathered(self, data: Data) -> Data:
-        """Parties in federations, if so set."""
+    def prepare_data(self, data: Data) -> Data:
+        """Clients in federations, if so set."""
         return data if self.federations is None else federations(data, self.federations)
 
-    def start(self, task: Task, seed: int) -> Trail:
+    def init(self, task: Task, seed: int) -> HoldersState:
         """Nobody holds anything yet."""
         parts_of(task.net())
         for net in self.nets:
@@ -133,135 +137,142 @@ class MetaFed(PersonalMethod):
             except RuntimeError as error:
                 raise SettingError(f"nets: {net} does not take inputs of shape {task.shape}") from error
         self.star()
-        return Trail([])
+        return HoldersState([])
 
-    def round(self, state: Trail, parties: Parties) -> Trail:
+    def round(self, state: HoldersState, clients: Clients) -> HoldersState:
         """Once round the ring."""
-        ring = self.choose(parties)
-        if parties.round == 1:
-            parties.ask(ring, self.begin, returns={})
-        personal = self.stages == "personalise" or (self.stages == "both" and parties.round == self.rounds)
-        return Trail(parties.pass_on(ring, self.personalise if personal else self.accumulate, state.trail, self.sealed))
+        ring = self.sample_cohort(clients)
+        if clients.round == 1:
+            clients.ask(ring, self.begin, returns={})
+        personal = self.stages == "personalize" or (self.stages == "both" and clients.round == self.rounds)
+        return HoldersState(
+            clients.relay(ring, self.personalize if personal else self.accumulate, state.holders, self.sealed)
+        )
 
-    def choose(self, parties: Parties) -> list[int]:
+    def sample_cohort(self, clients: Clients) -> list[int]:
         """All federations, or some, in the order of the ring."""
-        return sorted(parties.sample(len(parties) if self.active is None else self.active))
+        return sorted(clients.sample(len(clients) if self.cohort is None else self.cohort))
 
     # --- a federation -----------------------------------------------------------------------------------------
 
-    @on_party
-    def begin(self, me: Party) -> dict[str, Any]:
+    @on_client
+    def begin(self, client: Client) -> dict[str, Any]:
         """Algorithm 1, line 2: a model of its own. One that is not there now does so when it first takes a model."""
-        self.own(me)
+        self.own(client)
         return {}
 
     @on_ring
-    def accumulate(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        """Algorithm 1, lines 4 to 10: distil the model that came, or take it over; pass on what comes of it."""
+    def accumulate(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+        """Algorithm 1, lines 4 to 10: distill the model that came, or take it over; pass on what comes of it."""
         if model is not None:
-            self.fits(me, model, net)
-        own = self.own(me)
+            self.fits(client, model, net)
+        own = self.own(client)
         if model is None:  # the first of the ring: there is nothing to learn from yet
-            return self.letter(me, own["model"])
-        federation = self.federation(me)
-        able = accuracy(federation.judge(own["model"], self.net(me))) > self.enough
-        if net != self.net(me) or (able and self.transfer == "distil"):
-            found = federation.study(own["model"], Teacher(model, net, self.weight))
-            self.keep(me, federation, own, found, weight=self.weight)
+            return self.letter(client, own["model"])
+        federation = self.federation(client)
+        able = accuracy(federation.judge(own["model"], self.net(client))) > self.distill_threshold
+        if net != self.net(client) or (able and self.transfer == "distill"):
+            found = federation.study(own["model"], Teacher(model, net, self.distill_weight))
+            self.keep(client, federation, own, found, weight=self.distill_weight)
         else:
-            found = federation.practise(self.mixed(me, model, own["model"]), "taken")
-            self.keep(me, federation, own, found, taken=own["taken"] + 1)
-        return self.letter(me, found)
+            found = federation.local_train(self.mixed(client, model, own["model"]), "taken")
+            self.keep(client, federation, own, found, taken=own["taken"] + 1)
+        return self.letter(client, found)
 
-    @on_ring
-    def personalise(self, me: Party, model: Weights | None = None, net: str = "") -> dict[str, Any]:
+    @on_ring(stream="personalise")
+    def personalize(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
         """Algorithm 2: learn from the common model as much as it is worth here; pass it on as it came."""
         if model is not None:
-            self.fits(me, model, net)
-        own = self.own(me)
-        federation = self.federation(me)
+            self.fits(client, model, net)
+        own = self.own(client)
+        federation = self.federation(client)
         if model is None:
-            model, net = own["model"], self.net(me)
-        common, mine = accuracy(federation.judge(model, net)), accuracy(federation.judge(own["model"], self.net(me)))
-        weight = adapted(self.weight, common, mine, self.poor)
+            model, net = own["model"], self.net(client)
+        common, mine = (
+            accuracy(federation.judge(model, net)),
+            accuracy(federation.judge(own["model"], self.net(client))),
+        )
+        weight = adapted(self.distill_weight, common, mine, self.ignore_threshold)
         taken = own["taken"]
-        if net != self.net(me) or self.transfer == "distil":
+        if net != self.net(client) or self.transfer == "distill":
             found = federation.study(own["model"], Teacher(model, net, weight))
         else:
-            found = federation.practise(self.mixed(me, model, own["model"]), "taken")
+            found = federation.local_train(self.mixed(client, model, own["model"]), "taken")
             taken += 1
-        self.keep(me, federation, own, found, weight=weight, taken=taken)
+        self.keep(client, federation, own, found, weight=weight, taken=taken)
         return {"model": Coded(model, self.codec), "net": net}
 
     # --- its pieces -------------------------------------------------------------------------------------------
 
-    def own(self, me: Party) -> dict[str, Any]:
+    def own(self, client: Client) -> dict[str, Any]:
         """What the federation has; if that is nothing yet, a model trained on its own samples."""
-        kept: dict[str, Any] | None = me.store.get(OWN)
+        kept: dict[str, Any] | None = client.store.get(OWN)
         if kept is not None:
             return kept
-        steps = self.steps if self.alone is None else self.alone
-        federation = self.federation(me, steps)
-        model = seated(me, self.net(me)).initial()
+        steps = self.local_steps if self.warmup_steps is None else self.warmup_steps
+        federation = self.federation(client, steps)
+        model = with_model(client, self.net(client)).initial()
         if steps:
-            model = federation.practise(model, BEGIN)
+            model = federation.local_train(model, BEGIN)
         nothing = {"correct": -1, "loss": 0.0, "weight": 0.0, "taken": 0, "bytes": {}}
-        return self.keep(me, federation, nothing, model)
+        return self.keep(client, federation, nothing, model)
 
-    def keep(self, me: Party, federation: Federation, own: Mapping[str, Any], model: Weights, **facts: Any) -> dict[str, Any]:
+    def keep(
+        self, client: Client, federation: Federation, own: Mapping[str, Any], model: Weights, **facts: Any
+    ) -> dict[str, Any]:
         """Remember a new model, and of all models the best on validation samples.
 
         Unable where it is broken: by the rate, or by the model that came. The ring finds out which.
         """
-        count = federation.judge(model, self.net(me))
+        count = federation.judge(model, self.net(client))
         if count.loss > ABSURD * count.total or not finite(model):
-            raise Unable(f"its training diverged (rate {self.rate:g})")
+            raise Unable(f"its training diverged (rate {self.lr:g})")
         better = (count.correct, -count.loss) >= (own["correct"], -own["loss"])
         best = {"best": model, "correct": count.correct, "loss": count.loss} if better else {}
-        inside = Counter(own["bytes"]) + (federation.bytes if isinstance(federation, Group) else Counter())
+        inside = Counter(own["bytes"]) + (federation.bytes if isinstance(federation, ClientGroup) else Counter())
         kept = {**own, **facts, "model": model, **best, "bytes": dict(inside)}
-        me.store.put(OWN, kept)
+        client.store.put(OWN, kept)
         return kept
 
-    def letter(self, me: Party, model: Weights) -> dict[str, Any]:
+    def letter(self, client: Client, model: Weights) -> dict[str, Any]:
         """What goes to the next federation."""
-        return {"model": Coded(model, self.codec), "net": self.net(me)}
+        return {"model": Coded(model, self.codec), "net": self.net(client)}
 
-    def fits(self, me: Party, model: Weights, net: str) -> None:
+    def fits(self, client: Client, model: Weights, net: str) -> None:
         """Refused where this is no model of a net of the ring."""
         if net not in (self.nets or ("",)):
             raise Refused(f"a model of a net that is not of this ring: {str(net)[:50]!r}")
         if not isinstance(model, dict):
             raise Refused("a model that is none")
-        for name, tensor in seated(me, net).net(model).state_dict().items():
+        for name, tensor in with_model(client, net).net(model).state_dict().items():
             if model[name].dtype != tensor.dtype:
                 raise Refused(f"weights do not fit the model: {name} is of {model[name].dtype}")
 
-    def mixed(self, me: Party, model: Weights, own: Weights) -> Weights:
-        """The model that came, with the federation's own normalisation layers."""
-        norms = is_norm(with_net(me.task, self.net(me)).net()) if self.own_norms else set()
+    def mixed(self, client: Client, model: Weights, own: Weights) -> Weights:
+        """The model that came, with the federation's own normalization layers."""
+        norms = is_norm(with_net(client.task, self.net(client)).net()) if self.keep_norms else set()
         return {name: own[name] if name in norms else tensor for name, tensor in model.items()}
 
-    def net(self, me: Party) -> str:
+    def net(self, client: Client) -> str:
         """The net of this federation; '' is the task's."""
-        return self.nets[me.id % len(self.nets)] if self.nets else ""
+        return self.nets[client.id % len(self.nets)] if self.nets else ""
 
-    def federation(self, me: Party, steps: int | None = None) -> Federation:
-        """One party, or a group with a star method inside."""
-        work = Work(self.rate, steps or self.steps, self.batch, self.codec)
+    def federation(self, client: Client, steps: int | None = None) -> Federation:
+        """One client, or a group with a star method inside."""
+        work = Work(self.lr, steps or self.local_steps, self.batch_size, self.codec)
         if self.federations is None:
-            return Single(me, self.net(me), work)
-        return Group(me, self.net(me), work, self.star(steps), self.inside_rounds)
+            return Single(client, self.net(client), work)
+        return ClientGroup(client, self.net(client), work, self.star(steps), self.inner_rounds)
 
     def star(self, steps: int | None = None) -> Method:
         """The star method inside, with the settings that it shares with this one."""
-        kind = find(self.inside)
+        kind = find(self.inner_method)
         if kind.name not in STARS:
-            raise SettingError(f"inside = {self.inside}: it does not work there (allowed: {', '.join(STARS)})")
-        same = {"rate": self.rate, "steps": steps or self.steps, "batch": self.batch, "codec": self.codec}
+            raise SettingError(f"inside = {self.inner_method}: it does not work there (allowed: {', '.join(STARS)})")
+        same = {"lr": self.lr, "steps": steps or self.local_steps, "batch": self.batch_size, "codec": self.codec}
         shared = {name: value for name, value in same.items() if name in kind.model_fields}
         try:
-            return kind(**{**shared, "rounds": self.inside_rounds, **self.inside_set})
+            return kind(**{**shared, "rounds": self.inner_rounds, **self.inner_options})
         except ValidationError as error:
             first = error.errors()[0]
             what = ".".join(map(str, first["loc"]))
@@ -269,26 +280,26 @@ class MetaFed(PersonalMethod):
 
     # --- what comes of it -------------------------------------------------------------------------------------
 
-    def shared(self, state: Trail) -> Weights:
+    def broadcast(self, state: HoldersState) -> Weights:
         """Nothing: models are where they were made."""
         return {}
 
-    def personal(self, me: Party, model: Weights) -> nn.Module:
+    def personal_model(self, client: Client, model: Weights) -> nn.Module:
         """The federation's best model; before its first round, the initial one."""
-        seat = seated(me, self.net(me))
-        kept = me.store.get(OWN)
-        return seat.net(kept["best"] if kept else seat.initial())
+        context = with_model(client, self.net(client))
+        kept = client.store.get(OWN)
+        return context.net(kept["best"] if kept else context.initial())
 
-    def report(self, state: Trail, parties: Parties, data: Data) -> Scores:
+    def report(self, state: HoldersState, clients: Clients, data: Data) -> Scores:
         """Once: also what λ each federation came to, how often it took a model over, and the bytes inside it."""
-        told = parties.ask(parties.panel(), self.tell, returns=TOLD)
-        ring = {str(answer.party): dict(answer.fields) for answer in told}
-        return super().report(state, parties, data) | {"ring": ring}
+        told = clients.ask(clients.eval_cohort(), self.tell, returns=TOLD)
+        ring = {str(answer.client): dict(answer.fields) for answer in told}
+        return super().report(state, clients, data) | {"ring": ring}
 
-    @on_party
-    def tell(self, me: Party) -> dict[str, Any]:
+    @on_client
+    def tell(self, client: Client) -> dict[str, Any]:
         """How this federation fared."""
-        own = me.store.get(OWN) or {"weight": 0.0, "taken": 0, "bytes": {}}
+        own = client.store.get(OWN) or {"weight": 0.0, "taken": 0, "bytes": {}}
         inside = own["bytes"]
         return {
             "weight": float(own["weight"]),

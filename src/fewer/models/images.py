@@ -6,17 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewer.choices import Norm
 from fewer.models.split import Split
-from fewer.vocabulary import Norm
+from fewer.registry import MODELS
 
 
 def norm_layer(kind: Norm, channels: int, dimensions: int = 2) -> nn.Module:
-    """A normalisation layer; `group` is one group, which needs no batch statistics."""
+    """A normalization layer; `group` is one group, which needs no batch statistics."""
     if kind == "batch":
         return nn.BatchNorm2d(channels) if dimensions == 2 else nn.BatchNorm1d(channels)
     return nn.GroupNorm(1, channels) if kind == "group" else nn.Identity()
 
 
+@MODELS.register("cnn")
 class SmallCNN(Split):
     """FedMK's net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes."""
 
@@ -37,6 +39,7 @@ class SmallCNN(Split):
         super().__init__(encoder, 32, classes)
 
 
+@MODELS.register("lenet5")
 class LeNet5(Split):
     """LeNet-5 with ReLU and max pooling (MetaFed on 28×28). 61,706 parameters on 1×28×28, ten classes."""
 
@@ -60,6 +63,7 @@ class LeNet5(Split):
         super().__init__(encoder, 84, classes)
 
 
+@MODELS.register("conv4")
 class Conv4(Split):
     """Four blocks of conv3 64, norm, ReLU, pool (FRL, few-shot work). On 32×32 the last two pools are left out.
 
@@ -83,6 +87,7 @@ class Conv4(Split):
         super().__init__(nn.Sequential(*layers, nn.Flatten()), width * height * wide, classes)
 
 
+@MODELS.register("femnist-cnn")
 class FemnistCNN(Split):
     """LEAF's net for FEMNIST (FedMeta): conv5 32, pool, conv5 64, pool, 2048. 6,603,710 parameters for 62 classes."""
 
@@ -117,10 +122,8 @@ class DropBlock(nn.Module):
             return x
         block = min(self.block, x.shape[2], x.shape[3])
         inside = (x.shape[2] - block + 1) * (x.shape[3] - block + 1)
-        rate = self.chance * x.shape[2] * x.shape[3] / (block * block * inside)
-        seeds = (
-            torch.rand(x.shape[0], x.shape[1], x.shape[2] - block + 1, x.shape[3] - block + 1, device=x.device) < rate
-        )
+        lr = self.chance * x.shape[2] * x.shape[3] / (block * block * inside)
+        seeds = torch.rand(x.shape[0], x.shape[1], x.shape[2] - block + 1, x.shape[3] - block + 1, device=x.device) < lr
         dropped = F.max_pool2d(F.pad(seeds.to(x.dtype), [block - 1] * 4), block, stride=1)
         keep = 1 - dropped
         return x * keep * (keep.numel() / keep.sum().clamp(min=1))
@@ -149,6 +152,7 @@ class ResidualBlock(nn.Module):
         return out
 
 
+@MODELS.register("resnet12")
 class ResNet12(Split):
     """ResNet-12 with DropBlock (F2L on images): 64, 160, 320, 640 channels times `width`."""
 
@@ -161,6 +165,7 @@ class ResNet12(Split):
         super().__init__(nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()), widths[-1], classes)
 
 
+@MODELS.register("alexnet")
 class AlexNet(Split):
     """AlexNet in the shape of the 'one weird trick' paper (MetaFed on VLCS), with norm layers as an option."""
 
@@ -191,6 +196,7 @@ class AlexNet(Split):
         super().__init__(nn.Sequential(*layers), 4096, classes)
 
 
+@MODELS.register("sensor-cnn")
 class SensorCNN(Split):
     """Two 1-d convolutions over a window of sensor readings, channels × time (MetaFed on PAMAP)."""
 

@@ -11,22 +11,8 @@ from torch import nn
 
 from fewer.errors import SettingError, unknown
 from fewer.models.images import AlexNet, Conv4, FemnistCNN, LeNet5, ResNet12, SensorCNN, SmallCNN
-from fewer.models.sequences import MLP, CharLSTM, LogisticRegression, SentimentLSTM, TextBiLSTM
+from fewer.models.sequences import CharLSTM, SentimentLSTM, TextBiLSTM
 
-NETS: dict[str, type[nn.Module]] = {
-    "cnn": SmallCNN,
-    "lenet5": LeNet5,
-    "conv4": Conv4,
-    "resnet12": ResNet12,
-    "femnist-cnn": FemnistCNN,
-    "alexnet": AlexNet,
-    "sensor-cnn": SensorCNN,
-    "char-lstm": CharLSTM,
-    "text-bilstm": TextBiLSTM,
-    "sentiment-lstm": SentimentLSTM,
-    "mlp": MLP,
-    "logistic": LogisticRegression,
-}
 _NEEDS = {
     SensorCNN: (2, "windows (channels, time)"),
     CharLSTM: (1, "text"),
@@ -36,13 +22,6 @@ _NEEDS = {
 _NEEDS |= dict.fromkeys(
     (SmallCNN, LeNet5, Conv4, ResNet12, FemnistCNN, AlexNet), (3, "images (channels, height, width)")
 )
-
-
-def find_net(name: str) -> type[nn.Module]:
-    """The net of this name."""
-    if name not in NETS:
-        raise unknown("model", name, [*NETS, "FILE.py:Name"])
-    return NETS[name]
 
 
 def maker(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from fewer.errors import SettingError
 from fewer.models.split import Split
+from fewer.registry import MODELS
 
 PAD = 0
 """The token that fills up short texts."""
@@ -22,6 +23,7 @@ class LSTM(nn.LSTM):
         return out
 
 
+@MODELS.register("char-lstm")
 class CharLSTM(Split):
     """LEAF's net for Shakespeare (FedMeta): embedding 8, two LSTM layers of 256, the next of `classes` characters.
 
@@ -67,6 +69,7 @@ class _Words(nn.Module):
         return vectors[x]
 
 
+@MODELS.register("text-bilstm")
 class TextBiLSTM(Split):
     """A bidirectional LSTM of 50 each way over word vectors (F2L on text); features are its mean over the words."""
 
@@ -90,6 +93,7 @@ class _MeanOutput(nn.Module):
         return out.sum(1) / there.sum(1).clamp(min=1)
 
 
+@MODELS.register("sentiment-lstm")
 class SentimentLSTM(Split):
     """Two LSTM layers of 100 over 300-d word vectors (FedMeta on Sent140)."""
 
@@ -113,6 +117,7 @@ class _LastWord(nn.Module):
         return out[torch.arange(len(x), device=x.device), last]
 
 
+@MODELS.register("mlp")
 class MLP(Split):
     """One hidden layer over flat inputs (FedMeta's recommender: 103-64-40)."""
 
@@ -121,6 +126,7 @@ class MLP(Split):
         super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(size, hidden), nn.ReLU()), hidden, classes)
 
 
+@MODELS.register("logistic")
 class LogisticRegression(Split):
     """Class scores straight from the inputs."""
 

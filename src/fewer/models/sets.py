@@ -11,7 +11,7 @@ class SetEncoder(nn.Module):
 
     The first `context` rows are the context, which every row sees. Rows beyond it see the context and themselves,
     or (`transductive`) each other too. Attention is written out, so that it can be differentiated twice everywhere.
-    What is added to the features begins at zero, so that at first they are only normalised.
+    What is added to the features begins at zero, so that at first they are only normalized.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class SetEncoder(nn.Module):
         scores = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
         if not self.transductive:
             scores = scores.masked_fill(~self.seen(len(x), x.device), -torch.inf)
-        gathered = (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
-        x = self.first(x + self.drop(self.gather(gathered)))
+        prepare_data = (scores.softmax(-1) @ value).transpose(0, 1).flatten(1)
+        x = self.first(x + self.drop(self.gather(prepare_data)))
         out: Tensor = self.second(x + self.drop(self.think(x)))
         return out
 

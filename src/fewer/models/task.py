@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Task:
-    """Inputs, classes and the net that all parties agree on."""
+    """Inputs, classes and the net that all clients agree on."""
 
     shape: tuple[int, ...]
     """Shape of one input."""
@@ -28,7 +28,7 @@ class Task:
     given: Weights | None = None
     """Weights to start from; by default they are drawn."""
     _drawn: dict[int, Weights] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The weights drawn last, by their seed: parties ask for them in every round."""
+    """The weights drawn last, by their seed: clients ask for them in every round."""
 
     def net(self) -> nn.Module:
         """A new net on the task's device; its weights are for the caller to load."""

@@ -39,7 +39,7 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def is_norm(net: nn.Module) -> set[str]:
-    """The names of all weights that belong to normalisation layers."""
+    """The names of all weights that belong to normalization layers."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in net.named_modules(remove_duplicate=False)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fewer.report.audit import write_audit as write_audit
+    from fewer.report.charts import client_picture as client_picture
     from fewer.report.charts import curve_picture as curve_picture
-    from fewer.report.charts import party_picture as party_picture
     from fewer.report.page import write_report as write_report
     from fewer.report.pictures import partition_picture as partition_picture
     from fewer.report.pictures import sheet_picture as sheet_picture
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "write_audit": "audit",
     "curve_picture": "charts",
-    "party_picture": "charts",
+    "client_picture": "charts",
     "write_report": "page",
     "partition_picture": "pictures",
     "sheet_picture": "pictures",

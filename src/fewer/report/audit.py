@@ -6,8 +6,8 @@ import json
 from html import escape
 from pathlib import Path
 
-from fewer.audit import Audit, Sheet
-from fewer.audit.telling import HEADS, LIMITS, MEANING, figure_rows
+from fewer.audit import AttackImages, Audit
+from fewer.audit.summary import HEADS, LIMITS, MEANING, figure_rows
 from fewer.report.files import write_files
 from fewer.report.html import Picture, document, figure_of, note_of, table
 from fewer.report.pictures import rows_picture
@@ -20,8 +20,8 @@ def write_audit(found: Audit, out: Path) -> list[Path]:
     pictures = [picture(sheet) for sheet in found.sheets]
     rounds = "1 round" if found.rounds == 1 else f"{found.rounds} rounds"
     title = f"Privacy look: {found.method} on {found.data} after {rounds}"
-    who = ", ".join(map(str, found.parties))
-    about = f"Samples of {len(found.parties)} parties: {who}. {LIMITS} Settings hash of the run: {found.hash}."
+    who = ", ".join(map(str, found.clients))
+    about = f"Samples of {len(found.clients)} clients: {who}. {LIMITS} Settings hash of the run: {found.hash}."
     body = [
         table(HEADS, figure_rows(found)),
         f'<p class="small">{MEANING}</p>',
@@ -40,7 +40,7 @@ def write_audit(found: Audit, out: Path) -> list[Path]:
     )
 
 
-def picture(sheet: Sheet) -> Picture:
+def picture(sheet: AttackImages) -> Picture:
     """A sheet, drawn."""
     blocks = [
         ({name: images.cpu().numpy() for name, images in block.rows.items()}, block.notes) for block in sheet.blocks

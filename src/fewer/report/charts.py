@@ -1,4 +1,4 @@
-"""Pictures of runs: accuracy by round, by megabyte, by second and by party, variants side by side, traffic."""
+"""Pictures of runs: accuracy by round, by megabyte, by second and by client, variants side by side, traffic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from fewer.report.figures import MB, Histories, Interval, Point, by_party, curve
-from fewer.report.pieces import bare, chart, charts, legend, limits, short
+from fewer.report.axes import bare, chart, charts, legend, limits, short
+from fewer.report.figures import MB, Histories, Interval, Point, by_client, curve
 from fewer.report.style import BLUE, INK, ORANGE, Look, look, on_fill, style
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ TITLES: dict[By, str] = {
     "seconds": "Accuracy by time",
 }
 MEANS = 4
-"""Of at most so many methods the mean over parties is drawn too."""
+"""Of at most so many methods the mean over clients is drawn too."""
 BARS = 40
 """At most so many bars stand in a picture."""
 
@@ -45,7 +45,7 @@ def curve_picture(
         name: {label: points for label, runs in histories.items() if (points := curve(runs))}
         for name, histories in panels.items()
     }
-    every = [points for panel in curves.values() for points in panel.values()]
+    every = [points for eval_cohort in curves.values() for points in eval_cohort.values()]
     if not every:
         return None
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -55,8 +55,8 @@ def curve_picture(
     with style():
         figure, drawn = charts(title, list(curves))
         handles: dict[str, Artist] = {}
-        for axes, panel in zip(drawn, curves.values(), strict=True):
-            for label, points in panel.items():
+        for axes, eval_cohort in zip(drawn, curves.values(), strict=True):
+            for label, points in eval_cohort.items():
                 handles[label] = _draw_curve(axes, points, x, looks[label] if looks else look(label))
             if wide:
                 axes.set_xscale("log")
@@ -75,12 +75,12 @@ def _draw_curve(axes: Axes, points: Sequence[Point], x: str, look: Look) -> Arti
     mean = np.array([100 * point.accuracy.mean for point in points])
     half = np.array([100 * (point.accuracy.half or 0) for point in points])
     often = max(1, len(at) // 12)
-    (line,) = axes.plot(at, mean, look.dash, color=look.colour, marker=look.marker, markevery=often)
+    (line,) = axes.plot(at, mean, look.dash, color=look.color, marker=look.marker, markevery=often)
     if points[0].accuracy.half is not None:
         if len(at) == 1:
-            axes.errorbar(at, mean, half, color=look.colour, capsize=4)
+            axes.errorbar(at, mean, half, color=look.color, capsize=4)
         else:
-            axes.fill_between(at, mean - half, mean + half, color=look.colour, alpha=0.15, linewidth=0)
+            axes.fill_between(at, mean - half, mean + half, color=look.color, alpha=0.15, linewidth=0)
     return line
 
 
@@ -88,68 +88,70 @@ def column_picture(
     title: str, panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], looks: Mapping[str, Look]
 ) -> Figure:
     """Accuracy over the columns of a table: in each panel a line for each row, with 95 % confidence bars."""
-    columns = list(dict.fromkeys(name for panel in panels.values() for row in panel.values() for name in row))
+    columns = list(
+        dict.fromkeys(name for eval_cohort in panels.values() for row in eval_cohort.values() for name in row)
+    )
     with style():
         figure, drawn = charts(title, list(panels))
         handles: dict[str, Artist] = {}
-        for axes, panel in zip(drawn, panels.values(), strict=True):
-            for place, (label, cells) in enumerate(panel.items()):
-                aside = 0.06 * (place - (len(panel) - 1) / 2)  # so that bars do not cover each other
+        for axes, eval_cohort in zip(drawn, panels.values(), strict=True):
+            for place, (label, cells) in enumerate(eval_cohort.items()):
+                aside = 0.06 * (place - (len(eval_cohort) - 1) / 2)  # so that bars do not cover each other
                 at = [columns.index(name) + aside for name in cells]
                 mean = [100 * cell.mean for cell in cells.values()]
                 half = [100 * (cell.half or 0) for cell in cells.values()]
-                colour, marker, dash = looks[label]
-                (handles[label],) = axes.plot(at, mean, dash, color=colour, marker=marker)
+                color, marker, dash = looks[label]
+                (handles[label],) = axes.plot(at, mean, dash, color=color, marker=marker)
                 if any(half):
-                    axes.errorbar(at, mean, half, color=colour, linestyle="", capsize=3, linewidth=1.2)
+                    axes.errorbar(at, mean, half, color=color, linestyle="", capsize=3, linewidth=1.2)
             wide = max(8, 48 // (len(columns) * len(panels)))
             axes.set_xticks(range(len(columns)), [fill(short(name), wide) for name in columns])
             axes.set_xlim(-0.5, len(columns) - 0.5)
             axes.grid(False, axis="x")
-        every = (cell for panel in panels.values() for row in panel.values() for cell in row.values())
+        every = (cell for eval_cohort in panels.values() for row in eval_cohort.values() for cell in row.values())
         drawn[0].set(ylabel="accuracy %", ylim=limits(every))
         legend(figure, handles)
     return figure
 
 
-def party_picture(histories: Histories, looks: Mapping[str, Look] | None = None) -> Figure | None:
-    """Parties from the worst to the best by their last accuracy, and the mean; None without figures by party."""
-    found = {method: values for method, runs in histories.items() if (values := by_party(runs))}
+def client_picture(histories: Histories, looks: Mapping[str, Look] | None = None) -> Figure | None:
+    """Clients from the worst to the best by their last accuracy, and the mean; None without figures by client."""
+    found = {method: values for method, runs in histories.items() if (values := by_client(runs))}
     if not found:
         return None
     with style():
-        figure, axes = chart("Accuracy by party")
+        figure, axes = chart("Accuracy by client")
         handles: dict[str, Artist] = {}
         for place, (method, values) in enumerate(found.items()):
-            colour, marker, _ = looks[method] if looks else look(method)
+            color, marker, _ = looks[method] if looks else look(method)
             at = 100 * (np.arange(len(values)) + 0.5) / len(values)
             shown = 100 * np.array(values)
             label = f"{method}, mean {shown.mean():.1f}"
             often = max(1, len(at) // 40)
-            (handles[label],) = axes.plot(at, shown, color=colour, marker=marker, markersize=4, markevery=often, lw=0.6)
+            (handles[label],) = axes.plot(at, shown, color=color, marker=marker, markersize=4, markevery=often, lw=0.6)
             if len(found) <= MEANS:
                 gap = 8 * min(len(found) - 1, 2)
-                axes.axhline(shown.mean(), color=colour, linestyle=(8 * place, (8, gap)), linewidth=1.2)
-        axes.set(xlabel="parties, worst to best, %", ylabel="accuracy %", xlim=(0, 100))
+                axes.axhline(shown.mean(), color=color, linestyle=(8 * place, (8, gap)), linewidth=1.2)
+        axes.set(xlabel="clients, worst to best, %", ylabel="accuracy %", xlim=(0, 100))
         legend(figure, handles)
     return figure
 
 
 def density_picture(histories: Histories, looks: Mapping[str, Look] | None = None) -> Figure | None:
-    """How parties' accuracies are spread (kernel density, Scott's width); None where too few parties were measured."""
-    found = {method: values for method, runs in histories.items() if len(set(values := by_party(runs))) >= 3}
+    """How clients' accuracies are spread (kernel density, Scott's width); None where too few clients were measured."""
+    found = {method: values for method, runs in histories.items() if len(set(values := by_client(runs))) >= 3}
     if not found:
         return None
     from scipy.stats import gaussian_kde
 
     with style():
-        figure, axes = chart("Spread of accuracy over parties")
+        figure, axes = chart("Spread of accuracy over clients")
         handles: dict[str, Artist] = {}
         at = np.linspace(0, 1, 201)
         for method, values in found.items():
-            colour, marker, dash = looks[method] if looks else look(method)
+            color, marker, dash = looks[method] if looks else look(method)
             height = gaussian_kde(values)(at) / 100
-            (handles[method],) = axes.plot(100 * at, height, dash, color=colour, marker=marker, markevery=20)
+            (handles[method],) = axes.plot(100 * at, height, dash, color=color, marker=marker, markevery=20)
         axes.set(xlabel="accuracy %", ylabel="density", xlim=(0, 100), ylim=(0, None))
         legend(figure, handles)
     return figure
@@ -164,7 +166,7 @@ def bar_picture(results: Mapping[str, Interval], looks: Mapping[str, Look]) -> F
         more = f"\n(the first {BARS} of {len(results)})" if len(results) > BARS else ""
         figure, axes = chart(f"Accuracy at the end{more}", (4.8, 0.9 + 0.27 * len(shown)))
         at = np.arange(len(shown))
-        axes.barh(at, mean, color=[looks[label].colour for label in shown], height=0.7)
+        axes.barh(at, mean, color=[looks[label].color for label in shown], height=0.7)
         if any(half):
             whiskers = [np.minimum(half, mean), np.minimum(half, 100 - np.array(mean))]  # accuracy has no more room
             axes.errorbar(mean, at, xerr=whiskers, color=INK, linestyle="", capsize=3, linewidth=1.2)
@@ -199,7 +201,7 @@ def heat_picture(title: str, grid: Grid) -> Figure:
 
     known = [cell.mean for row in grid.cells for cell in row if cell]
     low, high = min(known), max(known)
-    colours = colormaps["viridis"]
+    colors = colormaps["viridis"]
     with style():
         size = (1.6 + 0.75 * len(grid.columns), 1.2 + 0.42 * len(grid.rows))
         figure, axes = chart(title, (max(3.6, size[0]), size[1]))
@@ -209,7 +211,7 @@ def heat_picture(title: str, grid: Grid) -> Figure:
                     continue
                 share = (cell.mean - low) / (high - low) if high > low else 0.5
                 box = [across - 0.5, across + 0.5], [down - 0.5] * 2, [down + 0.5] * 2
-                axes.fill_between(*box, color=colours(share), linewidth=0)
+                axes.fill_between(*box, color=colors(share), linewidth=0)
                 text = f"{100 * cell.mean:.1f}" + (f"\n± {100 * cell.half:.1f}" if cell.half is not None else "")
                 ink = on_fill(share)
                 axes.text(across, down, text, ha="center", va="center", color=ink, fontsize=8, linespacing=1.1)
@@ -237,11 +239,11 @@ def traffic_picture(traffic: Mapping[str, Traffic]) -> Figure | None:
     with style():
         figure, axes = chart("What was sent, by direction and kind", (4.8, 1.1 + 0.5 * len(shown)))
         for place, each in enumerate(shown.values()):
-            for (way, kinds), colour, aside in zip(_ways(each).items(), (BLUE, ORANGE), (-0.2, 0.2), strict=True):
+            for (way, kinds), color, aside in zip(_ways(each).items(), (BLUE, ORANGE), (-0.2, 0.2), strict=True):
                 left = 0.0
                 for number, (kind, size) in enumerate(kinds.items()):
                     strength = (0.85, 0.55, 0.7, 0.4)[number % 4]
-                    axes.barh(place + aside, size / MB, left=left / MB, height=0.36, color=colour, alpha=strength)
+                    axes.barh(place + aside, size / MB, left=left / MB, height=0.36, color=color, alpha=strength)
                     if size > 0.026 * len(kind) * most:
                         at = (left + size / 2) / MB
                         axes.text(at, place + aside, kind, ha="center", va="center", size=8, color="black")
@@ -253,7 +255,7 @@ def traffic_picture(traffic: Mapping[str, Traffic]) -> Figure | None:
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
         axes.set(xlabel="MB in all", xlim=(0, 1.25 * most / MB), ylim=(len(shown) - 0.5, -0.5))
-        legend(figure, {"to the coordinator (up)": Patch(color=BLUE), "to parties (down)": Patch(color=ORANGE)})
+        legend(figure, {"to the server (up)": Patch(color=BLUE), "to clients (down)": Patch(color=ORANGE)})
     return figure
 
 
@@ -269,46 +271,46 @@ class Ring(NamedTuple):
     hops: Mapping[tuple[int, int], int]
     """How often a message went from one to another."""
     passed_over: Mapping[int, int]
-    """How often a party did not take it."""
+    """How often a client did not take it."""
     weights: Mapping[int, float]
-    """λ of each party in the end."""
+    """λ of each client in the end."""
     taken: Mapping[int, int]
     """How often it took a model over."""
 
     @property
     def members(self) -> list[int]:
-        """All parties of the ring."""
-        return sorted({*self.weights, *self.passed_over, *(party for hop in self.hops for party in hop)})
+        """All clients of the ring."""
+        return sorted({*self.weights, *self.passed_over, *(client for hop in self.hops for client in hop)})
 
 
 def ring_picture(ring: Ring) -> Figure:
-    """Parties in a circle, the lighter the larger their λ, and the ways that messages took, the thicker the oftener."""
+    """Clients in a circle, the lighter the larger their λ, and the ways that messages took, the thicker the oftener."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 
     members = ring.members
-    angle = {party: math.pi / 2 - 2 * math.pi * place / len(members) for place, party in enumerate(members)}
-    at = {party: (math.cos(a), math.sin(a)) for party, a in angle.items()}
+    angle = {client: math.pi / 2 - 2 * math.pi * place / len(members) for place, client in enumerate(members)}
+    at = {client: (math.cos(a), math.sin(a)) for client, a in angle.items()}
     top = max(ring.weights.values(), default=0) or 1.0
     often = max(ring.hops.values(), default=1)
     size = 9 if len(members) <= 24 else 6
     with style():
         figure, axes = chart("The ring", (4.8, 4.6))
         for (one, other), count in ring.hops.items():
-            colour = INK if _beside((one, other), members) else ORANGE
+            color = INK if _beside((one, other), members) else ORANGE
             bend = "arc3,rad=-0.1" if len(members) > 2 else "arc3,rad=-0.3"
-            way = {"arrowstyle": "-|>", "color": colour, "linewidth": 0.6 + 2 * count / often, "connectionstyle": bend}
+            way = {"arrowstyle": "-|>", "color": color, "linewidth": 0.6 + 2 * count / often, "connectionstyle": bend}
             way |= {"shrinkA": 1.4 * size, "shrinkB": 1.4 * size, "alpha": 0.8}
             axes.annotate("", at[other], at[one], arrowprops=way)
-        for party, (x, y) in at.items():
-            share = ring.weights.get(party, 0.0) / top
-            missed = ring.passed_over.get(party, 0)
+        for client, (x, y) in at.items():
+            share = ring.weights.get(client, 0.0) / top
+            missed = ring.passed_over.get(client, 0)
             edge = ORANGE if missed else INK
             axes.plot(x, y, "o", markersize=2 * size, color=colormaps["viridis"](share), mec=edge, mew=1 + bool(missed))
             ink = on_fill(share)
-            axes.text(x, y, str(party), ha="center", va="center", color=ink, fontsize=size - 1)
+            axes.text(x, y, str(client), ha="center", va="center", color=ink, fontsize=size - 1)
             if len(members) <= 40:
-                text = f"λ {ring.weights[party]:.2g}" if party in ring.weights else ""
+                text = f"λ {ring.weights[client]:.2g}" if client in ring.weights else ""
                 text += f"\n−{missed}" if missed else ""
                 side = "center" if abs(x) < 0.3 else "left" if x > 0 else "right"
                 axes.text(1.14 * x, 1.18 * y, text.strip(), ha=side, va="center", fontsize=size - 1)

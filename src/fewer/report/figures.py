@@ -58,6 +58,6 @@ def curve(histories: Sequence[History]) -> list[Point]:
     return points
 
 
-def by_party(histories: Sequence[History]) -> list[float]:
-    """The last accuracies of all parties of all runs, from the worst to the best."""
-    return sorted(value for history in histories if history for value in history[-1].get("parties", {}).values())
+def by_client(histories: Sequence[History]) -> list[float]:
+    """The last accuracies of all clients of all runs, from the worst to the best."""
+    return sorted(value for history in histories if history for value in history[-1].get("clients", {}).values())

@@ -12,7 +12,7 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fewer.report.style import COLOURS, DARK, FAINT, INK, png, svg
+from fewer.report.style import COLORS, DARK, FAINT, INK, png, svg
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -137,26 +137,26 @@ def _scroll(content: str, name: str) -> str:
 
 
 def _inline(text: str, picture: Picture, size: str) -> str:
-    """An SVG file as a part of a page: with names of its own, and colours that change with those of the page."""
+    """An SVG file as a part of a page: with names of its own, and colors that change with those of the page."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;? ?", "", text, flags=re.S)
     text = re.sub(r"\s*\n\s*", " ", text).replace("xlink:href", "href")
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
     text = re.sub(r' id="([^"]+)"', lambda m: f' id="{picture.name}-{m[1]}"' if m[1] in used else "", text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{picture.name}-", text)
-    for colour in (*COLOURS, FAINT, "#ffffff"):
-        text = re.sub(rf"(fill|stroke): {colour}\b", rf"\1: {_variable(colour)}", text, flags=re.I)
+    for color in (*COLORS, FAINT, "#ffffff"):
+        text = re.sub(rf"(fill|stroke): {color}\b", rf"\1: {_variable(color)}", text, flags=re.I)
     box = re.search(r'viewBox="[^"]*"', text)
     assert box
     alt = escape(picture.alt)
     return re.sub(r"<svg[^>]*>", lambda _: f'<svg role="img" aria-label="{alt}" {size} {box[0]}>', text, count=1)
 
 
-def _variable(colour: str) -> str:
-    return f"var(--{colour.lstrip('#').lower()})" if colour in DARK else colour
+def _variable(color: str) -> str:
+    return f"var(--{color.lstrip('#').lower()})" if color in DARK else color
 
 
-def _colours(dark: bool) -> str:
+def _colors(dark: bool) -> str:
     plain = {"faint": "#9aa0a3", "link": "#7db8f0"} if dark else {"faint": "#5f6366", "link": "#0b5cad"}
     drawn = {key.lstrip("#").lower(): value if dark else key for key, value in DARK.items()}
     return " ".join(f"--{name}: {value};" for name, value in {**plain, **drawn}.items())
@@ -164,9 +164,9 @@ def _colours(dark: bool) -> str:
 
 _STYLE = (
     f"""
-:root {{ color-scheme: light; {_colours(False)} }}
-@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ color-scheme: dark; {_colours(True)} }} }}
-:root[data-theme=dark] {{ color-scheme: dark; {_colours(True)} }}
+:root {{ color-scheme: light; {_colors(False)} }}
+@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ color-scheme: dark; {_colors(True)} }} }}
+:root[data-theme=dark] {{ color-scheme: dark; {_colors(True)} }}
 :root {{ --ink: {_variable(INK)}; --line: {_variable(FAINT)}; --paper: {_variable("#ffffff")}; }}
 """
     + """

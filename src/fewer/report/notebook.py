@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from fewer.errors import SettingError
 from fewer.experiments.compare import Comparison, Row
-from fewer.report.charts import TITLES, curve_picture, party_picture
+from fewer.registry import VIEWS
+from fewer.report.charts import TITLES, client_picture, curve_picture
 from fewer.report.figures import Histories, History, Interval, percent
 from fewer.report.html import Picture, embedded, table
 from fewer.runs.result import Result
@@ -37,11 +38,11 @@ class View(ABC):
 
     def plot(self, by: str) -> Figure:
         """The picture by one of the ways there are."""
-        if by not in (*TITLES, "party"):
-            raise SettingError(f"by = {by!r} (allowed: {', '.join(TITLES)}, party)")
+        if by not in (*TITLES, "client"):
+            raise SettingError(f"by = {by!r} (allowed: {', '.join(TITLES)}, client)")
         histories = self.histories()
-        if by == "party":
-            figure = party_picture(histories)
+        if by == "client":
+            figure = client_picture(histories)
         else:
             figure = next(curve_picture(title, {"": histories}, way) for way, title in TITLES.items() if way == by)
         if figure is None:
@@ -57,6 +58,7 @@ class View(ABC):
         return f"<p><strong>{title}</strong></p>{self.table()}{embedded(picture)}"
 
 
+@VIEWS.register("run")
 @dataclass(frozen=True)
 class RunView(View):
     """Of one run."""
@@ -80,6 +82,7 @@ class RunView(View):
         return table(heads, [[self.result.method.name, *cells, f"{last['seconds']:.1f}"]])
 
 
+@VIEWS.register("comparison")
 @dataclass(frozen=True)
 class ComparisonView(View):
     """Of a comparison."""
@@ -87,12 +90,12 @@ class ComparisonView(View):
     comparison: Comparison
 
     def histories(self) -> Histories:
-        """Of all methods, the last round of each with the figures by party."""
+        """Of all methods, the last round of each with the figures by client."""
         return {row.method: _curves(row) for row in self.comparison.rows}
 
     def title(self) -> str:
-        """Data and parties."""
-        return f"{self.comparison.settings['data']}, {self.comparison.parties} parties"
+        """Data and clients."""
+        return f"{self.comparison.settings['data']}, {self.comparison.clients} clients"
 
     def table(self) -> str:
         """A row for each method."""
@@ -114,5 +117,5 @@ class ComparisonView(View):
 
 def _curves(row: Row) -> Sequence[History]:
     return [
-        [*curve[:-1], {**curve[-1], "parties": judged}] for curve, judged in zip(row.curves, row.judged, strict=True)
+        [*curve[:-1], {**curve[-1], "clients": judged}] for curve, judged in zip(row.curves, row.judged, strict=True)
     ]

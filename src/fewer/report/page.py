@@ -10,17 +10,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fewer.methods.newparties import worst_tenth
-from fewer.report.album import album, party_rows
+from fewer.methods.new_clients import worst_tenth
 from fewer.report.figures import Interval, percent
 from fewer.report.files import write_files
+from fewer.report.gallery import album, client_rows
 from fewer.report.html import details, document, figure_of, note_of, table
-from fewer.report.reading import Group, Run, differing, gather
+from fewer.report.run_reader import Run, RunGroup, differing, gather
 from fewer.report.verdict import verdict, winner
 from fewer.runs.statistics import amount
 
 PAGE = "report.html"
-OWN = "each test sample judged by the model of the party that it belongs to"
+OWN = "each test sample judged by the model of the client that it belongs to"
 FOLDER = "pictures"
 """Beside the page: each picture as PNG and SVG, and its figures as CSV."""
 
@@ -42,7 +42,7 @@ def write_report(runs: Sequence[Path], out: Path, pictures: bool = True) -> list
     return write_files(out, files)
 
 
-def _page(groups: Sequence[Group], sections: Mapping[str, Sequence[str]], notes: Sequence[str]) -> str:
+def _page(groups: Sequence[RunGroup], sections: Mapping[str, Sequence[str]], notes: Sequence[str]) -> str:
     runs = [(group, run) for group in groups for run in group.runs]
     title = "; ".join(dict.fromkeys(run.data for _, run in runs))
     notes = [
@@ -61,7 +61,7 @@ def _page(groups: Sequence[Group], sections: Mapping[str, Sequence[str]], notes:
         [group.label, str(run.seed), run.description["hash"], run.description["data"]["fingerprint"], run.path.name]
         for group, run in runs
     ]
-    after = {"Traffic": _traffic(groups), "Parties": _worst(groups)}
+    after = {"Traffic": _traffic(groups), "Clients": _worst(groups)}
     parts = [
         f'<div class="short">{"".join(f"<p>{escape(text)}</p>" for text in verdict(groups))}</div>',
         _results(groups),
@@ -84,7 +84,7 @@ def _page(groups: Sequence[Group], sections: Mapping[str, Sequence[str]], notes:
     return document(title, parts)
 
 
-def _results(groups: Sequence[Group]) -> str:
+def _results(groups: Sequence[RunGroup]) -> str:
     heads = ["method", "accuracy %", "everywhere %", "rounds", "MB up", "MB down", "seconds", "seeds"]
     best = winner(groups)
     ranked = sorted(groups, key=lambda group: -group.accuracy.mean if group.accuracy else 1)
@@ -110,12 +110,12 @@ def _results(groups: Sequence[Group]) -> str:
             units or "", OWN
         )
         + (f", mean{sure}" if several or units else "")
-        + ". everywhere: each party’s model judged on all parties’ test samples. MB and seconds: "
+        + ". everywhere: each client’s model judged on all clients’ test samples. MB and seconds: "
         + ("mean over seeds.</p>" if several else "in all.</p>")
     )
 
 
-def _paper(groups: Sequence[Group]) -> Iterator[str]:
+def _paper(groups: Sequence[RunGroup]) -> Iterator[str]:
     """Ours beside the paper's, where runs are of a recipe that has the paper's figures."""
     rows = []
     about = {}
@@ -134,7 +134,7 @@ def _paper(groups: Sequence[Group]) -> Iterator[str]:
                 yield note_of("These runs are of the recipe’s quick form, not to be compared with the paper.")
 
 
-def _traffic(groups: Sequence[Group]) -> str:
+def _traffic(groups: Sequence[RunGroup]) -> str:
     """All kinds, also those too small for a name in the picture."""
     rows = [
         [group.label, way, kind, amount(size / 1e6)]
@@ -146,38 +146,38 @@ def _traffic(groups: Sequence[Group]) -> str:
     )
 
 
-def _worst(groups: Sequence[Group]) -> str:
+def _worst(groups: Sequence[RunGroup]) -> str:
     """Whom a method serves worst."""
     rows = []
     for group in groups:
-        ranked = sorted(party_rows([group]), key=lambda row: row[3])
+        ranked = sorted(client_rows([group]), key=lambda row: row[3])
         if len(ranked) < 2:
             continue
         who = ", ".join(
-            f"party {party}{f' (seed {seed})' if len(group.runs) > 1 else ''} {100 * value:.1f}"
-            for _, seed, party, value in ranked[:3]
+            f"client {client}{f' (seed {seed})' if len(group.runs) > 1 else ''} {100 * value:.1f}"
+            for _, seed, client, value in ranked[:3]
         )
         values = [row[3] for row in ranked]
         mean, worst = statistics.fmean(values), worst_tenth(values)
         rows.append([group.label, f"{100 * mean:.1f}", f"{100 * worst:.1f}", who])
-    heads = ["method", "mean over parties %", "worst tenth %", "worst parties %"]
-    return table(heads, rows, name="Worst parties") if rows else ""
+    heads = ["method", "mean over clients %", "worst tenth %", "worst clients %"]
+    return table(heads, rows, name="Worst clients") if rows else ""
 
 
-def _faults(groups: Sequence[Group]) -> str:
+def _faults(groups: Sequence[RunGroup]) -> str:
     """Absent answers by reason, and how often runs broke off and went on."""
-    reasons = sorted({why for group in groups for why in group.absent})
+    reasons = sorted({reason for group in groups for reason in group.absent})
     breaks = [sum(run.breaks for run in group.runs) for group in groups]
     if not reasons and not any(breaks):
-        return "<p>All parties that were asked answered, and no run broke off.</p>"
+        return "<p>All clients that were asked answered, and no run broke off.</p>"
     rows = [
-        [group.label, *(f"{group.absent[why]:,}" for why in reasons), f"{group.absent.total():,}", f"{broken:,}"]
+        [group.label, *(f"{group.absent[reason]:,}" for reason in reasons), f"{group.absent.total():,}", f"{broken:,}"]
         for group, broken in zip(groups, breaks, strict=True)
     ]
     return table(["method", *reasons, "absent in all", "went on after a break"], rows, name="Faults")
 
 
-def _differences(groups: Sequence[Group]) -> Iterator[str]:
+def _differences(groups: Sequence[RunGroup]) -> Iterator[str]:
     """Whatever but the method is not the same for all."""
     keys = differing([group.runs[0].facts for group in groups])
     alike: dict[str, list[str]] = {}
@@ -191,7 +191,7 @@ def _differences(groups: Sequence[Group]) -> Iterator[str]:
 
 def _settings(run: Run) -> dict[str, Any]:
     """All settings of a run, its method's own first, but for the seed and where data lay, which do not belong here."""
-    hidden = ("method", "rounds", "active", "set", "seed", "data_dir")
+    hidden = ("method", "rounds", "cohort", "method_options", "seed", "data_dir")
     others = {key: value for key, value in run.settings.items() if key not in hidden}
     return {"method": run.name, **run.description["method"], **others}
 

@@ -12,24 +12,24 @@ from numpy.typing import NDArray
 
 from fewer.data import Data, Samples
 from fewer.experiments.studies import Cloud
-from fewer.report.pieces import bare, chart, charts, legend, short
-from fewer.report.style import BLUE, COLOURS, INK, style
+from fewer.report.axes import bare, chart, charts, legend, short
+from fewer.report.style import BLUE, COLORS, INK, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PARTIES = 60
-"""At most so many parties are shown in the picture of a division."""
+CLIENTS = 60
+"""At most so many clients are shown in the picture of a division."""
 ROWS = 20
 """At most so many classes are shown on a sheet of examples."""
 CHANNELS = 3
 """At most so many channels of a window of readings are shown."""
 
 
-def class_counts(data: Data, parties: int = PARTIES) -> NDArray[np.int64]:
-    """How many training samples each of the first parties has of each class (parties × classes)."""
-    rows = [_labels(data.party(party).train) for party in range(min(parties, len(data)))]
+def class_counts(data: Data, clients: int = CLIENTS) -> NDArray[np.int64]:
+    """How many training samples each of the first clients has of each class (clients × classes)."""
+    rows = [_labels(data.client(client).train) for client in range(min(clients, len(data)))]
     return np.stack([np.bincount(row, minlength=data.classes) for row in rows])
 
 
@@ -37,29 +37,29 @@ def class_counts(data: Data, parties: int = PARTIES) -> NDArray[np.int64]:
 
 
 def partition_picture(data: Data) -> Figure:
-    """Who holds what: a bubble for each party and class, as large in area as the number of training samples."""
+    """Who holds what: a bubble for each client and class, as large in area as the number of training samples."""
     from matplotlib.lines import Line2D
 
     counts = class_counts(data)
-    parties, classes = counts.shape
-    width = max(0.2, 4.4 / parties)
+    clients, classes = counts.shape
+    width = max(0.2, 4.4 / clients)
     height = min(0.3, max(3 / classes, 0.12), 10 / classes)
     most = max(1, int(counts.max()))
     area = (70 * min(width, height)) ** 2 / most  # of one sample, so that the largest bubble just fits
     names = class_names(data, range(data.classes))
     with style():
-        title = f"{short(data.name)}: training samples by party and class"
-        if len(data) > parties:
-            title += f"\n(the first {parties} of {len(data):,} parties)"
-        size = (parties * width + 0.6 + 0.075 * max(map(len, names)), classes * height + 1.4)
+        title = f"{short(data.name)}: training samples by client and class"
+        if len(data) > clients:
+            title += f"\n(the first {clients} of {len(data):,} clients)"
+        size = (clients * width + 0.6 + 0.075 * max(map(len, names)), classes * height + 1.4)
         figure, axes = chart(title, size)
-        party, held = counts.nonzero()
-        axes.scatter(party, held, s=area * counts[party, held], color=BLUE, alpha=0.8, linewidth=0)
+        client, held = counts.nonzero()
+        axes.scatter(client, held, s=area * counts[client, held], color=BLUE, alpha=0.8, linewidth=0)
         step = math.ceil(0.12 / height)
         axes.set_yticks(range(0, classes, step), names[::step])
-        axes.set_xticks(range(0, parties, 1 if parties <= 25 else 5))
+        axes.set_xticks(range(0, clients, 1 if clients <= 25 else 5))
         axes.tick_params(labelsize=8)
-        axes.set(xlabel="party", xlim=(-0.6, parties - 0.4), ylim=(classes - 0.4, -0.6))
+        axes.set(xlabel="client", xlim=(-0.6, clients - 0.4), ylim=(classes - 0.4, -0.6))
         sizes = sorted({_rounded(most / part) for part in (10, 3, 1)})
         texts = [*(f"{count:,}" for count in sizes[:-1]), f"{sizes[-1]:,} samples"]
         drawn: Any = {"linestyle": "", "marker": "o", "color": BLUE, "alpha": 0.8, "markeredgewidth": 0}
@@ -88,10 +88,10 @@ def sheet_picture(data: Data, columns: int = 10) -> Figure | None:
         figure, axes = chart(title, size)
         if image:
             limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _range(examples)
-            centres, _ = _show_images(axes, [list(row) for row in examples], limits, columns)
+            centers, _ = _show_images(axes, [list(row) for row in examples], limits, columns)
         else:
-            centres = _show_windows(axes, examples, columns)
-        axes.set_yticks(centres, names, fontsize=9)
+            centers = _show_windows(axes, examples, columns)
+        axes.set_yticks(centers, names, fontsize=9)
         axes.set_xticks([])
         bare(axes)
     return figure
@@ -149,20 +149,20 @@ def made_picture(
         lines = [padded[start : start + columns] for start in range(0, len(padded), columns)]
         heights, places = _show_images(axes, lines, limits, columns, each)
         axes.set_yticks(heights, list(rows), fontsize=9)
-        centres = [float(np.mean(places[start : start + each])) for start in range(0, columns, each)]
-        axes.set_xticks(centres, names, fontsize=9, rotation=90 if upright else 0)
+        centers = [float(np.mean(places[start : start + each])) for start in range(0, columns, each)]
+        axes.set_xticks(centers, names, fontsize=9, rotation=90 if upright else 0)
         axes.xaxis.tick_top()
         bare(axes)
     return figure
 
 
 def cloud_picture(title: str, clouds: Mapping[str, Cloud]) -> Figure:
-    """Clouds side by side: a colour for each class, diamonds for own samples, stars for prototypes."""
+    """Clouds side by side: a color for each class, diamonds for own samples, stars for prototypes."""
     with style():
         figure, panels = charts(title, list(clouds), (3.6, 3.4))
         for axes, cloud in zip(panels, clouds.values(), strict=True):
             for number, label in enumerate(np.unique(cloud.star_labels)):
-                colour = COLOURS[number % len(COLOURS)]
+                color = COLORS[number % len(COLORS)]
                 for own, marker, size in ((False, "o", 9), (True, "D", 20)):
                     here = cloud.points[(cloud.labels == label) & (cloud.own == own)]
                     edge = INK if own else "none"
@@ -171,14 +171,14 @@ def cloud_picture(title: str, clouds: Mapping[str, Cloud]) -> Figure:
                         here[:, 1],
                         s=size,
                         marker=marker,
-                        color=colour,
+                        color=color,
                         edgecolors=edge,
                         linewidths=0.6,
                         alpha=0.8,
                     )
                 star = cloud.stars[cloud.star_labels == label]
                 axes.scatter(
-                    star[:, 0], star[:, 1], s=190, marker="*", color=colour, edgecolors=INK, linewidths=0.9, zorder=3
+                    star[:, 0], star[:, 1], s=190, marker="*", color=color, edgecolors=INK, linewidths=0.9, zorder=3
                 )
             axes.set(xticks=[], yticks=[])
             bare(axes)
@@ -217,7 +217,7 @@ def _show_images(
     columns: int,
     group: int = 0,
 ) -> tuple[list[float], list[float]]:
-    """One image made of all of them, with white between, more of it between groups; the centres of rows and columns."""
+    """One image made of all of them, with white between, more of it between groups; the centers of rows and columns."""
     channels, height, width = next(image.shape for row in rows for image in row if image is not None)
     low, high = limits
     gap = max(1, width // 12)
@@ -234,14 +234,14 @@ def _show_images(
 
 
 def _show_windows(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) -> list[float]:
-    """Small line plots, a row for each class, all on one scale; where the rows' centres are."""
+    """Small line plots, a row for each class, all on one scale; where the rows' centers are."""
     low, high = _range([windows[:, :CHANNELS] for windows in examples])
     steps = np.linspace(0, 0.9, examples[0].shape[2])
     for row, windows in enumerate(examples):
         for column, window in enumerate(windows):
-            for channel, colour in zip(window[:CHANNELS], COLOURS, strict=False):
+            for channel, color in zip(window[:CHANNELS], COLORS, strict=False):
                 height = row + 0.95 - 0.9 * (channel - low) / (high - low)
-                axes.plot(column + steps, height, color=colour, linewidth=0.6)
+                axes.plot(column + steps, height, color=color, linewidth=0.6)
     axes.set(xlim=(-0.05, columns), ylim=(len(examples), 0))
     return [row + 0.5 for row in range(len(examples))]
 

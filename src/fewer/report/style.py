@@ -1,7 +1,7 @@
 """How all pictures look: one style, readable when small, and for each method a look of its own, the same everywhere.
 
-Colours are those of Okabe and Ito, which people with colour-blindness can tell apart, without the yellow that is lost
-on white, and with the colour of the ink for black. On a dark page `DARK` has another for some of them. matplotlib is
+Colors are those of Okabe and Ito, which people with color-blindness can tell apart, without the yellow that is lost
+on white, and with the color of the ink for black. On a dark page `DARK` has another for some of them. matplotlib is
 imported when a picture is drawn; its global settings stay as they are.
 """
 
@@ -24,13 +24,13 @@ BLUE = "#0072B2"
 
 ORANGE, GREEN, PINK, RED, SKY = "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
 
-COLOURS = (BLUE, ORANGE, GREEN, PINK, RED, SKY, INK)
+COLORS = (BLUE, ORANGE, GREEN, PINK, RED, SKY, INK)
 DARK = {INK: "#e8e8e8", FAINT: "#45494b", BLUE: "#4da3d9", RED: "#ee7722", "#ffffff": "#181a1b"}
-"""What takes the place of a colour where the page is dark; the others do on both."""
+"""What takes the place of a color where the page is dark; the others do on both."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("--", ":", "-.")
 _SOLID = ("fedavg", "fedprox", "fedbn", "metafed", "fedmk", "fedgen", "local")
-"""Methods that are often compared: each has a colour that none of the others has, and a whole line."""
+"""Methods that are often compared: each has a color that none of the others has, and a whole line."""
 
 _SETTINGS: Any = {
     "figure.dpi": DPI,
@@ -69,7 +69,7 @@ _SETTINGS: Any = {
 class Look(NamedTuple):
     """By what a method is known in a picture."""
 
-    colour: str
+    color: str
     marker: str
     dash: str
 
@@ -99,39 +99,39 @@ _DASHED = {
     "local-maml": Look(SKY, "P", ":"),
     "local-proto": Look(PINK, "D", ":"),
 }
-"""The others that come with the package: those that are compared with each other have colours of their own."""
+"""The others that come with the package: those that are compared with each other have colors of their own."""
 
 
 def look(method: str) -> Look:
     """The look of a method, which depends on its name alone."""
     if method in _SOLID:
         place = _SOLID.index(method)
-        return Look(COLOURS[place], MARKERS[place], "-")
+        return Look(COLORS[place], MARKERS[place], "-")
     if method in _DASHED:
         return _DASHED[method]
-    number, colour = divmod(crc32(method.encode()), len(COLOURS))
+    number, color = divmod(crc32(method.encode()), len(COLORS))
     number, dash = divmod(number, len(DASHES))
-    return Look(COLOURS[colour], MARKERS[number % len(MARKERS)], DASHES[dash])
+    return Look(COLORS[color], MARKERS[number % len(MARKERS)], DASHES[dash])
 
 
 def looks(methods: Mapping[str, str]) -> dict[str, Look]:
     """A look for each label, given its method: the method's own for the first of its labels.
 
-    Further labels of it keep the colour, and have a line and a marker that the first has not.
+    Further labels of it keep the color, and have a line and a marker that the first has not.
     """
     found: dict[str, Look] = {}
     for label, method in methods.items():
-        colour, marker, dash = look(method)
+        color, marker, dash = look(method)
         again = sum(other == method for other in list(methods.values())[: len(found)])
         lines = ["-", *DASHES]
         dash = lines[(lines.index(dash) + again) % len(lines)]
         marker = MARKERS[(MARKERS.index(marker) + again) % len(MARKERS)]
-        found[label] = Look(colour, marker, dash)
+        found[label] = Look(color, marker, dash)
     return found
 
 
 def on_fill(share: float) -> str:
-    """The colour of letters on a field of viridis, 0 dark to 1 light; it does not change with that of the page."""
+    """The color of letters on a field of viridis, 0 dark to 1 light; it does not change with that of the page."""
     return "#000000" if share > 0.55 else "#fefefe"
 
 

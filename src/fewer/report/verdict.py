@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fewer.experiments.targets import best, reach
-from fewer.methods.newparties import worst_tenth
-from fewer.report.figures import Interval, by_party, curve, interval
-from fewer.report.reading import Group, Run
+from fewer.methods.new_clients import worst_tenth
+from fewer.report.figures import Interval, by_client, curve, interval
+from fewer.report.run_reader import Run, RunGroup
 from fewer.runs.statistics import amount
 
 NAMED = 3
 """At most so many that cannot be told from the first are named."""
 
 
-def verdict(groups: Sequence[Group]) -> list[str]:
+def verdict(groups: Sequence[RunGroup]) -> list[str]:
     """The first sentence says who won, or why nobody did; the others what it cost and what speaks for it."""
     done = _done(groups)
     if not done:
@@ -35,7 +35,7 @@ def verdict(groups: Sequence[Group]) -> list[str]:
     return sentences
 
 
-def winner(groups: Sequence[Group]) -> Group | None:
+def winner(groups: Sequence[RunGroup]) -> RunGroup | None:
     """Who is surely ahead of all others; None where nobody is, or where they cannot be compared."""
     done = _done(groups)
     if len(done) < 2 or _apart(groups):
@@ -45,7 +45,7 @@ def winner(groups: Sequence[Group]) -> Group | None:
     return first if all(_behind(group, first, seeds) for group in others) else None
 
 
-def paired(groups: Sequence[Group]) -> bool:
+def paired(groups: Sequence[RunGroup]) -> bool:
     """Whether those that are compared have several seeds, and the same: then what differs is judged seed by seed.
 
     The same seed means the same division of the data, whose luck is in both of two figures and not in their difference.
@@ -57,29 +57,29 @@ def paired(groups: Sequence[Group]) -> bool:
     return all(run.accuracy is not None for group in done for run in group.runs)
 
 
-def _done(groups: Sequence[Group]) -> list[Group]:
+def _done(groups: Sequence[RunGroup]) -> list[RunGroup]:
     return [group for group in groups if group.finished and group.accuracy]
 
 
-def _apart(groups: Sequence[Group]) -> str:
+def _apart(groups: Sequence[RunGroup]) -> str:
     """Why these cannot be compared; empty if they can."""
     if len({str(group.runs[0].division) for group in groups}) > 1:
         return "These runs are not of one task, so there is no winner among them. What differs is named below."
     if len({_judging(group) for group in groups}) > 1:
-        return "These methods are not judged alike (on new parties, groups, tasks, or on all), so none is the winner."
+        return "These methods are not judged alike (on new clients, groups, tasks, or on all), so none is the winner."
     return ""
 
 
-def _ranked(groups: Sequence[Group]) -> list[Group]:
+def _ranked(groups: Sequence[RunGroup]) -> list[RunGroup]:
     return sorted(groups, key=lambda group: -_known(group).mean)
 
 
-def _behind(group: Group, first: Group, seeds: bool) -> bool:
+def _behind(group: RunGroup, first: RunGroup, seeds: bool) -> bool:
     """Whether this one is surely worse."""
     return _ahead(_ends(first), _ends(group)) if seeds else _below(_known(group), _known(first))
 
 
-def _ends(group: Group) -> list[float]:
+def _ends(group: RunGroup) -> list[float]:
     return [run.accuracy for run in group.runs if run.accuracy is not None]
 
 
@@ -98,7 +98,7 @@ def _below(one: Interval, other: Interval) -> bool:
     return one.half is not None and other.half is not None and one.mean + one.half < other.mean - other.half
 
 
-def _won(ranked: Sequence[Group]) -> str:
+def _won(ranked: Sequence[RunGroup]) -> str:
     first, second, *_ = ranked
     if any(_known(group).half is None for group in ranked):
         return (
@@ -122,7 +122,7 @@ def _won(ranked: Sequence[Group]) -> str:
     )
 
 
-def _how(ranked: Sequence[Group], seeds: bool) -> str:
+def _how(ranked: Sequence[RunGroup], seeds: bool) -> str:
     """By what the first is surely ahead."""
     first, second, *more = ranked
     text = "Its 95 % interval does not meet that of any other"
@@ -133,17 +133,17 @@ def _how(ranked: Sequence[Group], seeds: bool) -> str:
     return f"{text} ({len(ranked) - 1} comparisons, each at 95 % by itself)." if more else f"{text}."
 
 
-def _cost(first: Group, second: Group) -> str:
+def _cost(first: RunGroup, second: RunGroup) -> str:
     return f"Cost: {first.label} {_price(first)}; {second.label} {_price(second)}."
 
 
-def _price(group: Group) -> str:
+def _price(group: RunGroup) -> str:
     up, down = group.megabytes
     sent = f"sent {_megabytes(up)} up and {_megabytes(down)} down"
     return f"{sent} in {group.rounds} rounds and {group.mean('seconds'):,.0f} s"
 
 
-def _early(groups: Sequence[Group]) -> Iterator[str]:
+def _early(groups: Sequence[RunGroup]) -> Iterator[str]:
     """Who was surely ahead in the first round in which all were evaluated, if there were more."""
     curves = {g.label: {p.round: p.accuracy for p in curve([run.history for run in g.runs])} for g in groups}
     common = sorted(set.intersection(*(set(points) for points in curves.values())))
@@ -162,15 +162,15 @@ def _at(run: Run, number: int) -> float:
     return next(float(line["accuracy"]) for line in run.history if line["round"] == number)
 
 
-def _worst(first: Group, second: Group) -> Iterator[str]:
-    """Whom it helps: the parties that fare worst."""
-    values = [by_party([run.history for run in group.runs]) for group in (first, second)]
+def _worst(first: RunGroup, second: RunGroup) -> Iterator[str]:
+    """Whom it helps: the clients that fare worst."""
+    values = [by_client([run.history for run in group.runs]) for group in (first, second)]
     if all(values):
         mine, theirs = (100 * worst_tenth(each) for each in values)
-        yield f"Its worst tenth of parties has {mine:.1f} %, that of {second.label} {theirs:.1f} %."
+        yield f"Its worst tenth of clients has {mine:.1f} %, that of {second.label} {theirs:.1f} %."
 
 
-def _target(first: Group, second: Group) -> Iterator[str]:
+def _target(first: RunGroup, second: RunGroup) -> Iterator[str]:
     """How soon the first was where the second came to at best."""
     mine, theirs = ([run.history for run in group.runs] for group in (first, second))
     target = best(theirs)
@@ -182,7 +182,7 @@ def _target(first: Group, second: Group) -> Iterator[str]:
         )
 
 
-def _why(group: Group) -> Iterator[str]:
+def _why(group: RunGroup) -> Iterator[str]:
     """What the method does, in its own words."""
     if doc := (((kind := group.runs[0].kind) and kind.__doc__) or "").strip().splitlines():
         first = doc[0].split()[0]
@@ -190,31 +190,31 @@ def _why(group: Group) -> Iterator[str]:
         yield f"What {group.name} does: {plain}{doc[0][len(first) :]}"
 
 
-def _personal(group: Group) -> Iterator[str]:
-    """How models that belong to one party fare with the samples of all."""
+def _personal(group: RunGroup) -> Iterator[str]:
+    """How models that belong to one client fare with the samples of all."""
     if any("global" in run.history[-1] for run in group.runs) and group.everywhere:
         yield (
-            f"Of {group.label} each party has a model of its own: on samples of all parties these are right on "
+            f"Of {group.label} each client has a model of its own: on samples of all clients these are right on "
             f"{100 * group.everywhere.mean:.1f} %."
         )
 
 
-def _alone(group: Group) -> str:
+def _alone(group: RunGroup) -> str:
     return f"{group.label} reaches {_told(group)} accuracy ({group.over}). It {_price(group)}."
 
 
-def _judging(group: Group) -> tuple[bool, ...]:
+def _judging(group: RunGroup) -> tuple[bool, ...]:
     last = group.runs[0].history[-1]
     return tuple(name in last for name in ("fairness", "groups", "tasks"))
 
 
-def _known(group: Group) -> Interval:
+def _known(group: RunGroup) -> Interval:
     found = group.accuracy
     assert found
     return found
 
 
-def _told(group: Group) -> str:
+def _told(group: RunGroup) -> str:
     return _text(_known(group))
 
 

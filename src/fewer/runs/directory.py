@@ -3,12 +3,12 @@
     settings.json            what was run, resolved, with its hash; fingerprints of environment and data
     events.jsonl             what happened, line by line: start, absent answers, resume, stop, finish
     metrics.jsonl            one line a round
-    ledger.csv               one line a message: round, party, direction, kind, bytes
+    ledger.csv               one line a message: round, client, direction, kind, bytes
     checkpoint.safetensors   state after the last whole round, and how long the records were then
     prepared.safetensors     the model that the run prepared for groups, if that is what it does
     start.safetensors        the prepared model that a group began from, if that is what it is
-    hops/                    what was passed from party to party in the round under way, if the method does that
-    parties/                 what each party remembers (where parties are simulated)
+    hops/                    what was passed from client to client in the round under way, if the method does that
+    clients/                 what each client remembers (where clients are simulated)
     lock                     held by the process that writes, with its number
 
 A checkpoint names the lengths of metrics and ledger. What was written after it belongs to a round that did not end,
@@ -51,7 +51,7 @@ class RunDirectory:
         """A new directory for a run that has not begun."""
         must_be_new(path)
         try:
-            (path / "parties").mkdir(parents=True, exist_ok=True)
+            (path / "clients").mkdir(parents=True, exist_ok=True)
             _describe(path, {"format": FORMAT, **description})
         except OSError as error:
             raise RunError(f"{path} cannot be made: {error.strerror}") from error
@@ -63,9 +63,9 @@ class RunDirectory:
         return cls(path, describe(path))
 
     @property
-    def parties(self) -> Path:
-        """Where the parties' own state lies."""
-        return self.path / "parties"
+    def clients(self) -> Path:
+        """Where the clients' own state lies."""
+        return self.path / "clients"
 
     @property
     def journal(self) -> Journal:
@@ -112,7 +112,7 @@ class RunDirectory:
             self._write("ledger.csv", ",".join(Entry._fields) + "\n")
         self._records[EVENTS] = (self.path / EVENTS).open("ab", buffering=0)
         round = kept["round"] if kept else 0
-        forget_after(self.parties, round, self.journal.finished(round + 1))
+        forget_after(self.clients, round, self.journal.finished(round + 1))
         return kept
 
     def describe(self, **parts: Any) -> None:
@@ -200,4 +200,4 @@ def _unused(path: Path) -> bool:
     if not path.is_dir():
         return False
     found = {entry.name for entry in path.iterdir()}
-    return found <= {"parties", "settings.json.part"} and not any((path / "parties").glob("*"))
+    return found <= {"clients", "settings.json.part"} and not any((path / "clients").glob("*"))

@@ -22,16 +22,16 @@ import fewer
 from fewer.data import Data
 from fewer.errors import RunError, SettingError
 from fewer.methods import Method, find, names
-from fewer.methods.base import Place
+from fewer.methods.base import ContextFactory
 from fewer.runs import trackers
+from fewer.runs.artifacts import keep_start, settled, write_prepared
 from fewer.runs.directory import RunDirectory
-from fewer.runs.job import Job, Model, check, job_from
-from fewer.runs.prepared import keep_start, settled, write_prepared
+from fewer.runs.experiment import Experiment, Model, build_experiment, check
 from fewer.runs.result import Result
 from fewer.runs.settings import MENDABLE, OUTSIDE, Settings
-from fewer.runtime import Absent, Faults, Inline, Parties, Pool, Rules
+from fewer.runtime import Absent, Clients, Faults, Inline, Pool, Rules
+from fewer.runtime.handlers import HandlerServer
 from fewer.runtime.keys import Keys
-from fewer.runtime.site import Site
 from fewer.runtime.streams import global_streams
 from fewer.wire import Ledger
 
@@ -73,7 +73,7 @@ def run(
         if not isinstance(given, str) and (double := _of_groups(settings, groups)):
             raise SettingError(f"{double} is a setting of the {kind}, which is an object here: give it to that")
     if isinstance(method, Method):
-        settings |= {"method": _address(method), "set": method.model_dump(mode="json")}
+        settings |= {"method": _address(method), "method_options": method.model_dump(mode="json")}
     else:
         settings["method"] = method
     if isinstance(data, str):
@@ -82,19 +82,19 @@ def run(
         settings |= _origin(data)
     if isinstance(model, str):
         settings["model"] = model
-    job = job_from(
+    experiment = build_experiment(
         check(settings),
         method if isinstance(method, Method) else None,
         data if isinstance(data, Data) else None,
         model if not isinstance(model, str) else None,
     )
-    return start(job, None if out is None else Path(out), progress, track=track)
+    return start(experiment, None if out is None else Path(out), progress, track=track)
 
 
 def _of_groups(settings: Mapping[str, Any], groups: tuple[str, ...]) -> str | None:
     """The first of the settings that belongs to a group, but for those that go with any method or data."""
     fields = Settings.model_fields
-    free = ("norm", "model_set", "data_dir")
+    free = ("norm", "model_options", "data_dir")
     return next(
         (name for name in settings if name in fields and fields[name].title in groups and name not in free), None
     )
@@ -113,37 +113,37 @@ def _address(method: Method) -> str:
 def _origin(data: Data) -> dict[str, Any]:
     """The settings by which data is made again, as far as it can be."""
     if data.origin is None:
-        return {"data": f"({data.name})", "parties": len(data)}
+        return {"data": f"({data.name})", "clients": len(data)}
     origin = dict(data.origin)
     names = {"name": "data", "directory": "data_dir", "seed": "data_seed"}
     return {names.get(name, name): value for name, value in origin.items()}
 
 
 def start(
-    job: Job,
+    experiment: Experiment,
     out: Path | None = None,
     progress: Progress | None = None,
-    opening: Opening | None = None,
+    connect: Connect | None = None,
     track: Sequence[str] = (),
 ) -> Result:
     """Begin a run, in a new directory if one is named."""
-    opening = opening or _here(job.settings)
+    connect = connect or _here(experiment.settings)
     kinds = trackers.find(track)
     if track and out is None:
         raise SettingError(f"track = {track[0]}: only a run that is kept can be tracked (out=DIR)")
-    state = first_state(job)
+    state = first_state(experiment)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
-            return _execute(job, state, None, Path(folder), progress, opening, {})
-    with RunDirectory.create(out, {**_description(job), "track": list(track)}) as directory:
-        keep_start(job.method, directory.path)
-        return _execute(job, state, directory, directory.parties, progress, opening, kinds)
+            return _execute(experiment, state, None, Path(folder), progress, connect, {})
+    with RunDirectory.create(out, {**_description(experiment), "track": list(track)}) as directory:
+        keep_start(experiment.method, directory.path)
+        return _execute(experiment, state, directory, directory.clients, progress, connect, kinds)
 
 
-def first_state(job: Job) -> Any:
+def first_state(experiment: Experiment) -> Any:
     """The state before the first round."""
-    with one_thread(), global_streams(job.settings.seed, "start"):
-        return job.method.start(job.task, job.settings.seed)
+    with one_thread(), global_streams(experiment.settings.seed, "start"):
+        return experiment.method.init(experiment.task, experiment.settings.seed)
 
 
 def resume(
@@ -153,7 +153,7 @@ def resume(
     data: Data | None = None,
     model: Model | None = None,
     progress: Progress | None = None,
-    opening: Opening | None = None,
+    connect: Connect | None = None,
     track: Sequence[str] | None = None,
     **settings: Any,
 ) -> Result:
@@ -161,7 +161,7 @@ def resume(
 
     What came as Python objects must be given again. `runtime`, `workers`, `device` and `data_dir` may be changed, and
     so that a run that lost its quorum can go on, `quorum`, `deadline`, `drop`, `slow` and `corrupt`. `opening` reaches
-    the parties where they are not on this machine. Trackers go on too; those in `track` take the place of the ones
+    the clients where they are not on this machine. Trackers go on too; those in `track` take the place of the ones
     that followed the run before, and get the rounds before the break.
     """
     path = Path(path)
@@ -177,26 +177,37 @@ def resume(
     for part in old["own"]:
         if given[part] is None:
             raise RunError(f"{path} was run with a {part} of your own: fewer.resume(path, {part}=…) from Python")
-    job = job_from(check({**settled(old["settings"], path), **changed}), method, data, model)
-    if "flower" in (was := old["settings"]["runtime"], job.settings.runtime) and was != job.settings.runtime:
-        raise SettingError(f"runtime = {job.settings.runtime}: a run cannot move between this machine and others")
-    opening = opening or _here(job.settings)
-    if (found := job.data.fingerprint()) != old["data"]["fingerprint"]:
+    experiment = build_experiment(check({**settled(old["settings"], path), **changed}), method, data, model)
+    if (
+        "flower" in (was := old["settings"]["runtime"], experiment.settings.runtime)
+        and was != experiment.settings.runtime
+    ):
+        raise SettingError(
+            f"runtime = {experiment.settings.runtime}: a run cannot move between this machine and others"
+        )
+    connect = connect or _here(experiment.settings)
+    if (found := experiment.data.fingerprint()) != old["data"]["fingerprint"]:
         raise RunError(f"{path} was run on other data (fingerprint {old['data']['fingerprint']}, now {found})")
     with directory:
         if track is not None:
             directory.describe(track=list(track))
-        return _execute(job, first_state(job), directory, directory.parties, progress, opening, kinds, changed, asked)
+        return _execute(
+            experiment, first_state(experiment), directory, directory.clients, progress, connect, kinds, changed, asked
+        )
 
 
-def _description(job: Job) -> dict[str, Any]:
+def _description(experiment: Experiment) -> dict[str, Any]:
     """What settings.json tells of a run."""
     return {
-        "settings": job.settings.model_dump(mode="json"),
-        "hash": job.hash,
-        "own": list(job.own),
-        "method": job.method.model_dump(mode="json"),
-        "data": {"name": job.data.name, "parties": len(job.data), "fingerprint": job.data.fingerprint()},
+        "settings": experiment.settings.model_dump(mode="json"),
+        "hash": experiment.hash,
+        "own": list(experiment.own),
+        "method": experiment.method.model_dump(mode="json"),
+        "data": {
+            "name": experiment.data.name,
+            "clients": len(experiment.data),
+            "fingerprint": experiment.data.fingerprint(),
+        },
         "environment": {
             "fewer": fewer.__version__,
             "python": platform.python_version(),
@@ -221,61 +232,65 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-Opening = Callable[[Job, Path, int], Parties]
-"""Opens the way to the parties, of a job, with a folder for what they remember and so many rounds behind them."""
+Connect = Callable[[Experiment, Path, int], Clients]
+"""Opens the way to the clients, of a job, with a folder for what they remember and so many rounds behind them."""
 
 
-def _here(settings: Settings) -> Opening:
-    """How parties on this machine are reached; SettingError where they are on others."""
+def _here(settings: Settings) -> Connect:
+    """How clients on this machine are reached; SettingError where they are on others."""
     if settings.runtime == "flower":
-        raise SettingError("runtime = flower: for parties on other machines (see: fewer coordinator [--resume RUN], …)")
-    return open_parties
+        raise SettingError("runtime = flower: for clients on other machines (see: fewer server [--resume RUN], …)")
+    return open_clients
 
 
-def site_of(job: Job, folder: Path, keys: Keys | None = None, run: str = "") -> Site:
-    """Where the handlers of a job run, and parties remember things in a folder; `keys` if they are not there too.
+def build_handler_server(
+    experiment: Experiment, folder: Path, keys: Keys | None = None, run: str = ""
+) -> HandlerServer:
+    """Where the handlers of a job run, and clients remember things in a folder; `keys` if they are not there too.
 
     Such keys outlast a run: they seal for the one that `run` names.
     """
-    place = Place(job.data, job.task, job.settings.seed, folder, sealing=keys)
-    return Site(job.method, place, job.settings.seed, job.task.device, Rules.limit, run.encode())
+    place = ContextFactory(experiment.data, experiment.task, experiment.settings.seed, folder, sealing=keys)
+    return HandlerServer(
+        experiment.method, place, experiment.settings.seed, experiment.task.device, Rules.limit, run.encode()
+    )
 
 
-def common(job: Job) -> dict[str, Any]:
+def common(experiment: Experiment) -> dict[str, Any]:
     """What every runtime is told of a job."""
-    settings = job.settings
+    settings = experiment.settings
     faults = Faults(settings.drop, settings.slow, settings.corrupt)
     rules = Rules(settings.quorum, settings.deadline)
-    return {"population": len(job.data), "seed": settings.seed, "faults": faults, "rules": rules}
+    return {"population": len(experiment.data), "seed": settings.seed, "faults": faults, "rules": rules}
 
 
-def open_parties(job: Job, folder: Path, done: int = 0) -> Parties:
+def open_clients(experiment: Experiment, folder: Path, done: int = 0) -> Clients:
     """The runtime on this machine that the settings name."""
-    site = site_of(job, folder)
-    if job.settings.runtime == "inline":
-        return Inline(**common(job), site=site)
-    return Pool(**common(job), site=site, workers=job.settings.workers, cost=job.data.size)
+    handlers = build_handler_server(experiment, folder)
+    if experiment.settings.runtime == "inline":
+        return Inline(**common(experiment), handlers=handlers)
+    return Pool(**common(experiment), handlers=handlers, workers=experiment.settings.workers, cost=experiment.data.size)
 
 
 def _execute(
-    job: Job,
+    experiment: Experiment,
     state: Any,
     directory: RunDirectory | None,
     folder: Path,
     progress: Progress | None,
-    opening: Opening,
+    connect: Connect,
     kinds: Mapping[str, trackers.Kind],
     changed: Mapping[str, Any] | None = None,
     asked: bool = True,
 ) -> Result:
     """All rounds from the last checkpoint, or the first state, to the end."""
-    method, settings = job.method, job.settings
+    method, settings = experiment.method, experiment.settings
     if directory and any(name in MENDABLE for name in changed or {}):
         directory.journal.clear()  # hops of a round that began under other rules
     kept = directory.go_back() if directory else None
     with ExitStack() as stack:
         stack.enter_context(one_thread())
-        result = Result(method, job.task, job.data, settings, state, folder if directory else None)
+        result = Result(method, experiment.task, experiment.data, settings, state, folder if directory else None)
         if kept and directory:
             result.state = restore(type(state), kept["state"], directory.path)
             result.history, result.seconds = directory.history(), kept["seconds"]
@@ -283,30 +298,30 @@ def _execute(
                 "resume", round=kept["round"], changed={key: str(value) for key, value in (changed or {}).items()}
             )
         elif directory:
-            directory.event("start", method=method.name, hash=job.hash)
+            directory.event("start", method=method.name, hash=experiment.hash)
         if progress:
             progress.begin(method.name, len(result.history), method.rounds)
         warn(method.name, method.notes())
         over = len(result.history) == method.rounds
         if over and not asked:  # its trackers know
             return result
-        told = stack.enter_context(trackers.following(kinds, _about(job, folder), result.history, asked))
+        told = stack.enter_context(trackers.following(kinds, _about(experiment, folder), result.history, asked))
         if over:
             return result
-        parties: Parties | None = None
+        clients: Clients | None = None
         try:
-            parties = stack.enter_context(opening(job, folder, len(result.history)))
-            parties.ledger.total.update(kept["ledger"] if kept else {})
-            parties.journal = directory.journal if directory else None
+            clients = stack.enter_context(connect(experiment, folder, len(result.history)))
+            clients.ledger.total.update(kept["ledger"] if kept else {})
+            clients.journal = directory.journal if directory else None
             for number in range(len(result.history) + 1, method.rounds + 1):
-                figures = _round(job, parties, number, result, directory, progress)
+                figures = _round(experiment, clients, number, result, directory, progress)
                 if directory:
                     directory.metrics(figures)
-                    directory.messages(parties.ledger.take())
+                    directory.messages(clients.ledger.take())
                     directory.checkpoint(
                         round=number,
                         state=vars(result.state),
-                        ledger=dict(parties.ledger.total),
+                        ledger=dict(clients.ledger.total),
                         seconds=result.seconds,
                     )
                 if progress:
@@ -314,59 +329,66 @@ def _execute(
                 told(figures)
         except BaseException as error:
             if directory:
-                carried = parties.carried() if parties else {}
+                carried = clients.transport_bytes() if clients else {}
                 reason = f"{type(error).__name__}: {error}"
                 directory.event("stop", round=len(result.history), reason=reason, **carried)
             raise
         if directory:
             write_prepared(result, directory.path)
-            directory.event("finish", round=method.rounds, **parties.carried())
+            directory.event("finish", round=method.rounds, **clients.transport_bytes())
     return result
 
 
-def _about(job: Job, folder: Path) -> trackers.About:
-    settings = job.settings.model_dump(mode="json", exclude={"set", "rounds", "active", "data_dir"})
-    return trackers.About(folder.parent, job.method.name, job.hash, {**job.method.model_dump(mode="json"), **settings})
+def _about(experiment: Experiment, folder: Path) -> trackers.About:
+    settings = experiment.settings.model_dump(mode="json", exclude={"method_options", "rounds", "cohort", "data_dir"})
+    return trackers.About(
+        folder.parent,
+        experiment.method.name,
+        experiment.hash,
+        {**experiment.method.model_dump(mode="json"), **settings},
+    )
 
 
 def _round(
-    job: Job,
-    parties: Parties,
+    experiment: Experiment,
+    clients: Clients,
     number: int,
     result: Result,
     directory: RunDirectory | None,
     progress: Progress | None,
 ) -> dict[str, Any]:
     """One round with its evaluation; puts the new state and its figures into the result."""
-    method, settings = job.method, job.settings
+    method, settings = experiment.method, experiment.settings
     begun = time.perf_counter()
     absent: list[Absent] = []
 
     def note(one: Absent, handler: str) -> None:
         absent.append(one)
         if directory:
-            directory.event("absent", round=number, party=one.party, why=one.why, handler=handler, detail=one.detail)
+            directory.event(
+                "absent", round=number, client=one.client, reason=one.reason, handler=handler, detail=one.detail
+            )
 
     last = number == method.rounds
-    parties.round, parties.evaluating = number, False
-    parties.judged = last or number % settings.evaluate_every == 0
-    parties.on_absent = note
+    clients.round, clients.evaluating = number, False
+    clients.judged = last or number % settings.evaluate_every == 0
+    clients.on_absent = note
     if progress:
-        parties.on_progress = lambda done, asked: progress.answer(number, done, asked)
+        clients.on_progress = lambda done, asked: progress.answer(number, done, asked)
     with global_streams(settings.seed, number, "coordinator"):
-        state = method.round(result.state, parties)
+        state = method.round(result.state, clients)
     figures: dict[str, Any] = {"round": number, "absent": len(absent)}
-    parties.evaluating = True
+    clients.evaluating = True
     with global_streams(settings.seed, number, "evaluate"):
-        if parties.judged:
-            figures |= method.evaluate(state, parties, job.data)
+        if clients.judged:
+            figures |= method.evaluate(state, clients, experiment.data)
         if last:
-            figures |= method.report(state, parties, job.data)
+            figures |= method.report(state, clients, experiment.data)
     warn(method.name, _skipped(absent))
     if len(absent) > figures["absent"]:
         figures["unmeasured"] = len(absent) - figures["absent"]  # answers that the evaluation had to do without
     result.seconds += time.perf_counter() - begun
-    figures |= {**_bytes(parties.ledger), "seconds": round(result.seconds, 3)}
+    figures |= {**_bytes(clients.ledger), "seconds": round(result.seconds, 3)}
     result.state = state
     result.history.append(figures)
     return figures
@@ -381,14 +403,14 @@ def warn(name: str, texts: Iterable[str]) -> None:
 
 
 def _skipped(absent: Sequence[Absent]) -> Iterator[str]:
-    """Which parties could not do what they were asked, and why."""
+    """Which clients could not do what they were asked, and why."""
     unable: dict[str, set[int]] = {}
     for one in absent:
-        if one.why == "unable":
-            unable.setdefault(one.detail, set()).add(one.party)
+        if one.reason == "unable":
+            unable.setdefault(one.detail, set()).add(one.client)
     for reason, who in unable.items():
         some = ", ".join(map(str, sorted(who)[:10])) + (" …" if len(who) > 10 else "")
-        yield f"skipped: {'party' if len(who) == 1 else 'parties'} {some}: {reason}"
+        yield f"skipped: {'client' if len(who) == 1 else 'clients'} {some}: {reason}"
 
 
 def _bytes(ledger: Ledger) -> dict[str, int]:

@@ -1,8 +1,8 @@
-"""Runs between machines: the coordinator's side, and a party's. The same engine, the same methods, another carrier.
+"""Runs between machines: the server's side, and a client's. The same engine, the same methods, another carrier.
 
-The coordinator tells its parties the settings of the run; a party builds from them what `fewer run` would, with its own
-data, and answers. What belongs to a party stays in its own folder, by run. A coordinator that goes on with a run says
-how many rounds count, and what a party remembers from later ones is forgotten, as on one machine.
+The server tells its clients the settings of the run; a client builds from them what `fewer run` would, with its own
+data, and answers. What belongs to a client stays in its own folder, by run. A server that goes on with a run says
+how many rounds count, and what a client remembers from later ones is forgotten, as on one machine.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any, Self
 
 import torch
 
-from fewer.data import Data, PartyData, Samples, text
+from fewer.data import ClientData, Data, Samples, text
 from fewer.data.federated import ArrayData, federate
-from fewer.data.raw import Inputs
+from fewer.data.raw_dataset import Inputs
 from fewer.data.sources import read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
 from fewer.runs import trackers
 from fewer.runs.directory import HOPS
-from fewer.runs.engine import Opening, Progress, common, resume, site_of, start
-from fewer.runs.job import Job, check, job_from, make_device
+from fewer.runs.engine import Connect, Progress, build_handler_server, common, resume, start
+from fewer.runs.experiment import Experiment, build_experiment, check, make_device
 from fewer.runs.result import Result
+from fewer.runtime.flower.clients import Flower, surely
 from fewer.runtime.flower.credentials import LOCAL, Credentials
 from fewer.runtime.flower.link import Link, LinkLost
 from fewer.runtime.flower.node import Node
-from fewer.runtime.flower.parties import Flower, surely
 from fewer.runtime.flower.programs import Program, free_port
+from fewer.runtime.handlers import Call, HandlerServer, Reply
 from fewer.runtime.keys import Keys, PinnedKeys
 from fewer.runtime.ring import Journal
-from fewer.runtime.site import Call, Reply, Site
 from fewer.runtime.store import forget_after, write_durably
 
 NOTE = "machines.json"
@@ -46,12 +46,12 @@ AGAIN = 5
 """How often a run is begun anew on a SuperLink that has lost it, before that is an error."""
 
 
-# --- the coordinator ------------------------------------------------------------------------------------------
+# --- the server ------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Coordinator:
-    """Runs jobs on parties elsewhere, who come to `host`:`port`: `with Coordinator(…) as there: there.start(job, out)`.
+class FlowerServer:
+    """Runs jobs on clients elsewhere, who come to `host`:`port`: `with Server(…) as there: there.start(job, out)`.
 
     What of that port may be open to whom is told in docs/machines.md.
     """
@@ -60,7 +60,7 @@ class Coordinator:
     host: str = "127.0.0.1"
     port: int = 8443
     patience: float = 600.0
-    """Seconds to wait for all parties; then it begins with those who are there, if they are a quorum."""
+    """Seconds to wait for all clients; then it begins with those who are there, if they are a quorum."""
     say: Callable[[str], None] = lambda text: None
     track: Sequence[str] | None = None
     """Trackers; None for those that a run has that goes on."""
@@ -70,16 +70,16 @@ class Coordinator:
         self.link = Link(self.credentials, self.host, self.port).__enter__()
         self.say(f"listening on {self.host}:{self.port}")
         if self.host not in LOCAL:
-            self.say("who reaches this port can start and stop runs without a key: let parties at /v1/fleet/ alone")
+            self.say("who reaches this port can start and stop runs without a key: let clients at /v1/fleet/ alone")
         return self
 
     def __exit__(self, *error: object) -> None:
         self.link.__exit__(*error)
 
-    def start(self, job: Job, out: Path, progress: Progress | None = None) -> Result:
+    def start(self, experiment: Experiment, out: Path, progress: Progress | None = None) -> Result:
         """Begin a run."""
-        self.check(job)
-        begin = partial(start, job, out, progress, self._opening(out), self.track or ())
+        self.check(experiment)
+        begin = partial(start, experiment, out, progress, self._opening(out), self.track or ())
         return self._steadily(begin, self._again(out, progress))
 
     def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
@@ -88,7 +88,7 @@ class Coordinator:
         return self._steadily(partial(again, track=self.track), again)
 
     def _again(self, out: Path, progress: Progress | None, **changed: Any) -> Callable[..., Result]:
-        return partial(resume, out, progress=progress, opening=self._opening(out), **changed)
+        return partial(resume, out, progress=progress, connect=self._opening(out), **changed)
 
     def _steadily(self, begin: Callable[[], Result], again: Callable[[], Result]) -> Result:
         """A run to its end, also where the SuperLink loses it in between."""
@@ -100,56 +100,61 @@ class Coordinator:
             begin = again
         return begin()
 
-    def check(self, job: Job) -> None:
+    def check(self, experiment: Experiment) -> None:
         """SettingError where this job cannot be run between machines, or not with these."""
-        _no_files(_shared(job), ("method", "model"), ("set", "model_set"), ": parties on other machines do not have it")
-        if (keys := list(self.credentials.public_keys)) != list(range(len(job.data))):
+        _no_files(
+            _shared(experiment),
+            ("method", "model"),
+            ("method_options", "model_options"),
+            ": clients on other machines do not have it",
+        )
+        if (keys := list(self.credentials.public_keys)) != list(range(len(experiment.data))):
             raise SettingError(
-                f"parties = {len(job.data)}, but {self.credentials.folder} has keys of {len(keys)}: {keys}"
+                f"clients = {len(experiment.data)}, but {self.credentials.folder} has keys of {len(keys)}: {keys}"
             )
 
-    def _opening(self, out: Path) -> Opening:
-        """Begins a session of the run on the SuperLink, and waits for the parties."""
+    def _opening(self, out: Path) -> Connect:
+        """Begins a session of the run on the SuperLink, and waits for the clients."""
 
-        def open_parties(job: Job, folder: Path, done: int) -> Flower:
-            self.check(job)
-            self.link.begin_run(json.dumps(_told(job, out, done)))
-            parties = Flower(**common(job), site=site_of(job, folder), link=self.link)
-            self._wait(parties)
-            return parties
+        def open_clients(experiment: Experiment, folder: Path, done: int) -> Flower:
+            self.check(experiment)
+            self.link.begin_run(json.dumps(_told(experiment, out, done)))
+            clients = Flower(**common(experiment), handlers=build_handler_server(experiment, folder), link=self.link)
+            self._wait(clients)
+            return clients
 
-        return open_parties
+        return open_clients
 
-    def _wait(self, parties: Flower) -> None:
+    def _wait(self, clients: Flower) -> None:
         """Until all are there; or the time is up, and enough are."""
         end, told = time.monotonic() + self.patience, -1
-        while (there := len(surely(self.link.there))) < len(parties):
+        while (there := len(surely(self.link.there))) < len(clients):
             if there != told:
-                self.say(f"{there} of {len(parties)} parties are there")
+                self.say(f"{there} of {len(clients)} clients are there")
                 told = there
             if time.monotonic() > end:
-                needed = parties.rules.needed(len(parties))
+                needed = clients.rules.needed(len(clients))
                 if there < needed:
-                    raise QuorumLost(f"{there} of {len(parties)} parties are there, {needed} needed")
+                    raise QuorumLost(f"{there} of {len(clients)} clients are there, {needed} needed")
                 return
             time.sleep(0.5)
-        self.say(f"all {there} parties are there")
+        self.say(f"all {there} clients are there")
 
 
-def _shared(job: Job) -> dict[str, Any]:
-    """The settings as parties are told them: without the names of files that the coordinator alone reads."""
-    settings = job.settings.model_dump(mode="json")
-    return {**settings, "set": {**settings["set"], **dict.fromkeys(job.method.files, "")}}
+def _shared(experiment: Experiment) -> dict[str, Any]:
+    """The settings as clients are told them: without the names of files that the server alone reads."""
+    settings = experiment.settings.model_dump(mode="json")
+    return {**settings, "method_options": {**settings["method_options"], **dict.fromkeys(experiment.method.files, "")}}
 
 
-def _no_files(settings: Mapping[str, Any], names: Sequence[str], groups: Sequence[str], why: str) -> None:
+def _no_files(settings: Mapping[str, Any], names: Sequence[str], groups: Sequence[str], reason: str) -> None:
     """SettingError for the first of these settings, or of groups of them, that names a file."""
     given = [(name, settings[name]) for name in names]
     given += [pair for group in groups for pair in settings[group].items()]
     for name, value in given:
         for word in _words(value):
             if ":" in word or ".." in word or word.startswith("/") or (name == "vectors" and word != "own"):
-                raise SettingError(f"{name} = {word} lies in a file{why}")
+                raise SettingError(f"{name} = {word} lies in a file{reason}")
 
 
 def _words(value: Any) -> Iterator[str]:
@@ -161,39 +166,39 @@ def _words(value: Any) -> Iterator[str]:
             yield from _words(part)
 
 
-def _told(job: Job, out: Path, done: int) -> dict[str, Any]:
-    """What parties are told of a job."""
+def _told(experiment: Experiment, out: Path, done: int) -> dict[str, Any]:
+    """What clients are told of a job."""
     path = out / NOTE
     note: dict[str, Any] = {"run": secrets.token_hex(8), "session": 0}
     if path.exists():
         note = json.loads(path.read_text())
     note["session"] += 1
     write_durably(path, json.dumps(note).encode())
-    test = job.data.test
+    test = experiment.data.test
     facts = {
-        "parties": len(job.data),
-        "shape": list(job.data.shape),
-        "classes": job.data.classes,
-        "tokens": list(job.data.tokens),
+        "clients": len(experiment.data),
+        "shape": list(experiment.data.shape),
+        "classes": experiment.data.classes,
+        "tokens": list(experiment.data.tokens),
         "shift": test.shift,
         "scale": test.scale,
         "dtype": str(test.x.dtype),
-        "fingerprint": job.data.fingerprint(),
+        "fingerprint": experiment.data.fingerprint(),
     }
     spared = sorted(Journal(out / HOPS).finished(done + 1))
-    return {**note, "done": done, "spared": spared, "settings": _shared(job), "facts": facts}
+    return {**note, "done": done, "spared": spared, "settings": _shared(experiment), "facts": facts}
 
 
-# --- a party --------------------------------------------------------------------------------------------------
+# --- a client --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Alone(Data):
-    """The data of one party, in the form that the coordinator's has; it does not know anybody else's."""
+class SingleClientData(Data):
+    """The data of one client, in the form that the server's has; it does not know anybody else's."""
 
     alone = True
     own: ArrayData
-    parties: int
+    clients: int
     classes: int
 
     def __post_init__(self) -> None:
@@ -201,11 +206,11 @@ class Alone(Data):
             object.__setattr__(self, name, getattr(self.own, name))
 
     def __len__(self) -> int:
-        return self.parties
+        return self.clients
 
-    def party(self, number: int) -> PartyData:
+    def client(self, number: int) -> ClientData:
         """What it holds."""
-        return self.own.party(0)
+        return self.own.client(0)
 
     def size(self, number: int) -> int:
         """How many training samples it has."""
@@ -215,44 +220,44 @@ class Alone(Data):
         """Of its own."""
         return self.own.fingerprint()
 
-    def to(self, device: torch.device) -> Alone:
+    def to(self, device: torch.device) -> SingleClientData:
         """The same data on another device."""
         return replace(self, own=self.own.to(device))
 
 
 @dataclass
-class Station:
-    """A party's place: what it brings along, and what it has built of the job that it is at."""
+class ClientDaemon:
+    """A client's place: what it brings along, and what it has built of the job that it is at."""
 
     folder: Path
     """What it remembers, by run."""
     data: str | None = None
-    """Its own data, FORMAT:PATH or a set's name; None for its part of the set that the coordinator names."""
-    data_set: Mapping[str, Any] = field(default_factory=dict)
+    """Its own data, FORMAT:PATH or a set's name; None for its part of the set that the server names."""
+    data_options: Mapping[str, Any] = field(default_factory=dict)
     data_dir: Path | None = None
     device: str = "cpu"
     keys: Keys | None = None
-    """For what it passes to other parties."""
+    """For what it passes to other clients."""
     say: Callable[[str], None] = lambda text: None
     method: str | None = None
-    """The only one that it takes part in; None for any that a coordinator chooses."""
-    _job: str = ""
-    _site: Site | None = None
+    """The only one that it takes part in; None for any that a server chooses."""
+    _experiment: str = ""
+    _site: HandlerServer | None = None
 
     def join(self, address: str, keys: Path) -> None:
-        """Answer a coordinator until stopped. What is wrong with what it brings along is said now, not in a run."""
+        """Answer a server until stopped. What is wrong with what it brings along is said now, not in a run."""
         torch.set_num_threads(1)
         make_device(self.device)
         if self.data:
-            read(self.data, self.data_dir, **self.data_set)
+            read(self.data, self.data_dir, **self.data_options)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what it remembers tells of its data
         Node(address, keys, self.folder, self.say).serve(self.answer)
 
-    def answer(self, job: str, call: Call, blob: bytes) -> Reply:
+    def answer(self, experiment: str, call: Call, blob: bytes) -> Reply:
         """The reply to one question of a job."""
-        if job != self._job or self._site is None:
+        if experiment != self._experiment or self._site is None:
             try:
-                self._site, self._job = self._build(json.loads(job), call.party), job
+                self._site, self._experiment = self._build(json.loads(experiment), call.client), experiment
             except FewerError as error:
                 self.say(str(error))
                 return Reply(b"", "unable", str(error))
@@ -263,7 +268,7 @@ class Station:
         self.say(f"round {call.round}  {call.handler}  {reply.seconds:.1f} s  {outcome}")
         return reply
 
-    def _build(self, told: Mapping[str, Any], party: int) -> Site:
+    def _build(self, told: Mapping[str, Any], client: int) -> HandlerServer:
         """Where questions of this job are answered; forgets what came after the rounds that count."""
         folder = self.folder / "runs" / f"{int(str(told['run']), 16):016x}"
         path = folder / "session"
@@ -271,37 +276,43 @@ class Station:
         session, done = int(told["session"]), int(told["done"])
         if session < last:
             raise RunError(f"session {session} of a run whose session {last} has begun")
-        job = self._job_of(told["settings"], told["facts"])
+        experiment = self._build_experiment(told["settings"], told["facts"])
         if session > last:
             forget_after(folder, done, [int(one) for one in told["spared"]])
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(path, str(session).encode())
-        self.say(f"party {party} of {len(job.data)}: {job.method.name}, {job.data.size(party)} samples")
-        return site_of(job, folder, self.keys, folder.name)
+        self.say(
+            f"client {client} of {len(experiment.data)}: {experiment.method.name}, {experiment.data.size(client)} samples"
+        )
+        return build_handler_server(experiment, folder, self.keys, folder.name)
 
-    def _job_of(self, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Job:
-        names, groups, why = ["method", "model"], ["set", "model_set"], ", which is not taken from a coordinator"
+    def _build_experiment(self, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Experiment:
+        names, groups, reason = (
+            ["method", "model"],
+            ["method_options", "model_options"],
+            ", which is not taken from a server",
+        )
         if not self.data:
-            names, groups = [*names, "data"], [*groups, "data_set"]
-        _no_files(settings, names, groups, why)
+            names, groups = [*names, "data"], [*groups, "data_options"]
+        _no_files(settings, names, groups, reason)
         for name in find(settings["method"]).files:
-            if named := settings["set"].get(name):
-                raise SettingError(f"{name} = {named} lies in a file{why}")
+            if named := settings["method_options"].get(name):
+                raise SettingError(f"{name} = {named} lies in a file{reason}")
         if self.method not in (None, settings["method"]):
-            raise SettingError(f"method = {settings['method']}: this party takes part in {self.method} alone")
+            raise SettingError(f"method = {settings['method']}: this client takes part in {self.method} alone")
         here = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         asked = check({**settings, **here})
         if self.data:
-            return job_from(asked, data=self._own(facts, asked.length, asked.validation))
-        job = job_from(asked)
-        if (found := job.data.fingerprint()) != facts["fingerprint"]:
+            return build_experiment(asked, data=self._own(facts, asked.max_length, asked.validation))
+        experiment = build_experiment(asked)
+        if (found := experiment.data.fingerprint()) != facts["fingerprint"]:
             raise DataError(f"data '{asked.data}' is another here (fingerprint {found}, not {facts['fingerprint']})")
-        return job
+        return experiment
 
-    def _own(self, facts: Mapping[str, Any], length: int, validation: float) -> Alone:
-        """Its own data, normalised as the coordinator's, or with its vocabulary."""
+    def _own(self, facts: Mapping[str, Any], length: int, validation: float) -> SingleClientData:
+        """Its own data, normalized as the server's, or with its vocabulary."""
         assert self.data
-        raw = read(self.data, self.data_dir, **self.data_set)
+        raw = read(self.data, self.data_dir, **self.data_options)
         if facts["tokens"]:
             tokens = tuple(facts["tokens"])
 
@@ -310,7 +321,7 @@ class Station:
 
             test = raw.test and (encoded(raw.test[0]), raw.test[1])
             raw = replace(raw, x=encoded(raw.x), test=test, tokens=tokens)
-        own = federate(raw, parties=1, partition="iid", validation=validation, name=self.data)
+        own = federate(raw, clients=1, partition="iid", validation=validation, name=self.data)
         if list(own.shape) != facts["shape"] or str(own.source.x.dtype) != facts["dtype"]:
             raise DataError(
                 f"data '{self.data}' has inputs of {own.source.x.dtype} {own.shape}; "
@@ -322,13 +333,15 @@ class Station:
         def like(samples: Samples) -> Samples:
             return replace(samples, shift=facts["shift"], scale=facts["scale"])
 
-        return Alone(replace(own, source=like(own.source), common=like(own.common)), facts["parties"], facts["classes"])
+        return SingleClientData(
+            replace(own, source=like(own.source), common=like(own.common)), facts["clients"], facts["classes"]
+        )
 
 
 def acquaint(folders: Sequence[Path]) -> None:
-    """Let parties in these folders, by number, make their own keys for sealing and pin those of the others."""
+    """Let clients in these folders, by number, make their own keys for sealing and pin those of the others."""
     keys = [PinnedKeys(folder) for folder in folders]
-    public = {party: one.create() for party, one in enumerate(keys)}
+    public = {client: one.create() for client, one in enumerate(keys)}
     for one in keys:
         one.trust(public)
 
@@ -339,31 +352,31 @@ def acquaint(folders: Sequence[Path]) -> None:
 @contextmanager
 def local_cluster(
     home: Path,
-    parties: int,
+    clients: int,
     device: str = "cpu",
     data_dir: Path | None = None,
-    patience: float = Coordinator.patience,
+    patience: float = FlowerServer.patience,
     say: Callable[[str], None] = lambda text: None,
     track: Sequence[str] | None = None,
-) -> Iterator[Coordinator]:
-    """A coordinator on loopback, and parties in processes of their own, with their folders and keys in `home`.
+) -> Iterator[FlowerServer]:
+    """A server on loopback, and clients in processes of their own, with their folders and keys in `home`.
 
     Keys that are there are used again.
     """
     trackers.find(track or ())  # before keys are made
     keys = home / "keys"
-    credentials = Credentials.open(keys) if (keys / "ca.key").exists() else Credentials.create(keys, parties)
-    acquaint([credentials.party(party) for party in credentials.public_keys])
-    coordinator = Coordinator(credentials, port=free_port(), patience=patience, say=say, track=track)
-    words = ["join", f"127.0.0.1:{coordinator.port}", "--device", device]
+    credentials = Credentials.open(keys) if (keys / "ca.key").exists() else Credentials.create(keys, clients)
+    acquaint([credentials.client(client) for client in credentials.public_keys])
+    server = FlowerServer(credentials, port=free_port(), patience=patience, say=say, track=track)
+    words = ["join", f"127.0.0.1:{server.port}", "--device", device]
     if data_dir:
         words += ["--data-dir", str(data_dir)]
     with ExitStack() as stack:
-        for party in credentials.public_keys:
-            store = home / f"party-{party}"
+        for client in credentials.public_keys:
+            store = home / f"client-{client}"
             program = Program(
-                "fewer.cli:main", [*words, "--key", str(credentials.party(party)), "--store", str(store)], store
+                "fewer.cli:main", [*words, "--key", str(credentials.client(client)), "--store", str(store)], store
             )
             program.start()
             stack.callback(program.stop)
-        yield stack.enter_context(coordinator)
+        yield stack.enter_context(server)

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.federated import inputs_of, labels_of
 from fewer.errors import DataError, RunError, SettingError
-from fewer.methods import Method, Party, find, names
-from fewer.methods.base import Place
-from fewer.methods.newparties import NewParties
+from fewer.methods import Client, Method, find, names
+from fewer.methods.base import ContextFactory
+from fewer.methods.new_clients import NewClients
 from fewer.models import Task, Weights, load_weights
 from fewer.runs.directory import RunDirectory
 from fewer.runs.settings import Settings
-from fewer.runs.shown import Shown
 from fewer.runs.trackers import scalars
+from fewer.runs.views import Shown
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Result(Shown):
     settings: Settings = field(repr=False)
     state: Any = field(repr=False)
     folder: Path | None = field(default=None, repr=False)
-    """Where the parties' own state lies, if it was kept."""
+    """Where the clients' own state lies, if it was kept."""
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """Figures of each round: accuracy, loss, bytes up and down so far, seconds so far."""
     seconds: float = 0.0
@@ -46,7 +46,7 @@ class Result(Shown):
         return self.history[-1] if self.history else {}
 
     def records(self) -> list[dict[str, Any]]:
-        """The figures of each round, without those by party."""
+        """The figures of each round, without those by client."""
         return [{"round": line["round"], **scalars(line)} for line in self.history]
 
     @property
@@ -57,31 +57,31 @@ class Result(Shown):
     @property
     def model(self) -> nn.Module:
         """The trained global model, ready to use."""
-        weights = self.method.whole(self.state)
+        weights = self.method.global_weights(self.state)
         if weights is None:
-            raise SettingError(f"{self.method.name} has no global model: ask for a party's (0 … {len(self.data) - 1})")
-        return self.method.assemble(self._net, weights).eval()
+            raise SettingError(f"{self.method.name} has no global model: ask for a client's (0 … {len(self.data) - 1})")
+        return self.method.build_model(self._net, weights).eval()
 
     def _net(self, weights: Weights) -> nn.Module:
         net = self.task.net()
         load_weights(net, weights)
         return net
 
-    def personal(self, party: int) -> nn.Module:
-        """The model of one party, ready to use."""
-        if not 0 <= party < len(self.data):
-            raise SettingError(f"party = {party} (allowed: 0 … {len(self.data) - 1})")
+    def personal_model(self, client: int) -> nn.Module:
+        """The model of one client, ready to use."""
+        if not 0 <= client < len(self.data):
+            raise SettingError(f"client = {client} (allowed: 0 … {len(self.data) - 1})")
         if self.settings.runtime == "flower":
-            raise RunError(f"the model of party {party} is where that party is, and nowhere else")
+            raise RunError(f"the model of client {client} is where that client is, and nowhere else")
         if self.folder is None:
-            raise RunError("parties' models are kept only in a run directory: run with out=DIR")
-        place = Place(self.data, self.task, self.settings.seed, self.folder)
-        me = place(party, len(self.history))
-        assert isinstance(me, Party)
-        return self.method.personal(me, self.method.shared(self.state)).eval()
+            raise RunError("clients' models are kept only in a run directory: run with out=DIR")
+        contexts = ContextFactory(self.data, self.task, self.settings.seed, self.folder)
+        context = contexts(client, len(self.history))
+        assert isinstance(context, Client)
+        return self.method.personal_model(context, self.method.broadcast(self.state)).eval()
 
     def like(self, x: Tensor, name: str) -> Samples:
-        """Inputs in the form of those that the model was trained on, normalised alike."""
+        """Inputs in the form of those that the model was trained on, normalized alike."""
         if tuple(x.shape[1:]) != self.data.shape:
             raise DataError(
                 f"data '{name}' has inputs of shape {tuple(x.shape[1:])}; the model takes {self.data.shape}"
@@ -91,12 +91,12 @@ class Result(Shown):
         return replace(self.data.test, x=x, y=torch.zeros(len(x), dtype=torch.int64), rows=None)
 
     def adapt(self, x: Samples | ArrayLike | Tensor, y: ArrayLike | Tensor) -> nn.Module:
-        """The model of a party that was never met, from its own inputs and labels, ready to use.
+        """The model of a client that was never met, from its own inputs and labels, ready to use.
 
-        Arrays are normalised as the data of the run was; the method must be one that learns to adapt.
+        Arrays are normalized as the data of the run was; the method must be one that learns to adapt.
         """
-        if not isinstance(self.method, NewParties):
-            known = [name for name in names() if issubclass(find(name), NewParties)]
+        if not isinstance(self.method, NewClients):
+            known = [name for name in names() if issubclass(find(name), NewClients)]
             raise SettingError(f"{self.method.name} has not learned to adapt to new data (allowed: {', '.join(known)})")
         samples = x if isinstance(x, Samples) else self.like(inputs_of(x, "x"), "x")
         labels = torch.from_numpy(labels_of(y, "y"))
@@ -108,9 +108,9 @@ class Result(Shown):
             raise DataError(f"a label of {int(labels.max())} to adapt to (allowed: 0 … {self.data.classes - 1})")
         from fewer.runs.engine import one_thread
 
-        shared = self.method.shared(self.state)
+        shared = self.method.broadcast(self.state)
         net = self.task.net()
-        load_weights(net, self.method.initialisation(shared))
+        load_weights(net, self.method.initialization(shared))
         own = replace(samples, y=labels).to(self.task.device)
         with one_thread():
             self.method.adapt(net, own, shared)
@@ -119,29 +119,40 @@ class Result(Shown):
 
 def open_result(path: str | Path, method: Method | None = None, data: Data | None = None, model: Any = None) -> Result:
     """The result of a run from its directory, as far as it has come."""
+    from fewer.runs.artifacts import settled
     from fewer.runs.engine import first_state, restore
-    from fewer.runs.job import check, job_from
-    from fewer.runs.prepared import settled
+    from fewer.runs.experiment import build_experiment, check
 
     directory = RunDirectory.open(Path(path))
     for part, given in (("data", data), ("model", model)):
         if part in directory.description["own"] and given is None:
             raise RunError(f"{path} was run with a {part} of your own: fewer.load(path, {part}=…) from Python")
     kept = directory.read()
-    job = job_from(check(settled(directory.description["settings"], directory.path)), method, data, model)
-    state = restore(type(first_state(job)), kept["state"], directory.path)
+    experiment = build_experiment(
+        check(settled(directory.description["settings"], directory.path)), method, data, model
+    )
+    state = restore(type(first_state(experiment)), kept["state"], directory.path)
     history = directory.history()[: kept["round"]]
-    return Result(job.method, job.task, job.data, job.settings, state, directory.parties, history, kept["seconds"])
+    return Result(
+        experiment.method,
+        experiment.task,
+        experiment.data,
+        experiment.settings,
+        state,
+        directory.clients,
+        history,
+        kept["seconds"],
+    )
 
 
 def load(
     path: str | Path,
     *,
-    party: int | None = None,
+    client: int | None = None,
     method: Method | None = None,
     data: Data | None = None,
     model: Any = None,
 ) -> nn.Module:
-    """The trained model of a run, or one party's personal model, in evaluation mode."""
+    """The trained model of a run, or one client's personal model, in evaluation mode."""
     result = open_result(path, method, data, model)
-    return result.model if party is None else result.personal(party)
+    return result.model if client is None else result.personal_model(client)

@@ -1,9 +1,9 @@
-"""Carries questions to parties and answers back: in this process, or in worker processes."""
+"""Carries questions to clients and answers back: in this process, or in worker processes."""
 
+from fewer.runtime.clients import Absent, Answer, Answers, Clients, Each, Faults, Rules
+from fewer.runtime.handlers import HandlerServer, Unable, on_client, on_ring, on_server
 from fewer.runtime.inline import Inline
-from fewer.runtime.parties import Absent, Answer, Answers, Each, Faults, Parties, Rules
 from fewer.runtime.pool import Pool
-from fewer.runtime.site import Site, Unable, on_coordinator, on_party, on_ring
 from fewer.runtime.store import Store
 from fewer.runtime.streams import seed_of, stream
 
@@ -11,18 +11,18 @@ __all__ = [
     "Absent",
     "Answer",
     "Answers",
+    "Clients",
     "Each",
     "Faults",
+    "HandlerServer",
     "Inline",
-    "Parties",
     "Pool",
     "Rules",
-    "Site",
     "Store",
     "Unable",
-    "on_coordinator",
-    "on_party",
+    "on_client",
     "on_ring",
+    "on_server",
     "seed_of",
     "stream",
 ]

@@ -1,4 +1,4 @@
-"""Keys of parties that hand sealed messages to each other, and whose keys they take for whose."""
+"""Keys of clients that hand sealed messages to each other, and whose keys they take for whose."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from fewer.wire.sealing import fingerprint, new_key, public_of
 
 
 class Keys(Protocol):
-    """What a party knows of keys. Where parties are on machines of their own, each has only its own."""
+    """What a client knows of keys. Where clients are on machines of their own, each has only its own."""
 
-    def private(self, party: int) -> bytes:
-        """The party's own private key."""
+    def private(self, client: int) -> bytes:
+        """The client's own private key."""
 
-    def public(self, party: int, other: int) -> bytes:
-        """The public key of another one, the one that this party has pinned; Refused where it is offered another."""
+    def public(self, client: int, other: int) -> bytes:
+        """The public key of another one, the one that this client has pinned; Refused where it is offered another."""
 
 
 @dataclass(frozen=True)
 class KeyFiles:
-    """Keys of simulated parties, each in its own folder: `key` (private), `key.pub`, and `pins.json`.
+    """Keys of simulated clients, each in its own folder: `key` (private), `key.pub`, and `pins.json`.
 
-    A party pins the fingerprint of a key when it first needs it. In simulation the public key comes straight from
+    A client pins the fingerprint of a key when it first needs it. In simulation the public key comes straight from
     the folder of its owner; a pin that is there already, from whatever source, is never changed.
     """
 
     root: Path
 
-    def private(self, party: int) -> bytes:
-        """The party's own private key, made when it is first needed."""
-        path = folder_of(self.root, party) / "key"
+    def private(self, client: int) -> bytes:
+        """The client's own private key, made when it is first needed."""
+        path = folder_of(self.root, client) / "key"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path.with_name("key.pub"), public_of(key := new_key()))
             _keep(path, key)
         return path.read_bytes()
 
-    def public(self, party: int, other: int) -> bytes:
+    def public(self, client: int, other: int) -> bytes:
         """The public key that is offered for another one, if it is the pinned one."""
         self.private(other)
         offered = (folder_of(self.root, other) / "key.pub").read_bytes()
-        path = folder_of(self.root, party) / "pins.json"
+        path = folder_of(self.root, client) / "pins.json"
         pins = json.loads(path.read_text()) if path.exists() else {}
         pinned = pins.setdefault(str(other), fingerprint(offered))
         if pinned != fingerprint(offered):
             raise Refused(
-                f"the key offered for party {other} has the fingerprint {fingerprint(offered)[:16]}…, not the pinned "
+                f"the key offered for client {other} has the fingerprint {fingerprint(offered)[:16]}…, not the pinned "
                 f"{pinned[:16]}…"
             )
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class KeyFiles:
 
 @dataclass(frozen=True)
 class PinnedKeys:
-    """The keys that a party on a machine of its own has: `seal.key`, which it made itself, and `peers.json`.
+    """The keys that a client on a machine of its own has: `seal.key`, which it made itself, and `peers.json`.
 
     The latter holds the public keys of the others by number. They come from them, over any way but the carrier, and
     nothing that is carried changes them.
@@ -80,32 +80,32 @@ class PinnedKeys:
     def trust(self, others: Mapping[int, bytes], replace: bool = False) -> None:
         """Pin the public keys of others; SettingError where another one is pinned already, unless it is to go."""
         pins = self._pins()
-        for party, key in others.items():
-            if pins.setdefault(str(party), key.hex()) != key.hex() and not replace:
-                raise SettingError(f"party {party}: another key is pinned here (--replace, if its people say so)")
-            pins[str(party)] = key.hex()
+        for client, key in others.items():
+            if pins.setdefault(str(client), key.hex()) != key.hex() and not replace:
+                raise SettingError(f"client {client}: another key is pinned here (--replace, if its people say so)")
+            pins[str(client)] = key.hex()
         write_durably(self.folder / "peers.json", json.dumps(pins, indent=2).encode())
 
-    def private(self, party: int) -> bytes:
+    def private(self, client: int) -> bytes:
         """Its own private key."""
         path = self.folder / "seal.key"
         if not path.exists():
             raise Refused("no key to open what is sealed (fewer keys seal)")
         return path.read_bytes()
 
-    def public(self, party: int, other: int) -> bytes:
+    def public(self, client: int, other: int) -> bytes:
         """The pinned key of another one."""
         try:
             return bytes.fromhex(self._pins()[str(other)])
         except (SettingError, ValueError):
             raise Refused("the pinned keys are damaged here (fewer keys trust)") from None
         except KeyError:
-            raise Refused(f"no key of party {other} is pinned here (fewer keys trust)") from None
+            raise Refused(f"no key of client {other} is pinned here (fewer keys trust)") from None
 
     def _pins(self) -> dict[str, str]:
         path = self.folder / "peers.json"
         try:
-            return {party: str(key) for party, key in json.loads(path.read_text()).items()} if path.exists() else {}
+            return {client: str(key) for client, key in json.loads(path.read_text()).items()} if path.exists() else {}
         except (ValueError, AttributeError) as error:
             raise SettingError(f"{path} is damaged: pin the keys anew (delete it, fewer keys trust): {error}") from None
 

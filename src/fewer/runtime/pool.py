@@ -1,8 +1,8 @@
-"""Parties in worker processes on this machine, one torch thread each.
+"""Clients in worker processes on this machine, one torch thread each.
 
 Workers are started once, by fork where that is safe, so data, model and imports are shipped once and for nothing.
-Each worker has one pipe and holds one call at a time; the coordinator hands out the most expensive call first and
-the next one to whoever is free, which balances the work. A message that goes to many parties crosses a pipe once
+Each worker has one pipe and holds one call at a time; the server hands out the most expensive call first and
+the next one to whoever is free, which balances the work. A message that goes to many clients crosses a pipe once
 per worker. A worker that dies loses the call it had and is replaced; one that overruns the deadline is killed.
 """
 
@@ -24,8 +24,8 @@ from typing import Any, cast
 
 import torch
 
-from fewer.runtime.parties import Parties
-from fewer.runtime.site import Call, Reply, Site
+from fewer.runtime.clients import Clients
+from fewer.runtime.handlers import Call, HandlerServer, Reply
 
 _LIBC = ctypes.CDLL(None)
 GRACE = 0.5
@@ -34,7 +34,7 @@ GRACE = 0.5
 
 @dataclass(eq=False)
 class Worker:
-    """One process, the coordinator's end of its pipe, and the call it is at."""
+    """One process, the server's end of its pipe, and the call it is at."""
 
     process: Any
     pipe: Connection
@@ -71,13 +71,13 @@ class Worker:
 
 
 @dataclass
-class Pool(Parties):
+class Pool(Clients):
     """`workers` processes. The numbers are those of `Inline`, bit for bit."""
 
-    site: Site = field(kw_only=True)
+    handlers: HandlerServer = field(kw_only=True)
     workers: int = 2
-    cost: Callable[[int], float] = lambda party: 0.0
-    """What a party's work is expected to cost, in any unit."""
+    cost: Callable[[int], float] = lambda client: 0.0
+    """What a client's work is expected to cost, in any unit."""
     _crew: list[Worker] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Pool(Parties):
                 self._replace(worker)
 
     def _expected(self, call: Call) -> float:
-        return self.cost(call.party) if call.party >= 0 else 0.0
+        return self.cost(call.client) if call.client >= 0 else 0.0
 
     def _collect(self) -> Iterator[tuple[Call, Reply | None]]:
         """Wait until a worker answers, dies or overruns the deadline; yield what that gives."""
@@ -139,12 +139,12 @@ class Pool(Parties):
 
     def _way(self) -> str:
         """Forking is safe on Linux as long as no accelerator is in use."""
-        return "fork" if sys.platform == "linux" and self.site.device.type == "cpu" else "spawn"
+        return "fork" if sys.platform == "linux" and self.handlers.device.type == "cpu" else "spawn"
 
     def _hire(self) -> Worker:
         ours, theirs = self._context.Pipe()
         foreign = [*(worker.pipe for worker in self._crew), ours] if self._way() == "fork" else []
-        process = self._context.Process(target=_work, args=(self.site, theirs, foreign, os.getpid()), daemon=True)
+        process = self._context.Process(target=_work, args=(self.handlers, theirs, foreign, os.getpid()), daemon=True)
         process.start()
         theirs.close()
         return Worker(process, ours)
@@ -155,13 +155,13 @@ class Pool(Parties):
         self._crew.append(self._hire())
 
 
-def _work(site: Site, pipe: Connection, foreign: Sequence[Connection], coordinator: int) -> None:
-    """A worker's life: take a call, answer it, until the coordinator is gone."""
+def _work(handlers: HandlerServer, pipe: Connection, foreign: Sequence[Connection], server: int) -> None:
+    """A worker's life: take a call, answer it, until the server is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the coordinator
-        if os.getppid() != coordinator:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the server
+        if os.getppid() != server:
             os._exit(0)
     for other in foreign:
         other.close()
@@ -172,7 +172,7 @@ def _work(site: Site, pipe: Connection, foreign: Sequence[Connection], coordinat
             header = json.loads(pipe.recv_bytes())
             if header.pop("fresh"):
                 message = pipe.recv_bytes()
-            reply = asdict(site.answer(Call.of(header), message))
+            reply = asdict(handlers.answer(Call.of(header), message))
             blob = reply.pop("blob")
             pipe.send_bytes(json.dumps(reply).encode())
             pipe.send_bytes(blob)

@@ -1,4 +1,4 @@
-"""A party's private state, kept on its own disk, by party, name and round."""
+"""A client's private state, kept on its own disk, by client, name and round."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def hold(path: Path) -> IO[str] | None:
 
 @dataclass(frozen=True)
 class Store:
-    """What one party remembers between rounds. Nothing of it is read until it is asked for.
+    """What one client remembers between rounds. Nothing of it is read until it is asked for.
 
     Each value is a file named by the round that wrote it. The value before the current round stays until a later
     round writes: a run that is killed in the middle goes back to it.
@@ -80,14 +80,14 @@ class Store:
         return sorted(version for version in found if version <= self.round)
 
 
-def folder_of(root: Path, party: int) -> Path:
-    """Where a party's state lies; a thousand parties to a directory at most."""
-    return root / f"{party // 1000:03d}" / f"{party:06d}"
+def folder_of(root: Path, client: int) -> Path:
+    """Where a client's state lies; a thousand clients to a directory at most."""
+    return root / f"{client // 1000:03d}" / f"{client:06d}"
 
 
 def forget_after(root: Path, round: int, spared: Collection[int] = ()) -> None:
-    """Remove what parties put after this round: the run goes on from there. Those spared keep what they put."""
-    kept = {folder_of(root, party) for party in spared}
+    """Remove what clients put after this round: the run goes on from there. Those spared keep what they put."""
+    kept = {folder_of(root, client) for client in spared}
     for path in root.glob("*/*/**/*.safetensors"):
         own = root.joinpath(*path.relative_to(root).parts[:2])
         if int(path.name.split(".")[-2]) > round and own not in kept:

@@ -1,4 +1,4 @@
-"""Random streams: every draw comes from (seed, round, party, purpose), so it is the same wherever it runs."""
+"""Random streams: every draw comes from (seed, round, client, purpose), so it is the same wherever it runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What travels between parties and coordinator: messages, codecs, checks, and the count of bytes."""
+"""What travels between clients and server: messages, codecs, checks, and the count of bytes."""
 
-from fewer.vocabulary import Codec
+from fewer.choices import Codec
 from fewer.wire.codecs import CODECS
 from fewer.wire.ledger import Direction, Ledger
 from fewer.wire.message import Coded, Field, Number, Refused, Schema, Shaped, Value, decode, encode

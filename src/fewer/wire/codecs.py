@@ -9,7 +9,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from fewer.vocabulary import Codec
+from fewer.choices import Codec
 
 CODECS: tuple[Codec, ...] = get_args(Codec)
 
@@ -30,7 +30,7 @@ def is_affine(dtype: torch.dtype, codec: Codec | None) -> bool:
     return codec in _LOWEST and dtype.is_floating_point
 
 
-def quantise(values: Tensor, codec: Codec) -> tuple[Tensor, float, float]:
+def quantize(values: Tensor, codec: Codec) -> tuple[Tensor, float, float]:
     """Levels, scale and offset with values ≈ levels · scale + offset; off by at most scale / 2."""
     lowest = _LOWEST[codec]
     if values.numel() == 0:
@@ -42,8 +42,8 @@ def quantise(values: Tensor, codec: Codec) -> tuple[Tensor, float, float]:
     return levels.to(stored_dtype(values.dtype, codec)), scale, low - lowest * scale
 
 
-def dequantise(levels: Tensor, scale: float, offset: float, dtype: torch.dtype) -> Tensor:
-    """The values that `quantise` wrote."""
+def dequantize(levels: Tensor, scale: float, offset: float, dtype: torch.dtype) -> Tensor:
+    """The values that `quantize` wrote."""
     return (levels.double() * scale + offset).to(dtype)
 
 

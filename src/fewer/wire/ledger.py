@@ -1,4 +1,4 @@
-"""The bytes that were encoded, by round, party, direction and kind."""
+"""The bytes that were encoded, by round, client, direction and kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Entry(NamedTuple):
     """One message: who got or sent how many bytes, in which round and for what."""
 
     round: int
-    party: int
+    client: int
     direction: Direction
     kind: str
     bytes: int
@@ -29,9 +29,9 @@ class Ledger:
     total: Counter[Direction] = field(default_factory=Counter)
     entries: list[Entry] = field(default_factory=list)
 
-    def add(self, round: int, party: int, direction: Direction, kind: str, size: int) -> None:
+    def add(self, round: int, client: int, direction: Direction, kind: str, size: int) -> None:
         """Count one message of `size` bytes."""
-        self.entries.append(Entry(round, party, direction, kind, size))
+        self.entries.append(Entry(round, client, direction, kind, size))
         if not kind.startswith(EVALUATION):
             self.total[direction] += size
 

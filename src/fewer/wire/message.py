@@ -22,8 +22,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fewer.vocabulary import Codec
-from fewer.wire.codecs import CODECS, checksum, dequantise, is_affine, quantise, stored_dtype
+from fewer.choices import Codec
+from fewer.wire.codecs import CODECS, checksum, dequantize, is_affine, quantize, stored_dtype
 
 VERSION = 1
 MAX_BYTES = 1 << 30
@@ -85,7 +85,7 @@ class Shaped:
 
     shape: tuple[int | range | None, ...]
     dtype: torch.dtype = torch.float32
-    most: float = math.inf
+    max_value: float = math.inf
     """No value may be further from 0."""
 
     def takes(self, lengths: Sequence[int], dtype: str) -> bool:
@@ -141,7 +141,7 @@ def _write(field: str, tensors: Mapping[str, Tensor], codec: Codec | None, entri
         if is_affine(tensor.dtype, codec):
             assert codec is not None
             _finite(field, tensor)
-            tensor, scale, offset = quantise(tensor, codec)
+            tensor, scale, offset = quantize(tensor, codec)
             item += [scale, offset]
         else:
             tensor = tensor.to(stored_dtype(tensor.dtype, codec))
@@ -244,7 +244,7 @@ def _check_plain(name: str, value: Any, expected: Any) -> None:
 
 
 def _check_items(name: str, items: Any, shape: str) -> None:
-    """Each item: a name, a list of lengths, a dtype, and for quantised ones a finite scale and offset."""
+    """Each item: a name, a list of lengths, a dtype, and for quantized ones a finite scale and offset."""
     if not isinstance(items, list) or (shape == "tensor" and len(items) != 1):
         _refuse(f"'{name}' without a list of tensors")
     for item in items:
@@ -293,9 +293,9 @@ def _check_shapes(name: str, items: list[Any], shape: str, expected: Any) -> Non
 def _check_bounds(name: str, tensors: Mapping[str, Tensor], expected: Any) -> None:
     bounds = expected if isinstance(expected, Mapping) else {"": expected}
     for key, tensor in tensors.items():
-        most = bounds[key].most if isinstance(bounds[key], Shaped) else math.inf
-        if most < math.inf and tensor.numel() and max(map(abs, torch.aminmax(tensor))) > most:
-            _refuse(f"'{name}' has values beyond {most:g}")
+        max_value = bounds[key].max_value if isinstance(bounds[key], Shaped) else math.inf
+        if max_value < math.inf and tensor.numel() and max(map(abs, torch.aminmax(tensor))) > max_value:
+            _refuse(f"'{name}' has values beyond {max_value:g}")
 
 
 def _read(field: str, items: list[Any], codec: Any, entries: Mapping[str, Tensor], used: set[str]) -> dict[str, Tensor]:
@@ -323,7 +323,7 @@ def _read(field: str, items: list[Any], codec: Any, entries: Mapping[str, Tensor
         values = parts[f"{field}:{_NAMES[stored]}"].pop()
         if is_affine(dtype, codec) != bool(affine):
             _refuse(f"'{field}' has a scale without a codec for it, or the reverse")
-        values = dequantise(values, affine[0], affine[1], dtype) if affine else values.to(dtype)
+        values = dequantize(values, affine[0], affine[1], dtype) if affine else values.to(dtype)
         if stored != dtype:  # a value may be finite as it was stored, but not as the dtype that it is meant to be
             _finite(field, values)
         tensors[name] = values.view(lengths)

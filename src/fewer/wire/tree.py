@@ -1,6 +1,6 @@
 """Nested containers of tensors and plain values as bytes: safetensors + JSON, never pickle.
 
-Used for what is kept on disk: a coordinator's checkpoint and a party's private state.
+Used for what is kept on disk: a server's checkpoint and a client's private state.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ const EDGE = { left: 56, right: 16, top: 12, bottom: 44 };
 const CROWDED = 40;
 
 function inked(drawn, look) {
-  drawn.style.setProperty("--light", look.colour);
+  drawn.style.setProperty("--light", look.color);
   drawn.style.setProperty("--dark", look.dark);
   return drawn;
 }
@@ -32,7 +32,7 @@ function stroke(look, path) {
 
 /** A piece of a line, as in the chart: by it a method is known everywhere. */
 export function swatch(look) {
-  if (!look.colour) return h("span", { class: "swatch" });
+  if (!look.color) return h("span", { class: "swatch" });
   const drawn = svg("svg", { viewBox: "0 0 28 12", class: "swatch", "aria-hidden": "true" });
   drawn.append(stroke(look, "M0 6H28"), mark(look, 14, 6));
   return drawn;
@@ -50,7 +50,7 @@ function steps(low, high, count) {
 const short = (value) => (Math.abs(value) >= 1e4 ? value.toLocaleString("en") : String(Number(value.toPrecision(4))));
 
 /**
- * A chart of `series` ({label, colour, marker, dash, points: [[x, y]…]}); `update` draws others in its place.
+ * A chart of `series` ({label, color, marker, dash, points: [[x, y]…]}); `update` draws others in its place.
  * With the pointer, or the arrow keys, the values at one x are read out below.
  */
 export function chart({ empty }) {

@@ -1,4 +1,4 @@
-// Some runs side by side: curves with one colour for each method, and what they differ in.
+// Some runs side by side: curves with one color for each method, and what they differ in.
 
 import { ask, follow } from "./app.js";
 import { curves, swatch } from "./chart.js";

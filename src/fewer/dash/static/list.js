@@ -102,7 +102,7 @@ export async function list(asked) {
       const sent = now.up === undefined ? undefined : now.up + now.down;
       beneath.replaceChildren(swatch(now), ` ${now.method}, ${now.data}`);
       cells[1].replaceChildren(swatch(now), ` ${now.method}`);
-      cells[2].replaceChildren(now.parties ? `${now.data}, ${whole(now.parties)} parties` : now.data);
+      cells[2].replaceChildren(now.clients ? `${now.data}, ${whole(now.clients)} clients` : now.data);
       cells[3].replaceChildren(badge(now.state));
       cells[4].replaceChildren(now.rounds ? rounds(now) : "–");
       cells[5].replaceChildren(percent(now.accuracy));

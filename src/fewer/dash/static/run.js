@@ -24,7 +24,7 @@ export async function run(asked) {
   const faults = h("div", {});
   const traffic = h("div", {});
   const history = pager(at, "events", { head: ["when", "what", "details"], caption: "Events, the newest first", cells: event, first: events });
-  const messages = pager(at, "ledger", { head: ["round", "party", "direction", "kind", "bytes"], caption: "Messages, the newest first", cells: message });
+  const messages = pager(at, "ledger", { head: ["round", "client", "direction", "kind", "bytes"], caption: "Messages, the newest first", cells: message });
   const said = h("pre", { tabindex: 0, role: "region", "aria-label": "Log of fewer resume" });
   const logged = h("section", {}, h("h2", {}, "Log of fewer resume"), said);
   const stop = button("Stop", "stop", "As Ctrl-C would: it can be resumed");
@@ -62,7 +62,7 @@ export async function run(asked) {
     const part = now.whole ? "" : ` So far ${Math.floor(100 * now.done)} % of the records are read.`;
     faults.replaceChildren(absent.length
       ? table("Absent answers by reason", ["reason", "absent answers"], absent.map(([why, count]) => [why, whole(count)]), true)
-      : h("p", {}, "All parties that were asked answered."), h("p", { class: "small" }, part));
+      : h("p", {}, "All clients that were asked answered."), h("p", { class: "small" }, part));
     const measuring = (one) => one.kind.startsWith("evaluate/");
     const learning = now.traffic.filter((one) => !measuring(one));
     const sum = (rows, what) => rows.reduce((total, one) => total + one[what], 0);
@@ -117,7 +117,7 @@ export async function run(asked) {
     crumb: h("a", { href: "/" }, "all runs"),
     elements: [
       h("div", { class: "top" }, h("div", {}, h("h1", {}, row.name), h("p", { class: "lead" }, swatch(row), ` ${row.method} on ${row.data}`,
-        row.parties ? `, ${whole(row.parties)} parties, seed ${row.seed}` : "", row.runtime === "flower" ? ", between machines" : "")), acting),
+        row.clients ? `, ${whole(row.clients)} clients, seed ${row.seed}` : "", row.runtime === "flower" ? ", between machines" : "")), acting),
       state, told, cannot ? h("p", { class: "note" }, cannot) : null, tiles, drawn.element,
       about.report ? h("p", {}, h("a", { href: `/api/${at}/report`, target: "_blank", rel: "noopener" }, "Its report, with all pictures")) : null,
       h("div", { class: "halves" }, h("section", {}, h("h2", {}, "Faults"), faults), h("section", {}, h("h2", {}, "Ledger"), traffic, messages.element)),
@@ -181,13 +181,13 @@ function pager(at, what, { head, caption, cells, first = null }) {
   };
 }
 
-const message = ([round, party, direction, kind, bytes]) => [round, party, direction, kind, whole(Number(bytes))];
+const message = ([round, client, direction, kind, bytes]) => [round, client, direction, kind, whole(Number(bytes))];
 
 function event({ time, event: what, ...details }) {
   const words = {
     start: () => "from the beginning",
     resume: () => `after round ${details.round}${Object.keys(details.changed ?? {}).length ? `, with ${JSON.stringify(details.changed)}` : ""}`,
-    absent: () => `round ${details.round}, party ${details.party}: ${details.why} (${details.handler})${details.detail ? `: ${details.detail}` : ""}`,
+    absent: () => `round ${details.round}, client ${details.client}: ${details.why} (${details.handler})${details.detail ? `: ${details.detail}` : ""}`,
     stop: () => `after round ${details.round}: ${reason(String(details.reason))}`,
     finish: () => `after round ${details.round}`,
   }[what];

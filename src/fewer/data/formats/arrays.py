@@ -7,16 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.reading import as_labels, reader
-from fewer.data.raw import Array, Raw
+from fewer.data.formats.readers import as_labels, reader
+from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError
+from fewer.registry import FORMATS
 
 _PLAIN = ("x", "y", "client", "x_test", "y_test", "client_test")
 _MEDMNIST = tuple(f"{part}_{kind}" for part in ("train", "val", "test") for kind in ("images", "labels"))
 
 
+@FORMATS.register("npz")
 @reader("an npz archive of plain arrays")
-def npz(path: Path, join_validation: bool = True) -> Raw:
+def npz(path: Path, join_validation: bool = True) -> RawDataset:
     """Arrays x, y and, if there are any, client, x_test, y_test and client_test; or an archive of MedMNIST.
 
     MedMNIST comes with validation samples, which are trained on as well unless `join_validation` is false.
@@ -35,17 +37,17 @@ def npz(path: Path, join_validation: bool = True) -> Raw:
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path} has only one of 'x_test' and 'y_test' (it has: {present})")
     test = (arrays["x_test"], as_labels(arrays["y_test"], path)) if "x_test" in arrays else None
-    return Raw(arrays["x"], as_labels(arrays["y"], path), test, arrays.get("client"), arrays.get("client_test"))
+    return RawDataset(arrays["x"], as_labels(arrays["y"], path), test, arrays.get("client"), arrays.get("client_test"))
 
 
-def _medmnist(arrays: dict[str, Array], path: Path, join_validation: bool) -> Raw:
+def _medmnist(arrays: dict[str, Array], path: Path, join_validation: bool) -> RawDataset:
     train, validation, test = (
         (_channels_first(arrays[f"{part}_images"]), as_labels(arrays[f"{part}_labels"], f"{path} ({part})"))
         for part in ("train", "val", "test")
     )
     if not join_validation:
-        return Raw(*train, test)
-    return Raw(np.concatenate([train[0], validation[0]]), np.concatenate([train[1], validation[1]]), test)
+        return RawDataset(*train, test)
+    return RawDataset(np.concatenate([train[0], validation[0]]), np.concatenate([train[1], validation[1]]), test)
 
 
 def _channels_first(images: Array) -> Array:

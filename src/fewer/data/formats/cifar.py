@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from fewer.data.formats.reading import inside, members, reader
-from fewer.data.raw import Array, Raw
+from fewer.data.formats.readers import inside, members, reader
+from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError, unknown
+from fewer.registry import FORMATS
 
 Labels = Literal["fine", "coarse", "fc100"]
 
@@ -21,8 +22,9 @@ FC100 = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19), (8, 11, 13, 16), (0, 7, 12, 1
 """Coarse classes to train on, to validate on and to test on (Oreshkin, Rodríguez López, Lacoste, NeurIPS 2018)."""
 
 
+@FORMATS.register("cifar10")
 @reader("CIFAR-10 (cifar-10-python.tar.gz or what it holds)")
-def cifar10(path: Path) -> Raw:
+def cifar10(path: Path) -> RawDataset:
     """CIFAR-10: the archive, a directory that holds it, or what was unpacked from it."""
     batches = [f"data_batch_{number}" for number in range(1, 6)]
     files = _files(
@@ -30,11 +32,12 @@ def cifar10(path: Path) -> Raw:
     )
     parts = [_images(files[name], name, "labels") for name in (*batches, "test_batch")]
     x, y = (np.concatenate([part[i] for part in parts[:-1]]) for i in (0, 1))
-    return Raw(x, y, parts[-1], names=_names(files["batches.meta"], "label_names"))
+    return RawDataset(x, y, parts[-1], names=_names(files["batches.meta"], "label_names"))
 
 
+@FORMATS.register("cifar100")
 @reader("CIFAR-100 (cifar-100-python.tar.gz or what it holds)")
-def cifar100(path: Path, labels: Labels = "fine") -> Raw:
+def cifar100(path: Path, labels: Labels = "fine") -> RawDataset:
     """CIFAR-100 with its 100 fine or 20 coarse classes: the archive, a directory that holds it, or its contents.
 
     `fc100` are the fine classes in the order of FC100, by coarse class: 60 to train on, 20 to validate, 20 to test on.
@@ -47,13 +50,13 @@ def cifar100(path: Path, labels: Labels = "fine") -> Raw:
     test = _images(files["test"], "test", f"{kind}_labels")
     names = _names(files["meta"], f"{kind}_label_names")
     if labels != "fc100":
-        return Raw(x, y, test, names=names)
+        return RawDataset(x, y, test, names=names)
     coarse = _images(files["train"], "train", "coarse_labels")[1]
     order = [c for group in FC100 for big in group for c in np.unique(y[coarse == big]).tolist()]
     if sorted(order) != list(range(100)):
         raise DataError(f"{path}: fine and coarse labels do not fit together (fc100 needs five fine in each coarse)")
     numbers = np.argsort(order)
-    return Raw(x, numbers[y], (test[0], numbers[test[1]]), names=tuple(names[c] for c in order))
+    return RawDataset(x, numbers[y], (test[0], numbers[test[1]]), names=tuple(names[c] for c in order))
 
 
 def _files(path: Path, parts: list[str], meta: str) -> dict[str, dict[str, Any]]:

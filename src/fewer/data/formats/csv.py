@@ -8,14 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.reading import contents, numbered, reader
-from fewer.data.formats.reading import text as decoded
-from fewer.data.raw import Array, Inputs, Raw
+from fewer.data.formats.readers import contents, numbered, reader
+from fewer.data.formats.readers import text as decoded
+from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.errors import DataError
+from fewer.registry import FORMATS
 
 
+@FORMATS.register("csv")
 @reader("CSV with a header")
-def csv(path: Path, label: str = "label", client: str | None = None, text: str | None = None) -> Raw:
+def csv(path: Path, label: str = "label", client: str | None = None, text: str | None = None) -> RawDataset:
     """A table separated by commas, semicolons or tabs, packed with gzip or not.
 
     `label`, `client` and `text` name columns. With `text` that column is the input; otherwise all other columns
@@ -29,7 +31,7 @@ def csv(path: Path, label: str = "label", client: str | None = None, text: str |
     y, names = numbered(columns.pop(label), f"{path}, column '{label}',")
     owners = None if client is None else np.array(columns.pop(client))
     x: Inputs = _features(columns, path) if text is None else list(columns[text])
-    return Raw(x, y, client_ids=owners, names=names)
+    return RawDataset(x, y, client_ids=owners, names=names)
 
 
 def _table(content: str, path: Path) -> tuple[list[str], list[list[str]]]:

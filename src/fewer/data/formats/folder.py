@@ -8,15 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.reading import reader
-from fewer.data.raw import Array, Raw
+from fewer.data.formats.readers import reader
+from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError, SettingError
+from fewer.registry import FORMATS
 
 _SPLITS = {"train", "val", "test"}
 
 
+@FORMATS.register("folder")
 @reader("folders of images")
-def folder(path: Path, size: int = 32, grey: bool = False, depth: int | None = None) -> Raw:
+def folder(path: Path, size: int = 32, gray: bool = False, depth: int | None = None) -> RawDataset:
     """Images in class/image or domain/class/image, resized to `size` × `size`; a domain is a client.
 
     `depth` says which it is (1 or 2 folders; more below them do not matter); without, it is what all images agree in.
@@ -41,8 +43,8 @@ def folder(path: Path, size: int = 32, grey: bool = False, depth: int | None = N
     y = y.reshape(-1).astype(np.int64)
     domain = np.array([place[0] for place in places]) if depth == 2 else None
     with ThreadPoolExecutor() as pool:
-        x = np.stack(list(pool.map(partial(_pixels, size=size, grey=grey), files)))
-    return Raw(
+        x = np.stack(list(pool.map(partial(_pixels, size=size, gray=gray), files)))
+    return RawDataset(
         x[~tested],
         y[~tested],
         (x[tested], y[tested]) if tested.any() else None,
@@ -70,14 +72,14 @@ def _depth(places: list[tuple[str, ...]], path: Path) -> int:
     return depths.pop()
 
 
-def _pixels(file: Path, size: int, grey: bool) -> Array:
+def _pixels(file: Path, size: int, gray: bool) -> Array:
     from PIL import Image
 
     try:
         with Image.open(file) as image:
-            image.draft("L" if grey else "RGB", (size, size))
-            small = image.convert("L" if grey else "RGB").resize((size, size), Image.Resampling.BILINEAR)
+            image.draft("L" if gray else "RGB", (size, size))
+            small = image.convert("L" if gray else "RGB").resize((size, size), Image.Resampling.BILINEAR)
     except Exception as error:
         raise DataError(f"{file} is a broken image: {error}") from error
     pixels = np.asarray(small)
-    return pixels if grey else np.moveaxis(pixels, -1, 0)
+    return pixels if gray else np.moveaxis(pixels, -1, 0)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.reading import contents, reader
-from fewer.data.raw import Array, Raw
+from fewer.data.formats.readers import contents, reader
+from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError
+from fewer.registry import FORMATS
 
 _DIMENSIONS = {
     "train-images-idx3-ubyte": 3,
@@ -21,15 +22,17 @@ _TYPES = {0x08: "u1", 0x0C: ">i4"}
 _DIGIT, _WRITER, _COLUMNS = 0, 2, 8
 
 
+@FORMATS.register("idx")
 @reader("a directory of four idx files")
-def idx(path: Path) -> Raw:
+def idx(path: Path) -> RawDataset:
     """Four idx files, packed or not, in the layout of MNIST."""
     x, y, test_x, test_y = (_array(_file(path, part), count) for part, count in _DIMENSIONS.items())
-    return Raw(x, y.astype(np.int64), (test_x, test_y.astype(np.int64)))
+    return RawDataset(x, y.astype(np.int64), (test_x, test_y.astype(np.int64)))
 
 
+@FORMATS.register("qmnist")
 @reader("QMNIST label files next to the images of MNIST")
-def qmnist(path: Path, images: str = "mnist") -> Raw:
+def qmnist(path: Path, images: str = "mnist") -> RawDataset:
     """MNIST by writer: the labels of QMNIST, and the images of MNIST in the directory beside it named `images`.
 
     QMNIST has labels for 60,000 test digits; the first 10,000 are those of MNIST.
@@ -39,7 +42,7 @@ def qmnist(path: Path, images: str = "mnist") -> Raw:
     assert mnist.test is not None
     train_y, train_client = _writers(train, mnist.y)
     test_y, test_client = _writers(test, mnist.test[1])
-    return Raw(mnist.x, train_y, (mnist.test[0], test_y), train_client, test_client)
+    return RawDataset(mnist.x, train_y, (mnist.test[0], test_y), train_client, test_client)
 
 
 def _writers(file: Path, digits: Array) -> tuple[Array, Array]:

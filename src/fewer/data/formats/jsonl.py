@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from fewer.data.formats.reading import contents, numbered, reader
-from fewer.data.formats.reading import text as decoded
-from fewer.data.raw import Raw
+from fewer.data.formats.readers import contents, numbered, reader
+from fewer.data.formats.readers import text as decoded
+from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError
+from fewer.registry import FORMATS
 
 
+@FORMATS.register("jsonl")
 @reader("lines of JSON")
-def jsonl(path: Path, text: str = "text", label: str = "label", client: str | None = None) -> Raw:
+def jsonl(path: Path, text: str = "text", label: str = "label", client: str | None = None) -> RawDataset:
     """One object on each line; `text`, `label` and `client` name its keys. Packed with gzip or not."""
     texts: list[str] = []
     labels: list[Any] = []
@@ -39,7 +41,7 @@ def jsonl(path: Path, text: str = "text", label: str = "label", client: str | No
     if not texts:
         raise DataError(f"{path} has no samples")
     y, names = numbered(labels, path)
-    return Raw(texts, y, client_ids=None if client is None else np.array(owners), names=names)
+    return RawDataset(texts, y, client_ids=None if client is None else np.array(owners), names=names)
 
 
 def _object(line: str, where: str) -> dict[str, Any]:

@@ -12,42 +12,48 @@ from typing import Any
 import numpy as np
 
 from fewer.data.formats.plays import ALPHABET, WINDOW, encode
-from fewer.data.formats.reading import reader
-from fewer.data.raw import Array, Inputs, Raw
+from fewer.data.formats.readers import reader
+from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.errors import DataError
+from fewer.registry import FORMATS
 
 _PIXELS = 28 * 28
 Convert = Callable[[list[Any], str], Any]
 """Inputs or labels of one user, as they are in the file, to an array or a list of texts."""
 
 
+@FORMATS.register("leaf-femnist")
 @reader("LEAF's FEMNIST")
-def femnist(path: Path) -> Raw:
+def femnist(path: Path) -> RawDataset:
     """Handwritten digits and letters by writer, as bytes; the background is white, as in the files."""
     return _read(path, _pixels, _numbers, tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase))
 
 
+@FORMATS.register("leaf-shakespeare")
 @reader("LEAF's Shakespeare")
-def shakespeare(path: Path) -> Raw:
+def shakespeare(path: Path) -> RawDataset:
     """Eighty characters of a role of a play, and the one after them."""
     raw = _read(path, _windows, _next_characters, tuple(ALPHABET))
-    return Raw(raw.x, raw.y, raw.test, raw.client_ids, raw.test_client_ids, raw.names, tuple(ALPHABET), in_time=True)
+    return RawDataset(
+        raw.x, raw.y, raw.test, raw.client_ids, raw.test_client_ids, raw.names, tuple(ALPHABET), in_time=True
+    )
 
 
+@FORMATS.register("leaf-sent140")
 @reader("LEAF's Sent140")
-def sent140(path: Path) -> Raw:
+def sent140(path: Path) -> RawDataset:
     """Tweets by author, and whether they are glad."""
     return _read(path, _tweets, _numbers, ("negative", "positive"))
 
 
-def _read(path: Path, inputs: Convert, labels: Convert, names: tuple[str, ...]) -> Raw:
+def _read(path: Path, inputs: Convert, labels: Convert, names: tuple[str, ...]) -> RawDataset:
     train, test = _files(path)
     numbers: dict[str, int] = {}
     x, y, client_ids = _part(train, inputs, labels, numbers)
     if not test:
-        return Raw(x, y, client_ids=client_ids, names=names)
+        return RawDataset(x, y, client_ids=client_ids, names=names)
     test_x, test_y, test_client_ids = _part(test, inputs, labels, numbers)
-    return Raw(x, y, (test_x, test_y), client_ids, test_client_ids, names)
+    return RawDataset(x, y, (test_x, test_y), client_ids, test_client_ids, names)
 
 
 def _files(path: Path) -> tuple[list[Path], list[Path]]:

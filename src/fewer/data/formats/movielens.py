@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.formats.reading import inside, members, reader
-from fewer.data.items import of_users
-from fewer.data.raw import Raw
+from fewer.data.formats.readers import inside, members, reader
+from fewer.data.raw_dataset import RawDataset
+from fewer.data.recommendation import of_users
 from fewer.errors import DataError, unknown
+from fewer.registry import FORMATS
 
 Floats = NDArray[np.float32]
 
@@ -46,8 +47,11 @@ FEATURES = (
 """What the 103 features are. All are known before the film is chosen: none describes the film to foretell."""
 
 
+@FORMATS.register("movielens")
 @reader("MovieLens 100k (u.data, u.item, u.user)")
-def movielens(path: Path, items: str = "films", own: bool = False, most: int = 0, least: int = 0) -> Raw:
+def movielens(
+    path: Path, items: str = "films", own_classes: bool = False, max_items: int = 0, min_records: int = 0
+) -> RawDataset:
     """Films in the order in which each user rated them: a client is a user, a class is a film.
 
     The features are those of `FEATURES`. They follow the recommendation task of FedMeta (Chen et al., 2018), where
@@ -73,10 +77,17 @@ def movielens(path: Path, items: str = "films", own: bool = False, most: int = 0
     past = _past(user, film, rating, time, genres, years)
     x = np.concatenate([past[:, :-2], users[user], _moment(time), past[:, -2:]], axis=1)
     if items == "films":
-        return of_users(Raw(x, film, client_ids=user + 1, names=titles, in_time=True), own, most, least)
+        return of_users(
+            RawDataset(x, film, client_ids=user + 1, names=titles, in_time=True), own_classes, max_items, min_records
+        )
     sets, kind = np.unique(genres, axis=0, return_inverse=True)
     names = tuple(" + ".join(np.array(_GENRES)[held > 0]) for held in sets)
-    return of_users(Raw(x, kind.reshape(-1)[film], client_ids=user + 1, names=names, in_time=True), own, most, least)
+    return of_users(
+        RawDataset(x, kind.reshape(-1)[film], client_ids=user + 1, names=names, in_time=True),
+        own_classes,
+        max_items,
+        min_records,
+    )
 
 
 def _table(content: str, separator: str, columns: int, where: str) -> list[list[str]]:

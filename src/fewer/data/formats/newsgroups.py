@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.reading import inside, members, reader
-from fewer.data.raw import Raw
+from fewer.data.formats.readers import inside, members, reader
+from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError
+from fewer.registry import FORMATS
 
 _QUOTE = re.compile(r"^\s*[>|].*\n?|^.*\b(?:writes|wrote):\s*$\n?|^In article\b.*\n?", re.MULTILINE)
 _FOOTER = re.compile(r"^--\s*$", re.MULTILINE)
@@ -17,8 +18,9 @@ _SENDER = re.compile(r"^From:(.*)$", re.MULTILINE | re.IGNORECASE)
 _ADDRESS = re.compile(r"[^\s<>()\",:;]+@[^\s<>()\",:;]+")
 
 
+@FORMATS.register("newsgroups")
 @reader("20 Newsgroups (20news-bydate.tar.gz or what it holds)")
-def newsgroups(path: Path) -> Raw:
+def newsgroups(path: Path) -> RawDataset:
     """Posts without headers, quotes and signatures; a class is a group, a client the address of the sender."""
     path = inside(path, "20news-bydate.tar.gz")
     texts: dict[str, list[str]] = {"train": [], "test": []}
@@ -35,7 +37,7 @@ def newsgroups(path: Path) -> Raw:
         senders[part].append(_sender(head))
     names = sorted({*groups["train"], *groups["test"]})
     y, test_y = (np.array([names.index(group) for group in groups[part]], np.int64) for part in ("train", "test"))
-    return Raw(
+    return RawDataset(
         texts["train"],
         y,
         (texts["test"], test_y),

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.reading import inside, members, reader
-from fewer.data.raw import Array, Raw
+from fewer.data.formats.readers import inside, members, reader
+from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError, SettingError
+from fewer.registry import FORMATS
 
 
+@FORMATS.register("omniglot")
 @reader("Omniglot (images_background.zip and images_evaluation.zip)")
-def omniglot(path: Path, size: int = 28, invert: bool = True) -> Raw:
+def omniglot(path: Path, size: int = 28, invert: bool = True) -> RawDataset:
     """A directory with both official archives, packed or not: background to train on, evaluation to test on.
 
     The classes of evaluation go on after those of background, a client is a drawer, and images are `size` × `size`.
@@ -23,7 +25,7 @@ def omniglot(path: Path, size: int = 28, invert: bool = True) -> Raw:
         raise SettingError(f"size = {size} (allowed: 1 or more)")
     x, y, drawer, names = _characters(path, "images_background", size, invert)
     test_x, test_y, test_drawer, more = _characters(path, "images_evaluation", size, invert)
-    return Raw(x, y, (test_x, test_y + len(names)), drawer, test_drawer, (*names, *more))
+    return RawDataset(x, y, (test_x, test_y + len(names)), drawer, test_drawer, (*names, *more))
 
 
 def _characters(path: Path, part: str, size: int, invert: bool) -> tuple[Array, Array, Array, list[str]]:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fewer.data.formats.reading import contents, inside, members, reader, text
-from fewer.data.raw import Raw
+from fewer.data.formats.readers import contents, inside, members, reader, text
+from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError, SettingError
+from fewer.registry import FORMATS
 
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The 80 characters of LEAF, in its order."""
@@ -27,8 +28,9 @@ _TABLE = np.full(128, ALPHABET.index(" "), np.uint8)
 _TABLE[[ord(character) for character in ALPHABET]] = np.arange(len(ALPHABET))
 
 
+@FORMATS.register("plays")
 @reader("plays (text files, a directory or an archive of them)")
-def plays(path: Path, minimum: int = 200) -> Raw:
+def plays(path: Path, minimum: int = 200) -> RawDataset:
     """Windows of 80 characters and the character after each, for all roles of `minimum` characters or more.
 
     Inputs are a view of the text, which is held only once: row i is the 80 characters from place i on. Clients are
@@ -47,7 +49,7 @@ def plays(path: Path, minimum: int = 200) -> Raw:
         [np.repeat(np.array([role, NOBODY], small), [len(part) - WINDOW, WINDOW]) for role, part in enumerate(parts)]
     )
     rows = len(flat) - WINDOW
-    return Raw(
+    return RawDataset(
         flat.unfold(0, WINDOW, 1)[:rows],
         flat[WINDOW:].numpy(),
         client_ids=client_ids[:rows],

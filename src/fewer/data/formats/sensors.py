@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.formats.reading import inside, members, reader
-from fewer.data.raw import Raw
+from fewer.data.formats.readers import inside, members, reader
+from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError, SettingError
+from fewer.registry import FORMATS
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -46,8 +47,9 @@ _CHANNELS = (_HEART_RATE, *(start + place for start in _UNITS for place in range
 """All but the orientation, which the makers of PAMAP2 call invalid."""
 
 
+@FORMATS.register("pamap2")
 @reader("PAMAP2 (Protocol/subjectNNN.dat)")
-def pamap2(path: Path, window: int = 128, stride: int = 64, standard: bool = True) -> Raw:
+def pamap2(path: Path, window: int = 128, stride: int = 64, standard: bool = True) -> RawDataset:
     """Windows of heart rate and three inertial units (40 channels, 100 Hz) in which one activity goes on.
 
     Missing values are interpolated in time. Classes are the activities that occur, in the order of their numbers.
@@ -77,11 +79,14 @@ def pamap2(path: Path, window: int = 128, stride: int = 64, standard: bool = Tru
         inputs -= inputs.mean(axis=(0, 2), keepdims=True, dtype=np.float64).astype(np.float32)
         inputs /= np.maximum(inputs.std(axis=(0, 2), keepdims=True, dtype=np.float64), 1e-6).astype(np.float32)
     names = tuple(_PAMAP2[number] for number in present.tolist())
-    return Raw(inputs, y.reshape(-1).astype(np.int64), client_ids=np.concatenate(subject), names=names, in_time=True)
+    return RawDataset(
+        inputs, y.reshape(-1).astype(np.int64), client_ids=np.concatenate(subject), names=names, in_time=True
+    )
 
 
+@FORMATS.register("har")
 @reader("UCI HAR (UCI HAR Dataset with its Inertial Signals)")
-def har(path: Path) -> Raw:
+def har(path: Path) -> RawDataset:
     """Windows of 128 readings of nine signals, as they come; test subjects are others than training subjects."""
     path = inside(path, "UCI HAR Dataset", "UCI HAR Dataset.zip", "har.zip")
     wanted = re.compile(r"(?:.*/)?(?:train|test)/(?:Inertial Signals/\w+|[yY]_\w+|subject_\w+)\.txt")
@@ -104,12 +109,13 @@ def har(path: Path) -> Raw:
         labels, subjects = (table(f"{kind}_{part}.txt")[:, 0].astype(np.int64) for kind in ("y", "subject"))
         parts.append((np.stack(channels, axis=1), labels - 1, subjects))
     (x, y, subject), (test_x, test_y, test_subject) = parts
-    return Raw(x, y, (test_x, test_y), subject, test_subject, _BASIC, in_time=True)
+    return RawDataset(x, y, (test_x, test_y), subject, test_subject, _BASIC, in_time=True)
 
 
+@FORMATS.register("hapt")
 @reader("HAPT (RawData with acc_expNN_userNN.txt, gyro_expNN_userNN.txt and labels.txt)")
-def hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool = False) -> Raw:
-    """Windows of accelerometer and gyroscope (6 channels, 50 Hz), each within one labelled stretch of time.
+def hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool = False) -> RawDataset:
+    """Windows of accelerometer and gyroscope (6 channels, 50 Hz), each within one labeled stretch of time.
 
     With `transitions` the six changes of posture are classes too.
     """
@@ -139,7 +145,7 @@ def hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool = Fa
                 x.append(_cut(series, starts, window))
                 y.append(np.full(len(starts), activity - 1))
                 subject.append(np.full(len(starts), user))
-    return Raw(
+    return RawDataset(
         np.concatenate(x),
         np.concatenate(y),
         client_ids=np.concatenate(subject),
@@ -179,7 +185,7 @@ def _numbers(raw: bytes, where: str) -> Floats:
 
 
 def _interpolated(series: Floats, where: str) -> Floats:
-    """The same series with what is missing filled in, straight between neighbours in time."""
+    """The same series with what is missing filled in, straight between neighbors in time."""
     rows = np.arange(len(series))
     for column, values in enumerate(series.T):
         there = np.isfinite(values)

@@ -10,13 +10,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
 from fewer.errors import SettingError, unknown
+from fewer.registry import TRACKERS
 
-GROUP = "fewer.trackers"
 _LOG = logging.getLogger("fewer")
 
 Figures = Mapping[str, Any]
@@ -51,18 +50,17 @@ Kind = Callable[[About, Sequence[Figures]], Tracker]
 
 def names() -> list[str]:
     """All trackers that are known: plug-ins add theirs to the entry-point group `fewer.trackers`."""
-    return sorted({entry.name for entry in entry_points(group=GROUP)})
+    return list(TRACKERS)
 
 
 def find(chosen: Sequence[str]) -> dict[str, Kind]:
     """The trackers of these names; SettingError where one is not known or what it needs is not installed."""
     found: dict[str, Kind] = {}
     for name in chosen:
-        entries = [entry for entry in entry_points(group=GROUP) if entry.name == name]
-        if not entries:
+        if name not in TRACKERS:
             raise unknown("tracker", name, names())
         try:
-            found[name] = entries[0].load()
+            found[name] = TRACKERS[name]
         except ImportError as error:
             raise SettingError(
                 f"tracker '{name}' needs {error.name}, which is not installed (pip install 'fewer[track]')"
@@ -117,7 +115,7 @@ def following(
 
 
 def scalars(figures: Figures) -> dict[str, float]:
-    """The plain numbers among the figures of a round, and those of named parts as `part/name`; not those by party."""
+    """The plain numbers among the figures of a round, and those of named parts as `part/name`; not those by client."""
     found: dict[str, float] = {}
     for name, value in figures.items():
         if isinstance(value, int | float) and name != "round":

@@ -15,6 +15,7 @@ os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"}  # be
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
+from fewer.registry import TRACKERS
 from fewer.runs.trackers import About, Figures, scalars
 
 EXPERIMENT = "fewer"
@@ -24,6 +25,7 @@ MOST = 500
 """Characters that MLflow takes for a setting."""
 
 
+@TRACKERS.register("mlflow")
 class MLflow:
     """One MLflow run for one run directory, however often that is broken off."""
 

@@ -16,11 +16,13 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from fewer.registry import TRACKERS
 from fewer.runs.trackers import About, Figures, scalars
 
 FOLDER = "tensorboard"
 
 
+@TRACKERS.register("tensorboard")
 class TensorBoard:
     """Writes one file for each time that a run begins or goes on; the last one has all rounds and takes precedence."""
 

@@ -1,17 +1,17 @@
-"""Parties on machines of their own. Flower's SuperLink and SuperNodes carry our messages; that is all they do.
+"""Clients on machines of their own. Flower's SuperLink and SuperNodes carry our messages; that is all they do.
 
-Both programs run as they come, with TLS and a key for each party, and both in Flower's `process` isolation: they hand
-work to whoever holds a secret, and start no program themselves. We hold it. So the coordinator's loop stays in the
-process of the command, and a party answers with the package that it has installed: nothing that a coordinator sends is
+Both programs run as they come, with TLS and a key for each client, and both in Flower's `process` isolation: they hand
+work to whoever holds a secret, and start no program themselves. We hold it. So the server's loop stays in the
+process of the command, and a client answers with the package that it has installed: nothing that a server sends is
 ever run as code (the app that Flower wants to be sent has no code in it), and no process is started for a message.
 
-    credentials.py   the authority, the server's certificate, the parties' keys
+    credentials.py   the authority, the server's certificate, the clients' keys
     programs.py      Flower's programs as children, quiet and offline
     executor.py      taking work from them
     envelope.py      our calls and replies as Flower's messages
-    link.py          the coordinator's side: a SuperLink and one run on it
-    node.py          a party's side: a SuperNode and the loop that answers
-    parties.py       the runtime
+    link.py          the server's side: a SuperLink and one run on it
+    node.py          a client's side: a SuperNode and the loop that answers
+    clients.py       the runtime
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Who is who between machines: an authority of our own, the coordinator's certificate, a key for each party.
+"""Who is who between machines: an authority of our own, the server's certificate, a key for each client.
 
     DIR/ca.crt, ca.key            the authority that signs the certificate
-    DIR/server.crt, server.key    the coordinator's certificate, for the names by which parties reach it
-    DIR/party-N/node.key          party N's private key (ECDSA, P-384), node.pub the public one
-    DIR/party-N/ca.crt            what it knows the coordinator by
+    DIR/server.crt, server.key    the server's certificate, for the names by which clients reach it
+    DIR/client-N/node.key          client N's private key (ECDSA, P-384), node.pub the public one
+    DIR/client-N/ca.crt            what it knows the server by
 
-The folder of a party goes to its machine; the coordinator needs of it node.pub alone.
+The folder of a client goes to its machine; the server needs of it node.pub alone.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _NAME = re.compile(rf"(\*\.)?{_PART}(\.{_PART})*")
 
 @dataclass(frozen=True)
 class Credentials:
-    """The coordinator's directory of keys."""
+    """The server's directory of keys."""
 
     folder: Path
 
     @classmethod
-    def create(cls, folder: Path, parties: int, hosts: Sequence[str] = (), days: int = 825) -> Credentials:
-        """New keys for a coordinator that is reached by these names, and for its parties."""
+    def create(cls, folder: Path, clients: int, hosts: Sequence[str] = (), days: int = 825) -> Credentials:
+        """New keys for a server that is reached by these names, and for its clients."""
         if (folder / "ca.key").exists():
             raise RunError(f"{folder} holds keys already (choose another directory; keys are never written over)")
         for host in hosts:
@@ -53,8 +53,8 @@ class Credentials:
         _write(folder / "ca.crt", authority.public_bytes(serialization.Encoding.PEM))
         made = cls(folder)
         made.certify(hosts, days)
-        for party in range(parties):
-            made.add_party(party)
+        for client in range(clients):
+            made.add_client(client)
         return made
 
     @classmethod
@@ -62,7 +62,7 @@ class Credentials:
         """Those that are there; RunError where something is missing."""
         for name in ("ca.crt", "server.crt", "server.key"):
             if not (folder / name).is_file():
-                raise RunError(f"{folder} has no {name} (make keys with: fewer keys init {folder} --parties N)")
+                raise RunError(f"{folder} has no {name} (make keys with: fewer keys init {folder} --clients N)")
         end = _read(folder / "server.crt").not_valid_after_utc
         if end < datetime.datetime.now(datetime.UTC):
             raise RunError(
@@ -71,7 +71,7 @@ class Credentials:
         return cls(folder)
 
     def certify(self, hosts: Sequence[str], days: float) -> None:
-        """A new certificate for the coordinator, under the same authority: parties need nothing new."""
+        """A new certificate for the server, under the same authority: clients need nothing new."""
         names = [_host(name) for name in dict.fromkeys([*hosts, *LOCAL])]
         authority, path = _read(self.folder / "ca.crt"), self.folder / "ca.key"
         try:
@@ -81,23 +81,23 @@ class Credentials:
         if not isinstance(signer, ec.EllipticCurvePrivateKey):
             raise RunError(f"{path} is not a key of the kind that an authority has here (ECDSA)")
         key = ec.generate_private_key(ec.SECP384R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Fewer coordinator")])
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Fewer server")])
         signed = _certificate(name, authority.subject, signer, key.public_key(), days, names)
         _write_private(self.folder / "server.key", key)
         _write(self.folder / "server.crt", signed.public_bytes(serialization.Encoding.PEM))
 
     def check_host(self, host: str) -> None:
-        """RunError where the certificate is not for this name of the coordinator."""
+        """RunError where the certificate is not for this name of the server."""
         named = _read(self.folder / "server.crt").extensions.get_extension_for_class(x509.SubjectAlternativeName)
         if _host(host) not in list(named.value):
             raise RunError(
                 f"the certificate in {self.folder} is not for {host} "
-                f"(fewer keys renew {self.folder} --host {host}, and --host for each other name that parties use)"
+                f"(fewer keys renew {self.folder} --host {host}, and --host for each other name that clients use)"
             )
 
-    def add_party(self, party: int) -> Path:
-        """The folder of one more party."""
-        folder = self.party(party)
+    def add_client(self, client: int) -> Path:
+        """The folder of one more client."""
+        folder = self.client(client)
         folder.mkdir()
         key = ec.generate_private_key(ec.SECP384R1())
         _write_private(folder / "node.key", key)
@@ -106,23 +106,23 @@ class Credentials:
         _write(folder / "ca.crt", (self.folder / "ca.crt").read_bytes())
         return folder
 
-    def party(self, number: int) -> Path:
-        """What belongs to a party."""
-        return self.folder / f"party-{number}"
+    def client(self, number: int) -> Path:
+        """What belongs to a client."""
+        return self.folder / f"client-{number}"
 
     @property
     def public_keys(self) -> dict[int, bytes]:
-        """The parties' public keys by number, in the form in which Flower names them."""
+        """The clients' public keys by number, in the form in which Flower names them."""
         found: dict[int, bytes] = {}
-        for path in self.folder.glob("party-*/node.pub"):
-            if not (number := re.fullmatch(r"party-(\d+)", path.parent.name)):
+        for path in self.folder.glob("client-*/node.pub"):
+            if not (number := re.fullmatch(r"client-(\d+)", path.parent.name)):
                 continue
             try:
                 key = serialization.load_ssh_public_key(path.read_bytes())
             except ValueError as error:
                 raise RunError(f"{path} is not a public key: {error}") from error
             if not isinstance(key, ec.EllipticCurvePublicKey):
-                raise RunError(f"{path} is not a key of the kind that parties have (ECDSA, P-384)")
+                raise RunError(f"{path} is not a key of the kind that clients have (ECDSA, P-384)")
             found[int(number[1])] = key.public_bytes(
                 serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
             )
@@ -180,7 +180,7 @@ def _host(name: str) -> x509.GeneralName:
     except ValueError:
         pass
     if not _NAME.fullmatch(name) or name.rpartition(".")[2].isdecimal():
-        raise RunError(f"'{name}' is no name or address of a machine (allowed: coordinator.example.org, 10.0.0.7, …)")
+        raise RunError(f"'{name}' is no name or address of a machine (allowed: server.example.org, 10.0.0.7, …)")
     return x509.DNSName(name)
 
 

@@ -10,7 +10,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
-from fewer.runtime.site import Call, Failure, Hop, Reply
+from fewer.runtime.handlers import Call, Failure, Hop, Reply
 from fewer.wire import Refused
 from fewer.wire.message import MAX_REASON
 
@@ -31,9 +31,9 @@ def read_question(content: RecordDict) -> tuple[Call, bytes]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused("not a question") from error
     hop = call.hop or Hop(0, "", 0, True)
-    numbers, names = (call.party, call.round, hop.other, hop.number), (call.handler, hop.kind)
-    if any(type(one) is not int for one in numbers) or any(type(one) is not str for one in names) or call.party < 0:
-        raise Refused("not a question to a party")
+    numbers, names = (call.client, call.round, hop.other, hop.number), (call.handler, hop.kind)
+    if any(type(one) is not int for one in numbers) or any(type(one) is not str for one in names) or call.client < 0:
+        raise Refused("not a question to a client")
     if hop.sealed is not True:
         raise Refused("between machines, what is passed on is sealed")
     return call, blob
@@ -57,11 +57,11 @@ def read_answer(message: Message) -> Reply:
         return Reply(b"", "refused", "not an answer")
     if not (isinstance(detail, str) and isinstance(seconds, float)):
         return Reply(b"", "refused", "not an answer")
-    why: Failure | None = next((known for known in get_args(Failure) if known == failure), None)
-    if failure and not why:
+    reason: Failure | None = next((known for known in get_args(Failure) if known == failure), None)
+    if failure and not reason:
         return Reply(b"", "refused", "not an answer")
     told = "".join(sign for sign in detail[:MAX_REASON] if sign.isprintable())  # it is shown on a terminal
-    return Reply(blob, why, told, seconds)
+    return Reply(blob, reason, told, seconds)
 
 
 def size(message: Message) -> int:

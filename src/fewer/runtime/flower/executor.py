@@ -44,7 +44,7 @@ def beats(http: RuntimeHttpClient) -> bool:
         return False
 
 
-# --- a party's questions --------------------------------------------------------------------------------------
+# --- a client's questions --------------------------------------------------------------------------------------
 
 
 def look(http: RuntimeHttpClient) -> str:
@@ -67,7 +67,7 @@ class Patient(RuntimeHttpClient):
     """Pulls a question, and waits while the SuperNode has not got all of it; GivenUp where it never will.
 
     A SuperNode makes a task of a message first and fetches its content then. If the run has ended meanwhile (its
-    coordinator was killed, and another is there), it drops the message without a word and leaves the task. It fetches
+    server was killed, and another is there), it drops the message without a word and leaves the task. It fetches
     one message at a time, so when there is another task, it has dropped this one.
     """
 

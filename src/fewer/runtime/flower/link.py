@@ -1,4 +1,4 @@
-"""The coordinator's side: a SuperLink of our own, and one run on it."""
+"""The server's side: a SuperLink of our own, and one run on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from fewer.runtime.flower import envelope, without_proxy
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.executor import beats, executor
 from fewer.runtime.flower.programs import Program, secret_file
-from fewer.runtime.site import Call, Reply
+from fewer.runtime.handlers import Call, Reply
 from fewer.runtime.store import hold
 from fewer.wire import Direction
 
@@ -70,8 +70,8 @@ class LinkLost(RunError):
     """The SuperLink is gone, or has given up our run: it must be begun anew, and goes on from our checkpoint."""
 
 
-class There(NamedTuple):
-    """A party's SuperNode that is online."""
+class RemoteClient(NamedTuple):
+    """A client's SuperNode that is online."""
 
     node: int
     since: str
@@ -82,7 +82,7 @@ class Asked(NamedTuple):
     """A question under way."""
 
     call: Call
-    there: There
+    there: RemoteClient
 
 
 class Coming(NamedTuple):
@@ -128,7 +128,7 @@ class Link:
         self._program = Program("flwr.superlink.cli:flower_superlink", list(map(str, arguments)), home)
         self._lock = hold(home / "lock")
         if self._lock is None:
-            raise RunError(f"another coordinator is at work with the keys in {self.credentials.folder}")
+            raise RunError(f"another server is at work with the keys in {self.credentials.folder}")
         try:
             self._start()
             self._register()
@@ -162,9 +162,9 @@ class Link:
                 control.ListNodes(ListNodesRequest())
                 return
             if self._program.pid is None or time.monotonic() > end:
-                why = self._program.last_words()
+                reason = self._program.last_words()
                 self._program.stop()
-                raise RunError(f"Flower's SuperLink does not start on {self.host}:{self.port}: {why}")
+                raise RunError(f"Flower's SuperLink does not start on {self.host}:{self.port}: {reason}")
             time.sleep(0.2)
 
     @property
@@ -173,18 +173,18 @@ class Link:
         return self._program.pid if self._program else None
 
     def _register(self) -> None:
-        """Let in the parties whose keys are in the directory, and nobody else."""
+        """Let in the clients whose keys are in the directory, and nobody else."""
         with self._control() as control:
             nodes = control.ListNodes(ListNodesRequest()).nodes_info
             known = {node.public_key: node for node in nodes if not node.unregistered_at}
-            keys = {key: party for party, key in self.credentials.public_keys.items()}
+            keys = {key: client for client, key in self.credentials.public_keys.items()}
             for key in keys.keys() - known.keys():
                 try:
-                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=f"party-{keys[key]}"))
+                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=f"client-{keys[key]}"))
                 except httpx.HTTPStatusError as error:
                     folder = self.credentials.folder
                     raise RunError(
-                        f"party {keys[key]}: Flower does not take a key again whose node.pub was taken away before "
+                        f"client {keys[key]}: Flower does not take a key again whose node.pub was taken away before "
                         f"(make a new key; or delete {folder / 'flower'}, to begin anew with all that are in {folder})"
                     ) from error
             for key in known.keys() - keys.keys():
@@ -206,25 +206,25 @@ class Link:
 
     # --- the run --------------------------------------------------------------------------------------------
 
-    def begin_run(self, job: str) -> None:
-        """Submit a run; every party gets `job` with the first question."""
+    def begin_run(self, experiment: str) -> None:
+        """Submit a run; every client gets `job` with the first question."""
         self.end_run()  # of an attempt that did not get as far as to a runtime
         if self.pid is None:
             self._start()
         self.packed.clear()
         self._coming.clear()
         try:
-            self._submit(job)
+            self._submit(experiment)
         except httpx.HTTPError as error:
             raise LinkLost(f"Flower's SuperLink does not take the run ({error})") from error
 
-    def _submit(self, job: str) -> None:
+    def _submit(self, experiment: str) -> None:
         fab, _ = build_fab_from_files({"pyproject.toml": APP})
         with self._control() as control:
             started = control.StartRun(
                 StartRunRequest(
                     fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
-                    override_config=user_config_to_proto({"job": job}),
+                    override_config=user_config_to_proto({"job": experiment}),
                 )
             )
         if not started.HasField("run_id"):
@@ -242,7 +242,7 @@ class Link:
         self._heart.start()
 
     def _claim(self, run: int) -> str:
-        """The token with which this process is the run's coordinator."""
+        """The token with which this process is the run's server."""
         http = executor(self.address, self.credentials.folder / "flower", self._root)
         try:
             while True:
@@ -269,13 +269,13 @@ class Link:
 
     # --- its messages ---------------------------------------------------------------------------------------
 
-    def there(self) -> dict[int, There]:
-        """The parties that are online."""
-        numbers = {key: party for party, key in self.credentials.public_keys.items()}
+    def there(self) -> dict[int, RemoteClient]:
+        """The clients that are online."""
+        numbers = {key: client for client, key in self.credentials.public_keys.items()}
         with self._answering() as grid:
             nodes = list(grid.get_nodes())
         return {
-            numbers[node.public_key]: There(node.node_id, node.last_activated_at)
+            numbers[node.public_key]: RemoteClient(node.node_id, node.last_activated_at)
             for node in nodes
             if node.public_key in numbers
         }
@@ -294,7 +294,7 @@ class Link:
             )
             for asked, blob in questions
         ]
-        with self._once() as grid:  # nobody may be asked twice: a party would take what it made for what was before
+        with self._once() as grid:  # nobody may be asked twice: a client would take what it made for what was before
             numbers = list(grid.push_messages(messages))
         self.packed["down"] += sum(map(envelope.size, messages))
         return {number: asked for number, (asked, _) in zip(numbers, questions, strict=True)}
@@ -310,7 +310,7 @@ class Link:
             new = [number for number in numbers if number not in self._coming]
             found = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=new))
             for about, tree in zip(found.messages_list, found.message_object_trees, strict=True):
-                told = about.metadata  # what the SuperLink has checked; a party could write anything into the message
+                told = about.metadata  # what the SuperLink has checked; a client could write anything into the message
                 pieces = dict.fromkeys(piece.object_id for piece in iterate_object_tree(tree))
                 self._coming[told.reply_to_message_id] = Coming(told.message_id, list(pieces), {})
             self._coming = {number: self._coming[number] for number in numbers if number in self._coming}
@@ -335,7 +335,7 @@ class Link:
         try:
             message = cast(Message, inflate_object_from_contents(coming.message, coming.pieces))
             reply = envelope.read_answer(message)
-        except Exception:  # a SuperLink looks at the heads of pieces alone, and a party can put anything into the rest
+        except Exception:  # a SuperLink looks at the heads of pieces alone, and a client can put anything into the rest
             return Reply(b"", "refused", "not a message")
         self.packed["up"] += size if message.has_content() else 0
         return reply

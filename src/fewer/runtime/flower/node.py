@@ -1,4 +1,4 @@
-"""A party's side: a SuperNode that fetches questions, and the loop that answers them."""
+"""A client's side: a SuperNode that fetches questions, and the loop that answers them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fewer.errors import RunError
 from fewer.runtime.flower import envelope
 from fewer.runtime.flower.executor import GivenUp, Patient, beats, executor, look
 from fewer.runtime.flower.programs import Program, free_port, secret_file
-from fewer.runtime.site import Call, Reply
+from fewer.runtime.handlers import Call, Reply
 from fewer.wire import Refused
 
 PAUSE = 0.2
@@ -37,7 +37,7 @@ Answering = Callable[[str, Call, bytes], Reply]
 
 @dataclass
 class Node:
-    """Joins a coordinator at `address` with the keys in a folder, and answers until it is stopped."""
+    """Joins a server at `address` with the keys in a folder, and answers until it is stopped."""
 
     address: str
     keys: Path
@@ -46,24 +46,24 @@ class Node:
     """Told what happens."""
 
     def serve(self, answering: Answering) -> None:
-        """Answer questions for ever. A SuperNode that ends (no coordinator yet, a key in use) is started again."""
+        """Answer questions for ever. A SuperNode that ends (no server yet, a key in use) is started again."""
         for name in ("node.key", "ca.crt"):
             if not (self.keys / name).is_file():
-                raise RunError(f"{self.keys} has no {name} (expected: the folder party-N that `fewer keys init` made)")
+                raise RunError(f"{self.keys} has no {name} (expected: the folder client-N that `fewer keys init` made)")
         if parse_address(self.address) is None:
-            raise RunError(f"{self.address} is no address of a coordinator (expected: HOST:PORT)")
+            raise RunError(f"{self.address} is no address of a server (expected: HOST:PORT)")
         wait = 1.0
         while True:
             program, port = self._program()
             program.start()
             begun = time.monotonic()
             try:
-                why = self._answer_all(program, port, answering)
+                reason = self._answer_all(program, port, answering)
             finally:
                 program.stop()
             if time.monotonic() - begun > LONGEST:
                 wait = 1.0
-            self.say(f"not joined: {why}; again in {wait:.0f} s")
+            self.say(f"not joined: {reason}; again in {wait:.0f} s")
             time.sleep(wait)
             wait = min(2 * wait, LONGEST)
 
@@ -86,7 +86,7 @@ class Node:
                 if (now := _joined(said)) not in (None, joined):
                     joined = now
                     where = self.address
-                    self.say(f"joined {where}" if joined else f"no coordinator at {where}: trying again and again")
+                    self.say(f"joined {where}" if joined else f"no server at {where}: trying again and again")
                 if lost != (lost := _lost(said)):
                     since = time.monotonic()
                 if lost and time.monotonic() > since + LOST:  # who asked sees that it came anew, and waits no more
@@ -135,7 +135,7 @@ class Node:
 
 
 def _joined(said: Sequence[str]) -> bool | None:
-    """Whether the SuperNode reaches a coordinator, by what it said last: by itself it tries for ever, in its log."""
+    """Whether the SuperNode reaches a server, by what it said last: by itself it tries for ever, in its log."""
     for line in reversed(said):
         if "Connection attempt failed" in line:
             return False
@@ -157,8 +157,8 @@ def _lost(said: Sequence[str]) -> str:
 def _reason(told: str) -> str:
     """Why the SuperNode could not join, in our words."""
     if "[code: 2004]" in told:
-        return "the coordinator does not take this key (it is not registered, or in use at this moment)"
+        return "the server does not take this key (it is not registered, or in use at this moment)"
     if "CERTIFICATE_VERIFY_FAILED" in told:
-        why = told.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
-        return f"the coordinator's certificate is not to be trusted ({why})"
+        reason = told.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+        return f"the server's certificate is not to be trusted ({reason})"
     return told

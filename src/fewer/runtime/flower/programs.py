@@ -17,7 +17,7 @@ from pathlib import Path
 from fewer.runtime.flower import QUIET
 
 _LIBC = ctypes.CDLL(None)
-_COLOUR = re.compile(r"\x1b\[\d*m")
+_COLOR = re.compile(r"\x1b\[\d*m")
 _CHATTER = re.compile(r"^(INFO|WARNING|For more information|The SuperNode could not)|Z (INFO|WARNING) ")
 PATIENCE = 5.0
 """Seconds that a program gets to end in peace."""
@@ -79,7 +79,7 @@ class Program:
         try:
             with self.log.open("rb") as log:
                 log.seek(max(self._from, log.seek(0, os.SEEK_END) - (1 << 14)))
-                lines = _COLOUR.sub("", log.read().decode(errors="replace")).splitlines()
+                lines = _COLOR.sub("", log.read().decode(errors="replace")).splitlines()
         except OSError:
             return []
         return [line.strip() for line in lines if line.strip()][-100:]

@@ -1,4 +1,4 @@
-"""Data as a source has it, before it is divided among parties."""
+"""Data as a source has it, before it is divided among clients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Inputs = Array | Tensor | list[str]
 
 
 @dataclass(frozen=True)
-class Raw:
+class RawDataset:
     """Inputs and class numbers, and what a source knows besides."""
 
     x: Inputs

@@ -15,15 +15,15 @@ from torch import nn
 
 from fewer.data import Data, Samples, text
 from fewer.data.federated import inputs_of, labels_of
-from fewer.data.raw import Inputs
+from fewer.data.raw_dataset import Inputs
 from fewer.data.sources import inputs
 from fewer.errors import DataError, FewerError, SettingError
 from fewer.methods import Method, find, names
 from fewer.methods.frl import Prepared
-from fewer.methods.frl_deploy import Deploy, read_prepared
+from fewer.methods.frl_deploy import FRLDeploy, read_prepared
 from fewer.models import Weights, load_weights
 from fewer.runs.engine import Progress, run
-from fewer.runs.job import Model
+from fewer.runs.experiment import Model
 from fewer.runs.result import Result, open_result
 
 
@@ -31,7 +31,7 @@ def predictions(
     path: Path,
     name: str,
     directory: Path | None = None,
-    party: int | None = None,
+    client: int | None = None,
     options: Mapping[str, Any] | None = None,
     weights: Path | None = None,
 ) -> tuple[list[str], float | None]:
@@ -43,7 +43,7 @@ def predictions(
     from, the test samples are taken.
     """
     result = open_result(path)
-    net = result.model if party is None else result.personal(party)
+    net = result.model if client is None else result.personal_model(client)
     if weights is not None:
         load_weights(net, _weights_in(weights))
     labels: NDArray[np.int64] | None
@@ -69,7 +69,7 @@ def adapt(
     directory: Path | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[list[Path], int]:
-    """A new party's own model: what a run has learned, adapted to all samples of this data; the same files as `export`.
+    """A new client's own model: what a run has learned, adapted to all samples of this data; the same files as `export`.
 
     How many samples there were comes second.
     """
@@ -86,7 +86,7 @@ def _read(
 ) -> tuple[Samples, NDArray[np.int64] | None]:
     """Samples in the form that the model takes, and their labels if there are any."""
     same = name.partition(":")[0] == result.settings.data.partition(":")[0]
-    x, y = inputs(name, directory, options or (result.settings.data_set if same else {}))
+    x, y = inputs(name, directory, options or (result.settings.data_options if same else {}))
     return _like(result, x, name), None if y is None else labels_of(y, name)
 
 
@@ -99,11 +99,11 @@ def _weights_in(path: Path) -> Weights:
 
 
 def _like(result: Result, x: Inputs, name: str) -> Samples:
-    """Inputs in the form of those that the model was trained on: normalised alike, or with the same vocabulary."""
+    """Inputs in the form of those that the model was trained on: normalized alike, or with the same vocabulary."""
     if isinstance(x, list):
         if not result.data.tokens:
             raise DataError(f"data '{name}' is text; the model was trained on inputs of shape {result.data.shape}")
-        x = text.encode(x, result.data.tokens, result.settings.length)
+        x = text.encode(x, result.data.tokens, result.settings.max_length)
     return result.like(inputs_of(x, name), name)
 
 
@@ -120,8 +120,8 @@ def preparing(kind: type[Method]) -> None:
 def deploying(prepared: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a group's run from a prepared model: those of its preparation, and what is given."""
     facts = read_prepared(prepared)[1]
-    own = {**facts["set"], **given.get("set", {}), "prepared": str(prepared.resolve())}
-    return {"rounds": facts["rounds"], **facts["model"], **given, "method": Deploy.name, "set": own}
+    own = {**facts["method_options"], **given.get("method_options", {}), "prepared": str(prepared.resolve())}
+    return {"rounds": facts["rounds"], **facts["model"], **given, "method": FRLDeploy.name, "method_options": own}
 
 
 def deploy(
@@ -133,7 +133,7 @@ def deploy(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Result:
-    """Let the parties of `data` make their own model from a prepared one: `fewer.deploy("runs/…", mine).model`.
+    """Let the clients of `data` make their own model from a prepared one: `fewer.deploy("runs/…", mine).model`.
 
     `prepared` is the file that `fewer prepare` wrote, or the directory of a run that prepared a model. A model of your
     own must be given again. Settings are those of `fewer.run`.
@@ -143,10 +143,10 @@ def deploy(
     return run(chosen.pop("method"), data, model=model or named, out=out, progress=progress, **chosen)
 
 
-def export(path: Path, out: Path, party: int | None = None) -> list[Path]:
+def export(path: Path, out: Path, client: int | None = None) -> list[Path]:
     """Weights as safetensors, a torch.export program with a free batch size, and a note on inputs and classes."""
     result = open_result(path)
-    return _write(result, result.model if party is None else result.personal(party), out)
+    return _write(result, result.model if client is None else result.personal_model(client), out)
 
 
 def _write(result: Result, net: nn.Module, out: Path) -> list[Path]:
@@ -162,7 +162,7 @@ def _write(result: Result, net: nn.Module, out: Path) -> list[Path]:
             "method": result.method.name,
             "rounds": len(result.history),
             "input": ["batch", *result.data.shape],
-            "normalise": {"subtract": test.shift, "multiply": test.scale},
+            "normalize": {"subtract": test.shift, "multiply": test.scale},
             "classes": result.data.classes,
             "names": list(getattr(result.data, "names", ())),
             "tokens": list(result.data.tokens),

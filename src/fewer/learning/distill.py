@@ -33,7 +33,7 @@ def feature_loss(net: nn.Module, teacher: nn.Module, weight: float, link: nn.Mod
 
 
 @torch.no_grad()
-def fitted(net: nn.Module, teacher: nn.Module, x: Tensor) -> nn.Linear:
+def fit_feature_map(net: nn.Module, teacher: nn.Module, x: Tensor) -> nn.Linear:
     """The linear map from the features of one net to those of another that fits best on these inputs."""
     seen, shown = (parts_of(each.eval())[0](x).flatten(1).double().cpu() for each in (net, teacher))
     inner = seen.T @ seen
@@ -44,14 +44,14 @@ def fitted(net: nn.Module, teacher: nn.Module, x: Tensor) -> nn.Linear:
     return link.to(x.device)
 
 
-def distil(
+def distill(
     net: nn.Module,
     teacher: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
-    rate: float,
+    lr: float,
     weight: float,
     link: nn.Module | None = None,
 ) -> None:
     """Steps of SGD on `feature_loss`, in place; with a `link` (of the student's features), it learns too."""
     link = link or nn.Identity()
-    sgd(nn.ModuleList([net, link]), batches, rate, loss=feature_loss(net, teacher, weight, link))
+    sgd(nn.ModuleList([net, link]), batches, lr, loss=feature_loss(net, teacher, weight, link))

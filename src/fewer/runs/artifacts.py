@@ -11,7 +11,7 @@ import safetensors.torch
 
 from fewer.methods import Method
 from fewer.methods.frl import HEAD, FewRounds, Prepared
-from fewer.methods.frl_deploy import FILE, Deploy, file_of, vocabulary
+from fewer.methods.frl_deploy import FILE, FRLDeploy, file_of, vocabulary
 from fewer.runs.result import Result
 from fewer.runtime.store import write_durably
 
@@ -25,12 +25,12 @@ def write_prepared(result: Result, where: Path) -> Path | None:
     facts = {
         "method": method.name,
         "rounds": method.deploy_rounds or method.group_rounds,
-        "set": own,
-        "model": {"model": settings.model, "norm": settings.norm, "model_set": settings.model_set},
+        "method_options": own,
+        "model": {"model": settings.model, "norm": settings.norm, "model_options": settings.model_options},
         "input": list(result.task.shape),
         "vocabulary": vocabulary(result.data),
     }
-    weights = {name: tensor.cpu().contiguous() for name, tensor in method.shared(result.state).items()}
+    weights = {name: tensor.cpu().contiguous() for name, tensor in method.broadcast(result.state).items()}
     encoder = {name: tensor for name, tensor in weights.items() if not name.startswith(HEAD)}
     write_durably(where / FILE, safetensors.torch.save(encoder, {"fewer": json.dumps(facts)}))
     return where / FILE
@@ -42,7 +42,7 @@ START = "start.safetensors"
 
 def keep_start(method: Method, where: Path) -> None:
     """Copy what a group begins from, so that its run can go on and be used wherever that file goes."""
-    if isinstance(method, Deploy):
+    if isinstance(method, FRLDeploy):
         write_durably(where / START, file_of(Path(method.prepared)).read_bytes())
 
 
@@ -50,4 +50,4 @@ def settled(settings: Mapping[str, Any], where: Path) -> dict[str, Any]:
     """The settings of the run in a directory, with its own copy of what it began from, if it has one."""
     if not (where / START).exists():
         return dict(settings)
-    return {**settings, "set": {**settings["set"], "prepared": str((where / START).resolve())}}
+    return {**settings, "method_options": {**settings["method_options"], "prepared": str((where / START).resolve())}}

@@ -15,14 +15,14 @@ from fewer.report.charts import (
     Grid,
     Ring,
     bar_picture,
+    client_picture,
     curve_picture,
     density_picture,
     heat_picture,
-    party_picture,
     ring_picture,
     traffic_picture,
 )
-from fewer.report.figures import Histories, by_party, curve, percent
+from fewer.report.figures import Histories, by_client, curve, percent
 from fewer.report.html import Picture, Table
 from fewer.report.pictures import (
     class_counts,
@@ -33,8 +33,8 @@ from fewer.report.pictures import (
     sheet_picture,
     sheet_rows,
 )
-from fewer.report.reading import Group, Run, differing
-from fewer.report.style import COLOURS, Look, look, looks
+from fewer.report.run_reader import Run, RunGroup, differing
+from fewer.report.style import COLORS, Look, look, looks
 from fewer.report.verdict import paired
 from fewer.runs.statistics import amount
 
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from fewer.runs.result import Result
 
 MAX_RING = 100
-"""At most so many parties are drawn as a ring."""
+"""At most so many clients are drawn as a ring."""
 Album = dict[str, list[Picture]]
 """Pictures by the section that they belong to."""
 
 
-def album(groups: Sequence[Group]) -> tuple[Album, list[str]]:
+def album(groups: Sequence[RunGroup]) -> tuple[Album, list[str]]:
     """All pictures that there is something to show for, and why others are left out."""
     found: Album = {
         "Accuracy": [*_accuracy(groups), *_bars(groups)],
         "Two settings": list(_grids(groups)),
         "Traffic": list(_traffic(groups)),
-        "Parties": list(_parties(groups)),
+        "Clients": list(_clients(groups)),
         "Rings": [picture for number, group in enumerate(groups) for picture in _ring(group, _suffix(number))],
     }
     data, made, notes = _data_and_made(groups)
@@ -69,23 +69,23 @@ def _suffix(number: int) -> str:
 # --- from figures ---------------------------------------------------------------------------------------------
 
 
-def _looks(groups: Sequence[Group]) -> dict[str, Look]:
-    """A look for each; where all are variants of one method, with colours of their own."""
+def _looks(groups: Sequence[RunGroup]) -> dict[str, Look]:
+    """A look for each; where all are variants of one method, with colors of their own."""
     found = looks({group.label: group.name for group in groups})
     if len({group.name for group in groups}) > 1:
         return found
-    first = COLOURS.index(look(groups[0].name).colour)
+    first = COLORS.index(look(groups[0].name).color)
     return {
-        label: each._replace(colour=COLOURS[(first + place) % len(COLOURS)])
+        label: each._replace(color=COLORS[(first + place) % len(COLORS)])
         for place, (label, each) in enumerate(found.items())
     }
 
 
-def _histories(groups: Sequence[Group]) -> Histories:
+def _histories(groups: Sequence[RunGroup]) -> Histories:
     return {group.label: [run.history for run in group.runs] for group in groups}
 
 
-def _accuracy(groups: Sequence[Group]) -> Iterator[Picture]:
+def _accuracy(groups: Sequence[RunGroup]) -> Iterator[Picture]:
     histories, drawn = _histories(groups), _looks(groups)
     several = any(len(group.runs) > 1 for group in groups)
     last = ", ".join(f"{group.label} {percent(group.accuracy)} %" for group in groups)
@@ -102,7 +102,7 @@ def _accuracy(groups: Sequence[Group]) -> Iterator[Picture]:
         ),
         "accuracy-by-megabyte": (
             "megabytes",
-            "The same by all that parties and coordinator had sent by then: further left is cheaper.",
+            "The same by all that clients and server had sent by then: further left is cheaper.",
         ),
         "accuracy-by-second": (
             "seconds",
@@ -117,7 +117,7 @@ def _accuracy(groups: Sequence[Group]) -> Iterator[Picture]:
             yield Picture(name, figure, caption, alt, Table(heads, rows))
 
 
-def _bars(groups: Sequence[Group]) -> Iterator[Picture]:
+def _bars(groups: Sequence[RunGroup]) -> Iterator[Picture]:
     known = {group.label: group.accuracy for group in groups if group.accuracy}
     if len(known) > 1:
         figure = bar_picture(known, _looks(groups))
@@ -136,7 +136,7 @@ def _bars(groups: Sequence[Group]) -> Iterator[Picture]:
         )
 
 
-def _whiskers(groups: Sequence[Group]) -> str:
+def _whiskers(groups: Sequence[RunGroup]) -> str:
     if all(group.accuracy is None or group.accuracy.half is None for group in groups):
         return ""
     judged = (
@@ -147,7 +147,7 @@ def _whiskers(groups: Sequence[Group]) -> str:
     return f" Whiskers: 95 % confidence of each mean; {judged}."
 
 
-def grid_of(groups: Sequence[Group]) -> Grid | None:
+def grid_of(groups: Sequence[RunGroup]) -> Grid | None:
     """Accuracies by the two settings in which the runs of one method differ; None where they are not two."""
     facts = [{**group.runs[0].facts, **group.runs[0].description["method"]} for group in groups]
     keys = differing(facts)
@@ -168,7 +168,7 @@ def _ordered(values: Sequence[Any]) -> list[Any]:
     return sorted(once) if all(isinstance(value, int | float) for value in once) else once
 
 
-def _grids(groups: Sequence[Group]) -> Iterator[Picture]:
+def _grids(groups: Sequence[RunGroup]) -> Iterator[Picture]:
     """A map for each method that was run with several values of two settings."""
     for number, name in enumerate(dict.fromkeys(group.name for group in groups)):
         same = [group for group in groups if group.name == name and group.accuracy]
@@ -189,7 +189,7 @@ def _grids(groups: Sequence[Group]) -> Iterator[Picture]:
         )
 
 
-def _traffic(groups: Sequence[Group]) -> Iterator[Picture]:
+def _traffic(groups: Sequence[RunGroup]) -> Iterator[Picture]:
     traffic = {group.label: group.traffic for group in groups}
     if figure := traffic_picture(traffic):
         rows = [(label, way, kind, size) for label, each in traffic.items() for (way, kind), size in each.items()]
@@ -208,40 +208,40 @@ def _traffic(groups: Sequence[Group]) -> Iterator[Picture]:
         )
 
 
-def _parties(groups: Sequence[Group]) -> Iterator[Picture]:
+def _clients(groups: Sequence[RunGroup]) -> Iterator[Picture]:
     histories, drawn = _histories(groups), _looks(groups)
-    table = Table(("method", "seed", "party", "accuracy"), party_rows(groups))
+    table = Table(("method", "seed", "client", "accuracy"), client_rows(groups))
     spread = ", ".join(
         f"{label} from {100 * values[0]:.1f} to {100 * values[-1]:.1f} %"
         for label, runs in histories.items()
-        if (values := by_party(runs))
+        if (values := by_client(runs))
     )
-    if figure := party_picture(histories, drawn):
+    if figure := client_picture(histories, drawn):
         yield Picture(
-            "accuracy-by-party",
+            "accuracy-by-client",
             figure,
-            "How evenly accuracy is spread: the parties of all runs, each judged on its own test samples, from the "
+            "How evenly accuracy is spread: the clients of all runs, each judged on its own test samples, from the "
             "worst to the best, and their mean.",
-            f"Parties in the order of their accuracy: {spread}.",
+            f"Clients in the order of their accuracy: {spread}.",
             table,
         )
     if figure := density_picture(histories, drawn):
         yield Picture(
             "accuracy-density",
             figure,
-            "How the accuracies of parties are spread: narrow and far to the right is fair and good.",
-            f"Density of the accuracies of parties: {spread}.",
+            "How the accuracies of clients are spread: narrow and far to the right is fair and good.",
+            f"Density of the accuracies of clients: {spread}.",
             table,
         )
 
 
-def party_rows(groups: Sequence[Group]) -> list[tuple[str, int, int, float]]:
-    """Method, seed, party and its last accuracy."""
+def client_rows(groups: Sequence[RunGroup]) -> list[tuple[str, int, int, float]]:
+    """Method, seed, client and its last accuracy."""
     return [
-        (group.label, run.seed, int(party), accuracy)
+        (group.label, run.seed, int(client), accuracy)
         for group in groups
         for run in group.runs
-        for party, accuracy in run.history[-1].get("parties", {}).items()
+        for client, accuracy in run.history[-1].get("clients", {}).items()
     ]
 
 
@@ -254,35 +254,35 @@ def ring_of(run: Run) -> Ring | None:
     for (one, other, _), count in run.hops.items():
         hops[one, other] += count
     kinds = {kind for _, _, kind in run.hops}
-    missed = Counter(event["party"] for event in run.missing if event.get("handler") in kinds and "party" in event)
-    weights = {int(party): each["weight"] for party, each in told.items()}
-    return Ring(hops, missed, weights, {int(party): each["taken"] for party, each in told.items()})
+    missed = Counter(event["client"] for event in run.missing if event.get("handler") in kinds and "client" in event)
+    weights = {int(client): each["weight"] for client, each in told.items()}
+    return Ring(hops, missed, weights, {int(client): each["taken"] for client, each in told.items()})
 
 
-def _ring(group: Group, suffix: str) -> Iterator[Picture]:
+def _ring(group: RunGroup, suffix: str) -> Iterator[Picture]:
     run = group.runs[0]
     ring = ring_of(run)
     if ring is None or not 1 < len(ring.members) <= MAX_RING:
         return
     rows = []
-    for party in ring.members:
-        to = "; ".join(f"{other} × {count}" for (one, other), count in ring.hops.items() if one == party)
-        rows.append((party, ring.weights.get(party), ring.taken.get(party), ring.passed_over.get(party, 0), to))
+    for client in ring.members:
+        to = "; ".join(f"{other} × {count}" for (one, other), count in ring.hops.items() if one == client)
+        rows.append((client, ring.weights.get(client), ring.taken.get(client), ring.passed_over.get(client, 0), to))
     yield Picture(
         f"ring{suffix}",
         ring_picture(ring),
         f"{group.label} with seed {run.seed}, all rounds: who handed on to whom, the thicker the oftener, and how "
         "strongly each followed the common model in the end (λ); −n: it was passed over n times.",
-        f"Ring of {len(ring.members)} parties with {sum(ring.hops.values())} hops; "
+        f"Ring of {len(ring.members)} clients with {sum(ring.hops.values())} hops; "
         f"{sum(ring.passed_over.values())} times one was passed over.",
-        Table(("party", "lambda", "taken over", "passed over", "gave to"), rows),
+        Table(("client", "lambda", "taken over", "passed over", "gave to"), rows),
     )
 
 
 # --- from data and checkpoints --------------------------------------------------------------------------------
 
 
-def _data_and_made(groups: Sequence[Group]) -> tuple[list[Picture], list[Picture], list[str]]:
+def _data_and_made(groups: Sequence[RunGroup]) -> tuple[list[Picture], list[Picture], list[str]]:
     """Pictures of the data and of what methods made, and why some are left out."""
     shown: list[Picture] = []
     made: list[Picture] = []
@@ -310,13 +310,13 @@ def _data_and_made(groups: Sequence[Group]) -> tuple[list[Picture], list[Picture
     return shown, made, notes
 
 
-def _division(group: Group) -> str:
+def _division(group: RunGroup) -> str:
     return json.dumps(group.runs[0].division)
 
 
 def _data(run: Run) -> Data:
     """The data of a run, if it is there and as it was."""
-    from fewer.runs.job import check, load_data
+    from fewer.runs.experiment import check, load_data
 
     data = load_data(check(run.settings))
     if data.fingerprint() != run.description["data"]["fingerprint"]:
@@ -333,10 +333,10 @@ def _data_pictures(run: Run, data: Data, suffix: str) -> Iterator[Picture]:
     yield Picture(
         f"partition{suffix}",
         partition_picture(data),
-        f"Who holds what with seed {run.data_seed}: the area of a bubble is the number of training samples. A party "
+        f"Who holds what with seed {run.data_seed}: the area of a bubble is the number of training samples. A client "
         f"holds {held:.1f} of the {data.classes} classes on average: the fewer, the harder it is to learn together.",
-        f"Bubbles of training samples by party and class: {run.data}.",
-        Table(("party", "class", "samples"), rows),
+        f"Bubbles of training samples by client and class: {run.data}.",
+        Table(("client", "class", "samples"), rows),
     )
     if sheet := sheet_picture(data):
         yield Picture(
@@ -348,7 +348,7 @@ def _data_pictures(run: Run, data: Data, suffix: str) -> Iterator[Picture]:
         )
 
 
-def _made_pictures(group: Group, data: Data, suffix: str) -> Iterator[Picture]:
+def _made_pictures(group: RunGroup, data: Data, suffix: str) -> Iterator[Picture]:
     """Images that the method made in the first run, and how it sees samples, as far as its files are there."""
     from fewer.methods import Method
     from fewer.methods.frl import FewRounds
@@ -356,7 +356,7 @@ def _made_pictures(group: Group, data: Data, suffix: str) -> Iterator[Picture]:
 
     run = group.runs[0]
     kind = run.kind
-    if kind is None or (kind.images is Method.images and not issubclass(kind, FewRounds)):
+    if kind is None or (kind.image_grids is Method.image_grids and not issubclass(kind, FewRounds)):
         return
     if in_file(str(run.settings["model"])):
         raise RunError("its net is in a file, which is not run for a report")
@@ -365,12 +365,12 @@ def _made_pictures(group: Group, data: Data, suffix: str) -> Iterator[Picture]:
     yield from _embedding(group, result, suffix)
 
 
-def _images(group: Group, data: Data, result: Result, suffix: str) -> Iterator[Picture]:
+def _images(group: RunGroup, data: Data, result: Result, suffix: str) -> Iterator[Picture]:
     beyond = "What lies beyond the range of pixels is cut off."
     if data.test.x.is_floating_point():
         beyond = "The lowest value of all is black, the highest white."
     names = class_names(data, range(data.classes))
-    for sheet in result.method.images(result.state):
+    for sheet in result.method.image_grids(result.state):
         rows = {
             name: {label: images.cpu().numpy() for label, images in row.items()} for name, row in sheet.rows.items()
         }
@@ -390,7 +390,7 @@ def _images(group: Group, data: Data, result: Result, suffix: str) -> Iterator[P
             )
 
 
-def _embedding(group: Group, result: Result, suffix: str) -> Iterator[Picture]:
+def _embedding(group: RunGroup, result: Result, suffix: str) -> Iterator[Picture]:
     from fewer.experiments.studies import MEMBER, cloud_of
 
     if (cloud := cloud_of(result)) is None:

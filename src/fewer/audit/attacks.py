@@ -1,7 +1,7 @@
 """The look: attacks on a run, as figures and as rows of images.
 
-The attacker sees what the coordinator does: the global model, and synthetic data where parties send it. Only whoever
-simulates a federation can judge the attacks, as they are held against the parties' real samples.
+The attacker sees what the server does: the global model, and synthetic data where clients send it. Only whoever
+simulates a federation can judge the attacks, as they are held against the clients' real samples.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from fewer.audit.membership import above_variants, losses, membership, share
 from fewer.errors import FewerError, RunError
 from fewer.models import load_weights
 from fewer.runs.directory import RunDirectory
-from fewer.runs.job import check, load_data
+from fewer.runs.experiment import check, load_data
 from fewer.runs.result import Result, open_result
-from fewer.runs.settings import hash_of
+from fewer.runs.settings import settings_hash
 from fewer.runtime.streams import stream
 from fewer.wire.ledger import EVALUATION
 
-PARTIES = 10
+CLIENTS = 10
 STEPS, STARTS = 500, 2
 COLUMNS = 8
 """Images in a row, one of each class."""
 SHOWN = 3
-"""Parties whose D̂ is shown."""
+"""Clients whose D̂ is shown."""
 SAMPLES = 1000
-"""Of each party, at most so many members and as many others are judged."""
+"""Of each client, at most so many members and as many others are judged."""
 COPY = 0.5
 """A synthetic image is called a near-copy when it is nearer to a real one than this share of what is typical."""
 
 Sent = dict[int, tuple[Tensor, Tensor]]
-"""Synthetic images and their labels, by party."""
+"""Synthetic images and their labels, by client."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Sheet:
+class AttackImages:
     """Blocks of images in one picture, with what is said about them; values from `low` to `high` are black to white."""
 
     name: str
@@ -72,10 +72,10 @@ class Audit:
     rounds: int
     hash: str
     """Of the settings of the run."""
-    parties: list[int]
+    clients: list[int]
     """Whose samples were attacked."""
     figures: dict[str, Any]
-    sheets: list[Sheet] = field(default_factory=list, repr=False)
+    sheets: list[AttackImages] = field(default_factory=list, repr=False)
     notes: list[str] = field(default_factory=list)
     """What does not apply to this run, and why."""
 
@@ -85,16 +85,16 @@ class Audit:
 
 
 def audit(
-    path: Path, *, data_dir: Path | None = None, parties: int = PARTIES, steps: int = STEPS, starts: int = STARTS
+    path: Path, *, data_dir: Path | None = None, clients: int = CLIENTS, steps: int = STEPS, starts: int = STARTS
 ) -> Audit:
-    """Attack a run: nearness of synthetic images, deep leakage and membership inference, on some parties' samples.
+    """Attack a run: nearness of synthetic images, deep leakage and membership inference, on some clients' samples.
 
     `steps` and `starts` are those of gradient matching.
     """
     result = _open(path, data_dir)
-    look = _Look(result, _took_part(path, len(result.history)), parties)
+    look = _Look(result, _took_part(path, len(result.history)), clients)
     figures: dict[str, Any] = {}
-    sheets: list[Sheet] = []
+    sheets: list[AttackImages] = []
     if look.sent:
         figures["copies"], sheet = look.copies()
         sheets += [sheet] if sheet else []
@@ -106,8 +106,8 @@ def audit(
         result.method.name,
         result.data.name,
         len(result.history),
-        hash_of(result.settings, result.method),
-        look.parties,
+        settings_hash(result.settings, result.method),
+        look.clients,
         figures,
         sheets,
         list(look.limits()),
@@ -117,68 +117,68 @@ def audit(
 class _Look:
     """One run under attack."""
 
-    def __init__(self, result: Result, took_part: list[int], parties: int) -> None:
+    def __init__(self, result: Result, took_part: list[int], clients: int) -> None:
         self.result = result
         self.image = len(result.data.shape) == 3 and not result.data.test.tokens
         self.nets = _nets(result)
         sent = result.method.condensed(result.state)
         if not self.nets and not sent:
             raise FewerError(
-                f"{result.method.name} has no global model and its parties send no synthetic data: "
+                f"{result.method.name} has no global model and its clients send no synthetic data: "
                 "there is nothing that this audit attacks"
             )
-        known = [party for party in sorted(took_part) if not sent or (party in sent and len(sent[party][1]))]
+        known = [client for client in sorted(took_part) if not sent or (client in sent and len(sent[client][1]))]
         if not known:
-            raise FewerError("no party has taken part yet: there is nothing to audit")
-        drawn = torch.randperm(len(known), generator=self.stream("parties"))[:parties]
-        self.parties = sorted(known[place] for place in drawn.tolist())
+            raise FewerError("no client has taken part yet: there is nothing to audit")
+        drawn = torch.randperm(len(known), generator=self.stream("parties"))[:clients]
+        self.clients = sorted(known[place] for place in drawn.tolist())
         self.low, self.high = span_of(result.data.test)
         device = result.task.device
         self.sent: Sent = {
-            party: (sent[party][0].clamp(self.low, self.high).to(device), sent[party][1].to(device))
-            for party in self.parties
-            if party in sent
+            client: (sent[client][0].clamp(self.low, self.high).to(device), sent[client][1].to(device))
+            for client in self.clients
+            if client in sent
         }
         """Synthetic images as anyone would look at them: cut off where pixels end."""
 
     def stream(self, purpose: str) -> torch.Generator:
         return stream(self.result.settings.seed, "audit", purpose)
 
-    def real(self, party: int) -> tuple[Tensor, Tensor]:
-        """All training samples of a party."""
-        train = self.result.data.party(party).train
+    def real(self, client: int) -> tuple[Tensor, Tensor]:
+        """All training samples of a client."""
+        train = self.result.data.client(client).train
         return train.pick(torch.arange(len(train)))
 
     # --- synthetic images beside the nearest real ones ---
 
-    def copies(self) -> tuple[dict[str, Any], Sheet | None]:
+    def copies(self) -> tuple[dict[str, Any], AttackImages | None]:
         """How near synthetic images are to real ones, against how near real ones are to each other."""
         ratios: dict[int, list[float]] = {}
         of_members: list[bool] = []
         drawn: dict[int, Block] = {}
         closest: tuple[float, dict[str, int]] | None = None
-        for party, (images, labels) in self.sent.items():
-            x, y = self.real(party)
-            ratios[party] = []
+        for client, (images, labels) in self.sent.items():
+            x, y = self.real(client)
+            ratios[client] = []
             columns: list[tuple[Tensor, Tensor, str]] = []
             for label in sorted(set(labels.tolist()) & set(y.tolist())):
                 real, made = x[y == label], images[labels == label]
-                usual = typical(real) or typical(x)  # of a class with one sample: as images of this party are apart
+                usual = typical(real) or typical(x)  # of a class with one sample: as images of this client are apart
                 if usual is None:
                     continue
                 away, which = nearest(made, real)
                 own = (away / usual).tolist()
-                ratios[party] += own
-                of_members += self.of_members(made, real, self.unseen(party, label))
+                ratios[client] += own
+                of_members += self.of_members(made, real, self.unseen(client, label))
                 if closest is None or min(own) < closest[0]:
-                    closest = min(own), {"party": party, "class": label, "samples": len(real)}
+                    closest = min(own), {"client": client, "class": label, "samples": len(real)}
                 worst = int(away.argmin())
                 columns.append((made[worst], real[which[worst]], f"{own[worst]:.2f}"))
             if self.image and columns:
                 shown = columns[: COLUMNS + 2]
                 synthetic, originals = [made for made, _, _ in shown], [real for _, real, _ in shown]
-                rows = {f"party {party}: D̂": torch.stack(synthetic), "nearest real": torch.stack(originals)}
-                drawn[party] = Block(rows, [note for _, _, note in shown])
+                rows = {f"client {client}: D̂": torch.stack(synthetic), "nearest real": torch.stack(originals)}
+                drawn[client] = Block(rows, [note for _, _, note in shown])
         every = sorted(ratio for own in ratios.values() for ratio in own)
         figures: dict[str, Any] = {"images": len(every)}
         if closest:
@@ -187,22 +187,24 @@ class _Look:
             figures["near_copies"] = sum(ratio < COPY for ratio in every) / len(every)
             if of_members:
                 figures["nearest_is_member"] = asdict(share(sum(of_members), len(of_members)))
-            figures["by_party"] = {
+            figures["by_client"] = {
                 str(p): {"least": min(own), "median": statistics.median(own)} for p, own in ratios.items() if own
             }
         caption = (
-            "Of each class the synthetic image that is nearest to a real one of its party, and that real one. Below: "
+            "Of each class the synthetic image that is nearest to a real one of its client, and that real one. Below: "
             "their distance against the typical distance between a real image of that class and the nearest other one. "
-            "Parties with the nearest ones come first."
+            "Clients with the nearest ones come first."
         )
-        blocks = [drawn[party] for party in sorted(drawn, key=lambda each: min(ratios[each]))[:SHOWN]]
-        sheet = Sheet("copies", "Synthetic images and the nearest real ones", caption, blocks, self.low, self.high)
+        blocks = [drawn[client] for client in sorted(drawn, key=lambda each: min(ratios[each]))[:SHOWN]]
+        sheet = AttackImages(
+            "copies", "Synthetic images and the nearest real ones", caption, blocks, self.low, self.high
+        )
         return figures, sheet if blocks else None
 
-    def unseen(self, party: int, label: int) -> Tensor:
-        """Test samples of a class: all there are, or the party's own where parties differ by nature."""
+    def unseen(self, client: int, label: int) -> Tensor:
+        """Test samples of a class: all there are, or the client's own where clients differ by nature."""
         natural = self.result.settings.partition == "natural"
-        test = self.result.data.party(party).test if natural else self.result.data.test
+        test = self.result.data.client(client).test if natural else self.result.data.test
         return test.pick(torch.nonzero(test.labels == label).squeeze(1))[0]
 
     def of_members(self, made: Tensor, real: Tensor, unseen: Tensor) -> list[bool]:
@@ -217,17 +219,17 @@ class _Look:
 
     # --- deep leakage ---
 
-    def leakage(self, steps: int, starts: int) -> tuple[dict[str, Any], Sheet]:
+    def leakage(self, steps: int, starts: int) -> tuple[dict[str, Any], AttackImages]:
         """Images restored from gradients: of synthetic images where there are any, or else of real ones."""
-        party = max(self.parties, key=lambda each: len(set(self.real(each)[1].tolist())))
-        x, y = self.real(party)
+        client = max(self.clients, key=lambda each: len(set(self.real(each)[1].tolist())))
+        x, y = self.real(client)
         order = torch.randperm(len(y), generator=self.stream("targets")).to(y.device)
         targets, originals, lookalikes, labels = [], [], [], []
         for label in sorted(set(y.tolist())):
             mine = order[y[order] == label]
             target = original = x[mine[0]]
             if self.sent:
-                made = self.sent[party][0][self.sent[party][1] == label]
+                made = self.sent[client][0][self.sent[client][1] == label]
                 if not len(made):
                     continue
                 target, original = made[0], x[mine][int(nearest(made[:1], x[mine])[1])]
@@ -267,23 +269,25 @@ class _Look:
                 if self.sent:
                     figures["psnr_to_synthetic"] = decibel(images, target)
                 attacks.append({**figures, "mismatch": float(apart.mean())})
-        figures = {"party": party, "from": "synthetic" if self.sent else "real", "attacks": attacks}
+        figures = {"client": client, "from": "synthetic" if self.sent else "real", "attacks": attacks}
         figures["psnr_of_lookalike"] = decibel(alike, original)
         if self.sent:
             figures["psnr_of_synthetic"] = decibel(target, original)
-        what = "synthetic images" if self.sent else "training images, if its party sent it after one step"
+        what = "synthetic images" if self.sent else "training images, if its client sent it after one step"
         caption = (
-            f"Deep leakage: images of party {party} restored from the gradient of {what}, under the first and the "
+            f"Deep leakage: images of client {client} restored from the gradient of {what}, under the first and the "
             "trained model. The attacker knows the label"
             + ("." if self.sent else "; at best, each image gave a gradient of its own.")
         )
-        return figures, Sheet("leakage", "Deep leakage from gradients", caption, [Block(rows)], self.low, self.high)
+        return figures, AttackImages(
+            "leakage", "Deep leakage from gradients", caption, [Block(rows)], self.low, self.high
+        )
 
     # --- membership ---
 
     def membership(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Scores of members and of others, attack by attack; as many of each class and party on both sides."""
-        pairs = {party: pair for party in self.parties if (pair := self.pair(party))}
+        """Scores of members and of others, attack by attack; as many of each class and client on both sides."""
+        pairs = {client: pair for client in self.clients if (pair := self.pair(client))}
         if not pairs:
             return
         (x, y), (other, label) = (
@@ -300,14 +304,14 @@ class _Look:
             if self.image:
                 draw = self.stream("variants")
                 yield "variants", (above_variants(net, x, y, draw), above_variants(net, other, label, draw))
-        near = [self.nearness(party, pair) for party, pair in pairs.items() if party in self.sent]
+        near = [self.nearness(client, pair) for client, pair in pairs.items() if client in self.sent]
         inside, outside = (torch.cat([one[side] for one in near]) if near else x.new_empty(0) for side in (0, 1))
         if len(inside) > 1:
             yield "distance", (inside, outside)
 
-    def nearness(self, party: int, pair: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """How near D̂ of its class comes to each sample, of the classes that the party condensed."""
-        images, labels = self.sent[party]
+    def nearness(self, client: int, pair: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """How near D̂ of its class comes to each sample, of the classes that the client condensed."""
+        images, labels = self.sent[client]
 
         def near(x: Tensor, y: Tensor) -> Tensor:
             held = sorted(set(labels.tolist()) & set(y.tolist()))
@@ -316,10 +320,10 @@ class _Look:
 
         return [near(*side) for side in pair]
 
-    def pair(self, party: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-        """Training and test samples of a party, equally many of each class."""
-        train, _, test = self.result.data.party(party)
-        draw = self.stream(f"members {party}")
+    def pair(self, client: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+        """Training and test samples of a client, equally many of each class."""
+        train, _, test = self.result.data.client(client)
+        draw = self.stream(f"members {client}")
         inside, outside = (torch.randperm(len(part), generator=draw).to(part.y.device) for part in (train, test))
         mine, theirs = train.labels[inside], test.labels[outside]
         chosen: tuple[list[Tensor], list[Tensor]] = [], []
@@ -339,7 +343,7 @@ class _Look:
         """What does not apply, and why."""
         name = self.result.method.name
         if not self.sent:
-            yield f"Parties of {name} send no synthetic data: its nearness to real samples is not looked at."
+            yield f"Clients of {name} send no synthetic data: its nearness to real samples is not looked at."
         if not self.nets:
             yield f"{name} has no global model: leakage from gradients and the loss of members are not looked at."
         elif not self.image:
@@ -348,7 +352,7 @@ class _Look:
             steps, batch = (getattr(self.result.method, each, None) for each in ("steps", "batch"))
             if steps and batch:
                 yield (
-                    f"Deep leakage is shown at its strongest, from the gradient of one step on one sample. Parties of "
+                    f"Deep leakage is shown at its strongest, from the gradient of one step on one sample. Clients of "
                     f"this run sent what {steps} steps on {batch} samples each gave, which should tell less."
                 )
 
@@ -366,11 +370,11 @@ def _open(path: Path, data_dir: Path | None) -> Result:
 
 
 def _took_part(path: Path, rounds: int) -> list[int]:
-    """The parties that sent something in training, in the rounds that are over."""
+    """The clients that sent something in training, in the rounds that are over."""
     with (path / "ledger.csv").open(newline="") as file:
         return sorted(
             {
-                int(line["party"])
+                int(line["client"])
                 for line in csv.DictReader(file)
                 if line["direction"] == "up"
                 and not line["kind"].startswith(EVALUATION)
@@ -381,7 +385,7 @@ def _took_part(path: Path, rounds: int) -> list[int]:
 
 def _nets(result: Result) -> dict[str, nn.Module]:
     """The global model before the first round and now; none where a method has no global model."""
-    weights = result.method.whole(result.state)
+    weights = result.method.global_weights(result.state)
     if weights is None:
         return {}
     nets = {"first": result.task.net()}

@@ -1,4 +1,4 @@
-"""The party's side: turns an encoded question into an encoded answer. The same in every runtime."""
+"""The client's side: turns an encoded question into an encoded answer. The same in every runtime."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 
@@ -26,32 +26,63 @@ R = TypeVar("R")
 
 
 class Unable(Exception):
-    """Raised in a handler when this party cannot do what it was asked, for a reason worth telling."""
+    """Raised in a handler when this client cannot do what it was asked, for a reason worth telling."""
 
 
-def on_party(handler: Callable[Concatenate[S, M, P], R]) -> Callable[Concatenate[S, M, P], R]:
-    """Marks a method that runs at a party: `handler(self, me, **fields)` returns a dict of fields.
+Handler = Callable[Concatenate[S, M, P], R]
+Where = Literal["client", "ring", "server"]
 
-    Only marked methods can be asked for, so a message can name nothing else.
+
+def _mark(where: Where, stream: str | None) -> Callable[[Handler[S, M, P, R]], Handler[S, M, P, R]]:
+    def decorate(handler: Handler[S, M, P, R]) -> Handler[S, M, P, R]:
+        handler.__fewer__ = where  # type: ignore[attr-defined]
+        handler.__stream__ = stream or handler.__name__  # type: ignore[attr-defined]
+        return handler
+
+    return decorate
+
+
+@overload
+def on_client(handler: Handler[S, M, P, R]) -> Handler[S, M, P, R]: ...
+@overload
+def on_client(*, stream: str) -> Callable[[Handler[S, M, P, R]], Handler[S, M, P, R]]: ...
+def on_client(handler: Any = None, *, stream: str | None = None) -> Any:
+    """Marks a handler that runs on a client: `handler(self, client, **fields)` returns a dict of fields.
+
+    Only marked handlers can be asked for, so a message can name nothing else. `stream` names the handler's random
+    stream, by default its own name. Give it when you rename a handler and its numbers must stay the same.
     """
-    handler.__fewer__ = "party"  # type: ignore[attr-defined]
-    return handler
+    mark = _mark("client", stream)
+    return mark if handler is None else mark(handler)
 
 
-def on_ring(handler: Callable[Concatenate[S, M, P], R]) -> Callable[Concatenate[S, M, P], R]:
-    """Marks a method that is reached only by a message passed from party to party: what it returns is for the next."""
-    handler.__fewer__ = "ring"  # type: ignore[attr-defined]
-    return handler
+@overload
+def on_ring(handler: Handler[S, M, P, R]) -> Handler[S, M, P, R]: ...
+@overload
+def on_ring(*, stream: str) -> Callable[[Handler[S, M, P, R]], Handler[S, M, P, R]]: ...
+def on_ring(handler: Any = None, *, stream: str | None = None) -> Any:
+    """Marks a client handler that only `clients.relay` can reach; what it returns goes to the next client."""
+    mark = _mark("ring", stream)
+    return mark if handler is None else mark(handler)
 
 
-def on_coordinator(handler: Callable[Concatenate[S, M, P], R]) -> Callable[Concatenate[S, M, P], R]:
-    """Marks a method whose calls the coordinator may spread over its own workers: `handler(self, here, **fields)`."""
-    handler.__fewer__ = "coordinator"  # type: ignore[attr-defined]
-    return handler
+@overload
+def on_server(handler: Handler[S, M, P, R]) -> Handler[S, M, P, R]: ...
+@overload
+def on_server(*, stream: str) -> Callable[[Handler[S, M, P, R]], Handler[S, M, P, R]]: ...
+def on_server(handler: Any = None, *, stream: str | None = None) -> Any:
+    """Marks a handler that runs on the server's own workers, called by `clients.map_on_server`."""
+    mark = _mark("server", stream)
+    return mark if handler is None else mark(handler)
+
+
+def stream_of(handler: Callable[..., Any]) -> str:
+    """The name of a handler's random stream."""
+    return getattr(handler, "__stream__", handler.__name__)
 
 
 SEEN, LETTER = "ring_seen", "ring_letter"
-"""Under these names a party's store has the number of the last sealed message that it opened, and what it passes on."""
+"""Under these names a client's store has the number of the last sealed message that it opened, and what it passes on."""
 
 Failure = Literal["refused", "failed", "unable", "late", "lost"]
 
@@ -59,12 +90,12 @@ LAST = 99_999_999
 """No round is later."""
 
 GIVE = "pass on"
-"""Asks a party for the message it has made for whoever comes next: the one call that names no handler."""
+"""Asks a client for the message it has made for whoever comes next: the one call that names no handler."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A call that is part of a message's way from party to party."""
+    """A call that is part of a message's way from client to client."""
 
     other: int
     """Whom to give to, or whom it came from; -1 where it came from nobody."""
@@ -79,14 +110,14 @@ class Hop:
 class Call:
     """Who is asked what, in which round; its message travels beside it."""
 
-    party: int
-    """The party's number; for work of the coordinator's own, below zero."""
+    client: int
+    """The client's number; for work of the server's own, below zero."""
     handler: str
     round: int
     item: Mapping[str, int] = field(default_factory=dict)
-    """Which piece of the coordinator's own work."""
+    """Which piece of the server's own work."""
     hop: Hop | None = None
-    """Set where a message is passed from party to party."""
+    """Set where a message is passed from client to client."""
 
     @classmethod
     def of(cls, told: Mapping[str, Any]) -> Call:
@@ -107,34 +138,34 @@ class Reply:
     """Whether the question was sent at all."""
 
 
-class Place(Protocol):
-    """Makes the object that a handler gets as `me` (a party) or `here` (the coordinator, party below 0)."""
+class ContextProvider(Protocol):
+    """Makes the object that a handler gets as `me` (a client) or `here` (the server, client below 0)."""
 
     @property
     def keys(self) -> Keys:
         """Keys for sealed messages."""
 
-    def store(self, party: int, round: int) -> Store:
-        """What a party remembers."""
+    def store(self, client: int, round: int) -> Store:
+        """What a client remembers."""
 
-    def __call__(self, party: int, round: int) -> Any:
-        """The party's data, store and streams for this round."""
+    def __call__(self, client: int, round: int) -> Any:
+        """The client's data, store and streams for this round."""
 
-    def keep(self, party: int, error: str) -> None:
-        """Write down, where the party is, what went wrong there: it may hold private data, so it is never sent."""
+    def keep(self, client: int, error: str) -> None:
+        """Write down, where the client is, what went wrong there: it may hold private data, so it is never sent."""
 
 
 @dataclass(frozen=True)
-class Site:
-    """Answers calls: `program` holds the handlers, `place` gives each call its party."""
+class HandlerServer:
+    """Answers calls: `program` holds the handlers, `place` gives each call its client."""
 
     program: object
-    place: Place
+    contexts: ContextProvider
     seed: int
     device: torch.device
     limit: int
     context: bytes = b""
-    """Which run this is, where parties have the same keys in several: what was sealed in one is refused in another."""
+    """Which run this is, where clients have the same keys in several: what was sealed in one is refused in another."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The message that came last, and what it says."""
 
@@ -152,11 +183,11 @@ class Site:
             fields = self._fields(self._open(call, blob) if call.hop and call.hop.other >= 0 else blob)
             if call.hop and call.hop.other < 0 and fields:
                 raise Refused("a message from nobody")
-            if call.party < 0:
+            if call.client < 0:
                 fields |= call.item
             _check_names(handler, fields)
-            seed_globals(self.seed, call.round, call.party, call.handler)
-            answer = handler(self.place(call.party, call.round), **fields)
+            seed_globals(self.seed, call.round, call.client, stream_of(handler))
+            answer = handler(self.contexts(call.client, call.round), **fields)
             if call.hop:
                 self._put_out(call, answer)
                 return reply()
@@ -165,15 +196,15 @@ class Site:
             return reply(failure="refused", detail=refused.reason)
         except Unable as unable:
             return reply(failure="unable", detail=str(unable))
-        except (Exception, SystemExit) as error:  # a party that breaks is a missing answer, not the end of the run
-            self.place.keep(call.party, f"round {call.round}, {call.handler}\n{traceback.format_exc()}\n")
+        except (Exception, SystemExit) as error:  # a client that breaks is a missing answer, not the end of the run
+            self.contexts.keep(call.client, f"round {call.round}, {call.handler}\n{traceback.format_exc()}\n")
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{PurePath(last.filename).name}:{last.lineno}"
             return reply(failure="failed", detail=f"{type(error).__name__} at {where}")
 
     def _handler(self, call: Call) -> Callable[..., Mapping[str, Any]]:
         handler = getattr(self.program, call.handler, None)
-        wanted = "coordinator" if call.party < 0 else "ring" if call.hop else "party"
+        wanted = "server" if call.client < 0 else "ring" if call.hop else "client"
         if getattr(handler, "__fewer__", None) != wanted:
             raise Refused(f"'{call.handler}' is not something that can be asked of a {wanted}")
         return cast(Callable[..., Mapping[str, Any]], handler)
@@ -181,20 +212,20 @@ class Site:
     # --- passing on -----------------------------------------------------------------------------------------
 
     def _open(self, call: Call, blob: bytes) -> bytes:
-        """The message that another party made for this one; Refused where it is another, or came before."""
+        """The message that another client made for this one; Refused where it is another, or came before."""
         assert call.hop
         if not call.hop.sealed:
             return blob
         sealed = look(blob)
         head = sealed.head
-        if head != Head(call.hop.other, call.party, call.handler, call.round, call.hop.number):
+        if head != Head(call.hop.other, call.client, call.handler, call.round, call.hop.number):
             raise Refused(f"a sealed message of another kind: {head}")
-        store = self.place.store(call.party, call.round)
-        seen = self.place.store(call.party, LAST).get(SEEN)  # of whatever round: the carrier says which one it is
+        store = self.contexts.store(call.client, call.round)
+        seen = self.contexts.store(call.client, LAST).get(SEEN)  # of whatever round: the carrier says which one it is
         if seen is not None and (head.round, head.number) <= tuple(seen):
             raise Refused(f"a sealed message that was there already (round {head.round}, number {head.number})")
-        keys = self.place.keys
-        private, sender = keys.private(call.party), keys.public(call.party, head.sender)
+        keys = self.contexts.keys
+        private, sender = keys.private(call.client), keys.public(call.client, head.sender)
         message = unseal(sealed, private, sender, self.context)
         store.put(SEEN, (head.round, head.number))
         return message
@@ -206,19 +237,19 @@ class Site:
         except Refused as refused:  # its own answer: nothing is wrong with the message that it got
             raise ValueError(refused.reason) from refused
         letter = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-        self.place.store(call.party, call.round).put(LETTER, letter)
+        self.contexts.store(call.client, call.round).put(LETTER, letter)
 
     def _give(self, call: Call) -> bytes:
-        """The answer that this party made last, for another one; sealed, if so asked."""
+        """The answer that this client made last, for another one; sealed, if so asked."""
         assert call.hop
-        letter = self.place.store(call.party, call.round).get(LETTER)
+        letter = self.contexts.store(call.client, call.round).get(LETTER)
         if letter is None:
             raise Unable("nothing to pass on")
         if not call.hop.sealed:
             return bytes(letter.numpy())
-        keys, to = self.place.keys, call.hop.other
-        head = Head(call.party, to, call.hop.kind, call.round, call.hop.number)
-        private, receiver = keys.private(call.party), keys.public(call.party, to)
+        keys, to = self.contexts.keys, call.hop.other
+        head = Head(call.client, to, call.hop.kind, call.round, call.hop.number)
+        private, receiver = keys.private(call.client), keys.public(call.client, to)
         return seal(bytes(letter.numpy()), head, private, receiver, self.context)
 
     def _fields(self, blob: bytes) -> dict[str, Any]:

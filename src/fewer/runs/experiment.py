@@ -17,16 +17,16 @@ from fewer.data import ArrayData, Data, load
 from fewer.data.text import own_vectors, word_vectors
 from fewer.errors import DataError, SettingError, unknown
 from fewer.methods import Method, find, names
-from fewer.models import Task, find_net, maker, weights_of
-from fewer.plugins import from_file
-from fewer.runs.settings import Settings, hash_of
+from fewer.models import Task, maker, weights_of
+from fewer.registry import MODELS
+from fewer.runs.settings import Settings, settings_hash
 from fewer.runtime.streams import global_streams
 
 Model = str | nn.Module | Callable[..., nn.Module]
 
 
 @dataclass(frozen=True)
-class Job:
+class Experiment:
     """Everything that a run needs, built and checked."""
 
     method: Method
@@ -39,7 +39,7 @@ class Job:
     @property
     def hash(self) -> str:
         """Of all settings on which the numbers depend."""
-        return hash_of(self.settings, self.method)
+        return settings_hash(self.settings, self.method)
 
 
 def check(settings: Mapping[str, Any]) -> Settings:
@@ -62,9 +62,9 @@ def _whole(name: str, value: Any) -> Any:
     return f"{first}:{path.resolve()}" if name == "data" else f"{path.resolve()}:{last}"
 
 
-def job_from(
+def build_experiment(
     settings: Settings, method: Method | None = None, data: Data | None = None, model: Model | None = None
-) -> Job:
+) -> Experiment:
     """Build what the settings name; what is given here as an object takes the place of what they name."""
     if method is None:
         method = make_method(find(settings.method), settings)
@@ -73,13 +73,13 @@ def job_from(
         data = load_data(settings)
     elif data.origin is not None:
         own = tuple(name for name in own if name != "data")
-    data = method.gathered(data)
-    if method.active is not None and method.active > len(data):
-        raise SettingError(f"active = {method.active}, but there are {len(data)} parties (allowed: 1 … {len(data)})")
+    data = method.prepare_data(data)
+    if method.cohort is not None and method.cohort > len(data):
+        raise SettingError(f"active = {method.cohort}, but there are {len(data)} clients (allowed: 1 … {len(data)})")
     if method.novel and not data.novel:
         raise SettingError(
             f"{method.name} is judged on novel classes, but data '{data.name}' does not divide its classes "
-            "(--data-set split=BASE/VALIDATION/NOVEL, as 20/5/16)"
+            "(--data-option split=BASE/VALIDATION/NOVEL, as 20/5/16)"
         )
     if data.novel and not method.novel:
         known = [name for name in names() if find(name).novel]
@@ -88,14 +88,14 @@ def job_from(
         )
     device = make_device(settings.device)
     task = make_task(settings.model if model is None else model, settings, data, device)
-    return Job(method, task, data.to(device), settings, own)
+    return Experiment(method, task, data.to(device), settings, own)
 
 
 def make_method(kind: type[Method], settings: Settings) -> Method:
     """The method with the settings meant for it."""
-    chosen = {name: value for name in ("rounds", "active") if (value := getattr(settings, name)) is not None}
+    chosen = {name: value for name in ("rounds", "cohort") if (value := getattr(settings, name)) is not None}
     try:
-        return kind(**chosen | settings.set)
+        return kind(**chosen | settings.method_options)
     except ValidationError as error:
         raise setting_error(error, f"{kind.name}: ", list(kind.model_fields)) from error
 
@@ -116,17 +116,17 @@ def load_data(settings: Settings) -> Data:
     return load(
         settings.data,
         directory=settings.data_dir,
-        parties=settings.parties,
+        clients=settings.clients,
         partition=settings.partition,
         alpha=settings.alpha,
         fraction=settings.fraction,
         validation=settings.validation,
-        minimum=settings.minimum,
-        classes_per_party=settings.classes_per_party,
+        min_samples_per_client=settings.min_samples_per_client,
+        classes_per_client=settings.classes_per_client,
         shards=settings.shards,
-        words=settings.words,
-        length=settings.length,
-        data_set=settings.data_set,
+        vocab_size=settings.vocab_size,
+        max_length=settings.max_length,
+        data_options=settings.data_options,
         seed=settings.seed if settings.data_seed is None else settings.data_seed,
     )
 
@@ -148,7 +148,7 @@ def make_task(model: Model, settings: Settings, data: Data, device: torch.device
         make: Callable[[], nn.Module] = partial(copy.deepcopy, model)
         given = weights_of(model)
     else:
-        factory = model if not isinstance(model, str) else from_file(model) if ":" in model else find_net(model)
+        factory = model if not isinstance(model, str) else MODELS.find(model)
         facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocabulary}
         make = maker(factory, facts, _options(settings, data))
     task = Task(data.shape, data.classes, make, device, given)
@@ -158,7 +158,7 @@ def make_task(model: Model, settings: Settings, data: Data, device: torch.device
 
 def _options(settings: Settings, data: Data) -> dict[str, Any]:
     """The options of the net; word vectors are named by their file, or `own`: from the training text itself."""
-    options = dict(settings.model_set)
+    options = dict(settings.model_options)
     if isinstance(options.get("vectors"), str):
         if not data.tokens:
             raise SettingError(f"vectors = {options['vectors']}, but data '{data.name}' is no text")

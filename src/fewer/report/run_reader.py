@@ -24,7 +24,7 @@ from fewer.wire.ledger import EVALUATION, Entry
 if TYPE_CHECKING:
     from fewer.methods import Method
 
-_METHOD = ("method", "rounds", "active", "set")
+_METHOD = ("method", "rounds", "cohort", "method_options")
 """Settings that say which method, and of it what; the method's own settings tell the same, resolved."""
 _SEEDS = ("seed", "data_seed")
 _LOOKING = ("evaluate_every",)
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def everywhere(self) -> float | None:
-        """The same, with each party's model judged on all parties' test samples; known when a run has finished."""
+        """The same, with each client's model judged on all clients' test samples; known when a run has finished."""
         found: float | None = self.history[-1].get("global", None if self.unfinished else self.accuracy)
         return found
 
@@ -106,12 +106,12 @@ class Run:
 
     @cached_property
     def hops(self) -> Counter[tuple[int, int, str]]:
-        """How often a message of a kind went on from one party to another: it is sent, and right then received."""
+        """How often a message of a kind went on from one client to another: it is sent, and right then received."""
         found: Counter[tuple[int, int, str]] = Counter()
         for one, other in pairwise(self._messages()):
             alike = (one.round, one.kind, one.bytes) == (other.round, other.kind, other.bytes)
             if alike and (one.direction, other.direction) == ("up", "down"):
-                found[one.party, other.party, one.kind] += 1
+                found[one.client, other.client, one.kind] += 1
         return found
 
     def _messages(self) -> Iterator[Entry]:
@@ -121,11 +121,11 @@ class Run:
             with (self.path / LEDGER).open(newline="") as file:
                 lines = csv.reader(file)
                 next(lines, None)
-                for number, party, way, kind, size in lines:
+                for number, client, way, kind, size in lines:
                     if int(number) > done:  # a round under way, of which not all is there yet
                         return
                     if not kind.startswith(EVALUATION):
-                        yield Entry(int(number), int(party), "up" if way == "up" else "down", kind, int(size))
+                        yield Entry(int(number), int(client), "up" if way == "up" else "down", kind, int(size))
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: {LEDGER} cannot be read ({error})") from error
 
@@ -157,7 +157,7 @@ class Run:
         found: dict[tuple[int, int | None, str | None], Mapping[str, Any]] = {}
         for event in self.events:
             if event["event"] == "absent":
-                found[event.get("round", 0), event.get("party"), event.get("handler")] = event
+                found[event.get("round", 0), event.get("client"), event.get("handler")] = event
             elif event["event"] in ("start", "resume"):  # rounds after the last checkpoint are done again
                 found = {key: one for key, one in found.items() if key[0] <= event.get("round", 0)}
         return list(found.values())
@@ -181,17 +181,17 @@ class Run:
 
     @property
     def data(self) -> str:
-        """The data, how many parties it is divided among, and how."""
-        name, parties = self.description["data"]["name"], self.description["data"]["parties"]
+        """The data, how many clients it is divided among, and how."""
+        name, clients = self.description["data"]["name"], self.description["data"]["clients"]
         if "data" in self.description["own"]:
-            return f"{name}, {parties} parties"
+            return f"{name}, {clients} clients"
         partition, alpha = self.settings["partition"], self.settings["alpha"]
         skew = f" (alpha {alpha:g})" if partition in ("dirichlet", "dirichlet-pairs", "quantity") else ""
-        return f"{name}, {parties} parties, {partition}{skew}"
+        return f"{name}, {clients} clients, {partition}{skew}"
 
 
 @dataclass(frozen=True)
-class Place:
+class TablePosition:
     """Where runs stand in the table of a recipe."""
 
     row: str
@@ -199,12 +199,12 @@ class Place:
     paper: float | None
     """The paper's figure, in %."""
     mean: str
-    """What the recipe's accuracy is the mean over: samples or parties."""
+    """What the recipe's accuracy is the mean over: samples or clients."""
     quick: bool
     about: str
 
     @classmethod
-    def of(cls, run: Run) -> Place | None:
+    def of(cls, run: Run) -> TablePosition | None:
         """None where a run is not of a recipe."""
         try:
             told = json.loads((run.path.resolve().parents[1] / RECIPE).read_text())
@@ -219,13 +219,13 @@ class Place:
     def measured(self, runs: Sequence[Run]) -> Interval | None:
         """Our figure, as the recipe has it."""
         if self.mean == "samples":
-            return Group(self.row, runs).accuracy
-        ends = [list(run.history[-1].get("parties", {}).values()) for run in runs]
+            return RunGroup(self.row, runs).accuracy
+        ends = [list(run.history[-1].get("clients", {}).values()) for run in runs]
         return interval([interval(each).mean for each in ends]) if all(ends) else None
 
 
 @dataclass(frozen=True)
-class Group:
+class RunGroup:
     """The runs of one method with the same settings, in the order of their seeds."""
 
     label: str
@@ -237,9 +237,9 @@ class Group:
         return self.runs[0].name
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> TablePosition | None:
         """Where its runs stand in the table of a recipe, if they are of one."""
-        return Place.of(self.runs[0])
+        return TablePosition.of(self.runs[0])
 
     @property
     def finished(self) -> bool:
@@ -261,7 +261,7 @@ class Group:
 
     @property
     def units(self) -> str | None:
-        """What its runs were judged on one by one and is no party, if there is such a thing: groups, or tasks."""
+        """What its runs were judged on one by one and is no client, if there is such a thing: groups, or tasks."""
         judged = [run.history[-1] for run in self.runs if "groups" in run.history[-1]]
         return None if not judged else "tasks" if "tasks" in judged[0] else "groups"
 
@@ -299,7 +299,7 @@ class Group:
         return sum((run.absent for run in self.runs), Counter())
 
 
-def gather(paths: Sequence[Path]) -> tuple[list[Group], list[Path]]:
+def gather(paths: Sequence[Path]) -> tuple[list[RunGroup], list[Path]]:
     """Runs by method, in the order in which the methods first appear; and the runs in which no round has ended yet.
 
     Runs whose settings differ in more than the seed are never put together, nor are two runs with the same seed.
@@ -320,7 +320,7 @@ def gather(paths: Sequence[Path]) -> tuple[list[Group], list[Path]]:
     found = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
     labels = _labels([group[0] for group in found])
     early = [run.path for run in all if not run.history]
-    return [Group(label, group) for label, group in zip(labels, found, strict=True)], early
+    return [RunGroup(label, group) for label, group in zip(labels, found, strict=True)], early
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:

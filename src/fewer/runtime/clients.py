@@ -1,4 +1,4 @@
-"""The coordinator's side: `Parties`, through which alone a method reaches anybody."""
+"""The server's side: `Clients`, through which alone a method reaches anybody."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import numpy as np
 import torch
 
 from fewer.errors import QuorumLost, RunError, SettingError
+from fewer.runtime.handlers import Call, Reply, stream_of
 from fewer.runtime.ring import Journal, Pass
-from fewer.runtime.site import Call, Reply
 from fewer.runtime.streams import seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
 from fewer.wire.ledger import EVALUATION
 
 PANEL = 100
-"""At most so many parties are asked when all of them are to be measured."""
+"""At most so many clients are asked when all of them are to be measured."""
 
 TRIES = 3
-"""How often the coordinator's own work is begun anew when a worker dies at it."""
+"""How often the server's own work is begun anew when a worker dies at it."""
 
-Why = Literal["dropped", "late", "refused", "failed", "unable", "lost"]
+AbsenceReason = Literal["dropped", "late", "refused", "failed", "unable", "lost"]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one party sent: `answer["model"]`, `answer.party`."""
+    """What one client sent: `answer["model"]`, `answer.client`."""
 
-    party: int
+    client: int
     fields: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
@@ -41,15 +41,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Absent:
-    """A party that was asked and whose answer cannot be used, and why."""
+    """A client that was asked and whose answer cannot be used, and why."""
 
-    party: int
-    why: Why
+    client: int
+    reason: AbsenceReason
     detail: str = ""
 
 
 class Answers(list[Answer]):
-    """The answers that came, in the order in which the parties were asked; `absent` has the others."""
+    """The answers that came, in the order in which the clients were asked; `absent` has the others."""
 
     def __init__(self, answers: Iterable[Answer], absent: Sequence[Absent]) -> None:
         super().__init__(answers)
@@ -58,19 +58,19 @@ class Answers(list[Answer]):
 
 @dataclass(frozen=True)
 class Each:
-    """A field that differs by party: `parties.ask(who, handler, seeds=Each({3: …, 7: …}))`."""
+    """A field that differs by client: `clients.ask(who, handler, seeds=Each({3: …, 7: …}))`."""
 
-    by_party: Mapping[int, Field]
+    by_client: Mapping[int, Field]
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults put in on purpose: each is the chance that it hits a party that is asked in a round."""
+    """Faults put in on purpose: each is the chance that it hits a client that is asked in a round."""
 
     drop: float = 0.0
     """The question arrives, no answer comes."""
     slow: float = 0.0
-    """The party does its work, but its answer comes after the deadline."""
+    """The client does its work, but its answer comes after the deadline."""
     corrupt: float = 0.0
     """The answer is damaged on its way."""
 
@@ -80,19 +80,19 @@ class Rules:
     """When a round counts."""
 
     quorum: float = 0.0
-    """The share of the asked parties that must answer; one answer is needed in any case."""
+    """The share of the asked clients that must answer; one answer is needed in any case."""
     deadline: float | None = None
-    """Seconds that a party may take for one question; what comes later is late."""
+    """Seconds that a client may take for one question; what comes later is late."""
     limit: int = 1 << 30
     """Bytes that one message may have."""
 
     def needed(self, asked: int) -> int:
-        """How many of so many parties must answer."""
+        """How many of so many clients must answer."""
         return max(1, math.ceil(self.quorum * asked - 1e-9))
 
 
 @dataclass
-class Parties(ABC):
+class Clients(ABC):
     """Everyone who can be asked. Subclasses only carry calls; everything that must agree between them is here."""
 
     population: int
@@ -118,18 +118,18 @@ class Parties(ABC):
         return self.population
 
     def sample(self, count: int, purpose: str = "sample", among: Sequence[int] | None = None) -> list[int]:
-        """`count` different parties, of all or `among` these, drawn from the round's stream.
+        """`count` different clients, of all or `among` these, drawn from the round's stream.
 
         The cost does not grow with the population.
         """
         some = range(self.population) if among is None else among
         if not 1 <= count <= len(some):
-            raise SettingError(f"active = {count} parties a round, but there are {len(some)} (allowed: 1 … all)")
+            raise SettingError(f"active = {count} clients a round, but there are {len(some)} (allowed: 1 … all)")
         draw = np.random.default_rng(seed_of(self.seed, self.round, purpose))
         return [some[place] for place in draw.choice(len(some), count, replace=False)]
 
-    def panel(self, among: Sequence[int] | None = None) -> list[int]:
-        """The parties to measure on, of all or `among` these: each of them, or of many always the same hundred."""
+    def eval_cohort(self, among: Sequence[int] | None = None) -> list[int]:
+        """The clients to measure on, of all or `among` these: each of them, or of many always the same hundred."""
         some = range(self.population) if among is None else among
         if len(some) <= PANEL:
             return list(some)
@@ -137,7 +137,7 @@ class Parties(ABC):
         return sorted(some[place] for place in draw.choice(len(some), PANEL, replace=False))
 
     def stream(self, purpose: str) -> torch.Generator:
-        """The coordinator's own random stream of this round."""
+        """The server's own random stream of this round."""
         return stream(self.seed, self.round, "coordinator", purpose)
 
     # --- asking ---------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Parties(ABC):
     def ask(
         self, who: Sequence[int], handler: Callable[..., Any], *, returns: Schema, **fields: Field | Each
     ) -> Answers:
-        """Send `fields` to each party, run `handler` there, and give back what came.
+        """Send `fields` to each client, run `handler` there, and give back what came.
 
         `returns` says what an answer must look like (a tensor or model like this one, `int`, `Number(int, 0)`,
         `Shaped((None, 28, 28))`); another one is refused. An answer that is missing, late or refused is in
@@ -153,43 +153,43 @@ class Parties(ABC):
         """
         kind = (EVALUATION if self.evaluating else "") + handler.__name__
         messages = self._messages(kind, who, fields)
-        fates = {party: self._fate(party, handler.__name__) for party in who}
-        asked = [party for party in who if fates[party] != "drop"]
+        fates = {client: self._fate(client, stream_of(handler)) for client in who}
+        asked = [client for client in who if fates[client] != "drop"]
         good: dict[int, Answer] = {}
-        absent = {party: Absent(party, "dropped") for party in who if fates[party] == "drop"}
-        calls = [(Call(party, handler.__name__, self.round), messages[party]) for party in asked]
+        absent = {client: Absent(client, "dropped") for client in who if fates[client] == "drop"}
+        calls = [(Call(client, handler.__name__, self.round), messages[client]) for client in asked]
         sizes: dict[int, int] = {}
         unsent = set()
         for done, (call, reply) in enumerate(self._carry(calls), 1):
             if reply and not reply.asked:
-                unsent.add(call.party)
-            got, sizes[call.party] = self._receive(call, reply, fates[call.party], returns)
+                unsent.add(call.client)
+            got, sizes[call.client] = self._receive(call, reply, fates[call.client], returns)
             if isinstance(got, Answer):
-                good[call.party] = got
+                good[call.client] = got
             else:
-                absent[call.party] = got
+                absent[call.client] = got
             self.on_progress(done, len(asked))
-        for party in who:  # in the order asked, so that the ledger is the same wherever the parties ran
-            if party not in unsent:
-                self.ledger.add(self.round, party, "down", kind, len(messages[party]))
-        for party in who:
-            if sizes.get(party):
-                self.ledger.add(self.round, party, "up", kind, sizes[party])
-        missing = [absent[party] for party in who if party in absent]
+        for client in who:  # in the order asked, so that the ledger is the same wherever the clients ran
+            if client not in unsent:
+                self.ledger.add(self.round, client, "down", kind, len(messages[client]))
+        for client in who:
+            if sizes.get(client):
+                self.ledger.add(self.round, client, "up", kind, sizes[client])
+        missing = [absent[client] for client in who if client in absent]
         self._tell(missing, handler.__name__, len(good), len(who))
-        return Answers((good[party] for party in who if party in good), missing)
+        return Answers((good[client] for client in who if client in good), missing)
 
-    def pass_on(
-        self, order: Sequence[int], handler: Callable[..., Any], trail: Sequence[int] = (), sealed: bool = True
+    def relay(
+        self, order: Sequence[int], handler: Callable[..., Any], holders: Sequence[int] = (), sealed: bool = True
     ) -> list[int]:
-        """Bring a message from party to party: each gets what the one before made, and makes the next of it.
+        """Bring a message from client to client: each gets what the one before made, and makes the next of it.
 
-        `trail` says who holds a message to begin with, the last one last; without any the first party's handler gets
+        `trail` says who holds a message to begin with, the last one last; without any the first client's handler gets
         no fields. Comes back with who holds one now. Each message is sealed for the one who gets it, unless that is
-        not wanted. A party that does not take is passed over; QuorumLost where too few took.
+        not wanted. A client that does not take is passed over; QuorumLost where too few took.
         """
         begun = self._passed[1] if self._passed[0] == self.round else 0
-        way = Pass(self, handler.__name__, sealed, list(trail), begun)
+        way = Pass(self, handler.__name__, stream_of(handler), sealed, list(holders), begun)
         way.along(order)
         self._passed = self.round, way.calls
         try:
@@ -198,25 +198,25 @@ class Parties(ABC):
             if self.journal:
                 self.journal.clear()  # the next attempt is to find out anew who is there
             raise
-        return way.trail
+        return way.holders
 
     def _tell(self, absent: Sequence[Absent], handler: str, good: int, asked: int) -> None:
         """Say who is absent; QuorumLost where too few are left, or in measuring nobody."""
         for one in absent:
             self.on_absent(one, handler)
-        unable = all(one.why == "unable" for one in absent)
+        unable = all(one.reason == "unable" for one in absent)
         needed, rule = self.rules.needed(asked), f"quorum {self.rules.quorum:g}"
         if self.evaluating:  # where all say that they cannot, the method knows better what to say of it
             needed, rule = 0 if unable else 1, "measuring"
         if good < needed:
             raise QuorumLost(_quorum_text(self.round, good, asked, needed, rule, absent), unable)
 
-    def spread(
+    def map_on_server(
         self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field
     ) -> list[dict[str, Any]]:
-        """The coordinator's own work, one call of `handler` for each item, over the workers there are.
+        """The server's own work, one call of `handler` for each item, over the workers there are.
 
-        Nothing is counted, since nothing leaves the coordinator. Results come in the order of the items.
+        Nothing is counted, since nothing leaves the server. Results come in the order of the items.
         """
         message = encode(handler.__name__, fields)
         results: dict[int, dict[str, Any]] = {}
@@ -227,9 +227,9 @@ class Parties(ABC):
                 if reply is None:
                     continue
                 if reply.failure:
-                    raise RuntimeError(f"'{handler.__name__}' of the coordinator failed: {reply.detail}")
+                    raise RuntimeError(f"'{handler.__name__}' of the server failed: {reply.detail}")
                 try:
-                    results[-1 - call.party] = decode(reply.blob)[1]
+                    results[-1 - call.client] = decode(reply.blob)[1]
                 except Refused as refused:
                     raise RunError(
                         f"'{handler.__name__}' gave figures that cannot be used: {refused.reason}"
@@ -244,7 +244,7 @@ class Parties(ABC):
     def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
         """Deliver each call and yield its reply, in any order; None where the carrier lost it."""
 
-    def carried(self) -> dict[str, int]:
+    def transport_bytes(self) -> dict[str, int]:
         """Bytes that the carrier has made of all messages, where it packs them its own way."""
         return {}
 
@@ -258,52 +258,52 @@ class Parties(ABC):
         self.close()
 
     def _deadline(self, call: Call) -> float | None:
-        """Seconds that this call may take: measuring, and the coordinator's own work, take as long as they take."""
-        return None if self.evaluating or call.party < 0 else self.rules.deadline
+        """Seconds that this call may take: measuring, and the server's own work, take as long as they take."""
+        return None if self.evaluating or call.client < 0 else self.rules.deadline
 
     def _messages(self, kind: str, who: Sequence[int], fields: Mapping[str, Field | Each]) -> dict[int, bytes]:
         if not any(isinstance(value, Each) for value in fields.values()):
             return dict.fromkeys(who, encode(kind, fields))  # type: ignore[arg-type]
         return {
-            party: encode(
+            client: encode(
                 kind,
-                {name: value.by_party[party] if isinstance(value, Each) else value for name, value in fields.items()},
+                {name: value.by_client[client] if isinstance(value, Each) else value for name, value in fields.items()},
             )
-            for party in who
+            for client in who
         }
 
-    def _fate(self, party: int, handler: str) -> str | None:
-        """Which of the injected faults hits this party now, if any."""
+    def _fate(self, client: int, stream: str) -> str | None:
+        """Which of the injected faults hits this client now, if any."""
         if self.evaluating or self.faults == Faults():
             return None
-        draws = np.random.default_rng(seed_of(self.seed, self.round, party, "fault", handler)).random(3)
+        draws = np.random.default_rng(seed_of(self.seed, self.round, client, "fault", stream)).random(3)
         for fault, draw in zip(("drop", "slow", "corrupt"), draws, strict=True):
             if draw < getattr(self.faults, fault):
                 return fault
         return None
 
-    def _on_its_way(self, party: int, handler: str, blob: bytes) -> bytes:
-        """What becomes of a party's message before it is there."""
-        if self._fate(party, handler) != "corrupt":
+    def _deliver(self, client: int, fate: str | None, blob: bytes) -> bytes:
+        """The client's message as it arrives: damaged if the injected fault says so."""
+        if fate != "corrupt":
             return blob
-        return _damage(blob, np.random.default_rng(seed_of(self.seed, self.round, party, "damage")))
+        return _damage(blob, np.random.default_rng(seed_of(self.seed, self.round, client, "damage")))
 
     def _receive(
         self, call: Call, reply: Reply | None, fate: str | None, returns: Schema
     ) -> tuple[Answer | Absent, int]:
         """What became of one call, and how many bytes came back."""
-        party, deadline = call.party, self._deadline(call)
+        client, deadline = call.client, self._deadline(call)
         if reply is None:
-            return Absent(party, "lost", "its worker process died"), 0
+            return Absent(client, "lost", "its worker process died"), 0
         if reply.failure:
-            return Absent(party, reply.failure, reply.detail), 0
-        blob = self._on_its_way(party, call.handler, reply.blob)
+            return Absent(client, reply.failure, reply.detail), 0
+        blob = self._deliver(client, fate, reply.blob)
         if fate == "slow" or (deadline is not None and reply.seconds > deadline):
-            return Absent(party, "late", f"after {reply.seconds:.1f} s" if fate is None else ""), len(blob)
+            return Absent(client, "late", f"after {reply.seconds:.1f} s" if fate is None else ""), len(blob)
         try:
-            return Answer(party, decode(blob, returns, self.rules.limit)[1]), len(blob)
+            return Answer(client, decode(blob, returns, self.rules.limit)[1]), len(blob)
         except Refused as refused:
-            return Absent(party, "refused", refused.reason), len(blob)
+            return Absent(client, "refused", refused.reason), len(blob)
 
 
 def _damage(blob: bytes, draw: np.random.Generator) -> bytes:
@@ -318,6 +318,6 @@ def _damage(blob: bytes, draw: np.random.Generator) -> bytes:
 
 def _quorum_text(round: int, came: int, asked: int, needed: int, rule: str, absent: Sequence[Absent]) -> str:
     """One line: how many answered, how many were needed, and the commonest reasons."""
-    reasons = Counter(one.why + (f" ({one.detail})" if one.detail else "") for one in absent)
+    reasons = Counter(one.reason + (f" ({one.detail})" if one.detail else "") for one in absent)
     told = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-    return f"round {round}: {came} of {asked} parties answered, {needed} needed ({rule}): {told}"
+    return f"round {round}: {came} of {asked} clients answered, {needed} needed ({rule}): {told}"

@@ -16,11 +16,11 @@ from typing import IO, Any, Concatenate, Literal, ParamSpec
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.raw import Array, Inputs, Raw
+from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.errors import DataError, FewerError, unknown
 
 P = ParamSpec("P")
-Read = Callable[Concatenate[Path, P], Raw]
+Read = Callable[Concatenate[Path, P], RawDataset]
 
 MAX_CLASSES = 1 << 20
 """Whole numbers below this are class numbers; larger ones are names."""
@@ -33,7 +33,7 @@ def reader(what: str) -> Callable[[Read[P]], Read[P]]:
         allowed = list(inspect.signature(read).parameters)[1:]
 
         @wraps(read)
-        def guarded(path: Path, /, *args: P.args, **options: P.kwargs) -> Raw:
+        def guarded(path: Path, /, *args: P.args, **options: P.kwargs) -> RawDataset:
             for name in options:
                 if name not in allowed:
                     raise unknown("option", name, allowed)
@@ -53,7 +53,7 @@ def reader(what: str) -> Callable[[Read[P]], Read[P]]:
     return wrap
 
 
-def _checked(raw: Raw, path: Path) -> Raw:
+def _checked(raw: RawDataset, path: Path) -> RawDataset:
     """The same data, if every input has a label (and a client), and every label is a class."""
     _together(raw.x, raw.y, raw.client_ids, raw.names, f"{path} (training)")
     if raw.test is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fewer.audit.look import Audit
+from fewer.audit.attacks import Audit
 
 HEADS = ("figure", "value", "to compare")
 ATTACKS = {
@@ -14,11 +14,11 @@ ATTACKS = {
     "distance": "members by distance to D̂, AUC",
 }
 MEANING = (
-    "D̂ is synthetic data; its distance to the nearest real image of its class and party is divided by the median "
+    "D̂ is synthetic data; its distance to the nearest real image of its class and client is divided by the median "
     "distance between a real image and the nearest other. The nearest is a training image or one of as many unseen "
     "ones of the class: more than half is memory. Restored images are held against the real ones (PSNR: high "
     "is alike); a look-alike is the nearest other real image of the class. AUC: the chance that a training sample "
-    "scores higher than a test sample of the same class and party, with its 95 % confidence interval by DeLong."
+    "scores higher than a test sample of the same class and client, with its 95 % confidence interval by DeLong."
 )
 LIMITS = (
     "These are attacks that were tried, not all there are. An AUC near 0.5 or a picture that shows nothing means that "

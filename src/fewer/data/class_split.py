@@ -1,4 +1,4 @@
-"""Classes set apart: some that parties train on, others that they never meet."""
+"""Classes set apart: some that clients train on, others that they never meet."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fewer.data.federated import TEST_SHARE, hold_out
-from fewer.data.raw import Inputs, Raw
+from fewer.data.raw_dataset import Inputs, RawDataset
 from fewer.errors import SettingError
 
-OPTIONS = ("classes", "unseen")
+OPTIONS = ("classes", "unseen_classes")
 """Options that all data has."""
 Rows = NDArray[np.int64]
 
 
-def set_apart(raw: Raw, classes: Any = None, unseen: Any = None, name: str = "") -> Raw:
+def set_apart(raw: RawDataset, classes: Any = None, unseen: Any = None, name: str = "") -> RawDataset:
     """The same data without samples of `unseen` classes to train on: all of these are for testing.
 
     Of the other classes only `classes` are kept, if they are named. Both are class numbers: 3, "0-9" or "0-9,20,30-39".
@@ -32,7 +32,7 @@ def set_apart(raw: Raw, classes: Any = None, unseen: Any = None, name: str = "")
         known = raw.client_ids is not None and raw.test_client_ids is not None
         owners = np.concatenate([raw.client_ids, raw.test_client_ids]) if known else None
     there = set(np.unique(y).tolist())
-    away = _numbers("unseen", unseen, there, name) if unseen is not None else set()
+    away = _numbers("unseen_classes", unseen, there, name) if unseen is not None else set()
     kept = _numbers("classes", classes, there, name) if classes is not None else there - away
     if both_ways := sorted(kept & away):
         raise SettingError(f"class {both_ways[0]} of data '{name}' is both in classes and unseen")

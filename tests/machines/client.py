@@ -1,4 +1,4 @@
-"""A party that misbehaves: python party.py ADDRESS KEYS STORE MODE MARK."""
+"""A client that misbehaves: python client.py ADDRESS KEYS STORE MODE MARK."""
 
 import os
 import sys
@@ -8,18 +8,18 @@ from pathlib import Path
 from flwr.app import ConfigRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import add_header_to_object_body
 
-from fewer.runs.machines import Station
+from fewer.runs.machines import ClientDaemon
 from fewer.runtime.flower import envelope
 from fewer.runtime.flower.node import Node
 from fewer.runtime.flower.programs import Program
+from fewer.runtime.handlers import Call, Reply
 from fewer.runtime.keys import PinnedKeys
-from fewer.runtime.site import Call, Reply
 
 address, keys, store, mode, mark = sys.argv[1], *map(Path, sys.argv[2:4]), sys.argv[4], Path(sys.argv[5])
-station = Station(store, keys=PinnedKeys(keys))
+station = ClientDaemon(store, keys=PinnedKeys(keys))
 
 
-def answer(job: str, call: Call, blob: bytes) -> Reply:
+def answer(experiment: str, call: Call, blob: bytes) -> Reply:
     if mode == "hangs" and not mark.exists():  # once: it never answers the first question
         mark.touch()
         time.sleep(3600)
@@ -29,7 +29,7 @@ def answer(job: str, call: Call, blob: bytes) -> Reply:
         return Reply(b"\0" * 200_000_000)
     if mode == "echo":
         return Reply(blob)
-    return station.answer(job, call, blob)
+    return station.answer(experiment, call, blob)
 
 
 class Broken(ConfigRecord):

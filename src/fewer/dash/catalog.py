@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fewer.dash.records import Curve, Tally, newest, read_line
+from fewer.dash.records import Curve, EventTally, newest, read_line
 from fewer.errors import FewerError
 from fewer.report.style import DARK, look
 from fewer.runs.files import EVENTS, METRICS, SETTINGS, describe, in_use
@@ -38,7 +38,7 @@ Sizes = tuple[tuple[int, int, int] | None, ...]
 
 
 @dataclass
-class Known:
+class RunEntry:
     """A run and what was last seen of it."""
 
     id: str
@@ -56,12 +56,12 @@ class Known:
         return str(self.row["state"])
 
 
-class Catalogue:
+class Catalog:
     """The runs under a directory. Only what it has found there can be asked for."""
 
     def __init__(self, root: Path, started: Callable[[Path], float | None] = lambda path: None) -> None:
         self.root = root.resolve()
-        self.runs: dict[str, Known] = {}
+        self.runs: dict[str, RunEntry] = {}
         self.revision = 0
         self.came = 0
         """How many have ever been found: of as many as before, some may be others."""
@@ -70,7 +70,7 @@ class Catalogue:
         self._folders: dict[Path, tuple[int, bool, list[Path]]] = {}
         self._looked = {"often": -SELDOM, "seldom": -SELDOM}
         self._curves: OrderedDict[str, Curve] = OrderedDict()
-        self._tallies: OrderedDict[str, Tally] = OrderedDict()
+        self._tallies: OrderedDict[str, EventTally] = OrderedDict()
 
     def refresh(self, *, now: bool = False) -> None:
         """Look whether anything has changed, unless that was done just now."""
@@ -89,12 +89,12 @@ class Catalogue:
                         self._look(run)
                 self._looked["often"] = time.monotonic()
 
-    def look_at(self, run: Known) -> None:
+    def look_at(self, run: RunEntry) -> None:
         """Look at one run now."""
         with self._lock:
             self._look(run)
 
-    def rows(self) -> list[Known]:
+    def rows(self) -> list[RunEntry]:
         """All runs."""
         with self._lock:
             return list(self.runs.values())
@@ -103,16 +103,16 @@ class Catalogue:
         """How many runs there are in each state."""
         return Counter(run.state for run in self.rows())
 
-    def curve(self, run: Known) -> list[dict[str, Any]]:
+    def curve(self, run: RunEntry) -> list[dict[str, Any]]:
         """Its figures by round."""
         with self._lock:
             curve = _remembered(self._curves, run.id, lambda: Curve.of(run.path))
         return curve.points()
 
-    def tally(self, run: Known) -> dict[str, Any]:
+    def tally(self, run: RunEntry) -> dict[str, Any]:
         """What its faults and messages add up to, as far as they have been read."""
         with self._lock:
-            tally = _remembered(self._tallies, run.id, lambda: Tally.of(run.path))
+            tally = _remembered(self._tallies, run.id, lambda: EventTally.of(run.path))
         return tally.more()
 
     # --- finding ------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class Catalogue:
             self.revision += 1
         for id, (path, name) in ids.items():
             if id not in self.runs:
-                self.runs[id] = Known(id, name, path)
+                self.runs[id] = RunEntry(id, name, path)
                 self.came += 1
 
     def _below(self, folder: Path, depth: int) -> Iterator[Path]:
@@ -154,7 +154,7 @@ class Catalogue:
 
     # --- looking ------------------------------------------------------------------------------------------------
 
-    def _look(self, run: Known) -> None:
+    def _look(self, run: RunEntry) -> None:
         sizes = tuple(_size(run.path / name) for name in _FILES)
         going = run.row.get("state") in ("running", "starting")
         started = self._started(run.path)
@@ -169,7 +169,7 @@ class Catalogue:
             self.revision += 1
             run.row, run.revision = row, self.revision
 
-    def _row(self, run: Known, sizes: Sizes, started: float | None) -> dict[str, Any]:
+    def _row(self, run: RunEntry, sizes: Sizes, started: float | None) -> dict[str, Any]:
         changed = max((size[0] for size in sizes if size), default=0) / 1e9
         row: dict[str, Any] = {"id": run.id, "name": run.name, "changed": round(changed, 3)}
         try:
@@ -205,15 +205,15 @@ def _told(description: Mapping[str, Any], name: str) -> dict[str, Any]:
     settings, data = description["settings"], description["data"]
     given = str(settings["method"])
     method = name or given.rpartition(":")[2]
-    colour, marker, dash = look(method)  # a comparison has other markers and dashes, but no other colours
+    color, marker, dash = look(method)  # a comparison has other markers and dashes, but no other colors
     return {
         "method": method,
-        "colour": colour,
-        "dark": DARK.get(colour, colour),
+        "color": color,
+        "dark": DARK.get(color, color),
         "marker": marker,
         "dash": dash,
         "data": str(data["name"]),
-        "parties": data["parties"],
+        "clients": data["clients"],
         "seed": settings["seed"],
         "runtime": settings["runtime"],
         "rounds": description["method"]["rounds"],

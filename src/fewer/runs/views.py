@@ -7,15 +7,15 @@ How they look is the business of the report, which lies above this floor: it is 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fewer.errors import SettingError
+from fewer.registry import VIEWS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-By = Literal["round", "megabytes", "seconds", "party"]
+By = Literal["round", "megabytes", "seconds", "client"]
 
 
 class Shown(ABC):
@@ -29,7 +29,7 @@ class Shown(ABC):
         """The figures as plain rows, which `to_pandas` puts into a table."""
 
     def plot(self, by: By = "round") -> Figure:
-        """A figure of the accuracy by round, by megabytes sent, by seconds or by party."""
+        """A figure of the accuracy by round, by megabytes sent, by seconds or by client."""
         figure: Figure = self._view().plot(by)
         return figure
 
@@ -47,5 +47,4 @@ class Shown(ABC):
         return text
 
     def _view(self) -> Any:
-        (entry,) = entry_points(group="fewer.views", name=self.view)
-        return entry.load()(self)
+        return VIEWS[self.view](self)

@@ -1,0 +1,91 @@
+"""Everything that has a name on the command line: methods, models, data formats, codecs, trackers, views.
+
+A built-in is registered where it is defined:
+
+    @METHODS.register("fedavg")
+    class FedAvg(Method): ...
+
+Names are read from the source of a package, so listing them imports nothing. Other packages add theirs through entry
+points in the group of the same name (`fewer.methods`, `fewer.models`, …). A user names their own as `FILE.py:Name`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from fewer.errors import unknown
+from fewer.plugins import from_file
+
+T = TypeVar("T")
+_ROOT = Path(__file__).parent
+
+
+class Builtin(NamedTuple):
+    """Where a built-in is defined."""
+
+    module: str
+    attribute: str
+
+
+class Registry(Mapping[str, Any]):
+    """Objects by name; each is imported when it is first looked up."""
+
+    def __init__(self, variable: str, kind: str, package: str, group: str) -> None:
+        self.variable, self.kind, self.package, self.group = variable, kind, package, group
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Registers the class or function below it under this name, which becomes its attribute `name`."""
+
+        def decorate(registered: T) -> T:
+            registered.name = name  # type: ignore[attr-defined]
+            return registered
+
+        return decorate
+
+    @cached_property
+    def builtins(self) -> dict[str, Builtin]:
+        """The built-ins by name, from the source of the package."""
+        pattern = re.compile(rf'^@{self.variable}\.register\("([^"]+)"\)\n(?:@.*\n)*(?:class|def) (\w+)', re.MULTILINE)
+        folder = _ROOT.joinpath(*self.package.split(".")[1:])
+        return {
+            name: Builtin(f"{self.package}.{file.stem}", attribute)
+            for file in sorted(folder.glob("*.py"))
+            for name, attribute in pattern.findall(file.read_text(encoding="utf-8"))
+        }
+
+    @cached_property
+    def _plugins(self) -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in entry_points(group=self.group)}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self.builtins:
+            module, attribute = self.builtins[name]
+            return getattr(import_module(module), attribute)
+        return self._plugins[name].load()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted({*self.builtins, *self._plugins}))
+
+    def __len__(self) -> int:
+        return len({*self.builtins, *self._plugins})
+
+    def find(self, name: str) -> Any:
+        """The object with this name, or the one in a user's file: `FILE.py:Name`."""
+        if ":" in name:
+            return from_file(name)
+        if name not in self:
+            raise unknown(self.kind, name, [*self, "FILE.py:Name"])
+        return self[name]
+
+
+METHODS = Registry("METHODS", "method", "fewer.methods", "fewer.methods")
+MODELS = Registry("MODELS", "model", "fewer.models", "fewer.models")
+FORMATS = Registry("FORMATS", "data format", "fewer.data.formats", "fewer.formats")
+TRACKERS = Registry("TRACKERS", "tracker", "fewer.runs.trackers", "fewer.trackers")
+VIEWS = Registry("VIEWS", "view", "fewer.report", "fewer.views")
