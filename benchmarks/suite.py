@@ -25,7 +25,7 @@ from benchmarks.measure import Figure, Process, alternate, in_turn, ratio
 from fewer.learning.flops import counted
 from fewer.methods.fedmk import FedMK
 from fewer.runs.engine import start
-from fewer.runs.experiment import build_experiment, check
+from fewer.runs.experiment import build_experiment, parse_settings
 from fewer.wire import decode, encode
 
 ROUNDS = 25
@@ -223,10 +223,12 @@ def machines(directory: str | None) -> list[Figure]:
         return [after - before for before, after in pairwise(seconds)][:-1]
 
     with tempfile.TemporaryDirectory() as folder:
-        inline = start(build_experiment(check(settings)), Path(folder) / "inline")
+        inline = start(build_experiment(parse_settings(settings)), Path(folder) / "inline")
         begun = time.perf_counter()
         with local_cluster(Path(folder) / "cluster", 3) as server:
-            there = server.start(build_experiment(check({**settings, "runtime": "flower"})), Path(folder) / "flower")
+            there = server.start(
+                build_experiment(parse_settings({**settings, "runtime": "flower"})), Path(folder) / "flower"
+            )
         before = time.perf_counter() - begun - there.seconds
         packed = json.loads((Path(folder) / "flower/events.jsonl").read_text().splitlines()[-1])
         lines = (Path(folder) / "flower/ledger.csv").read_text().splitlines()[1:]

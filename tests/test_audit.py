@@ -347,7 +347,7 @@ seeds = 1
 data = "digits"
 clients = 3
 rounds = 1
-set = { matching = 2, outer_steps = 1, server_steps = 2 }
+method_options = { matching = 2, outer_steps = 1, server_steps = 2 }
 [quick]
 study = { steps = 1 }
 [study]
@@ -356,10 +356,10 @@ steps = 2
 starts = 1
 [[column]]
 name = "S = 2"
-set = { per_class = 2 }
+method_options = { per_class = 2 }
 [[column]]
 name = "S = 3"
-set = { per_class = 3 }
+method_options = { per_class = 3 }
 [[row]]
 name = "FedMK"
 method = "fedmk"

@@ -556,5 +556,5 @@ def test_all_can_be_compared(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert [row["method"] for row in rows] == names and all(row["accuracy"] > 0.2 for row in rows)
     for kind in KINDS:
-        assert next(iter(kind.tunable)) == "rate" and len(kind.tunable) <= 2
+        assert next(iter(kind.tunable)) == "lr" and len(kind.tunable) <= 2
         assert all(getattr(kind(), name) in grid for name, grid in kind.tunable.items())

@@ -52,7 +52,7 @@ def test_toml_and_flags(tmp_path: Path) -> None:
     call("run", "--settings", file, "--rounds", "1", "-o", "lr=0.05", "--out", tmp_path / "run")
     kept = json.loads((tmp_path / "run/settings.json").read_text())
     assert kept["settings"]["clients"] == 5 and kept["settings"]["norm"] == "batch"
-    assert (kept["method"]["rounds"], kept["method"]["mu"], kept["method"]["rate"]) == (1, 0.5, 0.05)
+    assert (kept["method"]["rounds"], kept["method"]["mu"], kept["method"]["lr"]) == (1, 0.5, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ def test_toml_and_flags(tmp_path: Path) -> None:
         (["run", "fedavg", "--data", "digit"], "unknown data 'digit', did you mean 'digits'?"),
         (["run", "fedavg", "--data", "npy:x"], "unknown data format 'npy', did you mean 'npz'?"),
         (["run", "fedavg", "--data", "npz:none.npz"], "no 'none.npz' here, and no data directory is set"),
-        (["run", "fedavg", *DIGITS, "--cohort", "7"], "active = 7, but there are 6 clients (allowed: 1 … 6)"),
+        (["run", "fedavg", *DIGITS, "--cohort", "7"], "cohort = 7, but there are 6 clients (allowed: 1 … 6)"),
         (["run", "fedavg", *DIGITS, "-o", "rat=1"], "unknown setting of fedavg 'rat', did you mean 'rate'?"),
-        (["run", "fedavg", *DIGITS, "-o", "lr=-1"], "fedavg: rate = -1: input should be greater than 0"),
-        (["run", "fedavg", *DIGITS, "-o", "rate"], "-o rate: not of the form name=value"),
+        (["run", "fedavg", *DIGITS, "-o", "lr=-1"], "fedavg: lr = -1: input should be greater than 0"),
+        (["run", "fedavg", *DIGITS, "-o", "lr"], "-o rate: not of the form name=value"),
         (["run", "fedavg", *DIGITS, "-o", "codec=int4"], "codec = 'int4': input should be 'float32', 'float16'"),
         (["run", "fedavg", *DIGITS, "--drop", "1.5"], "drop = 1.5: input should be less than or equal to 1"),
         (
@@ -106,7 +106,7 @@ def test_compare_prints_one_table_and_goes_on(tmp_path: Path) -> None:
     words = ["compare", "local", "fedprox", *DIGITS, "--rounds", "2", "--seeds", "2", "-o", "fedprox.mu=0.3"]
     file = tmp_path / "table.json"
     result = call(*words, "--out", tmp_path / "out", "--json", file)
-    assert "everywhere" in result.stdout and "±" in result.stdout
+    assert "global_accuracy" in result.stdout and "±" in result.stdout
     table = json.loads(file.read_text())
     assert [row["method"] for row in table["rows"]] == ["local", "fedprox"]
     assert {"accuracy", "ci95", "rounds", "mb_up", "mb_down", "seconds"} <= table["rows"][0].keys()
@@ -213,7 +213,7 @@ def test_help_does_not_wait_for_torch() -> None:
 
 def test_predicting_for_texts_and_with_options(tmp_path: Path) -> None:
     texts = ["good fine nice", "bad poor sad"] * 40
-    lines = [json.dumps({"words": text, "kind": n % 2}) for n, text in enumerate(texts)]
+    lines = [json.dumps({"vocab_size": text, "kind": n % 2}) for n, text in enumerate(texts)]
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
     data = ["--data", f"jsonl:{tmp_path / 't.jsonl'}", "--data-option", "text=words", "--data-option", "label=kind"]
     net = ["--model", "text-bilstm", "--model-option", "width=8", "-o", "lr=1.0", "--rounds", "6"]

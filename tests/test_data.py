@@ -69,12 +69,12 @@ def test_iid_shares_are_even_and_mixed() -> None:
 @pytest.mark.parametrize("minimum", [1, 10, 60])
 def test_dirichlet_gives_each_client_the_minimum(minimum: int) -> None:
     for seed in range(5):
-        assert split(minimum=minimum, seed=seed)[0].sizes.min() >= minimum
+        assert split(min_samples=minimum, seed=seed)[0].sizes.min() >= minimum
 
 
 def test_dirichlet_that_cannot_give_the_minimum_says_so() -> None:
     with pytest.raises(SettingError, match=r"alpha = 0\.01 leaves some of 20 clients with fewer than 100 of 3000"):
-        split(minimum=100, alpha=0.01)
+        split(min_samples=100, alpha=0.01)
 
 
 def test_dirichlet_divides_test_samples_in_the_proportions_of_training() -> None:
@@ -103,7 +103,7 @@ def test_rows_of_an_owner_keep_their_order() -> None:
 
 def test_dirichlet_is_the_more_skewed_the_smaller_alpha_is() -> None:
     def skew(alpha: float) -> float:
-        train = split(alpha=alpha, minimum=0)[0]
+        train = split(alpha=alpha, min_samples_per_client=0)[0]
         table = [np.bincount(labels(3000)[train.of(client)], minlength=10) for client in range(20)]
         return float(np.mean([counts.max() / counts.sum() for counts in table if counts.sum()]))
 
@@ -253,13 +253,13 @@ def test_normalization_of_bytes_by_their_own_mean_and_spread() -> None:
 
 def test_normalization_as_given() -> None:
     x = np.array([[0, 255]] * 10, np.uint8)
-    data = from_arrays(x, np.zeros(10, int), clients=1, minimum=1, normal=(0.25, 0.5), test=(x[:1], [0]))
+    data = from_arrays(x, np.zeros(10, int), clients=1, min_samples_per_client=1, normal=(0.25, 0.5), test=(x[:1], [0]))
     assert torch.allclose(data.test.slice(0, 1)[0], torch.tensor([[-0.5, 1.5]]))
 
 
 def test_constant_bytes_do_not_divide_by_zero() -> None:
     x = np.full((20, 2), 255, np.uint8)
-    data = from_arrays(x, np.zeros(20, int), clients=1, minimum=1)
+    data = from_arrays(x, np.zeros(20, int), clients=1, min_samples_per_client=1)
     assert data.test.slice(0, 1)[0].abs().max() < 1e-6
 
 
@@ -616,7 +616,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def open_idx(folder: Path) -> ArrayData:
-    return load(f"idx:{folder / 'mnist'}", clients=3, minimum=1)
+    return load(f"idx:{folder / 'mnist'}", clients=3, min_samples_per_client=1)
 
 
 def test_idx_files(folder: Path) -> None:
@@ -641,10 +641,10 @@ def test_named_data_lies_in_the_data_directory(folder: Path, monkeypatch: pytest
     monkeypatch.delenv("FEWER_DATA", raising=False)
     with pytest.raises(DataError, match=r"no 'mnist' here, and no data directory is set \(--data-dir, FEWER_DATA\)"):
         load("mnist")
-    given = load("mnist", directory=folder, clients=3, minimum=1)
+    given = load("mnist", directory=folder, clients=3, min_samples_per_client=1)
     assert (given.source.shift, given.source.scale) == (255 * 0.1307, 1 / (255 * 0.3081))
     monkeypatch.setenv("FEWER_DATA", str(folder))
-    assert load("mnist", clients=3, minimum=1).fingerprint() == given.fingerprint()
+    assert load("mnist", clients=3, min_samples_per_client=1).fingerprint() == given.fingerprint()
     with pytest.raises(DataError, match=f"no 'fashion-mnist' in {folder}"):
         load("fashion-mnist")
 
@@ -680,7 +680,7 @@ def test_a_damaged_npz_is_read_or_refused(tmp_path: Path) -> None:
         damaged[draw.integers(len(good), size=3)] ^= draw.integers(1, 256, size=3, dtype=np.uint8)
         path.write_bytes(damaged.tobytes())
         try:
-            load(f"npz:{path}", clients=2, minimum=1)
+            load(f"npz:{path}", clients=2, min_samples_per_client=1)
         except DataError:
             refused += 1
     assert refused > 200

@@ -21,7 +21,7 @@ from fewer.experiments import recipes
 from fewer.experiments.compare import own_settings
 from fewer.methods import find, names
 from fewer.registry import FORMATS, MODELS
-from fewer.runs.experiment import check
+from fewer.runs.experiment import parse_settings
 from fewer.runs.settings import Settings
 from tests.test_cli import DIGITS, call
 from tests.test_floors import FLOORS
@@ -112,9 +112,9 @@ def test_every_command_takes_what_a_page_gives_it(page: Path) -> None:
         if name in ("run", "compare", "prepare", "server", "local-cluster"):
             some = [methods or default] if not isinstance(methods, tuple | list) else list(methods)
             kinds = [find(str(ROOT / one) if one.startswith("docs/") else one) for one in some]
-            own_settings(kinds, assignments(settings.pop("set", [])))
-            pairs = {key: assignments(settings.pop(key, [])) for key in ("data_set", "model_set")}
-            known = check({**settings, **pairs})
+            own_settings(kinds, assignments(settings.pop("method_options", [])))
+            pairs = {key: assignments(settings.pop(key, [])) for key in ("data_options", "model_set")}
+            known = parse_settings({**settings, **pairs})
             assert known.data in fewer.data.NAMES or known.data.partition(":")[0] in FORMATS, known.data
             assert known.model in MODELS or ".py:" in known.model, known.model
         if name == "methods" and methods:

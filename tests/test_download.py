@@ -77,7 +77,7 @@ def server() -> Iterator[Server]:
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, url: str, name: str = "file.bin", checksum: str = MD5) -> None:
-    monkeypatch.setitem(SETS, "set", (Remote(url, "folder", name, checksum),))
+    monkeypatch.setitem(SETS, "method_options", (Remote(url, "folder", name, checksum),))
 
 
 def test_a_file_arrives_whole_and_progress_is_told(
@@ -85,11 +85,11 @@ def test_a_file_arrives_whole_and_progress_is_told(
 ) -> None:
     offer(monkeypatch, server.url)
     told: list[tuple[int, int | None]] = []
-    folder = get("set", tmp_path / "new" / "directory", lambda *now: told.append(now))
+    folder = get("method_options", tmp_path / "new" / "directory", lambda *now: told.append(now))
     assert [file.name for file in folder.iterdir()] == ["file.bin"]
     assert (folder / "file.bin").read_bytes() == CONTENT
     assert told[-1] == (len(CONTENT), len(CONTENT)) and told == sorted(told) and len(told) > 1
-    get("set", tmp_path / "new" / "directory")
+    get("method_options", tmp_path / "new" / "directory")
     assert server.asked == [None]  # what is there is not fetched again
 
 
@@ -102,7 +102,7 @@ def test_a_part_is_gone_on_from_if_the_server_can(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file.bin.part").write_bytes(CONTENT[:1000])
     told: list[int] = []
-    get("set", tmp_path, lambda so_far, total: told.append(so_far))
+    get("method_options", tmp_path, lambda so_far, total: told.append(so_far))
     assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
     assert server.asked == ["bytes=1000-"] and told[-1] == len(CONTENT)
     assert (told[0] % 1000 != 0) or not ranges
@@ -115,7 +115,7 @@ def test_a_part_that_is_complete_is_used_and_a_longer_one_is_not(
     offer(monkeypatch, server.url)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file.bin.part").write_bytes(CONTENT + extra)
-    get("set", tmp_path)
+    get("method_options", tmp_path)
     assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
     assert len(server.asked) == (2 if extra else 1)
 
@@ -123,7 +123,7 @@ def test_a_part_that_is_complete_is_used_and_a_longer_one_is_not(
 def test_a_broken_connection_is_taken_up_again(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, server.url)
     server.breaks_after = 400_000
-    get("set", tmp_path)
+    get("method_options", tmp_path)
     assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
     assert server.asked == [None, "bytes=400000-", "bytes=800000-"]
 
@@ -134,9 +134,9 @@ def test_a_connection_that_keeps_breaking_leaves_a_part(
     offer(monkeypatch, server.url)
     server.breaks_after = 1000
     with pytest.raises(DataError, match="broke off; 3000 bytes are kept"):
-        get("set", tmp_path)
+        get("method_options", tmp_path)
     server.breaks_after = None
-    get("set", tmp_path)
+    get("method_options", tmp_path)
     assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
     assert server.asked[-1] == "bytes=3000-"
 
@@ -148,7 +148,7 @@ def test_a_wrong_checksum_removes_the_download(
     offer(monkeypatch, server.url)
     server.content, server.announces = CONTENT[:-1], announces
     with pytest.raises(DataError, match="corrupt and has been removed: its md5 is .* where .* belongs"):
-        get("set", tmp_path)
+        get("method_options", tmp_path)
     assert not list((tmp_path / "folder").iterdir())
 
 
@@ -161,18 +161,18 @@ def test_archives_without_a_checksum_are_read_through(
     for name, content in (("file.zip", packed.getvalue()), ("file.gz", gzip.compress(CONTENT))):
         offer(monkeypatch, server.url, name, checksum="")
         server.content = content
-        get("set", tmp_path)
+        get("method_options", tmp_path)
         assert hashlib.sha256(content).hexdigest() in capsys.readouterr().err
         for number, bad in enumerate((content[:-5], content[:60] + b"!" + content[61:], b"<html>")):
             server.content = bad
             with pytest.raises(DataError, match="corrupt and has been removed"):
-                get("set", tmp_path / str(number))
+                get("method_options", tmp_path / str(number))
 
 
 def test_without_a_network_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, "http://127.0.0.1:9/file")
     with pytest.raises(DataError) as caught:
-        get("set", tmp_path)
+        get("method_options", tmp_path)
     line = str(caught.value)
     for part in ("http://127.0.0.1:9/file", str(tmp_path / "folder" / "file.bin"), "--data-dir", "FEWER_DATA"):
         assert part in line
@@ -183,7 +183,7 @@ def test_a_server_that_refuses_is_named(server: Server, tmp_path: Path, monkeypa
     offer(monkeypatch, server.url)
     server.status = 404
     with pytest.raises(DataError, match="answered 404"):
-        get("set", tmp_path)
+        get("method_options", tmp_path)
     assert len(server.asked) == 1
 
 
@@ -193,7 +193,7 @@ def test_a_directory_that_cannot_be_written_is_one_line(
     offer(monkeypatch, server.url)
     (tmp_path / "folder").write_text("a file where a directory should be")
     with pytest.raises(DataError, match="folder"):
-        get("set", tmp_path)
+        get("method_options", tmp_path)
 
 
 def test_unknown_sets_are_refused_with_a_hint(tmp_path: Path) -> None:

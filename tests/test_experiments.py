@@ -10,7 +10,7 @@ from fewer import FedAvg
 from fewer.data import Data
 from fewer.errors import RunError
 from fewer.experiments.tune import Point, search, tune
-from fewer.runs.experiment import build_experiment, check
+from fewer.runs.experiment import build_experiment, parse_settings
 from fewer.runs.statistics import amount, half_width
 
 
@@ -29,21 +29,21 @@ GRID = (0.01, 0.03, 0.1, 0.3)
 def test_search_closes_in_on_the_best(best: float) -> None:
     seen: list[Point] = []
     found = search(peak({"lr": best}, seen), {"lr": GRID}, {"lr": 0.1}, 10)
-    assert len(seen) == 10 and len({point["rate"] for point in seen}) == 10
-    assert [point["rate"] for point in seen[:4]] == list(GRID)
-    assert found["rate"] == pytest.approx(best, rel=0.35)
+    assert len(seen) == 10 and len({point["lr"] for point in seen}) == 10
+    assert [point["lr"] for point in seen[:4]] == list(GRID)
+    assert found["lr"] == pytest.approx(best, rel=0.35)
 
 
 def test_search_takes_one_setting_after_the_other_with_the_same_effort() -> None:
     seen: list[Point] = []
     found = search(peak({"lr": 0.1, "mu": 1.0}, seen), {"lr": GRID, "mu": (0.001, 1.0)}, {"lr": 0.3, "mu": 0.01}, 8)
     assert len(seen) == 8
-    assert all(point["mu"] == 0.01 for point in seen[:4]) and all(point["rate"] == 0.1 for point in seen[4:6])
-    assert found["rate"] == pytest.approx(0.1, rel=0.8) and found["mu"] == pytest.approx(1.0, rel=0.5)
+    assert all(point["mu"] == 0.01 for point in seen[:4]) and all(point["lr"] == 0.1 for point in seen[4:6])
+    assert found["lr"] == pytest.approx(0.1, rel=0.8) and found["mu"] == pytest.approx(1.0, rel=0.5)
 
 
 def test_tuning_never_sees_the_test_data(digits: Data) -> None:
-    experiment = build_experiment(check({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
+    experiment = build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
     held = digits.held_out(0.2, 1)
     rows = {tuple(x.flatten().tolist()) for x in held.test.slice(0, len(held.test))[0]}
     train = {tuple(x.flatten().tolist()) for p in range(6) for x in digits.client(p).train.slice(0, 9999)[0]}
@@ -51,7 +51,7 @@ def test_tuning_never_sees_the_test_data(digits: Data) -> None:
     tuned, trials = tune(experiment, 5)
     assert len(trials) == 5
     best = max(trials, key=lambda trial: trial.accuracy or 0)
-    assert tuned.method.lr == best.settings["rate"] == tuned.settings.set["rate"]  # type: ignore[attr-defined]
+    assert tuned.method.lr == best.settings["lr"] == tuned.settings.set["lr"]  # type: ignore[attr-defined]
     assert tuned.data is experiment.data
 
 
@@ -80,11 +80,11 @@ def test_search_ends_even_if_nothing_is_left_to_try() -> None:
 
 def test_trials_of_another_task_are_not_taken_over(digits: Data, tmp_path: Path) -> None:
     notes = tmp_path / "trials.json"
-    experiment = build_experiment(check({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
+    experiment = build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
     _, first = tune(experiment, 4, notes)
     assert tune(experiment, 4, notes)[1] == first
     with pytest.raises(RunError, match="of another task or other settings"):
-        tune(build_experiment(check({"seed": 1}), FedAvg(rounds=2, cohort=3), digits), 4, notes)
+        tune(build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=2, cohort=3), digits), 4, notes)
     notes.write_text("{")
     with pytest.raises(RunError, match="is damaged"):
         tune(experiment, 4, notes)

@@ -252,7 +252,7 @@ def make_client(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("order", "learn_from", "zero_head", "client_rate"),
+    ("order", "learn_from", "zero_head", "client_lr"),
     [("exact", "support", False, None), ("first", "support", False, 0.0005), ("exact", "task", True, 0.0005)],
 )
 def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
@@ -522,8 +522,8 @@ BASELINES: list[type[FewShot]] = [FLMAML, FLProto, FedFSL, LocalMAML, LocalProto
 @pytest.mark.parametrize("kind", [F2L, *BASELINES])
 def test_every_method_learns_to_tell_novel_classes_apart(kind: type[FewShot], data: ArrayData) -> None:
     settings = {**FAST, "rounds": 6, "tasks": 8, "lr": 0.01, "test_tasks": 40}
-    if "fine_rate" in kind.model_fields:
-        settings["fine_rate"] = 0.3
+    if "fine_lr" in kind.model_fields:
+        settings["fine_lr"] = 0.3
     result = run(kind(**settings), data)
     assert result.accuracy > 0.55, result.accuracy  # chance is a third
     assert result.scores["tasks"] == 40 and result.scores["absent"] == 0

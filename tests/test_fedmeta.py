@@ -41,7 +41,7 @@ from fewer.models import SmallCNN, Weights, load_weights
 from fewer.models.sequences import MLP, CharLSTM
 from fewer.report import write_report
 from fewer.report.charts import density_picture
-from fewer.runs.experiment import build_experiment, check
+from fewer.runs.experiment import build_experiment, parse_settings
 from fewer.runs.result import open_result
 from fewer.runtime import stream
 from tests.examples import Stop, Stopping
@@ -285,9 +285,9 @@ def test_local_steps_go_their_way_and_rates_stay_with_the_server() -> None:
     sign = np.sign(np.average(slopes, axis=0, weights=sizes))
     assert close(state.algorithm[ALPHA + "weight"], 0.7 - 0.05 * sign, 1e-4)  # the first step of Adam
     assert close(state.first[ALPHA + "weight"], 0.1 * np.average(slopes, axis=0, weights=sizes))
-    assert method.search_space().keys() == {"local_rate", "inner_rate"} and FedMeta().search_space().keys() == {
-        "rate",
-        "inner_rate",
+    assert method.search_space().keys() == {"local_lr", "inner_lr"} and FedMeta().search_space().keys() == {
+        "lr",
+        "inner_lr",
     }
 
 
@@ -458,15 +458,17 @@ def test_trials_are_judged_on_validation_clients_and_see_no_new_one() -> None:
             seen.update(found := super().judged(clients))
             return found
 
-    experiment = build_experiment(check({"seed": SEED, "method": "fedmeta"}), Watched(rounds=1), federation(), linear())
+    experiment = build_experiment(
+        parse_settings({"seed": SEED, "method": "fedmeta"}), Watched(rounds=1), federation(), linear()
+    )
     tuned, trials = tune(experiment, 3)
     assert len(trials) == 3 and seen == set(GROUPS.validation)
     assert tuned.method.judge == "new" and tuned.data is experiment.data  # type: ignore[attr-defined]
 
 
 def test_a_fine_tuning_that_does_not_happen_is_not_tuned() -> None:
-    assert FedAvgMeta(adapt_steps=0).search_space().keys() == {"rate"}
-    assert FedAvgMeta(adapt_steps=1).search_space().keys() == {"rate", "adapt_rate"}
+    assert FedAvgMeta(adapt_steps=0).search_space().keys() == {"lr"}
+    assert FedAvgMeta(adapt_steps=1).search_space().keys() == {"lr", "adapt_lr"}
 
 
 def test_support_and_queries_of_a_new_client_are_the_same_for_all_methods_and_rounds() -> None:
@@ -567,14 +569,14 @@ def test_clients_with_one_sample_one_class_or_nothing_break_neither_round_nor_ju
     assert result.scores["clients"].keys() == {str(client) for client in judged[2:]}
     assert all(torch.isfinite(tensor).all() for tensor in chosen.broadcast(result.state).values())
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    told = {(event["client"], event["detail"]) for event in events if event.get("why") == "unable"}
+    told = {(event["client"], event["detail"]) for event in events if event.get("reason") == "unable"}
     few, nothing = "1 sample, which is its support: no queries are left", "no training data"
     expected = {(judged[0], few), (judged[1], nothing)}
     if not isinstance(method, Alone):
         expected.add((groups.train[1], nothing))
     if isinstance(method, FedMeta):  # the others train on all samples, also on one
         expected.add((groups.train[0], few))
-    assert told == expected and not any(event.get("why") in ("failed", "refused") for event in events)
+    assert told == expected and not any(event.get("reason") in ("failed", "refused") for event in events)
 
 
 def test_who_counts_more_right_than_there_are_is_not_believed() -> None:
@@ -601,7 +603,7 @@ def test_no_client_with_queries_gets_one_line() -> None:
 def test_too_few_clients_get_one_line() -> None:
     with pytest.raises(SettingError, match="4 clients cannot be divided in shares"):
         fewer.run(FedMeta(rounds=1), federation(PAIRS[:4]), model=linear())
-    with pytest.raises(SettingError, match=r"active = 9 clients a round, but there are 8 \(allowed: 1 … all\)"):
+    with pytest.raises(SettingError, match=r"cohort = 9 clients a round, but there are 8 \(allowed: 1 … all\)"):
         fewer.run(FedMeta(rounds=1, cohort=9), federation(), model=linear())
 
 
@@ -832,14 +834,14 @@ rivals = ["FedAvg"]
 data = "digits"
 clients = 20
 rounds = 2
-set = { flops = true }
+method_options = { flops = true }
 [[column]]
 name = "50 %"
-set = { support = 0.5 }
+method_options = { support = 0.5 }
 [[row]]
 name = "FedAvg"
 method = "fedavg-meta"
-set = { adapt_steps = 0, steps = 2 }
+method_options = { adapt_steps = 0, steps = 2 }
 [[row]]
 name = "MAML"
 method = "fedmeta"

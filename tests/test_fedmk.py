@@ -895,7 +895,7 @@ def test_matching_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         method.condense(
             make_client(tmp_path, 0), model=task_of().initial(SEED), shared=method.init(task_of(), SEED).blank
         )
-    assert [(how["steps"], how["rate"], how["augment"]) for how in told] == [(7, 0.3, False), (7, 0.3, True)]
+    assert [(how["steps"], how["lr"], how["augment"]) for how in told] == [(7, 0.3, False), (7, 0.3, True)]
 
 
 def test_shared_knowledge_travels_as_d_does() -> None:

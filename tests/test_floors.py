@@ -26,7 +26,7 @@ FLOORS = (
     "wire",
 )
 """Top to bottom."""
-GROUND = ("errors", "vocabulary", "plugins")
+GROUND = ("errors", "choices", "plugins", "registry")
 """Below all floors, and each free to import the others."""
 FACADE = "fewer"
 """The package itself: it hands out names of all floors when they are asked for."""

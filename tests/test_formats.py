@@ -32,7 +32,8 @@ DRAW = np.random.default_rng(0)
 
 
 def read(name: str, path: Path, **options: Any) -> RawDataset:
-    return FORMATS[name](path, **options)
+    raw: RawDataset = FORMATS[name](path, **options)
+    return raw
 
 
 def refuse(name: str, path: Path, words: str, kind: type[FewerError] = DataError, **options: Any) -> None:
@@ -734,16 +735,16 @@ def test_the_alphabet_is_that_of_leaf() -> None:
 
 
 def test_speeches_are_told_from_directions_and_headings(tmp_path: Path) -> None:
-    said = roles(write(tmp_path / "lear.txt", PLAY), minimum=1)
+    said = roles(write(tmp_path / "lear.txt", PLAY), min_samples=1)
     assert said == {
         "lear/KING": "Hear me now, good fool: the day is long,\nAnd night is “longer”—so they say…\n"
         "And so it goes on after a direction.\nRight after, without an empty line.\n",
         "lear/FIRST FOOL": "Ay.\nAlone.\n",
     }
     bare = PLAY.replace("KING.\n", "KING\n").replace("FOOL.\n", "FOOL\n")
-    assert roles(write(tmp_path / "lear.txt", bare), minimum=1) == said
+    assert roles(write(tmp_path / "lear.txt", bare), min_samples=1) == said
     titled = PLAY.replace("KING.\n", "King.\n").replace("FIRST FOOL.\n", "1 Fool.\n")
-    assert list(roles(write(tmp_path / "lear.txt", titled), minimum=1)) == ["lear/King", "lear/1 Fool"]
+    assert list(roles(write(tmp_path / "lear.txt", titled), min_samples=1)) == ["lear/King", "lear/1 Fool"]
 
 
 def test_plays_are_windows_on_one_copy_of_the_text(tmp_path: Path) -> None:
@@ -763,8 +764,8 @@ def test_plays_are_windows_on_one_copy_of_the_text(tmp_path: Path) -> None:
             assert list(said.values())[client][windows[client] :].startswith(window)
             windows[client] += 1
     assert list(windows.values()) == [len(role) - 80 for role in said.values()]
-    refuse("plays", tmp_path, "minimum = 80", SettingError, minimum=80)
-    refuse("plays", tmp_path, "no role of 9999", minimum=9999)
+    refuse("plays", tmp_path, "min_samples = 80", SettingError, min_samples=80)
+    refuse("plays", tmp_path, "no role of 9999", min_samples=9999)
 
 
 # --- MovieLens ------------------------------------------------------------------------------------------------
@@ -970,7 +971,10 @@ def test_real_huffpost() -> None:
 def test_real_plays() -> None:
     path = Path(os.environ["FEWER_DATA"]) / "shakespeare"
     raw = read("plays", path)
-    assert 1300 < len(roles(path, minimum=1)) < 1500 and len({role.partition("/")[0] for role in roles(path)}) == 37
+    assert (
+        1300 < len(roles(path, min_samples=1)) < 1500
+        and len({role.partition("/")[0] for role in roles(path)}) == 37
+    )
     assert isinstance(raw.x, torch.Tensor) and raw.x.untyped_storage().nbytes() < 5_000_000 < raw.x.numel()
     assert count(raw.client_ids) == len(roles(path)) + 1
 

@@ -48,7 +48,7 @@ from fewer.methods.frl_deploy import FILE
 from fewer.methods.groups import TRIAL_GROUPS
 from fewer.models import Split, Weights, load_weights, weights_of
 from fewer.models.images import Conv4
-from fewer.runs.experiment import build_experiment, check, make_method
+from fewer.runs.experiment import build_experiment, make_method, parse_settings
 from fewer.runs.inference import deploy
 from fewer.runs.result import open_result
 from fewer.runs.statistics import half_width
@@ -591,7 +591,7 @@ def test_groups_that_cannot_be_are_told_before_the_first_round(wrong: dict[str, 
 
 def test_a_trial_whose_groups_cannot_be_is_told_so() -> None:
     experiment = build_experiment(
-        check({"method": "frl-scratch"}), FRLScratch(**{**GROUPS, "unseen_classes": 3}), digits()
+        parse_settings({"method": "frl-scratch"}), FRLScratch(**{**GROUPS, "unseen_classes": 3}), digits()
     )
     with pytest.raises(SettingError, match="3 classes never met and 0 others, but the test samples are of 1 and 5"):
         tune(experiment, 1)
@@ -629,15 +629,15 @@ def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
     before, after = (sum(source.size(client) for client in range(12)) for source in (data, held))
     assert after + len(held.test) == before
     assert len(held.client(0).test) == len(data.held_out(0.2, 3).client(0).test)
-    assert list(FRLScratch(head="linear").search_space()["rate"]) == pytest.approx([0.01, 0.03, 0.1])
+    assert list(FRLScratch(head="linear").search_space()["lr"]) == pytest.approx([0.01, 0.03, 0.1])
     assert FRL(head="distance").search_space() == {"meta_lr": (0.003, 0.01, 0.03), "lr": (0.001, 0.003, 0.01)}
-    assert FRL().search_space()["gamma"] == (0.5, 5 / 6) and FRL(optimizer="sgd").search_space()["meta_rate"] == (
+    assert FRL().search_space()["gamma"] == (0.5, 5 / 6) and FRL(optimizer="sgd").search_space()["meta_lr"] == (
         0.1,
         0.3,
         1.0,
     )
     experiment = build_experiment(
-        check({"method": "frl-scratch", "method_options": GROUPS}), FRLScratch(**GROUPS), data
+        parse_settings({"method": "frl-scratch", "method_options": GROUPS}), FRLScratch(**GROUPS), data
     )
     tuned, trials = tune(experiment, 2)
     assert len(trials) == 2 and tuned.method.groups == 3 and tuned.data is experiment.data  # type: ignore[attr-defined]
@@ -668,7 +668,9 @@ def test_odd_groups_do_not_break_a_round(head: Any, odd: str, tmp_path: Path) ->
         assert '"failed"' not in events
         if "nothing" in odd:
             assert "no training data" in events and "no class with two samples" in events
-        group = deploy(run, from_clients(pairs, test=UNSEEN), model=Small, set={"keep_best": 1} if number else {})
+        group = deploy(
+            run, from_clients(pairs, test=UNSEEN), model=Small, method_options={"keep_best": 1} if number else {}
+        )
         held = sorted({int(label) for _, y in pairs for label in y}) if not number else group.state.classes.tolist()
         assert group.state.classes.tolist() == held
         scores = group.model(torch.zeros(1, 2))
@@ -710,7 +712,7 @@ def test_answers_that_do_not_fit_are_refused() -> None:
 
 def test_one_shot_averages_the_models_that_do_best_on_what_they_held_out() -> None:
     method = FRLScratch(keep_best=2, head="gpal", way=2, group_size=2)
-    group = method.nobody(build_experiment(check({}), method, federation(), first_net()).task)
+    group = method.nobody(build_experiment(parse_settings({}), method, federation(), first_net()).task)
     found = [
         {
             "model": {"w": torch.tensor([float(number)])},
@@ -766,11 +768,9 @@ def test_a_warm_start_is_fedavg_and_then_frl_from_there() -> None:
     options: dict[str, Any] = {"cohort": 5, "batch_size": None, "lr": 0.2, "pretrain_lr": 0.2, "meta_lr": 0.5}
     options |= {"eval_groups": 1, "way": 2, "group_size": 2, "optimizer": "sgd"}
     warm = fewer.run(FRLWarmStart(rounds=8, warmup_rounds=4, **options), federation(), model=first_net())
-    first = {name: value for name, value in options.items() if name not in ("meta_rate", "optimizer")}
+    first = {name: value for name, value in options.items() if name not in ("meta_lr", "optimizer")}
     begun = fewer.run(FRLFineTuning(rounds=4, **first), federation(), model=first_net()).state.model
-    slopes, theta, _ = episode(
-        FRL(rounds=4, **{n: v for n, v in options.items() if n != "prepare_rate"}), double(begun)
-    )
+    slopes, theta, _ = episode(FRL(rounds=4, **{n: v for n, v in options.items() if n != "prepare_lr"}), double(begun))
     for name, tensor in warm.state.model.items():
         assert torch.allclose(tensor.double(), theta[name], atol=2e-5), name
     for name, slope in slopes.items():
@@ -893,7 +893,7 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
     mine = ["--data", "digits", "--data-option", "classes=5-9", "--clients", "4", "--alpha", "1"]
     call("deploy", run / FILE, *mine, "--out", group, "--rounds", "2", "--no-report")
     found = json.loads((group / "settings.json").read_text())
-    assert found["method"]["rate"] == 0.02 and found["method"]["rounds"] == 2 and found["method"]["head"] == "gpal"
+    assert found["method"]["lr"] == 0.02 and found["method"]["rounds"] == 2 and found["method"]["head"] == "gpal"
     members, all_of_it = (cloud_of(open_result(path), most=40) for path in (run, group))
     assert members and members.own.any() and len(members.points) == 40 + members.own.sum()
     assert all_of_it and not all_of_it.own.any() and set(all_of_it.star_labels.tolist()) == set(range(5, 10))
@@ -1015,12 +1015,12 @@ seeds = 2
 [settings]
 fraction = 0.3
 data = "digits"
-data_set = { unseen = "5-9" }
+data_options = { unseen = "5-9" }
 partition = "shards"
 clients = 12
 rounds = 4
 evaluate_every = 4
-set = { groups = 2, members = 4, samples = 12 }
+method_options = { groups = 2, members = 4, samples = 12 }
 [study]
 name = "embedding"
 most = 40
@@ -1029,7 +1029,7 @@ name = "digits"
 [[row]]
 name = "distance"
 method = "frl"
-set = { head = "distance" }
+method_options = { head = "distance" }
 [[row]]
 name = "GPAL"
 method = "frl"
@@ -1059,7 +1059,7 @@ FRL_RECIPES = ("table1", "table2", "table3")
 def test_every_tuned_row_tries_its_grids_wholly_and_begins_in_them(name: str) -> None:
     plan = recipe(f"frl/{name}")
     rows = zip(plan.row, settings_in(plan.column[0], plan, quick=False), strict=True)
-    experiments = [(row, make_method(find(row.method), check(settings))) for row, settings in rows]
+    experiments = [(row, make_method(find(row.method), parse_settings(settings))) for row, settings in rows]
     for row, method in experiments:
         search_space = method.search_space()
         first = {key: float(getattr(method, key)) for key in search_space}
@@ -1071,8 +1071,8 @@ def test_every_tuned_row_tries_its_grids_wholly_and_begins_in_them(name: str) ->
         search(lambda point, seen=seen: seen.append(point) or 0.0, search_space, first, plan.trials)  # type: ignore[misc]
         assert len(seen) == plan.trials
         assert all({point[key] for point in seen} >= set(grid) for key, grid in search_space.items()), row.name
-    assert {"gamma", "meta_rate"} <= {key for row, method in experiments if row.tune for key in method.search_space()}
-    assert not any("gamma" in row.method_options for row in plan.row) and "gamma" not in plan.settings["set"]
+    assert {"gamma", "meta_lr"} <= {key for row, method in experiments if row.tune for key in method.search_space()}
+    assert not any("gamma" in row.method_options for row in plan.row) and "gamma" not in plan.settings["method_options"]
 
 
 @pytest.mark.parametrize("name", ["fig2", "fig3"])
@@ -1081,10 +1081,10 @@ def test_figures_have_the_settings_that_table_2_chose(name: str) -> None:
     chosen = {cell["row"]: cell["ours"]["settings"] for cell in table["cells"]}
     plan = recipe(f"frl/{name}")
     for row, settings in zip(plan.row, settings_in(plan.column[0], plan, quick=False), strict=True):
-        mine = make_method(find(row.method), check(settings)).model_dump()
+        mine = make_method(find(row.method), parse_settings(settings)).model_dump()
         wanted = chosen[f"{row.name}, tuned"]
-        assert {key: mine[key] for key in ("rate", "gamma")} == {key: wanted[key] for key in ("rate", "gamma")}
-        for key in {"meta_rate", "prepare_rate"} & set(mine):
+        assert {key: mine[key] for key in ("lr", "gamma")} == {key: wanted[key] for key in ("lr", "gamma")}
+        for key in {"meta_lr", "prepare_lr"} & set(mine):
             assert mine[key] == wanted[key], (row.name, key)
 
 
@@ -1097,7 +1097,7 @@ def test_a_finer_search_leaves_no_setting_where_it_may_not_be(monkeypatch: pytes
 
     monkeypatch.setattr(sys.modules[tune.__module__], "start", gone)
     experiment = build_experiment(
-        check({"method": "frl", "method_options": {**GROUPS, "way": 1}}), FRL(**{**GROUPS, "way": 1}), digits()
+        parse_settings({"method": "frl", "method_options": {**GROUPS, "way": 1}}), FRL(**{**GROUPS, "way": 1}), digits()
     )
     assert len(tune(experiment, 30)[1]) == 30 and len(set(tried)) > 2 and 5 / 6 <= max(tried) <= 1
 

@@ -43,7 +43,7 @@ from fewer.methods.federation import FIT, Single, Teacher, with_model
 from fewer.methods.federation import Work as Amount
 from fewer.methods.metafed import OWN, adapted
 from fewer.models import Split, Task, Weights, is_norm, load_weights, weights_of
-from fewer.runs.experiment import check, make_method
+from fewer.runs.experiment import make_method, parse_settings
 from fewer.runs.settings import Settings
 from fewer.runtime import Absent, HandlerServer, Inline, Unable, on_client, on_ring, seed_of, stream
 from fewer.runtime.clients import Faults, Rules
@@ -359,11 +359,11 @@ def test_ablations_are_what_they_say(tmp_path: Path) -> None:
     assert kinds == second
     sent = {bytes(decode(blob)[1]["model"]["head.weight"].numpy()) for blob in work.messages}
     assert len(sent) == 1  # f is one federation's own model throughout
-    assert list(MetaFed().search_space()) == ["rate", "enough"]
+    assert list(MetaFed().search_space()) == ["lr", "enough"]
     assert (
         list(MetaFed(transfer="fine-tune").search_space())
         == list(MetaFed(stages="personalize").search_space())
-        == ["rate"]
+        == ["lr"]
     )
     kinds, work = calls(transfer="fine-tune", enough=0.0)
     assert kinds == both and [work.own(p)["taken"] for p in range(COUNT)] == [2, 3, 3, 3]
@@ -1203,7 +1203,7 @@ def cells(name: str) -> Iterator[tuple[RecipeRow, RecipeColumn, Settings, Any]]:
     plan = recipe(f"metafed/{name}")
     for column in plan.column:
         for row, told in zip(plan.row, settings_in(column, plan, False), strict=True):
-            settings_ = check(told)
+            settings_ = parse_settings(told)
             yield row, column, settings_, make_method(find(settings_.method), settings_)
 
 

@@ -154,7 +154,7 @@ def data_bytes(blob: bytes) -> int:
 # --- FedAvg ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("steps", "batch", "rate"), [(1, 1, 0.5), (1, 4, 0.1), (3, 2, 0.5)])
+@pytest.mark.parametrize(("steps", "batch", "lr"), [(1, 1, 0.5), (1, 4, 0.1), (3, 2, 0.5)])
 def test_fedavg_round_is_the_mean_by_size_of_local_descents(steps: int, batch: int, lr: float) -> None:
     method = FedAvg(rounds=1, local_steps=steps, batch_size=batch, lr=lr)
     expected = average([descent(WEIGHT, batches(method, client, 1), lr) for client in range(3)])

@@ -18,7 +18,7 @@ from fewer.methods import find
 from fewer.report import recipe_picture
 from fewer.report.figures import interval
 from fewer.report.style import look
-from fewer.runs.experiment import check, make_method
+from fewer.runs.experiment import make_method, parse_settings
 from tests.test_cli import DIGITS, call
 
 RECIPE = """
@@ -42,7 +42,7 @@ alpha = 5.0
 [[row]]
 name = "FedAvg, given"
 method = "fedavg"
-set = { rate = 0.05 }
+method_options = { lr = 0.05 }
 paper = [12.5]
 [[row]]
 name = "FedProx, tuned"
@@ -66,7 +66,7 @@ def test_a_recipe_gives_ours_beside_theirs(tmp_path: Path) -> None:
         f"{place.split('/')[1]}-seed0" for place in places
     }
     given = cells["FedAvg, given", "α = 0.5"]
-    assert given["paper"] == 12.5 and given["ours"]["seeds"] == [0, 1] and given["ours"]["settings"]["rate"] == 0.05
+    assert given["paper"] == 12.5 and given["ours"]["seeds"] == [0, 1] and given["ours"]["settings"]["lr"] == 0.05
     assert not given["ours"]["trials"] and len(cells["FedProx, tuned", "α = 5"]["ours"]["trials"]) == 4
     accuracy, half = given["ours"]["accuracy"], given["ours"]["ci95"]
     assert f"| FedAvg, given | {100 * accuracy:.2f} ± {100 * half:.2f} / 12.50 |" in text
@@ -94,7 +94,7 @@ def test_recipes_are_listed_and_sound() -> None:
             assert len({recipes.slug(title) for title in titles}) == len(titles)  # each has its own directory
         for column, quick in itertools.product(plan.column, (False, True)):
             for row, given in zip(plan.row, recipes.settings_in(column, plan, quick), strict=True):
-                settings = check(given)
+                settings = parse_settings(given)
                 assert make_method(find(settings.method), settings).name == row.method, (name, column.name, row.name)
                 assert not quick or settings.data in EMBEDDED
                 if row.method == "fedmk-paper":
@@ -105,15 +105,15 @@ def test_recipes_are_listed_and_sound() -> None:
 
 
 def test_settings_are_those_of_recipe_column_and_row() -> None:
-    text = RECIPE.replace("rounds = 2\n", "rounds = 2\nset = { mu = 0.3, rate = 0.2 }\n")
+    text = RECIPE.replace("rounds = 2\n", "rounds = 2\nset = { mu = 0.3, lr = 0.2 }\n")
     text = text.replace(
-        "alpha = 5.0\n", "alpha = 5.0\nset = { rate = 0.4 }\nquick = { alpha = 7.0, set = { mu = 0.6 } }\n"
+        "alpha = 5.0\n", "alpha = 5.0\nset = { lr = 0.4 }\nquick = { alpha = 7.0, method_options = { mu = 0.6 } }\n"
     )
 
     def told(column: int, quick: bool = False, text: str = text) -> list[tuple[float, int, dict[str, float]]]:
         plan = recipes.Recipe(**tomllib.loads(text))
         found = recipes.settings_in(plan.column[column], plan, quick)
-        return [(given["alpha"], given["rounds"], given["set"]) for given in found]
+        return [(given["alpha"], given["rounds"], given["method_options"]) for given in found]
 
     assert told(0) == [(0.5, 2, {"lr": 0.05}), (0.5, 2, {"mu": 0.3, "lr": 0.2})]  # fedavg has no mu
     assert told(1) == [(5.0, 2, {"lr": 0.05}), (5.0, 2, {"mu": 0.3, "lr": 0.4})]

@@ -171,7 +171,7 @@ def test_a_net_alone_is_descent_from_the_initial_one() -> None:
 
 
 def test_what_each_learner_chooses() -> None:
-    assert Alone().search_space().keys() == {"rate"} and Alone(learner="naive-bayes").search_space().keys() == {
+    assert Alone().search_space().keys() == {"lr"} and Alone(learner="naive-bayes").search_space().keys() == {
         "smoothing"
     }
     assert not Alone(learner="most-used").search_space() and not Alone(learner="last-used").search_space()
@@ -188,7 +188,7 @@ def test_a_learner_without_a_net_and_without_time_says_so(tmp_path: Path) -> Non
     with pytest.raises(SettingError, match="alone has no global model"):
         _ = result.model
     run = tmp_path / "run"
-    fewer.run("alone", "usage", partition="natural", model="logistic", set={"learner": "last-used"}, out=run)
+    fewer.run("alone", "usage", partition="natural", model="logistic", method_options={"learner": "last-used"}, out=run)
     with pytest.raises(SettingError, match="learner = last-used has no net"):
         open_result(run).personal_model(0)
 
@@ -209,9 +209,14 @@ def test_rows_of_a_recipe_may_differ_in_net_and_data() -> None:
     for quick, options in ((False, {"items": "genres", "most": 40, "least": 100}), (True, {})):
         found = dict(zip([r.name for r in plan.row], recipes.settings_in(plan.column[3], plan, quick), strict=True))
         mixed, meta, alone = found["MIXED: NN, tuned"], found["META: MAML + NN, tuned"], found["SELF: MRU"]
-        assert mixed["data_set"] == options and meta["data_set"] == alone["data_set"] == {**options, "own": True}
+        assert mixed["data_options"] == options and meta["data_options"] == alone["data_options"] == {
+            **options,
+            "own": True,
+        }
         assert mixed["model"] == meta["model"] == "mlp" and alone["model"] == "logistic" and alone["rounds"] == 1
-        assert all(each["set"]["top"] == 4 and each["set"]["support"] == 0.05 for each in found.values())
+        assert all(
+            each["method_options"]["top"] == 4 and each["method_options"]["support"] == 0.05 for each in found.values()
+        )
 
 
 def test_local_classes_beat_guessing_on_usage() -> None:

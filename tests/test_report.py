@@ -365,7 +365,7 @@ def test_a_report_on_one_run(tmp_path: Path, runs: Path) -> None:
     assert "<h1>digits, 4 clients, dirichlet (alpha 1)</h1>" in page.text
     described = json.loads((runs / "fedavg-0" / "settings.json").read_text())
     assert described["hash"] in page.text and page.row("torch") == ["torch", described["environment"]["torch"]]
-    assert page.row("rate") == ["rate", "0.1"]
+    assert page.row("lr") == ["lr", "0.1"]
     assert "All clients that were asked answered, and no run broke off." in page.text
     assert f"fedavg reaches {100 * last['accuracy']:.1f} % accuracy (1 seed)" in page.text
 
@@ -466,7 +466,7 @@ def test_a_report_on_many_runs(tmp_path: Path, runs: Path) -> None:
 def test_names_are_escaped_and_absent_answers_counted(tmp_path: Path, runs: Path) -> None:
     page, _ = report(tmp_path, [runs / "bold"])
     assert page.row("<b>") and "b" not in {tag for tag, _ in page.tags}
-    dropped = (runs / "bold" / "events.jsonl").read_text().count('"why": "dropped"')
+    dropped = (runs / "bold" / "events.jsonl").read_text().count('"reason": "dropped"')
     assert dropped and ["method", "dropped", "absent in all", "went on after a break"] in page.rows
     assert ["<b>", str(dropped), str(dropped), "0"] in page.rows
     assert str(Path(__file__)) not in page.text  # where a method's file lies
@@ -555,7 +555,7 @@ def told_of(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = ()
 
 
 def test_faults_of_rounds_that_were_done_again_do_not_count() -> None:
-    absent = {"event": "absent", "round": 3, "client": 1, "why": "late", "handler": "train"}
+    absent = {"event": "absent", "round": 3, "client": 1, "reason": "late", "handler": "train"}
     told: list[dict[str, Any]] = [{"event": "start"}, {**absent, "round": 2}, absent, {"event": "resume", "round": 2}]
     run = told_of([{"round": number} for number in (1, 2, 3)], told)
     assert run.absent == {"late": 1} and run.breaks == 1
@@ -767,11 +767,11 @@ def test_runs_that_differ_in_two_settings_make_a_map(tmp_path: Path, runs: Path)
     groups = gather(some)
     grid = grid_of(groups)
     accuracy = groups[0].accuracy
-    assert grid == Grid("batch", "rate", [4, 8, 16], [0.1, 0.3], [[accuracy] * 3, [None, accuracy, accuracy]])
+    assert grid == Grid("batch", "lr", [4, 8, 16], [0.1, 0.3], [[accuracy] * 3, [None, accuracy, accuracy]])
     drawn = heat_picture("fedavg", grid).axes[0]
     assert len(drawn.collections) == len(drawn.texts) == 5
     assert not {text.get_color() for text in drawn.texts} & DARK.keys()  # a field is as dark in either theme
-    assert (drawn.get_xlabel(), drawn.get_ylabel()) == ("batch", "rate")
+    assert (drawn.get_xlabel(), drawn.get_ylabel()) == ("batch", "lr")
     assert grid_of(groups[:2]) is None  # one setting only
     _, pictures = report(tmp_path, some)
     assert "settings" in pictures

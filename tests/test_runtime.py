@@ -19,7 +19,7 @@ from fewer.data import Data
 from fewer.errors import QuorumLost, SettingError
 from fewer.methods import Method
 from fewer.runs.engine import open_clients
-from fewer.runs.experiment import Experiment, build_experiment, check
+from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runtime import Clients, Each, Pool, Store, on_client, seed_of, stream
 from fewer.runtime.store import folder_of, forget_after
 from fewer.wire import Number
@@ -93,7 +93,7 @@ def test_streams_depend_on_every_part_of_the_key() -> None:
 def clients_of(
     data: Data, method: Method | None = None, **settings: Any
 ) -> tuple[Experiment, Callable[[Path], Clients]]:
-    experiment = build_experiment(check(settings), method or FedAvg(), data)
+    experiment = build_experiment(parse_settings(settings), method or FedAvg(), data)
     return experiment, lambda folder: open_clients(experiment, folder)
 
 
@@ -110,13 +110,13 @@ def test_sampling(digits: Data, tmp_path: Path) -> None:
             drawn += clients.sample(3)
         counts = np.bincount(drawn, minlength=6)
         assert counts.min() > 70 and counts.max() < 130  # each of the six in about half of the rounds
-        with pytest.raises(SettingError, match="active = 7 clients a round, but there are 6"):
+        with pytest.raises(SettingError, match="cohort = 7 clients a round, but there are 6"):
             clients.sample(7)
         assert clients.eval_cohort() == list(range(6))
 
 
 def test_more_active_than_clients(digits: Data) -> None:
-    with pytest.raises(SettingError, match="active = 7, but there are 6 clients"):
+    with pytest.raises(SettingError, match="cohort = 7, but there are 6 clients"):
         fewer.run(FedAvg(cohort=7), digits)
 
 
@@ -128,7 +128,7 @@ def ledger(path: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "why", "sent"), [("drop", "dropped", 0), ("slow", "late", 1), ("corrupt", "refused", 1)]
+    ("fault", "reason", "sent"), [("drop", "dropped", 0), ("slow", "late", 1), ("corrupt", "refused", 1)]
 )
 def test_injected_faults_are_values(fault: str, reason: str, sent: int, digits: Data, tmp_path: Path) -> None:
     SEEN.clear()
@@ -176,7 +176,7 @@ def line_of(text: str) -> int:
 def test_bugs_and_lies_are_missing_answers(runtime: str, digits: Data, tmp_path: Path) -> None:
     fewer.run(Buggy(rounds=1, cohort=6), digits, runtime=runtime, out=tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    seen = {event["client"]: (event["why"], event["detail"]) for event in events if event["event"] == "absent"}
+    seen = {event["client"]: (event["reason"], event["detail"]) for event in events if event["event"] == "absent"}
     assert seen == {
         0: ("failed", f"ZeroDivisionError at examples.py:{line_of('by design')}"),
         1: ("refused", "'size' is -5, outside 1 … 1000000000"),
@@ -208,7 +208,7 @@ def test_deadline(runtime: str, digits: Data, tmp_path: Path) -> None:
     fewer.run(Sleepy(rounds=2, cohort=6, nap=nap), digits, runtime=runtime, deadline=2, out=tmp_path / "run")
     assert time.monotonic() - begun < 50
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [(e["client"], e["why"]) for e in events if e["event"] == "absent"] == [(0, "late")] * 2
+    assert [(e["client"], e["reason"]) for e in events if e["event"] == "absent"] == [(0, "late")] * 2
     assert not children()
 
 
@@ -217,7 +217,7 @@ def test_a_killed_worker_loses_its_client_only(digits: Data, tmp_path: Path) -> 
     result = fewer.run(method, digits, runtime="pool", out=tmp_path / "run")
     assert [line["absent"] for line in result.history] == [1, 0]
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [(e["client"], e["why"]) for e in events if e["event"] == "absent"] == [(3, "lost")]
+    assert [(e["client"], e["reason"]) for e in events if e["event"] == "absent"] == [(3, "lost")]
     assert not children()
 
 
@@ -250,7 +250,7 @@ def test_a_client_without_data_says_so(tmp_path: Path) -> None:
     pairs = [(draw.random((n, 1, 8, 8), np.float32), draw.integers(0, 3, n)) for n in (30, 0, 30)]
     result = fewer.run(FedAvg(rounds=1), fewer.data.from_clients(pairs), out=tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert [(e["client"], e["why"], e["detail"]) for e in events if e["event"] == "absent"] == [
+    assert [(e["client"], e["reason"], e["detail"]) for e in events if e["event"] == "absent"] == [
         (1, "unable", "no training data")
     ]
     assert set(result.scores["clients"]) == {"0", "2"}

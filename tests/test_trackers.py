@@ -14,7 +14,7 @@ import fewer
 from fewer import FedAvg
 from fewer.data import Data
 from fewer.errors import SettingError
-from fewer.runs import trackers
+from fewer.registry import TRACKERS
 from fewer.runs.directory import RunDirectory
 from fewer.runs.trackers import About, Figures, scalars
 from tests.examples import Stop, Stopping
@@ -47,7 +47,7 @@ def test_tensorboard_reads_back_what_a_run_wrote(tmp_path: Path, four: Data) -> 
     assert "clients" not in " ".join(read.Tags()["scalars"])
     (settings,) = read.Tensors("settings")
     text = settings.tensor_proto.string_val[0].decode()
-    assert "rate = 0.1" in text and json.loads((run / "settings.json").read_text())["hash"] in text
+    assert "lr = 0.1" in text and json.loads((run / "settings.json").read_text())["hash"] in text
     plain = fewer.run(method, four, out=tmp_path / "plain")  # tracking changes nothing
     assert [line["accuracy"] for line in plain.history] == [line["accuracy"] for line in result.history]
     described = [json.loads((path / "settings.json").read_text()) for path in (run, tmp_path / "plain")]
@@ -77,12 +77,12 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, four: Data, monkeypa
     for name in ("accuracy", "up", "seconds"):
         told = [(metric.step, metric.value) for metric in mlflow_client.get_metric_history(whole.info.run_id, name)]
         assert told == [(line["round"], line[name]) for line in result.history]
-    assert whole.data.params["rate"] == "0.1" and whole.data.params["data"] == "digits"
+    assert whole.data.params["lr"] == "0.1" and whole.data.params["data"] == "digits"
     assert whole.data.tags["fewer.hash"] == json.loads((run / "settings.json").read_text())["hash"]
     shutil.rmtree(run)
     fewer.run(FedAvg(rounds=1, cohort=4, local_steps=2, lr=0.7), four, out=run, track=["mlflow"])  # another, there
     found = mlflow_client.search_runs([experiment.experiment_id])
-    assert {one.data.params["rate"] for one in found} == {"0.1", "0.7"} and len(found) == 2
+    assert {one.data.params["lr"] for one in found} == {"0.1", "0.7"} and len(found) == 2
 
 
 class Noted:
@@ -108,10 +108,10 @@ class Noted:
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Noted]]:
     entries = [
-        EntryPoint("noted", f"{__name__}:Noted", trackers.GROUP),
-        EntryPoint("absent", "nowhere_installed:Tracker", trackers.GROUP),
+        EntryPoint("noted", f"{__name__}:Noted", TRACKERS.group),
+        EntryPoint("absent", "nowhere_installed:Tracker", TRACKERS.group),
     ]
-    monkeypatch.setattr(trackers, "entry_points", lambda group: entries)
+    monkeypatch.setattr(TRACKERS, "_plugins", {entry.name: entry for entry in entries})
     Noted.told, Noted.fails = [], ""
     yield Noted
 

@@ -834,7 +834,7 @@ def tree_of(text: str, outer: str = "") -> bytes:
         *(
             tree_of('["tensor","0"]'),
             tree_of('["tensor",[]]'),
-            tree_of('["set",[1]]'),
+            tree_of('["method_options",[1]]'),
             tree_of("[1]"),
             tree_of("[[],[]]"),
         ),

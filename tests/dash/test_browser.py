@@ -79,7 +79,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     for number, method in enumerate(("fedavg", "fedprox", "local", "fedmk")):
         write(root / f"table/{method}-seed0", method, done=3 + number, events=[FINISHED], seed=0)
-    absent = {"time": 1.5, "event": "absent", "round": 1, "client": 3, "why": "late", "handler": "train", "detail": ""}
+    absent = {
+        "time": 1.5,
+        "event": "absent",
+        "round": 1,
+        "client": 3,
+        "reason": "late",
+        "handler": "train",
+        "detail": "",
+    }
     own = "npz:/home/somebody/measured-in-the-summer/and-cleaned-afterwards/readings-of-all-machines.npz"
     write(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED], data=own)
     (root / "table/report").mkdir()

@@ -102,10 +102,10 @@ def test_a_curve_is_thinned_out_and_keeps_its_end(tmp_path: Path) -> None:
 
 def test_the_tally_counts_rounds_that_were_done_again_once(tmp_path: Path) -> None:
     absent = [
-        {"event": "absent", "round": number, "client": 1, "why": "late", "handler": "train"} for number in (1, 2, 3)
+        {"event": "absent", "round": number, "client": 1, "reason": "late", "handler": "train"} for number in (1, 2, 3)
     ]
     again = {"event": "resume", "round": 2}
-    run = write(tmp_path / "run", events=[*absent, STOPPED, again, {**absent[2], "why": "dropped"}])
+    run = write(tmp_path / "run", events=[*absent, STOPPED, again, {**absent[2], "reason": "dropped"}])
     with (run / "events.jsonl").open("a") as file:
         file.write('{"event": "abs\n{"event": "absent"}\n')  # a kill, and one that tells too little
     told = EventTally.of(run).more()
@@ -199,7 +199,7 @@ def test_a_slow_disk_is_not_looked_at_all_the_time(tmp_path: Path, monkeypatch: 
 
 
 def test_a_run_made_anew_in_the_same_place_is_counted_anew(tmp_path: Path) -> None:
-    absent = {"time": 1.5, "event": "absent", "round": 1, "client": 3, "why": "late", "handler": "train"}
+    absent = {"time": 1.5, "event": "absent", "round": 1, "client": 3, "reason": "late", "handler": "train"}
     run = write(tmp_path / "run", events=[absent, FINISHED])
     catalog = Catalog(tmp_path)
     catalog.refresh(now=True)
@@ -240,7 +240,8 @@ def test_no_more_is_read_than_has_changed(tmp_path: Path, monkeypatch: pytest.Mo
         write(tmp_path / f"run-{number}", events=[FINISHED])
     long = tmp_path / "run-7"
     event = (
-        json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "why": "late", "handler": "train"}) + "\n"
+        json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "reason": "late", "handler": "train"})
+        + "\n"
     )
     (long / "events.jsonl").write_text(event * 50_000)
     size = (long / "events.jsonl").stat().st_size
@@ -299,7 +300,7 @@ def test_the_answers_on_a_run(runs: Path) -> None:
     with serving(runs) as site:
         at = f"runs/{site.row('one')['id']}"
         about = site.get(at)
-        assert about["method"]["rate"] == 0.1 and about["report"] and not about["log"] and about["hindrance"] == ""
+        assert about["method"]["lr"] == 0.1 and about["report"] and not about["log"] and about["hindrance"] == ""
         assert [point["round"] for point in site.get(f"{at}/curve")["points"]] == [1, 2, 3]
         assert [event["event"] for event in site.get(f"{at}/events")["events"]] == ["finish", "start"]
         page = site.get(f"{at}/ledger?limit=2")

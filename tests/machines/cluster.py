@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from fewer.runs.experiment import Experiment, build_experiment, check
+from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runs.machines import FlowerServer, acquaint
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.programs import free_port
@@ -22,7 +22,10 @@ CLIENT = Path(__file__).with_name("client.py")
 PATIENCE = 400.0
 """Seconds that anything here may take on a busy machine."""
 
-GROUPS: dict[str, Any] = {"rounds": 4, "method_options": {"way": 2, "members": 2, "groups": 1, "samples": 20}}
+GROUPS: dict[str, Any] = {
+    "rounds": 4,
+    "method_options": {"way": 2, "group_size": 2, "eval_groups": 1, "samples_per_class": 20},
+}
 """Settings with which FRL is quick."""
 
 
@@ -37,7 +40,7 @@ def until(what: Callable[[], Any], seconds: float = PATIENCE) -> None:
 def experiment(clients: int, method: str = "fedavg", **settings: Any) -> Experiment:
     """A small one."""
     plain: dict[str, Any] = {"data": "digits", "alpha": 1.0, "rounds": 2, "seed": 3, "runtime": "flower"}
-    return build_experiment(check({**plain, "method": method, "clients": clients, **settings}))
+    return build_experiment(parse_settings({**plain, "method": method, "clients": clients, **settings}))
 
 
 class Cluster:

@@ -64,7 +64,7 @@ class After:
 def absent(run: Path) -> list[tuple[int, int, str]]:
     """Round, client and reason of all answers that did not come."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [(one["round"], one["client"], one["why"]) for one in events if one["event"] == "absent"]
+    return [(one["round"], one["client"], one["reason"]) for one in events if one["event"] == "absent"]
 
 
 def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:

@@ -140,7 +140,7 @@ def failed() -> None:
     raise OSError("the line is cut")
 
 
-@pytest.mark.parametrize("why", [ended, failed])
+@pytest.mark.parametrize("reason", [ended, failed])
 def test_a_question_that_the_supernode_dropped_does_not_keep_the_next_one(
     reason: Callable[[], None], supernode: SuperNode
 ) -> None:
@@ -151,7 +151,7 @@ def test_a_question_that_the_supernode_dropped_does_not_keep_the_next_one(
     assert all(task.status.status == "finished" for task in supernode.state.get_tasks())
 
 
-@pytest.mark.parametrize("why", [ended, failed])
+@pytest.mark.parametrize("reason", [ended, failed])
 def test_a_question_that_is_dropped_while_a_client_waits_for_it_is_left(
     reason: Callable[[], None], supernode: SuperNode
 ) -> None:

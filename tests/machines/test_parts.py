@@ -458,7 +458,7 @@ def test_what_lies_beside_keys_and_in_a_store_is_private(tmp_path: Path, monkeyp
 
 def test_flowers_programs_are_quiet_private_and_on_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: dict[str, Any] = {}
-    monkeypatch.setattr(subprocess, "Popen", lambda words, **named: started.update(named, words=words))
+    monkeypatch.setattr(subprocess, "Popen", lambda words, **named: started.update(named, vocab_size=words))
     keys = Credentials.create(tmp_path / "keys", 1)
     program, _ = Node("far.example:443", keys.client(0), tmp_path / "store")._program()
     assert program.arguments[program.arguments.index("--host") + 1] == "127.0.0.1"
@@ -560,7 +560,7 @@ def test_a_client_of_texts_uses_the_servers_words(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} thing{n % 5}", "label": n % 2}) for n in range(60)]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
     (tmp_path / "mine.jsonl").write_text("\n".join(lines[:20]).replace("good", "novel"))
-    said = told(tmp_path, data=f"jsonl:{tmp_path / 'all.jsonl'}", model="text-bilstm", partition="iid", length=4)
+    said = told(tmp_path, data=f"jsonl:{tmp_path / 'all.jsonl'}", model="text-bilstm", partition="iid", max_length=4)
     station = ClientDaemon(tmp_path / "store", f"jsonl:{tmp_path / 'mine.jsonl'}")
     data = station._build_experiment(said["settings"], said["facts"]).data
     assert list(data.tokens) == said["facts"]["tokens"] and "novel" not in data.tokens
@@ -591,17 +591,17 @@ def test_no_file_is_taken_from_a_server(changed: dict[str, Any], tmp_path: Path)
 
 def test_a_server_does_not_begin_with_a_file_that_clients_have_not(tmp_path: Path) -> None:
     there = FlowerServer(Credentials.create(tmp_path / "keys", 3))
-    inside = experiment(3, "metafed", set={"inside": "mine.py:Mine"})
+    inside = experiment(3, "metafed", method_options={"inside": "mine.py:Mine"})
     with pytest.raises(SettingError, match="inside = mine.py:Mine lies in a file: clients on other machines"):
         there.check(inside)
 
 
 def test_a_prepared_model_is_the_servers_alone(tmp_path: Path) -> None:
     start(experiment(3, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
-    said = told(tmp_path, method="frl-deploy", rounds=1, set={"prepared": str(tmp_path / "prepared")})
-    assert said["settings"]["set"]["prepared"] == ""
+    said = told(tmp_path, method="frl-deploy", rounds=1, method_options={"prepared": str(tmp_path / "prepared")})
+    assert said["settings"]["method_options"]["prepared"] == ""
     FlowerServer(Credentials.create(tmp_path / "keys", 3)).check(
-        experiment(3, "frl-deploy", set={"prepared": str(tmp_path / "prepared")})
+        experiment(3, "frl-deploy", method_options={"prepared": str(tmp_path / "prepared")})
     )
     assert isinstance(ClientDaemon(tmp_path / "store")._build(said, 0).program, FRLDeploy)
 
@@ -613,7 +613,7 @@ def test_whoever_has_its_own_data_does_not_know_everyones(tmp_path: Path) -> Non
     for data in (None, mine(tmp_path)):
         for everywhere in (False, True):
             station = ClientDaemon(tmp_path / "store", data)
-            question = encode("score", {"model": {}, "everywhere": everywhere})
+            question = encode("score", {"model": {}, "global_accuracy": everywhere})
             reply = station.answer(json.dumps(said), Call(1, "score", 1), question)
             totals[data is None, everywhere] = decode(reply.blob)[1]["total"]
     assert totals[False, True] == 0 and totals[False, False] == 10

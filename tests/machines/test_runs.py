@@ -36,7 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "metafed": {"validation": 0.2},
     **dict.fromkeys(("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto"), FEW),
     **dict.fromkeys(("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), GROUPS),
-    "frl-warm-start": {"rounds": 8, "method_options": {**GROUPS["set"], "warm": 4}},
+    "frl-warm-start": {"rounds": 8, "method_options": {**GROUPS["method_options"], "warm": 4}},
 }
 """Settings with which a method can be run, and is quick."""
 SOME = ("fedavg", "fedbn", "fedmk")

@@ -22,7 +22,7 @@ from fewer.audit.membership import above_variants, losses, membership, share
 from fewer.errors import FewerError, RunError
 from fewer.models import load_weights
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import check, load_data
+from fewer.runs.experiment import load_data, parse_settings
 from fewer.runs.result import Result, open_result
 from fewer.runs.settings import settings_hash
 from fewer.runtime.streams import stream
@@ -363,7 +363,7 @@ def _open(path: Path, data_dir: Path | None) -> Result:
     if "data" in description["own"]:
         raise RunError(f"{path} was run with data of your own: it cannot be audited from its directory alone")
     settings = {**description["settings"], **({"data_dir": data_dir} if data_dir else {})}
-    data = load_data(check(settings))
+    data = load_data(parse_settings(settings))
     if data.fingerprint() != description["data"]["fingerprint"]:
         raise RunError(f"{data.name} is no longer what {path} was run on")
     return open_result(path, data=data)

@@ -134,10 +134,10 @@ def deploy(
     """
     from fewer.cli.progress import shown
     from fewer.runs.engine import start
-    from fewer.runs.experiment import build_experiment, check
+    from fewer.runs.experiment import build_experiment, parse_settings
     from fewer.runs.inference import deploying
 
-    experiment = build_experiment(check(deploying(prepared, given)))
+    experiment = build_experiment(parse_settings(deploying(prepared, given)))
     where = out or fresh(f"{experiment.method.name}-{experiment.settings.data}")
     GO_ON.append(f"Go on with: fewer resume {where}")
     with shown() as watch:
@@ -199,13 +199,15 @@ def compare(
     """
     from fewer.cli.progress import shown
     from fewer.experiments import compare as contest
-    from fewer.runs.experiment import check
+    from fewer.runs.experiment import parse_settings
 
     where = out or fresh("compare")
     GO_ON.append(f"Go on with the same command and --out {where}")
     with shown() as watch:
         effort = trials if tune else 0
-        table = contest(methods, check(given), seeds=seeds, trials=effort, out=where, watch=watch, track=track or ())
+        table = contest(
+            methods, parse_settings(given), seeds=seeds, trials=effort, out=where, watch=watch, track=track or ()
+        )
     page = write_page(sorted(path.parent for path in where.glob("*/settings.json")), where) if report else None
     if not write_json(json_file, table.as_json()):
         _print_table(table)
@@ -474,9 +476,9 @@ def _train(
     from fewer.experiments import tune as sample_cohort
     from fewer.runs import trackers
     from fewer.runs.engine import start
-    from fewer.runs.experiment import build_experiment, check
+    from fewer.runs.experiment import build_experiment, parse_settings
 
-    experiment = build_experiment(check(given))
+    experiment = build_experiment(parse_settings(given))
     trackers.find(track or ())  # before the first trial
     with shown() as watch:
         if tune:
@@ -502,7 +504,7 @@ def _print_table(table: Comparison) -> None:
     for row in table.rows:
         cells = [
             f"{100 * row.accuracy:.2f}" + ("" if row.ci95 is None else f" ± {100 * row.ci95:.2f}"),
-            f"{100 * row.everywhere:.2f}",
+            f"{100 * row.global_accuracy:.2f}",
             str(row.rounds),
             amount(row.mb_up),
             amount(row.mb_down),

@@ -63,10 +63,10 @@ def inspect(
     import numpy as np
 
     from fewer.report import partition_picture, sheet_picture
-    from fewer.runs.experiment import check, load_data
+    from fewer.runs.experiment import load_data, parse_settings
 
     begun = time.monotonic()
-    data = load_data(check({**given, "data": name}))
+    data = load_data(parse_settings({**given, "data": name}))
     sizes = np.array([data.size(client) for client in range(len(data))])
     facts = {
         "name": name,

@@ -153,7 +153,7 @@ def server(
     from fewer.cli.progress import shown
     from fewer.errors import SettingError
     from fewer.runs.directory import RunDirectory, must_be_new
-    from fewer.runs.experiment import build_experiment, check
+    from fewer.runs.experiment import build_experiment, parse_settings
     from fewer.runs.machines import FlowerServer
     from fewer.runtime.flower.credentials import Credentials
 
@@ -168,7 +168,7 @@ def server(
     else:
         if method is not None:
             given["method"] = method
-        experiment = build_experiment(check({**given, "runtime": "flower"}))
+        experiment = build_experiment(parse_settings({**given, "runtime": "flower"}))
         there.check(experiment)
         where = out or fresh(f"{experiment.method.name}-{experiment.settings.data}")
         must_be_new(where)
@@ -239,7 +239,7 @@ def local_cluster(
     from fewer.cli.progress import shown
     from fewer.errors import SettingError
     from fewer.runs.directory import RunDirectory, must_be_new
-    from fewer.runs.experiment import build_experiment, check
+    from fewer.runs.experiment import build_experiment, parse_settings
     from fewer.runs.machines import local_cluster as together
 
     experiment = None
@@ -248,13 +248,13 @@ def local_cluster(
             raise SettingError("--resume RUN goes on with what it was (not with N, METHOD or --out)")
         where = going_on
         old = RunDirectory.open(where).description
-        settings, count, name = check({**old["settings"], **given}), old["data"]["clients"], where.name
+        settings, count, name = parse_settings({**old["settings"], **given}), old["data"]["clients"], where.name
     elif clients is None:
         raise SettingError("N is missing: how many clients (or: --resume RUN)")
     else:
         if method is not None:
             given["method"] = method
-        experiment = build_experiment(check({**given, "clients": clients, "runtime": "flower"}))
+        experiment = build_experiment(parse_settings({**given, "clients": clients, "runtime": "flower"}))
         settings, count, name = experiment.settings, len(experiment.data), experiment.method.name
         where = out or fresh(f"{name}-{settings.data}")
         must_be_new(where)

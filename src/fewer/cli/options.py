@@ -60,8 +60,12 @@ def _parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Paramet
     pairs = field.default == {}
     kind: Any = list[str] if pairs else plain
     metavar = "NAME=VALUE" if pairs else {int: "N", float: "X"}.get(plain, "NAME")
+    flags = [
+        f"--{name.removesuffix('s' if pairs else '').replace('_', '-')}",
+        *(["-o"] if name == "method_options" else []),
+    ]
     option = typer.Option(
-        f"--{name.replace('_', '-')}",
+        *flags,
         help=help.replace("[", "\\["),
         metavar=metavar,
         rich_help_panel=field.title,

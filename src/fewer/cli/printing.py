@@ -147,7 +147,7 @@ def finish(result: Result, where: Path, json_file: Path | None, report: bool) ->
         sure = "" if half is None else f", ± {100 * half:.2f} (95 % CI)"
         what = "tasks" if "tasks" in scores else "groups that began from the prepared model"
         print(f"Mean over {len(groups)} {what}{sure}")
-    if scores.get("global") is not None:
+    if scores.get("global_accuracy") is not None:
         print(f"Each client's model on all clients' test samples: {scores['global']:.2%}")
     print(f"Kept in {where}" + (f", see {page}" if page else ""))
     if groups and "tasks" not in scores:

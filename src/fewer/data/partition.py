@@ -47,7 +47,7 @@ class Division:
     clients: int = 20
     alpha: float = 0.5
     """Skew of the dirichlet ways and of quantity: small is skewed."""
-    minimum: int = 10
+    min_samples: int = 10
     """Training samples that each client gets at least (dirichlet ways and quantity)."""
     classes: int = 2
     """Classes that each client holds (pathological)."""
@@ -76,10 +76,10 @@ def dirichlet(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
     counts = np.bincount(labels, minlength=classes)
     for _ in range(TRIES):
         shares = draw.dirichlet(np.full(how.clients, how.alpha), classes)
-        if _cut(shares, counts).sum(axis=0).min() >= how.minimum:
+        if _cut(shares, counts).sum(axis=0).min() >= how.min_samples:
             return deal(labels, shares, draw)
     raise SettingError(
-        f"{how.kind} with alpha = {how.alpha:g} leaves some of {how.clients} clients with fewer than {how.minimum} of "
+        f"{how.kind} with alpha = {how.alpha:g} leaves some of {how.clients} clients with fewer than {how.min_samples} of "
         f"{len(labels)} samples (allowed: a larger alpha, fewer clients, or a smaller minimum)"
     )
 

@@ -138,7 +138,7 @@ def inputs(
 
 
 def _from_files(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
-    reader = FORMATS[format]
+    reader: Callable[..., RawDataset] = FORMATS[format]
     _check_options(reader, options, format)
     if format not in SLOW:
         return reader(path, **options)
@@ -236,7 +236,8 @@ def _looks(source: str = "fashion") -> RawDataset:
 def _shakespeare_mini() -> RawDataset:
     """Twelve plays by role: the next character after each 80."""
     with as_file(files("fewer.data").joinpath("embedded/shakespeare-mini.tar.gz")) as path:
-        return FORMATS["plays"](path)
+        raw: RawDataset = FORMATS["plays"](path)
+    return raw
 
 
 def _usage(own_classes: bool = False) -> RawDataset:

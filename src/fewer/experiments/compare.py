@@ -16,7 +16,7 @@ from fewer.methods import Method, find
 from fewer.runs import trackers
 from fewer.runs.directory import RunDirectory
 from fewer.runs.engine import Progress, resume, start
-from fewer.runs.experiment import Experiment, build_experiment, check, load_data
+from fewer.runs.experiment import Experiment, build_experiment, load_data, parse_settings
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
 from fewer.runs.statistics import half_width
@@ -37,7 +37,7 @@ class Row:
     """Mean over seeds: each test sample judged by the model of the client that it belongs to."""
     ci95: float | None
     """Half of the width of its 95 % interval; None with one seed."""
-    everywhere: float
+    global_accuracy: float
     """The same, with each client's model judged on all clients' test samples."""
     rounds: int
     """Rounds of each run."""
@@ -79,7 +79,7 @@ class Comparison(Shown):
 
     def records(self) -> list[dict[str, Any]]:
         """The figures of each method."""
-        names = ("method", "accuracy", "ci95", "everywhere", "rounds", "mb_up", "mb_down", "seconds")
+        names = ("method", "accuracy", "ci95", "global_accuracy", "rounds", "mb_up", "mb_down", "seconds")
         return [{name: getattr(row, name) for name in names} | {"seeds": len(row.seeds)} for row in self.rows]
 
     def as_json(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def compare(
     """
     if settings is not None and given:
         raise SettingError(f"{next(iter(given))} is given beside a whole Settings object: put it in there")
-    settings = check(given) if settings is None else settings
+    settings = parse_settings(given) if settings is None else settings
     out = None if out is None else Path(out)
     kinds = [find(name) for name in methods]
     own = own_settings(kinds, settings.method_options)
@@ -209,7 +209,7 @@ def _row(experiment: Experiment, results: Sequence[Result], accuracies: list[flo
         method=method.name,
         accuracy=statistics.fmean(accuracies),
         ci95=half_width(groups or accuracies),
-        everywhere=statistics.fmean(scores.get("global", scores["accuracy"]) for scores in last),
+        global_accuracy=statistics.fmean(scores.get("global_accuracy", scores["accuracy"]) for scores in last),
         rounds=method.rounds,
         mb_up=statistics.fmean(scores["up"] for scores in last) / MB,
         mb_down=statistics.fmean(scores["down"] for scores in last) / MB,

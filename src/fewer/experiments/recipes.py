@@ -25,7 +25,7 @@ from fewer.experiments.targets import Reached, best, reach
 from fewer.experiments.tune import TRIALS, by_client, pooled
 from fewer.methods import find
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import check, setting_error
+from fewer.runs.experiment import parse_settings, setting_error
 from fewer.runs.statistics import amount, half_width
 
 _MEASURES = {"samples": pooled, "clients": by_client}
@@ -167,7 +167,7 @@ def reproduce(
             continue
         series = Series(plan.seeds, plan.trials, out / slug(title), _titled(watch, title), _MEASURES[plan.mean], track)
         for row, settings in zip(plan.row, settings_in(column, plan, quick), strict=True):
-            ours = series.run(check({**settings, **(changes or {})}), slug(row.name), row.tune)
+            ours = series.run(parse_settings({**settings, **(changes or {})}), slug(row.name), row.tune)
             cells.append(Cell(row.name, title, ours, _theirs(row, place)))
     if plan.target is not None:
         cells = [replace(cell, reached=_reached(plan.target, cell, out)) for cell in cells]

@@ -272,7 +272,7 @@ class Method(BaseModel):
 
     def report(self, state: Any, clients: Clients, data: Data) -> Scores:
         """Once, after the last round: by default how each client's model does on its own test samples."""
-        return {"personal": (own := self.ask_scores(state, clients))["accuracy"], "clients": own["clients"]}
+        return {"personal_accuracy": (own := self.ask_scores(state, clients))["accuracy"], "clients": own["clients"]}
 
     def prepare_data(self, data: Data) -> Data:
         """The data as it lies with those whom this method asks: by default as it is."""
@@ -369,7 +369,7 @@ class PersonalMethod(Method):
         own = self.ask_scores(state, clients)
         everywhere = list(self.ask_counts(state, clients, everywhere=True).values())
         known = figures(everywhere)["accuracy"] if any(count.total for count in everywhere) else None
-        return {"personal": own["accuracy"], "global": known, "clients": own["clients"]}
+        return {"personal_accuracy": own["accuracy"], "global_accuracy": known, "clients": own["clients"]}
 
     def global_weights(self, state: Any) -> Weights | None:
         """There is no global model."""

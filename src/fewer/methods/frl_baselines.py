@@ -59,7 +59,7 @@ class FRLScratch(Prepared):
 class FRLFineTuning(FRLScratch):
     """FRL's baseline: a group fine-tunes what FedAvg learned of the training classes; one-shot FL with `keep`."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"prepare_lr": (0.03, 0.1, 0.3), **FRLScratch.tunable}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"pretrain_lr": (0.03, 0.1, 0.3), **FRLScratch.tunable}
 
     rounds: PositiveInt = 80
     """Rounds of preparation."""

@@ -229,8 +229,8 @@ class MetaFed(PersonalMethod):
             raise Unable(f"its training diverged (rate {self.lr:g})")
         better = (count.correct, -count.loss) >= (own["correct"], -own["loss"])
         best = {"best": model, "correct": count.correct, "loss": count.loss} if better else {}
-        inside = Counter(own["bytes"]) + (federation.bytes if isinstance(federation, ClientGroup) else Counter())
-        kept = {**own, **facts, "model": model, **best, "bytes": dict(inside)}
+        bytes_inside = Counter(own["bytes"]) + (federation.bytes if isinstance(federation, ClientGroup) else Counter())
+        kept = {**own, **facts, "model": model, **best, "bytes": dict(bytes_inside)}
         client.store.put(OWN, kept)
         return kept
 
@@ -268,15 +268,22 @@ class MetaFed(PersonalMethod):
         """The star method inside, with the settings that it shares with this one."""
         kind = find(self.inner_method)
         if kind.name not in STARS:
-            raise SettingError(f"inside = {self.inner_method}: it does not work there (allowed: {', '.join(STARS)})")
-        same = {"lr": self.lr, "steps": steps or self.local_steps, "batch": self.batch_size, "codec": self.codec}
+            raise SettingError(
+                f"inner_method = {self.inner_method}: it does not work there (allowed: {', '.join(STARS)})"
+            )
+        same = {
+            "lr": self.lr,
+            "local_steps": steps or self.local_steps,
+            "batch_size": self.batch_size,
+            "codec": self.codec,
+        }
         shared = {name: value for name, value in same.items() if name in kind.model_fields}
         try:
             return kind(**{**shared, "rounds": self.inner_rounds, **self.inner_options})
         except ValidationError as error:
             first = error.errors()[0]
             what = ".".join(map(str, first["loc"]))
-            raise SettingError(f"inside_set: {kind.name}: {what}: {first['msg'].lower()}") from error
+            raise SettingError(f"inner_options: {kind.name}: {what}: {first['msg'].lower()}") from error
 
     # --- what comes of it -------------------------------------------------------------------------------------
 
@@ -300,12 +307,12 @@ class MetaFed(PersonalMethod):
     def tell(self, client: Client) -> dict[str, Any]:
         """How this federation fared."""
         own = client.store.get(OWN) or {"weight": 0.0, "taken": 0, "bytes": {}}
-        inside = own["bytes"]
+        bytes_inside = own["bytes"]
         return {
             "weight": float(own["weight"]),
             "taken": own["taken"],
-            "up": inside.get("up", 0),
-            "down": inside.get("down", 0),
+            "up": bytes_inside.get("up", 0),
+            "down": bytes_inside.get("down", 0),
         }
 
 

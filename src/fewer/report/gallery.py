@@ -316,9 +316,9 @@ def _division(group: RunGroup) -> str:
 
 def _data(run: Run) -> Data:
     """The data of a run, if it is there and as it was."""
-    from fewer.runs.experiment import check, load_data
+    from fewer.runs.experiment import load_data, parse_settings
 
-    data = load_data(check(run.settings))
+    data = load_data(parse_settings(run.settings))
     if data.fingerprint() != run.description["data"]["fingerprint"]:
         raise RunError(f"{data.name} is no longer what {run.path.name} was run on")
     return data

@@ -104,7 +104,7 @@ class ComparisonView(View):
             [
                 row.method,
                 percent(Interval(row.accuracy, row.ci95)),
-                f"{100 * row.everywhere:.2f}",
+                f"{100 * row.global_accuracy:.2f}",
                 str(row.rounds),
                 amount(row.mb_up),
                 amount(row.mb_down),

@@ -92,7 +92,7 @@ def _results(groups: Sequence[RunGroup]) -> str:
         [
             group.label,
             percent(group.accuracy),
-            percent(group.everywhere and Interval(group.everywhere.mean, None)),
+            percent(group.global_accuracy and Interval(group.global_accuracy.mean, None)),
             group.rounds,
             *(amount(each) for each in group.megabytes),
             f"{group.mean('seconds'):,.1f}",

@@ -91,9 +91,9 @@ class Run:
         return next((line["accuracy"] for line in reversed(self.history) if "accuracy" in line), None)
 
     @property
-    def everywhere(self) -> float | None:
+    def global_accuracy(self) -> float | None:
         """The same, with each client's model judged on all clients' test samples; known when a run has finished."""
-        found: float | None = self.history[-1].get("global", None if self.unfinished else self.accuracy)
+        found: float | None = self.history[-1].get("global_accuracy", None if self.unfinished else self.accuracy)
         return found
 
     @cached_property
@@ -272,9 +272,9 @@ class RunGroup:
         return {key: size / len(self.runs) for key, size in total.items()}
 
     @property
-    def everywhere(self) -> Interval | None:
+    def global_accuracy(self) -> Interval | None:
         """Over the seeds that were evaluated."""
-        return _over([run.everywhere for run in self.runs])
+        return _over([run.global_accuracy for run in self.runs])
 
     def mean(self, figure: str) -> float:
         """The mean of a figure of the last round."""

@@ -192,10 +192,10 @@ def _why(group: RunGroup) -> Iterator[str]:
 
 def _personal(group: RunGroup) -> Iterator[str]:
     """How models that belong to one client fare with the samples of all."""
-    if any("global" in run.history[-1] for run in group.runs) and group.everywhere:
+    if any("global" in run.history[-1] for run in group.runs) and group.global_accuracy:
         yield (
             f"Of {group.label} each client has a model of its own: on samples of all clients these are right on "
-            f"{100 * group.everywhere.mean:.1f} %."
+            f"{100 * group.global_accuracy.mean:.1f} %."
         )
 
 

@@ -26,7 +26,7 @@ from fewer.methods.base import ContextFactory
 from fewer.runs import trackers
 from fewer.runs.artifacts import keep_start, settled, write_prepared
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import Experiment, Model, build_experiment, check
+from fewer.runs.experiment import Experiment, Model, build_experiment, parse_settings
 from fewer.runs.result import Result
 from fewer.runs.settings import MENDABLE, OUTSIDE, Settings
 from fewer.runtime import Absent, Clients, Faults, Inline, Pool, Rules
@@ -83,7 +83,7 @@ def run(
     if isinstance(model, str):
         settings["model"] = model
     experiment = build_experiment(
-        check(settings),
+        parse_settings(settings),
         method if isinstance(method, Method) else None,
         data if isinstance(data, Data) else None,
         model if not isinstance(model, str) else None,
@@ -131,7 +131,7 @@ def start(
     kinds = trackers.find(track)
     if track and out is None:
         raise SettingError(f"track = {track[0]}: only a run that is kept can be tracked (out=DIR)")
-    state = first_state(experiment)
+    state = initial_state(experiment)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
             return _execute(experiment, state, None, Path(folder), progress, connect, {})
@@ -140,7 +140,7 @@ def start(
         return _execute(experiment, state, directory, directory.clients, progress, connect, kinds)
 
 
-def first_state(experiment: Experiment) -> Any:
+def initial_state(experiment: Experiment) -> Any:
     """The state before the first round."""
     with one_thread(), global_streams(experiment.settings.seed, "start"):
         return experiment.method.init(experiment.task, experiment.settings.seed)
@@ -177,7 +177,7 @@ def resume(
     for part in old["own"]:
         if given[part] is None:
             raise RunError(f"{path} was run with a {part} of your own: fewer.resume(path, {part}=…) from Python")
-    experiment = build_experiment(check({**settled(old["settings"], path), **changed}), method, data, model)
+    experiment = build_experiment(parse_settings({**settled(old["settings"], path), **changed}), method, data, model)
     if (
         "flower" in (was := old["settings"]["runtime"], experiment.settings.runtime)
         and was != experiment.settings.runtime
@@ -192,7 +192,15 @@ def resume(
         if track is not None:
             directory.describe(track=list(track))
         return _execute(
-            experiment, first_state(experiment), directory, directory.clients, progress, connect, kinds, changed, asked
+            experiment,
+            initial_state(experiment),
+            directory,
+            directory.clients,
+            progress,
+            connect,
+            kinds,
+            changed,
+            asked,
         )
 
 

@@ -42,7 +42,7 @@ class Experiment:
         return settings_hash(self.settings, self.method)
 
 
-def check(settings: Mapping[str, Any]) -> Settings:
+def parse_settings(settings: Mapping[str, Any]) -> Settings:
     """Settings from plain values; SettingError for the first that is wrong. Files are named by their whole paths."""
     whole = {name: _whole(name, value) for name, value in settings.items()}
     try:

@@ -28,7 +28,7 @@ from fewer.methods import find
 from fewer.runs import trackers
 from fewer.runs.directory import HOPS
 from fewer.runs.engine import Connect, Progress, build_handler_server, common, resume, start
-from fewer.runs.experiment import Experiment, build_experiment, check, make_device
+from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings
 from fewer.runs.result import Result
 from fewer.runtime.flower.clients import Flower, surely
 from fewer.runtime.flower.credentials import LOCAL, Credentials
@@ -301,7 +301,7 @@ class ClientDaemon:
         if self.method not in (None, settings["method"]):
             raise SettingError(f"method = {settings['method']}: this client takes part in {self.method} alone")
         here = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
-        asked = check({**settings, **here})
+        asked = parse_settings({**settings, **here})
         if self.data:
             return build_experiment(asked, data=self._own(facts, asked.max_length, asked.validation))
         experiment = build_experiment(asked)

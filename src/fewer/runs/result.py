@@ -120,8 +120,8 @@ class Result(Shown):
 def open_result(path: str | Path, method: Method | None = None, data: Data | None = None, model: Any = None) -> Result:
     """The result of a run from its directory, as far as it has come."""
     from fewer.runs.artifacts import settled
-    from fewer.runs.engine import first_state, restore
-    from fewer.runs.experiment import build_experiment, check
+    from fewer.runs.engine import initial_state, restore
+    from fewer.runs.experiment import build_experiment, parse_settings
 
     directory = RunDirectory.open(Path(path))
     for part, given in (("data", data), ("model", model)):
@@ -129,9 +129,9 @@ def open_result(path: str | Path, method: Method | None = None, data: Data | Non
             raise RunError(f"{path} was run with a {part} of your own: fewer.load(path, {part}=…) from Python")
     kept = directory.read()
     experiment = build_experiment(
-        check(settled(directory.description["settings"], directory.path)), method, data, model
+        parse_settings(settled(directory.description["settings"], directory.path)), method, data, model
     )
-    state = restore(type(first_state(experiment)), kept["state"], directory.path)
+    state = restore(type(initial_state(experiment)), kept["state"], directory.path)
     history = directory.history()[: kept["round"]]
     return Result(
         experiment.method,

@@ -30,18 +30,18 @@ _TABLE[[ord(character) for character in ALPHABET]] = np.arange(len(ALPHABET))
 
 @FORMATS.register("plays")
 @reader("plays (text files, a directory or an archive of them)")
-def plays(path: Path, minimum: int = 200) -> RawDataset:
+def plays(path: Path, min_samples: int = 200) -> RawDataset:
     """Windows of 80 characters and the character after each, for all roles of `minimum` characters or more.
 
     Inputs are a view of the text, which is held only once: row i is the 80 characters from place i on. Clients are
     role numbers in the order of `roles`; rows that reach into the next role belong to `NOBODY`.
     """
-    if minimum <= WINDOW:
-        raise SettingError(f"minimum = {minimum} (allowed: more than {WINDOW})")
-    parts = [encode(speech) for speech in roles(path, minimum).values()]
+    if min_samples <= WINDOW:
+        raise SettingError(f"minimum = {min_samples} (allowed: more than {WINDOW})")
+    parts = [encode(speech) for speech in roles(path, min_samples).values()]
     if not parts:
         raise DataError(
-            f"{path} has no role of {minimum} characters or more (expected: NAME. on a line, then a speech)"
+            f"{path} has no role of {min_samples} characters or more (expected: NAME. on a line, then a speech)"
         )
     flat = torch.from_numpy(np.concatenate(parts))
     small = np.min_scalar_type(-len(parts))
@@ -65,7 +65,7 @@ def encode(characters: str) -> NDArray[np.uint8]:
     return _TABLE[np.where(codes < len(_TABLE), codes, ord(" "))]
 
 
-def roles(path: Path, minimum: int = 200) -> dict[str, str]:
+def roles(path: Path, min_samples: int = 200) -> dict[str, str]:
     """All that each role says, by the names of play and role, for those who say `minimum` characters or more."""
     path = inside(path, "plays.tar.gz")
     if path.name.endswith((".txt", ".txt.gz")):
@@ -78,7 +78,7 @@ def roles(path: Path, minimum: int = 200) -> dict[str, str]:
         for role, speech in _speeches(text(raw, name)):
             spoken.setdefault(f"{play}/{role}", []).append(speech)
     joined = {role: "\n".join(speeches) + "\n" for role, speeches in spoken.items()}
-    return {role: speech for role, speech in joined.items() if len(speech) >= minimum}
+    return {role: speech for role, speech in joined.items() if len(speech) >= min_samples}
 
 
 # --- the form of a play ---------------------------------------------------------------------------------------
