@@ -33,7 +33,7 @@ class Ask(NamedTuple):
 def made(root: Path, runs: int, events: int, long: int) -> None:
     """So many run directories with so many events each, and many more in the first."""
     absent = (
-        json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "why": "late", "handler": "train"}) + "\n"
+        json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "reason": "late", "handler": "train"}) + "\n"
     )
     figures = "".join(_line(number) for number in range(1, 51))
     ledger = "round,client,direction,kind,bytes\n" + "1,3,up,train,106400\n" * events
@@ -42,7 +42,7 @@ def made(root: Path, runs: int, events: int, long: int) -> None:
         run.mkdir()
         method = METHODS[number % len(METHODS)]
         about = {
-            "format": 1,
+            "format": 2,
             "settings": {"method": method, "seed": number, "runtime": "inline"},
             "hash": "",
             "own": [],

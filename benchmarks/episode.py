@@ -44,9 +44,9 @@ class Timed(FRL):
 class Episodes(work.Turns):
     """One line for each episode, not for each round."""
 
-    def round(self, figures: Mapping[str, Any]) -> None:
+    def on_round_end(self, figures: Mapping[str, Any]) -> None:
         if figures["round"] % (ROUNDS + 1) == 0:
-            super().round(figures)
+            super().on_round_end(figures)
 
 
 def federation() -> ArrayData:

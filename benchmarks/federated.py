@@ -36,7 +36,7 @@ def federation(directory: str | None = None) -> ArrayData:
     """The data of `work` as Fewer holds it."""
     x, y, test_x, test_y, client_ids = work.arrays(directory)
     normal = (work.MEAN, work.DEVIATION)
-    return fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids, normal=normal, name="work")
+    return fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids, normalization=normal, name="work")
 
 
 class Population(Data):

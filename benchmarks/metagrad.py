@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measure import alternate
-from fewer.learning.adapt import Batch, learnable, meta_gradient
+from fewer.learning.adapt import Batch, trainable_weights, meta_gradient
 from fewer.models.images import Conv4
 from fewer.models.sequences import CharLSTM
 
@@ -47,7 +47,7 @@ def plain(net: nn.Module, support: Batch, query: Batch) -> None:
 
 def ours(net: nn.Module, support: Batch, query: Batch, steps: int, exact: bool = True) -> list[Tensor]:
     """Fewer's meta-gradient."""
-    return list(meta_gradient(net, learnable(net), [support] * steps, query, LR, not exact).weights.values())
+    return list(meta_gradient(net, trainable_weights(net), [support] * steps, query, LR, not exact).weights.values())
 
 
 def cloned(net: nn.Module, support: Batch, query: Batch, steps: int) -> tuple[Tensor, ...]:

@@ -22,9 +22,9 @@ from benchmarks import work
 from benchmarks.episode import CLIENTS, SAMPLES, peak
 from benchmarks.episode import bare as passes
 from benchmarks.measure import Figure, Process, alternate, in_turn, ratio
-from fewer.learning.flops import counted
+from fewer.learning.flops import count_flops
 from fewer.methods.fedmk import FedMK
-from fewer.runs.engine import start
+from fewer.runs.engine import start_run
 from fewer.runs.experiment import build_experiment, parse_settings
 from fewer.wire import decode, encode
 
@@ -155,7 +155,7 @@ def condense(directory: str | None) -> list[Figure]:
     weights, stream = list(net.parameters()), torch.Generator().manual_seed(0)
 
     def ours() -> None:
-        reached = method.unroll(net, first, images, labels, stream)
+        reached = method.inner_loop(net, first, images, labels, stream)
         torch.autograd.grad(method.outer_loss(net, reached, x, y, torch.ones(10)), images)
 
     def inner() -> tuple[Tensor, ...]:
@@ -199,7 +199,7 @@ def episode(directory: str | None) -> list[Figure]:
     """An episode of FRL (10 clients, 300 samples each, Conv-4, R = 3, 32×32) against the bare passes that it needs."""
     inline, two, bare = (Process("benchmarks.episode", side, "3", waits=True) for side in ("inline", "pool", "bare"))
     in_turn(3, [inline], [bare], [two])
-    with counted() as tally:
+    with count_flops() as tally:
         passes(torch.randn(SAMPLES, 3, 32, 32), torch.arange(SAMPLES) % 2, clients=1)
     work_of_all = 1e-9 * CLIENTS * tally.flops
     reached = work_of_all / median(bare.times)
@@ -223,7 +223,7 @@ def machines(directory: str | None) -> list[Figure]:
         return [after - before for before, after in pairwise(seconds)][:-1]
 
     with tempfile.TemporaryDirectory() as folder:
-        inline = start(build_experiment(parse_settings(settings)), Path(folder) / "inline")
+        inline = start_run(build_experiment(parse_settings(settings)), Path(folder) / "inline")
         begun = time.perf_counter()
         with local_cluster(Path(folder) / "cluster", 3) as server:
             there = server.start(
@@ -285,7 +285,7 @@ def dash(directory: str | None) -> list[Figure]:
             while not whole:
                 took, told = ask(f"{at}/tally")
                 slices.append(took)
-                whole = told["whole"]
+                whole = told["complete"]
             told_after = [follow(root, ask) for _ in range(5)]
     return [
         Figure("first list of all, nothing known", cold, "s", most=3),

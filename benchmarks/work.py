@@ -34,11 +34,11 @@ class Turns:
     def __init__(self) -> None:
         self.begun = time.perf_counter()
 
-    def begin(self, method: str, done: int, rounds: int) -> None: ...
+    def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
 
-    def answer(self, round: int, done: int, asked: int) -> None: ...
+    def on_answer(self, round: int, done: int, asked: int) -> None: ...
 
-    def round(self, figures: Mapping[str, Any]) -> None:
+    def on_round_end(self, figures: Mapping[str, Any]) -> None:
         seconds = time.perf_counter() - self.begun
         print(json.dumps({"seconds": seconds, "accuracy": figures.get("accuracy")}), flush=True)
         sys.stdin.readline()

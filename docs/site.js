@@ -1,4 +1,4 @@
-// Pages that are opened as files may not start workers: that of the search runs in a hidden frame instead.
+// Pages opened as files cannot start workers, so the search worker runs in a hidden frame.
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {

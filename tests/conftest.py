@@ -1,4 +1,4 @@
-"""What all tests share: one torch thread, and a small real task."""
+"""Shared by all tests: one torch thread, and a small real task."""
 
 import os
 

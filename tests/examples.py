@@ -33,7 +33,7 @@ class Deadly(FedAvg):
 
 
 class Sleepy(FedAvg):
-    """One client takes its time."""
+    """One client is slow."""
 
     sleeper: int = 0
     nap: float = 0.6
@@ -46,7 +46,7 @@ class Sleepy(FedAvg):
 
 
 class Buggy(FedAvg):
-    """One client's code breaks; another one lies about its size; a third sends NaN."""
+    """One client crashes, another reports a wrong size, a third sends NaN."""
 
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Buggy(FedAvg):
 
 
 class Gambler(FedAvg):
-    """Draws from every global generator there is, at clients and at the server."""
+    """Draws from every global generator, on clients and on the server."""
 
     def round(self, state: ModelState, clients: Clients) -> ModelState:
         before = self._draw()
@@ -80,7 +80,7 @@ class Gambler(FedAvg):
 
 
 class Witness(FedAvg):
-    """Remembers what it was given."""
+    """Collects the answers in SEEN_ANSWERS."""
 
     def round(self, state: ModelState, clients: Clients) -> ModelState:
         answers = clients.ask(
@@ -89,31 +89,31 @@ class Witness(FedAvg):
             model=state.model,
             returns={"model": state.model, "size": Number(int, 1)},
         )
-        SEEN.append(answers)
+        SEEN_ANSWERS.append(answers)
         return state
 
 
-SEEN: list[Answers] = []
+SEEN_ANSWERS: list[Answers] = []
 
 
 class SlowToScore(Local):
-    """Trains in no time, but is slow to be measured."""
+    """Trains quickly, but is slow to evaluate."""
 
     @on_client
-    def score(self, client: Client, model: Weights, everywhere: bool) -> dict[str, float]:
+    def score(self, client: Client, model: Weights, global_test: bool) -> dict[str, float]:
         time.sleep(2.2 if client.id == 0 else 0)
-        return super().score(client, model, everywhere)
+        return super().score(client, model, global_test)
 
 
 class Stop(Exception):
-    """What stops a run."""
+    """Stops a run."""
 
 
 class Stopping:
     """Stops a run after its second round."""
 
-    def begin(self, *_: Any) -> None: ...
-    def answer(self, *_: Any) -> None: ...
-    def round(self, figures: Any) -> None:
-        if figures["round"] == 2:
+    def on_run_start(self, *_: Any) -> None: ...
+    def on_answer(self, *_: Any) -> None: ...
+    def on_round_end(self, metrics: Any) -> None:
+        if metrics["round"] == 2:
             raise Stop

@@ -1,4 +1,4 @@
-"""The privacy look: distances, ranks and gradients by hand, and the command."""
+"""Privacy audit: distances, ranks and gradients checked by arithmetic, and the command."""
 
 import json
 import math
@@ -12,23 +12,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fewer.audit.attacks import _Look, _took_part
-from fewer.audit.distance import earth_mover, nearest, on_lines, typical
-from fewer.audit.leakage import LR, gradients_of, psnr, restore, softened, variation
-from fewer.audit.membership import above_variants, losses, membership, share
+from fewer.audit.attacks import _AttackedRun, _participants
+from fewer.audit.distance import earth_mover, earth_mover_1d, nearest, typical_distance
+from fewer.audit.leakage import LR, compute_gradients, psnr, replace_relu, restore_images, total_variation
+from fewer.audit.membership import estimate_proportion, loss_gaps, losses, membership
 from fewer.data import Samples
 from fewer.errors import SettingError
-from fewer.experiments.studies import _apart, _on_unused
+from fewer.experiments.studies import _measure_distance, _score_unused
 from fewer.methods.fedmk import FedMK
 from fewer.runs.experiment import load_data
-from fewer.runs.result import open_result
+from fewer.runs.result import open_run
 from fewer.runtime import stream
 from tests.test_cli import DIGITS, call
 
 # --- membership ---------------------------------------------------------------------------------------------------
 
 
-def test_auc_by_hand() -> None:
+def test_auc_by_arithmetic() -> None:
     # pairs: 3 > {1, 2, 3: half}, 2 > {1, 2: half}, 5 > all three: (2.5 + 1.5 + 3) / 9
     found = membership(torch.tensor([3.0, 2.0, 5.0]), torch.tensor([1.0, 2.0, 3.0]))
     assert found.auc == pytest.approx(7 / 9)
@@ -41,7 +41,7 @@ def test_auc_by_hand() -> None:
     assert (found.members, found.others) == (3, 3)
 
 
-def test_auc_of_nothing_told_and_of_all_told() -> None:
+def test_auc_of_useless_and_perfect_scores() -> None:
     same = membership(torch.zeros(5), torch.zeros(7))
     assert same.auc == 0.5 and same.hits == 0
     apart = membership(torch.arange(5) + 10.0, torch.arange(7.0))
@@ -76,20 +76,20 @@ def test_scores_of_samples() -> None:
     y = torch.tensor([1, 1])
     expected = [math.log(2), math.log(1 + math.exp(-4))]
     assert losses(Steep(), x, y).tolist() == pytest.approx(expected, rel=1e-4)
-    raised = above_variants(Steep(), torch.ones(1, 1, 4, 4), y[:1], torch.Generator().manual_seed(0))
+    raised = loss_gaps(Steep(), torch.ones(1, 1, 4, 4), y[:1], torch.Generator().manual_seed(0))
     assert raised.item() == pytest.approx(0, abs=1e-6)  # an even image looks the same however it is moved
 
 
 # --- distances ------------------------------------------------------------------------------------------------------
 
 
-def test_nearest_by_hand() -> None:
+def test_nearest_by_arithmetic() -> None:
     real = torch.tensor([[0.0, 0.0], [3.0, 4.0], [10.0, 0.0]])
     away, which = nearest(torch.tensor([[3.0, 3.0], [8.0, 0.0], [0.0, 0.0]]), real)
     assert away.tolist() == [1, 2, 0] and which.tolist() == [1, 2, 0]
     own, other = nearest(real, real, same=True)
     assert own.tolist() == pytest.approx([5, 5, math.sqrt(65)]) and other.tolist() == [1, 0, 1]
-    assert typical(real) == 5 and typical(real[:1]) is None and typical(real[[0, 0]]) is None
+    assert typical_distance(real) == 5 and typical_distance(real[:1]) is None and typical_distance(real[[0, 0]]) is None
 
 
 def test_itself_is_left_out_beyond_the_first_block() -> None:
@@ -97,12 +97,12 @@ def test_itself_is_left_out_beyond_the_first_block() -> None:
     assert nearest(real, real, same=True)[0].tolist() == [10.0] * 1001
 
 
-def test_earth_mover_by_hand() -> None:
+def test_earth_mover_by_arithmetic() -> None:
     # {0, 2} against {1, 1, 4, 4}: halves of {0 0 2 2} go to {1 1 4 4}: (1 + 1 + 2 + 2) / 4
     one, other = torch.tensor([[2.0], [0.0]]), torch.tensor([[4.0], [1.0], [1.0], [4.0]])
-    assert on_lines(one, other).tolist() == [1.5]
-    assert on_lines(torch.tensor([[0.0], [6.0]]), torch.tensor([[0.0], [3.0], [6.0]])).item() == pytest.approx(1)
-    assert on_lines(torch.tensor([[0.0, 5.0]]), torch.tensor([[1.0, 1.0]])).tolist() == [1, 4]
+    assert earth_mover_1d(one, other).tolist() == [1.5]
+    assert earth_mover_1d(torch.tensor([[0.0], [6.0]]), torch.tensor([[0.0], [3.0], [6.0]])).item() == pytest.approx(1)
+    assert earth_mover_1d(torch.tensor([[0.0, 5.0]]), torch.tensor([[1.0, 1.0]])).tolist() == [1, 4]
 
 
 def test_earth_mover_of_shifted_sets() -> None:
@@ -125,7 +125,7 @@ def tiny() -> nn.Sequential:
 def test_gradients_are_those_of_each_batch() -> None:
     net = tiny()
     x, y = torch.randn(2, 3, 1, 4, 4), torch.tensor([[0, 1, 2], [2, 2, 1]])
-    found = gradients_of(net, x, y)
+    found = compute_gradients(net, x, y)
     nn.functional.cross_entropy(net(x[1]), y[1]).backward()  # type: ignore[no-untyped-call]
     expected = torch.cat([parameter.grad.flatten() for parameter in net.parameters() if parameter.grad is not None])
     assert torch.allclose(found[1], expected, atol=1e-6) and found.shape == (2, 51)
@@ -136,25 +136,26 @@ def test_gradient_matching_restores_an_image() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3))
     x = torch.rand(2, 1, 1, 4, 4)
     y = torch.tensor([[1], [2]])
-    seen = gradients_of(net, x, y).detach()
+    seen = compute_gradients(net, x, y).detach()
     draw = torch.Generator().manual_seed(1)
-    images, apart = restore(net, seen, y, x.flatten(0, 1), draw, steps=300, starts=6, smooth=0.0)
+    images, apart = restore_images(net, seen, y, x.flatten(0, 1), draw, steps=300, starts=6, smooth=0.0)
     assert images.shape == x.shape and (apart < 1e-3).all()
     assert (images - x).abs().mean() < 0.05
-    blind, _ = restore(net, seen.flip(0), y.flip(0), x.flatten(0, 1), draw, steps=300, starts=6, smooth=0.0)
-    assert (blind - x).abs().mean() > 0.15  # the other's gradient does not tell
+    blind, _ = restore_images(net, seen.flip(0), y.flip(0), x.flatten(0, 1), draw, steps=300, starts=6, smooth=0.0)
+    assert (blind - x).abs().mean() > 0.15  # the other's gradient reveals nothing
 
 
 def test_the_best_of_several_starts_is_taken_by_steps_of_signs() -> None:
     net, like, y = tiny(), torch.rand(5, 1, 4, 4), torch.tensor([[0], [1]])
-    seen = gradients_of(net, like[:2, None], y).detach()
+    seen = compute_gradients(net, like[:2, None], y).detach()
 
     def tried(starts: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(0)
-        return restore(net, seen, y, like, draw, steps=2, starts=starts, smooth=0.0)
+        return restore_images(net, seen, y, like, draw, steps=2, starts=starts, smooth=0.0)
 
     images, apart = tried(4)
-    assert torch.allclose(1 - nn.functional.cosine_similarity(gradients_of(net, images, y), seen), apart, atol=1e-6)
+    similarity = nn.functional.cosine_similarity(compute_gradients(net, images, y), seen)
+    assert torch.allclose(1 - similarity, apart, atol=1e-6)
     alone = [tried(starts)[1] for starts in (1, 2, 3)]
     assert (apart <= torch.stack(alone).min(0).values + 1e-7).all() and (apart < alone[0] - 1e-3).any()
     images, _ = tried(1)
@@ -162,23 +163,23 @@ def test_the_best_of_several_starts_is_taken_by_steps_of_signs() -> None:
     moved = (images - begun).abs()[
         (images > like.min()) & (images < like.max()) & (begun > like.min()) & (begun < like.max())
     ]
-    # Adam on signs, by rates of 1 and 1/2: a sign that stays gives 1.5 steps, one that turns 1 − 0.01 / 0.19 / 2
+    # Adam on signs, with lr factors 1 and 1/2: a constant sign moves 1.5 steps, a flipped one 1 − 0.01 / 0.19 / 2
     assert len(moved) > 5
     assert all(any(abs(step - LR * size) < 1e-4 for size in (1.5, 1 - 0.005 / 0.19)) for step in moved.tolist())
 
 
-def test_softened_is_a_copy_without_hard_bends() -> None:
+def test_replace_relu_returns_a_copy_with_softplus() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
-    soft = softened(net)
+    soft = replace_relu(net)
     assert not any(isinstance(module, nn.ReLU) for module in soft.modules())
     assert any(isinstance(module, nn.ReLU) for module in net.modules())
     x = torch.tensor([[1.0, -2.0]])
     assert torch.allclose(soft(x), net(x), atol=0.1)
 
 
-def test_variation_and_psnr_by_hand() -> None:
+def test_total_variation_and_psnr_by_arithmetic() -> None:
     image = torch.tensor([[0.0, 1.0], [3.0, 3.0]]).view(1, 1, 1, 2, 2)
-    assert variation(image).item() == (3 + 2) / 2 + (1 + 0) / 2
+    assert total_variation(image).item() == (3 + 2) / 2 + (1 + 0) / 2
     assert psnr(torch.full((1, 4), 0.1), torch.zeros(1, 4), 1.0).item() == pytest.approx(20)
     assert psnr(torch.full((1, 4), 0.1), torch.zeros(1, 4), 10.0).item() == pytest.approx(40)
 
@@ -186,7 +187,7 @@ def test_variation_and_psnr_by_hand() -> None:
 # --- the command --------------------------------------------------------------------------------------------------
 
 FAST = ["--steps", "2", "--starts", "1"]
-SMALL = [f"-o={setting}" for setting in ("matching=3", "outer_steps=1", "server_steps=5", "per_class=4")]
+SMALL = [f"-o={setting}" for setting in ("matching_steps=3", "outer_steps=1", "server_steps=5", "per_class=4")]
 
 
 @pytest.fixture(scope="module")
@@ -200,88 +201,88 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_audit_of_synthetic_data(runs: Path, tmp_path: Path) -> None:
     result = call("audit", runs / "fedmk", *FAST, "--clients", "2", "--out", tmp_path)
-    figures = json.loads((tmp_path / "audit.json").read_text())
-    assert figures["method"] == "fedmk" and len(figures["clients"]) == 2
-    assert figures["figures"]["membership"].keys() == {"loss", "variants", "distance"}
-    copies, leakage = figures["figures"]["copies"], figures["figures"]["leakage"]
-    assert 0 < copies["least"] < copies["median"] and copies["by_client"].keys() == set(map(str, figures["clients"]))
-    assert copies["least"] == copies["by_client"][str(copies["closest"]["client"])]["least"]
+    findings = json.loads((tmp_path / "audit.json").read_text())
+    assert findings["method"] == "fedmk" and len(findings["clients"]) == 2
+    assert findings["metrics"]["membership"].keys() == {"loss", "variants", "distance"}
+    copies, leakage = findings["metrics"]["copies"], findings["metrics"]["leakage"]
+    assert 0 < copies["min"] < copies["median"] and copies["by_client"].keys() == set(map(str, findings["clients"]))
+    assert copies["min"] == copies["by_client"][str(copies["closest"]["client"])]["min"]
     assert leakage["from"] == "synthetic" and len(leakage["attacks"]) == 2
     page = (tmp_path / "audit.html").read_text()
     assert page.count("<img") == 2 and "proves no privacy" in page
-    assert f"{figures['figures']['membership']['loss']['auc']:.3f}" in result.stdout and "D̂" in result.stdout
+    assert f"{findings['metrics']['membership']['loss']['auc']:.3f}" in result.stdout and "D̂" in result.stdout
     again = call("audit", runs / "fedmk", *FAST, "--clients", "2", "--out", tmp_path / "again", "--json", "-")
-    assert json.loads(again.stdout) == figures
+    assert json.loads(again.stdout) == findings
 
 
 def test_audit_of_a_run_without_synthetic_data(runs: Path) -> None:
     result = call("audit", runs / "fedavg", *FAST)
-    figures = json.loads((runs / "fedavg/audit/audit.json").read_text())
+    findings = json.loads((runs / "fedavg/audit/audit.json").read_text())
     lines = (runs / "fedavg/ledger.csv").read_text().splitlines()
-    asked = {int(line.split(",")[1]) for line in lines if line.startswith("1,") and ",up,train" in line}
-    assert figures["clients"] == sorted(asked) and len(asked) == 3  # who did not train has no members
-    assert figures["figures"].keys() == {"leakage", "membership"} and figures["figures"]["leakage"]["from"] == "real"
-    assert [attack["at_once"] > 1 for attack in figures["figures"]["leakage"]["attacks"]] == [False, True, False]
+    senders = {int(line.split(",")[1]) for line in lines if line.startswith("1,") and ",up,train" in line}
+    assert findings["clients"] == sorted(senders) and len(senders) == 3  # clients that did not train have no members
+    assert findings["metrics"].keys() == {"leakage", "membership"} and findings["metrics"]["leakage"]["from"] == "real"
+    assert [attack["at_once"] > 1 for attack in findings["metrics"]["leakage"]["attacks"]] == [False, True, False]
     assert "fedavg send no synthetic data" in result.stdout and "20 steps on 32 samples" in result.stdout
 
 
 def test_a_copy_is_found(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    data = open_result(runs / "fedmk").data
+    data = open_run(runs / "fedmk").data
     sent = {client: data.client(client).train.pick(torch.arange(10)) for client in range(6)}
     monkeypatch.setattr(FedMK, "condensed", lambda self, state: sent)
     call("audit", runs / "fedmk", *FAST, "--out", tmp_path)
-    figures = json.loads((tmp_path / "audit.json").read_text())["figures"]
-    assert figures["copies"]["median"] == 0 and figures["copies"]["near_copies"] == 1
-    assert figures["leakage"]["psnr_of_synthetic"] > 100 > figures["leakage"]["psnr_of_lookalike"]
-    assert figures["membership"]["distance"]["auc"] > 0.5
-    assert figures["copies"]["nearest_is_member"]["low"] > 0.5
+    findings = json.loads((tmp_path / "audit.json").read_text())["metrics"]
+    assert findings["copies"]["median"] == 0 and findings["copies"]["near_copies"] == 1
+    assert findings["leakage"]["psnr_of_synthetic"] > 100 > findings["leakage"]["psnr_of_lookalike"]
+    assert findings["membership"]["distance"]["auc"] > 0.5
+    assert findings["copies"]["nearest_is_member"]["low"] > 0.5
 
 
-def test_members_and_others_are_of_the_same_classes(runs: Path) -> None:
-    pair = _Look(open_result(runs / "fedavg"), [0, 1, 2], 3).pair(1)
+def test_members_and_others_have_the_same_classes(runs: Path) -> None:
+    pair = _AttackedRun(open_run(runs / "fedavg"), [0, 1, 2], 3).matched_samples(1)
     assert pair
     (x, y), (other, label) = pair
     assert y.bincount().tolist() == label.bincount().tolist() and len(x) == len(other) > 10
-    train, _, test = open_result(runs / "fedavg").data.client(1)
+    train, _, test = open_run(runs / "fedavg").data.client(1)
     both = [torch.bincount(part.labels, minlength=10) for part in (train, test)]
-    assert y.bincount(minlength=10).tolist() == torch.minimum(*both).tolist()  # all that can be had
+    assert y.bincount(minlength=10).tolist() == torch.minimum(*both).tolist()  # as many as possible
 
 
-def test_a_round_that_is_not_over_has_no_members(tmp_path: Path) -> None:
+def test_an_unfinished_round_has_no_members(tmp_path: Path) -> None:
     lines = ["1,3,up,train", "1,4,down,train", "1,5,up,evaluate/score", "2,6,up,train"]
     (tmp_path / "ledger.csv").write_text("\n".join(["round,client,direction,kind", *lines]))
-    assert _took_part(tmp_path, 1) == [3] and _took_part(tmp_path, 2) == [3, 6]
+    assert _participants(tmp_path, 1) == [3] and _participants(tmp_path, 2) == [3, 6]
 
 
-def test_what_cannot_be_audited_gets_one_line(runs: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(runs: Path, tmp_path: Path) -> None:
     assert "local has no global model" in call("audit", runs / "local", code=2).stderr
-    assert "is not a run of Fewer" in call("audit", tmp_path / "none", code=2).stderr
+    assert "is not a run directory" in call("audit", tmp_path / "none", code=2).stderr
     shutil.copytree(runs / "fedavg", tmp_path / "moved")
     file = tmp_path / "moved/settings.json"
-    told = json.loads(file.read_text())
-    file.write_text(json.dumps(told | {"data": told["data"] | {"fingerprint": "0"}}))
-    assert "is no longer what" in call("audit", tmp_path / "moved", code=2).stderr
-    file.write_text(json.dumps(told | {"own": ["data"]}))
+    description = json.loads(file.read_text())
+    file.write_text(json.dumps(description | {"data": description["data"] | {"fingerprint": "0"}}))
+    assert "has changed since" in call("audit", tmp_path / "moved", code=2).stderr
+    file.write_text(json.dumps(description | {"own": ["data"]}))
     assert "data of your own" in call("audit", tmp_path / "moved", code=2).stderr
-    file.write_text(json.dumps(told | {"settings": told["settings"] | {"data": "npz:gone.npz"}}))
+    file.write_text(json.dumps(description | {"settings": description["settings"] | {"data": "npz:gone.npz"}}))
     error = call("audit", tmp_path / "moved", "--data-dir", tmp_path, code=2).stderr
     assert "gone.npz" in error and error.count("\n") == 1
 
 
-def test_help_says_whose_tool_it_is() -> None:
+def test_help_says_that_real_data_is_needed() -> None:
     assert "real data" in " ".join(call("audit", "--help").stdout.split())
 
 
-def test_a_low_loss_under_the_trained_model_tells_a_member(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    look = _Look(open_result(runs / "fedavg"), [0, 1, 2], 3)
-    real = torch.cat([look.real(each)[0] for each in look.clients])
+def test_a_low_loss_under_the_trained_model_indicates_a_member(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attacked = _AttackedRun(open_run(runs / "fedavg"), [0, 1, 2], 3)
+    real = torch.cat([attacked.training_samples(each)[0] for each in attacked.clients])
 
     def fake(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        assert net is look.nets["trained"]
+        assert net is attacked.nets["trained"]
         return nearest(x, real)[0].gt(0).float()
 
     monkeypatch.setattr("fewer.audit.attacks.losses", fake)
-    name, scores = next(look.membership())
+    name, scores = next(attacked.membership_scores())
     assert name == "loss" and membership(*scores).auc > 0.99
 
 
@@ -293,47 +294,47 @@ def test_a_sample_whose_variants_lose_more_scores_high() -> None:
             away = (seen - x).abs().flatten(1).sum(1)
             return torch.stack([away, torch.zeros_like(away)], 1)
 
-    assert (above_variants(Own(), x, torch.ones(3, dtype=torch.long), stream("v")) > 0.1).all()
+    assert (loss_gaps(Own(), x, torch.ones(3, dtype=torch.long), stream("v")) > 0.1).all()
 
 
-def test_nearness_is_within_a_class_and_against_what_is_usual_there() -> None:
-    look = object.__new__(_Look)
-    look.image, look.low, look.high = False, 0.0, 9.0
-    look.unseen = lambda client, label: torch.zeros(0, 1)  # type: ignore[method-assign]
+def test_distance_is_within_a_class_and_relative_to_its_typical_distance() -> None:
+    attacked = object.__new__(_AttackedRun)
+    attacked.has_images, attacked.low, attacked.high = False, 0.0, 9.0
+    attacked.unseen_samples = lambda client, label: torch.zeros(0, 1)  # type: ignore[method-assign]
     real = torch.tensor([0.0, 2.0, 9.0, 5.0, 5.5]).view(5, 1), torch.tensor([0, 0, 0, 1, 1])
-    look.real = lambda client: real  # type: ignore[method-assign]
-    look.sent = {4: (torch.tensor([[5.0], [4.0]]), torch.tensor([0, 1]))}
+    attacked.training_samples = lambda client: real  # type: ignore[method-assign]
+    attacked.synthetic = {4: (torch.tensor([[5.0], [4.0]]), torch.tensor([0, 1]))}
     # class 0: 3 away, usual 2; class 1: 1 away, usual 0.5
-    assert look.copies()[0]["by_client"] == {"4": {"least": 1.5, "median": 1.75}}
+    assert attacked.compare_to_real()[0]["by_client"] == {"4": {"min": 1.5, "median": 1.75}}
 
 
-def test_synthetic_images_are_cut_off_where_pixels_end(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synthetic_images_are_clipped_to_pixel_values(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FedMK, "condensed", lambda *_: {0: (torch.full((1, 1, 8, 8), 99.0), torch.zeros(1).long())})
-    look = _Look(open_result(runs / "fedmk"), [0], 1)
-    assert look.sent[0][0].max() == look.high < 99
+    attacked = _AttackedRun(open_run(runs / "fedmk"), [0], 1)
+    assert attacked.synthetic[0][0].max() == attacked.high < 99
 
 
-def test_the_nearest_of_as_many_members_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    look = object.__new__(_Look)
-    look.stream = lambda purpose: torch.Generator().manual_seed(0)  # type: ignore[method-assign]
+def test_nearest_among_equally_many_members_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    attacked = object.__new__(_AttackedRun)
+    attacked.stream = lambda purpose: torch.Generator().manual_seed(0)  # type: ignore[method-assign]
     made, real, unseen = (torch.tensor(list(each)).view(-1, 1) for each in ([1.0, 6.1, 9.0], [1.1, 9.2], [6.0, 8.9]))
-    assert look.of_members(made, real, unseen) == [True, False, False]
-    assert sum(look.of_members(made, torch.cat([real] * 50), unseen)) < 3  # two of a hundred, not all
-    assert look.of_members(made, real, unseen[:0]) == []
+    assert attacked.nearest_is_member(made, real, unseen) == [True, False, False]
+    assert sum(attacked.nearest_is_member(made, torch.cat([real] * 50), unseen)) < 3  # two of a hundred, not all
+    assert attacked.nearest_is_member(made, real, unseen[:0]) == []
 
 
-def test_a_share_by_hand() -> None:
+def test_proportion_by_arithmetic() -> None:
     # Wilson: (0.75 + z²/80 ± z √(0.75 · 0.25 / 40 + z² / 6400)) / (1 + z²/40)
-    found = share(30, 40)
-    assert (found.share, found.of) == (0.75, 40)
+    found = estimate_proportion(30, 40)
+    assert (found.fraction, found.total) == (0.75, 40)
     assert (found.low, found.high) == pytest.approx((0.5981, 0.8581), abs=1e-4)
 
 
-def test_distance_is_judged_within_condensed_classes() -> None:
-    look = object.__new__(_Look)
-    look.sent = {0: (torch.tensor([[0.0], [5.0]]), torch.tensor([0, 1]))}
+def test_nearness_is_scored_within_condensed_classes() -> None:
+    attacked = object.__new__(_AttackedRun)
+    attacked.synthetic = {0: (torch.tensor([[0.0], [5.0]]), torch.tensor([0, 1]))}
     sides = tuple((torch.tensor([[1.0], [4.0], [9.0]]) + side, torch.tensor([0, 0, 2])) for side in (0, 1))
-    inside, outside = look.nearness(0, sides)  # type: ignore[arg-type]
+    inside, outside = attacked.nearness_scores(0, sides)  # type: ignore[arg-type]
     assert inside.tolist() == [-1, -4] and outside.tolist() == [-2, -5]  # not -1 to the D̂ of class 1; class 2 has none
 
 
@@ -347,7 +348,7 @@ seeds = 1
 data = "digits"
 clients = 3
 rounds = 1
-method_options = { matching = 2, outer_steps = 1, server_steps = 2 }
+method_options = { matching_steps = 2, outer_steps = 1, server_steps = 2 }
 [quick]
 study = { steps = 1 }
 [study]
@@ -366,14 +367,14 @@ method = "fedmk"
 """
 
 
-def test_a_recipe_may_study_what_leaks_or_how_sizes_differ(tmp_path: Path) -> None:
+def test_a_recipe_may_study_leakage_or_earth_mover_distance(tmp_path: Path) -> None:
     file = tmp_path / "small.toml"
     file.write_text(RECIPE.replace('name = "S = 3"', 'name = "S = 3"\nseed = 1\ndata_seed = 0'))
     words: list[str | Path] = ["reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs"]
     text = call(*words).stdout
     kept = json.loads((tmp_path / "small.json").read_text())
     assert [cell["ours"]["settings"]["per_class"] for cell in kept["cells"]] == [2, 3]
-    assert f"| {kept['study']['FedMK, S = 2']['figures']['copies']['median']:.2f} |" in text
+    assert f"| {kept['study']['FedMK, S = 2']['metrics']['copies']['median']:.2f} |" in text
     assert kept["study"].keys() == {"FedMK, S = 2", "FedMK, S = 3"}
     assert text.count("![FedMK: deep leakage from gradients](small-fedmk-s-2-leakage.png)") == 1
     assert {path.name for path in tmp_path.glob("*.png")} == {
@@ -387,7 +388,7 @@ def test_a_recipe_may_study_what_leaks_or_how_sizes_differ(tmp_path: Path) -> No
     assert f"| ours | 0.000 | {other:.3f} |\n| paper | 0.000 | 0.250 |" in text
 
 
-def test_distance_of_synthetic_data_by_hand() -> None:
+def test_distance_of_synthetic_data_by_arithmetic() -> None:
     def result(images: list[float], labels: list[int], client: int = 0) -> Any:
         sent = {client: (torch.tensor(images).view(-1, 1, 1, 1), torch.tensor(labels))}
         test = Samples(torch.tensor([[[-1.0]], [[3.0]]]), torch.zeros(2))
@@ -397,23 +398,23 @@ def test_distance_of_synthetic_data_by_hand() -> None:
 
     # black to white is 4; class 0: {0, 2} to {2, 2}: 1 / 4; class 1: {0} to {3}: 3 / 4; class 2 is in one alone
     one, other = result([0, 2, 0, 9], [0, 0, 1, 2]), result([2, 2, 3], [0, 0, 1])
-    assert _apart(one, other) == pytest.approx(0.5)
+    assert _measure_distance(one, other) == pytest.approx(0.5)
     with pytest.raises(SettingError, match="no client"):
-        _apart(one, result([2.0], [0], client=1))
+        _measure_distance(one, result([2.0], [0], client=1))
 
 
-@pytest.mark.parametrize("data", ["digits", "fashion-mini"])  # tested on a share of all rows, and on rows of its own
-def test_accuracy_on_samples_that_nobody_was_given(data: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("data", ["digits", "fashion-mini"])  # test rows split off from all rows, or separate
+def test_accuracy_on_samples_that_no_client_holds(data: str, tmp_path: Path) -> None:
     words = ["--clients=2", "--cohort=1", "--rounds=1", "--fraction=0.4", "--no-report"]
     call("run", "fedavg", "--data", data, *words, "--out", tmp_path / "a")
-    result = open_result(tmp_path / "a")
+    result = open_run(tmp_path / "a")
     whole = load_data(result.settings.model_copy(update={"fraction": 1.0}))
-    found = _on_unused(result)
+    found = _score_unused(result)
     given, all_of_them = (sum(map(each.size, range(2))) for each in (result.data, whole))
     assert 0.9 * (all_of_them - given) < found.total <= all_of_them - given  # some images are there twice
     assert 0 < found.correct < found.total
     with pytest.raises(SettingError, match="fraction below 1"):
-        _on_unused(replace(result, settings=result.settings.model_copy(update={"fraction": 1.0})))
+        _score_unused(replace(result, settings=result.settings.model_copy(update={"fraction": 1.0})))
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,14 @@ from fewer.errors import SettingError
 from fewer.learning import Generator, weighted_mean
 from fewer.methods import Client, Method
 from fewer.methods.base import ContextFactory
-from fewer.methods.feddistill import FedDistillLogits, Lessons
+from fewer.methods.feddistill import FedDistillLogits, FedDistillState
 from fewer.methods.fedensemble import Ensemble
-from fewer.models import Split, Task, Weights, load_weights, weights_of
+from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights
 from fewer.runtime import HandlerServer, on_client, stream
 from fewer.wire import decode, pack, unpack
 from tests.test_cli import DIGITS, call
 from tests.test_methods import Array, Bench, Wiretap, close, data_bytes
-from tests.test_runtime import figures
+from tests.test_runtime import metrics
 
 FEATURES, CLASSES, SEED = 3, 3, 5
 HELD = ([0, 1], [0, 1, 2], [1])
@@ -39,7 +39,7 @@ PAIRS = [
     (DRAW.normal(0, 1, (size, FEATURES)).astype(np.float32), np.array([held[n % len(held)] for n in range(size)]))
     for held, size in zip(HELD, SIZES, strict=True)
 ]
-NOBODY = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
+EMPTY = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
 
 
 def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
@@ -53,17 +53,17 @@ def linear(outputs: int = CLASSES) -> nn.Module:
     return net
 
 
-def split() -> Split:
+def split() -> EncoderHead:
     torch.manual_seed(3)
-    return Split(nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh()), 4, CLASSES)
+    return EncoderHead(nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh()), 4, CLASSES)
 
 
 def bench(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[Any, Any]] = PAIRS) -> Bench:
     data = federation(pairs)
-    task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), given=weights_of(net))
-    place = ContextFactory(data, task, SEED, folder)
-    handlers = HandlerServer(method, place, SEED, torch.device("cpu"), 1 << 20)
-    return Bench(method, task, Wiretap(len(data), SEED, handlers=handlers), place, method.init(task, SEED))
+    task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), pretrained=get_weights(net))
+    contexts = ContextFactory(data, task, SEED, folder)
+    handlers = HandlerServer(method, contexts, SEED, torch.device("cpu"), 1 << 20)
+    return Bench(method, task, Wiretap(len(data), SEED, handlers=handlers), contexts, method.init(task, SEED))
 
 
 def numbers(method: FedAvg, client: int, round: int) -> Tensor:
@@ -88,16 +88,16 @@ def lesson(w: Array, method: FedDistill, client: int, round: int, teacher: Lesso
     seen: dict[int, list[Array]] = {}
     x, y = PAIRS[client]
     for row in numbers(method, client, round).tolist():
-        slope = np.zeros_like(w)
+        gradient = np.zeros_like(w)
         for number in row:
             inputs, label = x[number].astype(np.float64), int(y[number])
             scores = w @ inputs
             away = softmax(scores) - np.eye(len(w))[label]
             if label in teacher:
                 away[:CLASSES] += method.distill_weight * (softmax(scores[:CLASSES]) - softmax(teacher[label]))
-            slope += np.outer(away, inputs) / len(row)
+            gradient += np.outer(away, inputs) / len(row)
             seen.setdefault(label, []).append(scores[:CLASSES])
-        w = w - method.lr * slope
+        w = w - method.lr * gradient
     return w, {label: np.asarray(np.mean(found, axis=0)) for label, found in seen.items()}
 
 
@@ -111,9 +111,9 @@ def others(lessons: Mapping[int, Lesson], client: int) -> Lesson:
     return mean
 
 
-def check_lessons(state: Lessons, lessons: Mapping[int, Lesson]) -> None:
-    assert sorted(state.who) == sorted(lessons)
-    for place, client in enumerate(state.who):
+def check_lessons(state: FedDistillState, lessons: Mapping[int, Lesson]) -> None:
+    assert sorted(state.clients) == sorted(lessons)
+    for place, client in enumerate(state.clients):
         assert set(state.held[place].nonzero()[:, 0].tolist()) == lessons[client].keys()
         for label, logits in lessons[client].items():
             assert close(state.logits[place, label], logits, 1e-5)
@@ -123,7 +123,7 @@ def check_lessons(state: Lessons, lessons: Mapping[int, Lesson]) -> None:
 def test_feddistill_by_hand(outputs: int, tmp_path: Path) -> None:
     method = FedDistill(local_steps=3, batch_size=4, lr=0.5, distill_weight=2.0)
     work = bench(method, linear(outputs), tmp_path)
-    w = weights_of(linear(outputs))["weight"].double().numpy()
+    w = get_weights(linear(outputs))["weight"].double().numpy()
     lessons: dict[int, Lesson] = {}
     for round in (1, 2, 3):
         ends = {client: lesson(w, method, client, round, others(lessons, client)) for client in range(3)}
@@ -137,7 +137,7 @@ def test_feddistill_by_hand(outputs: int, tmp_path: Path) -> None:
 
 def test_feddistill_teacher_by_hand() -> None:
     logits = torch.tensor([[[1.0, 2], [3, 4]], [[5, 6], [99, 99]], [[0, 1], [7, 8]]])
-    state = Lessons({}, [4, 9, 2], logits, torch.tensor([[True, True], [True, False], [False, True]]))
+    state = FedDistillState({}, [4, 9, 2], logits, torch.tensor([[True, True], [True, False], [False, True]]))
     for client, teacher, known in (
         (4, [[5, 6], [7, 8]], [True, True]),
         (9, [[1, 2], [5, 6]], [True, True]),
@@ -146,7 +146,7 @@ def test_feddistill_teacher_by_hand() -> None:
     ):
         mean, some = state.teacher(client)
         assert mean.tolist() == teacher and some.tolist() == known
-    alone = Lessons({}, [4], logits[:1], torch.tensor([[True, False]]))
+    alone = FedDistillState({}, [4], logits[:1], torch.tensor([[True, False]]))
     assert alone.teacher(4)[1].tolist() == [False, False] and alone.teacher(5)[1].tolist() == [True, False]
 
 
@@ -182,7 +182,7 @@ def test_feddistill_bytes(tmp_path: Path) -> None:
 def test_feddistill_logits_by_hand(tmp_path: Path) -> None:
     method = FedDistillLogits(local_steps=3, batch_size=4, lr=0.5, distill_weight=2.0)
     work = bench(method, linear(), tmp_path)
-    own = {client: weights_of(linear())["weight"].double().numpy() for client in range(3)}
+    own = {client: get_weights(linear())["weight"].double().numpy() for client in range(3)}
     lessons: dict[int, Lesson] = {}
     for round in (1, 2, 3):
         ends = {client: lesson(own[client], method, client, round, others(lessons, client)) for client in range(3)}
@@ -203,7 +203,7 @@ def test_feddistill_logits_sends_no_model(tmp_path: Path) -> None:
         assert decode(blob)[1]["model"] == {} and data_bytes(blob) == 4 * CLASSES * CLASSES + CLASSES
     assert work.state.model == {}
     result = fewer.run(FedDistillLogits(rounds=1), federation(), model=linear(), seed=SEED)
-    assert {"personal", "global"} <= result.scores.keys()
+    assert {"personal_accuracy", "global_accuracy"} <= result.scores.keys()
     with pytest.raises(SettingError, match="feddistill-logits has no global model"):
         _ = result.model
 
@@ -242,7 +242,7 @@ def test_fedensemble_is_judged_by_its_mean_logits(tmp_path: Path) -> None:
     load_weights(mean, result.state.model)
     assert (mean(x).argmax(1).numpy() != total.argmax(1)).any()  # the mean model would say something else
 
-    for net in (result.model, result.personal_model(2), fewer.load(tmp_path / "run")):
+    for net in (result.model, result.personal_model(2), fewer.open_run(tmp_path / "run").model):
         assert isinstance(net, Ensemble) and len(net.members) == 3 and not net.members[0].training
         assert np.abs(net(x).detach().numpy() - total / 3).max() < 1e-4
     said = call("predict", tmp_path / "run", "--data", "digits", "--out", tmp_path / "said.csv").stderr
@@ -256,7 +256,7 @@ def test_fedensemble_is_judged_by_its_mean_logits(tmp_path: Path) -> None:
 
 
 def test_fedensemble_has_as_many_members_as_answered(tmp_path: Path) -> None:
-    work = bench(FedEnsemble(local_steps=2, batch_size=4), split(), tmp_path, [PAIRS[0], NOBODY, PAIRS[2]])
+    work = bench(FedEnsemble(local_steps=2, batch_size=4), split(), tmp_path, [PAIRS[0], EMPTY, PAIRS[2]])
     assert len(work.state.members["head.bias"]) == 1  # before the first round, the initial model
     state = work.rounds(1)
     members = [{name: tensor[place] for name, tensor in state.members.items()} for place in range(2)]
@@ -304,7 +304,7 @@ def client_by_hand(method: FedGen, state: Any, client: int, round: int) -> Weigh
         loss = sum(entropy(scores[n], int(y[row[n]])) for n in range(batch)) / batch
         if round > 1:
             noise = torch.randn(batch, 32, generator=draw).double()
-            other = torch.multinomial(state.chances, batch, replacement=True, generator=draw)
+            other = torch.multinomial(state.class_weights, batch, replacement=True, generator=draw)
             logits = head(made(generator, noise, other, False))
             imagined = sum(entropy(logits[n], int(other[n])) for n in range(batch)) / batch
             noise = torch.randn(batch, 32, generator=draw).double()
@@ -314,10 +314,10 @@ def client_by_hand(method: FedGen, state: Any, client: int, round: int) -> Weigh
                 sum((t * (t.log() - s.softmax(0).log())).sum() for t, s in zip(teacher, scores, strict=True)) / batch
             )
             loss = loss + method.generator_weight * method.generator_decay ** (round - 1) * (imagined + apart)
-        slopes = torch.autograd.grad(loss, list(model.values()))  # type: ignore[arg-type]
+        gradients = torch.autograd.grad(loss, list(model.values()))  # type: ignore[arg-type]
         model = {
-            name: (tensor - method.lr * slope).detach().requires_grad_()
-            for (name, tensor), slope in zip(model.items(), slopes, strict=True)
+            name: (tensor - method.lr * gradient).detach().requires_grad_()
+            for (name, tensor), gradient in zip(model.items(), gradients, strict=True)
         }
     return {name: tensor.detach() for name, tensor in model.items()}
 
@@ -351,13 +351,13 @@ def generator_by_hand(
         for i in range(count):
             for j in range(count):
                 near = near + ((noise[i] - noise[j]) ** 2).mean() * (z[i] - z[j]).abs().mean() / count**2
-        slopes = torch.autograd.grad(loss + torch.exp(-near), [generator[name] for name in learns])
+        gradients = torch.autograd.grad(loss + torch.exp(-near), [generator[name] for name in learns])
         with torch.no_grad():
             hidden = torch.cat([noise, torch.eye(CLASSES).double()[y]], 1) @ generator["body.0.weight"].T
             hidden += generator["body.0.bias"]
-        for name, slope in zip(learns, slopes, strict=True):
-            first[name] = 0.9 * first[name] + 0.1 * slope
-            second[name] = 0.999 * second[name] + 0.001 * slope**2
+        for name, gradient in zip(learns, gradients, strict=True):
+            first[name] = 0.9 * first[name] + 0.1 * gradient
+            second[name] = 0.999 * second[name] + 0.001 * gradient**2
             fit = (first[name] / (1 - 0.9**step)) / ((second[name] / (1 - 0.999**step)).sqrt() + 1e-8)
             generator[name] = (generator[name] - method.generator_lr * fit).detach()
         generator["body.1.running_mean"] = 0.9 * generator["body.1.running_mean"] + 0.1 * hidden.mean(0)
@@ -394,7 +394,7 @@ def test_fedgen_by_hand(tmp_path: Path) -> None:
         models = [fields["model"] for fields in sent]
         sizes = [SIZES[client] for client in asked]
         assert all(torch.equal(state.model[n], t) for n, t in weighted_mean(models, sizes).items())
-        assert state.chances.tolist() == pytest.approx([6 / 19, 10 / 19, 3 / 19])
+        assert state.class_weights.tolist() == pytest.approx([6 / 19, 10 / 19, 3 / 19])
         expected = generator_by_hand(method, before, models, asked, round)
         for name, tensor in state.generator.items():
             if name != "body.0.bias":  # what comes next takes it out again, so Adam follows rounding errors there
@@ -412,25 +412,23 @@ def test_fedgen_generator_learns_what_the_heads_know(tmp_path: Path) -> None:
     load_weights(generator, state.generator)
     noise, y = generator.eval().draw(300, torch.Generator().manual_seed(0))
     features = generator(noise, y)
-    says = features @ state.model["head.weight"].T + state.model["head.bias"]
-    assert (says.argmax(1) == y).float().mean() > 0.9
+    scores = features @ state.model["head.weight"].T + state.model["head.bias"]
+    assert (scores.argmax(1) == y).float().mean() > 0.9
     assert features[y == 1].std(0).min() > 0.01  # they have not fallen together
 
 
-def test_fedgen_classes_that_nobody_holds_are_not_made_up(tmp_path: Path) -> None:
-    work = bench(
-        FedGen(local_steps=2, batch_size=4, generator_steps=3), split(), tmp_path, [PAIRS[0], NOBODY, PAIRS[2]]
-    )
+def test_fedgen_generates_no_classes_that_no_client_holds(tmp_path: Path) -> None:
+    work = bench(FedGen(local_steps=2, batch_size=4, generator_steps=3), split(), tmp_path, [PAIRS[0], EMPTY, PAIRS[2]])
     state = work.rounds(2)
-    assert state.chances.tolist() == pytest.approx([0.3, 0.7, 0])
-    _, y = Generator(CLASSES, 4).draw(5000, torch.Generator().manual_seed(0), state.chances)
+    assert state.class_weights.tolist() == pytest.approx([0.3, 0.7, 0])
+    _, y = Generator(CLASSES, 4).draw(5000, torch.Generator().manual_seed(0), state.class_weights)
     assert (torch.bincount(y, minlength=3) / 5000).tolist() == pytest.approx([0.3, 0.7, 0], abs=0.03)
     _, y = Generator(CLASSES, 4).draw(6000, torch.Generator().manual_seed(0))
     assert (torch.bincount(y, minlength=3) / 6000).tolist() == pytest.approx([1 / 3] * 3, abs=0.03)
 
 
 def test_fedgen_bytes(tmp_path: Path) -> None:
-    """Down also go the generator and three chances, up three counts."""
+    """Clients also get the generator and three class weights, and send three counts."""
     work = bench(FedGen(local_steps=1, batch_size=2, generator_steps=1), split(), tmp_path)
     work.rounds(2)
     model = 4 * ((FEATURES + 1) * 4 + (4 + 1) * CLASSES)
@@ -445,13 +443,15 @@ def test_fedgen_bytes(tmp_path: Path) -> None:
 
 
 class Liars(FedGen):
-    """Client 0 sends a head of enormous numbers; all tell counts that cannot be."""
+    """Client 0 sends a head of enormous numbers; all send impossible counts."""
 
     enormous: bool = True
 
-    @on_client
-    def learn(self, client: Client, model: Weights, generator: Weights, chances: Tensor) -> dict[str, Any]:
-        answer = super().learn(client, model, generator, chances)
+    @on_client(stream="learn")
+    def train_with_generator(
+        self, client: Client, model: Weights, generator: Weights, class_weights: Tensor
+    ) -> dict[str, Any]:
+        answer = super().train_with_generator(client, model, generator, class_weights)
         if not self.enormous:
             return {**answer, "counts": answer["counts"] - 1000}
         if client.id == 0:
@@ -464,12 +464,12 @@ def test_fedgen_lies_do_not_break_a_round(tmp_path: Path, caplog: pytest.LogCapt
     work = bench(Liars(local_steps=1, batch_size=2, generator_steps=2), split(), tmp_path)
     before, state = work.state.generator, work.rounds(1)
     assert all(torch.equal(state.generator[name], tensor) for name, tensor in before.items())
-    assert state.chances.sum().item() == pytest.approx(1)
-    assert "round 1: its generator ran off to infinity and stays as it was" in caplog.text
+    assert state.class_weights.sum().item() == pytest.approx(1)
+    assert "round 1: the generator diverged, so the last one is kept" in caplog.text
     work = bench(Liars(local_steps=3, batch_size=4, generator_steps=2, enormous=False), split(), tmp_path / "counts")
     plain = bench(FedAvg(local_steps=3, batch_size=4), split(), tmp_path / "plain")
     state, mean = work.rounds(2), plain.rounds(2).model
-    assert state.chances.tolist() == [0, 0, 0]
+    assert state.class_weights.tolist() == [0, 0, 0]
     assert all(torch.equal(state.model[name], tensor) for name, tensor in mean.items())
 
 
@@ -479,7 +479,7 @@ def test_fedgen_needs_features() -> None:
     net = split()
     net.encoder = nn.Unflatten(1, (1, -1))
     net.head = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))  # type: ignore[assignment]
-    with pytest.raises(SettingError, match=r"needs an encoder that gives vectors, not the shape"):
+    with pytest.raises(SettingError, match=r"needs an encoder that gives one vector per sample, not outputs of shape"):
         fewer.run(FedGen(rounds=1), federation(), model=net, seed=0)
 
 
@@ -503,13 +503,13 @@ def left(path: Path) -> dict[str, Any]:
 class Breaking:
     """Breaks a run off in the middle of its second round."""
 
-    def begin(self, method: str, done: int, rounds: int) -> None: ...
+    def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
 
-    def answer(self, round: int, done: int, asked: int) -> None:
+    def on_answer(self, round: int, done: int, asked: int) -> None:
         if round == 2 and done == 3:
             raise KeyboardInterrupt
 
-    def round(self, figures: Mapping[str, Any]) -> None: ...
+    def on_round_end(self, metrics: Mapping[str, Any]) -> None: ...
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -518,7 +518,7 @@ def test_pool_and_resume_give_the_same_bits(kind: type[FedAvg], digits: Data, tm
     settings: dict[str, Any] = {"drop": 0.2, "slow": 0.1, "corrupt": 0.2, "seed": 3}
     one = fewer.run(method, digits, out=tmp_path / "inline", **settings)
     two = fewer.run(method, digits, out=tmp_path / "pool", runtime="pool", workers=2, **settings)
-    assert figures(one) == figures(two) and any(line["absent"] for line in one.history)
+    assert metrics(one) == metrics(two) and any(line["absent"] for line in one.history)
     assert left(tmp_path / "inline") == left(tmp_path / "pool")
     with pytest.raises(KeyboardInterrupt):
         fewer.run(method, digits, out=tmp_path / "broken", progress=Breaking(), **settings)
@@ -528,20 +528,32 @@ def test_pool_and_resume_give_the_same_bits(kind: type[FedAvg], digits: Data, tm
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_clients_with_nothing_or_one_class_break_nothing(kind: type[FedAvg], tmp_path: Path) -> None:
-    result = fewer.run(kind(rounds=3), federation([*PAIRS, NOBODY]), model=split(), seed=SEED, norm="none")
+    result = fewer.run(kind(rounds=3), federation([*PAIRS, EMPTY]), model=split(), seed=SEED, norm="none")
     assert [line["absent"] for line in result.history] == [1, 1, 1]
-    alone = fewer.run(kind(rounds=3), federation([PAIRS[2], NOBODY]), model=split(), seed=SEED)
+    alone = fewer.run(kind(rounds=3), federation([PAIRS[2], EMPTY]), model=split(), seed=SEED)
     assert len(alone.history) == 3
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["feddistill", "-o", "weight=-1"], "feddistill: weight = -1: input should be greater than or equal to 0"),
-        (["fedgen", "-o", "weight=-1"], "fedgen: weight = -1: input should be greater than or equal to 0"),
-        (["fedgen", "-o", "fade=1.1"], "fedgen: fade = 1.1: input should be less than or equal to 1"),
-        (["fedgen", "-o", "generator_batch=1"], "generator_batch = 1: input should be greater than or equal to 2"),
-        (["fedensemble", "-o", "weight=1"], "unknown setting of fedensemble 'weight'"),
+        (
+            ["feddistill", "-o", "distill_weight=-1"],
+            "feddistill: distill_weight = -1: input should be greater than or equal to 0",
+        ),
+        (
+            ["fedgen", "-o", "generator_weight=-1"],
+            "fedgen: generator_weight = -1: input should be greater than or equal to 0",
+        ),
+        (
+            ["fedgen", "-o", "generator_decay=1.1"],
+            "fedgen: generator_decay = 1.1: input should be less than or equal to 1",
+        ),
+        (
+            ["fedgen", "-o", "generator_batch_size=1"],
+            "generator_batch_size = 1: input should be greater than or equal to 2",
+        ),
+        (["fedensemble", "-o", "weight=1"], "unknown option of fedensemble 'weight'"),
     ],
 )
 def test_a_wrong_setting_gets_one_line(words: list[str], text: str) -> None:
@@ -551,8 +563,9 @@ def test_a_wrong_setting_gets_one_line(words: list[str], text: str) -> None:
 
 def test_all_can_be_compared(tmp_path: Path) -> None:
     names = ["fedavg", "fedprox", "feddistill", "fedensemble", "fedgen", "fedmk", "feddistill-logits"]
-    small = ["-o=matching=30", "-o=outer_steps=1", "-o=server_steps=100", "-o=per_class=5"]  # of FedMK
-    call("compare", *names, *DIGITS, "--rounds", "2", *small, "--out", tmp_path, "--json", tmp_path / "table.json")
+    small = ["matching_steps=30", "outer_steps=1", "server_steps=100", "per_class=5"]  # of FedMK
+    options = [word for option in small for word in ("-o", option)]
+    call("compare", *names, *DIGITS, "--rounds", "2", *options, "--out", tmp_path, "--json", tmp_path / "table.json")
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert [row["method"] for row in rows] == names and all(row["accuracy"] > 0.2 for row in rows)
     for kind in KINDS:

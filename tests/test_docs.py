@@ -1,5 +1,6 @@
-"""What the docs say works."""
+"""The docs are true: commands, code, links and tables of the pages work."""
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -13,27 +14,36 @@ import click
 import numpy as np
 import pytest
 import typer
+from torch import nn
 
 import fewer
 from fewer.cli.app import app
-from fewer.cli.options import assignments
+from fewer.cli.options import parse_assignments
+from fewer.data.class_split import OPTIONS as CLASS_OPTIONS
+from fewer.data.sources import EMBEDDED
 from fewer.experiments import recipes
-from fewer.experiments.compare import own_settings
+from fewer.experiments.compare import assign_options
 from fewer.methods import find, names
-from fewer.registry import FORMATS, MODELS
+from fewer.registry import FORMATS, METHODS, MODELS
 from fewer.runs.experiment import parse_settings
 from fewer.runs.settings import Settings
 from tests.test_cli import DIGITS, call
 from tests.test_floors import FLOORS
-from tests.test_runs import Net
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "results" not in page.parts)]
 
 
+class MyNet(nn.Sequential):
+    """The reader's own model, for images of 8×8."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+
+
 class Block(NamedTuple):
-    """A piece of code on a page: its language, the file that it is meant to be, and its text."""
+    """A code block on a page: its language, the name of the file it shows, and its text."""
 
     language: str
     title: str
@@ -51,10 +61,11 @@ def blocks(page: Path) -> Iterator[Block]:
 def commands(block: Block) -> list[list[str]]:
     if block.language not in ("", "sh"):
         return []
-    return [shlex.split(line, comments=True)[1:] for line in block.text.splitlines() if line.startswith("fewer ")]
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("fewer ")]
 
 
-def on(page: Path) -> str:
+def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
@@ -62,37 +73,43 @@ def test_the_worked_example_runs_from_the_command_line(tmp_path: Path) -> None:
     file = DOCS / "examples/fedmedian.py"
     assert len(file.read_text().splitlines()) < 50
     call("compare", "fedavg", f"{file}:FedMedian", *DIGITS, "--rounds", "2", "--out", tmp_path, "--corrupt", "0.1")
-    assert "Step size" in call("methods", f"{file}:FedMedian").stdout
+    assert "Learning rate" in call("methods", f"{file}:FedMedian").stdout
 
 
 def test_the_snippets_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.S)
-    assert len(snippets) == 4
-    draw = np.random.default_rng(0)
-    x, y = draw.integers(0, 255, (600, 8, 8), np.uint8), draw.integers(0, 10, 600)
+    assert len(snippets) == 6
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 255, (600, 8, 8), np.uint8), rng.integers(0, 10, 600)
     names: dict[str, object] = {
         "texts": [f"word{n % 7} good" for n in range(80)],
         "labels": y[:80],
         "dataset": list(zip(x, y, strict=True)),
     }
-    names |= {"x": x, "y": y, "x_test": x, "y_test": y, "hospital": y % 4, "MyNet": Net}
+    names |= {"x": x, "y": y, "x_test": x, "y_test": y, "hospital": y % 4, "MyNet": MyNet}
     names |= {f"{part}{n}": array[:40] for n in range(3) for part, array in (("x", x), ("y", y))}
-    exec(snippets[0].replace("fashion-mini", "digits").replace("rounds=10", "rounds=1"), names)
-    exec(snippets[1].replace("FedAvg()", "FedAvg(rounds=1)"), names)
-    exec(snippets[2].replace("clients=50", "clients=10"), names)
-    short = {"fashion-mini": "digits", "rounds=10": "rounds=1", "clients=20": "clients=4", "seeds=3": "seeds=2"}
-    for long, quick in short.items():
-        snippets[3] = snippets[3].replace(long, quick)
-    exec(snippets[3], names)
+    smaller = {
+        "fashion-mini": "digits",
+        "rounds=10": "rounds=1",
+        "FedAvg()": "FedAvg(rounds=1)",
+        "clients=50": "clients=10",
+        "clients=20": "clients=4",
+        "seeds=3": "seeds=2",
+        "trials=4": "trials=1",
+    }
+    for snippet in snippets:
+        for shown, quick in smaller.items():
+            snippet = snippet.replace(shown, quick)
+        exec(snippet, names)
     assert (tmp_path / "traffic.png").stat().st_size > 5000
 
 
 # --- commands ---------------------------------------------------------------------------------------------------
 
 
-def understood(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """The command that the words name, and what they give it; an error where it takes no such thing."""
+def parse_command(words: list[str]) -> tuple[str, dict[str, Any]]:
+    """The name of a command and the arguments given to it; fails if the command does not take them."""
     command, name = typer.main.get_command(app), "fewer"
     while isinstance(command, click.Group):
         name, *words = words
@@ -103,40 +120,42 @@ def understood(words: list[str]) -> tuple[str, dict[str, Any]]:
     return name, {key: value for key, value in given.items() if isinstance(value, str | list | tuple)}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=on)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_command_takes_what_a_page_gives_it(page: Path) -> None:
     for words in (words for block in blocks(page) for words in commands(block)):
-        name, given = understood(words)
+        name, given = parse_command(words)
         methods, default = given.get("methods", given.get("method")), "frl" if name == "prepare" else "fedavg"
         settings = {key: value for key, value in given.items() if key in Settings.model_fields and key != "method"}
         if name in ("run", "compare", "prepare", "server", "local-cluster"):
-            some = [methods or default] if not isinstance(methods, tuple | list) else list(methods)
-            kinds = [find(str(ROOT / one) if one.startswith("docs/") else one) for one in some]
-            own_settings(kinds, assignments(settings.pop("method_options", [])))
-            pairs = {key: assignments(settings.pop(key, [])) for key in ("data_options", "model_set")}
+            chosen = [methods or default] if not isinstance(methods, tuple | list) else list(methods)
+            classes = [find(str(ROOT / method) if method.startswith("docs/") else method) for method in chosen]
+            assign_options(classes, parse_assignments(settings.pop("method_options", [])))
+            pairs = {key: parse_assignments(settings.pop(key, [])) for key in ("data_options", "model_options")}
             known = parse_settings({**settings, **pairs})
             assert known.data in fewer.data.NAMES or known.data.partition(":")[0] in FORMATS, known.data
             assert known.model in MODELS or ".py:" in known.model, known.model
         if name == "methods" and methods:
             find(methods)
         if name == "reproduce" and (recipe := given.get("name")) and not recipe.endswith(".toml"):
-            known_columns = [column.name for column in recipes.recipe(recipe).column]
+            known_columns = [column.name for column in recipes.load_recipe(recipe).column]
             assert set(given.get("column") or ()) <= set(known_columns)
 
 
 SLOW = ("local-cluster", "join", "server")
-"""Commands that tests/machines tries, with processes of their own."""
+"""Commands that tests/machines runs, in separate processes."""
 
 
 @pytest.mark.parametrize(
-    "page", [*sorted((DOCS / "tutorial").glob("*.md")), DOCS / "how-to/add-data.md", DOCS / "how-to/recipe.md"], ids=on
+    "page",
+    [*sorted((DOCS / "tutorial").glob("*.md")), DOCS / "how-to/add-data.md", DOCS / "how-to/recipe.md"],
+    ids=page_name,
 )
 def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of its code in its order, on smaller data and for fewer rounds; recipes only with --quick."""
+    """Runs all code of a page in order, on smaller data and for fewer rounds; recipes only with --quick."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
-    np.savez("mine.npz", x=np.zeros((999, 8, 8), np.uint8), y=np.arange(999) % 2)  # what a reader has already
+    np.savez("mine.npz", x=np.zeros((999, 8, 8), np.uint8), y=np.arange(999) % 2)  # the reader's own file
     spaces: dict[str, Any] = {"__name__": "page"}
     ran = 0
     for block in blocks(page):
@@ -161,7 +180,7 @@ def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch
 # --- text -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=on)
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_lead_somewhere_without_the_site_too(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
@@ -173,18 +192,89 @@ def test_a_figure_that_is_a_link_stands_in_the_table_it_leads_to() -> None:
     assert len(found) > 20
     for page, value, target in found:
         table = (page.parent / target).read_text()
-        assert re.search(rf"(?<![\d.]){re.escape(value)}(?![\d.])", table), f"{on(page)}: {value} is not in {target}"
+        assert re.search(rf"(?<![\d.]){re.escape(value)}(?![\d.])", table), (
+            f"{page_name(page)}: {value} is not in {target}"
+        )
 
 
-def test_all_that_the_package_offers_is_in_the_reference() -> None:
-    told = re.findall(r"^::: (fewer\.\S+)$", (DOCS / "reference/python.md").read_text(), re.M)
-    methods = {find(name) for name in names()}
-    for name in set(fewer.__all__) - {"data", "__version__"}:
-        assert getattr(fewer, name) in methods or any(one.endswith(f".{name}") for one in told), name
-    assert {f"fewer.data.{name}" for name in ("load", "from_arrays", "from_clients", "from_dataset", "Data")} <= {*told}
+def test_every_public_name_is_in_the_reference() -> None:
+    documented = re.findall(r"^::: (fewer\.\S+)$", (DOCS / "reference/python.md").read_text(), re.M)
+    method_classes = {find(name) for name in names()}
+    packages = {"audit", "data", "methods", "models", "__version__"}
+    for name in set(dir(fewer)) - packages:
+        assert getattr(fewer, name) in method_classes or any(path.endswith(f".{name}") for path in documented), name
+    functions = ("load", "from_arrays", "from_clients", "from_dataset", "Data")
+    assert {f"fewer.data.{name}" for name in functions} <= {*documented}
 
 
-def test_the_house_has_the_floors_that_its_page_lists() -> None:
+def table_below(page: Path, heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, row by row."""
+    text = page.read_text().split(f"\n## {heading}\n")[1]
+    rows = re.search(r"^\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    assert rows, heading
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1].splitlines()]
+
+
+def test_the_readme_lists_every_method_and_nothing_else() -> None:
+    listed = [name for row in table_below(ROOT / "README.md", "Methods") for name in re.findall("`([^`]+)`", row[0])]
+    assert sorted(listed) == sorted(METHODS.builtins)
+
+
+@pytest.mark.parametrize("heading", ["By goal", "By rounds", "By samples", "By trust"])
+def test_the_page_on_choosing_a_method_names_only_methods(heading: str) -> None:
+    options = {option for name in names() for option in find(name).model_fields}
+    for row in table_below(DOCS / "explanation/which-method.md", heading):
+        for code in re.findall("`([^`]+)`", " ".join(row)):
+            option = code.removeprefix("-o ").partition("=")[0]
+            assert code in METHODS.builtins or option in options, code
+
+
+def test_the_page_on_data_lists_every_format_and_model_with_its_options() -> None:
+    formats = {row[0].strip("`").partition(":")[0]: row[2] for row in table_below(DOCS / "data.md", "Your own files")}
+    assert {*formats} == {*FORMATS}
+    for name, cell in formats.items():
+        parameters = {*inspect.signature(FORMATS[name]).parameters} - {"path"}
+        assert {*re.findall(r"`(\w+)`", cell)} <= parameters and bool(cell) == bool(parameters), name
+    models = {name: row for row in table_below(DOCS / "data.md", "Models") for name in re.findall("`([^`]+)`", row[0])}
+    assert {*models} == {*MODELS}
+    options = {option for model in MODELS.values() for option in inspect.signature(model).parameters}
+    for row in models.values():
+        assert {*re.findall(r"`(\w+)`", row[1])} <= options
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_flag_and_option_in_the_text_exists(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    codes = re.findall(r"`([^`\n]+)`", prose)
+    options = {"name", *(option for name in names() for option in find(name).model_fields)}
+    for option in re.findall(r"(?:^|\s)-o ([\w-]+\.)?(\w+)=", "\n".join(codes)):
+        assert option[1] in options, option
+    for option in re.findall(r"--data-option (\w+)=", page.read_text()):
+        assert option in {"name", "split", *CLASS_OPTIONS, *data_options()}, option
+    known = {flag for command in all_commands() for flag in flags_of(command)} | {"--help"}
+    for flag in re.findall(r"^(--[a-z-]+)", "\n".join(codes), re.M):
+        assert flag in known, flag
+
+
+def data_options() -> set[str]:
+    """The options of all data formats and built-in datasets."""
+    readers = [*FORMATS.values(), *EMBEDDED.values()]
+    return {option for reader in readers for option in inspect.signature(reader).parameters}
+
+
+def all_commands() -> Iterator[click.Command]:
+    """All commands of the program, with those of its groups."""
+    groups = [typer.main.get_command(app)]
+    for command in groups:
+        yield command
+        groups += getattr(command, "commands", {}).values()
+
+
+def flags_of(command: click.Command) -> list[str]:
+    return [flag for option in command.params for flag in option.opts if flag.startswith("--")]
+
+
+def test_the_page_on_layers_lists_them_in_order() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "explanation/house.md").read_text(), re.M)
     assert len(rows) > 10 and rows == [floor for floor in FLOORS if floor in rows]
 
@@ -193,18 +283,18 @@ def test_the_house_has_the_floors_that_its_page_lists() -> None:
 
 
 @pytest.fixture(scope="module")
-def handlers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="the site needs the extra docs: pip install 'fewer[docs]'")
-    where = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(where)]
+    folder = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return where
+    return folder
 
 
-def test_the_site_loads_nothing_from_elsewhere(handlers: Path) -> None:
-    """Scripts, styles, pictures and fonts are its own; links are for the reader to follow."""
-    pages, styles = list(handlers.rglob("*.html")), list(handlers.rglob("*.css"))
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    """Scripts, styles, images and fonts are local; only links lead elsewhere."""
+    pages, styles = list(site.rglob("*.html")), list(site.rglob("*.css"))
     assert len(pages) > 40 and styles
     outside = r"[\"']?\s*(?:https?:)?//"
     for page in pages:
@@ -218,21 +308,22 @@ def test_the_site_loads_nothing_from_elsewhere(handlers: Path) -> None:
         assert not re.search(rf"(?:@import\s*|url\(){outside}", style.read_text()), style
 
 
-def test_what_is_made_of_the_code_is_all_there(handlers: Path) -> None:
-    methods = (handlers / "reference/methods.html").read_text()
+def test_the_generated_pages_are_complete(site: Path) -> None:
+    methods = (site / "reference/methods.html").read_text()
     assert all(f'<h2 id="{name}">' in methods for name in names())
     assert all(f"<code>{setting}</code>" in methods for name in names() for setting in find(name).model_fields)
-    assert all(name in (handlers / "reference/recipes.html").read_text() for name in recipes.names())
-    commands = (handlers / "reference/cli.html").read_text()
+    assert all(name in (site / "reference/recipes.html").read_text() for name in recipes.list_recipes())
+    commands = (site / "reference/cli.html").read_text()
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
         for below in getattr(command, "commands", {"": command}):
             assert f'<h3 id="fewer-{name}{"-" if below else ""}{below}">' in commands
-    assert all(f"--{name.replace('_', '-')}" in commands for name in Settings.model_fields)
-    assert not [page for page in handlers.rglob("*.html") if "made of the code:" in page.read_text()]
+    flags = {flag for command in all_commands() if not hasattr(command, "commands") for flag in flags_of(command)}
+    assert not [flag for flag in flags if flag not in commands]
+    assert not [page for page in site.rglob("*.html") if "made of the code:" in page.read_text()]
 
 
-def test_the_site_shows_no_raw_markdown(handlers: Path) -> None:
-    """What a renderer of another dialect takes for a list or a table must be one here, too."""
-    for page in handlers.rglob("*.html"):
+def test_the_site_shows_no_raw_markdown(site: Path) -> None:
+    """Lists and tables of GitHub's Markdown are lists and tables on the site, too."""
+    for page in site.rglob("*.html"):
         for paragraph in re.findall(r"<p>(.*?)</p>", page.read_text(), re.S):
             assert not re.search(r"^\s*(?:[-*] |\|.*\|$|```|#+ )", paragraph, re.M), f"{page}: {paragraph}"

@@ -1,4 +1,4 @@
-"""Downloads, from a server on this machine that can and cannot go on in the middle, breaks off, and lies."""
+"""Downloads from a local server that supports ranges or not, breaks connections, and lies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fewer.data import download
-from fewer.data.download import SETS, Remote, get
+from fewer.data.download import DOWNLOADS, RemoteFile
 from fewer.errors import DataError, SettingError
 
 CONTENT = np.random.default_rng(0).bytes(1 << 20)
@@ -77,35 +77,35 @@ def server() -> Iterator[Server]:
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, url: str, name: str = "file.bin", checksum: str = MD5) -> None:
-    monkeypatch.setitem(SETS, "method_options", (Remote(url, "folder", name, checksum),))
+    monkeypatch.setitem(DOWNLOADS, "set", (RemoteFile(url, "folder", name, checksum),))
 
 
-def test_a_file_arrives_whole_and_progress_is_told(
+def test_a_file_arrives_complete_and_progress_is_reported(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offer(monkeypatch, server.url)
-    told: list[tuple[int, int | None]] = []
-    folder = get("method_options", tmp_path / "new" / "directory", lambda *now: told.append(now))
+    calls: list[tuple[int, int | None]] = []
+    folder = download.download("set", tmp_path / "new" / "directory", lambda *now: calls.append(now))
     assert [file.name for file in folder.iterdir()] == ["file.bin"]
     assert (folder / "file.bin").read_bytes() == CONTENT
-    assert told[-1] == (len(CONTENT), len(CONTENT)) and told == sorted(told) and len(told) > 1
-    get("method_options", tmp_path / "new" / "directory")
+    assert calls[-1] == (len(CONTENT), len(CONTENT)) and calls == sorted(calls) and len(calls) > 1
+    download.download("set", tmp_path / "new" / "directory")
     assert server.asked == [None]  # what is there is not fetched again
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_part_is_gone_on_from_if_the_server_can(
+def test_a_partial_file_is_resumed_if_the_server_can(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranges: bool
 ) -> None:
     server.ranges = ranges
     offer(monkeypatch, server.url)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file.bin.part").write_bytes(CONTENT[:1000])
-    told: list[int] = []
-    get("method_options", tmp_path, lambda so_far, total: told.append(so_far))
+    calls: list[int] = []
+    download.download("set", tmp_path, lambda so_far, total: calls.append(so_far))
     assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
-    assert server.asked == ["bytes=1000-"] and told[-1] == len(CONTENT)
-    assert (told[0] % 1000 != 0) or not ranges
+    assert server.asked == ["bytes=1000-"] and calls[-1] == len(CONTENT)
+    assert (calls[0] % 1000 != 0) or not ranges
 
 
 @pytest.mark.parametrize("extra", [b"", b"too much"])
@@ -115,15 +115,15 @@ def test_a_part_that_is_complete_is_used_and_a_longer_one_is_not(
     offer(monkeypatch, server.url)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file.bin.part").write_bytes(CONTENT + extra)
-    get("method_options", tmp_path)
+    download.download("set", tmp_path)
     assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
     assert len(server.asked) == (2 if extra else 1)
 
 
-def test_a_broken_connection_is_taken_up_again(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_connection_is_resumed(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, server.url)
     server.breaks_after = 400_000
-    get("method_options", tmp_path)
+    download.download("set", tmp_path)
     assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
     assert server.asked == [None, "bytes=400000-", "bytes=800000-"]
 
@@ -133,10 +133,10 @@ def test_a_connection_that_keeps_breaking_leaves_a_part(
 ) -> None:
     offer(monkeypatch, server.url)
     server.breaks_after = 1000
-    with pytest.raises(DataError, match="broke off; 3000 bytes are kept"):
-        get("method_options", tmp_path)
+    with pytest.raises(DataError, match="broke; kept 3000 bytes"):
+        download.download("set", tmp_path)
     server.breaks_after = None
-    get("method_options", tmp_path)
+    download.download("set", tmp_path)
     assert (tmp_path / "folder" / "file.bin").read_bytes() == CONTENT
     assert server.asked[-1] == "bytes=3000-"
 
@@ -147,8 +147,8 @@ def test_a_wrong_checksum_removes_the_download(
 ) -> None:
     offer(monkeypatch, server.url)
     server.content, server.announces = CONTENT[:-1], announces
-    with pytest.raises(DataError, match="corrupt and has been removed: its md5 is .* where .* belongs"):
-        get("method_options", tmp_path)
+    with pytest.raises(DataError, match="removed the corrupt download of .*: its md5 is .*, expected "):
+        download.download("set", tmp_path)
     assert not list((tmp_path / "folder").iterdir())
 
 
@@ -161,18 +161,18 @@ def test_archives_without_a_checksum_are_read_through(
     for name, content in (("file.zip", packed.getvalue()), ("file.gz", gzip.compress(CONTENT))):
         offer(monkeypatch, server.url, name, checksum="")
         server.content = content
-        get("method_options", tmp_path)
+        download.download("set", tmp_path)
         assert hashlib.sha256(content).hexdigest() in capsys.readouterr().err
         for number, bad in enumerate((content[:-5], content[:60] + b"!" + content[61:], b"<html>")):
             server.content = bad
-            with pytest.raises(DataError, match="corrupt and has been removed"):
-                get("method_options", tmp_path / str(number))
+            with pytest.raises(DataError, match="removed the corrupt download"):
+                download.download("set", tmp_path / str(number))
 
 
 def test_without_a_network_one_line_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, "http://127.0.0.1:9/file")
     with pytest.raises(DataError) as caught:
-        get("method_options", tmp_path)
+        download.download("set", tmp_path)
     line = str(caught.value)
     for part in ("http://127.0.0.1:9/file", str(tmp_path / "folder" / "file.bin"), "--data-dir", "FEWER_DATA"):
         assert part in line
@@ -183,7 +183,7 @@ def test_a_server_that_refuses_is_named(server: Server, tmp_path: Path, monkeypa
     offer(monkeypatch, server.url)
     server.status = 404
     with pytest.raises(DataError, match="answered 404"):
-        get("method_options", tmp_path)
+        download.download("set", tmp_path)
     assert len(server.asked) == 1
 
 
@@ -193,19 +193,19 @@ def test_a_directory_that_cannot_be_written_is_one_line(
     offer(monkeypatch, server.url)
     (tmp_path / "folder").write_text("a file where a directory should be")
     with pytest.raises(DataError, match="folder"):
-        get("method_options", tmp_path)
+        download.download("set", tmp_path)
 
 
 def test_unknown_sets_are_refused_with_a_hint(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="did you mean 'mnist'"):
-        get("mnits", tmp_path)
+        download.download("mnits", tmp_path)
 
 
 def test_every_set_has_an_address_and_a_well_formed_checksum() -> None:
     lengths = {"md5": 32, "sha256": 64}
-    for name, remotes in SETS.items():
+    for name, remotes in DOWNLOADS.items():
         for remote in remotes:
             algorithm, _, digest = remote.checksum.partition(":")
             assert remote.url.startswith("https://") and remote.folder and remote.name, name
             assert not remote.checksum or len(bytes.fromhex(digest)) * 2 == lengths[algorithm], name
-    assert download.TRIES > 1
+    assert download.MAX_ATTEMPTS > 1

@@ -12,25 +12,25 @@ import pytest
 from numpy.typing import NDArray
 
 from fewer.data.cache import cached
-from fewer.data.glyphs import CLASSES, COPIES, WRITERS, _write, glyphs, looks
+from fewer.data.glyphs import CLASSES, COPIES, WRITERS, _draw_writer, apply_looks, draw_glyphs
 from fewer.errors import DataError
 
 
 def test_glyphs_are_many_and_always_the_same() -> None:
     begun = time.monotonic()
-    x, y, writer = glyphs(28)
+    x, y, writer = draw_glyphs(28)
     assert time.monotonic() - begun < 90  # 3 s on a quiet core
     assert x.shape == (WRITERS * 62 * COPIES, 28, 28) and x.dtype == np.uint8 and WRITERS >= 100
     assert len(CLASSES) == 62 and np.bincount(y).tolist() == [WRITERS * COPIES] * 62
     assert np.bincount(writer).tolist() == [62 * COPIES] * WRITERS
-    assert np.array_equal(x[: 62 * COPIES], _write(0, 28))
-    assert _write(3, 32).shape == (62 * COPIES, 32, 32)
+    assert np.array_equal(x[: 62 * COPIES], _draw_writer(0, 28))
+    assert _draw_writer(3, 32).shape == (62 * COPIES, 32, 32)
 
 
-def test_a_glyph_can_be_told_and_so_can_its_writer() -> None:
-    """Nearest mean image: far above chance for the class among strangers, and for the writer among drawings."""
-    train = np.stack([_write(w, 28) for w in range(40)]).reshape(40, 62, COPIES, 784).astype(np.float32)
-    stranger = np.stack([_write(w, 28) for w in range(40, 46)]).reshape(6, 62, COPIES, 784).astype(np.float32)
+def test_glyphs_reveal_their_class_and_their_writer() -> None:
+    """Nearest mean image: far above chance for the class of unseen writers, and for the writer of a drawing."""
+    train = np.stack([_draw_writer(w, 28) for w in range(40)]).reshape(40, 62, COPIES, 784).astype(np.float32)
+    stranger = np.stack([_draw_writer(w, 28) for w in range(40, 46)]).reshape(6, 62, COPIES, 784).astype(np.float32)
     means = train.mean(axis=(0, 2))
     distance = ((stranger.reshape(-1, 1, 784) - means[None]) ** 2).sum(axis=2)
     right = (distance.argmin(axis=1).reshape(6, 62, COPIES) == np.arange(62)[None, :, None]).mean()
@@ -42,8 +42,8 @@ def test_a_glyph_can_be_told_and_so_can_its_writer() -> None:
 
 
 def test_looks_are_four_views_of_one_thing() -> None:
-    images = _write(0, 28)
-    four = looks(images)
+    images = _draw_writer(0, 28)
+    four = apply_looks(images)
     assert four.shape == (4, *images.shape)
     assert np.array_equal(four[0], images) and np.array_equal(four[1], 255 - images)
     assert np.array_equal(np.rot90(four[3], -1, axes=(1, 2)), images)
@@ -108,7 +108,7 @@ def test_a_kill_leaves_no_half_entry(cache: Path) -> None:
     assert cached("half", lambda: {"x": np.arange(2)})["x"].tolist() == [0, 1]
 
 
-def test_a_damaged_entry_gets_a_word(cache: Path) -> None:
+def test_a_damaged_entry_is_reported(cache: Path) -> None:
     cached("bad", lambda: {"x": np.arange(2)})
     (cache / "bad/x.npy").write_bytes(b"nothing")
     with pytest.raises(DataError, match="is damaged.*remove it"):

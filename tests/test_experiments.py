@@ -1,4 +1,4 @@
-"""Choosing settings, and the figures of a comparison."""
+"""Tuning, and the statistics of a comparison."""
 
 import math
 from collections.abc import Callable
@@ -9,17 +9,17 @@ import pytest
 from fewer import FedAvg
 from fewer.data import Data
 from fewer.errors import RunError
-from fewer.experiments.tune import Point, search, tune
+from fewer.experiments.tune import Point, coordinate_search, tune_experiment
 from fewer.runs.experiment import build_experiment, parse_settings
 from fewer.runs.statistics import amount, half_width
 
 
 def peak(at: Point, seen: list[Point]) -> Callable[[Point], float]:
-    def judge(point: Point) -> float:
+    def evaluate(point: Point) -> float:
         seen.append(point)
         return -sum(math.log(point[name] / value) ** 2 for name, value in at.items())
 
-    return judge
+    return evaluate
 
 
 GRID = (0.01, 0.03, 0.1, 0.3)
@@ -28,30 +28,31 @@ GRID = (0.01, 0.03, 0.1, 0.3)
 @pytest.mark.parametrize("best", [0.05, 0.17, 0.9, 0.003])
 def test_search_closes_in_on_the_best(best: float) -> None:
     seen: list[Point] = []
-    found = search(peak({"lr": best}, seen), {"lr": GRID}, {"lr": 0.1}, 10)
+    chosen = coordinate_search(peak({"lr": best}, seen), {"lr": GRID}, {"lr": 0.1}, 10)
     assert len(seen) == 10 and len({point["lr"] for point in seen}) == 10
     assert [point["lr"] for point in seen[:4]] == list(GRID)
-    assert found["lr"] == pytest.approx(best, rel=0.35)
+    assert chosen["lr"] == pytest.approx(best, rel=0.35)
 
 
-def test_search_takes_one_setting_after_the_other_with_the_same_effort() -> None:
+def test_search_varies_one_setting_after_the_other() -> None:
     seen: list[Point] = []
-    found = search(peak({"lr": 0.1, "mu": 1.0}, seen), {"lr": GRID, "mu": (0.001, 1.0)}, {"lr": 0.3, "mu": 0.01}, 8)
+    search_space = {"lr": GRID, "mu": (0.001, 1.0)}
+    chosen = coordinate_search(peak({"lr": 0.1, "mu": 1.0}, seen), search_space, {"lr": 0.3, "mu": 0.01}, 8)
     assert len(seen) == 8
     assert all(point["mu"] == 0.01 for point in seen[:4]) and all(point["lr"] == 0.1 for point in seen[4:6])
-    assert found["lr"] == pytest.approx(0.1, rel=0.8) and found["mu"] == pytest.approx(1.0, rel=0.5)
+    assert chosen["lr"] == pytest.approx(0.1, rel=0.8) and chosen["mu"] == pytest.approx(1.0, rel=0.5)
 
 
 def test_tuning_never_sees_the_test_data(digits: Data) -> None:
     experiment = build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
-    held = digits.held_out(0.2, 1)
+    held = digits.hold_out(0.2, 1)
     rows = {tuple(x.flatten().tolist()) for x in held.test.slice(0, len(held.test))[0]}
     train = {tuple(x.flatten().tolist()) for p in range(6) for x in digits.client(p).train.slice(0, 9999)[0]}
     assert rows <= train
-    tuned, trials = tune(experiment, 5)
+    tuned, trials = tune_experiment(experiment, 5)
     assert len(trials) == 5
     best = max(trials, key=lambda trial: trial.accuracy or 0)
-    assert tuned.method.lr == best.settings["lr"] == tuned.settings.set["lr"]  # type: ignore[attr-defined]
+    assert tuned.method.lr == best.settings["lr"] == tuned.settings.method_options["lr"]  # type: ignore[attr-defined]
     assert tuned.data is experiment.data
 
 
@@ -61,7 +62,7 @@ def test_half_width_by_hand() -> None:
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
 
 
-def test_amounts_have_three_figures_and_no_powers() -> None:
+def test_amounts_have_three_digits_and_no_exponent() -> None:
     assert [amount(value) for value in (0, 2.756, 10.64, 999.4, 999.7, 1293.28)] == [
         "0",
         "2.76",
@@ -74,17 +75,17 @@ def test_amounts_have_three_figures_and_no_powers() -> None:
 
 def test_search_ends_even_if_nothing_is_left_to_try() -> None:
     seen: list[Point] = []
-    search(peak({"lr": 0.1}, seen), {"lr": GRID}, {"lr": 0.1}, 500)
+    coordinate_search(peak({"lr": 0.1}, seen), {"lr": GRID}, {"lr": 0.1}, 500)
     assert 14 < len(seen) <= 500
 
 
-def test_trials_of_another_task_are_not_taken_over(digits: Data, tmp_path: Path) -> None:
-    notes = tmp_path / "trials.json"
+def test_trials_of_another_task_are_not_reused(digits: Data, tmp_path: Path) -> None:
+    file = tmp_path / "trials.json"
     experiment = build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
-    _, first = tune(experiment, 4, notes)
-    assert tune(experiment, 4, notes)[1] == first
-    with pytest.raises(RunError, match="of another task or other settings"):
-        tune(build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=2, cohort=3), digits), 4, notes)
-    notes.write_text("{")
+    _, first = tune_experiment(experiment, 4, file)
+    assert tune_experiment(experiment, 4, file)[1] == first
+    with pytest.raises(RunError, match="belongs to another task or other settings"):
+        tune_experiment(build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=2, cohort=3), digits), 4, file)
+    file.write_text("{")
     with pytest.raises(RunError, match="is damaged"):
-        tune(experiment, 4, notes)
+        tune_experiment(experiment, 4, file)

@@ -1,4 +1,4 @@
-"""F2L against its formulas, its baselines, and data whose classes are base, validation and novel ones."""
+"""F2L against its equations, its baselines, and data with base, validation and novel classes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch.nn import functional as F
 
 import fewer
 from fewer.data import ArrayData, Data, RawDataset, federate
-from fewer.data.episodes import Episode, by_class, episode
+from fewer.data.episodes import Episode, apply_class_split, sample_episode
 from fewer.errors import SettingError
 from fewer.learning import adapt
-from fewer.learning.adapt import learnable, meta_gradient, meta_gradients
+from fewer.learning.adapt import meta_gradient, meta_gradients, trainable_weights
 from fewer.methods import Method
-from fewer.methods.f2l import CLIENT, F2L, distillation, mutual_information
+from fewer.methods.f2l import F2L, PSI, distillation, mutual_information
 from fewer.methods.fedfsl import FedFSL
-from fewer.methods.fewshot import FewShot, logistic_regression
+from fewer.methods.fewshot import CURRENT, FewShot, load_n_way_net, logistic_regression
 from fewer.methods.fl_maml import FLMAML, LocalMAML
 from fewer.methods.fl_proto import FLProto, LocalProto
-from fewer.models import Split, Weights
+from fewer.models import EncoderHead, Weights
 from fewer.models.sequences import MLP
 from fewer.models.sets import SetEncoder
 from fewer.runtime import Clients, Unable
-from fewer.runtime.store import Store, folder_of
+from fewer.runtime.store import Store, client_folder
 from fewer.wire import decode, message
 from tests.test_cli import call
 
@@ -42,7 +42,7 @@ FAST: dict[str, Any] = {"way": WAY, "shot": SHOT, "queries": QUERIES, "tasks": 2
 
 
 def clouds(spread: float = 0.4, per_class: int = 48, lean: float = 0.0) -> RawDataset:
-    """Points about a center for each class; all classes are alike in two directions, which must be unlearned."""
+    """Gaussian clusters, one per class; two input dimensions are pure noise that the encoder must ignore."""
     draw = np.random.default_rng(0)
     classes = BASE + VALIDATION + NOVEL
     centers = draw.normal(0, 1, (classes, 6)).astype(np.float32)
@@ -114,23 +114,23 @@ def tensors(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("across", [False, True])
 def test_mutual_information_is_the_paper_s_double_sum(across: bool) -> None:
     y = [0, 1, 2, 0, 1, 2, 2]  # classes of different size
-    server_model, client_model, sure = tensors(7, 5), tensors(7, 5, seed=1), tensors(7, 3, seed=2).softmax(1)
-    found = mutual_information(server_model, client_model, sure, torch.tensor(y), across)
+    server_model, client_model, confidences = tensors(7, 5), tensors(7, 5, seed=1), tensors(7, 3, seed=2).softmax(1)
+    found = mutual_information(server_model, client_model, confidences, torch.tensor(y), across)
     assert float(found) == pytest.approx(
-        literal_mutual_information(server_model, client_model, sure, y, across), rel=1e-10
+        literal_mutual_information(server_model, client_model, confidences, y, across), rel=1e-10
     )
 
 
 def test_one_sample_of_a_class_has_no_mutual_information_within_it_but_has_across() -> None:
     server_model = tensors(4, 5).requires_grad_()
-    client_model, sure, y = tensors(4, 5, seed=1), tensors(4, 4, seed=2).softmax(1), torch.arange(4)
-    within = mutual_information(server_model, client_model, sure, y)
+    client_model, confidences, y = tensors(4, 5, seed=1), tensors(4, 4, seed=2).softmax(1), torch.arange(4)
+    within = mutual_information(server_model, client_model, confidences, y)
     assert float(within) == pytest.approx(0, abs=1e-12)
     assert float(torch.autograd.grad(within, server_model)[0].abs().max()) < 1e-12
-    across = mutual_information(server_model, client_model, sure, y, across=True)
+    across = mutual_information(server_model, client_model, confidences, y, across=True)
     assert float(torch.autograd.grad(across, server_model)[0].abs().max()) > 1e-3
     (note,) = F2L(shot=1).notes()
-    assert "mi = across" in note
+    assert "mi_scope = across" in note
     for fine in ({"mi_scope": "across"}, {"shot": 5}, {"mi_weight": 0}, {"learn_from": "task"}):
         assert not F2L(**{"shot": 1, **fine}).notes()
 
@@ -150,9 +150,9 @@ def test_a_server_that_is_far_off_does_not_break_distillation() -> None:
 
 
 def set_encoder(context: int, heads: int = 4, transductive: bool = False) -> SetEncoder:
-    """With random weights everywhere: it begins with zeros in some places."""
+    """A `SetEncoder` with random weights; some of its initial weights are zero."""
     torch.manual_seed(context)
-    encoder = SetEncoder(FEATURES, context, heads, drop=0.0, transductive=transductive).double()
+    encoder = SetEncoder(FEATURES, context, heads, dropout=0.0, transductive=transductive).double()
     with torch.no_grad():
         for parameter in encoder.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -161,7 +161,7 @@ def set_encoder(context: int, heads: int = 4, transductive: bool = False) -> Set
 
 def test_at_first_the_client_model_only_normalizes() -> None:
     x = tensors(7, FEATURES).float()
-    assert torch.allclose(SetEncoder(FEATURES, context=5, drop=0.0)(x), F.layer_norm(x, (FEATURES,)), atol=1e-4)
+    assert torch.allclose(SetEncoder(FEATURES, context=5, dropout=0.0)(x), F.layer_norm(x, (FEATURES,)), atol=1e-4)
 
 
 def test_queries_see_the_support_and_themselves_and_no_order() -> None:
@@ -185,18 +185,18 @@ def test_attention_is_that_of_torch() -> None:
     theirs = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, 0.0, batch_first=True, dtype=torch.float64)
     own = encoder.state_dict()
     names = {
-        "self_attn.in_proj_weight": "look.weight",
-        "self_attn.in_proj_bias": "look.bias",
-        "self_attn.out_proj.weight": "gather.weight",
-        "self_attn.out_proj.bias": "gather.bias",
-        "linear1.weight": "think.0.weight",
-        "linear1.bias": "think.0.bias",
-        "linear2.weight": "think.3.weight",
-        "linear2.bias": "think.3.bias",
-        "norm1.weight": "first.weight",
-        "norm1.bias": "first.bias",
-        "norm2.weight": "second.weight",
-        "norm2.bias": "second.bias",
+        "self_attn.in_proj_weight": "in_proj.weight",
+        "self_attn.in_proj_bias": "in_proj.bias",
+        "self_attn.out_proj.weight": "out_proj.weight",
+        "self_attn.out_proj.bias": "out_proj.bias",
+        "linear1.weight": "feed_forward.0.weight",
+        "linear1.bias": "feed_forward.0.bias",
+        "linear2.weight": "feed_forward.3.weight",
+        "linear2.bias": "feed_forward.3.bias",
+        "norm1.weight": "norm1.weight",
+        "norm1.bias": "norm1.bias",
+        "norm2.weight": "norm2.weight",
+        "norm2.bias": "norm2.bias",
     }
     theirs.load_state_dict({name: own[mine] for name, mine in names.items()})
     x = tensors(5, FEATURES)
@@ -204,8 +204,8 @@ def test_attention_is_that_of_torch() -> None:
     assert torch.allclose(encoder(x), theirs(x[None], src_mask=hidden)[0], atol=1e-10)
 
 
-def client_case() -> tuple[Split, Weights, list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor], Any]:
-    client_model = Split(set_encoder(6, heads=2), FEATURES, 3).double()
+def client_case() -> tuple[EncoderHead, Weights, list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor], Any]:
+    client_model = EncoderHead(set_encoder(6, heads=2), FEATURES, 3).double()
     support, queries = tensors(6, FEATURES), tensors(6, FEATURES, seed=1)
     y, teacher = torch.tensor([0, 0, 1, 1, 2, 2]), tensors(6, 3, seed=3)
 
@@ -213,7 +213,7 @@ def client_case() -> tuple[Split, Weights, list[tuple[Tensor, Tensor]], tuple[Te
         mine = scores[6:]
         return 0.3 * F.cross_entropy(mine, labels) + 0.7 * distillation(mine, teacher, labels)
 
-    return client_model, learnable(client_model), [(support, y)], (torch.cat([support, queries]), y), loss
+    return client_model, trainable_weights(client_model), [(support, y)], (torch.cat([support, queries]), y), loss
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -224,14 +224,14 @@ def test_the_meta_gradient_of_the_client_model_agrees_with_finite_differences(ex
     def after(psi: Weights) -> float:
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in psi.items()}
         inner = F.cross_entropy(functional_call(client_model, leaves, (support[0][0],)), support[0][1])
-        slopes = torch.autograd.grad(inner, list(leaves.values()))
-        tuned = {name: leaf - 0.3 * slope for (name, leaf), slope in zip(leaves.items(), slopes, strict=True)}
+        gradients = torch.autograd.grad(inner, list(leaves.values()))
+        tuned = {name: leaf - 0.3 * gradient for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True)}
         return float(loss(functional_call(client_model, tuned, (query[0],)), query[1]))
 
-    way = {name: torch.randn_like(tensor) for name, tensor in psi.items()}
+    direction = {name: torch.randn_like(tensor) for name, tensor in psi.items()}
     small = 1e-6
-    ends = [after({name: psi[name] + far * way[name] for name in psi}) for far in (small, -small)]
-    along = sum(float((found.weights[name] * way[name]).sum()) for name in way)
+    ends = [after({name: psi[name] + far * direction[name] for name in psi}) for far in (small, -small)]
+    along = sum(float((found.weights[name] * direction[name]).sum()) for name in direction)
     close = along == pytest.approx((ends[0] - ends[1]) / (2 * small), rel=1e-5, abs=1e-7)
     assert close == exact
 
@@ -240,28 +240,28 @@ def test_the_meta_gradient_of_the_client_model_agrees_with_finite_differences(ex
 
 
 def one_task(data: ArrayData, seed: int = 0) -> Episode:
-    return episode(data.client(0).train, WAY, SHOT, QUERIES, torch.Generator().manual_seed(seed))
+    return sample_episode(data.client(0).train, WAY, SHOT, QUERIES, torch.Generator().manual_seed(seed))
 
 
 def make_client(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
     from fewer.methods.base import ContextFactory
     from fewer.models import Task
 
-    place = ContextFactory(data, Task((8,), BASE, net), 0, folder)
-    return place(id, round)
+    contexts = ContextFactory(data, Task((8,), BASE, net), 0, folder)
+    return contexts(id, round)
 
 
 @pytest.mark.parametrize(
-    ("order", "learn_from", "zero_head", "client_lr"),
-    [("exact", "support", False, None), ("first", "support", False, 0.0005), ("exact", "task", True, 0.0005)],
+    ("first_order", "learn_from", "zero_head", "client_lr"),
+    [(False, "support", False, None), (True, "support", False, 0.0005), (False, "task", True, 0.0005)],
 )
 def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
-    data: ArrayData, tmp_path: Path, order: str, learn_from: str, zero_head: bool, client_lr: float | None
+    data: ArrayData, tmp_path: Path, first_order: bool, learn_from: str, zero_head: bool, client_lr: float | None
 ) -> None:
     """Plain autograd through Eqs 3 to 20, in the order of Algorithm 1; φ moves by gradient descent here, ψ by Adam."""
     settings = {
         "dropout": 0.0,
-        "order": order,
+        "first_order": first_order,
         "learn_from": learn_from,
         "weight_decay": 0.01,
         "fine_tune_lr": 0.2,
@@ -270,12 +270,12 @@ def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
     settings |= {"mi_weight": 0.3, "kd_weight": 0.8, "mi_scope": "across", "mi_temperature": 0.2}
     method = F2L(**FAST | settings, lr=0.002, client_lr=client_lr, zero_head=zero_head)
     client = make_client(data, tmp_path)
-    pair = method.prepare(client, client.initial(), kept=False)
+    pair = method.task_solver(client, client.initial_weights(), best=False)
     torch.manual_seed(4)
-    pair.own["weights"] = {n: t + 0.1 * torch.randn_like(t) for n, t in pair.own["weights"].items()}
+    pair.private["weights"] = {n: t + 0.1 * torch.randn_like(t) for n, t in pair.private["weights"].items()}
     task = one_task(data)
     phi = {name: tensor.clone().requires_grad_() for name, tensor in pair.server_model.named_parameters()}
-    psi = {name: tensor.clone().requires_grad_() for name, tensor in pair.own["weights"].items()}
+    psi = {name: tensor.clone().requires_grad_() for name, tensor in pair.private["weights"].items()}
 
     def encoded(x: Tensor) -> Tensor:
         return F.relu(F.linear(x, phi["encoder.1.weight"], phi["encoder.1.bias"]))
@@ -286,38 +286,38 @@ def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
     tuned = psi
     for _ in range(2):
         inner = F.cross_entropy(functional_call(pair.client_model, tuned, (support.detach(),)), task.support_y)
-        slopes = torch.autograd.grad(inner, list(tuned.values()), create_graph=True)
-        if order == "first":
-            slopes = tuple(slope.detach() for slope in slopes)
-        tuned = {name: tuned[name] - 0.2 * slope for name, slope in zip(tuned, slopes, strict=True)}
+        gradients = torch.autograd.grad(inner, list(tuned.values()), create_graph=True)
+        if first_order:
+            gradients = tuple(gradient.detach() for gradient in gradients)
+        tuned = {name: tuned[name] - 0.2 * gradient for name, gradient in zip(tuned, gradients, strict=True)}
     both = torch.cat([support.detach(), queries.detach()])
     scores = functional_call(pair.client_model, tuned, (both,))[WAY * SHOT :]
     client_loss = 0.2 * F.cross_entropy(scores, task.query_y) + 0.8 * distillation(scores, teacher, task.query_y)
     rows = WAY * SHOT if learn_from == "support" else WAY * (SHOT + QUERIES)
     seen, y = torch.cat([support, queries])[:rows], torch.cat([task.support_y, task.query_y])[:rows]
     fixed = {name: tensor.detach() for name, tensor in tuned.items()}
-    inside = {name.removeprefix("encoder."): tensor for name, tensor in fixed.items() if "encoder." in name}
-    theirs = functional_call(pair.client_model.encoder, inside, (seen,))  # h_ψ, which depends on φ too
-    sure = F.linear(theirs, fixed["head.weight"], fixed["head.bias"]).softmax(1).detach()
+    encoder_weights = {name.removeprefix("encoder."): tensor for name, tensor in fixed.items() if "encoder." in name}
+    theirs = functional_call(pair.client_model.encoder, encoder_weights, (seen,))  # h_ψ, which depends on φ too
+    confidences = F.linear(theirs, fixed["head.weight"], fixed["head.bias"]).softmax(1).detach()
     base = F.cross_entropy(F.linear(seen, phi["head.weight"], phi["head.bias"]), task.classes[y])
-    server_loss = 0.7 * base + 0.3 * mutual_information(seen, theirs, sure, y, True, 0.2)
-    method.learn_task(pair, torch.optim.SGD(pair.server_model.parameters(), lr=1.0), task)
+    server_loss = 0.7 * base + 0.3 * mutual_information(seen, theirs, confidences, y, True, 0.2)
+    method.train_on_task(pair, torch.optim.SGD(pair.server_model.parameters(), lr=1.0), task)
     now = dict(pair.server_model.named_parameters())
-    for name, slope in zip(phi, torch.autograd.grad(server_loss, list(phi.values())), strict=True):
-        assert torch.allclose(phi[name] - now[name], slope, atol=1e-6), name
-    for name, slope in zip(psi, torch.autograd.grad(client_loss, list(psi.values())), strict=True):
+    for name, gradient in zip(phi, torch.autograd.grad(server_loss, list(phi.values())), strict=True):
+        assert torch.allclose(phi[name] - now[name], gradient, atol=1e-6), name
+    for name, gradient in zip(psi, torch.autograd.grad(client_loss, list(psi.values())), strict=True):
         if zero_head and name.startswith("head."):
-            assert torch.equal(pair.own["weights"][name], psi[name])  # it stays
+            assert torch.equal(pair.private["weights"][name], psi[name])  # it stays
             continue
-        whole = slope + 0.01 * psi[name]  # with weight decay
-        assert torch.allclose(pair.own["first"][name], 0.1 * whole, atol=1e-6), name
+        whole = gradient + 0.01 * psi[name]  # with weight decay
+        assert torch.allclose(pair.private["first"][name], 0.1 * whole, atol=1e-6), name
         after = psi[name] - (client_lr or 0.002) * whole / (whole.abs() + 1e-8)  # Adam's first step
-        assert torch.allclose(pair.own["weights"][name], after, atol=2e-5), name
-    assert pair.own["step"] == 1
+        assert torch.allclose(pair.private["weights"][name], after, atol=2e-5), name
+    assert pair.private["step"] == 1
 
 
 def test_over_all_orders_of_classes_the_head_s_meta_gradient_is_0_and_all_else_is_as_in_one_order() -> None:
-    """So a head of zeros may stay."""
+    """So a zero head may stay zero."""
     client_model, psi, [(support, y)], (both, _), _ = client_case()
     psi = {name: tensor * (not name.startswith("head.")) for name, tensor in psi.items()}
     teacher = tensors(6, 3, seed=3)
@@ -333,23 +333,21 @@ def test_over_all_orders_of_classes_the_head_s_meta_gradient_is_0_and_all_else_i
             meta_gradient(client_model, psi, [(support, places)] * 2, (both, places), 0.3, False, loss).weights
         )
     for name in psi:
-        slopes = torch.stack([one[name] for one in found])
+        gradients = torch.stack([one[name] for one in found])
         if name.startswith("head."):
-            assert float(slopes.mean(0).abs().max()) < 1e-12
-            assert name == "head.bias" or float(slopes.abs().max()) > 1e-3  # what one order alone would do
+            assert float(gradients.mean(0).abs().max()) < 1e-12
+            assert name == "head.bias" or float(gradients.abs().max()) > 1e-3  # what one order alone would do
         else:
-            assert torch.allclose(slopes, slopes[:1], atol=1e-12), name
+            assert torch.allclose(gradients, gradients[:1], atol=1e-12), name
 
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML, FedFSL])
 @pytest.mark.parametrize("zero_head", [True, False])
-def test_a_head_of_zeros_stays_where_it_is_to(
-    kind: type[FewShot], zero_head: bool, data: ArrayData, tmp_path: Path
-) -> None:
+def test_a_zero_head_stays_zero_if_asked(kind: type[FewShot], zero_head: bool, data: ArrayData, tmp_path: Path) -> None:
     client = make_client(data, tmp_path)
     method = kind(**FAST | {"fine_tune_lr": 0.3, "zero_head": zero_head})
-    learned = method.learn(client, method.begin(client.task, 0))
-    own = client.store.get("own")["weights"] if kind is F2L else learned
+    learned = method.fit(client, method.initial_weights(client.task, 0))
+    own = client.store.get(CURRENT)["weights"] if kind is F2L else learned
     assert (float(own["head.weight"].abs().max()) == 0) == zero_head
 
 
@@ -361,18 +359,18 @@ def test_several_meta_gradients_take_the_inner_steps_once(monkeypatch: pytest.Mo
 
     alone = [meta_gradient(client_model, psi, support * 2, query, 0.3, False, one) for one in (loss, other)]
     taken: list[int] = []
-    true = adapt._slopes
+    original = adapt._inner_gradients
 
     def spy(*given: Any, **more: Any) -> Any:
         taken.append(1)
-        return true(*given, **more)
+        return original(*given, **more)
 
-    monkeypatch.setattr(adapt, "_slopes", spy)
+    monkeypatch.setattr(adapt, "_inner_gradients", spy)
     together = meta_gradients(client_model, psi, support * 2, query, 0.3, False, [loss, other])
     assert len(taken) == 2
     for one, same in zip(alone, together, strict=True):
         assert one.loss == same.loss
-        for part in ("weights", "rates"):
+        for part in ("weights", "lrs"):
             assert all(torch.equal(tensor, getattr(same, part)[name]) for name, tensor in getattr(one, part).items())
 
 
@@ -381,10 +379,10 @@ def test_fl_maml_s_first_step_has_weight_decay(
 ) -> None:
     client = make_client(data, tmp_path)
     method = FLMAML(**FAST | {"tasks": 1, "weight_decay": 0.5, "lr": 0.01, "zero_head": False})
-    start = {name: tensor + 0.1 for name, tensor in method.begin(client.task, 0).items()}
+    start = {name: tensor + 0.1 for name, tensor in method.initial_weights(client.task, 0).items()}
     nothing = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
-    monkeypatch.setattr(FLMAML, "slopes", lambda *given: nothing)
-    for name, tensor in method.learn(client, start).items():
+    monkeypatch.setattr(FLMAML, "task_gradient", lambda *given: nothing)
+    for name, tensor in method.fit(client, start).items():
         assert torch.allclose(tensor, start[name] - 0.01 * start[name].sign(), atol=1e-5), name
 
 
@@ -398,38 +396,38 @@ def test_a_novel_task_gets_its_own_number_of_steps(
         taken.append(len(batches))
         return dict(weights)
 
-    monkeypatch.setattr(f"{kind.__module__}.adapted", count)
+    monkeypatch.setattr(f"{kind.__module__}.adapt_weights", count)
     client = make_client(data, tmp_path)
     for steps in (None, 5):
         method = kind(**FAST | {"fine_tune_steps": 2, "adapt_steps": steps})
-        method.answer(method.prepare(client, method.begin(client.task, 0), kept=False), one_task(data))
+        method.predict(method.task_solver(client, method.initial_weights(client.task, 0), best=False), one_task(data))
     assert taken == [2, 5]
 
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML])
-def test_a_task_leaves_no_trace_in_what_answers_the_next(kind: type[FewShot], data: ArrayData, tmp_path: Path) -> None:
+def test_solving_a_task_does_not_change_the_solver(kind: type[FewShot], data: ArrayData, tmp_path: Path) -> None:
     client = make_client(data, tmp_path)
     method = kind(**FAST | {"fine_tune_lr": 1.0})
-    again, fresh = (method.prepare(client, method.begin(client.task, 0), kept=False) for _ in range(2))
-    method.answer(again, one_task(data, seed=1))
-    for name, tensor in method.answer(again, one_task(data)).items():
-        assert torch.equal(tensor, method.answer(fresh, one_task(data))[name]), name
-    start = again.own["weights"] if kind is F2L else dict(again.named_parameters())
+    again, fresh = (method.task_solver(client, method.initial_weights(client.task, 0), best=False) for _ in range(2))
+    method.predict(again, one_task(data, seed=1))
+    for name, tensor in method.predict(again, one_task(data)).items():
+        assert torch.equal(tensor, method.predict(fresh, one_task(data))[name]), name
+    start = again.private["weights"] if kind is F2L else dict(again.named_parameters())
     assert float(start["head.weight"].abs().max()) == 0
 
 
 @pytest.mark.parametrize("kind", [F2L, LocalMAML, LocalProto])
-def test_a_client_whose_own_model_diverges_says_so_and_keeps_the_one_it_had(
+def test_a_client_whose_own_model_diverges_is_unable_and_saves_nothing(
     kind: type[FewShot], data: ArrayData, tmp_path: Path
 ) -> None:
     client = make_client(data, tmp_path)
     method: Any = kind(**FAST | {"lr": 1e30})
-    with pytest.raises(Unable, match=r"its training diverged \(rate 1e\+30\)"):
-        method.learn(client, method.begin(client.task, 0)) if kind is F2L else method.practise(client)
-    assert client.store.get("own") is None
+    with pytest.raises(Unable, match=r"training diverged; lower lr \(now 1e\+30\)"):
+        method.fit(client, method.initial_weights(client.task, 0)) if kind is F2L else method.train_personal(client)
+    assert client.store.get(CURRENT) is None
 
 
-def test_what_clients_learn_is_averaged_with_equal_shares(data: ArrayData, tmp_path: Path) -> None:
+def test_client_models_are_averaged_with_equal_weights(data: ArrayData, tmp_path: Path) -> None:
     method = F2L(**FAST | {"rounds": 1})
     result = run(method, data, out=tmp_path / "run")
     answers = []
@@ -438,7 +436,7 @@ def test_what_clients_learn_is_averaged_with_equal_shares(data: ArrayData, tmp_p
         from fewer.runtime.streams import global_streams
 
         with global_streams(0, 1, number, "train"):
-            answers.append(method.learn(client, client.initial()))
+            answers.append(method.fit(client, client.initial_weights()))
     for name, tensor in result.state.model.items():
         mean = torch.stack([answer[name] for answer in answers]).double().mean(0)
         assert torch.allclose(tensor.double(), mean, atol=1e-6)
@@ -449,12 +447,12 @@ def test_what_clients_learn_is_averaged_with_equal_shares(data: ArrayData, tmp_p
 
 @pytest.fixture
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Every message that is encoded, questions and answers alike."""
+    """Every encoded message, requests and answers."""
     seen: list[bytes] = []
-    true = message.encode
+    original = message.encode
 
     def spy(kind: str, fields: Any) -> bytes:
-        seen.append(true(kind, fields))
+        seen.append(original(kind, fields))
         return seen[-1]
 
     monkeypatch.setattr("fewer.runtime.handlers.encode", spy)
@@ -472,23 +470,23 @@ def leaves_of(value: Any) -> list[Tensor]:
 def test_the_client_model_is_in_no_message(
     data: ArrayData, tmp_path: Path, messages: list[bytes], decoupled: bool
 ) -> None:
-    """Its every weight and moment, of every client and round, is sought in every message that is encoded.
+    """Searches every encoded message for every private weight and moment of every client and round.
 
-    Without decoupling it is averaged, so it must be found: the search works.
+    Without decoupling the client model is averaged, so the search must find it.
     """
     kept: list[Tensor] = []
 
     class Watched(F2L):
-        def learn(self, client: Any, model: Weights) -> Weights:
-            sent = super().learn(client, model)
-            own = client.store.get("own") or {n: t for n, t in sent.items() if n.startswith(CLIENT)}
+        def fit(self, client: Any, model: Weights) -> Weights:
+            sent = super().fit(client, model)
+            own = client.store.get(CURRENT) or {n: t for n, t in sent.items() if n.startswith(PSI)}
             kept.extend(leaves_of(own))
             return sent
 
     result = run(Watched(**FAST | {"rounds": 3, "decoupled": decoupled}), data, out=tmp_path / "run")
     assert len(messages) >= 40 and len(kept) >= 3 * 4 * 14
     private = {tensor.shape for tensor in kept} - {
-        tensor.shape for tensor in make_client(data, tmp_path).initial().values()
+        tensor.shape for tensor in make_client(data, tmp_path).initial_weights().values()
     }
     found = 0
     sent = {name for blob in messages for field in decode(blob)[1].values() for name in _names(field)}
@@ -500,14 +498,14 @@ def test_the_client_model_is_in_no_message(
             found += sum(leaf.shape in private for leaf in leaves_of(field))
     if decoupled:
         assert found == 0
-        assert sent == {*make_client(data, tmp_path).initial(), *F2L.predictors}
-        assert not any("own" in file.name for file in (tmp_path / "run").glob("*") if file.is_file())
+        assert sent == {*make_client(data, tmp_path).initial_weights(), *F2L.predictors}
+        assert not any(CURRENT in file.name for file in (tmp_path / "run").glob("*") if file.is_file())
         for number in range(4):
-            own: Any = Store(folder_of(tmp_path / "run/clients", number), 3).get("own")
+            own: Any = Store(client_folder(tmp_path / "run/clients", number), 3).get(CURRENT)
             assert own["step"] == 6
     else:
-        assert found > 0 and any(name.startswith(CLIENT) for name in sent)
-        assert any(name.startswith(CLIENT) for name in result.state.model)
+        assert found > 0 and any(name.startswith(PSI) for name in sent)
+        assert any(name.startswith(PSI) for name in result.state.model)
 
 
 def _names(field: Any) -> list[str]:
@@ -520,16 +518,16 @@ BASELINES: list[type[FewShot]] = [FLMAML, FLProto, FedFSL, LocalMAML, LocalProto
 
 
 @pytest.mark.parametrize("kind", [F2L, *BASELINES])
-def test_every_method_learns_to_tell_novel_classes_apart(kind: type[FewShot], data: ArrayData) -> None:
+def test_every_method_learns_to_classify_novel_classes(kind: type[FewShot], data: ArrayData) -> None:
     settings = {**FAST, "rounds": 6, "tasks": 8, "lr": 0.01, "test_tasks": 40}
-    if "fine_lr" in kind.model_fields:
-        settings["fine_lr"] = 0.3
+    if "fine_tune_lr" in kind.model_fields:
+        settings["fine_tune_lr"] = 0.3
     result = run(kind(**settings), data)
     assert result.accuracy > 0.55, result.accuracy  # chance is a third
     assert result.scores["tasks"] == 40 and result.scores["absent"] == 0
     groups = result.scores["groups"]
     assert len(groups) == 40 and sum(groups) / 40 == pytest.approx(result.accuracy)
-    assert result.scores["chosen"] in (2, 4, 6) and set(result.scores["clients"]) == {"0", "1", "2", "3"}
+    assert result.scores["best_round"] in (2, 4, 6) and set(result.scores["clients"]) == {"0", "1", "2", "3"}
 
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML, LocalProto])
@@ -544,36 +542,36 @@ def test_a_resumed_run_ends_as_an_unbroken_one_and_a_pool_as_one_process(
         pass
 
     class Breaks:
-        def begin(self, method: str, done: int, rounds: int) -> None: ...
+        def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
 
-        def answer(self, round: int, done: int, asked: int) -> None:
+        def on_answer(self, round: int, done: int, asked: int) -> None:
             if round == 3 and done == 3:
                 raise Stop
 
-        def round(self, figures: Any) -> None: ...
+        def on_round_end(self, metrics: Any) -> None: ...
 
     with pytest.raises(Stop):
         run(method, data, out=tmp_path / "broken", progress=Breaks())
     again = fewer.resume(tmp_path / "broken", method=method, data=data, model=net)
     for other in (pool, again):
         assert other.scores["accuracy"] == whole.scores["accuracy"]
-        assert other.scores["chosen"] == whole.scores["chosen"]
-        assert other.state.best.keys() == whole.state.best.keys()
-        assert all(torch.equal(tensor, whole.state.best[name]) for name, tensor in other.state.best.items())
+        assert other.scores["best_round"] == whole.scores["best_round"]
+        assert other.state.best_model.keys() == whole.state.best_model.keys()
+        assert all(torch.equal(tensor, whole.state.best_model[name]) for name, tensor in other.state.best_model.items())
 
 
-def test_the_best_model_on_validation_classes_is_judged_with_the_client_models_of_its_round(
+def test_the_best_model_on_validation_classes_is_evaluated_with_the_client_models_of_its_round(
     data: ArrayData, tmp_path: Path
 ) -> None:
     class Worse(F2L):
-        """After round 2 all is spoilt: what is judged must be round 2."""
+        """Ruins all models after round 2, so the evaluated model must be that of round 2."""
 
-        def learn(self, client: Any, model: Weights) -> Weights:
-            sent = super().learn(client, model)
+        def fit(self, client: Any, model: Weights) -> Weights:
+            sent = super().fit(client, model)
             if client.round <= 2:
                 return sent
             client.store.put(
-                "own", {**client.store.get("own"), "weights": self._noise(client.store.get("own")["weights"])}
+                CURRENT, {**client.store.get(CURRENT), "weights": self._noise(client.store.get(CURRENT)["weights"])}
             )
             return self._noise(sent)
 
@@ -583,15 +581,15 @@ def test_the_best_model_on_validation_classes_is_judged_with_the_client_models_o
     settings = FAST | {"tasks": 8, "lr": 0.01, "fine_tune_lr": 0.3, "test_tasks": 40}
     spoilt = run(Worse(**settings, rounds=4), data, out=tmp_path / "spoilt")
     two = run(F2L(**settings, rounds=2), data)
-    assert two.scores["chosen"] == 0 and two.scores["validation"] is None  # there was one to choose from
-    assert spoilt.scores["chosen"] == 2
+    assert two.scores["best_round"] == 0 and two.scores["validation_accuracy"] is None  # there was one to choose from
+    assert spoilt.scores["best_round"] == 2
     assert spoilt.scores["accuracy"] == two.scores["accuracy"]
     assert spoilt.scores["client"] == two.scores["client"] and spoilt.scores["server"] == two.scores["server"]
 
 
-def test_the_reading_that_is_set_is_the_accuracy(data: ArrayData) -> None:
+def test_the_chosen_predictor_gives_the_accuracy(data: ArrayData) -> None:
     client_model, server_model = (
-        run(F2L(**FAST, rounds=2, predictor=reading), data).scores for reading in ("client", "server")
+        run(F2L(**FAST, rounds=2, predictor=predictor), data).scores for predictor in ("client", "server")
     )
     assert client_model["accuracy"] == client_model["client"] and server_model["accuracy"] == server_model["server"]
     assert client_model["server"] == server_model["server"]  # the same tasks, the same models
@@ -601,14 +599,14 @@ def test_tasks_are_the_same_for_all_methods_and_of_the_right_classes(data: Array
     seen: dict[str, list[tuple[Any, ...]]] = {}
 
     class SeenF2L(F2L):
-        def answer(self, ready: Any, task: Episode) -> dict[str, Tensor]:
+        def predict(self, solver: Any, task: Episode) -> dict[str, Tensor]:
             seen.setdefault(self.name, []).append((*task.classes.tolist(), float(task.query_x.sum())))
-            return super().answer(ready, task)
+            return super().predict(solver, task)
 
     class SeenProto(FLProto):
-        def answer(self, ready: Any, task: Episode) -> dict[str, Tensor]:
+        def predict(self, solver: Any, task: Episode) -> dict[str, Tensor]:
             seen.setdefault(self.name, []).append((*task.classes.tolist(), float(task.query_x.sum())))
-            return super().answer(ready, task)
+            return super().predict(solver, task)
 
     for kind in (SeenF2L, SeenProto):
         run(kind(**FAST | {"validate_every": 1}, rounds=2), data)
@@ -619,51 +617,49 @@ def test_tasks_are_the_same_for_all_methods_and_of_the_right_classes(data: Array
     assert classes[1] <= set(range(BASE + VALIDATION, BASE + VALIDATION + NOVEL))
 
 
-def test_a_trial_looks_at_validation_classes_alone(data: ArrayData) -> None:
+def test_a_tuning_trial_uses_only_validation_classes(data: ArrayData) -> None:
     method, same = F2L(**FAST | {"rounds": 2, "validate_every": 1}).tuning_split(data, 0.2, 0)
     assert same is data
     scores = run(method, data).scores
-    assert scores["accuracy"] == scores["validation"]
+    assert scores["accuracy"] == scores["validation_accuracy"]
 
 
-def test_where_there_is_one_model_to_choose_from_no_validation_classes_are_looked_at(
-    data: ArrayData, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_one_candidate_validation_is_skipped(data: ArrayData, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    true = FewShot.ask_tasks
+    original = FewShot.ask_task_counts
 
     def spy(*given: Any, **more: Any) -> Any:
         asked.append(given[3])
-        return true(*given, **more)
+        return original(*given, **more)
 
-    monkeypatch.setattr(FewShot, "ask_tasks", spy)
+    monkeypatch.setattr(FewShot, "ask_task_counts", spy)
     for every, wanted in ((2, ["test"]), (1, ["validation", "validation", "test"])):
         asked.clear()
         run(FLProto(**FAST | {"validate_every": every}, rounds=2), data)
         assert asked == wanted
 
 
-def test_a_client_that_had_nothing_of_its_own_when_the_model_was_chosen_has_nothing_then(
-    data: ArrayData, tmp_path: Path
-) -> None:
+def test_a_client_without_private_state_in_the_best_round_has_none_marked_best(data: ArrayData, tmp_path: Path) -> None:
     method, client = F2L(**FAST), make_client(data, tmp_path)
-    method.keep(client)
-    client.store.put("own", {"later": torch.ones(1)})
-    assert method.own(client, kept=True) is None and method.own(client, kept=False) is not None
+    method.mark_best(client)
+    client.store.put(CURRENT, {"later": torch.ones(1)})
+    assert method.load_private(client, best=True) is None and method.load_private(client, best=False) is not None
 
 
-def test_a_choice_that_clients_missed_is_not_taken_for_one_that_nobody_can_make(
+def test_dropped_clients_do_not_count_as_clients_without_validation_classes(
     data: ArrayData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = Clients._fate
+    original = Clients._draw_fault
     monkeypatch.setattr(
-        Clients, "_fate", lambda self, client, name: "drop" if name == "answer_tasks" else true(self, client, name)
+        Clients,
+        "_draw_fault",
+        lambda self, client, name: "drop" if name == "answer_tasks" else original(self, client, name),
     )
     with pytest.raises(fewer.errors.QuorumLost, match="0 of 4 clients answered.*4 dropped"):
         run(FLProto(**FAST, rounds=4), data)
 
 
-def test_what_a_row_says_it_was_judged_on_is_tasks(tmp_path: Path) -> None:
+def test_rows_of_a_comparison_are_measured_in_tasks(tmp_path: Path) -> None:
     few: dict[str, Any] = {
         "data": "digits",
         "data_options": {"split": "4/3/3"},
@@ -674,30 +670,30 @@ def test_what_a_row_says_it_was_judged_on_is_tasks(tmp_path: Path) -> None:
     given = {**few, "method_options": {"way": 3, "queries": 2, "tasks": 1, "test_tasks": 6}}
     found = fewer.compare(["fl-proto", "local-proto"], seeds=2, out=tmp_path, **given)
     for row in found.rows:
-        assert (row.groups, row.units) == (12, "tasks") and [len(one) for one in row.judged] == [6, 6]
+        assert (row.groups, row.units) == (12, "tasks") and [len(one) for one in row.unit_accuracies] == [6, 6]
 
 
-def test_a_client_with_too_few_classes_is_skipped_with_a_word(
+def test_a_client_with_too_few_classes_is_skipped_with_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = clouds()
     owner = np.arange(len(raw.y)) % 3
     owner[(raw.y < BASE) & (raw.y >= WAY - 1) & (owner == 2)] = 0  # client 2 has two base classes
-    lame = federate(RawDataset(raw.x, raw.y, client_ids=owner, split=raw.split), partition="natural", name="lame")
-    monkeypatch.setattr("fewer.runs.engine._TOLD", set())
-    result = run(F2L(**FAST, rounds=2), lame)
+    uneven = federate(RawDataset(raw.x, raw.y, client_ids=owner, split=raw.split), partition="natural", name="uneven")
+    monkeypatch.setattr("fewer.runs.engine._WARNED", set())
+    result = run(F2L(**FAST, rounds=2), uneven)
     assert result.scores["absent"] == 1 and result.scores["tasks"] == 9
     assert caplog.messages == [
-        "f2l: skipped: client 2: base: 2 classes have 2 + 2 samples, 3 are needed (3-way 2-shot)"
+        "f2l: skipped: client 2: base: 3-way 2-shot needs 3 classes with 2 + 2 samples each, got 2"
     ]
-    with pytest.raises(fewer.errors.QuorumLost, match="3 are needed"):
-        run(F2L(**FAST | {"shot": 40}, rounds=1), lame)
+    with pytest.raises(fewer.errors.QuorumLost, match="needs 3 classes"):
+        run(F2L(**FAST | {"shot": 40}, rounds=1), uneven)
 
 
-def test_where_nobody_can_choose_the_last_model_is_taken_and_where_nobody_can_be_judged_that_is_told() -> None:
+def test_without_validation_classes_the_last_model_is_used_and_without_novel_classes_there_is_an_error() -> None:
     raw = clouds()
     few = federate(RawDataset(raw.x, raw.y, split=(BASE, 2, VALIDATION - 2 + NOVEL)), clients=2, partition="iid")
-    assert run(FLProto(**FAST, rounds=4), few).scores["chosen"] == 4
+    assert run(FLProto(**FAST, rounds=4), few).scores["best_round"] == 4
     none = federate(RawDataset(raw.x, raw.y, split=(BASE, VALIDATION + NOVEL - 2, 2)), clients=2, partition="iid")
     with pytest.raises(SettingError, match="no client has 3 novel classes with 2 \\+ 2 samples"):
         run(FLProto(**FAST, rounds=1), none)
@@ -715,31 +711,29 @@ def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_a
         assert all(torch.equal(tensor, none.state.model[name]) for name, tensor in plain.state.model.items())
     method = FedFSL(**settings, adversarial_weight=0.7, first_order=False, zero_head=False)
     client = make_client(data, tmp_path)
-    received = method.begin(client.task, 0)
-    from fewer.methods.fewshot import small_net
-
-    made = small_net(client, received, WAY)
+    received = method.initial_weights(client.task, 0)
+    made = load_n_way_net(client, received, WAY)
     torch.manual_seed(0)
-    theta = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in learnable(made).items()}
+    theta = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in trainable_weights(made).items()}
     task = one_task(data)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
 
     def tuned(weights: Weights) -> Weights:
         inner = F.cross_entropy(functional_call(made, weights, (task.support_x,)), task.support_y)
-        slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
-        return {name: weights[name] - 0.3 * slope for name, slope in zip(weights, slopes, strict=True)}
+        gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        return {name: weights[name] - 0.3 * gradient for name, gradient in zip(weights, gradients, strict=True)}
 
     ours = functional_call(made, tuned(leaves), (task.query_x,))
     start = {name: received[name].clone().requires_grad_() for name in leaves}
     theirs = functional_call(made, tuned(start), (task.query_x,)).softmax(1).detach()
     apart = 0.7 * (ours.softmax(1) - theirs).abs().mean()
     right = F.cross_entropy(ours, task.query_y)
-    found = method.slopes(made, theta, received, task)
-    alone = FedFSL(**settings, adversarial_weight=0.7, zero_head=True).slopes(
+    found = method.task_gradient(made, theta, received, task)
+    alone = FedFSL(**settings, adversarial_weight=0.7, zero_head=True).task_gradient(
         made, theta, received, task
     )  # without the head
     assert alone.keys() == {name for name in found if name.startswith("encoder.")}
-    assert all(torch.equal(slope, found[name]) for name, slope in alone.items())
+    assert all(torch.equal(gradient, found[name]) for name, gradient in alone.items())
     for part, loss in (("encoder.", right + apart), ("head.", right - apart)):
         names = [name for name in leaves if name.startswith(part)]
         grads = torch.autograd.grad(loss, [leaves[name] for name in names], retain_graph=True)
@@ -747,7 +741,7 @@ def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_a
             assert torch.allclose(found[name], grad, atol=1e-6), name
 
 
-def test_what_is_sent_is_the_encoder_alone_or_both_parts(data: ArrayData) -> None:
+def test_clients_send_the_encoder_or_encoder_and_head(data: ArrayData) -> None:
     """Bytes by arithmetic: 8 × 8 + 8 weights of the encoder, and a head of 8 × N + N or 8 × |C_b| + |C_b|."""
     encoder = 8 * FEATURES + FEATURES
     for kind, head in ((FLProto, 0), (FLMAML, FEATURES * WAY + WAY), (F2L, FEATURES * BASE + BASE)):
@@ -757,7 +751,7 @@ def test_what_is_sent_is_the_encoder_alone_or_both_parts(data: ArrayData) -> Non
     assert not local.state.model and local.scores["up"] < 4 * 4 * 2000
 
 
-def test_logistic_regression_tells_clouds_apart() -> None:
+def test_logistic_regression_separates_clusters() -> None:
     y = torch.arange(3).repeat(4)
     features = F.one_hot(y, 3) * 3.0 + 0.1 * tensors(12, 3).float()
     assert torch.equal(logistic_regression(features[:6], y[:6], features[6:]), y[6:])
@@ -794,23 +788,23 @@ def test_classes_are_divided_and_each_client_has_its_part_of_all_three(data: Arr
 def test_a_split_by_numbers_or_by_names_pools_and_renumbers() -> None:
     x = np.arange(12, dtype=np.float32)[:, None]
     names = ("b.one", "a.one", "b.two", "c.one")
-    raw = RawDataset(x[:8], np.arange(8) % 4, (x[8:], np.arange(4)), names=names)
-    split = by_class(raw, "b/c/a", "toy")
-    assert split.names == ("b.one", "b.two", "c.one", "a.one") and split.split == (2, 1, 1) and split.test is None
+    raw = RawDataset(x[:8], np.arange(8) % 4, (x[8:], np.arange(4)), class_names=names)
+    split = apply_class_split(raw, "b/c/a", "toy")
+    assert split.class_names == ("b.one", "b.two", "c.one", "a.one") and split.split == (2, 1, 1) and split.test is None
     assert split.y.tolist() == [0, 3, 1, 2] * 3 and np.asarray(split.x).ravel().tolist() == list(range(12))
-    numbers = by_class(raw, "1/1/1", "toy")  # the last class is dropped
-    assert numbers.y.tolist() == [0, 1, 2] * 3 and numbers.names == names[:3]
-    texts = by_class(RawDataset([f"text {n}" for n in range(4)], np.arange(4)), "2/1/1", "toy")
+    numbers = apply_class_split(raw, "1/1/1", "toy")  # the last class is dropped
+    assert numbers.y.tolist() == [0, 1, 2] * 3 and numbers.class_names == names[:3]
+    texts = apply_class_split(RawDataset([f"text {n}" for n in range(4)], np.arange(4)), "2/1/1", "toy")
     assert texts.x == ["text 0", "text 1", "text 2", "text 3"]
     for wrong, reason in (
-        ("3/1/1", "there are 4"),
-        ("0/2/2", "1 base class or more"),
-        ("2/2", "allowed"),
-        ("b/b/a", "two share one"),
-        ("b/x/a", "no classes"),
+        ("3/1/1", "must sum to at most 4"),
+        ("0/2/2", "at least 1 base class"),
+        ("2/2", "must be BASE/VALIDATION/NOVEL"),
+        ("b/b/a", "two parts share one"),
+        ("b/x/a", "a part matches no class"),
     ):
         with pytest.raises(SettingError, match=reason):
-            by_class(raw, wrong, "toy")
+            apply_class_split(raw, wrong, "toy")
 
 
 def test_words_are_known_from_training_text_of_base_classes_alone() -> None:
@@ -841,14 +835,14 @@ def test_fc100_is_cifar100_by_superclass(tmp_path: Path) -> None:
         (tmp_path / part).rename(tmp_path / "cifar100" / part)
     raw = read("fc100", tmp_path)
     assert raw.split == (60, 20, 20) and raw.test is None and len(raw.y) == 200
-    coarse = [int(fine[int(name[1:])]) // 5 for name in raw.names]
+    coarse = [int(fine[int(name[1:])]) // 5 for name in raw.class_names]
     assert set(coarse[:60]) == {1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19}
     assert set(coarse[60:80]) == {8, 11, 13, 16} and set(coarse[80:]) == {0, 7, 12, 14}
-    assert all(raw.names[label] == f"f{int(image[0, 0, 0])}" for image, label in zip(raw.x, raw.y, strict=True))
+    assert all(raw.class_names[label] == f"f{int(image[0, 0, 0])}" for image, label in zip(raw.x, raw.y, strict=True))
 
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML, FedFSL, LocalMAML, FLProto])
-def test_novel_classes_of_text_are_learned_of_too(kind: type[FewShot]) -> None:
+def test_text_methods_solve_tasks_of_novel_classes(kind: type[FewShot]) -> None:
     draw = np.random.default_rng(0)
     labels = np.repeat(np.arange(BASE + VALIDATION + NOVEL), 16)
     texts = [" ".join([f"word{label}", *(f"w{n}" for n in draw.integers(20, size=4))]) for label in labels]
@@ -863,32 +857,32 @@ def test_word_vectors_of_the_text_itself_put_words_of_one_kind_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fewer.data import text
-    from fewer.data.text import own_vectors
+    from fewer.data.text import compute_word_vectors
 
     monkeypatch.setenv("FEWER_CACHE", str(tmp_path))
     draw = np.random.default_rng(0)
     kinds = draw.integers(2, size=400)
     rows = 2 + 8 * kinds[:, None] + draw.integers(8, size=(400, 6))
     rows[:, 5] = draw.integers(2, size=400)  # filled up, or an unknown word
-    vectors = own_vectors(rows, 18, 4)
+    vectors = compute_word_vectors(rows, 18, 4)
     assert vectors.shape == (18, 4) and float(vectors[:2].abs().max()) == 0
     likeness = F.normalize(vectors[2:], dim=1) @ F.normalize(vectors[2:], dim=1).T
     assert float(likeness[:8, :8].mean()) > float(likeness[:8, 8:].mean()) + 0.5
-    assert torch.equal(vectors, text._own_vectors(rows[::-1].copy(), 18, 4))
-    with pytest.raises(fewer.errors.DataError, match="too few"):
-        own_vectors(rows, 18, 18)
+    assert torch.equal(vectors, text._factorize_ppmi(rows[::-1].copy(), 18, 4))
+    with pytest.raises(fewer.errors.DataError, match="too small for vectors"):
+        compute_word_vectors(rows, 18, 18)
     with monkeypatch.context() as patch:
-        patch.delattr(text, "_own_vectors")
-        assert torch.equal(vectors, own_vectors(rows, 18, 4))  # kept
-    assert own_vectors(rows, 18, 3).shape == (18, 3) and len(list(tmp_path.glob("vectors-*[0-9a-f]"))) == 2
+        patch.delattr(text, "_factorize_ppmi")
+        assert torch.equal(vectors, compute_word_vectors(rows, 18, 4))  # kept
+    assert compute_word_vectors(rows, 18, 3).shape == (18, 3) and len(list(tmp_path.glob("vectors-*[0-9a-f]"))) == 2
 
 
-def test_methods_and_data_that_do_not_go_together_are_told_apart(data: ArrayData) -> None:
+def test_methods_and_data_that_do_not_match_are_rejected(data: ArrayData) -> None:
     with pytest.raises(SettingError, match="split=BASE/VALIDATION/NOVEL"):
         fewer.run("f2l", "digits", rounds=1)
-    with pytest.raises(SettingError, match="novel classes, fedavg on known ones"):
+    with pytest.raises(SettingError, match="novel classes, which fedavg cannot predict"):
         fewer.run("fedavg", data, model=net, rounds=1)
-    with pytest.raises(SettingError, match="divided by classes"):
+    with pytest.raises(SettingError, match="split by classes"):
         cloud_data(validation=0.1)
     with pytest.raises(SettingError, match="split and unseen"):
         fewer.data.load("digits", data_options={"split": "4/3/3", "unseen_classes": "1"})
@@ -897,7 +891,7 @@ def test_methods_and_data_that_do_not_go_together_are_told_apart(data: ArrayData
 def test_the_command_line_runs_it_and_says_what_shot_1_means(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fewer.runs.engine._TOLD", set())
+    monkeypatch.setattr("fewer.runs.engine._WARNED", set())
     given = (
         "--data",
         "digits",
@@ -911,9 +905,12 @@ def test_the_command_line_runs_it_and_says_what_shot_1_means(
         "1",
     )
     small = ("-o", "way=3", "-o", "tasks=1", "-o", "test_tasks=3", "--out", str(tmp_path / "run"))
-    told = call("run", "f2l", *given, *small).stdout  # with its report
-    assert "Mean over 3 tasks" in told and "deploy" not in told
+    output = call("run", "f2l", *given, *small).stdout  # with its report
+    assert "Mean over 3 tasks" in output and "deploy" not in output
     inspected = call("data", "inspect", *given[1:8], "--out", tmp_path / "pictures")
     assert "classes                 4" in inspected.stdout and (tmp_path / "pictures/digits-examples.png").exists()
     assert len(caplog.messages) == 1 and "mutual information within a class is 0" in caplog.text
-    assert fewer.load(tmp_path / "run")(torch.zeros(1, 1, 8, 8)).shape == (1, 4)  # the server model: base classes
+    assert fewer.open_run(tmp_path / "run").model(torch.zeros(1, 1, 8, 8)).shape == (
+        1,
+        4,
+    )  # the server model: base classes

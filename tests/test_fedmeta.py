@@ -1,4 +1,4 @@
-"""Meta-gradients against finite differences and formulas, and methods that are judged on clients they never met."""
+"""Meta-gradients against finite differences and formulas, and methods evaluated on new clients."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from fewer.data import ArrayData, Samples, from_clients
 from fewer.data.episodes import split_clients
 from fewer.errors import DataError, SettingError
 from fewer.experiments import recipes
-from fewer.experiments.targets import Reached, best, reach
-from fewer.experiments.tune import tune
-from fewer.learning.adam import adam
-from fewer.learning.adapt import Batch, LearningRate, adapted, learnable, meta_gradient
-from fewer.learning.flops import counted
+from fewer.experiments.targets import TargetCost, best_accuracy, cost_to_reach
+from fewer.experiments.tune import tune_experiment
+from fewer.learning.adam import adam_step
+from fewer.learning.adapt import Batch, LearningRate, adapt_weights, meta_gradient, trainable_weights
+from fewer.learning.flops import count_flops
 from fewer.methods.alone import Alone
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.methods.fedmeta import ALPHA, FedMeta
-from fewer.methods.new_clients import NewClients, descend, fairness
+from fewer.methods.new_clients import NewClients, adapt_in_place, fairness
 from fewer.methods.per_fedavg import PerFedAvg
 from fewer.methods.reptile import Reptile
 from fewer.models import SmallCNN, Weights, load_weights
 from fewer.models.sequences import MLP, CharLSTM
 from fewer.report import write_report
-from fewer.report.charts import density_picture
+from fewer.report.charts import plot_density
 from fewer.runs.experiment import build_experiment, parse_settings
-from fewer.runs.result import open_result
+from fewer.runs.result import open_run
 from fewer.runtime import stream
 from tests.examples import Stop, Stopping
 from tests.test_cli import DIGITS, call
@@ -74,7 +74,7 @@ def case(net: str, steps: int) -> tuple[nn.Module, Weights, list[Batch], Batch]:
     made, draw = NETS[net]()
     made = made.double().train()
     support = [(draw(6), torch.randint(4, (6,))) for _ in range(steps)]
-    return made, {n: t.clone() for n, t in learnable(made).items()}, support, (draw(8), torch.randint(4, (8,)))
+    return made, {n: t.clone() for n, t in trainable_weights(made).items()}, support, (draw(8), torch.randint(4, (8,)))
 
 
 def query_loss(net: nn.Module, theta: Weights, support: Sequence[Batch], query: Batch, lr: LearningRate) -> float:
@@ -82,9 +82,9 @@ def query_loss(net: nn.Module, theta: Weights, support: Sequence[Batch], query: 
     theta = dict(theta)
     for x, y in support:
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
-        slopes = torch.autograd.grad(F.cross_entropy(functional_call(net, leaves, (x,)), y), list(leaves.values()))
-        for (name, leaf), slope in zip(leaves.items(), slopes, strict=True):
-            theta[name] = (leaf - (lr if isinstance(lr, float) else lr[name]) * slope).detach()
+        gradients = torch.autograd.grad(F.cross_entropy(functional_call(net, leaves, (x,)), y), list(leaves.values()))
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            theta[name] = (leaf - (lr if isinstance(lr, float) else lr[name]) * gradient).detach()
     return float(F.cross_entropy(functional_call(net, theta, (query[0],)), query[1]))
 
 
@@ -98,30 +98,34 @@ def moved(weights: Weights, direction: Weights, far: float) -> Weights:
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("net", NETS)
-def test_gradients_by_weights_and_rates_agree_with_finite_differences(net: str, steps: int) -> None:
+def test_gradients_of_weights_and_lrs_agree_with_finite_differences(net: str, steps: int) -> None:
     made, theta, support, query = case(net, steps)
-    rates = {name: 0.2 + 0.3 * torch.rand_like(tensor) for name, tensor in theta.items()}
-    found = meta_gradient(made, theta, support, query, rates, first_order=False)
-    assert found.loss == pytest.approx(query_loss(made, theta, support, query, rates), rel=1e-12)
+    lrs = {name: 0.2 + 0.3 * torch.rand_like(tensor) for name, tensor in theta.items()}
+    found = meta_gradient(made, theta, support, query, lrs, first_order=False)
+    assert found.loss == pytest.approx(query_loss(made, theta, support, query, lrs), rel=1e-12)
     small = 1e-6
     for _ in range(4):
-        way = {name: torch.randn_like(tensor) for name, tensor in theta.items()}
-        by_theta = [query_loss(made, moved(theta, way, far), support, query, rates) for far in (small, -small)]
-        assert along(found.weights, way) == pytest.approx((by_theta[0] - by_theta[1]) / (2 * small), rel=1e-5, abs=1e-7)
-        by_alpha = [query_loss(made, theta, support, query, moved(rates, way, far)) for far in (small, -small)]
-        assert along(found.rates, way) == pytest.approx((by_alpha[0] - by_alpha[1]) / (2 * small), rel=1e-5, abs=1e-7)
+        direction = {name: torch.randn_like(tensor) for name, tensor in theta.items()}
+        by_theta = [query_loss(made, moved(theta, direction, far), support, query, lrs) for far in (small, -small)]
+        assert along(found.weights, direction) == pytest.approx(
+            (by_theta[0] - by_theta[1]) / (2 * small), rel=1e-5, abs=1e-7
+        )
+        by_alpha = [query_loss(made, theta, support, query, moved(lrs, direction, far)) for far in (small, -small)]
+        assert along(found.lrs, direction) == pytest.approx(
+            (by_alpha[0] - by_alpha[1]) / (2 * small), rel=1e-5, abs=1e-7
+        )
 
 
 @pytest.mark.parametrize("net", NETS)
 def test_maml_is_not_fomaml(net: str) -> None:
     made, theta, support, query = case(net, 2)
     exact, first = (meta_gradient(made, theta, support, query, 0.4, order) for order in (False, True))
-    end = {name: tensor.requires_grad_() for name, tensor in adapted(made, theta, support, 0.4).items()}
+    end = {name: tensor.requires_grad_() for name, tensor in adapt_weights(made, theta, support, 0.4).items()}
     loss = F.cross_entropy(functional_call(made, end, (query[0],)), query[1])
     plain = dict(zip(end, torch.autograd.grad(loss, list(end.values())), strict=True))
     assert all(torch.allclose(first.weights[name], plain[name], rtol=1e-10, atol=1e-12) for name in plain)
     apart = sum(float((exact.weights[name] - first.weights[name]).square().sum()) for name in plain) ** 0.5
-    assert apart > 0.01 * sum(float(slope.square().sum()) for slope in plain.values()) ** 0.5
+    assert apart > 0.01 * sum(float(gradient.square().sum()) for gradient in plain.values()) ** 0.5
 
 
 def softmax_regression(w: Array, x: Array, y: NDArray[np.int64]) -> tuple[Array, Array]:
@@ -150,30 +154,30 @@ def test_one_step_of_meta_sgd_against_the_closed_form() -> None:
         {"weight": torch.from_numpy(alpha)},
         first_order=False,
     )
-    assert np.allclose(found.rates["weight"], -g * v, rtol=1e-10)
+    assert np.allclose(found.lrs["weight"], -g * v, rtol=1e-10)
     assert np.allclose(found.weights["weight"], v - (hessian @ (alpha * v).ravel()).reshape(3, 4), rtol=1e-10)
 
 
 def test_adam_by_hand_and_against_torch() -> None:
     draw = torch.Generator().manual_seed(0)
-    slopes = [torch.randn(5, generator=draw, dtype=torch.float64) for _ in range(4)]
+    gradients = [torch.randn(5, generator=draw, dtype=torch.float64) for _ in range(4)]
     theirs = torch.ones(5, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.Adam([theirs], lr=0.03)
     weights = {"w": torch.ones(5, dtype=torch.float64), "buffer": torch.tensor(7)}
     first = second = {"w": torch.zeros(5, dtype=torch.float64)}
-    for step, slope in enumerate(slopes, 1):
-        theirs.grad = slope
+    for step, gradient in enumerate(gradients, 1):
+        theirs.grad = gradient
         optimizer.step()
-        weights, first, second = adam(weights, {"w": slope}, first, second, step, 0.03)
+        weights, first, second = adam_step(weights, {"w": gradient}, first, second, step, 0.03)
         if step == 1:  # at first Adam takes one step of its rate, whatever the size of the gradient
-            assert torch.allclose(weights["w"], 1 - 0.03 * slope.sign(), atol=1e-7)
+            assert torch.allclose(weights["w"], 1 - 0.03 * gradient.sign(), atol=1e-7)
     assert torch.allclose(weights["w"], theirs.detach(), rtol=1e-12) and int(weights["buffer"]) == 7
 
 
 def test_adam_of_hardly_any_gradient() -> None:
     """ε stands outside the root: a gradient of ε takes half a step, none takes none."""
-    slope, none = torch.tensor([1e-8, 0.0], dtype=torch.float64), {"w": torch.zeros(2, dtype=torch.float64)}
-    moved, _, _ = adam(none, {"w": slope}, none, none, 1, 0.5)
+    gradient, none = torch.tensor([1e-8, 0.0], dtype=torch.float64), {"w": torch.zeros(2, dtype=torch.float64)}
+    moved, _, _ = adam_step(none, {"w": gradient}, none, none, 1, 0.5)
     assert torch.allclose(moved["w"], torch.tensor([-0.25, 0.0], dtype=torch.float64))
 
 
@@ -181,16 +185,16 @@ def test_weights_that_do_not_learn_have_no_gradient_and_stay() -> None:
     made, theta, support, query = case("mlp", 1)
     frozen = next(iter(theta))
     dict(made.named_parameters())[frozen].requires_grad_(False)
-    assert learnable(made).keys() == theta.keys() - {frozen}
-    found = meta_gradient(made, learnable(made), support, query, 0.3, first_order=False)
-    assert found.weights.keys() == found.rates.keys() == learnable(made).keys()
+    assert trainable_weights(made).keys() == theta.keys() - {frozen}
+    found = meta_gradient(made, trainable_weights(made), support, query, 0.3, first_order=False)
+    assert found.weights.keys() == found.lrs.keys() == trainable_weights(made).keys()
 
 
 def test_fine_tuning_normalizes_as_training_does() -> None:
     made, theta, support, _ = case("cnn, batch", 2)
-    expected = adapted(copy.deepcopy(made).train(), theta, support, 0.3)
-    descend(made.eval(), support, 0.3)
-    assert all(torch.allclose(tensor, expected[name]) for name, tensor in learnable(made).items())
+    expected = adapt_weights(copy.deepcopy(made).train(), theta, support, 0.3)
+    adapt_in_place(made.eval(), support, 0.3)
+    assert all(torch.allclose(tensor, expected[name]) for name, tensor in trainable_weights(made).items())
 
 
 # --- a federation in which everything can be done by hand -----------------------------------------------------
@@ -213,10 +217,10 @@ def linear() -> nn.Module:
 
 def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
     """Ten clients whose samples are in time: the first ones are the support."""
-    return replace(from_clients(pairs, test=(PAIRS[0][0], PAIRS[0][1])), in_time=True)
+    return replace(from_clients(pairs, test=(PAIRS[0][0], PAIRS[0][1])), time_ordered=True)
 
 
-def halves(client: int, share: float) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
+def split(client: int, share: float) -> tuple[tuple[Array, Any], tuple[Array, Any]]:
     x, y = PAIRS[client]
     cut = round(len(y) * share)
     return (x[:cut].astype(float), y[:cut]), (x[cut:].astype(float), y[cut:])
@@ -224,7 +228,7 @@ def halves(client: int, share: float) -> tuple[tuple[Array, Any], tuple[Array, A
 
 def by_hand(w: Array, client: int, alpha: Any, share: float) -> tuple[Array, Array]:
     """∇_θ and ∇_α of a client's query loss after one inner step."""
-    support, query = halves(client, share)
+    support, query = split(client, share)
     g, hessian = softmax_regression(w, *support)
     v = softmax_regression(w - alpha * g, *query)[0]
     return v - (hessian @ (alpha * v).ravel()).reshape(w.shape), -g * v
@@ -244,25 +248,25 @@ def test_three_rounds_of_fedmeta_by_hand(algorithm: Any, weights: Any) -> None:
     phi = np.stack([WEIGHT, np.full_like(WEIGHT, 0.7)])
     first = second = np.zeros_like(phi)
     for step in (1, 2, 3):
-        found = []
+        gradients = []
         for client in GROUPS.train:
             theta, alpha = by_hand(phi[0], client, phi[1], 0.4)
             if algorithm == "fomaml":
-                support, query = halves(client, 0.4)
+                support, query = split(client, 0.4)
                 theta = softmax_regression(phi[0] - 0.7 * softmax_regression(phi[0], *support)[0], *query)[0]
-            found.append(np.stack([theta, alpha if algorithm == "meta-sgd" else np.zeros_like(alpha)]))
+            gradients.append(np.stack([theta, alpha if algorithm == "meta-sgd" else np.zeros_like(alpha)]))
         shares = [len(PAIRS[client][1]) if weights == "size" else 1 for client in GROUPS.train]
-        gradient = np.average(found, axis=0, weights=shares)
+        gradient = np.average(gradients, axis=0, weights=shares)
         first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient**2
         phi = phi - 0.05 * (first / (1 - 0.9**step)) / (np.sqrt(second / (1 - 0.999**step)) + 1e-8)
     assert state.step == 3 and close(state.algorithm["weight"], phi[0], 1e-5)
     assert (ALPHA + "weight" in state.algorithm) == (algorithm == "meta-sgd")
     if algorithm == "meta-sgd":
         assert close(state.algorithm[ALPHA + "weight"], phi[1], 1e-5)
-    assert close(state.first["weight"], first[0]) and np.abs(phi[0] - WEIGHT).max() > 0.05
+    assert close(state.first_moment["weight"], first[0]) and np.abs(phi[0] - WEIGHT).max() > 0.05
 
 
-def test_local_steps_go_their_way_and_rates_stay_with_the_server() -> None:
+def test_local_steps_move_theta_and_the_server_updates_alpha() -> None:
     method = FedMeta(
         rounds=1,
         cohort=8,
@@ -273,27 +277,27 @@ def test_local_steps_go_their_way_and_rates_stay_with_the_server() -> None:
         meta_lr=0.05,
         support_fraction=0.4,
     )
-    ends, slopes = [], []
+    ends, alpha_gradients = [], []
     for client in GROUPS.train:
         one, first = by_hand(WEIGHT, client, 0.7, 0.4)
         two, second = by_hand(WEIGHT - 0.5 * one, client, 0.7, 0.4)
         ends.append(WEIGHT - 0.5 * one - 0.5 * two)
-        slopes.append((first + second) / 2)
+        alpha_gradients.append((first + second) / 2)
     state = fewer.run(method, federation(), model=linear(), seed=SEED).state
     sizes = [len(PAIRS[client][1]) for client in GROUPS.train]
     assert close(state.algorithm["weight"], np.average(ends, axis=0, weights=sizes), 1e-5)
-    sign = np.sign(np.average(slopes, axis=0, weights=sizes))
+    sign = np.sign(np.average(alpha_gradients, axis=0, weights=sizes))
     assert close(state.algorithm[ALPHA + "weight"], 0.7 - 0.05 * sign, 1e-4)  # the first step of Adam
-    assert close(state.first[ALPHA + "weight"], 0.1 * np.average(slopes, axis=0, weights=sizes))
+    assert close(state.first_moment[ALPHA + "weight"], 0.1 * np.average(alpha_gradients, axis=0, weights=sizes))
     assert method.search_space().keys() == {"local_lr", "inner_lr"} and FedMeta().search_space().keys() == {
-        "lr",
+        "meta_lr",
         "inner_lr",
     }
 
 
 def batches(method: Any, client: int, count: int) -> list[tuple[Array, Any]]:
     x, y = PAIRS[client]
-    numbers = torch.randint(len(y), (count, method.batch), generator=stream(SEED, 1, client, "batches"))
+    numbers = torch.randint(len(y), (count, method.batch_size), generator=stream(SEED, 1, client, "batches"))
     return [(x[row].astype(float), y[row]) for row in numbers.numpy()]
 
 
@@ -334,23 +338,23 @@ def test_per_fedavg_by_hand(first_order: bool) -> None:
 def test_inner_steps_of_training_are_as_many_as_are_set() -> None:
     method = FedMeta(rounds=1, cohort=8, inner_steps=3, inner_lr=0.7, support_fraction=0.4)
     state = fewer.run(method, federation(), model=linear(), seed=SEED).state
-    found = []
+    gradients = []
     for client in GROUPS.train:
-        (sx, sy), (qx, qy) = ([torch.from_numpy(array) for array in half] for half in halves(client, 0.4))
+        (sx, sy), (qx, qy) = ([torch.from_numpy(array) for array in half] for half in split(client, 0.4))
         start = w = torch.from_numpy(WEIGHT).requires_grad_()
         for _ in range(3):  # all steps in one graph
-            (slope,) = torch.autograd.grad(F.cross_entropy(sx @ w.T, sy), w, create_graph=True)
-            w = w - 0.7 * slope
-        found.append(torch.autograd.grad(F.cross_entropy(qx @ w.T, qy), start)[0].numpy())
+            (gradient,) = torch.autograd.grad(F.cross_entropy(sx @ w.T, sy), w, create_graph=True)
+            w = w - 0.7 * gradient
+        gradients.append(torch.autograd.grad(F.cross_entropy(qx @ w.T, qy), start)[0].numpy())
     sizes = [len(PAIRS[client][1]) for client in GROUPS.train]
-    assert close(state.first["weight"], 0.1 * np.average(found, axis=0, weights=sizes))
+    assert close(state.first_moment["weight"], 0.1 * np.average(gradients, axis=0, weights=sizes))
 
 
 def test_samples_of_a_step_are_as_many_as_are_set_and_from_their_half() -> None:
     samples = Samples(torch.arange(20.0)[:, None], torch.zeros(20, dtype=torch.int64))
-    support, queries = samples.only(torch.arange(8)), samples.only(torch.arange(8, 20))
+    support, queries = samples.select(torch.arange(8)), samples.select(torch.arange(8, 20))
     method, draw = FedMeta(inner_steps=3, batch_size=5, queries=4), stream("test")
-    inner, outer = method.inner_batches(support, draw), method.query_batch(queries, draw)
+    inner, outer = method.support_batches(support, draw), method.query_batch(queries, draw)
     assert [len(x) for x, _ in inner] == [5, 5, 5] and not torch.equal(inner[0][0], inner[1][0])
     assert float(torch.cat([x for x, _ in inner]).max()) < 8
     assert len(set(outer[0][:, 0].tolist())) == 4 and float(outer[0].min()) >= 8
@@ -379,7 +383,7 @@ def test_running_statistics_are_averaged_as_gradients_are(weights: Any) -> None:
 
     method = FedMeta(rounds=1, cohort=8, support_fraction=0.4, weighting=weights)
     state = fewer.run(method, federation(), model=Normed(), seed=SEED).state
-    means = [halves(client, 0.4)[1][0].mean(axis=0) for client in GROUPS.train]  # the last batch that each has seen
+    means = [split(client, 0.4)[1][0].mean(axis=0) for client in GROUPS.train]  # the last batch that each has seen
     shares = [len(PAIRS[client][1]) if weights == "size" else 1 for client in GROUPS.train]
     assert close(state.algorithm["0.running_mean"], np.average(means, axis=0, weights=shares))
 
@@ -392,32 +396,32 @@ def test_fedavg_with_adam_learns_and_is_not_sgd() -> None:
     assert not torch.equal(one["weight"], two["weight"])
 
 
-# --- who is judged, and on what -------------------------------------------------------------------------------
+# --- evaluation clients, and their samples --------------------------------------------------------------------
 
 
 def accuracy(w: Array, clients: Sequence[int], steps: int, lr: float, share: float) -> tuple[float, dict[str, float]]:
     """Pooled and by client, after adapting on the support."""
     right = {}
     for client in clients:
-        support, (x, y) = halves(client, share)
+        support, (x, y) = split(client, share)
         end = descent(w, [support] * steps, lr)
         right[client] = (x @ end.T).argmax(axis=1) == y
     by_client = {str(client): float(hits.mean()) for client, hits in right.items()}
     return float(np.concatenate(list(right.values())).mean()), by_client
 
 
-@pytest.mark.parametrize(("judge", "steps"), [("new", 2), ("new", 0), ("validation", 2)])
-def test_new_clients_are_judged_on_their_queries_after_adapting(judge: Any, steps: int) -> None:
+@pytest.mark.parametrize(("eval_clients", "steps"), [("new", 2), ("new", 0), ("validation", 2)])
+def test_new_clients_are_evaluated_on_their_queries_after_adapting(eval_clients: Any, steps: int) -> None:
     pairs = [PAIRS[client % 10] for client in range(40)]
     groups = split_clients(40, seed=SEED)
-    method = FedAvgMeta(rounds=1, adapt_steps=steps, adapt_lr=2.0, support_fraction=0.4, eval_clients=judge)
+    method = FedAvgMeta(rounds=1, adapt_steps=steps, adapt_lr=2.0, support_fraction=0.4, eval_clients=eval_clients)
     result = fewer.run(method, federation(pairs), model=linear(), seed=SEED)
-    who = groups.test if judge == "new" else groups.validation
+    evaluated = groups.test if eval_clients == "new" else groups.validation
     w = result.state.model["weight"].double().numpy()
-    pooled, by_client = accuracy(w, [client % 10 for client in who], steps, 2.0, 0.4)
-    assert result.scores["clients"].keys() == {str(client) for client in who}
+    pooled, by_client = accuracy(w, [client % 10 for client in evaluated], steps, 2.0, 0.4)
+    assert result.scores["clients"].keys() == {str(client) for client in evaluated}
     assert {str(int(client) % 10) for client in result.scores["clients"]} == by_client.keys()
-    if len(by_client) == len(who):  # else some pair of arrays is there twice
+    if len(by_client) == len(evaluated):  # else some pair of arrays is there twice
         assert result.accuracy == pytest.approx(pooled)
     assert all(value == by_client[str(int(client) % 10)] for client, value in result.scores["clients"].items())
     assert result.scores["fairness"] == fairness(list(result.scores["clients"].values()))
@@ -433,7 +437,7 @@ def test_new_clients_adapt_with_what_was_learned(algorithm: Any, adapt_steps: in
     alpha = phi[ALPHA + "weight"] if algorithm == "meta-sgd" else 0.7
     total = count = 0.0
     for client in GROUPS.test:
-        support, (x, y) = halves(client, 0.2)
+        support, (x, y) = split(client, 0.2)
         w = phi["weight"]
         for _ in range(2 if adapt_steps is None else adapt_steps):
             w = w - alpha * softmax_regression(w, *support)[0]
@@ -446,24 +450,25 @@ def test_new_clients_adapt_with_what_was_learned(algorithm: Any, adapt_steps: in
 def test_only_training_clients_train_and_only_new_ones_are_measured(tmp_path: Path) -> None:
     fewer.run(FedMeta(rounds=3, cohort=4), federation(), model=linear(), seed=SEED, out=tmp_path / "run")
     lines = [line.split(",") for line in (tmp_path / "run/ledger.csv").read_text().splitlines()[1:]]
-    assert {int(line[1]) for line in lines if line[3] == "train"} <= set(GROUPS.train)
+    trained = {int(line[1]) for line in lines if line[3] == "local_train"}
+    assert trained and trained <= set(GROUPS.train)
     assert {int(line[1]) for line in lines if line[3].startswith("evaluate")} == set(GROUPS.test)
 
 
-def test_trials_are_judged_on_validation_clients_and_see_no_new_one() -> None:
+def test_trials_are_evaluated_on_validation_clients_and_see_no_new_one() -> None:
     seen: set[int] = set()
 
     class Watched(FedMeta):
-        def judged(self, clients: fewer.Clients) -> list[int]:
-            seen.update(found := super().judged(clients))
+        def eval_cohort_of(self, clients: fewer.Clients) -> list[int]:
+            seen.update(found := super().eval_cohort_of(clients))
             return found
 
     experiment = build_experiment(
         parse_settings({"seed": SEED, "method": "fedmeta"}), Watched(rounds=1), federation(), linear()
     )
-    tuned, trials = tune(experiment, 3)
+    tuned, trials = tune_experiment(experiment, 3)
     assert len(trials) == 3 and seen == set(GROUPS.validation)
-    assert tuned.method.judge == "new" and tuned.data is experiment.data  # type: ignore[attr-defined]
+    assert tuned.method.eval_clients == "new" and tuned.data is experiment.data  # type: ignore[attr-defined]
 
 
 def test_a_fine_tuning_that_does_not_happen_is_not_tuned() -> None:
@@ -476,9 +481,9 @@ def test_support_and_queries_of_a_new_client_are_the_same_for_all_methods_and_ro
 
     def watching(kind: type[NewClients]) -> type[NewClients]:
         class Watched(kind):  # type: ignore[misc, valid-type]
-            def halves(self, client: Any, draw: Any = None) -> Any:
-                found = super().halves(client, draw)
-                if draw is None:
+            def support_and_query(self, client: Any, generator: Any = None) -> Any:
+                found = super().support_and_query(client, generator)
+                if generator is None:
                     drawn.setdefault(f"{kind.__name__} {client.id}", []).append([half.rows.tolist() for half in found])
                 return found
 
@@ -496,9 +501,9 @@ def test_divisions_are_drawn_anew_in_training_and_stay_for_new_clients() -> None
     drawn: dict[tuple[int, int, bool], list[Any]] = {}
 
     class Watched(FedMeta):
-        def halves(self, client: Any, draw: Any = None) -> Any:
-            found: Any = super().halves(client, draw)
-            drawn.setdefault((client.seed, client.id, draw is not None), []).append(
+        def support_and_query(self, client: Any, generator: Any = None) -> Any:
+            found: Any = super().support_and_query(client, generator)
+            drawn.setdefault((client.seed, client.id, generator is not None), []).append(
                 [half.rows.tolist() for half in found]
             )
             return found
@@ -521,9 +526,9 @@ def test_divisions_are_drawn_anew_in_training_and_stay_for_new_clients() -> None
         for client in groups[seed].test:
             assert len({within(rows, client) for rows in drawn[seed, client, False]}) == 1
     members: list[Any] = [
-        SimpleNamespace(train=data.client(0).train, seed=n // 2, id=n % 2, in_time=False) for n in range(4)
+        SimpleNamespace(train=data.client(0).train, seed=n // 2, id=n % 2, time_ordered=False) for n in range(4)
     ]
-    firsts: list[Any] = [FedMeta().halves(each)[0].rows for each in members]
+    firsts: list[Any] = [FedMeta().support_and_query(each)[0].rows for each in members]
     assert len({tuple(rows.tolist()) for rows in firsts}) == 4  # by seed and client
 
 
@@ -531,8 +536,8 @@ def test_a_client_uses_no_more_samples_than_are_allowed() -> None:
     sizes: list[int] = []
 
     class Watched(FedAvgMeta):
-        def samples(self, client: Any) -> Any:
-            sizes.append(len(found := super().samples(client)))
+        def client_samples(self, client: Any) -> Any:
+            sizes.append(len(found := super().client_samples(client)))
             assert found.rows is not None and found.rows[[0, -1]].tolist() == client.train.rows[[0, -1]].tolist()
             return found
 
@@ -551,10 +556,10 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("judge", ["new", "validation"])
+@pytest.mark.parametrize("eval_clients", ["new", "validation"])
 @pytest.mark.parametrize("method", ODD, ids=lambda method: method.name)
-def test_clients_with_one_sample_one_class_or_nothing_break_neither_round_nor_judgement(
-    method: NewClients, judge: Any, tmp_path: Path
+def test_clients_with_one_sample_one_class_or_nothing_break_neither_round_nor_evaluation(
+    method: NewClients, eval_clients: Any, tmp_path: Path
 ) -> None:
     pairs = [PAIRS[client % 10] for client in range(40)]
     groups = split_clients(40, seed=SEED)
@@ -563,28 +568,28 @@ def test_clients_with_one_sample_one_class_or_nothing_break_neither_round_nor_ju
         pairs[one] = (pairs[one][0][:1], pairs[one][1][:1])
         pairs[none] = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
         pairs[same] = (pairs[same][0], np.zeros_like(pairs[same][1]))
-    chosen = method.model_copy(update={"judge": judge})
+    chosen = method.model_copy(update={"eval_clients": eval_clients})
     result = fewer.run(chosen, federation(pairs), model=linear(), seed=SEED, out=tmp_path)
-    judged = groups.test if judge == "new" else groups.validation
-    assert result.scores["clients"].keys() == {str(client) for client in judged[2:]}
+    evaluated = groups.test if eval_clients == "new" else groups.validation
+    assert result.scores["clients"].keys() == {str(client) for client in evaluated[2:]}
     assert all(torch.isfinite(tensor).all() for tensor in chosen.broadcast(result.state).values())
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    told = {(event["client"], event["detail"]) for event in events if event.get("reason") == "unable"}
-    few, nothing = "1 sample, which is its support: no queries are left", "no training data"
-    expected = {(judged[0], few), (judged[1], nothing)}
+    reported = {(event["client"], event["detail"]) for event in events if event.get("reason") == "unable"}
+    few, nothing = "1 sample: it is the support set, and the query set is empty", "no training data"
+    expected = {(evaluated[0], few), (evaluated[1], nothing)}
     if not isinstance(method, Alone):
         expected.add((groups.train[1], nothing))
     if isinstance(method, FedMeta):  # the others train on all samples, also on one
         expected.add((groups.train[0], few))
-    assert told == expected and not any(event.get("reason") in ("failed", "refused") for event in events)
+    assert reported == expected and not any(event.get("reason") in ("failed", "refused") for event in events)
 
 
-def test_who_counts_more_right_than_there_are_is_not_believed() -> None:
+def test_a_client_with_impossible_counts_is_ignored() -> None:
     class Liar(FedAvgMeta):
         @fewer.on_client
         def answer_queries(self, client: Any, model: Weights) -> dict[str, float]:
-            told = super().answer_queries(client, model)
-            return told | ({"correct": told["total"] + 1} if client.id == first else {})
+            counts = super().answer_queries(client, model)
+            return counts | ({"correct": counts["total"] + 1} if client.id == first else {})
 
     pairs = [PAIRS[client % 10] for client in range(40)]
     first, *others = split_clients(40, seed=SEED).test
@@ -601,9 +606,9 @@ def test_no_client_with_queries_gets_one_line() -> None:
 
 
 def test_too_few_clients_get_one_line() -> None:
-    with pytest.raises(SettingError, match="4 clients cannot be divided in shares"):
+    with pytest.raises(SettingError, match="cannot split 4 clients by fractions"):
         fewer.run(FedMeta(rounds=1), federation(PAIRS[:4]), model=linear())
-    with pytest.raises(SettingError, match=r"cohort = 9 clients a round, but there are 8 \(allowed: 1 … all\)"):
+    with pytest.raises(SettingError, match=r"cohort = 9, but there are 8 clients \(allowed: 1 … 8\)"):
         fewer.run(FedMeta(rounds=1, cohort=9), federation(), model=linear())
 
 
@@ -611,14 +616,14 @@ def test_too_few_clients_get_one_line() -> None:
     ("setting", "text"),
     [
         ({"algorithm": "mmaml"}, "'maml', 'fomaml' or 'meta-sgd'"),
-        ({"support": 1.0}, "less than 1"),
-        ({"weights": "sizes"}, "'size' or 'uniform'"),
-        ({"judge": "old"}, "'new' or 'validation'"),
+        ({"support_fraction": 1.0}, "less than 1"),
+        ({"weighting": "sizes"}, "'size' or 'uniform'"),
+        ({"eval_clients": "old"}, "'new' or 'validation'"),
     ],
 )
 def test_wrong_settings_name_what_is_allowed(setting: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingError, match=text):
-        fewer.run("fedmeta", "digits", set=setting)
+        fewer.run("fedmeta", "digits", method_options=setting)
 
 
 def test_fairness_by_hand() -> None:
@@ -685,19 +690,19 @@ def test_a_float16_gradient_costs_half_and_still_learns() -> None:
 
 def test_adapt_writes_a_personal_model_that_predicts(tmp_path: Path) -> None:
     run, mine = tmp_path / "run", tmp_path / "mine"
-    words: list[str | Path] = ["fedmeta", *DIGITS, "--clients", "12", "--rounds", "2", "-o", "inner_rate=0.5"]
+    words: list[str | Path] = ["fedmeta", *DIGITS, "--clients", "12", "--rounds", "2", "-o", "inner_lr=0.5"]
     assert "worst tenth" in call("run", *words, "--out", run, "--no-report").stdout
     draw = np.random.default_rng(0)
     x, y = draw.integers(0, 255, (30, 1, 8, 8), np.uint8), np.full(30, 3)
     np.savez(tmp_path / "mine.npz", x=x, y=y)
     result = call("adapt", run, "--data", f"npz:{tmp_path / 'mine.npz'}", "--out", mine)
     assert "adapted to 30 samples" in result.stderr and str(mine / "model.safetensors") in result.stdout
-    by_hand = open_result(run)
+    by_hand = open_run(run)
     start = by_hand.model
     pixels = by_hand.data.test
     batch = (torch.from_numpy(x).float() - pixels.shift) * pixels.scale, torch.from_numpy(y)
     start.train()
-    end = adapted(start, learnable(start), [batch], 0.5)
+    end = adapt_weights(start, trainable_weights(start), [batch], 0.5)
     written = safetensors.torch.load_file(mine / "model.safetensors")
     assert all(torch.allclose(written[name], end[name], atol=1e-6) for name in end)
     from_python = by_hand.adapt(x, y).state_dict()
@@ -736,17 +741,17 @@ def test_what_cannot_be_adapted_gets_one_line(tmp_path: Path) -> None:
 
 def test_flops_of_a_linear_net_by_arithmetic() -> None:
     net = nn.Linear(5, 4, bias=False)
-    theta, batch = learnable(net), (torch.randn(6, 5), torch.randint(4, (6,)))
+    theta, batch = trainable_weights(net), (torch.randn(6, 5), torch.randint(4, (6,)))
     one = 2 * 6 * 5 * 4  # scores of 6 samples; a gradient by the weights costs the same
-    with counted() as tally:
+    with count_flops() as counter:
         meta_gradient(net, theta, [batch], batch, 0.1, first_order=True)
-    assert tally.flops == 4 * one
-    with counted() as tally:
+    assert counter.flops == 4 * one
+    with count_flops() as counter:
         meta_gradient(net, theta, [batch], batch, 0.1, first_order=False)
-    assert tally.flops == 6 * one  # ∇_θ⟨g, v⟩: of g back to the scores, and from there to the weights
-    with counted(False) as tally:
+    assert counter.flops == 6 * one  # ∇_θ⟨g, v⟩: of g back to the scores, and from there to the weights
+    with count_flops(False) as counter:
         meta_gradient(net, theta, [batch], batch, 0.1, first_order=False)
-    assert tally.flops == 0
+    assert counter.flops == 0
 
 
 def test_operations_of_like_work_are_counted_once_but_not_of_other_nets() -> None:
@@ -771,33 +776,33 @@ def test_operations_of_like_work_are_counted_once_but_not_of_other_nets() -> Non
 def test_flops_of_an_lstm_are_counted_also_where_its_kernel_is_fused() -> None:
     net = CharLSTM((6,), 4, vocabulary=9, hidden=16)
     x = torch.randint(9, (3, 6))
-    with counted() as tally:
+    with count_flops() as counter:
         scores = net(x)
     forward = 2 * 3 * 6 * 4 * 16 * ((8 + 16) + (16 + 16)) + 2 * 3 * 16 * 4
-    assert tally.flops == forward
-    with counted() as tally:
+    assert counter.flops == forward
+    with count_flops() as counter:
         scores.sum().backward()
-    assert 1.5 * forward < tally.flops <= 2 * forward
+    assert 1.5 * forward < counter.flops <= 2 * forward
 
 
 def test_a_long_gradient_is_shortened() -> None:
     """Its length is that of all weights together."""
     torch.manual_seed(0)
     net = nn.Linear(FEATURES, CLASSES)
-    ways = []
+    changes = []
     for clip in (None, 1e-3, 1e3):
         method = FedMeta(rounds=1, cohort=1, local_steps=1, local_lr=1.0, clip_norm=clip)
         end = fewer.run(method, federation(), model=net, seed=SEED).state.algorithm
-        ways.append(torch.cat([(net.state_dict()[name] - end[name]).flatten() for name in ("weight", "bias")]))
-    assert float(ways[1].norm()) == pytest.approx(1e-3, rel=1e-3) and torch.equal(ways[0], ways[2])
-    assert torch.allclose(ways[1] / ways[1].norm(), ways[0] / ways[0].norm(), atol=1e-3)
+        changes.append(torch.cat([(net.state_dict()[name] - end[name]).flatten() for name in ("weight", "bias")]))
+    assert float(changes[1].norm()) == pytest.approx(1e-3, rel=1e-3) and torch.equal(changes[0], changes[2])
+    assert torch.allclose(changes[1] / changes[1].norm(), changes[0] / changes[0].norm(), atol=1e-3)
 
 
 def test_flops_add_up_over_rounds_and_clients() -> None:
     method = FedMeta(rounds=2, cohort=8, count_flops=True, support_fraction=0.4)
     result = fewer.run(method, federation(), model=linear(), seed=SEED)
     each = sum(
-        2 * FEATURES * CLASSES * (4 * len(halves(client, 0.4)[0][1]) + 2 * len(halves(client, 0.4)[1][1]))
+        2 * FEATURES * CLASSES * (4 * len(split(client, 0.4)[0][1]) + 2 * len(split(client, 0.4)[1][1]))
         for client in GROUPS.train
     )
     assert [line["flops"] for line in result.history] == [each, 2 * each]
@@ -817,9 +822,9 @@ def test_cost_of_a_target_by_hand() -> None:
         return [line | ({} if a is None else {"accuracy": a}) for line, a in zip(lines, accuracies, strict=True)]
 
     runs = [history([0.1, 0.5, None, 0.7]), history([0.3, 0.3, 0.9, 0.5])]
-    assert best(runs) == pytest.approx(0.6)
-    assert reach(runs, 0.4) == Reached(0.4, 2, 6.0, 10.0)
-    assert reach(runs, 0.61) == Reached(0.61)
+    assert best_accuracy(runs) == pytest.approx(0.6)
+    assert cost_to_reach(runs, 0.4) == TargetCost(0.4, 2, 6.0, 10.0)
+    assert cost_to_reach(runs, 0.61) == TargetCost(0.61)
 
 
 def test_a_recipe_tells_what_a_target_costs(tmp_path: Path) -> None:
@@ -834,40 +839,40 @@ rivals = ["FedAvg"]
 data = "digits"
 clients = 20
 rounds = 2
-method_options = { flops = true }
+method_options = { count_flops = true }
 [[column]]
 name = "50 %"
-method_options = { support = 0.5 }
+method_options = { support_fraction = 0.5 }
 [[row]]
 name = "FedAvg"
 method = "fedavg-meta"
-method_options = { adapt_steps = 0, steps = 2 }
+method_options = { adapt_steps = 0, local_steps = 2 }
 [[row]]
 name = "MAML"
 method = "fedmeta"
 """
     (tmp_path / "t.toml").write_text(text)
     plan, cells = recipes.reproduce(str(tmp_path / "t.toml"), tmp_path / "runs")
-    assert all(cell.ours.settings["support"] == 0.5 and cell.reached for cell in cells)
-    found = cells[0].reached
-    assert found and found.round and found.mb and found.gflop and found.target == cells[1].reached.target  # type: ignore[union-attr]
-    page = recipes.markdown(plan, cells, "c", False)
+    assert all(cell.ours.settings["support_fraction"] == 0.5 and cell.target_cost for cell in cells)
+    found = cells[0].target_cost
+    assert found and found.round and found.mb and found.gflop and found.target == cells[1].target_cost.target  # type: ignore[union-attr]
+    page = recipes.render_markdown(plan, cells, "c", False)
     assert f"| FedAvg | 50 % | {100 * found.target:.2f} | {found.round} | {found.mb:.3g} | {found.gflop:.3g} |" in page
     lines = [(tmp_path / f"runs/50/{row}-seed0/metrics.jsonl").read_text().splitlines() for row in ("fedavg", "maml")]
     first, second = (json.loads(line[-1])["clients"] for line in lines)
-    ways = [second[client] - first[client] for client in first]
-    assert len(ways) == 2 and list(first) == list(second)
-    half = 12.706 * abs(ways[0] - ways[1]) / 2  # Student's t with one degree of freedom
+    gains = [second[client] - first[client] for client in first]
+    assert len(gains) == 2 and list(first) == list(second)
+    half = 12.706 * abs(gains[0] - gains[1]) / 2  # Student's t with one degree of freedom
     assert "| FedAvg | 50 % | – |" in page
-    assert f"| MAML | 50 % | {50 * sum(ways):.1f} ± {100 * half:.1f} |" in page
+    assert f"| MAML | 50 % | {50 * sum(gains):.1f} ± {100 * half:.1f} |" in page
     pages = write_report([tmp_path / "runs/50/fedavg-seed0"], tmp_path / "report")
     assert pages[0].exists()
 
 
 def test_the_spread_over_clients_is_drawn() -> None:
     line = {"round": 1, "accuracy": 0.5, "clients": {str(n): n / 10 for n in range(10)}}
-    assert density_picture({"fedmeta": [[line]]}) is not None
-    assert density_picture({"fedmeta": [[{"round": 1, "accuracy": 0.5}]]}) is None
+    assert plot_density({"fedmeta": [[line]]}) is not None
+    assert plot_density({"fedmeta": [[{"round": 1, "accuracy": 0.5}]]}) is None
 
 
 def test_a_net_is_left_as_it_was() -> None:

@@ -16,13 +16,21 @@ from torch.nn import functional as F
 import fewer
 from fewer.data import from_clients
 from fewer.errors import SettingError
-from fewer.learning.augment import SHIFT, STRETCH, TURN, draw_moves, move
-from fewer.learning.generator import Generator, diversity, train_generator
-from fewer.learning.match import FLOOR, REAL, _features, distance, match, redraw, statistics
+from fewer.learning.augment import MAX_ROTATION, MAX_SCALE, MAX_SHIFT, apply_affine, draw_affine
+from fewer.learning.generator import Generator, diversity_loss, train_generator
+from fewer.learning.match import (
+    REAL_PER_CLASS,
+    VARIANCE_EPS,
+    class_statistics,
+    feature_extractor,
+    match_statistics,
+    reinitialize,
+    statistics_distance,
+)
 from fewer.methods.base import Client, ContextFactory, Server
 from fewer.methods.fedavg import FedAvgAugmented
-from fewer.methods.fedmk import FedMK, FedMKPaper, Knowledge, MKState, _balance, joined
-from fewer.models import SmallCNN, Split, Task, Weights, load_weights, weights_of
+from fewer.methods.fedmk import FedMK, FedMKPaper, FedMKState, Knowledge, class_balance, concatenate_images
+from fewer.models import EncoderHead, SmallCNN, Task, Weights, get_weights, load_weights
 from fewer.runtime import HandlerServer, Inline, Unable, on_client, stream
 from fewer.wire import Refused, Shaped, decode, encode
 
@@ -61,8 +69,8 @@ def small_cnn() -> nn.Module:
     return SmallCNN(SHAPE, CLASSES)
 
 
-def task_of(make: Callable[[], nn.Module] = small_cnn) -> Task:
-    return Task(SHAPE, CLASSES, make)
+def task_of(build_net: Callable[[], nn.Module] = small_cnn) -> Task:
+    return Task(SHAPE, CLASSES, build_net)
 
 
 def place_of(folder: Path, task: Task | None = None) -> ContextFactory:
@@ -86,10 +94,10 @@ def inline(method: FedMK, folder: Path, **what: Any) -> Inline:
     return Inline(len(DATA), SEED, handlers=handlers, **what)
 
 
-def double_case(make: Callable[[], nn.Module] = small_cnn) -> tuple[nn.Module, dict[str, Tensor], Tensor, Tensor]:
+def double_case(build_net: Callable[[], nn.Module] = small_cnn) -> tuple[nn.Module, dict[str, Tensor], Tensor, Tensor]:
     """A net in float64, its weights, and a D̂ of two images a class."""
     torch.manual_seed(3)
-    net = make().double()
+    net = build_net().double()
     images = torch.rand(2 * CLASSES, *SHAPE, dtype=torch.float64) * 2 - 1
     return net, dict(net.named_parameters()), images, torch.arange(CLASSES).repeat_interleave(2)
 
@@ -120,8 +128,8 @@ def test_outer_gradient_is_exact(how: dict[str, Any], weights: str) -> None:
     balance = torch.tensor([0.5, 1.5, 4.0], dtype=torch.float64)
 
     def loss(images: Tensor) -> Tensor:
-        reached = method.unroll(net, start, images, labels, stream("same draws"))
-        return method.outer_loss(net, reached, x, y, balance)
+        w_star = method.inner_loop(net, start, images, labels, stream("same draws"))
+        return method.outer_loss(net, w_star, x, y, balance)
 
     images.requires_grad_()
     (gradient,) = torch.autograd.grad(loss(images), images)
@@ -145,8 +153,8 @@ def test_gradient_goes_through_the_inner_step_and_not_around_it() -> None:
 
     p = softmax(d @ w.T)[0]
     r = p - np.eye(2)[label]
-    reached = w - lr * np.outer(r, d[0])
-    outer = ((softmax(x @ reached.T) - np.eye(2)[y]).T @ x) / len(y)  # ∇ of the mean loss at w*
+    w_star = w - lr * np.outer(r, d[0])
+    outer = ((softmax(x @ w_star.T) - np.eye(2)[y]).T @ x) / len(y)  # ∇ of the mean loss at w*
     jacobian = np.diag(p) - np.outer(p, p)  # of softmax by scores
     # ⟨outer, r dᵀ⟩ differentiated by d: outerᵀ r, and through r = softmax(w d): wᵀ J (outer d)
     expected = -lr * (outer.T @ r + w.T @ jacobian @ (outer @ d[0]))
@@ -154,10 +162,10 @@ def test_gradient_goes_through_the_inner_step_and_not_around_it() -> None:
     net = nn.Linear(3, 2, bias=False).double()
     images = torch.from_numpy(d).requires_grad_()
     method = FedMK(inner_steps=1, inner_batch_size=None, inner_lr=lr, sample_weights="none", augment=False)
-    after = method.unroll(
+    after = method.inner_loop(
         net, {"weight": torch.from_numpy(w).requires_grad_()}, images, torch.tensor([label]), stream()
     )
-    assert np.allclose(after["weight"].detach().numpy(), reached)
+    assert np.allclose(after["weight"].detach().numpy(), w_star)
     loss = method.outer_loss(net, after, torch.from_numpy(x), torch.from_numpy(y), torch.ones(2))
     (gradient,) = torch.autograd.grad(loss, images)
     assert np.allclose(gradient.numpy()[0], expected)
@@ -166,7 +174,7 @@ def test_gradient_goes_through_the_inner_step_and_not_around_it() -> None:
 def test_dynamic_weights_are_sigmoids_of_the_loss_and_constants() -> None:
     method = FedMK(tau=2.0)
     losses = torch.tensor([0.0, 0.5, 3.0], dtype=torch.float64, requires_grad=True)
-    weights = method.weigh(losses, torch.ones(3))
+    weights = method.weigh_samples(losses, torch.ones(3))
     assert weights.tolist() == pytest.approx([0.5, 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(-6.0))])
     (gradient,) = torch.autograd.grad((weights * losses).mean(), losses)
     assert gradient.tolist() == pytest.approx([w / 3 for w in weights.tolist()])
@@ -189,19 +197,19 @@ def test_outer_loss_is_the_weighted_mean() -> None:
 
 
 def test_class_weights_give_each_held_class_the_same_sum() -> None:
-    balance = _balance(torch.tensor([0, 0, 0, 2]))
+    balance = class_balance(torch.tensor([0, 0, 0, 2]))
     assert balance[[0, 2]].tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
 
 
 @pytest.mark.parametrize("restart", [1, 2])
-def test_refining_is_descent_from_the_global_model_or_carried_along(restart: int, tmp_path: Path) -> None:
+def test_the_outer_loop_is_descent_from_the_global_model_or_carried_along(restart: int, tmp_path: Path) -> None:
     """Two SGD steps on D̂ over all samples: the second starts from W again, or from where the first led."""
     method = FedMK(
         outer_steps=2, outer_lr=3.0, outer_batch_size=None, optimizer="sgd", inner_steps=1, inner_batch_size=None,
         inner_lr=0.5, restart_every=restart, augment=False, sample_weights="none",
     )  # fmt: skip
     client = make_client(tmp_path, 1)
-    net = client.net(client.initial())
+    net = client.net(client.initial_weights())
     images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
     labels = torch.arange(3).repeat_interleave(2)
     x, y = client.train.slice(0, len(client.train))
@@ -220,7 +228,7 @@ def test_refining_is_descent_from_the_global_model_or_carried_along(restart: int
         loss = F.cross_entropy(torch.func.functional_call(net, moved, (x,)), y)
         expected = d - 3.0 * torch.autograd.grad(loss, d)[0]
         weights = {name: w.detach().requires_grad_() for name, w in moved.items()}
-    assert torch.allclose(method.refine(net, images, labels, client.train, stream("any")), expected, atol=1e-6)
+    assert torch.allclose(method.outer_loop(net, images, labels, client.train, stream("any")), expected, atol=1e-6)
     assert not torch.allclose(expected, images, atol=1e-3)
 
 
@@ -239,18 +247,18 @@ def test_inner_steps_go_over_shuffled_parts_each_image_once_a_pass() -> None:
     images = torch.arange(6.0).view(6, 1, 1, 1).expand(6, 1, 1, 2).contiguous()
     method = FedMK(inner_steps=4, inner_batch_size=3, augment=False)
     net = Spy()
-    method.unroll(net, dict(net.named_parameters()), images, torch.zeros(6, dtype=torch.long), stream("x"))
+    method.inner_loop(net, dict(net.named_parameters()), images, torch.zeros(6, dtype=torch.long), stream("x"))
     first, second = torch.cat(seen[:2]).tolist(), torch.cat(seen[2:]).tolist()
     assert sorted(first) == sorted(second) == list(range(6))
     assert first != list(range(6)) or second != list(range(6))
 
 
-# --- what D̂ begins from ---------------------------------------------------------------------------------------
+# --- what D̂ starts from ---------------------------------------------------------------------------------------
 
 
 def test_d_begins_from_even_noise(tmp_path: Path) -> None:
     labels = torch.zeros(200, dtype=torch.long)
-    images = FedMK().first_images(make_client(tmp_path, 0), labels, {})
+    images = FedMK().initial_images(make_client(tmp_path, 0), labels, {})
     assert -1 <= images.min() < -0.99
     assert 0.99 < images.max() <= 1
     assert images.std() == pytest.approx(1 / math.sqrt(3), rel=0.02)
@@ -259,55 +267,57 @@ def test_d_begins_from_even_noise(tmp_path: Path) -> None:
 def test_shared_knowledge_is_taken_by_class_and_the_rest_is_noise(tmp_path: Path) -> None:
     labels = torch.tensor([0, 0, 2, 2])
     shared = {"0": torch.full((1, *SHAPE), 7.0), "1": torch.full((2, *SHAPE), 8.0), "2": torch.full((3, *SHAPE), 9.0)}
-    images = FedMK(init_from="shared").first_images(make_client(tmp_path, 0), labels, shared)
+    images = FedMK(init_from="shared").initial_images(make_client(tmp_path, 0), labels, shared)
     assert [float(image.max()) if image.std() == 0 else None for image in images] == [7.0, None, 9.0, 9.0]
-    ignored = FedMK(init_from="noise").first_images(make_client(tmp_path, 0), labels, {})
+    ignored = FedMK(init_from="noise").initial_images(make_client(tmp_path, 0), labels, {})
     assert ignored.abs().max() <= 1
 
 
 def test_sharing_gives_the_knowledge_of_others_only(tmp_path: Path) -> None:
     method = FedMK(init_from="shared", **SMALL)
     state = method.init(task_of(), SEED)
-    assert all(coded.value is state.blank for coded in method.lots(state, [0, 1], stream("a")).values())
-    known = {p: {**state.blank, "0": torch.full((1, *SHAPE), float(p))} for p in (0, 2, 3)}
-    state = MKState(state.model, state.generator, state.blank, known)
-    got: dict[int, set[float]] = {0: set(), 1: set()}
+    assert all(
+        coded.value is state.empty for coded in method.draw_shared_knowledge(state, [0, 1], stream("a")).values()
+    )
+    known = {p: {**state.empty, "0": torch.full((1, *SHAPE), float(p))} for p in (0, 2, 3)}
+    state = FedMKState(state.model, state.generator, state.empty, known)
+    received: dict[int, set[float]] = {0: set(), 1: set()}
     for seed in range(40):
-        for who, coded in method.lots(state, [0, 1], stream(seed)).items():
+        for who, coded in method.draw_shared_knowledge(state, [0, 1], stream(seed)).items():
             assert isinstance(coded.value, dict)
-            got[who].add(float(coded.value["0"].max()))
-    assert got == {0: {2.0, 3.0}, 1: {0.0, 2.0, 3.0}}
-    quiet = FedMK(init_from="own", **SMALL).lots(state, [0, 1], stream("a"))
-    assert all(coded.value is state.blank for coded in quiet.values())
+            received[who].add(float(coded.value["0"].max()))
+    assert received == {0: {2.0, 3.0}, 1: {0.0, 2.0, 3.0}}
+    quiet = FedMK(init_from="own", **SMALL).draw_shared_knowledge(state, [0, 1], stream("a"))
+    assert all(coded.value is state.empty for coded in quiet.values())
 
 
-def test_own_knowledge_goes_on_from_the_last_round(tmp_path: Path) -> None:
+def test_own_knowledge_continues_from_the_last_round(tmp_path: Path) -> None:
     method = FedMK(init_from="own", **{**SMALL, "matching_steps": 0, "outer_steps": 1, "outer_lr": 1e-9})
-    model, blank = task_of().initial(SEED), method.init(task_of(), SEED).blank
-    first = method.condense(make_client(tmp_path, 0, 1), model=model, shared=blank)["knowledge"].value
-    second = method.condense(make_client(tmp_path, 0, 2), model=model, shared=blank)["knowledge"].value
+    model, empty = task_of().initial_weights(SEED), method.init(task_of(), SEED).empty
+    first = method.condense(make_client(tmp_path, 0, 1), model=model, shared=empty)["knowledge"].value
+    second = method.condense(make_client(tmp_path, 0, 2), model=model, shared=empty)["knowledge"].value
     assert torch.allclose(first["0"], second["0"], atol=1e-6)
-    other = method.condense(make_client(tmp_path / "elsewhere", 0, 2), model=model, shared=blank)["knowledge"].value
+    other = method.condense(make_client(tmp_path / "elsewhere", 0, 2), model=model, shared=empty)["knowledge"].value
     assert not torch.allclose(first["0"], other["0"], atol=0.1)
 
 
 def test_labels_are_those_held_or_all(tmp_path: Path) -> None:
     def labels(method: FedMK, number: int) -> list[int]:
-        made: list[int] = method.hard_labels(method.enough(make_client(tmp_path, number)), CLASSES).tolist()
+        made: list[int] = method.hard_labels(method.eligible_samples(make_client(tmp_path, number)), CLASSES).tolist()
         return made
 
     assert labels(FedMK(per_class=2, min_samples=1), 0) == [0, 0, 2, 2]
     assert labels(FedMK(per_class=1, min_samples=2), 1) == [0, 1]
     assert labels(FedMK(per_class=1, min_samples=2, labels="all"), 3) == [0, 1, 2]
     with pytest.raises(Unable, match="no class with 3 samples or more"):
-        FedMK(min_samples=3).enough(make_client(tmp_path, 3))
+        FedMK(min_samples=3).eligible_samples(make_client(tmp_path, 3))
 
 
 @pytest.mark.parametrize("labels", ["held", "all"])
 def test_samples_of_rare_classes_do_not_come_into_d(labels: str, tmp_path: Path) -> None:
     """Client 1 has one sample of class 2: D̂ is the same whatever it looks like."""
     method = FedMK(**{**SMALL, "min_samples": 2, "labels": labels})
-    model, blank = task_of().initial(SEED), method.init(task_of(), SEED).blank
+    model, empty = task_of().initial_weights(SEED), method.init(task_of(), SEED).empty
     made = []
     for change in (0.0, 5.0):
         x, y = PAIRS[1]
@@ -315,32 +325,39 @@ def test_samples_of_rare_classes_do_not_come_into_d(labels: str, tmp_path: Path)
         client = ContextFactory(data, task_of(), SEED, tmp_path / str(change))(1, 1)
         assert isinstance(client, Client)
         torch.manual_seed(0)
-        made.append(method.condense(client, model=model, shared=blank)["knowledge"].value)
+        made.append(method.condense(client, model=model, shared=empty)["knowledge"].value)
     assert same(*made)
 
 
-# --- matching and moving --------------------------------------------------------------------------------------
+# --- matching and augmentation --------------------------------------------------------------------------------------
 
 
 def test_statistics_are_mean_and_deviation_by_class() -> None:
     features = torch.randn(7, 4, dtype=torch.float64, generator=stream("f"))
     means = torch.zeros(2, 7, dtype=torch.float64)
     means[0, :3], means[1, 3:] = 1 / 3, 1 / 4
-    mean, deviation = statistics(features, means)
+    mean, deviation = class_statistics(features, means)
     for row, part in enumerate((features[:3], features[3:])):
         assert torch.allclose(mean[row], part.mean(0))
-        assert torch.allclose(deviation[row], (part.var(0, correction=0) + FLOOR).sqrt())
+        assert torch.allclose(deviation[row], (part.var(0, correction=0) + VARIANCE_EPS).sqrt())
     other = (mean + 1, deviation - 2)
-    assert distance((mean, deviation), other).item() == pytest.approx(2 * 4 * (1 + 4))
-    assert distance((mean, deviation), (mean, deviation)) == 0
+    assert statistics_distance((mean, deviation), other).item() == pytest.approx(2 * 4 * (1 + 4))
+    assert statistics_distance((mean, deviation), (mean, deviation)) == 0
 
 
 def test_matching_brings_statistics_near_and_leaves_what_it_cannot_match(tmp_path: Path) -> None:
     client = make_client(tmp_path, 0)
     labels = torch.arange(3).repeat_interleave(4)
     images = 2 * torch.rand(12, *SHAPE, generator=stream("D̂")) - 1
-    made = match(
-        client.net(client.initial()), images, labels, client.train, steps=60, lr=0.1, augment=False, stream=stream("s")
+    made = match_statistics(
+        client.net(client.initial_weights()),
+        images,
+        labels,
+        client.train,
+        steps=60,
+        lr=0.1,
+        augment=False,
+        stream=stream("s"),
     )
     assert torch.equal(made[labels == 1], images[labels == 1])  # the client has no sample of class 1
 
@@ -353,23 +370,24 @@ def test_matching_brings_statistics_near_and_leaves_what_it_cannot_match(tmp_pat
 
 
 def test_one_matching_step_is_adam_on_the_distance(tmp_path: Path) -> None:
-    """Adam's first step moves each pixel by the rate against the sign of its gradient."""
+    """Adam's first step moves each pixel by the learning rate against the sign of its gradient."""
     client = make_client(tmp_path, 2)
     labels = torch.arange(3).repeat_interleave(2)
     images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
     torch.manual_seed(8)
-    net = client.net(client.initial())
-    made = match(net, images, labels, client.train, steps=1, lr=0.1, augment=False, stream=stream("s"))
+    net = client.net(client.initial_weights())
+    made = match_statistics(net, images, labels, client.train, steps=1, lr=0.1, augment=False, stream=stream("s"))
     draw = stream("s")
     y = client.train.labels
-    numbers = torch.cat([torch.nonzero(y == c)[:, 0][torch.randint(3, (REAL,), generator=draw)] for c in range(3)])
+    drawn = [torch.randint(3, (REAL_PER_CLASS,), generator=draw) for _ in range(3)]
+    numbers = torch.cat([torch.nonzero(y == c)[:, 0][drawn[c]] for c in range(3)])
     x, y = client.train.pick(numbers)
     d = images.clone().requires_grad_()
     loss = torch.zeros(())
     for c in range(3):  # `net` still has the weights that were drawn
         ours, theirs = net.encoder[:7](d[labels == c]), net.encoder[:7](x[y == c])  # type: ignore[index, operator]
         loss = loss + (ours.mean(0) - theirs.mean(0)).square().sum()
-        deviations = [(f.var(0, correction=0) + FLOOR).sqrt() for f in (ours, theirs)]
+        deviations = [(f.var(0, correction=0) + VARIANCE_EPS).sqrt() for f in (ours, theirs)]
         loss = loss + (deviations[0] - deviations[1]).square().sum()
     (gradient,) = torch.autograd.grad(loss, d)
     clear = gradient.abs() > 1e-4
@@ -379,9 +397,9 @@ def test_one_matching_step_is_adam_on_the_distance(tmp_path: Path) -> None:
 
 def test_random_nets_are_drawn_anew() -> None:
     net = small_cnn()
-    before = weights_of(net)
-    redraw(net)
-    after = weights_of(net)
+    before = get_weights(net)
+    reinitialize(net)
+    after = get_weights(net)
     assert not torch.equal(before["encoder.0.weight"], after["encoder.0.weight"])
     assert not torch.equal(before["head.weight"], after["head.weight"])
 
@@ -389,36 +407,38 @@ def test_random_nets_are_drawn_anew() -> None:
 def test_features_end_before_the_first_full_layer_or_the_head() -> None:
     x = torch.randn(2, *SHAPE)
     net = small_cnn()
-    with _features(net) as features:
+    with feature_extractor(net) as features:
         assert torch.equal(features(x), net.encoder[:7](x))  # type: ignore[index, operator]
-    plain = Split(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)), 5, CLASSES)
-    with _features(plain) as features:
+    plain = EncoderHead(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)), 5, CLASSES)
+    with feature_extractor(plain) as features:
         assert torch.equal(features(x), plain.encoder(x))
     assert not plain.head._forward_pre_hooks
 
 
-def test_moves_are_affine_and_differentiable() -> None:
+def test_augmentation_is_affine_and_differentiable() -> None:
     image = torch.rand(2, 1, 9, 9, dtype=torch.float64)
     same = torch.tensor([[[1.0, 0, 0], [0, 1, 0]]], dtype=torch.float64)
-    assert torch.allclose(move(image, same), image)
+    assert torch.allclose(apply_affine(image, same), image)
     right = torch.tensor([[[1.0, 0, 2 / 9], [0, 1, 0]]], dtype=torch.float64)  # reads one pixel further right
-    assert torch.allclose(move(image, right)[..., :-1], image[..., 1:])
-    assert torch.allclose(move(image, right)[..., -1], image[..., -1])
-    moves = draw_moves(400, stream("m"))
+    assert torch.allclose(apply_affine(image, right)[..., :-1], image[..., 1:])
+    assert torch.allclose(apply_affine(image, right)[..., -1], image[..., -1])
+    moves = draw_affine(400, stream("m"))
     size = moves[:, :, :2].double().det().sqrt()
-    assert 1 / (1 + STRETCH) <= size.min() < 0.9 < 1.1 < size.max() <= 1 / (1 - STRETCH) + 1e-6
-    assert moves[:, :, 2].abs().max() <= SHIFT
-    assert torch.atan2(moves[:, 1, 0], moves[:, 0, 0]).abs().max() <= TURN + 1e-6
+    assert 1 / (1 + MAX_SCALE) <= size.min() < 0.9 < 1.1 < size.max() <= 1 / (1 - MAX_SCALE) + 1e-6
+    assert moves[:, :, 2].abs().max() <= MAX_SHIFT
+    assert torch.atan2(moves[:, 1, 0], moves[:, 0, 0]).abs().max() <= MAX_ROTATION + 1e-6
     image.requires_grad_()
-    assert torch.autograd.gradcheck(lambda i: move(i, moves[:2]), (image,))
+    assert torch.autograd.gradcheck(lambda i: apply_affine(i, moves[:2]), (image,))
 
 
 # --- Eqs 9-11: the server --------------------------------------------------------------------------------
 
 
-def learned(method: FedMK, folder: Path, images: Tensor, labels: Tensor) -> tuple[Weights, Weights, MKState]:
+def learned(method: FedMK, folder: Path, images: Tensor, labels: Tensor) -> tuple[Weights, Weights, FedMKState]:
     state = method.init(task_of(), SEED)
-    answer = method.learn(server(folder), model=state.model, generator=state.generator, images=images, labels=labels)
+    answer = method.train_global_model(
+        server(folder), model=state.model, generator=state.generator, images=images, labels=labels
+    )
     return answer["model"], answer["generator"], state
 
 
@@ -427,7 +447,7 @@ def some_images() -> tuple[Tensor, Tensor]:
 
 
 def test_training_is_descent_on_the_mean_loss_of_d(tmp_path: Path) -> None:
-    """Eq 9, two steps with momentum and a falling rate, by hand."""
+    """Eq 9, two steps with momentum and a decaying learning rate, by hand."""
     method = FedMK(pseudo_weight=0, augment=False, server_steps=2, server_lr=0.4, server_batch_size=4, momentum=0.5)
     images, labels = some_images()
     model, generator, state = learned(method, tmp_path, images, labels)
@@ -445,30 +465,30 @@ def test_training_is_descent_on_the_mean_loss_of_d(tmp_path: Path) -> None:
         with torch.no_grad():
             for p, value in zip(net.parameters(), w, strict=True):
                 p.copy_(value)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.values(), weights_of(net).values(), strict=True))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(model.values(), get_weights(net).values(), strict=True))
     assert not torch.allclose(model["head.weight"], state.model["head.weight"], atol=1e-3)
 
 
 def test_generated_features_add_beta_times_their_loss_to_the_head_only(tmp_path: Path) -> None:
-    """Eq 11: one step with and without; the difference is −rate · β · ∇ of the head's loss on what is generated."""
+    """Eq 11: one step with and without; the difference is −lr · β · ∇ of the head's loss on what is generated."""
     images, labels = some_images()
     one = {"augment": False, "server_steps": 1, "server_lr": 0.3, "server_batch_size": 8, "generator_steps": 4}
     beta = 0.5
-    with_, generator, state = learned(FedMK(pseudo_weight=beta, **one), tmp_path, images, labels)
-    make = Generator(CLASSES, 32)
-    make.load_state_dict(generator)
-    make.train()
+    with_, weights, state = learned(FedMK(pseudo_weight=beta, **one), tmp_path, images, labels)
+    generator = Generator(CLASSES, 32)
+    generator.load_state_dict(weights)
+    generator.train()
     draw = server(tmp_path).stream("learning")
     for _ in range(4):
-        make.draw(8, draw, torch.ones(3))  # what training the generator drew
+        generator.draw(8, draw, torch.ones(3))  # what training the generator drew
     chosen = torch.randint(9, (8,), generator=draw)
-    noise, y = make.draw(round(beta * 8), draw, torch.ones(3))
+    noise, y = generator.draw(round(beta * 8), draw, torch.ones(3))
     before = Generator(CLASSES, 32)
     before.load_state_dict(state.generator)
     net = task_of().net()
     net.load_state_dict(state.model)
     with torch.no_grad():
-        features = make(noise, y)
+        features = generator(noise, y)
     loss = F.cross_entropy(net(images[chosen]), labels[chosen]) + beta * F.cross_entropy(net.head(features), y)  # type: ignore[operator]
     gradients = torch.autograd.grad(loss, list(net.parameters()))
     for (name, parameter), gradient in zip(net.named_parameters(), gradients, strict=True):
@@ -478,16 +498,16 @@ def test_generated_features_add_beta_times_their_loss_to_the_head_only(tmp_path:
 def test_the_generator_learns_what_the_head_takes_for_its_class(tmp_path: Path) -> None:
     """Eq 10: cross-entropy through the head falls, the head stays as it is, features of a class differ."""
     torch.manual_seed(0)
-    head, make = nn.Linear(32, CLASSES), Generator(CLASSES, 32)
-    before = weights_of(head)
-    noise, y = make.draw(200, stream("try"))
-    first = F.cross_entropy(head(make(noise, y)), y).item()
+    head, generator = nn.Linear(32, CLASSES), Generator(CLASSES, 32)
+    before = get_weights(head)
+    noise, y = generator.draw(200, stream("try"))
+    first = F.cross_entropy(head(generator(noise, y)), y).item()
     train_generator(
-        make, lambda features, _: head(features), torch.ones(3), stream("learn"), steps=60, lr=0.01, batch=128
+        generator, lambda features, _: head(features), torch.ones(3), stream("learn"), steps=60, lr=0.01, batch_size=128
     )
-    features = make(noise, y)
+    features = generator(noise, y)
     assert F.cross_entropy(head(features), y).item() < 0.2 * first
-    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(head).items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in get_weights(head).items())
     assert head.weight.grad is None
     assert features[y == 0].std(0).mean() > 0.1
 
@@ -499,10 +519,10 @@ def test_diversity_by_a_double_loop() -> None:
         for j in range(5):
             apart = sum((noise[i] - noise[j]).square().tolist()) / 3
             total += apart * sum((features[i] - features[j]).abs().tolist()) / 2
-    assert diversity(noise, features).item() == pytest.approx(math.exp(-total / 25))
+    assert diversity_loss(noise, features).item() == pytest.approx(math.exp(-total / 25))
 
 
-def test_the_server_sees_images_moved_only_if_told(tmp_path: Path) -> None:
+def test_the_server_augments_images_only_if_asked(tmp_path: Path) -> None:
     images, labels = some_images()
     one = {"pseudo_weight": 0, "server_steps": 1, "server_batch_size": 8}
     plain, _, _ = learned(FedMK(augment=False, **one), tmp_path, images, labels)
@@ -510,19 +530,21 @@ def test_the_server_sees_images_moved_only_if_told(tmp_path: Path) -> None:
     assert not torch.equal(plain["head.weight"], moved["head.weight"])
 
 
-def test_fedavg_on_moved_images_is_descent_on_them(tmp_path: Path) -> None:
+def test_fedavg_augmented_is_descent_on_augmented_images(tmp_path: Path) -> None:
     method = FedAvgAugmented(local_steps=2, batch_size=3, lr=0.2)
     client = make_client(tmp_path, 1)
-    answer = method.local_train(client, model=client.initial())["model"].value
+    answer = method.local_train(client, model=client.initial_weights())["model"].value
     net, draw = task_of().net(), client.stream("moves")
-    net.load_state_dict(client.initial())
+    net.load_state_dict(client.initial_weights())
     for numbers in torch.randint(len(client.train), (2, 3), generator=client.stream("batches")):
         x, y = client.train.pick(numbers)
-        gradients = torch.autograd.grad(F.cross_entropy(net(move(x, draw_moves(3, draw))), y), list(net.parameters()))
+        gradients = torch.autograd.grad(
+            F.cross_entropy(net(apply_affine(x, draw_affine(3, draw))), y), list(net.parameters())
+        )
         with torch.no_grad():
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
                 parameter.sub_(0.2 * gradient)
-    assert all(torch.allclose(answer[name], tensor, atol=1e-6) for name, tensor in weights_of(net).items())
+    assert all(torch.allclose(answer[name], tensor, atol=1e-6) for name, tensor in get_weights(net).items())
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------
@@ -551,12 +573,12 @@ def test_pool_and_resume_give_the_same_bits(begin: str, tmp_path: Path) -> None:
     class Stop(Exception): ...
 
     class Watch:
-        def begin(self, method: str, done: int, rounds: int) -> None: ...
-        def answer(self, round: int, done: int, asked: int) -> None:
+        def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
+        def on_answer(self, round: int, done: int, asked: int) -> None:
             if round == 2 and done == 2:
                 raise Stop
 
-        def round(self, figures: Any) -> None: ...
+        def on_round_end(self, metrics: Any) -> None: ...
 
     with pytest.raises(Stop):
         run(tmp_path / "c", method, progress=Watch())
@@ -587,11 +609,11 @@ def test_latest_of_all_or_of_the_round_only(tmp_path: Path) -> None:
     sizes: list[int] = []
 
     class Spy(FedMK):
-        def learn(self, *args: Any, **fields: Any) -> dict[str, Any]:
+        def train_global_model(self, *args: Any, **fields: Any) -> dict[str, Any]:
             sizes.append(len(fields["images"]))
-            return super().learn(*args, **fields)
+            return super().train_global_model(*args, **fields)
 
-        learn.__fewer__ = "server"  # type: ignore[attr-defined]
+        train_global_model.__side__ = "server"  # type: ignore[attr-defined]
 
     for keep in ("latest", "round"):
         method = Spy(rounds=3, cohort=1, **{**SMALL, "keep_images": keep, "matching_steps": 1, "outer_steps": 0})
@@ -609,13 +631,13 @@ def test_latest_of_all_or_of_the_round_only(tmp_path: Path) -> None:
         assert set(state.knowledge) == set(asked)
 
 
-def test_the_album_follows_the_client_that_was_first(tmp_path: Path) -> None:
+def test_the_image_history_follows_the_client_that_was_first(tmp_path: Path) -> None:
     result = run(tmp_path, FedMK(rounds=3, cohort=4, **SMALL))
     first = next(iter(result.state.knowledge))
-    assert list(result.state.album) == [1, 2, 3]
-    last = result.state.album[3]
+    assert list(result.state.image_history) == [1, 2, 3]
+    last = result.state.image_history[3]
     assert all(torch.equal(image, result.state.knowledge[first][label][:1]) for label, image in last.items())
-    assert not same(result.state.album[1], last)
+    assert not same(result.state.image_history[1], last)
 
 
 def test_answers_that_do_not_fit_are_refused() -> None:
@@ -636,7 +658,7 @@ def test_answers_that_do_not_fit_are_refused() -> None:
 
 
 class Liar(FedMK):
-    """Client 0 sends what it likes."""
+    """Client 0 sends arbitrary values."""
 
     value: float = 0.0
     none: bool = False
@@ -654,11 +676,11 @@ class Liar(FedMK):
 
 def test_one_liar_does_not_end_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     wild = run(tmp_path / "a", Liar(rounds=2, cohort=4, value=3e38, **SMALL))
-    assert 0 not in wild.state.knowledge and "infinity" not in caplog.text
+    assert 0 not in wild.state.knowledge and "diverged" not in caplog.text
     assert "beyond 1000" in (tmp_path / "a/events.jsonl").read_text()
     loud = run(tmp_path / "b", Liar(rounds=2, cohort=4, value=999.0, **{**SMALL, "server_lr": 1e6}))
     assert all(bool(tensor.isfinite().all()) for tensor in loud.state.model.values())
-    assert "round 1: training on D̂ ran off to infinity, the model stays as it was" in caplog.text
+    assert "round 1: training on D̂ diverged, so the last model is kept" in caplog.text
     mute = Liar(rounds=1, cohort=4, none=True, **SMALL)
     assert same(run(tmp_path / "c", mute).state, mute.init(task_of(), SEED))
 
@@ -673,12 +695,12 @@ def test_absent_clients_and_a_client_without_enough_samples_leave_the_round_whol
 def test_wrong_settings_get_one_line(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="nothing would be condensed"):
         FedMK(matching_steps=0, outer_steps=0).init(task_of(), SEED)
-    flat = Task((4,), 2, lambda: Split(nn.Linear(4, 3), 3, 2))
+    flat = Task((4,), 2, lambda: EncoderHead(nn.Linear(4, 3), 3, 2))
     with pytest.raises(SettingError, match="augment = true"):
         FedMK().init(flat, SEED)
-    assert FedMK(augment=False).init(flat, SEED).blank["0"].shape == (0, 4)
-    words = Task((4,), 2, lambda: Split(nn.Sequential(nn.Embedding(9, 3), nn.Flatten()), 12, 2))
-    with pytest.raises(SettingError, match="real numbers"):
+    assert FedMK(augment=False).init(flat, SEED).empty["0"].shape == (0, 4)
+    words = Task((4,), 2, lambda: EncoderHead(nn.Sequential(nn.Embedding(9, 3), nn.Flatten()), 12, 2))
+    with pytest.raises(SettingError, match="real-valued inputs"):
         FedMK(augment=False).init(words, SEED)
 
 
@@ -686,19 +708,19 @@ def test_any_model_will_do_without_a_generator() -> None:
     whole = Task(SHAPE, CLASSES, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES)))
     with pytest.raises(SettingError, match="no encoder"):
         FedMK().init(whole, SEED)
-    result = fewer.run(FedMK(rounds=2, **{**SMALL, "pseudo_weight": 0}), DATA, model=whole.make, seed=SEED)
+    result = fewer.run(FedMK(rounds=2, **{**SMALL, "pseudo_weight": 0}), DATA, model=whole.build_net, seed=SEED)
     assert result.state.generator == {}
     assert len(result.state.knowledge) == 4
 
 
-def test_bi_level_steps_begin_when_told(tmp_path: Path) -> None:
-    model, blank = task_of().initial(SEED), FedMK().init(task_of(), SEED).blank
+def test_outer_steps_start_in_the_given_round(tmp_path: Path) -> None:
+    model, empty = task_of().initial_weights(SEED), FedMK().init(task_of(), SEED).empty
     late, never = (FedMK(**{**SMALL, "refine_from": 2, "outer_steps": steps}) for steps in (2, 0))
     for round, alike in ((1, True), (2, False)):
         made = []
         for name, method in (("late", late), ("never", never)):
             torch.manual_seed(0)  # random nets come from the global stream
-            answer = method.condense(make_client(tmp_path / name, 0, round), model=model, shared=blank)
+            answer = method.condense(make_client(tmp_path / name, 0, round), model=model, shared=empty)
             made.append(answer["knowledge"].value["0"])
         assert torch.equal(*made) == alike
 
@@ -712,12 +734,12 @@ def test_the_papers_form_has_two_departures() -> None:
     assert (method.sample_weights, method.tau, method.per_class, method.restart_every) == ("dynamic", 5.0, 20, 1)
 
 
-def test_joined_puts_labels_beside_images() -> None:
+def test_concatenated_images_keep_their_labels() -> None:
     known: list[Knowledge] = [
         {"0": torch.ones(2, 1), "1": torch.ones(0, 1)},
         {"0": torch.ones(0, 1), "1": torch.zeros(1, 1)},
     ]
-    images, labels = joined(known)
+    images, labels = concatenate_images(known)
     assert images.flatten().tolist() == [1.0, 1.0, 0.0]
     assert labels.tolist() == [0, 0, 1]
 
@@ -729,9 +751,9 @@ def test_features_are_generated_in_proportion_to_the_labels_of_d(tmp_path: Path,
     seen: list[Any] = []
     draw = Generator.draw
 
-    def spy(self: Generator, count: int, stream: Any, chances: Tensor | None = None) -> Any:
-        seen.append((count, chances is not None and chances.tolist()))
-        return draw(self, count, stream, chances)
+    def spy(self: Generator, count: int, stream: Any, class_weights: Tensor | None = None) -> Any:
+        seen.append((count, class_weights is not None and class_weights.tolist()))
+        return draw(self, count, stream, class_weights)
 
     monkeypatch.setattr(Generator, "draw", spy)
     method = FedMK(server_steps=2, generator_steps=2, pseudo_weight=0.5, server_batch_size=8)
@@ -741,20 +763,22 @@ def test_features_are_generated_in_proportion_to_the_labels_of_d(tmp_path: Path,
 
 def test_one_step_of_the_generator_is_adam_on_both_terms() -> None:
     torch.manual_seed(0)
-    head, make = nn.Linear(32, CLASSES), Generator(CLASSES, 32)
-    first = weights_of(make)
-    noise, y = make.draw(16, stream("one"), torch.ones(3))
-    features = make(noise, y)
-    loss = F.cross_entropy(head(features), y) + diversity(noise, features)
-    gradients = torch.autograd.grad(loss, list(make.parameters()))
-    load_weights(make, first)
-    train_generator(make, lambda features, _: head(features), torch.ones(3), stream("one"), steps=1, lr=0.01, batch=16)
-    for (name, now), slope in zip(make.named_parameters(), gradients, strict=True):
-        clear = slope.abs() > 1e-5
-        assert torch.allclose(now[clear], (first[name] - 0.01 * slope.sign())[clear], atol=1e-4), name
+    head, generator = nn.Linear(32, CLASSES), Generator(CLASSES, 32)
+    first = get_weights(generator)
+    noise, y = generator.draw(16, stream("one"), torch.ones(3))
+    features = generator(noise, y)
+    loss = F.cross_entropy(head(features), y) + diversity_loss(noise, features)
+    gradients = torch.autograd.grad(loss, list(generator.parameters()))
+    load_weights(generator, first)
+    train_generator(
+        generator, lambda features, _: head(features), torch.ones(3), stream("one"), steps=1, lr=0.01, batch_size=16
+    )
+    for (name, now), gradient in zip(generator.named_parameters(), gradients, strict=True):
+        clear = gradient.abs() > 1e-5
+        assert torch.allclose(now[clear], (first[name] - 0.01 * gradient.sign())[clear], atol=1e-4), name
 
 
-def test_the_generator_goes_on_from_the_last_round(tmp_path: Path) -> None:
+def test_the_generator_continues_from_the_last_round(tmp_path: Path) -> None:
     images, labels = torch.rand(6, *SHAPE), torch.arange(3).repeat(2)
     method = FedMK(server_steps=1, generator_steps=1, generator_lr=1e-9)
     torch.manual_seed(1)
@@ -762,7 +786,7 @@ def test_the_generator_goes_on_from_the_last_round(tmp_path: Path) -> None:
     assert torch.allclose(now["body.0.weight"], state.generator["body.0.weight"], atol=1e-6)
 
 
-def test_a_constant_rate_stays(tmp_path: Path) -> None:
+def test_a_constant_lr_stays(tmp_path: Path) -> None:
     images, labels = torch.rand(9, *SHAPE), torch.arange(3).repeat(3)
     how = {
         "pseudo_weight": 0,
@@ -784,50 +808,52 @@ def test_d_steps_by_adam_on_drawn_samples(tmp_path: Path) -> None:
     seen: list[Tensor] = []
 
     class Spy(FedMK):
-        def outer_loss(self, net: Any, reached: Any, x: Tensor, y: Tensor, balance: Tensor) -> Tensor:
+        def outer_loss(self, net: Any, w_star: Any, x: Tensor, y: Tensor, balance: Tensor) -> Tensor:
             seen.append(x)
-            return super().outer_loss(net, reached, x, y, balance)
+            return super().outer_loss(net, w_star, x, y, balance)
 
     how: dict[str, Any] = {"inner_steps": 1, "inner_batch_size": None, "augment": False, "sample_weights": "none"}
     method = Spy(outer_steps=1, outer_lr=0.1, outer_batch_size=4, **how)
     client = make_client(tmp_path, 1)
-    net = client.net(client.initial())
+    net = client.net(client.initial_weights())
     images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
     labels = torch.arange(3).repeat_interleave(2)
-    made = method.refine(net, images, labels, client.train, stream("any"))
+    made = method.outer_loop(net, images, labels, client.train, stream("any"))
     x, y = client.train.pick(torch.randint(len(client.train), (4,), generator=stream("any")))
     assert len(seen) == 1 and torch.equal(seen[0], x)
     d = images.clone().requires_grad_()
-    after = method.unroll(net, dict(net.named_parameters()), d, labels, stream())
-    (slope,) = torch.autograd.grad(method.outer_loss(net, after, x, y, torch.ones(3)), d)
-    clear = slope.abs() > 1e-6
+    after = method.inner_loop(net, dict(net.named_parameters()), d, labels, stream())
+    (gradient,) = torch.autograd.grad(method.outer_loss(net, after, x, y, torch.ones(3)), d)
+    clear = gradient.abs() > 1e-6
     assert clear.float().mean() > 0.5
-    assert torch.allclose(made[clear], (images - 0.1 * slope.sign())[clear], atol=2e-3)
+    assert torch.allclose(made[clear], (images - 0.1 * gradient.sign())[clear], atol=2e-3)
 
 
-def test_bi_level_steps_begin_at_the_model_that_was_sent(tmp_path: Path) -> None:
+def test_outer_steps_start_from_the_model_that_was_sent(tmp_path: Path) -> None:
     method = FedMK(**{**SMALL, "matching_steps": 0, "init_from": "noise"})
-    blank = method.init(task_of(), SEED).blank
+    empty = method.init(task_of(), SEED).empty
     one, other = (
-        method.condense(make_client(tmp_path, 0), model=task_of().initial(seed), shared=blank)["knowledge"].value["0"]
+        method.condense(make_client(tmp_path, 0), model=task_of().initial_weights(seed), shared=empty)[
+            "knowledge"
+        ].value["0"]
         for seed in (SEED, SEED + 1)
     )
     assert not torch.allclose(one, other, atol=1e-4)
 
 
 @pytest.mark.parametrize("augment", [False, True])
-def test_inner_steps_see_each_image_moved_by_its_own_move_if_told(augment: bool) -> None:
+def test_inner_steps_augment_each_image_separately_if_asked(augment: bool) -> None:
     net, start, images, labels = double_case()
     method = FedMK(inner_steps=1, inner_batch_size=None, inner_lr=0.5, augment=augment)
-    after = method.unroll(net, start, images, labels, stream("u"))
-    x = move(images, draw_moves(len(images), stream("u"))) if augment else images
+    after = method.inner_loop(net, start, images, labels, stream("u"))
+    x = apply_affine(images, draw_affine(len(images), stream("u"))) if augment else images
     loss = F.cross_entropy(torch.func.functional_call(net, start, (x,)), labels)
-    slopes = torch.autograd.grad(loss, list(start.values()))
-    for (name, tensor), slope in zip(start.items(), slopes, strict=True):
-        assert torch.allclose(after[name], tensor - 0.5 * slope), name
+    gradients = torch.autograd.grad(loss, list(start.values()))
+    for (name, tensor), gradient in zip(start.items(), gradients, strict=True):
+        assert torch.allclose(after[name], tensor - 0.5 * gradient), name
 
 
-def test_the_server_moves_each_image_by_its_own_move(tmp_path: Path) -> None:
+def test_the_server_augments_each_image_separately(tmp_path: Path) -> None:
     images, labels = torch.rand(9, *SHAPE), torch.arange(3).repeat(3)
     method = FedMK(pseudo_weight=0, server_steps=1, server_lr=0.5, server_batch_size=8)
     model, _, state = learned(method, tmp_path, images, labels)
@@ -835,97 +861,100 @@ def test_the_server_moves_each_image_by_its_own_move(tmp_path: Path) -> None:
     chosen = torch.randint(9, (8,), generator=draw)
     net = task_of().net()
     load_weights(net, state.model)
-    loss = F.cross_entropy(net(move(images[chosen], draw_moves(8, draw))), labels[chosen])
-    for (name, w), slope in zip(net.named_parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
-        assert torch.allclose(model[name], w - 0.5 * slope, atol=1e-6), name
+    loss = F.cross_entropy(net(apply_affine(images[chosen], draw_affine(8, draw))), labels[chosen])
+    for (name, w), gradient in zip(
+        net.named_parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True
+    ):
+        assert torch.allclose(model[name], w - 0.5 * gradient, atol=1e-6), name
 
 
 @pytest.mark.parametrize("augment", [False, True])
-def test_a_matching_step_moves_real_and_made_alike(augment: bool, tmp_path: Path) -> None:
+def test_a_matching_step_augments_real_and_synthetic_images_alike(augment: bool, tmp_path: Path) -> None:
     client = make_client(tmp_path, 2)
     labels = torch.arange(3).repeat_interleave(2)
     images = 2 * torch.rand(6, *SHAPE, generator=stream("D̂")) - 1
-    net = client.net(client.initial())
-    made = match(net, images, labels, client.train, steps=1, lr=0.1, augment=augment, stream=stream("s"))
+    net = client.net(client.initial_weights())
+    made = match_statistics(net, images, labels, client.train, steps=1, lr=0.1, augment=augment, stream=stream("s"))
     draw, y = stream("s"), client.train.labels
-    numbers = torch.cat([torch.nonzero(y == c)[:, 0][torch.randint(3, (REAL,), generator=draw)] for c in range(3)])
+    drawn = [torch.randint(3, (REAL_PER_CLASS,), generator=draw) for _ in range(3)]
+    numbers = torch.cat([torch.nonzero(y == c)[:, 0][drawn[c]] for c in range(3)])
     x, y = client.train.pick(numbers)
     d = images.clone().requires_grad_()
     seen = d
     if augment:
-        one = draw_moves(1, draw)
-        x, seen = move(x, one), move(d, one)
+        one = draw_affine(1, draw)
+        x, seen = apply_affine(x, one), apply_affine(d, one)
     loss = torch.zeros(())
     for c in range(3):
         ours, theirs = net.encoder[:7](seen[labels == c]), net.encoder[:7](x[y == c])  # type: ignore[index, operator]
         loss = loss + (ours.mean(0) - theirs.mean(0)).square().sum()
-        a, b = ((f.var(0, correction=0) + FLOOR).sqrt() for f in (ours, theirs))
+        a, b = ((f.var(0, correction=0) + VARIANCE_EPS).sqrt() for f in (ours, theirs))
         loss = loss + (a - b).square().sum()
-    (slope,) = torch.autograd.grad(loss, d)
-    clear = slope.abs() > 1e-4
+    (gradient,) = torch.autograd.grad(loss, d)
+    clear = gradient.abs() > 1e-4
     assert clear.float().mean() > 0.9
-    assert torch.allclose(made[clear], (images - 0.1 * slope.sign())[clear], atol=1e-4)
+    assert torch.allclose(made[clear], (images - 0.1 * gradient.sign())[clear], atol=1e-4)
 
 
 def test_matching_takes_another_random_net_in_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
 
     def spy(net: nn.Module) -> None:
-        redraw(net)
+        reinitialize(net)
         seen.append(next(net.parameters()).detach().clone())
 
-    monkeypatch.setattr("fewer.learning.match.redraw", spy)
+    monkeypatch.setattr("fewer.learning.match.reinitialize", spy)
     client = make_client(tmp_path, 2)
     labels = torch.arange(3)
-    images, net = torch.rand(3, *SHAPE), client.net(client.initial())
-    match(net, images, labels, client.train, steps=3, lr=0.1, augment=False, stream=stream())
+    images, net = torch.rand(3, *SHAPE), client.net(client.initial_weights())
+    match_statistics(net, images, labels, client.train, steps=3, lr=0.1, augment=False, stream=stream())
     assert len(seen) == 3 and not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
 
 
 def test_matching_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Any]] = []
+    settings: list[dict[str, Any]] = []
 
     def spy(net: Any, images: Tensor, *_: Any, **how: Any) -> Tensor:
-        told.append(how)
+        settings.append(how)
         return images
 
-    monkeypatch.setattr("fewer.methods.fedmk.match", spy)
+    monkeypatch.setattr("fewer.methods.fedmk.match_statistics", spy)
     for augment in (False, True):
         method = FedMK(**{**SMALL, "matching_steps": 7, "matching_lr": 0.3, "augment": augment, "outer_steps": 0})
         method.condense(
-            make_client(tmp_path, 0), model=task_of().initial(SEED), shared=method.init(task_of(), SEED).blank
+            make_client(tmp_path, 0), model=task_of().initial_weights(SEED), shared=method.init(task_of(), SEED).empty
         )
-    assert [(how["steps"], how["lr"], how["augment"]) for how in told] == [(7, 0.3, False), (7, 0.3, True)]
+    assert [(how["steps"], how["lr"], how["augment"]) for how in settings] == [(7, 0.3, False), (7, 0.3, True)]
 
 
 def test_shared_knowledge_travels_as_d_does() -> None:
     for codec in ("uint8", "float16", "float32"):
         method = FedMK(init_from="shared", codec=codec)
-        lots = method.lots(method.init(task_of(), SEED), [0], stream())
-        assert lots[0].codec == codec
+        shared = method.draw_shared_knowledge(method.init(task_of(), SEED), [0], stream())
+        assert shared[0].codec == codec
 
 
-def test_d_that_ran_off_is_not_begun_from_again(tmp_path: Path) -> None:
+def test_a_diverged_d_is_never_the_start_of_the_next(tmp_path: Path) -> None:
     class Once(FedMK):
-        def refine(self, *args: Any) -> Tensor:
-            return super().refine(*args) * (float("nan") if self.tau == 7 else 1)
+        def outer_loop(self, *args: Any) -> Tensor:
+            return super().outer_loop(*args) * (float("nan") if self.tau == 7 else 1)
 
     good, bad = (Once(**{**SMALL, "tau": tau}) for tau in (5, 7))
-    model, blank = task_of().initial(SEED), good.init(task_of(), SEED).blank
+    model, empty = task_of().initial_weights(SEED), good.init(task_of(), SEED).empty
     for round, method in enumerate((good, bad, good), 1):
         try:
-            made = method.condense(make_client(tmp_path, 0, round), model=model, shared=blank)["knowledge"].value
+            made = method.condense(make_client(tmp_path, 0, round), model=model, shared=empty)["knowledge"].value
         except Exception as error:
             assert method is bad and type(error).__name__ == "Unable"
     assert made["0"].isfinite().all()
 
 
 def test_the_generator_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[dict[str, Any]] = []
-    monkeypatch.setattr("fewer.methods.fedmk.train_generator", lambda *_, **how: told.append(how))
+    settings: list[dict[str, Any]] = []
+    monkeypatch.setattr("fewer.methods.fedmk.train_generator", lambda *_, **how: settings.append(how))
     method = FedMK(server_steps=1, server_lr=0.3, generator_steps=7, generator_lr=0.02, server_batch_size=9)
     learned(method, tmp_path, torch.rand(3, *SHAPE), torch.arange(3))
-    assert told == [{"local_steps": 7, "lr": 0.02, "batch_size": 9}]
+    assert settings == [{"steps": 7, "lr": 0.02, "batch_size": 9}]
 
 
 @pytest.mark.parametrize("kind", [FedMK, FedMKPaper])

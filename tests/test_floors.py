@@ -56,7 +56,7 @@ MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 def home(name: str) -> str | None:
     """The module behind an attribute of the package; None for those that are no module's."""
-    return f"fewer.{name}" if (ROOT / name).is_dir() or f"fewer.{name}" in MODULES else fewer._HOMES.get(name)
+    return f"fewer.{name}" if (ROOT / name).is_dir() or f"fewer.{name}" in MODULES else fewer._homes().get(name)
 
 
 def imports(module: str, tree: ast.AST) -> Iterator[str]:

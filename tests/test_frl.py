@@ -20,37 +20,43 @@ from torch.nn import functional as F
 
 import fewer
 from fewer.data import ArrayData, from_clients
-from fewer.data.episodes import support_query
+from fewer.data.episodes import split_support_query
 from fewer.errors import DataError, FewerError, SettingError
-from fewer.experiments.recipes import recipe, settings_in
-from fewer.experiments.studies import _member, cloud_of
-from fewer.experiments.tune import search, tune
+from fewer.experiments.recipes import load_recipe, row_settings
+from fewer.experiments.studies import _embed_member, embed_samples
+from fewer.experiments.tune import coordinate_search, tune_experiment
 from fewer.learning import Counts, weighted_mean
-from fewer.learning.prototypes import distance_loss, merged, nearness, places, prototypes
-from fewer.learning.score import WORST, judged
-from fewer.learning.sgd import epochs
+from fewer.learning.prototypes import (
+    class_positions,
+    class_prototypes,
+    distance_loss,
+    merge_prototypes,
+    prototype_logits,
+)
+from fewer.learning.score import MAX_LOSS, count_correct
+from fewer.learning.sgd import epoch_batches
 from fewer.methods import find, frl
 from fewer.methods.base import ContextFactory
 from fewer.methods.frl import (
     FRL,
-    Answering,
-    Prepared,
-    batch_statistics,
-    bound,
-    embed,
-    features_of,
-    fitting,
-    new_head,
-    settles_at,
+    GroupModel,
+    PreparingMethod,
+    compute_features,
+    compute_prototypes,
+    convergence_bound,
+    convergence_error,
+    redraw_head,
+    use_batch_statistics,
+    valid_answers,
 )
 from fewer.methods.frl_baselines import FRLFineTuning, FRLMetaHead, FRLPerFedAvg, FRLScratch, FRLWarmStart
-from fewer.methods.frl_deploy import FILE
-from fewer.methods.groups import TRIAL_GROUPS
-from fewer.models import Split, Weights, load_weights, weights_of
+from fewer.methods.frl_deploy import PREPARED_FILE
+from fewer.methods.groups import TUNING_GROUPS
+from fewer.models import EncoderHead, Weights, get_weights, load_weights
 from fewer.models.images import Conv4
 from fewer.runs.experiment import build_experiment, make_method, parse_settings
 from fewer.runs.inference import deploy
-from fewer.runs.result import open_result
+from fewer.runs.result import open_run
 from fewer.runs.statistics import half_width
 from fewer.runtime import Absent, Answer, Clients, stream
 from tests.examples import Stop, Stopping
@@ -63,17 +69,17 @@ torch.set_num_threads(1)
 
 def test_prototypes_are_means_by_class_and_carry_gradient() -> None:
     features = torch.tensor([[1.0, 2.0], [3.0, 6.0], [5.0, 5.0]], dtype=torch.float64, requires_grad=True)
-    found = prototypes(features, torch.tensor([7, 2, 7]))
+    found = class_prototypes(features, torch.tensor([7, 2, 7]))
     assert found.classes.tolist() == [2, 7] and found.counts.tolist() == [1, 2]
     assert found.means.tolist() == [[3.0, 6.0], [3.0, 3.5]]
-    (slope,) = torch.autograd.grad(found.means[1, 0], features)
-    assert slope.tolist() == [[0.5, 0.0], [0.0, 0.0], [0.5, 0.0]]
+    (gradient,) = torch.autograd.grad(found.means[1, 0], features)
+    assert gradient.tolist() == [[0.5, 0.0], [0.0, 0.0], [0.5, 0.0]]
 
 
 def test_global_prototypes_are_means_over_those_who_hold_the_class() -> None:
-    one = prototypes(torch.tensor([[1.0], [3.0], [10.0]]), torch.tensor([0, 0, 4]))
-    two = prototypes(torch.tensor([[8.0], [5.0]]), torch.tensor([0, 1]))
-    found = merged([one, two])
+    one = class_prototypes(torch.tensor([[1.0], [3.0], [10.0]]), torch.tensor([0, 0, 4]))
+    two = class_prototypes(torch.tensor([[8.0], [5.0]]), torch.tensor([0, 1]))
+    found = merge_prototypes([one, two])
     assert found.classes.tolist() == [0, 1, 4] and found.counts.tolist() == [3, 1, 1]
     assert found.means[:, 0].tolist() == [4.0, 5.0, 10.0]  # (1 + 3 + 8) / 3; others are not shrunk by who lacks them
 
@@ -93,7 +99,7 @@ def test_the_loss_is_eq_2_with_the_true_class() -> None:
     classes = torch.tensor([1, 3, 5, 8])
     labels = classes[torch.randint(4, (9,), generator=draw)]
     assert torch.allclose(distance_loss(features, labels, classes, means), eq2(features, labels, [1, 3, 5, 8], means))
-    scores = nearness(features, means)
+    scores = prototype_logits(features, means)
     exact = -(features[:, None] - means).square().sum(2)
     assert torch.allclose(scores - scores[:, :1], exact - exact[:, :1])
 
@@ -106,10 +112,10 @@ def test_one_class_and_classes_without_prototype_cost_nothing() -> None:
     assert float(none.detach()) == 0 and torch.autograd.grad(none, features)[0].abs().sum() == 0
     half = distance_loss(features, torch.tensor([3, 1]), torch.tensor([1, 2]), torch.tensor([[0.5], [0.7]]))
     assert torch.allclose(half, eq2(features[1:], torch.tensor([1]), [1, 2], torch.tensor([[0.5], [0.7]])) / 2)
-    assert not places(torch.zeros(0, dtype=torch.int64), torch.tensor([2]))[1].any()
+    assert not class_positions(torch.zeros(0, dtype=torch.int64), torch.tensor([2]))[1].any()
 
 
-class Small(Split):
+class Small(EncoderHead):
     """Two inputs to three features, so that everything can be written out."""
 
     def __init__(self, shape: tuple[int, ...] = (2,), classes: int = 6) -> None:
@@ -117,9 +123,9 @@ class Small(Split):
 
 
 def moved_loss(
-    method: FRL, net: nn.Module, batch: tuple[Tensor, Tensor], known: Any, way: Weights, far: float
+    method: FRL, net: nn.Module, batch: tuple[Tensor, Tensor], known: Any, direction: Weights, far: float
 ) -> float:
-    there = {name: tensor + far * way[name] for name, tensor in net.state_dict().items()}
+    there = {name: tensor + far * direction[name] for name, tensor in net.state_dict().items()}
     other = Small().double()
     load_weights(other, there)
     return float(method.loss(other, *batch, known)[0].detach())
@@ -134,7 +140,7 @@ def test_gradients_of_eq_3_agree_with_finite_differences(head: Any) -> None:
     known = None if head == "distance" else (classes, torch.randn(4, 3, dtype=torch.float64))
     method = FRL(head=head, gamma=0.3)
     loss, own = method.loss(net, *batch, known)
-    slopes = dict(
+    gradients = dict(
         zip(
             dict(net.named_parameters()),
             torch.autograd.grad(loss, list(net.parameters()), allow_unused=True),
@@ -147,9 +153,11 @@ def test_gradients_of_eq_3_agree_with_finite_differences(head: Any) -> None:
         local, aux = eq2(features, batch[1], [0, 1, 4], own.means), eq2(features, batch[1], [0, 1, 2, 4], known[1])
         assert torch.allclose(loss, 0.3 * local + 0.7 * aux)
     for _ in range(3):
-        way = {name: torch.randn_like(tensor) for name, tensor in net.state_dict().items()}
-        along = sum(float((slope * way[name]).sum()) for name, slope in slopes.items() if slope is not None)
-        ends = [moved_loss(method, net, batch, known, way, far) for far in (1e-6, -1e-6)]
+        direction = {name: torch.randn_like(tensor) for name, tensor in net.state_dict().items()}
+        along = sum(
+            float((gradient * direction[name]).sum()) for name, gradient in gradients.items() if gradient is not None
+        )
+        ends = [moved_loss(method, net, batch, known, direction, far) for far in (1e-6, -1e-6)]
         assert along == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-5, abs=1e-8)
 
 
@@ -163,13 +171,13 @@ def test_images_are_laid_with_their_channels_last_and_mean_the_same() -> None:
     net = Conv4((1, 8, 8), 3, width=4, pools=2)
     net.encoder.register_forward_pre_hook(lambda _, args: laid.append(args[0].stride()[1] == 1))
     x = torch.randn(5, 1, 8, 8)
-    assert torch.allclose(features_of(net, x), net.encoder(x), atol=1e-6) and laid == [True, False]
-    assert torch.equal(features_of(first_net(), x[:, 0, :2, 0]), first_net().encoder(x[:, 0, :2, 0]))  # type: ignore[operator]
+    assert torch.allclose(compute_features(net, x), net.encoder(x), atol=1e-6) and laid == [True, False]
+    assert torch.equal(compute_features(first_net(), x[:, 0, :2, 0]), first_net().encoder(x[:, 0, :2, 0]))  # type: ignore[operator]
 
 
 def test_a_new_head_is_xavier_and_the_encoder_stays() -> None:
     model = Small(classes=400).state_dict()
-    fresh = new_head(model, stream(1))
+    fresh = redraw_head(model, stream(1))
     most = (6 / (400 + 3)) ** 0.5
     assert float(fresh["head.bias"].abs().sum()) == 0 and 0.9 * most < float(fresh["head.weight"].abs().max()) <= most
     assert all(torch.equal(fresh[name], model[name]) for name in model if not name.startswith("head."))
@@ -192,7 +200,7 @@ UNSEEN = DRAW.normal(0, 1, (60, 2)).astype(np.float32), DRAW.integers(4, 6, 60)
 
 def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
     """Clients whose samples are in time: the first half of each class is the support."""
-    return replace(from_clients(pairs, test=UNSEEN), in_time=True)
+    return replace(from_clients(pairs, test=UNSEEN), time_ordered=True)
 
 
 def first_net() -> nn.Module:
@@ -200,7 +208,7 @@ def first_net() -> nn.Module:
     return Small()
 
 
-def halves(client: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def split(client: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     x, y = (torch.from_numpy(array) for array in PAIRS[client])
     first = torch.cat([torch.nonzero(y == label)[:, 0][: int((y == label).sum()) // 2] for label in HELD[client]])
     rest = torch.tensor([row for row in range(len(y)) if row not in first.tolist()])
@@ -226,7 +234,7 @@ def f(
     return total
 
 
-def slopes_of(loss: Tensor, net: nn.Module) -> Weights:
+def gradients_of(loss: Tensor, net: nn.Module) -> Weights:
     found = torch.autograd.grad(loss, list(net.parameters()), allow_unused=True, materialize_grads=True)
     return dict(zip(dict(net.named_parameters()), found, strict=True))
 
@@ -237,43 +245,45 @@ def loaded(weights: Weights) -> nn.Module:
     return net
 
 
-def episode(method: FRL, first: Weights, who: Sequence[int] = range(5)) -> tuple[Weights, Weights, dict[int, Tensor]]:
+def episode(
+    method: FRL, first: Weights, cohort: Sequence[int] = range(5)
+) -> tuple[Weights, Weights, dict[int, Tensor]]:
     """Algorithm 1, line by line: the gradient that φ moves by, θ^R and Γ."""
     theta = first
     known: dict[int, Tensor] = dict.fromkeys(range(5), torch.zeros(0)) if method.head == "linear" else {}
     last: dict[int, dict[int, Tensor]] = {}
-    sizes = {client: len(halves(client)[0][1]) for client in who}
+    sizes = {client: len(split(client)[0][1]) for client in cohort}
     for _ in range(method.group_rounds):
         models, protos = {}, {}
-        for client in who:
-            (x, y), _ = halves(client)
+        for client in cohort:
+            (x, y), _ = split(client)
             local = theta
             for step in range(method.epochs):
                 net = loaded(local)
                 if step == 0:
                     protos[client] = means_of(net.encoder(x).detach(), y)  # type: ignore[operator]
-                slopes = slopes_of(f(method, net, x, y, known, None), net)
-                local = {name: local[name] - method.lr * slopes[name] for name in local}
+                gradients = gradients_of(f(method, net, x, y, known, None), net)
+                local = {name: local[name] - method.lr * gradients[name] for name in local}
             if method.prototypes_from == "after":
                 protos[client] = means_of(loaded(local).encoder(x).detach(), y)  # type: ignore[operator]
             models[client] = local
-        theta = {name: sum(sizes[p] * models[p][name] for p in who) / sum(sizes.values()) for name in theta}  # type: ignore[misc]
+        theta = {name: sum(sizes[p] * models[p][name] for p in cohort) / sum(sizes.values()) for name in theta}  # type: ignore[misc]
         if method.head != "linear":
             known = {}
             for label in range(6):
-                holders = {p: int((halves(p)[0][1] == label).sum()) for p in who if label in protos[p]}
+                holders = {p: int((split(p)[0][1] == label).sum()) for p in cohort if label in protos[p]}
                 if holders:
                     known[label] = sum(n * protos[p][label] for p, n in holders.items()) / sum(holders.values())  # type: ignore[assignment]
         last = protos
     moved = [name for name in first if isinstance(method, FRLMetaHead) or not name.startswith("head.")]
     mean = {name: torch.zeros_like(first[name]) for name in moved}
-    total = sum(len(PAIRS[client][1]) for client in who)
-    for client in who:
-        x, y = halves(client)[1]
+    total = sum(len(PAIRS[client][1]) for client in cohort)
+    for client in cohort:
+        x, y = split(client)[1]
         net = loaded(theta)
         own = last[client] if method.query_prototypes == "support" else None
-        slopes = slopes_of(f(method, net, x, y, known if method.head != "distance" else {}, own), net)
-        mean = {name: slope + len(PAIRS[client][1]) / total * slopes[name] for name, slope in mean.items()}
+        gradients = gradients_of(f(method, net, x, y, known if method.head != "distance" else {}, own), net)
+        mean = {name: gradient + len(PAIRS[client][1]) / total * gradients[name] for name, gradient in mean.items()}
     return mean, theta, known
 
 
@@ -322,11 +332,13 @@ def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None
         start = {name: tensor.detach().clone() for name, tensor in phi.items()}
         if method.head == "linear" and not isinstance(method, FRLMetaHead):
             start = double(
-                new_head({n: t.float() for n, t in start.items()}, stream(0, number * each + 1, "coordinator", "head"))
+                redraw_head(
+                    {n: t.float() for n, t in start.items()}, stream(0, number * each + 1, "coordinator", "head")
+                )
             )
-        slopes, theta, known = episode(method, start)
-        for name, slope in slopes.items():
-            phi[name].grad = slope
+        gradients, theta, known = episode(method, start)
+        for name, gradient in gradients.items():
+            phi[name].grad = gradient
         optimizer.step()
         for name, tensor in run.state.initial.items():
             assert torch.allclose(tensor.double(), phi[name], atol=2e-5), name
@@ -335,7 +347,7 @@ def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None
         if method.head == "gpal":
             assert run.state.classes.tolist() == sorted(known) == [0, 1, 2, 3, 4]
             assert torch.allclose(run.state.means.double(), torch.stack([known[c] for c in sorted(known)]), atol=2e-5)
-        assert method.optimizer == "adam" or not any(tensor.any() for tensor in run.state.second.values())
+        assert method.optimizer == "adam" or not any(tensor.any() for tensor in run.state.second_moment.values())
     moved = max(float((phi[name] - tensor).detach().abs().max()) for name, tensor in first_net().state_dict().items())
     assert moved > 0.05
 
@@ -343,11 +355,11 @@ def test_two_episodes_by_loops(settings: dict[str, Any], tmp_path: Path) -> None
 def test_steps_on_parts_of_the_support_send_the_prototypes_of_all_of_it() -> None:
     method, samples = FRL(batch_size=3, lr=0.5), federation().client(1).train
     net = first_net()
-    expected = embed(net, samples)
-    answer = method.update(net, samples, None, True, stream(0))
+    expected = compute_prototypes(net, samples)
+    answer = method.fit_support(net, samples, None, True, stream(0))
     assert torch.allclose(answer["means"], expected.means) and answer["counts"].tolist() == [6, 6]
-    assert not torch.allclose(embed(net, samples).means, expected.means)
-    parts = list(epochs(samples, 2, 5, stream(1)))
+    assert not torch.allclose(compute_prototypes(net, samples).means, expected.means)
+    parts = list(epoch_batches(samples, 2, 5, stream(1)))
     assert [len(y) for _, y in parts] == [5, 5, 2] * 2
     for start in (0, 3):
         seen = torch.cat([x for x, _ in parts[start : start + 3]])
@@ -356,9 +368,9 @@ def test_steps_on_parts_of_the_support_send_the_prototypes_of_all_of_it() -> Non
 
 def test_a_sample_that_is_left_over_goes_with_the_step_before() -> None:
     samples = federation().client(1).train
-    assert [len(y) for _, y in epochs(samples, 2, 11, stream(1))] == [12, 12]
-    assert [len(y) for _, y in epochs(samples, 1, 1, stream(1))] == [1] * 12
-    assert [len(y) for _, y in epochs(samples.only(torch.tensor([3])), 1, 5, stream(1))] == [1]
+    assert [len(y) for _, y in epoch_batches(samples, 2, 11, stream(1))] == [12, 12]
+    assert [len(y) for _, y in epoch_batches(samples, 1, 1, stream(1))] == [1] * 12
+    assert [len(y) for _, y in epoch_batches(samples.select(torch.tensor([3])), 1, 5, stream(1))] == [1]
 
 
 SMALL: dict[str, Any] = {"way": 2, "group_size": 2, "eval_groups": 1}
@@ -366,10 +378,10 @@ SMALL: dict[str, Any] = {"way": 2, "group_size": 2, "eval_groups": 1}
 
 def messages(path: Path) -> list[tuple[int, int, str, str, int]]:
     lines = [line.split(",") for line in (path / "ledger.csv").read_text().splitlines()[1:]]
-    return [(int(r), int(p), way, kind, int(size)) for r, p, way, kind, size in lines]
+    return [(int(r), int(p), direction, kind, int(size)) for r, p, direction, kind, size in lines]
 
 
-def test_a_group_stays_together_for_an_episode_and_only_what_is_needed_travels(tmp_path: Path) -> None:
+def test_a_group_stays_together_for_an_episode_and_only_what_is_needed_is_sent(tmp_path: Path) -> None:
     pairs = [PAIRS[number % 5] for number in range(20)]
     for head in ("distance", "gpal", "linear"):
         fewer.run(
@@ -379,15 +391,17 @@ def test_a_group_stays_together_for_an_episode_and_only_what_is_needed_travels(t
             out=tmp_path / head,
         )
     sent = messages(tmp_path / "gpal")
-    groups = [{p for r, p, way, _, _ in sent if r == number and way == "down"} for number in range(1, 9)]
+    groups = [{p for r, p, direction, _, _ in sent if r == number and direction == "down"} for number in range(1, 9)]
     assert all(group == groups[0] for group in groups[:4]) and all(group == groups[4] for group in groups[4:])
     assert len(groups[0]) == len(groups[4]) == 4 and groups[0] != groups[4]
     assert {kind for r, _, _, kind, _ in sent if r in (4, 8)} == {"answer_queries"}
     sizes = {
         head: {
-            (r, way): [s for q, _, w, k, s in messages(tmp_path / head) if (q, w) == (r, way) and k != "holds"]
+            (r, direction): [
+                s for q, _, w, k, s in messages(tmp_path / head) if (q, w) == (r, direction) and k != "hold_out_classes"
+            ]
             for r in (1, 2, 4)
-            for way in ("up", "down")
+            for direction in ("up", "down")
         }
         for head in ("distance", "gpal", "linear")
     }
@@ -398,15 +412,19 @@ def test_a_group_stays_together_for_an_episode_and_only_what_is_needed_travels(t
         assert 2 * (4 * 3 + 8) <= more <= 6 * (4 * 3 + 8) + 300
     assert 0 < sizes["gpal"][1, "up"][0] - sizes["distance"][1, "up"][0] < 2 * (4 * 3 + 8 + 8) + 400
     assert sizes["linear"][1, "up"][0] - sizes["distance"][1, "up"][0] >= head_bytes  # else the head stays at home
-    assert {kind for _, _, _, kind, _ in messages(tmp_path / "linear")} == {"holds", "learn", "answer_queries"}
+    assert {kind for _, _, _, kind, _ in messages(tmp_path / "linear")} == {
+        "hold_out_classes",
+        "local_train",
+        "answer_queries",
+    }
 
 
 def test_support_and_queries_are_drawn_anew_for_each_episode_and_halve_each_class() -> None:
     seen: dict[tuple[int, int], set[tuple[int, ...]]] = {}
 
     class Watched(FRL):
-        def halves(self, client: Any) -> Any:
-            support, queries = super().halves(client)
+        def support_and_query(self, client: Any) -> Any:
+            support, queries = super().support_and_query(client)
             assert support.rows is not None and queries.rows is not None
             seen.setdefault((client.id, (client.round - 1) // 4), set()).add(tuple(sorted(support.rows.tolist())))
             assert not set(support.rows.tolist()) & set(queries.rows.tolist())
@@ -444,25 +462,25 @@ def test_the_meta_update_weighs_clients_by_all_their_samples(monkeypatch: pytest
     fewer.run(FRL(rounds=4, cohort=5, **SMALL), federation(pairs), model=first_net())
     assert sorted(weights[3]) == sorted(len(y) for _, y in pairs)
     assert sorted(weights[0]) == sorted(
-        len(support_query(federation(pairs).client(p).train, 0.5, None, True)[0]) for p in range(5)
+        len(split_support_query(federation(pairs).client(p).train, 0.5, None, True)[0]) for p in range(5)
     )
 
 
 def test_prototypes_use_the_statistics_of_the_batch() -> None:
-    net = Split(nn.BatchNorm1d(2), 2, 6)
+    net = EncoderHead(nn.BatchNorm1d(2), 2, 6)
     net.state_dict()["encoder.running_mean"] += 100
     samples = federation().client(0).train
     x, y = samples.slice(0, len(samples))
     normal = (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt()
-    assert torch.allclose(embed(net, samples).means[0], normal[y == 0].mean(0), atol=1e-5)
+    assert torch.allclose(compute_prototypes(net, samples).means[0], normal[y == 0].mean(0), atol=1e-5)
 
 
 def test_prototypes_of_another_episode_are_not_used() -> None:
-    kept = {"episode": 1, "found": [torch.tensor([2]), torch.zeros(1, 3), torch.tensor([4])]}
+    kept = {"episode": 1, "prototypes": [torch.tensor([2]), torch.zeros(1, 3), torch.tensor([4])]}
     method = FRL(query_prototypes="support")
 
     def found(method: FRL, round: int) -> Any:
-        return method.last_prototypes(SimpleNamespace(round=round, store={"prototypes": kept}))  # type: ignore[arg-type]
+        return method.stored_prototypes(SimpleNamespace(round=round, store={"prototypes": kept}))  # type: ignore[arg-type]
 
     assert found(method, 8).classes.tolist() == [2]  # rounds 5 to 8 are episode 1
     assert found(method, 4) is None and found(method, 12) is None and found(FRL(), 8) is None
@@ -496,7 +514,7 @@ def digits(**settings: Any) -> ArrayData:
 def test_groups_have_their_classes_and_members_their_shards(division: Any) -> None:
     data = digits()
     method = FRL(**{**GROUPS, "samples_per_class": 16, "group_size": 6}, partition=division)
-    assert data.unseen == {6, 7, 8, 9}
+    assert data.unseen_classes == {6, 7, 8, 9}
     drawn = [method.draw_group(data.test, [6, 7, 8, 9], 2, 3, number) for number in range(8)]
     for group in drawn:
         labels = {int(label) for support in group.supports for label in support.labels}
@@ -516,14 +534,14 @@ def test_groups_have_their_classes_and_members_their_shards(division: Any) -> No
 
 def test_by_default_groups_have_as_many_unseen_classes_as_there_are() -> None:
     class Watched(FRLScratch):
-        def draw_group(self, samples: Any, never: Any, wanted: int, seed: int, number: int) -> Any:
-            assert (sorted(never), wanted) == ([6, 7, 8, 9], 4)
-            return super().draw_group(samples, never, wanted, seed, number)
+        def draw_group(self, samples: Any, unseen: Any, num_unseen: int, seed: int, number: int) -> Any:
+            assert (sorted(unseen), num_unseen) == ([6, 7, 8, 9], 4)
+            return super().draw_group(samples, unseen, num_unseen, seed, number)
 
     scores = fewer.run(Watched(**{**GROUPS, "way": 5}), digits()).scores
     assert len(scores["groups"]) == 3 and scores["accuracy"] == pytest.approx(np.mean(scores["groups"]))
     for wrong in ({"way": 11}, {"unseen_classes": 5, "way": 5}):
-        with pytest.raises(SettingError, match="the test samples are of 4 and 6"):
+        with pytest.raises(SettingError, match="the test data has 4 and 6"):
             fewer.run(FRLScratch(**{**GROUPS, **wrong}), digits())
 
 
@@ -533,31 +551,31 @@ def test_a_member_learns_from_its_share_of_each_class() -> None:
     for number in range(3):
         group = FRL(**options).draw_group(data.test, [6, 7, 8, 9], 3, 0, number)
         assert sorted(torch.bincount(group.supports[0].labels).tolist())[-3:] == [4, 4, 4]
-    client: Any = SimpleNamespace(train=federation().client(2).train, in_time=False, seed=0, id=2, round=1)
-    support, queries = FRL(support_fraction=0.25).halves(client)
+    client: Any = SimpleNamespace(train=federation().client(2).train, time_ordered=False, seed=0, id=2, round=1)
+    support, queries = FRL(support_fraction=0.25).support_and_query(client)
     assert (len(support), len(queries)) == (2, 6)
 
 
-def test_figures_of_groups() -> None:
+def test_metrics_of_groups() -> None:
     class Watched(FRLScratch):
-        def ask_groups(self, *_: Any) -> Any:
+        def evaluate_groups(self, *_: Any) -> Any:
             return [Counts(1, 2, 3.0), Counts(3, 3, 1.0)]
 
     scores = Watched().evaluate(None, None, None)  # type: ignore[arg-type]
-    assert scores == {"accuracy": 0.75, "loss": 0.8, "eval_groups": [0.5, 1.0]}
+    assert scores == {"accuracy": 0.75, "loss": 0.8, "groups": [0.5, 1.0]}
 
 
-def test_groups_may_be_judged_after_another_number_of_rounds(tmp_path: Any) -> None:
+def test_groups_may_be_evaluated_after_another_number_of_rounds(tmp_path: Any) -> None:
     seeds, turns = [], []
 
     class Watched(FRLScratch):
-        def update(self, net: Any, support: Any, known: Any, wanted: bool, draw: Any) -> Any:
-            seeds.append(draw.initial_seed())
-            return super().update(net, support, known, wanted, draw)
+        def fit_support(self, net: Any, support: Any, known: Any, upload: bool, generator: Any) -> Any:
+            seeds.append(generator.initial_seed())
+            return super().fit_support(net, support, known, upload, generator)
 
-        def merge(self, group: Any, found: Any) -> Any:
-            turns.append(group.done)
-            return super().merge(group, found)
+        def aggregate(self, group: Any, updates: Any) -> Any:
+            turns.append(group.rounds_done)
+            return super().aggregate(group, updates)
 
     fewer.run(
         Watched(deploy_rounds=2, **{**SMALL, "eval_groups": 2}), federation(), model=first_net(), out=tmp_path / "run"
@@ -570,17 +588,17 @@ def test_groups_may_be_judged_after_another_number_of_rounds(tmp_path: Any) -> N
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"way": 2, "unseen_classes": 3}, "unseen = 3 classes of a group with way = 2 .allowed: 0 … 2."),
+        ({"way": 2, "unseen_classes": 3}, "unseen_classes must be at most way = 2, got 3"),
         (
             {"samples_per_class": 1, "partition": "iid"},
-            "4 members and 3 classes have no queries: no member has two samples",
+            "4 members and 3 classes has no queries: no member has two samples",
         ),
-        ({"samples_per_class": 1}, "8 shards of 3 samples"),
-        ({"group_size": 300}, "600 shards of 24 samples"),
+        ({"samples_per_class": 1}, "8 shards need at least 8 samples, got 3"),
+        ({"group_size": 300}, "600 shards need at least 600 samples, got 24"),
     ],
     ids=str,
 )
-def test_groups_that_cannot_be_are_told_before_the_first_round(wrong: dict[str, Any], text: str) -> None:
+def test_impossible_groups_are_reported_before_the_first_round(wrong: dict[str, Any], text: str) -> None:
     class Never(FRLScratch):
         def round(self, state: Any, clients: Clients) -> Any:
             raise AssertionError
@@ -589,46 +607,50 @@ def test_groups_that_cannot_be_are_told_before_the_first_round(wrong: dict[str, 
         fewer.run(Never(**{**GROUPS, **wrong}), digits())
 
 
-def test_a_trial_whose_groups_cannot_be_is_told_so() -> None:
+def test_a_trial_with_impossible_groups_is_reported() -> None:
     experiment = build_experiment(
         parse_settings({"method": "frl-scratch"}), FRLScratch(**{**GROUPS, "unseen_classes": 3}), digits()
     )
-    with pytest.raises(SettingError, match="3 classes never met and 0 others, but the test samples are of 1 and 5"):
-        tune(experiment, 1)
+    with pytest.raises(SettingError, match="a group needs 3 unseen and 0 seen classes, but the test data has 1 and 5"):
+        tune_experiment(experiment, 1)
 
 
-def test_groups_that_run_off_are_told_and_answer_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_that_diverge_are_logged_and_count_as_wrong(caplog: pytest.LogCaptureFixture) -> None:
     scores = fewer.run(FRLScratch(lr=1e30, head="linear", **GROUPS), digits()).scores
     assert scores["groups"] == [0, 0, 0]
-    assert "frl-scratch: the models of 3 of 3 groups are no longer finite" in caplog.text
+    assert "frl-scratch: the models of 3 of 3 groups diverged" in caplog.text
 
 
 def test_a_class_that_is_ruled_out_adds_no_loss() -> None:
     scores = torch.tensor([[1.0, -torch.inf, 2.0], [3.0, -torch.inf, 1.0]])
-    alone = judged(scores[1:], torch.tensor([0]))
-    assert judged(scores, torch.tensor([1, 0])) == (1, 2, alone.loss) and 0 < alone.loss < 1
-    assert judged(scores, torch.tensor([1, 1])) == (0, 2, 0.0)
-    assert judged(scores * torch.nan, torch.tensor([1, 0])).loss == WORST
+    alone = count_correct(scores[1:], torch.tensor([0]))
+    assert count_correct(scores, torch.tensor([1, 0])) == (1, 2, alone.loss) and 0 < alone.loss < 1
+    assert count_correct(scores, torch.tensor([1, 1])) == (0, 2, 0.0)
+    assert count_correct(scores * torch.nan, torch.tensor([1, 0])).loss == MAX_LOSS
 
 
 def test_a_trial_never_sees_the_test_samples() -> None:
     data = digits()
     method, seen = FRL(**{**GROUPS, "eval_groups": 100}).tuning_split(data, 0.2, 3)
-    assert seen.unseen and not seen.unseen & data.unseen and not set(seen.test.labels.tolist()) & data.unseen
+    assert (
+        seen.unseen_classes
+        and not seen.unseen_classes & data.unseen_classes
+        and not set(seen.test.labels.tolist()) & data.unseen_classes
+    )
     assert seen.test.x is data.source.x and seen.test.rows is not None
     assert set(seen.test.rows.tolist()) <= set(data.train.rows.tolist())
-    assert isinstance(method, FRL) and method.eval_groups == TRIAL_GROUPS < 100
+    assert isinstance(method, FRL) and method.eval_groups == TUNING_GROUPS < 100
 
 
-def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
+def test_trials_are_evaluated_on_held_out_training_classes() -> None:
     data = digits()
-    held = data.held_classes(0.2, 3)
-    assert len(held.unseen) == 1 and held.unseen < set(range(6))
+    held = data.hold_out_classes(0.2, 3)
+    assert len(held.unseen_classes) == 1 and held.unseen_classes < set(range(6))
     trained = {int(label) for client in range(12) for label in held.client(client).train.labels}
-    assert trained == set(range(6)) - held.unseen and set(held.test.labels.tolist()) == set(range(6))
+    assert trained == set(range(6)) - held.unseen_classes and set(held.test.labels.tolist()) == set(range(6))
     before, after = (sum(source.size(client) for client in range(12)) for source in (data, held))
     assert after + len(held.test) == before
-    assert len(held.client(0).test) == len(data.held_out(0.2, 3).client(0).test)
+    assert len(held.client(0).test) == len(data.hold_out(0.2, 3).client(0).test)
     assert list(FRLScratch(head="linear").search_space()["lr"]) == pytest.approx([0.01, 0.03, 0.1])
     assert FRL(head="distance").search_space() == {"meta_lr": (0.003, 0.01, 0.03), "lr": (0.001, 0.003, 0.01)}
     assert FRL().search_space()["gamma"] == (0.5, 5 / 6) and FRL(optimizer="sgd").search_space()["meta_lr"] == (
@@ -639,8 +661,8 @@ def test_trials_are_judged_on_training_classes_that_are_set_apart() -> None:
     experiment = build_experiment(
         parse_settings({"method": "frl-scratch", "method_options": GROUPS}), FRLScratch(**GROUPS), data
     )
-    tuned, trials = tune(experiment, 2)
-    assert len(trials) == 2 and tuned.method.groups == 3 and tuned.data is experiment.data  # type: ignore[attr-defined]
+    tuned, trials = tune_experiment(experiment, 2)
+    assert len(trials) == 2 and tuned.method.eval_groups == 3 and tuned.data is experiment.data  # type: ignore[attr-defined]
 
 
 # --- odd groups -------------------------------------------------------------------------------------------------
@@ -678,19 +700,19 @@ def test_odd_groups_do_not_break_a_round(head: Any, odd: str, tmp_path: Path) ->
         assert (scores[0, [label for label in range(6) if label not in held]] == -torch.inf).all()
 
 
-def test_answers_that_do_not_fit_are_refused() -> None:
-    class Nobody(Clients):
-        def _carry(self, calls: Any) -> Any:
+def test_invalid_answers_are_refused() -> None:
+    class NoClients(Clients):
+        def _deliver_calls(self, calls: Any) -> Any:
             return iter(())
 
-    told: list[Absent] = []
+    refused: list[Absent] = []
     kinds: set[str] = set()
 
     def note(absent: Absent, kind: str) -> None:
-        told.append(absent)
+        refused.append(absent)
         kinds.add(kind)
 
-    clients = Nobody(3, 0, on_absent=note)
+    clients = NoClients(3, 0, on_absent=note)
     good = {"classes": torch.tensor([1, 4]), "means": torch.zeros(2, 3), "counts": torch.tensor([1, 2])}
     bad = [
         {**good, "classes": torch.tensor([4, 1])},
@@ -701,10 +723,14 @@ def test_answers_that_do_not_fit_are_refused() -> None:
         {**good, "means": torch.zeros(1, 3)},
     ]
     answers = [Answer(number, fields) for number, fields in enumerate([*bad, good])]
-    assert [answer.client for answer in fitting(answers, clients, 5, "holds")] == [6]
-    assert [one.client for one in told] == [0, 1, 2, 3, 4, 5] and told[0].reason == "refused" and kinds == {"holds"}
-    with pytest.raises(FewerError, match="no client sent classes and prototypes that fit"):
-        fitting(answers[:2], clients, 5, "holds")
+    assert [answer.client for answer in valid_answers(answers, clients, 5, "hold_out_classes")] == [6]
+    assert (
+        [one.client for one in refused] == [0, 1, 2, 3, 4, 5]
+        and refused[0].reason == "refused"
+        and kinds == {"hold_out_classes"}
+    )
+    with pytest.raises(FewerError, match="no client sent valid classes and prototypes"):
+        valid_answers(answers[:2], clients, 5, "hold_out_classes")
 
 
 # --- baselines --------------------------------------------------------------------------------------------------
@@ -712,7 +738,7 @@ def test_answers_that_do_not_fit_are_refused() -> None:
 
 def test_one_shot_averages_the_models_that_do_best_on_what_they_held_out() -> None:
     method = FRLScratch(keep_best=2, head="gpal", way=2, group_size=2)
-    group = method.nobody(build_experiment(parse_settings({}), method, federation(), first_net()).task)
+    group = method.empty_group(build_experiment(parse_settings({}), method, federation(), first_net()).task)
     found = [
         {
             "model": {"w": torch.tensor([float(number)])},
@@ -724,12 +750,12 @@ def test_one_shot_averages_the_models_that_do_best_on_what_they_held_out() -> No
         }
         for number, scored in enumerate([0.5, 0.9, 0.1, 0.9])
     ]
-    end = method.merge(group, found)
+    end = method.aggregate(group, found)
     assert float(end.model["w"]) == pytest.approx((2 * 1 + 4 * 3) / 6) and end.classes.tolist() == [1, 3]
     samples = federation().client(1).train
     for head in ("linear", "gpal"):
         known = (torch.tensor([1, 2]), torch.zeros(2, 0)) if head == "linear" else None
-        answer = FRLScratch(keep_best=2, head=head).update(first_net(), samples, known, True, stream(0))
+        answer = FRLScratch(keep_best=2, head=head).fit_support(first_net(), samples, known, True, stream(0))
         assert answer["size"] == 10 and answer["score"] in (0.0, 0.5, 1.0)  # two of twelve are held out
 
 
@@ -747,15 +773,15 @@ def test_fine_tuning_prepares_by_fedavg_and_per_fedavg_by_its_first_order_step()
     for client in range(5):
         x, y = (torch.from_numpy(array) for array in PAIRS[client])
         net = loaded(double(first_net().state_dict()))
-        start = weights_of(net)
-        slopes = slopes_of(F.cross_entropy(net(x.double()), y), net)
-        ends["fine"].append({name: start[name] - 0.2 * slopes[name] for name in start})
+        start = get_weights(net)
+        gradients = gradients_of(F.cross_entropy(net(x.double()), y), net)
+        ends["fine"].append({name: start[name] - 0.2 * gradients[name] for name in start})
         halved = stream(0, 1, client, "batches")
-        inner, outer = support_query(federation().client(client).train, 0.5, halved, by_class=True)
-        slopes = slopes_of(F.cross_entropy(net(inner.slice(0, 99)[0].double()), inner.labels), net)
-        near = loaded({name: start[name] - 0.3 * slopes[name] for name in start})
-        slopes = slopes_of(F.cross_entropy(near(outer.slice(0, 99)[0].double()), outer.labels), near)
-        ends["per"].append({name: start[name] - 0.2 * slopes[name] for name in start})
+        inner, outer = split_support_query(federation().client(client).train, 0.5, halved, by_class=True)
+        gradients = gradients_of(F.cross_entropy(net(inner.slice(0, 99)[0].double()), inner.labels), net)
+        near = loaded({name: start[name] - 0.3 * gradients[name] for name in start})
+        gradients = gradients_of(F.cross_entropy(near(outer.slice(0, 99)[0].double()), outer.labels), near)
+        ends["per"].append({name: start[name] - 0.2 * gradients[name] for name in start})
     sizes = np.array([len(y) for _, y in PAIRS]) / sum(len(y) for _, y in PAIRS)
     for kind, key in ((FRLFineTuning, "fine"), (FRLPerFedAvg, "per")):
         model = fewer.run(kind(**options), federation(), model=first_net()).state.model
@@ -770,21 +796,25 @@ def test_a_warm_start_is_fedavg_and_then_frl_from_there() -> None:
     warm = fewer.run(FRLWarmStart(rounds=8, warmup_rounds=4, **options), federation(), model=first_net())
     first = {name: value for name, value in options.items() if name not in ("meta_lr", "optimizer")}
     begun = fewer.run(FRLFineTuning(rounds=4, **first), federation(), model=first_net()).state.model
-    slopes, theta, _ = episode(FRL(rounds=4, **{n: v for n, v in options.items() if n != "prepare_lr"}), double(begun))
+    gradients, theta, _ = episode(
+        FRL(rounds=4, **{n: v for n, v in options.items() if n != "pretrain_lr"}), double(begun)
+    )
     for name, tensor in warm.state.model.items():
         assert torch.allclose(tensor.double(), theta[name], atol=2e-5), name
-    for name, slope in slopes.items():
-        moved = begun[name].double() - 0.5 * slope
+    for name, gradient in gradients.items():
+        moved = begun[name].double() - 0.5 * gradient
         assert torch.allclose(warm.state.initial[name].double(), moved, atol=2e-5), name
     for wrong in (3, 8):
-        with pytest.raises(SettingError, match=rf"warm = {wrong} \(allowed: multiples of 4 below 8"):
+        with pytest.raises(
+            SettingError, match=rf"warmup_rounds must be a multiple of 4 .* below rounds = 8, got {wrong}"
+        ):
             fewer.run(FRLWarmStart(rounds=8, warmup_rounds=wrong, **options), federation(), model=first_net())
 
 
-def test_a_client_of_one_shot_tells_how_good_its_model_is_on_what_it_held_out() -> None:
+def test_a_client_of_one_shot_reports_its_accuracy_on_what_it_held_out() -> None:
     x = np.concatenate([np.tile([-2.0, 2.0], (10, 1)), np.tile([2.0, -2.0], (10, 1))]).astype(np.float32)
     samples = from_clients([(x, np.repeat([0, 1], 10))], test=UNSEEN).client(0).train
-    answer = FRLScratch(keep_best=1, head="distance", lr=1e-6).update(first_net(), samples, None, True, stream(0))
+    answer = FRLScratch(keep_best=1, head="distance", lr=1e-6).fit_support(first_net(), samples, None, True, stream(0))
     assert answer["score"] == 1
 
 
@@ -793,14 +823,14 @@ def test_per_fedavg_takes_each_step_from_where_the_last_one_ended() -> None:
     client.stream = lambda purpose: stream(0, 1, 1, purpose)
     method = FRLPerFedAvg(head="linear", batch_size=3, lr=0.3, pretrain_lr=0.2)
     net, other, draw = first_net(), first_net(), stream(0, 1, 1, "batches")
-    method.pretrain(net, client)
-    inner, outer = support_query(client.train, 0.5, draw, by_class=True)
-    for (x, y), (u, v) in zip(epochs(inner, 1, 3, draw), epochs(outer, 1, 3, draw), strict=True):
-        start = weights_of(other)
-        slopes = slopes_of(F.cross_entropy(other(x), y), other)
-        load_weights(other, {name: start[name] - 0.3 * slopes[name] for name in start})
-        slopes = slopes_of(F.cross_entropy(other(u), v), other)
-        load_weights(other, {name: start[name] - 0.2 * slopes[name] for name in start})
+    method.fit(net, client)
+    inner, outer = split_support_query(client.train, 0.5, draw, by_class=True)
+    for (x, y), (u, v) in zip(epoch_batches(inner, 1, 3, draw), epoch_batches(outer, 1, 3, draw), strict=True):
+        start = get_weights(other)
+        gradients = gradients_of(F.cross_entropy(other(x), y), other)
+        load_weights(other, {name: start[name] - 0.3 * gradients[name] for name in start})
+        gradients = gradients_of(F.cross_entropy(other(u), v), other)
+        load_weights(other, {name: start[name] - 0.2 * gradients[name] for name in start})
     assert all(
         torch.allclose(a, b, atol=1e-6)
         for a, b in zip(net.state_dict().values(), other.state_dict().values(), strict=True)
@@ -810,17 +840,17 @@ def test_per_fedavg_takes_each_step_from_where_the_last_one_ended() -> None:
 # --- deployment -------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_group_deploys_unless_active_says_less(tmp_path: Any) -> None:
+def test_a_whole_group_deploys_unless_the_cohort_is_smaller(tmp_path: Any) -> None:
     pairs = [PAIRS[number % 5] for number in range(12)]
     fewer.run(FRLScratch(**SMALL), federation(), model=first_net(), out=tmp_path / "run")
     for cohort, asked in ((None, 12), (3, 3)):
         more: dict[str, Any] = {} if cohort is None else {"cohort": cohort}
         deploy(tmp_path / "run", federation(pairs), model=Small, rounds=1, out=tmp_path / str(cohort), **more)
         sent = messages(tmp_path / str(cohort))
-        assert len({p for _, p, way, kind, _ in sent if (way, kind) == ("down", "learn")}) == asked
+        assert len({p for _, p, direction, kind, _ in sent if (direction, kind) == ("down", "local_train")}) == asked
 
 
-def test_a_group_goes_on_and_is_used_after_the_prepared_model_is_gone(tmp_path: Path) -> None:
+def test_a_group_resumes_and_is_used_after_the_prepared_model_is_gone(tmp_path: Path) -> None:
     fewer.run(FRLScratch(**SMALL), federation(), model=first_net(), out=tmp_path / "run")
     for name, progress in (("whole", None), ("broken", Stopping())):
         group = partial(deploy, tmp_path / "run", federation(), model=Small, out=tmp_path / name, progress=progress)
@@ -832,7 +862,7 @@ def test_a_group_goes_on_and_is_used_after_the_prepared_model_is_gone(tmp_path: 
     shutil.rmtree(tmp_path / "run")
     again = fewer.resume(tmp_path / "broken", data=federation(), model=Small)
     x = torch.from_numpy(UNSEEN[0])
-    answers = [fewer.load(tmp_path / name, data=federation(), model=Small)(x) for name in ("whole", "broken")]
+    answers = [fewer.open_run(tmp_path / name, data=federation(), model=Small).model(x) for name in ("whole", "broken")]
     assert len(again.history) == 3 and torch.equal(answers[0], answers[1]) and torch.equal(again.model(x), answers[0])
 
 
@@ -845,13 +875,15 @@ def test_a_group_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
             deploy(tmp_path / "run", replace(words, tokens=tokens), model=Small)
 
 
-def test_prototypes_to_answer_with_are_sent_where_the_model_is_judged(tmp_path: Path) -> None:
+def test_prototypes_to_predict_with_are_sent_where_the_model_is_evaluated(tmp_path: Path) -> None:
     fewer.run(FRLScratch(head="distance", **SMALL), federation(), model=first_net(), out=tmp_path / "run")
     sizes = {}
     for every in (1, 3):
         out = tmp_path / str(every)
         end = deploy(tmp_path / "run", federation(), model=Small, out=out, evaluate_every=every)
-        sizes[every] = {r: [s for q, _, way, _, s in messages(out) if (q, way) == (r, "up")] for r in (1, 2, 3)}
+        sizes[every] = {
+            r: [s for q, _, direction, _, s in messages(out) if (q, direction) == (r, "up")] for r in (1, 2, 3)
+        }
         assert end.state.classes.tolist() == [0, 1, 2, 3, 4]
     assert sizes[1][3] == sizes[3][3] and all(a > b for a, b in zip(sizes[1][2], sizes[3][2], strict=True))
 
@@ -859,11 +891,11 @@ def test_prototypes_to_answer_with_are_sent_where_the_model_is_judged(tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "head"), [(FRL, "linear"), (FRLMetaHead, "linear"), (FRL, "distance"), (FRL, "gpal")], ids=str
 )
-def test_a_deployed_group_gets_the_model_that_it_was_judged_by(kind: type[FRL], head: Any, tmp_path: Path) -> None:
+def test_a_deployed_group_gets_the_model_that_it_was_evaluated_by(kind: type[FRL], head: Any, tmp_path: Path) -> None:
     method = kind(rounds=4, head=head, batch_size=None, lr=0.2, way=2, group_size=2, eval_groups=1)
     prepared = fewer.run(method, federation(), model=first_net(), out=tmp_path / "prepared")
     group = deploy(tmp_path / "prepared", federation(), model=Small)
-    assert group.method.rounds == 3 and (tmp_path / "prepared" / FILE).exists()
+    assert group.method.rounds == 3 and (tmp_path / "prepared" / PREPARED_FILE).exists()
     supports = [federation().client(client).train for client in range(5)]
 
     class Context:  # with the head that the deployed group drew
@@ -874,10 +906,12 @@ def test_a_deployed_group_gets_the_model_that_it_was_judged_by(kind: type[FRL], 
             load_weights(net, weights)
             return net
 
-    played = type(
-        "Played", (FRL,), {"begin": lambda self, g, model, draw: FRL.begin(self, g, model, stream(0, "head"))}
+    simulated = type(
+        "Simulated",
+        (FRL,),
+        {"start_group": lambda self, g, model, _: FRL.start_group(self, g, model, stream(0, "head"))},
     )
-    net = played(**method.model_dump()).group_model(Context(), prepared.state.initial, supports, 0).eval()
+    net = simulated(**method.model_dump()).group_model(Context(), prepared.state.initial, supports, 0).eval()
     x = torch.from_numpy(UNSEEN[0])
     assert torch.allclose(net(x)[:, :5], group.model(x)[:, :5], atol=1e-5)
     right = float((net(x).argmax(1) == torch.from_numpy(UNSEEN[1])).float().mean())
@@ -888,19 +922,19 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
     words = ["--data", "digits", "--partition", "shards", "-o", "way=3", "-o", "eval_groups=2", "-o", "group_size=3"]
     run, group = tmp_path / "run", tmp_path / "group"
     more = ["--data-option", "unseen_classes=5-9", "--clients", "12", "--rounds", "4", "-o", "lr=0.02", "--no-report"]
-    told = call("prepare", *words, *more, "--out", run).stdout
-    assert "Mean over 2 groups" in told and f"fewer deploy {run}" in told
+    output = call("prepare", *words, *more, "--out", run).stdout
+    assert "Mean over 2 groups" in output and f"fewer deploy {run}" in output
     mine = ["--data", "digits", "--data-option", "classes=5-9", "--clients", "4", "--alpha", "1"]
-    call("deploy", run / FILE, *mine, "--out", group, "--rounds", "2", "--no-report")
+    call("deploy", run / PREPARED_FILE, *mine, "--out", group, "--rounds", "2", "--no-report")
     found = json.loads((group / "settings.json").read_text())
     assert found["method"]["lr"] == 0.02 and found["method"]["rounds"] == 2 and found["method"]["head"] == "gpal"
-    members, all_of_it = (cloud_of(open_result(path), most=40) for path in (run, group))
+    members, all_of_it = (embed_samples(open_run(path), max_samples=40) for path in (run, group))
     assert members and members.own.any() and len(members.points) == 40 + members.own.sum()
-    assert all_of_it and not all_of_it.own.any() and set(all_of_it.star_labels.tolist()) == set(range(5, 10))
-    album = [call("report", path, "--out", tmp_path / "page").stdout for path in (run, group)]
-    assert len(album) == 2 and (tmp_path / "page/pictures/embedding.csv").read_text().count("prototype") == 5
-    (run / FILE).rename(tmp_path / FILE)  # it is all that a group needs
-    again = call("deploy", tmp_path / FILE, *mine, "--out", tmp_path / "again", "--rounds", "2", "--no-report")
+    assert all_of_it and not all_of_it.own.any() and set(all_of_it.prototype_labels.tolist()) == set(range(5, 10))
+    outputs = [call("report", path, "--out", tmp_path / "page").stdout for path in (run, group)]
+    assert len(outputs) == 2 and (tmp_path / "page/pictures/embedding.csv").read_text().count("prototype") == 5
+    (run / PREPARED_FILE).rename(tmp_path / PREPARED_FILE)  # it is all that a group needs
+    again = call("deploy", tmp_path / PREPARED_FILE, *mine, "--out", tmp_path / "again", "--rounds", "2", "--no-report")
     assert again.stdout.split("MB")[0] == call("resume", tmp_path / "again", "--no-report").stdout.split("MB")[0]
     lines = call("predict", tmp_path / "again", "--data", "digits", "--data-option", "classes=5-9").stdout.splitlines()
     assert {line.split(",")[1] for line in lines[1:]} <= set("56789") and len(lines) > 150
@@ -909,10 +943,16 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
         (["deploy", run / "events.jsonl", *mine], "is not a prepared model"),
         (["deploy", tmp_path / "nowhere", *mine], "no prepared model"),
         (["deploy", tmp_path / "again", *mine], "no prepared model"),
-        (["deploy", tmp_path / FILE, "--data", "fashion-mini", "--clients", "4"], "was prepared for another net"),
-        (["prepare", "fedavg"], "fedavg prepares no model for groups (allowed: frl, "),
-        (["predict", run, "--data", "digits"], "fewer deploy makes one"),
-        (["run", "frl", "--data", "digits", "--rounds", "6"], "rounds = 6 (allowed: multiples of 4"),
+        (
+            ["deploy", tmp_path / PREPARED_FILE, "--data", "fashion-mini", "--clients", "4"],
+            "was prepared for another net",
+        ),
+        (["prepare", "fedavg"], "fedavg does not prepare a model for groups (allowed: frl, "),
+        (["predict", run, "--data", "digits"], "run `fewer deploy`"),
+        (
+            ["run", "frl", "--data", "digits", "--rounds", "6"],
+            "rounds must be a multiple of 4 (",
+        ),
     ):
         assert text in call(*wrong, code=2).stderr
 
@@ -932,7 +972,7 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
     ],
     ids=lambda method: f"{method.name} {method.head}",
 )
-def test_pool_and_resume_in_an_episode_give_the_same_numbers(method: Prepared, tmp_path: Path) -> None:
+def test_pool_and_resume_in_an_episode_give_the_same_numbers(method: PreparingMethod, tmp_path: Path) -> None:
     data = digits()
     whole = fewer.run(method, data, seed=2)
     with pytest.raises(Stop):
@@ -941,25 +981,25 @@ def test_pool_and_resume_in_an_episode_give_the_same_numbers(method: Prepared, t
         assert [{**h, "seconds": 0} for h in other.history] == [{**h, "seconds": 0} for h in whole.history]
         mine, theirs = method.broadcast(other.state), method.broadcast(whole.state)
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    told = [line["round"] for line in whole.history if "accuracy" in line]
-    alone = range(1, getattr(method, "warm", 0) + 1)
-    assert told == ([*alone, *range(len(alone) + 4, 9, 4)] if isinstance(method, FRL) else [1, 2, 3, 4])
+    evaluated = [line["round"] for line in whole.history if "accuracy" in line]
+    warmup = range(1, getattr(method, "warmup_rounds", 0) + 1)
+    assert evaluated == ([*warmup, *range(len(warmup) + 4, 9, 4)] if isinstance(method, FRL) else [1, 2, 3, 4])
 
 
 def test_batch_norm_answers_by_the_statistics_of_the_batch() -> None:
-    class Normed(Split):
+    class Normed(EncoderHead):
         def __init__(self) -> None:
             super().__init__(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)), 3, 6)
 
     torch.manual_seed(0)
     net = Normed()
-    answering = Answering(net, torch.tensor([0, 4]), torch.randn(2, 3), 6).eval()
+    answering = GroupModel(net, torch.tensor([0, 4]), torch.randn(2, 3), 6).eval()
     x = torch.randn(16, 2)
     assert torch.allclose(answering(x), answering(3 * x + 5), atol=1e-2)  # whatever the running statistics say
     assert net.encoder[1].training and not net.encoder[2].training  # type: ignore[index]
-    with pytest.raises(DataError, match="batch norm needs two samples or more to answer; prepare with --norm group"):
+    with pytest.raises(DataError, match="batch norm needs at least two samples to predict; prepare with --norm group"):
         answering(x[:1])
-    batch_statistics(net.train())
+    use_batch_statistics(net.train())
     assert net.encoder[1].training and not net.training  # type: ignore[index]
     state = fewer.run(FRL(rounds=4, cohort=5, way=2, group_size=2, eval_groups=1), federation(), model=Normed).state
     assert int(state.initial["encoder.1.num_batches_tracked"]) > 0  # carried along, for whoever wants them
@@ -971,13 +1011,15 @@ CONSTANTS: dict[str, float] = {"smoothness": 2.0, "sample_variance": 3.0, "clien
 
 
 def test_the_bound_is_that_of_theorem_1() -> None:
-    assert settles_at(0.01, 3, 60, 10, **CONSTANTS) == pytest.approx(0.01 * 2 * 32 * (3 / 60 + 5 / 10))
-    assert bound(100, 7.0, 0.01, 0.352) == pytest.approx(28 / (0.01 * 100) + 0.352)
-    with pytest.raises(SettingError, match=r"clients = 0 \(allowed: 1 and more"):
-        settles_at(0.01, 3, 60, 0, **CONSTANTS)
-    with pytest.raises(SettingError, match=r"episodes = 0, meta_rate = 0.01"):
-        bound(0, 7.0, 0.01, 0.352)
-    assert settles_at(0.01, 4, 60, 10, **CONSTANTS) == pytest.approx(2 * settles_at(0.01, 3, 60, 10, **CONSTANTS))
+    assert convergence_error(0.01, 3, 60, 10, **CONSTANTS) == pytest.approx(0.01 * 2 * 32 * (3 / 60 + 5 / 10))
+    assert convergence_bound(100, 7.0, 0.01, 0.352) == pytest.approx(28 / (0.01 * 100) + 0.352)
+    with pytest.raises(SettingError, match="clients must be >= 1, got batch_size = 60, clients = 0"):
+        convergence_error(0.01, 3, 60, 0, **CONSTANTS)
+    with pytest.raises(SettingError, match="got episodes = 0, meta_lr = 0.01"):
+        convergence_bound(0, 7.0, 0.01, 0.352)
+    assert convergence_error(0.01, 4, 60, 10, **CONSTANTS) == pytest.approx(
+        2 * convergence_error(0.01, 3, 60, 10, **CONSTANTS)
+    )
 
 
 @pytest.mark.parametrize("far", [8.0, 0.0], ids=["far", "at the optimum"])
@@ -999,8 +1041,8 @@ def test_preparation_of_quadratics_stays_below_the_bound(beta: float, rounds: in
         phi -= beta * float(np.mean(smooth * (left * phi + (1 - left) * group.mean() - group) + noise))
     gap = smooth / 2 * left**2 * (first - centers.mean()) ** 2
     variance = smooth**2 * float(centers.var())
-    error = settles_at(beta, rounds, 5, k, smoothness=smooth, sample_variance=9.0, client_variance=variance)
-    assert 0 < np.mean(squares) <= bound(episodes, gap, beta, error)
+    error = convergence_error(beta, rounds, 5, k, smoothness=smooth, sample_variance=9.0, client_variance=variance)
+    assert 0 < np.mean(squares) <= convergence_bound(episodes, gap, beta, error)
     assert not far or abs(phi - centers.mean()) < far
 
 
@@ -1015,15 +1057,15 @@ seeds = 2
 [settings]
 fraction = 0.3
 data = "digits"
-data_options = { unseen = "5-9" }
+data_options = { unseen_classes = "5-9" }
 partition = "shards"
 clients = 12
 rounds = 4
 evaluate_every = 4
-method_options = { groups = 2, members = 4, samples = 12 }
+method_options = { eval_groups = 2, group_size = 4, samples_per_class = 12 }
 [study]
 name = "embedding"
-most = 40
+max_samples = 40
 [[column]]
 name = "digits"
 [[row]]
@@ -1036,9 +1078,9 @@ method = "frl"
 """
     file = tmp_path / "small.toml"
     file.write_text(text)
-    told = call("reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs").stdout
+    output = call("reproduce", file, "--results", tmp_path, "--out", tmp_path / "runs").stdout
     found = json.loads((tmp_path / "small.json").read_text())
-    assert "95 % CI over 4 groups" in told and "![Embedding of one member of a group](small-embedding.png)" in told
+    assert "95 % CI over 4 groups" in output and "![Embedding of one member of a group](small-embedding.png)" in output
     assert (tmp_path / "small-embedding.png").read_bytes().startswith(b"\x89PNG")
     for row, cell in zip(("distance", "GPAL"), found["cells"], strict=True):
         groups = [
@@ -1057,8 +1099,8 @@ FRL_RECIPES = ("table1", "table2", "table3")
 
 @pytest.mark.parametrize("name", FRL_RECIPES)
 def test_every_tuned_row_tries_its_grids_wholly_and_begins_in_them(name: str) -> None:
-    plan = recipe(f"frl/{name}")
-    rows = zip(plan.row, settings_in(plan.column[0], plan, quick=False), strict=True)
+    plan = load_recipe(f"frl/{name}")
+    rows = zip(plan.row, row_settings(plan.column[0], plan, quick=False), strict=True)
     experiments = [(row, make_method(find(row.method), parse_settings(settings))) for row, settings in rows]
     for row, method in experiments:
         search_space = method.search_space()
@@ -1068,7 +1110,7 @@ def test_every_tuned_row_tries_its_grids_wholly_and_begins_in_them(name: str) ->
             continue
         assert all(first[key] in grid for key, grid in search_space.items()), row.name
         seen: list[dict[str, float]] = []
-        search(lambda point, seen=seen: seen.append(point) or 0.0, search_space, first, plan.trials)  # type: ignore[misc]
+        coordinate_search(lambda point, seen=seen: seen.append(point) or 0.0, search_space, first, plan.trials)  # type: ignore[misc]
         assert len(seen) == plan.trials
         assert all({point[key] for point in seen} >= set(grid) for key, grid in search_space.items()), row.name
     assert {"gamma", "meta_lr"} <= {key for row, method in experiments if row.tune for key in method.search_space()}
@@ -1079,12 +1121,12 @@ def test_every_tuned_row_tries_its_grids_wholly_and_begins_in_them(name: str) ->
 def test_figures_have_the_settings_that_table_2_chose(name: str) -> None:
     table = json.loads((Path(__file__).parents[1] / "docs/results/frl/table2-glyphs.json").read_text())
     chosen = {cell["row"]: cell["ours"]["settings"] for cell in table["cells"]}
-    plan = recipe(f"frl/{name}")
-    for row, settings in zip(plan.row, settings_in(plan.column[0], plan, quick=False), strict=True):
+    plan = load_recipe(f"frl/{name}")
+    for row, settings in zip(plan.row, row_settings(plan.column[0], plan, quick=False), strict=True):
         mine = make_method(find(row.method), parse_settings(settings)).model_dump()
         wanted = chosen[f"{row.name}, tuned"]
         assert {key: mine[key] for key in ("lr", "gamma")} == {key: wanted[key] for key in ("lr", "gamma")}
-        for key in {"meta_lr", "prepare_lr"} & set(mine):
+        for key in {"meta_lr", "pretrain_lr"} & set(mine):
             assert mine[key] == wanted[key], (row.name, key)
 
 
@@ -1095,30 +1137,30 @@ def test_a_finer_search_leaves_no_setting_where_it_may_not_be(monkeypatch: pytes
         tried.append(experiment.method.gamma)
         return SimpleNamespace(accuracy=experiment.method.gamma)
 
-    monkeypatch.setattr(sys.modules[tune.__module__], "start", gone)
+    monkeypatch.setattr(sys.modules[tune_experiment.__module__], "start_run", gone)
     experiment = build_experiment(
         parse_settings({"method": "frl", "method_options": {**GROUPS, "way": 1}}), FRL(**{**GROUPS, "way": 1}), digits()
     )
-    assert len(tune(experiment, 30)[1]) == 30 and len(set(tried)) > 2 and 5 / 6 <= max(tried) <= 1
+    assert len(tune_experiment(experiment, 30)[1]) == 30 and len(set(tried)) > 2 and 5 / 6 <= max(tried) <= 1
 
 
 def test_a_members_embedding_is_that_after_its_own_training() -> None:
     method = FRL(rounds=4, head="distance", lr=1.0, unseen_classes=1, **{**GROUPS, "samples_per_class": 30})
     result = fewer.run(method, digits())
-    cloud, everything, _ = _member(result, 1, 2, 40)
+    cloud, everything, _ = _embed_member(result, 1, 2, 40)
     server: Any = ContextFactory(result.data, result.task, 0, Path())(-1, 0)
     drawn = method.draw_group(server.common, [6, 7, 8, 9], 1, 0, 1)
     assert set(cloud.labels.tolist()) == set(drawn.queries.labels.tolist())
     assert len({6, 7, 8, 9} & set(cloud.labels.tolist())) == 1
-    end = method.played(server, result.state.initial, drawn.supports, 1, 3)[1]
-    net = method.played(server, result.state.initial, drawn.supports, 1, 2)[0]
+    end = method.simulate_group(server, result.state.initial, drawn.supports, 1, 3)[1]
+    net = method.simulate_group(server, result.state.initial, drawn.supports, 1, 2)[0]
     shares = []
     for trained in (False, True):
         if trained:
-            method.update(net, drawn.supports[2], None, False, stream(0, "embedding"))
-        batch_statistics(net)
+            method.fit_support(net, drawn.supports[2], None, False, stream(0, "embedding"))
+        use_batch_statistics(net)
         x, y = drawn.queries.slice(0, len(drawn.queries))
-        near = torch.cdist(features_of(net, x).detach(), end.means).argmin(1)
+        near = torch.cdist(compute_features(net, x).detach(), end.means).argmin(1)
         shares.append(float((end.classes[near] == y).double().mean()))
     assert everything == shares[1] != shares[0]
 
@@ -1130,26 +1172,26 @@ def test_classes_set_apart_are_for_testing_only() -> None:
     )
     every = torch.cat([whole.source.y[whole.train.rows], whole.common.labels])
     trained = torch.cat([data.client(client).train.labels for client in range(5)])
-    assert set(trained.tolist()) == {0, 1, 2, 3, 5} and data.unseen == {8, 9} and data.classes == 10
+    assert set(trained.tolist()) == {0, 1, 2, 3, 5} and data.unseen_classes == {8, 9} and data.classes == 10
     for label in (8, 9):
         assert int((data.test.labels == label).sum()) == int((every == label).sum())
     for label in (0, 5):
         assert int((data.test.labels == label).sum()) == int((whole.test.labels == label).sum())
         assert int((trained == label).sum()) == int((whole.source.y[whole.train.rows] == label).sum())
-    assert not whole.unseen
+    assert not whole.unseen_classes
     one = fewer.data.load("glyphs", partition="natural", data_options={"unseen_classes": 3})
-    assert len(one) == 120 and one.unseen == {3} and int((one.test.labels == 3).sum()) == 480
+    assert len(one) == 120 and one.unseen_classes == {3} and int((one.test.labels == 3).sum()) == 480
     assert int((one.client(7).test.labels == 3).sum()) == 4
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"unseen_classes": "x"}, "allowed: class numbers and ranges, as 0-9,20"),
+        ({"unseen_classes": "x"}, "must be class labels and ranges like 0-9,20, got x"),
         ({"unseen_classes": "3-12"}, "has no samples of class 10"),
         ({"unseen_classes": "0-9999999999"}, "has no samples of class 10"),
         ({"unseen_classes": "9-3"}, "names no class"),
-        ({"classes": "0-5", "unseen_classes": "5-6"}, "class 5 of data 'digits' is both in classes and unseen"),
+        ({"classes": "0-5", "unseen_classes": "5-6"}, "class 5 of data 'digits' is in both classes and unseen_classes"),
         ({"unseen_classes": "0-9"}, "leaves no class of data 'digits' to train on"),
         ({"unsen": "1"}, "allowed: classes, unseen"),
     ],

@@ -25,7 +25,7 @@ from fewer.methods.fedavg import FedAvg
 from fewer.methods.fedbn import FedBN
 from fewer.methods.fedprox import FedProx
 from fewer.methods.local import Local
-from fewer.models import SmallCNN, Task, Weights, is_norm, load_weights, weights_of
+from fewer.models import SmallCNN, Task, Weights, get_weights, load_weights, norm_weight_names
 from fewer.runtime import HandlerServer, Inline, stream
 from fewer.runtime.handlers import Call, Reply
 from fewer.wire import Refused, decode
@@ -57,7 +57,7 @@ def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
 
 
 def batches(method: FedAvg, client: int, round: int) -> list[Batch]:
-    """What a client trains on in a round: samples drawn from the stream of (seed, round, client)."""
+    """The batches of a client in a round, drawn from the stream of (seed, round, client)."""
     x, y = PAIRS[client]
     numbers = torch.randint(
         len(y), (method.local_steps, method.batch_size), generator=stream(SEED, round, client, "batches")
@@ -99,14 +99,14 @@ def trained(method: FedAvg, **settings: Any) -> Tensor:
 
 @dataclass
 class Wiretap(Inline):
-    """Keeps every message as it was carried."""
+    """Records every message."""
 
     down: list[tuple[Call, bytes]] = field(default_factory=list)
     up: list[tuple[Call, bytes]] = field(default_factory=list)
 
-    def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+    def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
         self.down += calls
-        for call, reply in super()._carry(calls):
+        for call, reply in super()._deliver_calls(calls):
             if reply is not None:
                 assert reply.failure in (None, "unable"), reply.detail
                 self.up.append((call, reply.blob))
@@ -120,7 +120,7 @@ class Bench:
     method: Method
     task: Task
     clients: Wiretap
-    place: ContextFactory
+    contexts: ContextFactory
     state: Any
 
     def rounds(self, count: int) -> Any:
@@ -130,20 +130,20 @@ class Bench:
         return self.state
 
     def client(self, number: int) -> Client:
-        context = self.place(number, self.clients.round)
+        context = self.contexts(number, self.clients.round)
         assert isinstance(context, Client)
         return context
 
     def personal_model(self, number: int) -> Weights:
-        return weights_of(self.method.personal_model(self.client(number), self.method.broadcast(self.state)))
+        return get_weights(self.method.personal_model(self.client(number), self.method.broadcast(self.state)))
 
 
 def bench(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[Any, Any]] = PAIRS) -> Bench:
     data = federation(pairs)
-    task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), given=weights_of(net))
-    place = ContextFactory(data, task, SEED, folder)
-    handlers = HandlerServer(method, place, SEED, torch.device("cpu"), 1 << 20)
-    return Bench(method, task, Wiretap(len(data), SEED, handlers=handlers), place, method.init(task, SEED))
+    task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), pretrained=get_weights(net))
+    contexts = ContextFactory(data, task, SEED, folder)
+    handlers = HandlerServer(method, contexts, SEED, torch.device("cpu"), 1 << 20)
+    return Bench(method, task, Wiretap(len(data), SEED, handlers=handlers), contexts, method.init(task, SEED))
 
 
 def data_bytes(blob: bytes) -> int:
@@ -162,7 +162,7 @@ def test_fedavg_round_is_the_mean_by_size_of_local_descents(steps: int, batch: i
     assert np.abs(expected - WEIGHT).max() > 1e-2
 
 
-def test_fedavg_second_round_goes_on_from_the_mean() -> None:
+def test_fedavg_second_round_continues_from_the_mean() -> None:
     method = FedAvg(rounds=2, local_steps=2, batch_size=3, lr=0.3)
     w = WEIGHT
     for round in (1, 2):
@@ -180,7 +180,7 @@ def test_fedavg_of_one_repeated_sample_needs_no_stream() -> None:
     assert close(result.state.model["weight"], average(locally))
 
 
-def test_fedavg_means_over_those_that_answered(tmp_path: Path) -> None:
+def test_fedavg_averages_over_the_clients_that_answered(tmp_path: Path) -> None:
     none = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
     method = FedAvg(local_steps=2, batch_size=2, lr=0.5)
     state = bench(method, linear(), tmp_path, [PAIRS[0], none, PAIRS[2]]).rounds(1)
@@ -188,7 +188,7 @@ def test_fedavg_means_over_those_that_answered(tmp_path: Path) -> None:
     assert close(state.model["weight"], average(locally, [3, 2]))
 
 
-def test_fedavg_means_over_the_active_alone(tmp_path: Path) -> None:
+def test_fedavg_averages_over_the_cohort_alone(tmp_path: Path) -> None:
     method = FedAvg(local_steps=2, batch_size=2, lr=0.5, cohort=1)
     work = bench(method, linear(), tmp_path)
     state = work.rounds(1)
@@ -231,13 +231,13 @@ def test_evaluation_is_accuracy_and_loss_on_the_test_set() -> None:
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.7, 2.0])
-def test_fedprox_is_held_by_mu_times_the_distance(mu: float) -> None:
+def test_fedprox_adds_mu_times_the_difference_to_the_gradient(mu: float) -> None:
     method = FedProx(rounds=1, local_steps=3, batch_size=2, lr=0.3, mu=mu)
     expected = average([descent(WEIGHT, batches(method, client, 1), 0.3, mu) for client in range(3)])
     assert close(trained(method), expected)
 
 
-def test_fedprox_pulls_from_the_second_step_on() -> None:
+def test_fedprox_differs_from_fedavg_from_the_second_step_on() -> None:
     def distance(steps: int) -> float:
         plain, held = (
             trained(kind(rounds=1, local_steps=steps, batch_size=2, lr=0.3))
@@ -283,7 +283,7 @@ NORMS = {f"norm.{part}" for part in ("weight", "bias", "running_mean", "running_
 
 def normed() -> Normed:
     net = Normed()
-    weights = weights_of(net) | {
+    weights = get_weights(net) | {
         "head.weight": torch.from_numpy(WEIGHT),
         "norm.weight": torch.tensor([1.0, 0.5, 2.0]),
         "norm.bias": torch.tensor([0.1, -0.2, 0.0]),
@@ -313,7 +313,7 @@ def test_fedbn_by_hand(tmp_path: Path) -> None:
     method = FedBN(local_steps=2, batch_size=4, lr=0.2)
     work = bench(method, normed(), tmp_path)
     first = {
-        name.removeprefix("norm."): t.double().numpy() for name, t in weights_of(normed()).items() if name in NORMS
+        name.removeprefix("norm."): t.double().numpy() for name, t in get_weights(normed()).items() if name in NORMS
     }
     own, w = [first] * 3, WEIGHT
     for round in (1, 2):
@@ -363,8 +363,8 @@ def test_fedbn_bytes_of_the_small_cnn(norm: Norm, tmp_path: Path) -> None:
     for direction in ("up", "down"):
         assert 2 * payload < result.history[-1][direction] <= 2 * payload * 1.01
     assert sum(tensor.numel() for tensor in result.state.model.values()) == 26_390
-    nets = [weights_of(result.personal_model(client)) for client in range(2)]
-    own = is_norm(result.task.net())
+    nets = [get_weights(result.personal_model(client)) for client in range(2)]
+    own = norm_weight_names(result.task.net())
     assert len(own) == (10 if norm == "batch" else 4)
     for name in nets[0]:
         if name not in own:
@@ -378,7 +378,7 @@ def test_fedbn_client_that_was_never_asked_has_the_initial_norms(tmp_path: Path)
     work.rounds(1)
     asked = work.clients.down[0][0].client
     for client in range(3):
-        mine, first = work.personal_model(client), weights_of(normed())
+        mine, first = work.personal_model(client), get_weights(normed())
         assert all(torch.equal(mine[name], first[name]) for name in NORMS) == (client != asked)
         assert torch.equal(mine["head.weight"], work.state.model["head.weight"])
 
@@ -398,12 +398,12 @@ def test_local_is_plain_descent_of_each_client(tmp_path: Path) -> None:
         w = WEIGHT
         for round in (1, 2, 3):
             w = descent(w, batches(method, client, round), 0.3)
-        assert close(weights_of(result.personal_model(client))["weight"], w)
+        assert close(get_weights(result.personal_model(client))["weight"], w)
     with pytest.raises(SettingError, match="local has no global model"):
         _ = result.model
 
 
-def test_local_clients_do_not_hear_of_each_other(tmp_path: Path) -> None:
+def test_local_clients_do_not_influence_each_other(tmp_path: Path) -> None:
     def models(pairs: Sequence[tuple[Any, Any]], name: str) -> list[Tensor]:
         work = bench(Local(local_steps=3, batch_size=2, lr=0.3), linear(), tmp_path / name, pairs)
         work.rounds(2)
@@ -457,7 +457,7 @@ def test_weighted_mean_is_summed_in_float64() -> None:
 
 
 def test_weighted_mean_of_one_is_itself() -> None:
-    model = weights_of(SmallCNN((1, 8, 8), 3, "batch"))
+    model = get_weights(SmallCNN((1, 8, 8), 3, "batch"))
     mean = weighted_mean([model], [17])
     assert all(torch.equal(mean[name], tensor) for name, tensor in model.items())
 
@@ -480,9 +480,9 @@ def test_batches_are_drawn_from_all_with_replacement() -> None:
 def test_sgd_leaves_frozen_weights_alone() -> None:
     net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES))
     net[0].requires_grad_(False)
-    before = weights_of(net)
+    before = get_weights(net)
     sgd(net, [(torch.from_numpy(PAIRS[1][0]), torch.from_numpy(PAIRS[1][1]))], 0.1)
-    changed = {name for name, tensor in weights_of(net).items() if not torch.equal(tensor, before[name])}
+    changed = {name for name, tensor in get_weights(net).items() if not torch.equal(tensor, before[name])}
     assert changed == {"1.weight", "1.bias"} and net.training
 
 
@@ -499,7 +499,7 @@ def test_score_counts_and_adds_up() -> None:
 
 
 @pytest.mark.parametrize(("norm", "count"), [("batch", 26_434), ("group", 26_434), ("none", 26_390)])
-def test_small_cnn_has_so_many_parameters(norm: Norm, count: int) -> None:
+def test_small_cnn_parameter_count(norm: Norm, count: int) -> None:
     net = SmallCNN((1, 28, 28), 10, norm)
     assert sum(parameter.numel() for parameter in net.parameters()) == count
     assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
@@ -515,7 +515,7 @@ def test_a_model_that_is_unknown_or_does_not_fit() -> None:
         fewer.run(FedAvg(rounds=1), federation(), model="cnm")
     with pytest.raises(SettingError, match=r"images .* but inputs have shape \(3,\)"):
         fewer.run(FedAvg(rounds=1), federation(), model="cnn")
-    with pytest.raises(SettingError, match=r"does not take inputs of shape \(3,\)"):
+    with pytest.raises(SettingError, match=r"rejects inputs of shape \(3,\)"):
         fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(4, 2))
     with pytest.raises(SettingError, match="at least 2 classes"):
         fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(3, 1))
@@ -534,16 +534,16 @@ def test_a_model_that_is_unknown_or_does_not_fit() -> None:
         (lambda: nn.Identity(), set()),
     ],
 )
-def test_is_norm(layer: Callable[[], nn.Module], parts: set[str]) -> None:
+def test_norm_weight_names(layer: Callable[[], nn.Module], parts: set[str]) -> None:
     net = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Sequential(layer(), nn.Linear(4, 2)))
-    assert is_norm(net) == {f"1.0.{part}" for part in parts}
-    assert is_norm(layer()) == parts
-    assert is_norm(net) <= net.state_dict().keys()
+    assert norm_weight_names(net) == {f"1.0.{part}" for part in parts}
+    assert norm_weight_names(layer()) == parts
+    assert norm_weight_names(net) <= net.state_dict().keys()
 
 
 def test_small_cnn_norms() -> None:
-    assert is_norm(SmallCNN((1, 28, 28), 10, "none")) == set()
-    names = is_norm(SmallCNN((1, 28, 28), 10, "group"))
+    assert norm_weight_names(SmallCNN((1, 28, 28), 10, "none")) == set()
+    names = norm_weight_names(SmallCNN((1, 28, 28), 10, "group"))
     assert names == {"encoder.1.weight", "encoder.1.bias", "encoder.4.weight", "encoder.4.bias"}
 
 
@@ -560,18 +560,18 @@ def test_small_cnn_norms() -> None:
 )
 def test_weights_that_do_not_fit_are_refused_and_change_nothing(weights: Weights, reason: str) -> None:
     net = nn.Linear(3, 2)
-    before = weights_of(net)
+    before = get_weights(net)
     with pytest.raises(Refused, match=reason):
         load_weights(net, weights)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(net).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in get_weights(net).items())
 
 
 def test_weights_are_copies() -> None:
     net = nn.Linear(3, 2)
-    weights = weights_of(net)
+    weights = get_weights(net)
     load_weights(net, {name: torch.full_like(tensor, 7) for name, tensor in weights.items()})
     assert not any((tensor == 7).any() for tensor in weights.values())
-    kept = weights_of(net)
+    kept = get_weights(net)
     load_weights(nn.Linear(3, 2), kept)
     assert all((tensor == 7).all() for tensor in net.state_dict().values())
     with torch.no_grad():
@@ -582,14 +582,16 @@ def test_weights_are_copies() -> None:
 def test_initial_weights_depend_on_the_seed_alone() -> None:
     task = Task((1, 28, 28), 10, lambda: SmallCNN((1, 28, 28), 10))
     torch.manual_seed(1)
-    one = task.initial(3)
+    one = task.initial_weights(3)
     torch.manual_seed(2)
-    again, other = task.initial(3), task.initial(4)
+    again, other = task.initial_weights(3), task.initial_weights(4)
     assert all(torch.equal(one[name], again[name]) for name in one)
     assert not torch.equal(one["head.weight"], other["head.weight"])
 
 
-def test_given_weights_are_those_to_start_from() -> None:
-    given = weights_of(SmallCNN((1, 28, 28), 10))
-    task = Task((1, 28, 28), 10, lambda: SmallCNN((1, 28, 28), 10), given=given)
-    assert all(torch.equal(task.initial(seed)[name], tensor) for seed in (0, 1) for name, tensor in given.items())
+def test_pretrained_weights_are_the_initial_weights() -> None:
+    pretrained = get_weights(SmallCNN((1, 28, 28), 10))
+    task = Task((1, 28, 28), 10, lambda: SmallCNN((1, 28, 28), 10), pretrained=pretrained)
+    for seed in (0, 1):
+        initial = task.initial_weights(seed)
+        assert all(torch.equal(initial[name], tensor) for name, tensor in pretrained.items())

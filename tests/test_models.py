@@ -13,7 +13,7 @@ import fewer
 from fewer import FedAvg
 from fewer.data import Data
 from fewer.errors import SettingError
-from fewer.models import Split, Task, maker, parts_of, weights_of
+from fewer.models import EncoderHead, Task, get_weights, net_factory, split_net
 from fewer.models.images import Conv4, DropBlock
 from fewer.registry import MODELS
 
@@ -49,7 +49,7 @@ COUNTS = {
 def make(name: str, **options: Any) -> nn.Module:
     facts = {"norm": options.pop("norm", None), **FACTS[name]}
     torch.manual_seed(0)
-    return maker(MODELS.find(name), facts, options)()
+    return net_factory(MODELS.find(name), facts, options)()
 
 
 def inputs(name: str, count: int = 2) -> torch.Tensor:
@@ -73,8 +73,8 @@ def test_parameter_counts(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_net_is_a_head_on_an_encoder(name: str) -> None:
     net = make(name).eval()
-    assert isinstance(net, Split)
-    encoder, head = parts_of(net)
+    assert isinstance(net, EncoderHead)
+    encoder, head = split_net(net)
     x = inputs(name)
     features = encoder(x)
     assert features.ndim == 2 and net(x).shape == (2, FACTS[name]["classes"])
@@ -85,20 +85,20 @@ def test_options() -> None:
     narrow = make("resnet12", width=0.25)
     assert narrow.head.in_features == 160  # type: ignore[union-attr]
     assert make("conv4", width=8).encoder(inputs("conv4")).shape[1] == 8  # type: ignore[operator]
-    rgb = maker(MODELS.find("conv4"), {"shape": (3, 32, 32), "classes": 5}, {})()
+    rgb = net_factory(MODELS.find("conv4"), {"shape": (3, 32, 32), "classes": 5}, {})()
     assert rgb.head.in_features == 64 * 8 * 8  # type: ignore[union-attr]
     assert not any(isinstance(module, nn.BatchNorm2d) for module in make("conv4", norm="group").modules())
     with pytest.raises(SettingError, match="unknown option of model ResNet12 'widht', did you mean 'width'"):
         make("resnet12", widht=2)
     with pytest.raises(SettingError, match="SmallCNN takes images .* but inputs have shape \\(103,\\)"):
-        maker(MODELS.find("cnn"), {"shape": (103,), "classes": 2}, {})
+        net_factory(MODELS.find("cnn"), {"shape": (103,), "classes": 2}, {})
     with pytest.raises(SettingError, match="takes text, but the data has no vocabulary"):
-        maker(MODELS.find("char-lstm"), {"shape": (80,), "classes": 2, "vocabulary": None}, {})
+        net_factory(MODELS.find("char-lstm"), {"shape": (80,), "classes": 2, "vocabulary": None}, {})
 
 
 def test_parts_that_are_missing_are_named() -> None:
     with pytest.raises(SettingError, match="Linear has no encoder and no head"):
-        parts_of(nn.Linear(2, 2))
+        split_net(nn.Linear(2, 2))
 
 
 def test_conv4_gives_what_its_blocks_give_with_relu_before_the_pool() -> None:
@@ -124,12 +124,12 @@ def test_first_weights_are_drawn_once_and_copied() -> None:
         return nn.Linear(2, 2)
 
     task = Task((2,), 2, make)
-    first = task.initial(1)
-    again = task.initial(1)
+    first = task.initial_weights(1)
+    again = task.initial_weights(1)
     assert len(made) == 1 and all(torch.equal(first[name], again[name]) for name in first)
     first["weight"].zero_()
-    assert float(task.initial(1)["weight"].abs().sum()) > 0
-    assert not torch.equal(task.initial(2)["weight"], again["weight"]) and len(made) == 2
+    assert float(task.initial_weights(1)["weight"].abs().sum()) > 0
+    assert not torch.equal(task.initial_weights(2)["weight"], again["weight"]) and len(made) == 2
 
 
 @pytest.mark.parametrize("name", ["char-lstm", "text-bilstm", "sentiment-lstm", "conv4", "mlp"])
@@ -138,7 +138,7 @@ def test_second_derivatives_against_finite_differences(name: str) -> None:
     small = {"char-lstm": (6,), "text-bilstm": (5,), "sentiment-lstm": (5,)}
     facts = {**FACTS[name], "shape": small.get(name, FACTS[name]["shape"])}
     torch.manual_seed(0)
-    net = maker(MODELS.find(name), facts, {"width": 4} if name == "conv4" else {})().double()
+    net = net_factory(MODELS.find(name), facts, {"width": 4} if name == "conv4" else {})().double()
     x = inputs(name, 3)[:, : facts["shape"][0]] if name in small else inputs(name, 3).double()
     y = torch.tensor([0, 1, 1])
     parameters = list(net.parameters())
@@ -150,7 +150,7 @@ def test_second_derivatives_against_finite_differences(name: str) -> None:
     exact = torch.autograd.grad(squared(), parameters, allow_unused=True, materialize_grads=True)
     draw = torch.Generator().manual_seed(1)
     direction = [torch.randn(p.shape, generator=draw, dtype=torch.float64) for p in parameters]
-    slope = sum(float((g * d).sum()) for g, d in zip(exact, direction, strict=True))
+    directional = sum(float((g * d).sum()) for g, d in zip(exact, direction, strict=True))
 
     def moved(step: float) -> float:
         with torch.no_grad():
@@ -163,7 +163,7 @@ def test_second_derivatives_against_finite_differences(name: str) -> None:
         return value
 
     step = 1e-6
-    assert slope == pytest.approx((moved(step) - moved(-step)) / (2 * step), rel=2e-3)
+    assert directional == pytest.approx((moved(step) - moved(-step)) / (2 * step), rel=2e-3)
 
 
 def test_texts_of_any_length_give_the_same_features() -> None:
@@ -174,7 +174,7 @@ def test_texts_of_any_length_give_the_same_features() -> None:
         longer = F.pad(x, (0, 15))
         if name == "sentiment-lstm":  # reads forwards only, so what fills up changes nothing
             assert torch.allclose(net(x), net(longer))
-        assert "vectors" not in " ".join(weights_of(net))  # word vectors are never sent
+        assert "vectors" not in " ".join(get_weights(net))  # word vectors are never sent
 
 
 def test_dropblock_drops_squares_and_keeps_the_sum() -> None:
@@ -188,9 +188,9 @@ def test_dropblock_drops_squares_and_keeps_the_sum() -> None:
 
 
 def test_a_frozen_part_stays_frozen(digits: Data) -> None:
-    net = maker(MODELS.find("cnn"), {"shape": (1, 8, 8), "classes": 10}, {})()
+    net = net_factory(MODELS.find("cnn"), {"shape": (1, 8, 8), "classes": 10}, {})()
     net.encoder.requires_grad_(False)
-    before = weights_of(net)
+    before = get_weights(net)
     after = fewer.run(FedAvg(rounds=2, cohort=3), digits, model=net).state.model
     assert all(torch.equal(before[name], after[name]) for name in before if name.startswith("encoder"))
     assert not torch.equal(before["head.weight"], after["head.weight"])
@@ -215,6 +215,6 @@ def test_word_vectors_from_a_file(tmp_path: Path) -> None:
     result = fewer.run(FedAvg(rounds=1), data, model="text-bilstm", model_options={"vectors": str(file)})
     vectors = result.model.encoder.words.vectors  # type: ignore[union-attr]
     assert vectors[data.tokens.index("good")].tolist() == [1, 0, 0, 0]  # type: ignore[index]
-    with pytest.raises(SettingError, match="is no text"):
+    with pytest.raises(SettingError, match="is not text"):
         digits = fewer.data.load("digits", clients=3)
         fewer.run(FedAvg(rounds=1), digits, model="mlp", model_options={"vectors": str(file)})

@@ -1,4 +1,4 @@
-"""Ways of dividing: who has what, nothing twice, nothing lost."""
+"""Partitions: who has what, nothing twice, nothing lost."""
 
 from dataclasses import replace
 
@@ -8,27 +8,27 @@ import torch
 from numpy.typing import NDArray
 
 from fewer.data import Samples
-from fewer.data.episodes import episode, of_classes, split_classes, split_clients, support_query
+from fewer.data.episodes import sample_episode, select_classes, split_classes, split_clients, split_support_query
 from fewer.data.federated import federate, from_arrays
-from fewer.data.federations import federations
-from fewer.data.partition import WAYS, Division, divide, split_off
+from fewer.data.federations import group_clients
+from fewer.data.partition import PARTITIONERS, PartitionSpec, hold_out_fraction, partition_labels
 from fewer.data.raw_dataset import RawDataset
-from fewer.data.text import encode, vocabulary, word_vectors
+from fewer.data.text import build_vocabulary, encode, load_word_vectors
 from fewer.errors import DataError, SettingError
 
 Y: NDArray[np.int64] = np.random.default_rng(0).integers(10, size=4000)
 T: NDArray[np.int64] = np.random.default_rng(1).integers(10, size=900)
 
 
-@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("kind", PARTITIONERS)
 @pytest.mark.parametrize("clients", [1, 7, 20])
 def test_every_row_has_one_owner(kind: str, clients: int) -> None:
-    how = Division(kind, clients, classes=10 if clients == 1 else 4)  # type: ignore[arg-type]
-    for parts, labels in zip(divide(how, Y, T, 3), (Y, T), strict=True):
+    spec = PartitionSpec(kind, clients, classes=10 if clients == 1 else 4)  # type: ignore[arg-type]
+    for parts, labels in zip(partition_labels(spec, Y, T, 3), (Y, T), strict=True):
         assert len(parts.sizes) == clients
         assert np.array_equal(np.sort(parts.rows), np.arange(len(labels)))
-    again, other = divide(how, Y, T, 3)[0], divide(how, Y, T, 4)[0]
-    assert np.array_equal(again.rows, divide(how, Y, T, 3)[0].rows)
+    again, other = partition_labels(spec, Y, T, 3)[0], partition_labels(spec, Y, T, 4)[0]
+    assert np.array_equal(again.rows, partition_labels(spec, Y, T, 3)[0].rows)
     assert clients == 1 or not np.array_equal(again.rows, other.rows)
 
 
@@ -40,34 +40,36 @@ def held(parts_rows: NDArray[np.int64]) -> set[int]:
     return set(Y[parts_rows].tolist())
 
 
-def test_pathological_clients_hold_so_many_classes() -> None:
-    train, test = divide(Division("pathological", 20, classes=5), Y, T, 0)
+def test_pathological_clients_hold_the_given_number_of_classes() -> None:
+    train, test = partition_labels(PartitionSpec("pathological", 20, classes=5), Y, T, 0)
     for client in range(20):
-        assert len(held(train.of(client))) == 5
-        assert set(T[test.of(client)].tolist()) <= held(train.of(client))
-    holders = np.array([[label in held(train.of(client)) for client in range(20)] for label in range(10)]).sum(axis=1)
+        assert len(held(train.rows_of(client))) == 5
+        assert set(T[test.rows_of(client)].tolist()) <= held(train.rows_of(client))
+    holders = np.array([[label in held(train.rows_of(client)) for client in range(20)] for label in range(10)]).sum(
+        axis=1
+    )
     assert holders.tolist() == [10] * 10  # each class goes to as many clients as any other
-    with pytest.raises(SettingError, match="11 classes for each client, but there are 10"):
-        divide(Division("pathological", 20, classes=11), Y, T, 0)
+    with pytest.raises(SettingError, match=r"classes_per_client must be 1 to 10 \(the classes in the data\), got 11"):
+        partition_labels(PartitionSpec("pathological", 20, classes=11), Y, T, 0)
     with pytest.raises(SettingError, match="cannot hold all 10 classes"):
-        divide(Division("pathological", 4, classes=2), Y, T, 0)
+        partition_labels(PartitionSpec("pathological", 4, classes=2), Y, T, 0)
 
 
 def test_shards_are_of_one_class_and_nearly_one_size() -> None:
-    train, _ = divide(Division("shards", 20, shards=2), Y, T, 0)
-    assert max(len(held(train.of(client))) for client in range(20)) == 2
+    train, _ = partition_labels(PartitionSpec("shards", 20, shards=2), Y, T, 0)
+    assert max(len(held(train.rows_of(client))) for client in range(20)) == 2
     assert train.sizes.min() > 180 and train.sizes.max() < 220 and sorted(train.rows) == list(range(len(Y)))
     skewed = np.repeat([1, 4, 6], [5, 45, 150])  # in shares of 20: 0.5, 4.5 and 15
     for clients, sizes in ((20, [5, *[11] * 3, 12, *[10] * 15]), (3, [5, 45, 150]), (4, [5, 45, 75, 75])):
-        alone, _ = divide(Division("shards", clients, shards=1), skewed, skewed, 0)
+        alone, _ = partition_labels(PartitionSpec("shards", clients, shards=1), skewed, skewed, 0)
         assert sorted(alone.sizes) == sorted(sizes)
-        assert all(len(np.unique(skewed[alone.of(client)])) == 1 for client in range(clients))
+        assert all(len(np.unique(skewed[alone.rows_of(client)])) == 1 for client in range(clients))
 
 
 def test_fewer_shards_than_classes_are_cut_across_their_borders() -> None:
-    train, _ = divide(Division("shards", 3, shards=1), Y, T, 0)
+    train, _ = partition_labels(PartitionSpec("shards", 3, shards=1), Y, T, 0)
     assert train.sizes.max() - train.sizes.min() <= 1
-    assert sorted(label for client in range(3) for label in held(train.of(client))) == [
+    assert sorted(label for client in range(3) for label in held(train.rows_of(client))) == [
         *range(4),
         *range(3, 7),
         *range(6, 10),
@@ -75,38 +77,38 @@ def test_fewer_shards_than_classes_are_cut_across_their_borders() -> None:
 
 
 def test_quantity_skews_sizes_only() -> None:
-    train, _ = divide(Division("quantity", 10, alpha=0.5), Y, T, 0)
+    train, _ = partition_labels(PartitionSpec("quantity", 10, alpha=0.5), Y, T, 0)
     assert train.sizes.min() >= 10 and train.sizes.max() > 3 * np.median(train.sizes)
-    big = train.of(int(train.sizes.argmax()))
+    big = train.rows_of(int(train.sizes.argmax()))
     assert np.abs(np.bincount(Y[big], minlength=10) / len(big) - 0.1).max() < 0.04
 
 
 def test_pairs_are_even_and_their_halves_are_not() -> None:
-    train, _ = divide(Division("dirichlet-pairs", 20, alpha=0.3), Y, T, 0)
+    train, _ = partition_labels(PartitionSpec("dirichlet-pairs", 20, alpha=0.3), Y, T, 0)
     pairs = train.sizes.reshape(10, 2).sum(axis=1)
     assert set(pairs.tolist()) == {400} and train.sizes.min() >= 10
     assert np.abs(np.diff(train.sizes.reshape(10, 2), axis=1)).max() > 60
 
 
-def test_test_samples_follow_training_samples() -> None:
-    train, test = divide(Division("dirichlet", 10, alpha=0.3), Y, T, 0)
+def test_test_samples_are_partitioned_like_training_samples() -> None:
+    train, test = partition_labels(PartitionSpec("dirichlet", 10, alpha=0.3), Y, T, 0)
     for label in range(10):
-        mine = np.array([np.sum(Y[train.of(p)] == label) for p in range(10)]) / counts(Y)[label]
-        tests = np.array([np.sum(T[test.of(p)] == label) for p in range(10)])
+        mine = np.array([np.sum(Y[train.rows_of(p)] == label) for p in range(10)]) / counts(Y)[label]
+        tests = np.array([np.sum(T[test.rows_of(p)] == label) for p in range(10)])
         assert np.abs(tests - mine * counts(T)[label]).max() <= 1
 
 
-def test_what_is_in_time_is_split_in_time() -> None:
+def test_time_ordered_data_is_split_by_time() -> None:
     x = np.arange(100, dtype=np.float32)[:, None]
-    raw = RawDataset(x, np.arange(100) % 2, client_ids=np.repeat([0, 1], 50), in_time=True)
+    raw = RawDataset(x, np.arange(100) % 2, client_ids=np.repeat([0, 1], 50), time_ordered=True)
     data = federate(raw, partition="natural", validation=0.25)
     for client, start in ((0, 0), (1, 50)):
         mine = data.client(client)
         parts = [part.slice(0, 99)[0][:, 0].tolist() for part in (mine.train, mine.validation, mine.test)]
         assert parts[0] + parts[1] + parts[2] == list(range(start, start + 50))
         assert [len(part) for part in parts] == [30, 10, 10]
-    left, taken = split_off(data.train, 0.5, None)
-    assert left.of(0).max() < taken.of(0).min()
+    left, taken = hold_out_fraction(data.train, 0.5, None)
+    assert left.rows_of(0).max() < taken.rows_of(0).min()
 
 
 def test_clients_of_the_test_set() -> None:
@@ -115,17 +117,17 @@ def test_clients_of_the_test_set() -> None:
     data = federate(same, partition="natural")
     assert [len(data.client(n).test) for n in range(3)] == [0, 1, 2]
     other = RawDataset(x, y, (x[:5], y[:5]), np.array(["a"] * 6), np.array(["z"] * 5))
-    data = federate(other, partition="natural")  # clients of their own: they are clients too
+    data = federate(other, partition="natural")  # other owners: they become clients too
     assert [(len(data.client(n).train), len(data.client(n).test)) for n in range(2)] == [(5, 1), (4, 1)]
 
 
-def test_windows_that_nobody_owns_are_left_out() -> None:
+def test_windows_without_an_owner_are_left_out() -> None:
     flat = torch.arange(50, dtype=torch.uint8)
     x = flat.unfold(0, 5, 1)
     client_ids = np.array([0] * 20 + [-1] * 6 + [1] * 20)
-    raw = RawDataset(x, np.arange(46) % 3, client_ids=client_ids, tokens=tuple("abc" * 20), in_time=True)
+    raw = RawDataset(x, np.arange(46) % 3, client_ids=client_ids, tokens=tuple("abc" * 20), time_ordered=True)
     data = federate(raw, partition="natural", fraction=0.5)
-    assert data.vocabulary == 60 and data.source.x.data_ptr() == flat.data_ptr()  # not copied
+    assert data.vocab_size == 60 and data.source.x.data_ptr() == flat.data_ptr()  # not copied
     assert (
         data.size(0) + data.size(1) == 16 and len(data.test) == 2
     )  # half of 32; of 8 windows those that do not overlap
@@ -141,14 +143,14 @@ def test_the_vocabulary_knows_training_text_only() -> None:
     data = from_arrays(
         texts, np.arange(40) % 2, test=(["secret secret common"] * 4, [0, 1, 0, 1]), clients=2, partition="iid"
     )
-    assert data.vocabulary == 2 + 5  # fill, unknown, common, it's, word0, word1, word2
+    assert data.vocab_size == 2 + 5  # fill, unknown, common, it's, word0, word1, word2
     assert data.shape == (30,)
     row = data.test.slice(0, 1)[0][0].tolist()
     assert row[:2] == [1, 1] and row[2] > 1 and set(row[3:]) == {0}
 
 
 def test_words_are_counted_and_cut() -> None:
-    tokens = vocabulary(["b b a", "a b c"], most=4, least=1)
+    tokens = build_vocabulary(["b b a", "a b c"], max_size=4, min_count=1)
     assert tokens == ("<pad>", "<unknown>", "b", "a")
     assert encode(["a x b a", ""], tokens, 3).tolist() == [[3, 1, 2], [0, 0, 0]]
 
@@ -158,13 +160,13 @@ def test_word_vectors(tmp_path: object) -> None:
 
     file = Path(str(tmp_path)) / "v.txt"
     file.write_text("2 3\nhello 1 2 3\nworld 4 5 6\n")
-    vectors = word_vectors(file, ("<pad>", "<unknown>", "world"))
+    vectors = load_word_vectors(file, ("<pad>", "<unknown>", "world"))
     assert vectors[2].tolist() == [4, 5, 6] and vectors[0].tolist() == [0, 0, 0]
     file.write_text("hello 1 2 3\nworld 4 5\n")
-    with pytest.raises(DataError, match="line 2: 2 numbers where 3 belong"):
-        word_vectors(file, ("<pad>",))
+    with pytest.raises(DataError, match="line 2 has 2 values, expected 3"):
+        load_word_vectors(file, ("<pad>",))
     with pytest.raises(DataError, match="No such file"):
-        word_vectors(file.with_name("none"), ("<pad>",))
+        load_word_vectors(file.with_name("none"), ("<pad>",))
 
 
 # --- episodes -----------------------------------------------------------------------------------------------------
@@ -184,46 +186,46 @@ def test_clients_and_classes_are_disjoint() -> None:
     base, validation, novel = split_classes(41, 20, 5, 16, seed=0)
     assert len(set(base) | set(validation) | set(novel)) == 41
     assert split_classes(20, 8, 5, 7).test == list(range(13, 20))
-    with pytest.raises(SettingError, match="but there are 10"):
+    with pytest.raises(SettingError, match="must sum to at most 10"):
         split_classes(10, 8, 2, 1)
 
 
 @pytest.mark.parametrize("support", [0.05, 0.2, 0.5, 0.9])
 def test_support_and_query_are_disjoint(support: float) -> None:
     for by_class in (False, True):
-        one, two = support_query(samples(), support, torch.Generator().manual_seed(0), by_class)
+        one, two = split_support_query(samples(), support, torch.Generator().manual_seed(0), by_class)
         a, b = (set(part.slice(0, 999)[0][:, 0].tolist()) for part in (one, two))
         assert not a & b and len(a | b) == 200 and abs(len(a) - 200 * support) <= 8
         if by_class:
             assert set(one.slice(0, 999)[1].tolist()) == set(range(8))
-    first, last = support_query(samples(), support)  # in time
+    first, last = split_support_query(samples(), support)  # in time
     assert first.slice(0, 999)[0].max() < last.slice(0, 999)[0].min()
-    tiny = support_query(samples(2), support)
+    tiny = split_support_query(samples(2), support)
     assert [len(part) for part in tiny] == [1, 1]
 
 
 def test_an_episode() -> None:
-    novel = of_classes(samples(), [1, 3, 4, 5, 6])
-    task = episode(novel, 5, 3, 4, torch.Generator().manual_seed(0))
+    novel = select_classes(samples(), [1, 3, 4, 5, 6])
+    task = sample_episode(novel, 5, 3, 4, torch.Generator().manual_seed(0))
     assert task.support_x.shape == (15, 1) and task.query_x.shape == (20, 1)
     assert sorted(task.classes.tolist()) == [1, 3, 4, 5, 6]
     for x, y in ((task.support_x, task.support_y), (task.query_x, task.query_y)):
         assert torch.equal(x[:, 0].long() % 8, task.classes[y])  # labels are those of the samples, renumbered
     assert not set(task.support_x[:, 0].tolist()) & set(task.query_x[:, 0].tolist())
-    other = episode(novel, 5, 3, 4, torch.Generator().manual_seed(1))
+    other = sample_episode(novel, 5, 3, 4, torch.Generator().manual_seed(1))
     assert not torch.equal(other.support_x, task.support_x)
-    with pytest.raises(DataError, match="5 classes have 3 \\+ 4 samples, 6 are needed"):
-        episode(novel, 6, 3, 4, torch.Generator())
-    with pytest.raises(DataError, match="0 classes have 20 \\+ 10 samples"):
-        episode(novel, 2, 20, 10, torch.Generator())
+    with pytest.raises(DataError, match="6-way 3-shot needs 6 classes with 3 \\+ 4 samples each, got 5"):
+        sample_episode(novel, 6, 3, 4, torch.Generator())
+    with pytest.raises(DataError, match="needs 2 classes with 20 \\+ 10 samples each, got 0"):
+        sample_episode(novel, 2, 20, 10, torch.Generator())
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet", "shards", "quantity", "natural"])
 def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
-    """However the rows are divided, what is tested on comes after what is learned from, client by client."""
+    """Under every partition, the test samples of an owner come after its training samples."""
     x = np.arange(1000, dtype=np.float32)[:, None]
     client_ids = np.repeat(np.arange(4), 250)
-    raw = RawDataset(x, np.arange(1000) % 2, client_ids=client_ids, in_time=True)
+    raw = RawDataset(x, np.arange(1000) % 2, client_ids=client_ids, time_ordered=True)
     data = federate(raw, clients=5, partition=kind, validation=0.25)  # type: ignore[arg-type]
     tested = set(data.test.slice(0, 9999)[0][:, 0].long().tolist())
     assert tested == {start + n for start in range(0, 1000, 250) for n in range(200, 250)}
@@ -237,36 +239,43 @@ def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
         assert train[train // 250 == number].max() < valid[valid // 250 == number].min()
     for mine in held_clients:
         assert 0 < len(mine.validation) < len(mine.train)
-    held = data.held_out(0.2, 0)
-    left, judged = held.train.rows, held.common.rows.numpy()  # type: ignore[union-attr]
-    assert len(left) == 480 and sorted([*left, *judged]) == sorted(data.train.rows)
+    held = data.hold_out(0.2, 0)
+    left, held_out = held.train.rows, held.common.rows.numpy()  # type: ignore[union-attr]
+    assert len(left) == 480 and sorted([*left, *held_out]) == sorted(data.train.rows)
     for number in range(4):  # settings are chosen on the same clients, later in time
-        assert left[left // 250 == number].max() < judged[judged // 250 == number].min()
+        assert left[left // 250 == number].max() < held_out[held_out // 250 == number].min()
 
 
 def test_natural_clients_hold_out_their_last_rows_whatever_the_classes() -> None:
     labels = np.repeat([0, 1, 2], 20)  # one class after the other, in blocks
-    raw = RawDataset(np.zeros((120, 1), np.float32), np.tile(labels, 2), client_ids=np.repeat([0, 1], 60), in_time=True)
+    raw = RawDataset(
+        np.zeros((120, 1), np.float32), np.tile(labels, 2), client_ids=np.repeat([0, 1], 60), time_ordered=True
+    )
     data = federate(raw, partition="natural", validation=0.25)
-    assert [data.train.of(client).tolist() for client in range(2)] == [[*range(36)], [*range(60, 96)]]
-    held = data.held_out(0.2, 0)
-    assert [held.train.of(client).tolist() for client in range(2)] == [[*range(29)], [*range(60, 89)]]
+    assert [data.train.rows_of(client).tolist() for client in range(2)] == [[*range(36)], [*range(60, 96)]]
+    held = data.hold_out(0.2, 0)
+    assert [held.train.rows_of(client).tolist() for client in range(2)] == [[*range(29)], [*range(60, 89)]]
     assert held.common.rows.tolist() == [*range(29, 36), *range(89, 96)]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet"])
-def test_of_clients_in_time_the_last_rows_of_each_class_are_held_out(kind: str) -> None:
-    """The very last rows of a client would be all there is of a class: nobody would train on it."""
+def test_time_ordered_clients_hold_out_the_last_rows_of_each_class(kind: str) -> None:
+    """The very last rows of an owner could be all rows of a class, which nobody would then train on."""
     labels = np.tile(np.repeat([0, 1, 2, 3], [50, 5, 40, 5]), 3)
-    raw = RawDataset(np.zeros((300, 1), np.float32), labels, client_ids=np.repeat(["b", "c", "a"], 100), in_time=True)
+    raw = RawDataset(
+        np.zeros((300, 1), np.float32), labels, client_ids=np.repeat(["b", "c", "a"], 100), time_ordered=True
+    )
     data = federate(replace(raw, test=(raw.x[:8], labels[:8])), clients=4, partition=kind)  # type: ignore[arg-type]
-    held = data.held_out(0.2, 0)
+    held = data.hold_out(0.2, 0)
     rows = held.common.rows.numpy()  # type: ignore[union-attr]
     last = [*range(40, 50), 54, *range(87, 95), 99]
     assert sorted(rows) == [start + row for start in (0, 100, 200) for row in last]
     for client in range(4):
-        assert sorted([*held.train.of(client), *rows[held.tests.of(client)]]) == data.train.of(client).tolist()
-    again = federations(data, 2).held_out(0.2, 0)
+        assert (
+            sorted([*held.train.rows_of(client), *rows[held.tests.rows_of(client)]])
+            == data.train.rows_of(client).tolist()
+        )
+    again = group_clients(data, 2).hold_out(0.2, 0)
     assert sorted(again.common.rows.tolist()) == sorted(rows)  # type: ignore[union-attr]
 
 

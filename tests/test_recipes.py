@@ -1,4 +1,4 @@
-"""Tables as files, and the commands that look at data and runs."""
+"""Recipes, and the commands that inspect data and runs."""
 
 import itertools
 import json
@@ -15,9 +15,9 @@ from fewer.data.sources import EMBEDDED
 from fewer.errors import SettingError
 from fewer.experiments import Row, recipes
 from fewer.methods import find
-from fewer.report import recipe_picture
-from fewer.report.figures import interval
-from fewer.report.style import look
+from fewer.report import plot_recipe
+from fewer.report.metrics import interval
+from fewer.report.style import assign_styles
 from fewer.runs.experiment import make_method, parse_settings
 from tests.test_cli import DIGITS, call
 
@@ -51,7 +51,7 @@ tune = true
 """
 
 
-def test_a_recipe_gives_ours_beside_theirs(tmp_path: Path) -> None:
+def test_a_recipe_prints_our_results_next_to_the_papers(tmp_path: Path) -> None:
     file = tmp_path / "small.toml"
     file.write_text(f'figure = "rounds"\n{RECIPE}')
     words: list[str | Path] = ["reproduce", file, "--results", tmp_path / "results", "--out", tmp_path / "runs"]
@@ -87,39 +87,40 @@ def test_a_recipe_gives_ours_beside_theirs(tmp_path: Path) -> None:
 def test_recipes_are_listed_and_sound() -> None:
     listed = call("reproduce", "--list").stdout
     assert {"baselines/mnist", "fedmk/table1", "fedmk/fig2"} <= {line.split()[0] for line in listed.splitlines()}
-    for name in recipes.names():
-        plan = recipes.recipe(name)
+    for name in recipes.list_recipes():
+        plan = recipes.load_recipe(name)
         assert all(len(row.paper) <= len(plan.column) for row in plan.row)
         for titles in ([row.name for row in plan.row], [column.name for column in plan.column]):
-            assert len({recipes.slug(title) for title in titles}) == len(titles)  # each has its own directory
+            assert len({recipes.slugify(title) for title in titles}) == len(titles)  # each has its own directory
         for column, quick in itertools.product(plan.column, (False, True)):
-            for row, given in zip(plan.row, recipes.settings_in(column, plan, quick), strict=True):
+            for row, given in zip(plan.row, recipes.row_settings(column, plan, quick), strict=True):
                 settings = parse_settings(given)
                 assert make_method(find(settings.method), settings).name == row.method, (name, column.name, row.name)
                 assert not quick or settings.data in EMBEDDED
                 if row.method == "fedmk-paper":
                     assert (
-                        not settings.method_options.get("matching")
+                        not settings.method_options.get("matching_steps")
                         and settings.method_options.get("inner_steps", 1) == 1
                     )
 
 
 def test_settings_are_those_of_recipe_column_and_row() -> None:
-    text = RECIPE.replace("rounds = 2\n", "rounds = 2\nset = { mu = 0.3, lr = 0.2 }\n")
+    text = RECIPE.replace("rounds = 2\n", "rounds = 2\nmethod_options = { mu = 0.3, lr = 0.2 }\n")
     text = text.replace(
-        "alpha = 5.0\n", "alpha = 5.0\nset = { lr = 0.4 }\nquick = { alpha = 7.0, method_options = { mu = 0.6 } }\n"
+        "alpha = 5.0\n",
+        "alpha = 5.0\nmethod_options = { lr = 0.4 }\nquick = { alpha = 7.0, method_options = { mu = 0.6 } }\n",
     )
 
-    def told(column: int, quick: bool = False, text: str = text) -> list[tuple[float, int, dict[str, float]]]:
+    def parsed(column: int, quick: bool = False, text: str = text) -> list[tuple[float, int, dict[str, float]]]:
         plan = recipes.Recipe(**tomllib.loads(text))
-        found = recipes.settings_in(plan.column[column], plan, quick)
-        return [(given["alpha"], given["rounds"], given["method_options"]) for given in found]
+        settings = recipes.row_settings(plan.column[column], plan, quick)
+        return [(given["alpha"], given["rounds"], given["method_options"]) for given in settings]
 
-    assert told(0) == [(0.5, 2, {"lr": 0.05}), (0.5, 2, {"mu": 0.3, "lr": 0.2})]  # fedavg has no mu
-    assert told(1) == [(5.0, 2, {"lr": 0.05}), (5.0, 2, {"mu": 0.3, "lr": 0.4})]
-    assert told(1, quick=True) == [(7.0, 1, {"lr": 0.05}), (7.0, 1, {"mu": 0.6, "lr": 0.4})]
-    with pytest.raises(SettingError, match="nu: none of the methods compared has it"):
-        told(0, text=text.replace("mu = 0.3", "nu = 0.3"))
+    assert parsed(0) == [(0.5, 2, {"lr": 0.05}), (0.5, 2, {"mu": 0.3, "lr": 0.2})]  # fedavg has no mu
+    assert parsed(1) == [(5.0, 2, {"lr": 0.05}), (5.0, 2, {"mu": 0.3, "lr": 0.4})]
+    assert parsed(1, quick=True) == [(7.0, 1, {"lr": 0.05}), (7.0, 1, {"mu": 0.6, "lr": 0.4})]
+    with pytest.raises(SettingError, match="'nu': none of the methods has it"):
+        parsed(0, text=text.replace("mu = 0.3", "nu = 0.3"))
 
 
 def test_a_recipe_can_mean_over_clients_and_set_more_for_a_row(tmp_path: Path) -> None:
@@ -133,7 +134,7 @@ def test_a_recipe_can_mean_over_clients_and_set_more_for_a_row(tmp_path: Path) -
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert json.loads((run / "settings.json").read_text())["settings"]["validation"] == 0.3
     assert given.ours.accuracy == pytest.approx(np.mean(list(last["clients"].values()))) != last["accuracy"]
-    assert "Mean accuracy over clients" in recipes.markdown(plan, [given, tuned], "", False)
+    assert "Mean accuracy over clients" in recipes.render_markdown(plan, [given, tuned], "", False)
     other = tmp_path / "runs/alpha-0.5/fedprox-tuned-seed0/settings.json"
     assert json.loads(other.read_text())["settings"]["validation"] == 0 and len(tuned.ours.trials) == 2
 
@@ -165,14 +166,15 @@ def handmade(**keys: Any) -> tuple[recipes.Recipe, list[recipes.Cell]]:
 
 @pytest.mark.parametrize(("figure", "x"), [("rounds", [1, 2]), ("megabytes", [4, 8])])
 def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[float]) -> None:
-    drawn = recipe_picture(*handmade(figure=figure))
+    drawn = plot_recipe(*handmade(figure=figure))
     assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["α = 0.5", "α = 5"]
     for axes in drawn.axes:
         given, tuned = axes.lines
         assert list(given.get_xdata()) == pytest.approx(x)  # type: ignore[arg-type]
         assert list(given.get_ydata()) == pytest.approx([10, 40])  # type: ignore[arg-type]
-        assert given.get_color() == tuned.get_color() == look("fedavg").color
-        assert (tuned.get_linestyle(), tuned.get_marker()) == (look("fedavg").dash, look("fedavg").marker)
+        style = assign_styles(["fedavg"])["fedavg"]
+        assert given.get_color() == tuned.get_color() == style.color
+        assert (tuned.get_linestyle(), tuned.get_marker()) == (style.dash, style.marker)
         assert given.get_linestyle() != tuned.get_linestyle() and given.get_marker() != tuned.get_marker()
         assert len(axes.collections) == 2  # bands
     assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["FedAvg, given", "FedAvg, tuned"]
@@ -181,29 +183,31 @@ def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[f
 
 
 def test_a_recipe_draws_its_columns() -> None:
-    (axes,) = (recipe_picture(*handmade(figure="columns")) or pytest.fail("no picture")).axes
+    (axes,) = (plot_recipe(*handmade(figure="columns")) or pytest.fail("no picture")).axes
     given = axes.lines[0]
     assert list(given.get_ydata()) == pytest.approx([40, 40])  # type: ignore[arg-type]
     assert np.round(np.asarray(given.get_xdata())).tolist() == [0, 1]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["α = 0.5", "α = 5"]
-    drawn = recipe_picture(*handmade(figure="columns", by_round=[1, 2]))
+    drawn = plot_recipe(*handmade(figure="columns", by_round=[1, 2]))
     assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["1 rounds", "2 rounds"]
     assert [axes.lines[0].get_ydata()[0] for axes in drawn.axes] == pytest.approx([10, 40])  # type: ignore[index]
-    assert recipe_picture(*handmade()) is None
+    assert plot_recipe(*handmade()) is None
 
 
 def test_accuracy_after_each_round_stands_in_a_table() -> None:
     plan, cells = handmade(by_round=True)
     half = 12.706204736432095 * 0.2 / math.sqrt(2) / math.sqrt(2)  # t(1 degree, 97.5 %), two seeds that differ by 0.2
-    text = recipes.markdown(plan, cells, "command", quick=False)
+    text = recipes.render_markdown(plan, cells, "command", quick=False)
     table = f"| method | 1 | 2 |\n|---|---|---|\n| FedAvg, given | 10.0 ± 0.0 | 40.0 ± {100 * half:.1f} |"
-    assert text.count(table) == 2 and "rounds, α = 5:" in text and "![" not in text
+    assert text.count(table) == 2 and "Accuracy by round, α = 5:" in text and "![" not in text
     plan, cells = handmade(by_round=[2, 3])
     late = recipes.Cell("FedAvg, given", "α = 0.5", row("fedavg", [[0.1, 0.3], [0.1, 0.5]], first=2), None)
-    text = recipes.markdown(plan, [late, *cells[1:]], "command", quick=False)
+    text = recipes.render_markdown(plan, [late, *cells[1:]], "command", quick=False)
     assert "| method | 2 | 3 |" in text and "| FedAvg, given | 10.0 ± 0.0 | 40.0 ±" in text
     assert "| FedAvg, tuned | 60.0 ± 0.0 | – |" in text
-    assert "| method | 1 |" not in text and "so many rounds" not in recipes.markdown(*handmade(), "command", False)
+    assert "| method | 1 |" not in text and "Accuracy by round" not in recipes.render_markdown(
+        *handmade(), "command", False
+    )
 
 
 @pytest.mark.parametrize("units", ["groups", "tasks"])
@@ -211,21 +215,21 @@ def test_a_table_says_what_its_intervals_are_over(units: str) -> None:
     plan, cells = handmade(rivals=["FedAvg, given"])
     judged = [[{"0": 0.1, "1": 0.2}] * 2, [{"0": 0.2, "1": 0.4}] * 2]
     cells = [
-        replace(cell, ours=replace(cell.ours, groups=4, units=units, judged=judged["tuned" in cell.row]))
+        replace(cell, ours=replace(cell.ours, groups=4, units=units, unit_accuracies=judged["tuned" in cell.row]))
         for cell in cells
     ]
-    text = recipes.markdown(plan, cells, "command", quick=False)
-    assert f"95 % CI over 4 {units};" in text and f"over all {units} that both were" in text
+    text = recipes.render_markdown(plan, cells, "command", quick=False)
+    assert f"95 % CI over 4 {units};" in text and f"over all {units} that both rows were evaluated on" in text
     assert "| FedAvg, tuned | α = 5 | 15.0 ±" in text and "| FedAvg, given | α = 5 | – |" in text
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (("title", "titel"), "unknown setting of recipe"),
+        (("title", "titel"), "unknown option of recipe"),
         (('method = "fedavg"', 'method = "fedavgg"'), "unknown method 'fedavgg'"),
         (("rounds = 2", 'rounds = "many"'), "rounds = 'many'"),
-        (("[settings]", "[settings"), "is not TOML"),
+        (("[settings]", "[settings"), "is not valid TOML"),
         (("seeds = 2", "seeds = 0"), "seeds = 0"),
         (("seeds = 2", "figure = 'pie'"), "figure = 'pie'"),
     ],
@@ -258,15 +262,15 @@ def test_data_list_and_inspect(tmp_path: Path) -> None:
     assert "unknown option of data glyphs 'siz', did you mean 'size'" in wrong
 
 
-def test_data_get_says_where_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_data_get_needs_a_target_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FEWER_DATA", raising=False)
-    assert "where to? (--data-dir DIR, or FEWER_DATA)" in call("data", "get", "mnist", code=2).stderr
+    assert "no target directory: pass --data-dir or set FEWER_DATA" in call("data", "get", "mnist", code=2).stderr
     assert "unknown" in call("data", "get", "mnst", "--data-dir", tmp_path, code=2).stderr
 
 
 def test_run_compare_and_report_write_a_page(tmp_path: Path) -> None:
     out = call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "run").stdout
-    assert f"see {tmp_path / 'run/report/report.html'}" in out
+    assert f"report: {tmp_path / 'run/report/report.html'}" in out
     assert "<svg" in (tmp_path / "run/report/report.html").read_text()
     call("compare", "fedavg", "local", *DIGITS, "--rounds", "1", "--out", tmp_path / "both")
     page = (tmp_path / "both/report/report.html").read_text()
@@ -275,4 +279,4 @@ def test_run_compare_and_report_write_a_page(tmp_path: Path) -> None:
     assert (tmp_path / "page/report.html").exists()
     call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "bare", "--no-report")
     assert not (tmp_path / "bare/report").exists()
-    assert "is not a run of Fewer" in call("report", tmp_path / "none", code=2).stderr
+    assert "is not a run directory" in call("report", tmp_path / "none", code=2).stderr

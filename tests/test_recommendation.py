@@ -14,16 +14,16 @@ from sklearn.naive_bayes import GaussianNB
 import fewer
 from fewer.data import ArrayData, RawDataset, federate, from_clients
 from fewer.data.episodes import split_clients
-from fewer.data.recommendation import of_users, usage
+from fewer.data.recommendation import generate_usage, per_user
 from fewer.data.sources import read
 from fewer.errors import DataError, SettingError
 from fewer.experiments import recipes
-from fewer.learning.score import WORST, judged
-from fewer.methods.alone import Alone, MostUsed, NaiveBayes, recency
+from fewer.learning.score import MAX_LOSS, count_correct
+from fewer.methods.alone import Alone, MostUsed, NaiveBayes, recency_scores
 from fewer.methods.fedavg_meta import FedAvgMeta
-from fewer.models import weights_of
+from fewer.models import get_weights
 from fewer.models.sequences import LogisticRegression
-from fewer.runs.result import open_result
+from fewer.runs.result import open_run
 from tests.test_formats import film, movielens, write
 
 torch.set_num_threads(1)
@@ -34,25 +34,31 @@ torch.set_num_threads(1)
 def records() -> RawDataset:
     y = np.array([7, 2, 7, 5, 2, 9, 7, 7, 1])
     client_ids = np.array([1, 1, 1, 1, 1, 2, 2, 2, 2])
-    return RawDataset(np.arange(9.0)[:, None], y, client_ids=client_ids, names=tuple("abcdefghij"), in_time=True)
+    return RawDataset(
+        np.arange(9.0)[:, None], y, client_ids=client_ids, class_names=tuple("abcdefghij"), time_ordered=True
+    )
 
 
 def test_items_are_numbered_by_user_from_the_first_to_come() -> None:
-    raw = of_users(records(), own_classes=True)
-    assert raw.y.tolist() == [0, 1, 0, 2, 1, 0, 1, 1, 2] and raw.names == ("item 1", "item 2", "item 3") and raw.in_time
-    assert of_users(records()).y.tolist() == records().y.tolist()
+    raw = per_user(records(), own_classes=True)
+    assert (
+        raw.y.tolist() == [0, 1, 0, 2, 1, 0, 1, 1, 2]
+        and raw.class_names == ("item 1", "item 2", "item 3")
+        and raw.time_ordered
+    )
+    assert per_user(records()).y.tolist() == records().y.tolist()
 
 
 def test_later_items_and_then_users_with_few_records_are_left_out() -> None:
-    raw = of_users(records(), own_classes=True, max_items=2)
+    raw = per_user(records(), own_classes=True, max_items=2)
     assert np.asarray(raw.x)[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7] and raw.y.tolist() == [0, 1, 0, 1, 0, 1, 1]
-    raw = of_users(records(), max_items=2, min_records=4)
+    raw = per_user(records(), max_items=2, min_records=4)
     assert raw.client_ids is not None and raw.client_ids.tolist() == [1] * 4 and raw.y.tolist() == [7, 2, 7, 2]
-    assert len(raw.names) == 10 and len(of_users(records(), own_classes=True, max_items=40).names) == 40
+    assert len(raw.class_names) == 10 and len(per_user(records(), own_classes=True, max_items=40).class_names) == 40
     with pytest.raises(DataError, match="no user has 6 records"):
-        of_users(records(), min_records=6)
-    with pytest.raises(SettingError, match="most = -1, least = 0"):
-        of_users(records(), max_items=-1)
+        per_user(records(), min_records=6)
+    with pytest.raises(SettingError, match="max_items must be 0 to 100,000 and min_records >= 0, got -1 and 0"):
+        per_user(records(), max_items=-1)
 
 
 def test_movielens_by_genres(tmp_path: Path) -> None:
@@ -60,7 +66,7 @@ def test_movielens_by_genres(tmp_path: Path) -> None:
     films = film(1, "1995", {1, 5}) + film(2, "", {0}) + film(3, "1970", {5, 1})
     write(tmp_path / "u.item", films)
     raw = read(f"movielens:{tmp_path}", items="genres")
-    assert raw.names == ("action + comedy", "unknown") and raw.y.tolist() == [0, 0, 1, 0]
+    assert raw.class_names == ("action + comedy", "unknown") and raw.y.tolist() == [0, 0, 1, 0]
     assert read(f"movielens:{tmp_path}", items="genres", own_classes=True, max_items=1).y.tolist() == [0, 0, 0]
     assert len(read(f"movielens:{tmp_path}", min_records=2).y) == 3
     with pytest.raises(SettingError, match="unknown items of movielens 'genre'"):
@@ -68,13 +74,13 @@ def test_movielens_by_genres(tmp_path: Path) -> None:
 
 
 def test_usage_is_always_the_same_and_has_habits() -> None:
-    one, two = usage(), usage()
+    one, two = generate_usage(), generate_usage()
     assert np.array_equal(np.asarray(one.x), np.asarray(two.x)) and np.array_equal(one.y, two.y)
     assert one.client_ids is not None
     of = [one.y[one.client_ids == user] for user in range(40)]
     assert all(len(user) == 60 and 1 <= len(set(user)) <= 8 for user in of)
     assert 0.4 < np.mean([np.mean(user[1:] == user[:-1]) for user in of]) < 0.8
-    assert len(read("usage", own_classes=True).names) <= 8 < 30 == len(read("usage").names)
+    assert len(read("usage", own_classes=True).class_names) <= 8 < 30 == len(read("usage").class_names)
 
 
 # --- right among the best -------------------------------------------------------------------------------------
@@ -83,15 +89,15 @@ def test_usage_is_always_the_same_and_has_habits() -> None:
 def test_an_answer_is_right_among_the_best() -> None:
     scores = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 0.0, 0.0, 5.0]])
     y = torch.tensor([2, 1])
-    assert [judged(scores, y, top).correct for top in (1, 2, 3, 4, 9)] == [0, 0, 2, 2, 2]
-    assert judged(scores, torch.tensor([1, 2]), 2).correct == 1  # of equal ones the first is the best
-    assert judged(torch.full((1, 2), torch.nan), torch.tensor([1])).loss == WORST
+    assert [count_correct(scores, y, top).correct for top in (1, 2, 3, 4, 9)] == [0, 0, 2, 2, 2]
+    assert count_correct(scores, torch.tensor([1, 2]), 2).correct == 1  # of equal ones the first is the best
+    assert count_correct(torch.full((1, 2), torch.nan), torch.tensor([1])).loss == MAX_LOSS
 
 
 def test_top_and_query_share_are_used() -> None:
     """Each client has classes 0 0 1 2 in a row; the support is the first half, the query the last quarter."""
     x, y = np.zeros((8, 1), np.float32), np.array([0, 0, 0, 1, 1, 1, 2, 1])
-    data = replace(from_clients([(x, y)] * 10, test=(x, y)), in_time=True)
+    data = replace(from_clients([(x, y)] * 10, test=(x, y)), time_ordered=True)
     for learner, share, top, right in (
         ("most-used", None, 1, 0.0),  # 0 of 1 1 2 1
         ("most-used", None, 2, 0.75),
@@ -110,13 +116,13 @@ def test_queries_are_the_last_whatever_the_support() -> None:
     seen: list[tuple[list[int], list[int]]] = []
 
     class Watched(Alone):
-        def halves(self, client: Any, draw: Any = None) -> Any:
-            support, queries = super().halves(client, draw)
+        def support_and_query(self, client: Any, generator: Any = None) -> Any:
+            support, queries = super().support_and_query(client, generator)
             seen.append((support.slice(0, 99)[0][:, 0].int().tolist(), queries.slice(0, 99)[0][:, 0].int().tolist()))
             return support, queries
 
     x, y = np.arange(10, dtype=np.float32)[:, None], np.arange(10) % 2
-    data = replace(from_clients([(x, y)] * 10, test=(x, y)), in_time=True)
+    data = replace(from_clients([(x, y)] * 10, test=(x, y)), time_ordered=True)
     for support, share, expected in (
         (0.8, 0.2, (list(range(8)), [8, 9])),
         (0.05, 0.2, ([0], [8, 9])),
@@ -152,13 +158,13 @@ def test_naive_bayes_of_one_sample_knows_one_class() -> None:
 def test_most_and_last_used_by_hand() -> None:
     labels = torch.tensor([1, 0, 0, 2, 1])
     assert MostUsed(labels, 4)(torch.zeros(2, 1)).exp().round().tolist() == [[3, 3, 2, 1]] * 2
-    assert recency(labels, 2, 4).tolist() == [[2, 1, 0, 0], [3, 1, 0, 0], [3, 1, 4, 0]]
+    assert recency_scores(labels, 2, 4).tolist() == [[2, 1, 0, 0], [3, 1, 0, 0], [3, 1, 4, 0]]
 
 
 def test_a_net_alone_is_descent_from_the_initial_one() -> None:
-    raw = of_users(usage(users=12, records=20), own_classes=True)
+    raw = per_user(generate_usage(users=12, records=20), own_classes=True)
     data = federate(raw, partition="natural")
-    common: dict[str, Any] = {"support": 0.8, "query_share": 0.2}
+    common: dict[str, Any] = {"support_fraction": 0.8, "query_fraction": 0.2}
     own_classes = fewer.run(Alone(local_steps=7, lr=0.3, **common), data, model="logistic", seed=1).history[-1]
     # FedAvg of no rate to speak of leaves the initial model as it is; fine-tuned, it is a net alone
     still = FedAvgMeta(rounds=1, lr=1e-12, adapt_steps=7, adapt_lr=0.3, **common)
@@ -180,49 +186,50 @@ def test_what_each_learner_chooses() -> None:
 def test_a_learner_without_a_net_and_without_time_says_so(tmp_path: Path) -> None:
     x, y = np.zeros((6, 1), np.float32), np.array([0, 1] * 3)
     data = from_clients([(x, y)] * 10, test=(x, y))
-    with pytest.raises(SettingError, match="samples are in no order of time"):
+    with pytest.raises(SettingError, match="needs samples in time order"):
         fewer.run(Alone(learner="last-used"), data, model="logistic")
     result = fewer.run(Alone(learner="most-used"), data, model="logistic")
-    with pytest.raises(SettingError, match="learner = most-used has no net"):
+    with pytest.raises(SettingError, match="learner = most-used trains no net"):
         result.adapt(x, y)
     with pytest.raises(SettingError, match="alone has no global model"):
         _ = result.model
     run = tmp_path / "run"
     fewer.run("alone", "usage", partition="natural", model="logistic", method_options={"learner": "last-used"}, out=run)
-    with pytest.raises(SettingError, match="learner = last-used has no net"):
-        open_result(run).personal_model(0)
+    with pytest.raises(SettingError, match="learner = last-used trains no net"):
+        open_run(run).personal_model(0)
 
 
 def test_a_net_alone_is_written_for_new_data() -> None:
     x, y = np.eye(6, 2, dtype=np.float32), np.array([0, 1] * 3)
     result = fewer.run(Alone(local_steps=3), from_clients([(x, y)] * 10, test=(x, y)), model="logistic")
     first = LogisticRegression((2,), 2)
-    first.load_state_dict(result.task.initial(0))
-    assert not torch.equal(weights_of(result.adapt(x, y))["head.weight"], weights_of(first)["head.weight"])
+    first.load_state_dict(result.task.initial_weights(0))
+    assert not torch.equal(get_weights(result.adapt(x, y))["head.weight"], get_weights(first)["head.weight"])
 
 
 # --- the table ------------------------------------------------------------------------------------------------
 
 
 def test_rows_of_a_recipe_may_differ_in_net_and_data() -> None:
-    plan = recipes.recipe("fedmeta/table3")
-    for quick, options in ((False, {"items": "genres", "most": 40, "least": 100}), (True, {})):
-        found = dict(zip([r.name for r in plan.row], recipes.settings_in(plan.column[3], plan, quick), strict=True))
+    plan = recipes.load_recipe("fedmeta/table3")
+    for quick, options in ((False, {"items": "genres", "max_items": 40, "min_records": 100}), (True, {})):
+        found = dict(zip([r.name for r in plan.row], recipes.row_settings(plan.column[3], plan, quick), strict=True))
         mixed, meta, alone = found["MIXED: NN, tuned"], found["META: MAML + NN, tuned"], found["SELF: MRU"]
         assert mixed["data_options"] == options and meta["data_options"] == alone["data_options"] == {
             **options,
-            "own": True,
+            "own_classes": True,
         }
         assert mixed["model"] == meta["model"] == "mlp" and alone["model"] == "logistic" and alone["rounds"] == 1
         assert all(
-            each["method_options"]["top"] == 4 and each["method_options"]["support"] == 0.05 for each in found.values()
+            each["method_options"]["top_k"] == 4 and each["method_options"]["support_fraction"] == 0.05
+            for each in found.values()
         )
 
 
 def test_local_classes_beat_guessing_on_usage() -> None:
     groups = split_clients(40, seed=0)
-    data: ArrayData = fewer.data.load("usage", partition="natural", data_options={"own": True})
-    set_: dict[str, Any] = {"support": 0.8, "query_share": 0.2}
+    data: ArrayData = fewer.data.load("usage", partition="natural", data_options={"own_classes": True})
+    set_: dict[str, Any] = {"support_fraction": 0.8, "query_fraction": 0.2}
     result = fewer.run(Alone(lr=0.3, **set_), data, model="logistic")
     assert result.scores["clients"].keys() == {str(client) for client in groups.test}
-    assert result.accuracy > 1.5 / len(data.names)
+    assert result.accuracy > 1.5 / len(data.class_names)

@@ -1,4 +1,4 @@
-"""Reports: what pictures and pages say is what runs and data hold."""
+"""Reports: pictures and pages show what runs and data contain."""
 
 import csv
 import json
@@ -23,22 +23,22 @@ from fewer import FedAvg, Local
 from fewer.data import ArrayData, Data, from_arrays
 from fewer.errors import RunError
 from fewer.methods import find, names
-from fewer.methods.fedmk import FedMK, MKState
+from fewer.methods.fedmk import FedMK, FedMKState
 from fewer.methods.metafed import MetaFed
-from fewer.report import client_picture, curve_picture, partition_picture, run_reader, sheet_picture, write_report
-from fewer.report.charts import Grid, Ring, bar_picture, heat_picture, ring_picture, traffic_picture
-from fewer.report.figures import Histories, Interval, curve, interval
-from fewer.report.gallery import grid_of, ring_of
-from fewer.report.html import Picture, figure_of
-from fewer.report.page import _results, _worst
-from fewer.report.pictures import class_counts, made_picture
+from fewer.report import plot_clients, plot_curves, plot_examples, plot_partition, run_reader, write_report
+from fewer.report.charts import Grid, Ring, plot_bars, plot_heatmap, plot_ring, plot_traffic
+from fewer.report.gallery import build_grid, build_ring
+from fewer.report.html import Picture, render_figure
+from fewer.report.metrics import Histories, Interval, accuracy_curve, interval
+from fewer.report.page import _render_results, _render_worst_clients
+from fewer.report.pictures import class_counts, plot_image_grid
 from fewer.report.run_reader import Run, RunGroup
-from fewer.report.style import COLORS, DARK, INK, look, looks, png, style, svg
+from fewer.report.style import COLORS, DARK, INK, LineStyle, assign_label_styles, assign_styles, png, svg, theme
 from fewer.report.verdict import paired, verdict, winner
-from fewer.runs.result import open_result
+from fewer.runs.result import open_run
 from tests.test_cli import call
 
-# --- figures and pictures -------------------------------------------------------------------------------------
+# --- metrics and pictures -------------------------------------------------------------------------------------
 
 
 def line(number: int, accuracy: float | None, up: int = 0, **more: Any) -> dict[str, Any]:
@@ -46,23 +46,23 @@ def line(number: int, accuracy: float | None, up: int = 0, **more: Any) -> dict[
     return {"round": number, **known, "up": up, "down": up, "seconds": 1.0, **more}
 
 
-def round_picture(histories: Histories) -> Figure | None:
-    return curve_picture("Accuracy by round", {"": histories}, "round")
+def plot_by_round(histories: Histories) -> Figure | None:
+    return plot_curves("Accuracy by round", {"": histories}, "round")
 
 
-def megabyte_picture(histories: Histories) -> Figure | None:
-    return curve_picture("Accuracy by traffic", {"": histories}, "megabytes")
+def plot_by_megabyte(histories: Histories) -> Figure | None:
+    return plot_curves("Accuracy by traffic", {"": histories}, "megabytes")
 
 
 THREE = [[line(1, 0.2, 1_000_000), line(2, accuracy, 2_000_000)] for accuracy in (0.5, 0.6, 0.7)]
 
 
-def test_band_by_hand() -> None:
+def test_band_by_arithmetic() -> None:
     # mean 0.6, standard deviation 0.1, t(2 degrees, 97.5 %) = 4.30265
     half = 4.302652729911275 * 0.1 / math.sqrt(3)
     assert interval([0.5, 0.6, 0.7]) == pytest.approx((0.6, half))
     assert interval([0.5]) == (0.5, None)
-    figure = round_picture({"fedavg": THREE})
+    figure = plot_by_round({"fedavg": THREE})
     assert figure
     (band,) = figure.axes[0].collections
     heights = band.get_paths()[0].vertices
@@ -71,19 +71,19 @@ def test_band_by_hand() -> None:
 
 
 def test_a_single_seed_has_no_band() -> None:
-    figure = round_picture({"fedavg": THREE[:1]})
+    figure = plot_by_round({"fedavg": THREE[:1]})
     assert figure and not figure.axes[0].collections and len(figure.axes[0].lines) == 1
 
 
-def test_megabytes_are_both_ways_and_summed_up() -> None:
-    figure = megabyte_picture({"fedavg": THREE})
+def test_megabytes_are_cumulative_over_both_directions() -> None:
+    figure = plot_by_megabyte({"fedavg": THREE})
     assert figure
     assert list(figure.axes[0].lines[0].get_xdata()) == [2, 4]  # type: ignore[arg-type]
 
 
 def test_traffic_of_very_different_size_is_on_a_logarithmic_scale() -> None:
     small = [[line(1, 0.2, 1000), line(2, 0.3, 2000)]]
-    figures = [megabyte_picture({"fedavg": THREE}), megabyte_picture({"fedavg": THREE, "local": small})]
+    figures = [plot_by_megabyte({"fedavg": THREE}), plot_by_megabyte({"fedavg": THREE, "local": small})]
     assert [figure and figure.axes[0].get_xscale() for figure in figures] == ["linear", "log"]
 
 
@@ -92,48 +92,78 @@ def test_only_rounds_that_all_seeds_evaluated_are_shown() -> None:
         [line(1, None), line(2, 0.4), line(3, None), line(4, 0.5)],
         [line(1, 0.1), line(2, 0.6), line(3, None)],
     ]
-    assert [(point.round, point.accuracy.mean) for point in curve(histories)] == [(2, 0.5)]
-    assert round_picture({"fedavg": [[line(1, None)]]}) is None
-    assert round_picture({}) is None
+    assert [(point.round, point.accuracy.mean) for point in accuracy_curve(histories)] == [(2, 0.5)]
+    assert plot_by_round({"fedavg": [[line(1, None)]]}) is None
+    assert plot_by_round({}) is None
 
 
 def test_clients_are_sorted_and_their_mean_is_a_line() -> None:
     runs = [[line(1, 0.5, clients={"0": 0.9, "1": 0.1})], [line(1, 0.5, clients={"0": 0.5})]]
-    figure = client_picture({"fedavg": runs, "old": [[line(1, 0.5)]]})
+    figure = plot_clients({"fedavg": runs, "old": [[line(1, 0.5)]]})
     assert figure
     dots, mean = figure.axes[0].lines
     assert list(dots.get_ydata()) == pytest.approx([10, 50, 90])  # type: ignore[arg-type]
     assert list(mean.get_ydata()) == pytest.approx([50, 50])  # type: ignore[arg-type]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fedavg, mean 50.0"]
-    assert client_picture({"fedavg": [[line(1, 0.5)]]}) is None
+    assert plot_clients({"fedavg": [[line(1, 0.5)]]}) is None
 
 
-def test_a_method_has_one_look_everywhere() -> None:
-    alone, together = round_picture({"fedbn": THREE}), megabyte_picture({"fedavg": THREE, "fedbn": THREE})
-    assert alone and together
-    assert alone.axes[0].lines[0].get_color() == together.axes[0].lines[1].get_color() == look("fedbn").color
-    assert look("my-method") == ("#CC79A7", "o", ":")  # from one version to the next
-    often = ("local", "fedavg", "fedprox", "fedbn", "metafed", "fedmk", "fedgen")
-    assert {look(method).color for method in often} == set(COLORS)
-    assert len({look(f"method-{number}") for number in range(20)}) > 15
-    assert len({look(name) for name in names()}) == len(names())  # those of the package are all different
+def test_a_method_has_one_style_in_all_pictures_of_a_page() -> None:
+    histories = {"fedavg": THREE, "fedbn": THREE, "late": [[line(1, None)]]}
+    first, second = plot_by_round(histories), plot_by_megabyte(histories)
+    assert first and second
+    styles = assign_styles(histories)
+    for figure in (first, second):
+        drawn = [
+            LineStyle(str(each.get_color()), str(each.get_marker()), str(each.get_linestyle()))
+            for each in figure.axes[0].lines
+        ]
+        assert drawn == [styles["fedavg"], styles["fedbn"]]
 
 
-def test_the_users_style_is_left_alone() -> None:
+def test_methods_on_one_page_have_distinct_styles() -> None:
+    every = [*names(), *(f"method-{number}" for number in range(100))]
+    for order in (every, every[::-1]):
+        assert len({style.color for style in assign_styles(order[:7]).values()}) == 7 == len(COLORS)
+        assert len({(style.color, style.dash) for style in assign_styles(order[:28]).values()}) == 28
+        assert len(set(assign_styles(order).values())) == len(every)
+
+
+def test_the_style_of_a_method_is_stable() -> None:
+    alone = assign_styles(["my-method"])
+    assert alone == {"my-method": ("#CC79A7", "D", "-")}  # from one version to the next
+    page = assign_styles(["my-method", "fedavg", "fedprox"])
+    assert page["my-method"] == alone["my-method"]
+    more = assign_styles(["another", "fedprox"], page)  # methods that appear later leave earlier ones as they are
+    assert {method: more[method] for method in page} == page and len(set(more.values())) == 4
+
+
+def test_variants_of_a_method_share_its_color_and_nothing_else() -> None:
+    methods = {"fedavg": "fedavg", **{f"fedavg lr={number}": "fedavg" for number in range(20)}, "fedbn": "fedbn"}
+    styles = assign_label_styles(methods)
+    assert len(set(styles.values())) == len(methods)
+    assert {style.color for label, style in styles.items() if methods[label] == "fedavg"} == {styles["fedavg"].color}
+    assert styles["fedavg"] == assign_styles(["fedavg", "fedbn"])["fedavg"]
+    crowd = assign_label_styles({f"{method} {number}": method for number in range(2) for method in names()[:14]})
+    assert len(set(crowd.values())) == 28
+    assert len(assign_label_styles({str(number): "fedavg" for number in range(50)})) == 50  # repeats, but no failure
+
+
+def test_the_users_matplotlib_settings_are_unchanged() -> None:
     before = dict(matplotlib.rcParams)
     with matplotlib.rc_context({"axes.grid": False, "text.usetex": True}):
-        figure = round_picture({"$\\fedavg$": THREE})
+        figure = plot_by_round({"$\\fedavg$": THREE})
         assert figure
         png(figure)
         assert matplotlib.rcParams["text.usetex"] and not matplotlib.rcParams["axes.grid"]
-        with style():
+        with theme():
             assert matplotlib.rcParams["axes.grid"]
     assert dict(matplotlib.rcParams) == before
 
 
 def test_the_same_picture_gives_the_same_bytes(digits: Data) -> None:
-    assert png(partition_picture(digits)) == png(partition_picture(digits))
-    assert svg(partition_picture(digits)) == svg(partition_picture(digits))
+    assert png(plot_partition(digits)) == png(plot_partition(digits))
+    assert svg(plot_partition(digits)) == svg(plot_partition(digits))
 
 
 def bubbles(figure: Figure) -> tuple[np.ndarray, np.ndarray]:
@@ -141,37 +171,37 @@ def bubbles(figure: Figure) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(drawn.get_offsets()).astype(int), drawn.get_sizes()  # type: ignore[attr-defined]
 
 
-def test_bubbles_are_the_datas_counts(digits: Data) -> None:
+def test_bubbles_match_the_counts(digits: Data) -> None:
     counts = np.zeros((len(digits), digits.classes), int)
     for client in range(len(digits)):
         for label in digits.client(client).train.slice(0, 9999)[1].tolist():
             counts[client, label] += 1
     np.testing.assert_array_equal(class_counts(digits), counts)
-    places, areas = bubbles(partition_picture(digits))
+    places, areas = bubbles(plot_partition(digits))
     assert len(places) == (counts > 0).sum()
     shown = counts[places[:, 0], places[:, 1]]
     np.testing.assert_allclose(areas / shown, areas[0] / shown[0])
 
 
-def test_of_many_clients_the_first_sixty_are_shown() -> None:
+def test_only_the_first_sixty_clients_are_shown() -> None:
     data = fewer.data.load("digits", clients=70, partition="iid")
-    figure = partition_picture(data)
+    figure = plot_partition(data)
     assert bubbles(figure)[0][:, 0].max() == 59
     assert "first 60 of 70 clients" in figure.get_suptitle()
 
 
 def named(data: ArrayData, *names: str) -> ArrayData:
-    return ArrayData(**{**vars(data), "names": names})
+    return ArrayData(**{**vars(data), "class_names": names})
 
 
-def test_classes_have_names_where_they_are_known() -> None:
+def test_classes_have_their_names() -> None:
     data = named(from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, clients=2), "a", " ", "$c_1$")
-    labels = partition_picture(data).axes[0].get_yticklabels()
+    labels = plot_partition(data).axes[0].get_yticklabels()
     assert [label.get_text() for label in labels] == ["a", "' '", "$c_1$"]
 
 
-def test_the_sheet_shows_images_of_each_class(digits: Data) -> None:
-    figure = sheet_picture(digits, columns=3)
+def test_examples_show_images_of_each_class(digits: Data) -> None:
+    figure = plot_examples(digits, columns=3)
     assert figure
     (image,) = figure.axes[0].images
     shown = np.asarray(image.get_array())
@@ -182,32 +212,32 @@ def test_the_sheet_shows_images_of_each_class(digits: Data) -> None:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_the_sheet_shows_no_more_than_twenty_classes(channels: int) -> None:
+def test_examples_show_at_most_twenty_classes(channels: int) -> None:
     x = np.random.default_rng(0).standard_normal((500, channels, 6, 5)).astype(np.float32)
-    figure = sheet_picture(from_arrays(x, np.arange(500) % 25, clients=2, partition="iid"))
+    figure = plot_examples(from_arrays(x, np.arange(500) % 25, clients=2, partition="iid"))
     assert figure and "20 of 25 classes" in figure.get_suptitle()
     assert len(figure.axes[0].get_yticks()) == 20
     assert png(figure)
 
 
-def test_the_sheet_shows_windows_as_lines() -> None:
+def test_examples_show_time_series_as_lines() -> None:
     x = np.random.default_rng(0).standard_normal((200, 9, 16)).astype(np.float32)
-    figure = sheet_picture(from_arrays(x, np.arange(200) % 4, clients=2, partition="iid"), columns=5)
+    figure = plot_examples(from_arrays(x, np.arange(200) % 4, clients=2, partition="iid"), columns=5)
     assert figure and "first 3 of 9 channels" in figure.get_suptitle()
     assert len(figure.axes[0].lines) == 4 * 5 * 3
 
 
-def test_of_text_and_features_there_is_no_sheet() -> None:
+def test_text_and_features_have_no_examples() -> None:
     labels = np.arange(60) % 2
-    assert sheet_picture(from_arrays(np.zeros((60, 7), np.float32), labels, clients=2)) is None
-    assert sheet_picture(from_arrays(["good film", "bad film"] * 30, labels, clients=2)) is None
+    assert plot_examples(from_arrays(np.zeros((60, 7), np.float32), labels, clients=2)) is None
+    assert plot_examples(from_arrays(["good film", "bad film"] * 30, labels, clients=2)) is None
 
 
-def test_made_images_stand_by_row_and_class_in_the_range_of_pixels(digits: Data) -> None:
+def test_synthetic_images_are_shown_by_row_and_class_in_the_pixel_range(digits: Data) -> None:
     seen, labels = digits.test.slice(0, 50)
     three = seen[labels == 3][:2].numpy()
     beyond = np.full((1, 1, 8, 8), 1e3, np.float32)
-    figure = made_picture(digits, "Made", {"client 4": {3: three}, "client 7": {0: beyond, 2: -beyond}}, each=2)
+    figure = plot_image_grid(digits, "Made", {"client 4": {3: three}, "client 7": {0: beyond, 2: -beyond}}, each=2)
     assert figure
     axes = figure.axes[0]
     shown = np.asarray(axes.images[0].get_array())[..., 0]
@@ -220,15 +250,15 @@ def test_made_images_stand_by_row_and_class_in_the_range_of_pixels(digits: Data)
     assert [text.get_text() for text in axes.get_yticklabels()] == ["client 4", "client 7"]
     assert [text.get_text() for text in axes.get_xticklabels()] == [str(label) for label in range(10)]
     assert axes.get_xticks()[3] == pytest.approx(3 * 20 + 8)
-    assert made_picture(digits, "Made", {"client 4": {}}) is None
+    assert plot_image_grid(digits, "Made", {"client 4": {}}) is None
     readings = from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, clients=2)
-    assert made_picture(readings, "Made", {"client 0": {0: np.zeros((1, 5))}}) is None
+    assert plot_image_grid(readings, "Made", {"client 0": {0: np.zeros((1, 5))}}) is None
 
 
-def test_of_made_values_that_are_no_pixels_the_lowest_is_black() -> None:
+def test_the_lowest_value_is_black_if_data_is_not_pixels() -> None:
     x = np.random.default_rng(0).standard_normal((60, 1, 4, 4)).astype(np.float32)
     made = np.linspace(-9, 3, 16, dtype=np.float32).reshape(1, 1, 4, 4)
-    figure = made_picture(from_arrays(x, np.arange(60) % 2, clients=2), "Made", {"client 0": {0: made}})
+    figure = plot_image_grid(from_arrays(x, np.arange(60) % 2, clients=2), "Made", {"client 0": {0: made}})
     assert figure
     shown = np.asarray(figure.axes[0].images[0].get_array())[:4, :4, 0]
     np.testing.assert_allclose(shown.flatten(), np.linspace(0, 1, 16), atol=1e-6)
@@ -288,7 +318,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fewer.run(Bold(rounds=3, cohort=4), data, out=folder / "bold", drop=0.3)
     own = from_arrays(data.source.x, data.source.y, clients=3, partition="iid", name="<i>own</i>")
     fewer.run(FedAvg(rounds=1, cohort=3), own, out=folder / "own")
-    small = {"per_class": 3, "matching": 1, "outer_steps": 0, "server_steps": 1, "pseudo": 0, "codec": "float32"}
+    small = {"per_class": 3, "matching_steps": 1, "outer_steps": 0, "server_steps": 1, "pseudo_weight": 0, "codec": "float32"}
     fewer.run(FedMK(rounds=3, cohort=4, **small), data, out=folder / "fedmk")
     held = fewer.data.load("digits", clients=5, alpha=1.0, validation=0.2)
     fewer.run(MetaFed(rounds=3, local_steps=2), held, out=folder / "metafed", drop=0.2)
@@ -298,8 +328,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MANY = ("fedavg-0", "fedavg-1", "local-0", "sparse", "bold", "own", "fedmk")
 
 
-def gather(paths: Sequence[Path]) -> list[RunGroup]:
-    return run_reader.gather(paths)[0]
+def group_runs(paths: Sequence[Path]) -> list[RunGroup]:
+    return run_reader.group_runs(paths)[0]
 
 
 def report(tmp_path: Path, runs: Sequence[Path]) -> tuple[Page, list[str]]:
@@ -366,16 +396,16 @@ def test_a_report_on_one_run(tmp_path: Path, runs: Path) -> None:
     described = json.loads((runs / "fedavg-0" / "settings.json").read_text())
     assert described["hash"] in page.text and page.row("torch") == ["torch", described["environment"]["torch"]]
     assert page.row("lr") == ["lr", "0.1"]
-    assert "All clients that were asked answered, and no run broke off." in page.text
+    assert "All clients answered, and no run was interrupted." in page.text
     assert f"fedavg reaches {100 * last['accuracy']:.1f} % accuracy (1 seed)" in page.text
 
 
-def test_a_report_shows_the_images_that_a_method_made(tmp_path: Path, runs: Path) -> None:
+def test_a_report_shows_synthetic_images(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / "fedmk"])
     assert pictures == [*PLAIN, "made-by-client", "made-by-round", *DATA]
-    assert "the last D̂ of 4 of the 4 clients that sent any; blank where there is none." in page.text
-    assert "is not shown" not in page.text
-    result = open_result(runs / "fedmk")
+    assert "the last D̂ of 4 of the 4 clients that sent any. Blank cells have no image." in page.text
+    assert "not shown" not in page.text
+    result = open_run(runs / "fedmk")
     by_client, by_round = result.method.image_grids(result.state)
     assert list(by_client.rows) == [f"client {client}" for client in range(4)] and by_client.each == 2
     assert list(by_round.rows) == ["round 1", "round 2", "round 3"] and by_round.each == 1
@@ -387,14 +417,14 @@ def test_a_report_shows_the_images_that_a_method_made(tmp_path: Path, runs: Path
     assert all(torch.equal(images, last[str(label)][:1]) for label, images in by_round.rows["round 3"].items())
 
 
-def test_of_many_rounds_ten_are_shown_from_the_first_to_the_last() -> None:
+def test_at_most_ten_rounds_are_shown_including_first_and_last() -> None:
     one = {"0": torch.zeros(1, 1, 8, 8), "1": torch.zeros(0, 1, 8, 8)}
     pages = dict.fromkeys(range(1, 41), one)
-    _, by_round = FedMK().image_grids(MKState({}, {}, one, {0: one}, pages))
+    _, by_round = FedMK().image_grids(FedMKState({}, {}, one, {0: one}, pages))
     names = list(by_round.rows)
     assert len(names) == 10 and (names[0], names[-1]) == ("round 1", "round 40")
     assert [list(row) for row in by_round.rows.values()] == [[0]] * 10
-    assert len(FedMK().image_grids(MKState({}, {}, one, {0: one}, {1: one}))) == 1  # nothing has changed yet
+    assert len(FedMK().image_grids(FedMKState({}, {}, one, {0: one}, {1: one}))) == 1  # nothing has changed yet
 
 
 CLUMSY = """
@@ -404,44 +434,48 @@ from fewer import FedAvg
 Path(__file__).with_name("was-run").touch()
 
 class Clumsy(FedAvg):
-    '''Has images that cannot be had.'''
+    '''Has images that fail.'''
 
     def image_grids(self, state):
         raise KeyError("album")
 """
 
 
-def test_a_report_is_written_where_images_cannot_be_had(tmp_path: Path, runs: Path) -> None:
+def test_a_report_is_written_without_images_that_are_missing(tmp_path: Path, runs: Path) -> None:
     shown = [*PLAIN, *DATA]
     gone = changed(tmp_path, runs / "fedmk", settings={"method": "gone.py:FedMK"})
     page, pictures = report(tmp_path, [gone])
-    assert pictures == shown and "is not shown" not in page.text
+    assert pictures == shown and "not shown" not in page.text
     early = changed(tmp_path, runs / "fedmk")
     (early / "checkpoint.safetensors").unlink()
     page, pictures = report(tmp_path, [early])
-    assert pictures == shown and f"What fedmk made is not shown: {early.name} has no checkpoint yet" in page.text
+    assert (
+        pictures == shown
+        and f"Pictures from the model of fedmk are not shown: {early.name} has no checkpoint yet" in page.text
+    )
     (early / "checkpoint.safetensors").write_bytes(b"nothing")
     assert report(tmp_path, [early])[1] == shown
 
 
-def test_a_report_runs_no_file_that_a_run_names(tmp_path: Path, runs: Path) -> None:
+def test_a_report_executes_no_user_file(tmp_path: Path, runs: Path) -> None:
     file = tmp_path / "clumsy_in_a_file.py"
     file.write_text(CLUMSY)
     clumsy = changed(tmp_path, runs / "fedavg-0", settings={"method": f"{file}:Clumsy"})
     page, _ = report(tmp_path, [clumsy])
-    assert "What fedavg does" not in page.text and "is not shown" not in page.text
+    assert "About fedavg" not in page.text and "not shown" not in page.text
     netted = changed(tmp_path, runs / "fedmk", settings={"model": f"{file}:Net"})
     page, _ = report(tmp_path, [netted])
-    assert "What fedmk does" in page.text and "What fedmk made is not shown: its net is in a file" in page.text
+    assert "About fedmk" in page.text
+    assert "Pictures from the model of fedmk are not shown: its model is in a file" in page.text
     assert not (tmp_path / "was-run").exists()
     find(f"{file}:Clumsy")  # as where `fewer run` has just run it, and writes the report
     page, pictures = report(tmp_path, [clumsy, runs / "fedmk"])
     assert pictures == [*SEVERAL, "made-by-client-2", "made-by-round-2", *DATA]
-    assert "What fedavg made is not shown: KeyError: &#x27;album&#x27;." in page.text
-    assert "What fedavg does: has images" in report(tmp_path, [clumsy])[0].text
+    assert "Pictures from the model of fedavg are not shown: KeyError: &#x27;album&#x27;." in page.text
+    assert "About fedavg: Has images" in report(tmp_path, [clumsy])[0].text
 
 
-def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:
+def test_seeds_of_a_method_are_averaged(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / name for name in ("local-0", "fedavg-1", "fedavg-0")])
     assert pictures == [*SEVERAL, *DATA]
     found = [
@@ -453,7 +487,7 @@ def test_seeds_of_a_method_are_put_together(tmp_path: Path, runs: Path) -> None:
     assert page.row("fedavg")[1] == f"{100 * mean:.2f} ± {100 * half:.2f}"
     assert page.row("fedavg")[-1] == "0, 1"
     last = json.loads((runs / "local-0" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert page.row("local")[1:3] == [f"{100 * last[name]:.2f}" for name in ("accuracy", "global")]
+    assert page.row("local")[1:3] == [f"{100 * last[name]:.2f}" for name in ("accuracy", "global_accuracy")]
 
 
 def test_a_report_on_many_runs(tmp_path: Path, runs: Path) -> None:
@@ -467,18 +501,18 @@ def test_names_are_escaped_and_absent_answers_counted(tmp_path: Path, runs: Path
     page, _ = report(tmp_path, [runs / "bold"])
     assert page.row("<b>") and "b" not in {tag for tag, _ in page.tags}
     dropped = (runs / "bold" / "events.jsonl").read_text().count('"reason": "dropped"')
-    assert dropped and ["method", "dropped", "absent in all", "went on after a break"] in page.rows
+    assert dropped and ["method", "dropped", "absent in total", "resumed"] in page.rows
     assert ["<b>", str(dropped), str(dropped), "0"] in page.rows
     assert str(Path(__file__)) not in page.text  # where a method's file lies
 
 
 def test_a_run_that_was_not_evaluated_in_every_round(tmp_path: Path, runs: Path) -> None:
     report(tmp_path, [runs / "sparse"])
-    (group,) = gather([runs / "sparse"])
-    assert [point.round for point in curve([run.history for run in group.runs])] == [2, 3]
+    (group,) = group_runs([runs / "sparse"])
+    assert [point.round for point in accuracy_curve([run.history for run in group.runs])] == [2, 3]
 
 
-def test_data_of_the_users_own_is_not_shown(tmp_path: Path, runs: Path) -> None:
+def test_user_data_is_not_shown(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / "own"])
     assert pictures == PLAIN
     assert "The data is not shown" not in page.text
@@ -488,19 +522,17 @@ def changed(tmp_path: Path, run: Path, **description: Any) -> Path:
     """A copy of a run with another settings.json."""
     copy = tmp_path / f"copy-{len(list(tmp_path.iterdir()))}"
     shutil.copytree(run, copy)
-    told = json.loads((copy / "settings.json").read_text())
+    about = json.loads((copy / "settings.json").read_text())
     for part, values in description.items():
-        told[part] = {**told[part], **values}
-    (copy / "settings.json").write_text(json.dumps(told))
+        about[part] = {**about[part], **values}
+    (copy / "settings.json").write_text(json.dumps(about))
     return copy
 
 
-def test_data_that_changed_or_is_gone_is_not_shown(tmp_path: Path, runs: Path) -> None:
+def test_changed_or_missing_data_is_not_shown(tmp_path: Path, runs: Path) -> None:
     other = changed(tmp_path, runs / "fedavg-0", data={"fingerprint": "00000000"})
     page, pictures = report(tmp_path, [other])
-    assert (
-        pictures == PLAIN and f"The data is not shown: digits is no longer what {other.name} was run on." in page.text
-    )
+    assert pictures == PLAIN and f"The data is not shown: digits has changed since {other.name} was run." in page.text
     gone = changed(tmp_path, runs / "fedavg-0", settings={"data": "npz:gone.npz"})
     page, pictures = report(tmp_path, [gone])
     assert pictures == PLAIN and "The data is not shown: no &#x27;gone.npz&#x27;" in page.text
@@ -514,77 +546,79 @@ def test_a_run_without_figures_by_client_that_was_stopped(tmp_path: Path, runs: 
         file.write('{"event": "sto\n{"time": 1, "event": "stop", "round": 1, "reason": "KeyboardInterrupt: "}\n')
     page, pictures = report(tmp_path, [copy])
     assert pictures == [*CURVES, "traffic", *DATA]
-    assert "No run has come to its end yet" in page.text
+    assert "No run has finished yet" in page.text
     assert page.row("local")[2:4] == ["–", "1 of 2"]
-    assert "local with seed 0 has come to round 1 of 2, then stopped: KeyboardInterrupt" in page.text
+    assert "local, seed 0, is at round 1 of 2; it stopped: KeyboardInterrupt" in page.text
 
 
-def test_what_differs_is_never_put_together(tmp_path: Path, runs: Path) -> None:
+def test_runs_with_different_settings_are_never_averaged(tmp_path: Path, runs: Path) -> None:
     one = runs / "fedavg-0"
     faster = changed(tmp_path, one, method={"lr": 0.3}, settings={"seed": 1})
     skewed = changed(tmp_path, one, settings={"seed": 1, "alpha": 0.1})
     pooled = changed(tmp_path, one, settings={"seed": 1, "runtime": "pool", "data_dir": "/elsewhere"})
 
-    def told(*paths: Path) -> dict[str, list[int]]:
-        return {group.label: [run.seed for run in group.runs] for group in gather(paths)}
+    def seeds(*paths: Path) -> dict[str, list[int]]:
+        return {group.label: [run.seed for run in group.runs] for group in group_runs(paths)}
 
-    assert told(pooled, one) == {"fedavg": [0, 1]}
-    assert told(one, faster) == {"fedavg lr=0.1": [0], "fedavg lr=0.3": [1]}
-    assert told(one, skewed, runs / "local-0") == {
+    assert seeds(pooled, one) == {"fedavg": [0, 1]}
+    assert seeds(one, faster) == {"fedavg lr=0.1": [0], "fedavg lr=0.3": [1]}
+    assert seeds(one, skewed, runs / "local-0") == {
         "fedavg alpha=1.0": [0],
         "fedavg alpha=0.1": [1],
         "local": [0],
     }
     many = changed(tmp_path, one, settings={"alpha": 0.1, "drop": 0.1, "slow": 0.1})
-    assert told(one, many) == {"fedavg": [0], "fedavg (2)": [0]}
+    assert seeds(one, many) == {"fedavg": [0], "fedavg (2)": [0]}
     again = [changed(tmp_path, one), changed(tmp_path, one)]
-    assert told(one, *again) == {"fedavg": [0], "fedavg (2)": [0], "fedavg (3)": [0]}
-    assert told(one, one) == {"fedavg": [0]}
+    assert seeds(one, *again) == {"fedavg": [0], "fedavg (2)": [0], "fedavg (3)": [0]}
+    assert seeds(one, one) == {"fedavg": [0]}
 
 
-def test_absent_answers_of_a_round_begun_anew_count_once(tmp_path: Path, runs: Path) -> None:
+def test_absent_answers_of_a_repeated_round_count_once(tmp_path: Path, runs: Path) -> None:
     copy = changed(tmp_path, runs / "bold")
     events = (copy / "events.jsonl").read_text()
     (copy / "events.jsonl").write_text(events + events)
-    assert gather([copy])[0].absent == gather([runs / "bold"])[0].absent
+    assert group_runs([copy])[0].absent_counts == group_runs([runs / "bold"])[0].absent_counts
 
 
-def told_of(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = (), path: Path = Path("run")) -> Run:
+def make_run(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = (), path: Path = Path("run")) -> Run:
     about = {"settings": {"method": "fedavg", "seed": 0}, "method": {"rounds": len(history)}, "own": []}
     return Run(path, about, history, events)
 
 
-def test_faults_of_rounds_that_were_done_again_do_not_count() -> None:
+def test_faults_of_repeated_rounds_do_not_count() -> None:
     absent = {"event": "absent", "round": 3, "client": 1, "reason": "late", "handler": "train"}
-    told: list[dict[str, Any]] = [{"event": "start"}, {**absent, "round": 2}, absent, {"event": "resume", "round": 2}]
-    run = told_of([{"round": number} for number in (1, 2, 3)], told)
-    assert run.absent == {"late": 1} and run.breaks == 1
-    assert told_of([{"round": 1}], [{"event": "start"}, {"event": "resume", "round": 1}]).breaks == 0  # it was over
+    events: list[dict[str, Any]] = [{"event": "start"}, {**absent, "round": 2}, absent, {"event": "resume", "round": 2}]
+    run = make_run([{"round": number} for number in (1, 2, 3)], events)
+    assert run.absent_counts == {"late": 1} and run.interruptions == 1
+    assert (
+        make_run([{"round": 1}], [{"event": "start"}, {"event": "resume", "round": 1}]).interruptions == 0
+    )  # it was over
 
 
-def test_a_round_under_way_is_not_in_the_traffic(tmp_path: Path) -> None:
+def test_an_unfinished_round_is_not_in_the_traffic(tmp_path: Path) -> None:
     (tmp_path / "ledger.csv").write_text("round,client,direction,kind,bytes\n1,0,up,train,5\n2,0,up,train,7\n")
-    assert told_of([{"round": 1}], path=tmp_path).traffic == {("up", "train"): 5}
+    assert make_run([{"round": 1}], path=tmp_path).traffic == {("up", "train"): 5}
 
 
-def test_the_worst_tenth_by_hand() -> None:
+def test_the_worst_tenth_by_arithmetic() -> None:
     clients = {str(client): client / 100 for client in range(1, 21)}
-    text = _worst([RunGroup("fedavg", [told_of([{"round": 1, "clients": clients}])])])
+    text = _render_worst_clients([RunGroup("fedavg", [make_run([{"round": 1, "clients": clients}])])])
     assert "<td>10.5</td><td>1.5</td><td>client 1 1.0, client 2 2.0, client 3 3.0</td>" in text
 
 
-def test_a_caption_and_an_alt_are_text() -> None:
-    drawn = bar_picture({"a": Interval(0.5, None), "b": Interval(0.4, None)}, looks({"a": "a", "b": "b"}))
-    page = figure_of(Picture("bars", drawn, "<script>", '"><script>'))
+def test_captions_and_alt_texts_are_escaped() -> None:
+    drawn = plot_bars({"a": Interval(0.5, None), "b": Interval(0.4, None)}, assign_label_styles({"a": "a", "b": "b"}))
+    page = render_figure(Picture("bars", drawn, "<script>", '"><script>'))
     assert "<script>" not in page and page.count("&lt;script&gt;") == 2
 
 
-def test_a_directory_of_runs_and_of_comparisons_is_reported_on_wholly(tmp_path: Path, runs: Path) -> None:
+def test_a_directory_of_runs_and_comparisons_is_reported_completely(tmp_path: Path, runs: Path) -> None:
     shutil.copytree(runs / "fedavg-0", tmp_path / "all/first")
     shutil.copytree(runs / "local-0", tmp_path / "all/compared/local-seed0")
-    told = call("report", tmp_path / "all", "--out", tmp_path / "report").stdout
+    output = call("report", tmp_path / "all", "--out", tmp_path / "report").stdout
     page = Page(tmp_path / "report/report.html")
-    assert page.row("fedavg") and page.row("local") and "files of its pictures are in" in told
+    assert page.row("fedavg") and page.row("local") and "files of its pictures are in" in output
 
 
 def test_a_report_without_a_picture_is_written(tmp_path: Path, runs: Path) -> None:
@@ -594,40 +628,40 @@ def test_a_report_without_a_picture_is_written(tmp_path: Path, runs: Path) -> No
     assert call("report", early, "--out", tmp_path / "report").stdout == f"{tmp_path / 'report/report.html'}\n"
 
 
-def test_runs_without_a_round_are_left_out_with_a_word(tmp_path: Path, runs: Path) -> None:
+def test_runs_without_a_round_are_left_out_with_a_note(tmp_path: Path, runs: Path) -> None:
     early, new = (changed(tmp_path, runs / "local-0") for _ in range(2))
     (early / "metrics.jsonl").write_text('{"round": 1, "acc')  # a kill, a full disk
     for name in ("metrics.jsonl", "events.jsonl", "checkpoint.safetensors"):
         (new / name).unlink()
     page, _ = report(tmp_path, [early, runs / "fedavg-0", new])
     assert not [row for row in page.rows if row and row[0] == "local"]
-    assert all(f"{run.name} is left out: no round of it has ended yet." in page.text for run in (early, new))
+    assert all(f"{run.name} is left out: it has no completed round yet." in page.text for run in (early, new))
 
 
-def test_half_a_last_line_is_no_figure(tmp_path: Path, runs: Path) -> None:
+def test_an_incomplete_last_line_is_ignored(tmp_path: Path, runs: Path) -> None:
     cut = changed(tmp_path, runs / "fedavg-0")
     text = (cut / "metrics.jsonl").read_text()
     (cut / "metrics.jsonl").write_text(text + '{"round": 3, "acc')
-    assert len(gather([cut])[0].runs[0].history) == 2
+    assert len(group_runs([cut])[0].runs[0].history) == 2
 
 
-def test_events_that_tell_too_little_are_no_trouble() -> None:
-    told: list[dict[str, Any]] = [{"event": "start"}, {"event": "resume"}, {"event": "absent"}]
-    run = told_of([{"round": 1}], told)
-    assert (run.name, run.breaks, run.absent) == ("fedavg", 1, {"?": 1})
+def test_incomplete_events_are_accepted() -> None:
+    events: list[dict[str, Any]] = [{"event": "start"}, {"event": "resume"}, {"event": "absent"}]
+    run = make_run([{"round": 1}], events)
+    assert (run.method_name, run.interruptions, run.absent_counts) == ("fedavg", 1, {"?": 1})
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
+def test_invalid_run_directories_are_errors(tmp_path: Path, runs: Path) -> None:
     out = tmp_path / "report"
-    with pytest.raises(RunError, match="is not a run of Fewer: it does not exist"):
+    with pytest.raises(RunError, match="is not a run directory: it does not exist"):
         write_report([tmp_path / "nothing"], out)
-    with pytest.raises(RunError, match="is not a run of Fewer: it has no settings.json"):
+    with pytest.raises(RunError, match="is not a run directory: it has no settings.json"):
         write_report([runs / "fedavg-0", tmp_path], out)
     with pytest.raises(RunError, match="no runs to report on"):
         write_report([], out)
     broken = changed(tmp_path, runs / "fedavg-0")
     (broken / "metrics.jsonl").write_text("")
-    with pytest.raises(RunError, match="no round has ended"):
+    with pytest.raises(RunError, match="has no completed round yet"):
         write_report([broken], out)
     (broken / "metrics.jsonl").write_text('{"round": 1, "acc\n')
     with pytest.raises(RunError, match="metrics.jsonl cannot be read"):
@@ -640,7 +674,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, runs: Path) -> None:
         write_report([broken], out)
     assert not out.exists()
     out.write_text("in the way")
-    with pytest.raises(RunError, match="cannot be written: File exists"):
+    with pytest.raises(RunError, match="cannot write to .*: File exists"):
         write_report([runs / "fedavg-0"], out)
 
 
@@ -659,31 +693,32 @@ def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, roun
     return RunGroup(label, runs)
 
 
-def test_a_winner_is_called_only_where_it_is_surely_ahead() -> None:
+def test_a_winner_must_be_significantly_ahead() -> None:
     fedmk, fedavg = group("fedmk", 0.80, 0.81, 0.79, seconds=60), group("fedavg", 0.70, 0.71, 0.69, mb=4)
     assert winner([fedavg, fedmk]) is fedmk
-    won, cost, soon, target, does = verdict([fedavg, fedmk])
+    won, cost, early, target, about = verdict([fedavg, fedmk])
     assert won == (
-        "fedmk won: 80.0 ± 2.5 % accuracy, before fedavg with 70.0 ± 2.5 % (3 seeds). "
-        "Seed by seed it is 10.0 ± 0.0 points ahead of fedavg."
+        "fedmk wins: 80.0 ± 2.5 % accuracy, ahead of fedavg with 70.0 ± 2.5 % (3 seeds). "
+        "Paired by seed, it leads fedavg by 10.0 ± 0.0 points."
     )
     assert cost == (
-        "Cost: fedmk sent 0.5 MB up and 0.5 MB down in 2 rounds and 60 s; "
-        "fedavg sent 2 MB up and 2 MB down in 2 rounds and 10 s."
+        "Cost: fedmk sent 0.5 MB up and 0.5 MB down in 2 rounds and took 60 s; "
+        "fedavg sent 2 MB up and 2 MB down in 2 rounds and took 10 s."
     )
-    assert soon == "Soonest: after round 1, fedmk had 40.0 ± 1.2 %, the next, fedavg, 35.0 ± 1.2 %."
+    assert early == "Early lead: after round 1, fedmk had 40.0 ± 1.2 %, ahead of fedavg with 35.0 ± 1.2 %."
     assert target == (
-        "The best of fedavg, 70.0 %, fedmk reached in round 2 with 1 MB sent in all; fedavg in round 2 with 4 MB."
+        "fedmk reached the best accuracy of fedavg, 70.0 %, in round 2 after 1 MB; fedavg did in round 2 after 4 MB."
     )
-    assert does.startswith("What fedmk does: clients condense their data")
+    assert about == f"About fedmk: {(FedMK.__doc__ or '').splitlines()[0]}"
     near, far = group("fedprox", 0.76, 0.80, 0.78), group("local", 0.3, 0.31, 0.32)
     assert winner([fedmk, near, far]) is None
     assert verdict([near, far, fedmk])[0] == (
-        "No clear winner: fedmk has the highest mean, 80.0 ± 2.5 %, but seed by seed (95 % interval) it is not "
-        "surely ahead of fedprox 78.0 ± 5.0 % (3 seeds). All others are behind."
+        "No clear winner: fedmk has the highest mean, 80.0 ± 2.5 %, but paired by seed its lead over "
+        "fedprox 78.0 ± 5.0 % is not significant (95 %, 3 seeds). All others are behind."
     )
     assert verdict([fedavg, fedmk, far])[0].endswith(
-        "10.0 ± 0.0 points ahead of fedavg, and surely ahead of all others (2 comparisons, each at 95 % by itself)."
+        "it leads fedavg by 10.0 ± 0.0 points and all others significantly (2 comparisons, each at 95 %, without "
+        "correction)."
     )
 
 
@@ -691,62 +726,65 @@ def test_runs_that_share_seeds_are_compared_seed_by_seed() -> None:
     # means 0.7 and 0.6 with ± 0.248: these meet. Differences 0.11, 0.10, 0.09: 0.1 ± 0.0248
     one, other = group("fedmk", 0.61, 0.70, 0.79), group("fedavg", 0.50, 0.60, 0.70)
     assert paired([one, other]) and winner([other, one]) is one
-    assert "Seed by seed it is 10.0 ± 2.5 points ahead of fedavg." in verdict([one, other])[0]
+    assert "Paired by seed, it leads fedavg by 10.0 ± 2.5 points." in verdict([one, other])[0]
     apart = RunGroup("fedavg", [*other.runs[:2], group("fedavg", 0, 0, 0, 0.70).runs[3]])
     assert not paired([one, apart]) and winner([one, apart]) is None
-    assert "but its 95 % interval overlaps with fedavg 60.0 ± 24.8 %" in verdict([one, apart])[0]
+    assert "but its interval overlaps fedavg 60.0 ± 24.8 % (95 %, 3 seeds)" in verdict([one, apart])[0]
     divided = RunGroup("fedavg", group("fedavg", 0.50, 0.60, 0.70, data_seed=5).runs)
     assert not paired([one, divided]) and not paired([group("fedmk", 0.9), group("fedavg", 0.1)])
     far = RunGroup("fedavg", [*group("fedavg", 0.1, 0.11).runs, group("fedavg", 0, 0, 0, 0.12).runs[3]])
-    assert verdict([one, far])[0].endswith("(3 seeds). Its 95 % interval does not meet that of any other.")
+    assert verdict([one, far])[0].endswith("(3 seeds). Its 95 % interval overlaps no other.")
     # in the second round all is as sure, in the first nothing is
     for run, start in zip(one.runs, (0.31, 0.20, 0.45), strict=True):
         run.history[0]["accuracy"] = start  # type: ignore[index]
-    assert winner([one, other]) is one and not any(text.startswith("Soonest") for text in verdict([one, other]))
+    assert winner([one, other]) is one and not any(text.startswith("Early lead") for text in verdict([one, other]))
 
 
-def test_the_verdict_tells_of_the_clients_that_fare_worst() -> None:
+def test_the_verdict_mentions_the_worst_clients() -> None:
     one, other = group("fedmk", 0.8, 0.8), group("fedavg", 0.7, 0.7)
     for each, low in ((one, 0.5), (other, 0.2)):
         for run in each.runs:
             run.history[-1]["clients"] = {"0": 0.9, "1": low}  # type: ignore[index]
-    assert "Its worst tenth of clients has 50.0 %, that of fedavg 20.0 %." in verdict([one, other])
+    assert "Its worst tenth of clients reaches 50.0 %, compared with 20.0 % for fedavg." in verdict([one, other])
 
 
 def test_the_best_is_the_first_row() -> None:
     few, many, none = group("local", 0.3, 0.31), group("fedavg", 0.7, 0.71), group("fedmk", 0.0)
     none.runs[0].history[0].pop("accuracy"), none.runs[0].history[1].pop("accuracy")  # type: ignore[attr-defined]
-    rows = re.findall(r"<tr[^>]*><t[hd][^>]*>(\w+)</t", _results([none, few, many]))
+    rows = re.findall(r"<tr[^>]*><t[hd][^>]*>(\w+)</t", _render_results([none, few, many]))
     assert rows[1:] == ["fedavg", "local", "fedmk"]
 
 
-def test_nobody_wins_by_one_seed_or_on_another_task_or_before_the_end() -> None:
+def test_no_winner_with_one_seed_or_different_tasks_or_unfinished_runs() -> None:
     good, bad = group("fedmk", 0.9), group("fedavg", 0.1)
-    assert winner([good, bad]) is None and "cannot tell merit from chance" in verdict([good, bad])[0]
+    assert winner([good, bad]) is None and "With a single seed this may be chance" in verdict([good, bad])[0]
     other = group("fedavg alpha", 0.1, 0.12, 0.11, data="mnist")
     sure = group("fedmk", 0.9, 0.91, 0.92)
-    assert winner([sure, other]) is None and verdict([sure, other])[0].startswith("These runs are not of one task")
+    assert winner([sure, other]) is None and verdict([sure, other])[0].startswith("These runs have different tasks")
     early = group("fedavg", 0.1, 0.12, 0.11, rounds=5)
     assert winner([sure, early]) is None
-    assert verdict([sure, early])[0].startswith("Only fedmk has come to its end: fedmk reaches 91.0 ± ")
-    assert verdict([early])[0].startswith("No run has come to its end yet")
+    assert verdict([sure, early])[0].startswith("Only fedmk has finished: fedmk reaches 91.0 ± ")
+    assert verdict([early])[0].startswith("No run has finished yet")
     fair = group("fedmeta", 0.5, 0.5, 0.51)
     for run in fair.runs:
         run.history[-1]["fairness"] = {"mean": 0.5}  # type: ignore[index]
-    assert winner([sure, fair]) is None and "not judged alike" in verdict([sure, fair])[0]
+    assert winner([sure, fair]) is None and "are evaluated differently" in verdict([sure, fair])[0]
 
 
-def test_judged_on_groups_the_interval_is_over_groups() -> None:
+def test_evaluated_on_groups_the_interval_is_over_groups() -> None:
     one = group("frl", 0.5)
-    assert one.accuracy == (0.5, None) and one.over == "1 seed"
+    assert one.accuracy == (0.5, None) and one.averaged_over == "1 seed"
     one.runs[0].history[-1]["groups"] = [0.4, 0.5, 0.6]  # type: ignore[index]
-    assert one.accuracy == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and one.over == "3 groups"
+    assert one.accuracy == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and one.averaged_over == "3 groups"
     other = group("f2l", 0.5)
     for figure, value in (("groups", [0.4, 0.5, 0.6]), ("tasks", 3)):
         other.runs[0].history[-1][figure] = value  # type: ignore[index]
-    assert other.over == "3 tasks" and winner([one, other]) is None
-    for which, told in ((one, "groups make of the prepared model, mean"), (other, "queries of novel classes, mean")):
-        assert told in _results([which]) and f"95 % confidence over {which.units}" in _results([which])
+    assert other.averaged_over == "3 tasks" and winner([one, other]) is None
+    for which, text in (
+        (one, "groups that start from the prepared model; mean"),
+        (other, "queries of novel classes; mean"),
+    ):
+        assert text in _render_results([which]) and f"95 % confidence over {which.units}" in _render_results([which])
 
 
 # --- bars, maps, traffic, rings -------------------------------------------------------------------------------
@@ -754,44 +792,44 @@ def test_judged_on_groups_the_interval_is_over_groups() -> None:
 
 def test_bars_are_means_with_whiskers() -> None:
     results = {"fedavg": Interval(0.6, 0.1), "fedavg lr=1": Interval(0.5, None)}
-    of = looks({"fedavg": "fedavg", "fedavg lr=1": "fedavg"})
-    axes = bar_picture(results, of).axes[0]
+    styles = assign_label_styles({"fedavg": "fedavg", "fedavg lr=1": "fedavg"})
+    axes = plot_bars(results, styles).axes[0]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([60, 50])  # type: ignore[attr-defined]
     assert {text.get_text() for text in axes.texts} == {"60.0 ± 10.0", "50.0"}
-    assert of["fedavg lr=1"].color == look("fedavg").color and of["fedavg lr=1"] != look("fedavg")
+    assert styles["fedavg lr=1"].color == styles["fedavg"].color and styles["fedavg lr=1"] != styles["fedavg"]
 
 
-def test_runs_that_differ_in_two_settings_make_a_map(tmp_path: Path, runs: Path) -> None:
+def test_runs_that_differ_in_two_settings_make_a_heat_map(tmp_path: Path, runs: Path) -> None:
     changes = [(lr, batch) for lr in (0.1, 0.3) for batch in (8, 16, 4)][:-1]
-    some = [changed(tmp_path, runs / "fedavg-0", method={"lr": r, "batch": b}) for r, b in changes]
-    groups = gather(some)
-    grid = grid_of(groups)
+    some = [changed(tmp_path, runs / "fedavg-0", method={"lr": r, "batch_size": b}) for r, b in changes]
+    groups = group_runs(some)
+    grid = build_grid(groups)
     accuracy = groups[0].accuracy
-    assert grid == Grid("batch", "lr", [4, 8, 16], [0.1, 0.3], [[accuracy] * 3, [None, accuracy, accuracy]])
-    drawn = heat_picture("fedavg", grid).axes[0]
+    assert grid == Grid("batch_size", "lr", [4, 8, 16], [0.1, 0.3], [[accuracy] * 3, [None, accuracy, accuracy]])
+    drawn = plot_heatmap("fedavg", grid).axes[0]
     assert len(drawn.collections) == len(drawn.texts) == 5
     assert not {text.get_color() for text in drawn.texts} & DARK.keys()  # a field is as dark in either theme
-    assert (drawn.get_xlabel(), drawn.get_ylabel()) == ("batch", "lr")
-    assert grid_of(groups[:2]) is None  # one setting only
+    assert (drawn.get_xlabel(), drawn.get_ylabel()) == ("batch_size", "lr")
+    assert build_grid(groups[:2]) is None  # one setting only
     _, pictures = report(tmp_path, some)
     assert "settings" in pictures
 
 
-def test_traffic_is_the_ledgers_by_direction_and_kind(runs: Path) -> None:
-    (one,) = gather([runs / "fedmk"])
+def test_traffic_matches_the_ledger(runs: Path) -> None:
+    (one,) = group_runs([runs / "fedmk"])
     last = one.runs[0].history[-1]
     for way in ("up", "down"):
         assert sum(size for (there, _), size in one.traffic.items() if there == way) == last[way]
-    figure = traffic_picture({"fedmk": one.traffic})
+    figure = plot_traffic({"fedmk": one.traffic})
     assert figure
     bars = figure.axes[0].patches
     assert sum(bar.get_width() for bar in bars) == pytest.approx(  # type: ignore[attr-defined]
         (last["up"] + last["down"]) / 1e6
     )
-    assert traffic_picture({"local": {}}) is None
+    assert plot_traffic({"local": {}}) is None
 
 
-def test_a_damaged_ledger_is_told(tmp_path: Path, runs: Path) -> None:
+def test_a_damaged_ledger_is_an_error(tmp_path: Path, runs: Path) -> None:
     broken = changed(tmp_path, runs / "fedavg-0")
     (broken / "ledger.csv").write_text("round,client,direction,kind,bytes\n1,2,up,train,many\n")
     with pytest.raises(RunError, match="ledger.csv cannot be read"):
@@ -799,43 +837,43 @@ def test_a_damaged_ledger_is_told(tmp_path: Path, runs: Path) -> None:
 
 
 def test_a_ring_is_drawn_with_hops_skips_and_weights(tmp_path: Path, runs: Path) -> None:
-    (run,) = gather([runs / "metafed"])[0].runs
-    ring = ring_of(run)
+    (run,) = group_runs([runs / "metafed"])[0].runs
+    ring = build_ring(run)
     assert ring and ring.members == list(range(5))
-    told = run.history[-1]["ring"]
-    assert ring.weights == {int(client): each["weight"] for client, each in told.items()}
+    statistics = run.history[-1]["ring"]
+    assert ring.weights == {int(client): each["distill_weight"] for client, each in statistics.items()}
     events = [json.loads(text) for text in (runs / "metafed/events.jsonl").read_text().splitlines()]
     passed = [e for e in events if e["event"] == "absent" and e["handler"] in ("accumulate", "personalize")]
-    assert passed and sum(ring.passed_over.values()) == len(passed)
+    assert passed and sum(ring.skipped.values()) == len(passed)
     entries = [text.split(",") for text in (runs / "metafed/ledger.csv").read_text().splitlines()[1:]]
     taken = [entry for entry in entries if entry[2] == "down" and entry[3] in ("accumulate", "personalize")]
     assert sum(ring.hops.values()) == len(taken) and all(one != other for one, other in ring.hops)
     page, pictures = report(tmp_path, [runs / "metafed"])
     assert "ring" in pictures and "<h2>Rings</h2>" in page.text
-    assert ring_of(gather([runs / "fedavg-0"])[0].runs[0]) is None
-    by_hand = Ring({(0, 1): 2, (1, 3): 1}, {2: 1}, {0: 0.5, 1: 0.0, 2: 0.1, 3: 1.0}, {})
-    texts = [text.get_text() for text in ring_picture(by_hand).axes[0].texts]
+    assert build_ring(group_runs([runs / "fedavg-0"])[0].runs[0]) is None
+    handmade = Ring({(0, 1): 2, (1, 3): 1}, {2: 1}, {0: 0.5, 1: 0.0, 2: 0.1, 3: 1.0}, {})
+    texts = [text.get_text() for text in plot_ring(handmade).axes[0].texts]
     assert {"0", "1", "2", "3", "λ 0.5", "λ 0.1\n−1"} <= set(texts)
 
 
-def test_ours_stands_beside_the_papers(tmp_path: Path, runs: Path) -> None:
+def test_ours_is_compared_with_the_paper(tmp_path: Path, runs: Path) -> None:
     folder = tmp_path / "recipe/iid"
     for seed in (0, 1):
         shutil.copytree(runs / f"fedavg-{seed}", folder / f"fedavg-tuned-seed{seed}")
     cell = {"row": "FedAvg, tuned", "column": "IID", "paper": 70.5}
-    told = {"title": "T", "paper": "P", "mean": "samples", "quick": False, "cells": {"iid/fedavg-tuned": cell}}
-    (tmp_path / "recipe/recipe.json").write_text(json.dumps(told))
+    recipe = {"title": "T", "paper": "P", "mean": "samples", "quick": False, "cells": {"iid/fedavg-tuned": cell}}
+    (tmp_path / "recipe/recipe.json").write_text(json.dumps(recipe))
     page, _ = report(tmp_path, sorted(folder.iterdir()))
-    ours = gather(sorted(folder.iterdir()))[0].accuracy
+    ours = group_runs(sorted(folder.iterdir()))[0].accuracy
     assert ours and ours.half
     shown = f"{100 * ours.mean:.2f} ± {100 * ours.half:.2f}"
     assert page.row("FedAvg, tuned") == ["FedAvg, tuned", "IID", shown, "70.50", f"{100 * ours.mean - 70.5:+.2f}"]
-    assert "T. Paper: P." in page.text and "quick form" not in page.text
-    (tmp_path / "recipe/recipe.json").write_text(json.dumps({**told, "mean": "clients", "quick": True}))
+    assert "T. Paper: P." in page.text and "quick settings" not in page.text
+    (tmp_path / "recipe/recipe.json").write_text(json.dumps({**recipe, "mean": "clients", "quick": True}))
     page, _ = report(tmp_path, sorted(folder.iterdir()))
-    by_client = [run.history[-1]["clients"].values() for run in gather(sorted(folder.iterdir()))[0].runs]
+    by_client = [run.history[-1]["clients"].values() for run in group_runs(sorted(folder.iterdir()))[0].runs]
     mean = np.mean([np.mean(list(values)) for values in by_client])
-    assert page.row("FedAvg, tuned")[2].startswith(f"{100 * mean:.2f} ± ") and "quick form" in page.text
+    assert page.row("FedAvg, tuned")[2].startswith(f"{100 * mean:.2f} ± ") and "quick settings" in page.text
 
 
 # --- how the page looks ---------------------------------------------------------------------------------------
@@ -851,7 +889,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_text_and_lines_stand_out_in_both_themes(tmp_path: Path, runs: Path) -> None:
+def test_text_and_lines_have_contrast_in_both_themes(tmp_path: Path, runs: Path) -> None:
     page, _ = report(tmp_path, [runs / "fedavg-0"])
     for block in ("color-scheme: light", "color-scheme: dark"):
         (own, *_) = re.findall(rf"{block};([^}}]*)}}", page.text)
@@ -886,8 +924,8 @@ def test_the_page_of_ten_methods_and_five_seeds_is_small(tmp_path: Path, runs: P
             history = [line(number, float(draw.random()), 10**6 * number) for number in range(1, 101)]
             history[-1]["clients"] = by_client
             (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in history))
-            told = json.loads((path / "settings.json").read_text())
-            (path / "settings.json").write_text(json.dumps({**told, "method": {**told["method"], "rounds": 100}}))
+            about = json.loads((path / "settings.json").read_text())
+            (path / "settings.json").write_text(json.dumps({**about, "method": {**about["method"], "rounds": 100}}))
             paths.append(path)
     page, pictures = report(tmp_path, paths)
     assert len(page.text.encode()) < 5e6 and set(SEVERAL) <= set(pictures)

@@ -26,7 +26,7 @@ from fewer.methods import Method
 from fewer.runs.directory import RunDirectory
 from fewer.wire import unpack
 from tests.examples import SlowToScore
-from tests.test_runtime import figures, same
+from tests.test_runtime import metrics, same
 
 
 def left(path: Path) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def test_resume_after_a_kill_at_any_moment(kind: type[Method], points: range, di
         code = in_child(first)
         killed += code == -signal.SIGKILL
         if not (path / "settings.json").exists():  # killed before there was a run
-            with pytest.raises(RunError, match="is not a run of Fewer"):
+            with pytest.raises(RunError, match="is not a run directory"):
                 fewer.resume(path)
             continue
 
@@ -141,7 +141,7 @@ def test_a_finished_run_stays_finished(digits: Data, tmp_path: Path) -> None:
     one = fewer.run(FedAvg(rounds=2, cohort=3), digits, out=tmp_path / "run")
     before = left(tmp_path / "run")
     two = fewer.resume(tmp_path / "run")
-    assert same(one.state, two.state) and figures(one) == figures(two)
+    assert same(one.state, two.state) and metrics(one) == metrics(two)
     assert left(tmp_path / "run") == before
 
 
@@ -158,7 +158,7 @@ def test_a_full_disk(digits: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        with pytest.raises(RunError, match=r"No space left on device.*the checkpoint before is whole.*fewer resume"):
+        with pytest.raises(RunError, match=r"No space left on device.*The last checkpoint is intact.*fewer resume"):
             fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.part"))
     assert left(tmp_path / "run")["round"] >= 1
@@ -182,10 +182,10 @@ def test_foreign_and_damaged_directories(digits: Data, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="does not exist"):
         fewer.resume(tmp_path / "nowhere")
     (tmp_path / "foreign").mkdir()
-    with pytest.raises(RunError, match="is not a run of Fewer: it has no settings.json"):
+    with pytest.raises(RunError, match="is not a run directory: it has no settings.json"):
         fewer.resume(tmp_path / "foreign")
     (tmp_path / "foreign" / "notes.txt").write_text("mine")
-    with pytest.raises(RunError, match="is there already"):
+    with pytest.raises(RunError, match="exists already"):
         fewer.run(FedAvg(rounds=1), digits, out=tmp_path / "foreign")
     run = tmp_path / "run"
     fewer.run(FedAvg(rounds=2, cohort=2), digits, out=run)
@@ -208,7 +208,7 @@ def test_foreign_and_damaged_directories(digits: Data, tmp_path: Path) -> None:
 def test_other_data_is_noticed(digits: Data, tmp_path: Path) -> None:
     data = fewer.data.from_arrays(torch.rand(90, 1, 8, 8), torch.arange(90) % 3, clients=3, partition="iid")
     fewer.run(FedAvg(rounds=1), data, out=tmp_path / "run")
-    with pytest.raises(RunError, match="with a data of your own"):
+    with pytest.raises(RunError, match="with your own data"):
         fewer.resume(tmp_path / "run")
     other = fewer.data.from_arrays(torch.rand(90, 1, 8, 8), torch.arange(90) % 3, clients=3, partition="iid")
     with pytest.raises(RunError, match="was run on other data"):
@@ -224,7 +224,7 @@ def test_one_process_at_a_time(digits: Data, tmp_path: Path) -> None:
 
 def test_only_what_does_not_matter_can_be_changed(digits: Data, tmp_path: Path) -> None:
     fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "run")
-    with pytest.raises(SettingError, match="seed cannot be changed"):
+    with pytest.raises(SettingError, match="seed cannot change when a run resumes"):
         fewer.resume(tmp_path / "run", seed=4)
 
 
@@ -248,15 +248,15 @@ def test_ones_own_model_as_class_and_as_object(digits: Data, tmp_path: Path) -> 
     nn.init.constant_(start.layer.weight, 0.25)
     by_object = fewer.run(FedAvg(rounds=1, cohort=3, lr=1e-9), digits, model=start)
     assert torch.allclose(by_object.state.model["layer.weight"], torch.tensor(0.25))
-    with pytest.raises(RunError, match="with a model of your own"):
-        fewer.load(tmp_path / "class")
-    net = fewer.load(tmp_path / "class", model=Net)
+    with pytest.raises(RunError, match="with your own model"):
+        fewer.open_run(tmp_path / "class").model
+    net = fewer.open_run(tmp_path / "class", model=Net).model
     x, _ = digits.test.slice(0, 5)
     assert not net.training and torch.equal(net(x), by_class.model(x))
 
 
 def test_a_model_that_does_not_fit(digits: Data) -> None:
-    with pytest.raises(SettingError, match="does not take inputs of shape"):
+    with pytest.raises(SettingError, match="rejects inputs of shape"):
         fewer.run(FedAvg(), digits, model=nn.Linear(5, 10))
     with pytest.raises(SettingError, match="at least 10 classes"):
         fewer.run(FedAvg(), digits, model=nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
@@ -265,11 +265,11 @@ def test_a_model_that_does_not_fit(digits: Data) -> None:
 def test_load_gives_the_trained_models(digits: Data, tmp_path: Path) -> None:
     result = fewer.run(Local(rounds=2, cohort=6), digits, out=tmp_path / "local")
     with pytest.raises(SettingError, match="local has no global model"):
-        fewer.load(tmp_path / "local")
+        fewer.open_run(tmp_path / "local").model
     with pytest.raises(SettingError, match=r"client = 6 \(allowed: 0 … 5\)"):
-        fewer.load(tmp_path / "local", client=6)
+        fewer.open_run(tmp_path / "local").personal_model(6)
     x, y = digits.client(2).test.slice(0, 1000)
-    right = (fewer.load(tmp_path / "local", client=2)(x).argmax(1) == y).float().mean()
+    right = (fewer.open_run(tmp_path / "local").personal_model(2)(x).argmax(1) == y).float().mean()
     assert float(right) == pytest.approx(result.scores["clients"]["2"])
 
 
@@ -339,7 +339,7 @@ class Counting(nn.Module):
 def test_nothing_hidden_in_a_net_passes_between_clients(digits: Data) -> None:
     one = fewer.run(FedAvg(rounds=2, cohort=4, lr=0.01), digits, model=Counting)
     two = fewer.run(FedAvg(rounds=2, cohort=4, lr=0.01), digits, model=Counting, runtime="pool", workers=3)
-    assert same(one.state, two.state) and figures(one) == figures(two)
+    assert same(one.state, two.state) and metrics(one) == metrics(two)
 
 
 def test_a_lost_quorum_can_be_mended(digits: Data, tmp_path: Path) -> None:
@@ -358,9 +358,9 @@ def test_a_run_that_was_killed_before_it_began_leaves_room_for_another(digits: D
 
 
 def test_settings_of_an_object_are_given_to_the_object(digits: Data) -> None:
-    with pytest.raises(SettingError, match="rounds is a setting of the method"):
+    with pytest.raises(SettingError, match="rounds belongs to the method"):
         fewer.run(FedAvg(), digits, rounds=2)
-    with pytest.raises(SettingError, match="clients is a setting of the data"):
+    with pytest.raises(SettingError, match="clients belongs to the data"):
         fewer.run("fedavg", digits, clients=7)
 
 
@@ -373,10 +373,10 @@ def test_a_deadline_does_not_cut_the_evaluation_short(digits: Data) -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (lambda: 3, "the model is int"),
-        (lambda needed: nn.Linear(1, needed), "the model cannot be made: TypeError"),
-        (lambda: nn.Linear(-5, 2), "the model cannot be made: RuntimeError"),
-        (lambda: nn.Flatten(), "no weights to learn"),
+        (lambda: 3, "the model is of type int"),
+        (lambda needed: nn.Linear(1, needed), "the model cannot be built: TypeError"),
+        (lambda: nn.Linear(-5, 2), "the model cannot be built: RuntimeError"),
+        (lambda: nn.Flatten(), "no trainable parameters"),
     ],
 )
 def test_a_model_that_cannot_be_made(model: Any, text: str, digits: Data) -> None:

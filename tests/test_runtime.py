@@ -1,4 +1,4 @@
-"""The runtimes: the same numbers everywhere, and every fault a value."""
+"""The runtimes: they all give the same numbers, and every fault is a value."""
 
 import json
 import multiprocessing
@@ -18,12 +18,12 @@ from fewer import FedAvg, FedBN, FedProx, Local
 from fewer.data import Data
 from fewer.errors import QuorumLost, SettingError
 from fewer.methods import Method
-from fewer.runs.engine import open_clients
+from fewer.runs.engine import connect_clients
 from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runtime import Clients, Each, Pool, Store, on_client, seed_of, stream
-from fewer.runtime.store import folder_of, forget_after
+from fewer.runtime.store import client_folder, drop_after
 from fewer.wire import Number
-from tests.examples import SEEN, Buggy, Deadly, Gambler, Sleepy, Witness
+from tests.examples import SEEN_ANSWERS, Buggy, Deadly, Gambler, Sleepy, Witness
 
 
 def same(a: Any, b: Any) -> bool:
@@ -35,12 +35,12 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def figures(result: fewer.Result) -> list[dict[str, Any]]:
+def metrics(result: fewer.Result) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in result.history]
 
 
 def children() -> list[psutil.Process]:
-    """Living processes of ours; the resource tracker that Python keeps for spawned ones is none of ours."""
+    """Living processes of ours; not the resource tracker that Python keeps for spawned ones."""
     return [
         child
         for child in psutil.Process().children(recursive=True)
@@ -55,7 +55,7 @@ def test_pool_gives_the_numbers_of_inline(kind: type[Method], digits: Data, tmp_
     one = fewer.run(method, digits, out=tmp_path / "inline", **faults)
     two = fewer.run(method, digits, out=tmp_path / "pool", runtime="pool", workers=3, **faults)
     assert same(one.state, two.state)
-    assert figures(one) == figures(two)
+    assert metrics(one) == metrics(two)
     assert any(line["absent"] for line in one.history)
     assert (tmp_path / "inline/ledger.csv").read_bytes() == (tmp_path / "pool/ledger.csv").read_bytes()
     for client in range(len(digits)) if kind is Local else ():
@@ -66,7 +66,7 @@ def test_pool_gives_the_numbers_of_inline(kind: type[Method], digits: Data, tmp_
 
 def test_spawned_workers_give_the_same_numbers(digits: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     one = fewer.run(FedAvg(rounds=1, cohort=2), digits)
-    monkeypatch.setattr(Pool, "_way", lambda self: "spawn")
+    monkeypatch.setattr(Pool, "_start_method", lambda self: "spawn")
     two = fewer.run(FedAvg(rounds=1, cohort=2), digits, runtime="pool", workers=1)
     assert same(one.state, two.state)
 
@@ -87,14 +87,14 @@ def test_streams_depend_on_every_part_of_the_key() -> None:
     assert torch.equal(torch.rand(4, generator=stream(1, "x")), torch.rand(4, generator=stream(1, "x")))
 
 
-# --- choosing -----------------------------------------------------------------------------------------------------
+# --- sampling -----------------------------------------------------------------------------------------------------
 
 
 def clients_of(
     data: Data, method: Method | None = None, **settings: Any
 ) -> tuple[Experiment, Callable[[Path], Clients]]:
     experiment = build_experiment(parse_settings(settings), method or FedAvg(), data)
-    return experiment, lambda folder: open_clients(experiment, folder)
+    return experiment, lambda folder: connect_clients(experiment, folder)
 
 
 def test_sampling(digits: Data, tmp_path: Path) -> None:
@@ -110,12 +110,12 @@ def test_sampling(digits: Data, tmp_path: Path) -> None:
             drawn += clients.sample(3)
         counts = np.bincount(drawn, minlength=6)
         assert counts.min() > 70 and counts.max() < 130  # each of the six in about half of the rounds
-        with pytest.raises(SettingError, match="cohort = 7 clients a round, but there are 6"):
+        with pytest.raises(SettingError, match="cohort = 7, but there are 6 clients"):
             clients.sample(7)
         assert clients.eval_cohort() == list(range(6))
 
 
-def test_more_active_than_clients(digits: Data) -> None:
+def test_a_cohort_larger_than_the_population(digits: Data) -> None:
     with pytest.raises(SettingError, match="cohort = 7, but there are 6 clients"):
         fewer.run(FedAvg(cohort=7), digits)
 
@@ -131,14 +131,14 @@ def ledger(path: Path) -> list[list[str]]:
     ("fault", "reason", "sent"), [("drop", "dropped", 0), ("slow", "late", 1), ("corrupt", "refused", 1)]
 )
 def test_injected_faults_are_values(fault: str, reason: str, sent: int, digits: Data, tmp_path: Path) -> None:
-    SEEN.clear()
+    SEEN_ANSWERS.clear()
     faults: dict[str, Any] = {fault: 0.4}
     fewer.run(Witness(rounds=8, cohort=6), digits, out=tmp_path / "run", **faults)
-    absent = [one for answers in SEEN for one in answers.absent]
+    absent = [one for answers in SEEN_ANSWERS for one in answers.absent]
     assert {one.reason for one in absent} == {reason}
     assert 8 <= len(absent) <= 30  # 48 asked, 0.4 of them
-    assert all(len(answers) + len(answers.absent) == 6 for answers in SEEN)
-    rows = [row for row in ledger(tmp_path / "run") if row[3] == "train"]
+    assert all(len(answers) + len(answers.absent) == 6 for answers in SEEN_ANSWERS)
+    rows = [row for row in ledger(tmp_path / "run") if row[3] == "local_train"]
     assert sum(row[2] == "down" for row in rows) == 48
     assert sum(row[2] == "up" for row in rows) == 48 - (0 if sent else len(absent))
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
@@ -221,20 +221,20 @@ def test_a_killed_worker_loses_its_client_only(digits: Data, tmp_path: Path) -> 
     assert not children()
 
 
-def _coordinate(data: Data, pids: Any) -> None:
-    def tell(done: int, asked: int) -> None:
+def _serve_and_die(data: Data, pids: Any) -> None:
+    def send_pids_and_die(done: int, asked: int) -> None:
         pids.send([child.pid for child in children()])
         os.kill(os.getpid(), 9)
 
     experiment, opened = clients_of(data, Sleepy(cohort=6, nap=60), runtime="pool")
     clients = opened(Path())
-    clients.round, clients.on_progress = 1, tell
+    clients.round, clients.on_progress = 1, send_pids_and_die
     experiment.method.round(experiment.method.init(experiment.task, 0), clients)
 
 
 def test_workers_die_with_a_killed_server(digits: Data) -> None:
     ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("fork").Process(target=_coordinate, args=(digits, theirs))
+    server = multiprocessing.get_context("fork").Process(target=_serve_and_die, args=(digits, theirs))
     server.start()
     pids = ours.recv()
     server.join()
@@ -268,9 +268,9 @@ class Prying(FedAvg):
 def test_only_marked_handlers_can_be_asked(digits: Data, tmp_path: Path) -> None:
     experiment, opened = clients_of(digits, Prying())
     with opened(tmp_path) as clients:
-        with pytest.raises(QuorumLost, match="'peek' is not something that can be asked of a client"):
+        with pytest.raises(QuorumLost, match="'peek' is not an @on_client handler"):
             clients.ask([0], experiment.method.peek, returns={})  # type: ignore[attr-defined]
-        with pytest.raises(QuorumLost, match="do not fit 'echo'"):
+        with pytest.raises(QuorumLost, match="do not match the parameters of 'echo'"):
             clients.ask([0], experiment.method.echo, wrong=1, returns={})  # type: ignore[attr-defined]
 
 
@@ -283,11 +283,11 @@ def test_a_field_for_each_client(runtime: str, digits: Data, tmp_path: Path) -> 
     assert [(answer.client, answer["number"]) for answer in answers] == [(4, 2004), (1, 1001)]
 
 
-# --- what a client remembers ---------------------------------------------------------------------------------------
+# --- the store of a client -----------------------------------------------------------------------------------------
 
 
 def test_store_goes_back_to_the_round_before(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, 7)
+    folder = client_folder(tmp_path, 7)
     assert Store(folder, 1).get("model") is None and not folder.exists()
     for round in (1, 2, 5):
         Store(folder, round).put("model", {"w": torch.tensor([float(round)]), "n": round})
@@ -297,7 +297,7 @@ def test_store_goes_back_to_the_round_before(tmp_path: Path) -> None:
         "model.00000002.safetensors",
         "model.00000005.safetensors",
     ]
-    forget_after(tmp_path, 4)
+    drop_after(tmp_path, 4)
     assert Store(folder, 9).get("model")["n"] == 2
     Store(folder, 9).put("model", None)
     assert Store(folder, 9).get("model") is None

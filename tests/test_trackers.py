@@ -16,7 +16,7 @@ from fewer.data import Data
 from fewer.errors import SettingError
 from fewer.registry import TRACKERS
 from fewer.runs.directory import RunDirectory
-from fewer.runs.trackers import About, Figures, scalars
+from fewer.runs.trackers import RunInfo, Metrics, scalars
 from tests.examples import Stop, Stopping
 from tests.test_cli import DIGITS, call
 
@@ -91,12 +91,12 @@ class Noted:
     told: list[Any] = []  # noqa: RUF012
     fails = ""
 
-    def __init__(self, about: About, history: Sequence[Figures]) -> None:
+    def __init__(self, about: RunInfo, history: Sequence[Metrics]) -> None:
         if self.fails == "begin":
             raise ValueError("no\nroom")
         self.told.append((about.path.name, about.method, len(history)))
 
-    def round(self, figures: Figures) -> None:
+    def round(self, figures: Metrics) -> None:
         if self.fails == "round":
             raise ValueError("full")
         self.told.append(figures["round"])
@@ -134,7 +134,7 @@ def test_a_recipe_is_followed(tmp_path: Path, noted: type[Noted]) -> None:
     file = tmp_path / "one.toml"
     file.write_text(
         'title = "T"\npaper = "P"\nseeds = 1\n[settings]\ndata = "digits"\nclients = 4\nrounds = 1\n'
-        '[[column]]\nname = "C"\n[[row]]\nname = "R"\nmethod = "fedavg"\nset = { steps = 1 }\n'
+        '[[column]]\nname = "C"\n[[row]]\nname = "R"\nmethod = "fedavg"\nmethod_options = { local_steps = 1 }\n'
     )
     call("reproduce", file, "--out", tmp_path / "runs", "--results", tmp_path, "--track", "noted")
     assert noted.told == [("r-seed0", "fedavg", 0), 1, ""]
@@ -173,30 +173,30 @@ def test_a_run_that_goes_on_is_followed_without_being_told_again(
     fewer.resume(run, track=[])  # takes the place of what was kept, for good
     assert not noted.told and json.loads((run / "settings.json").read_text()) == {**before, "track": []}
     run = broken("lost")
-    RunDirectory.open(run).describe(track=["absent", "gone", "noted"])
+    RunDirectory.open(run).update_description(track=["absent", "gone", "noted"])
     noted.told.clear()
     noted.fails = "begin"
     assert len(fewer.resume(run).history) == 3 and not noted.told
     told = [record.getMessage().partition(": ")[0] for record in caplog.records]
-    assert told == [f"tracker '{name}' follows no longer" for name in ("absent", "gone", "noted")]
+    assert told == [f"tracker '{name}' is no longer used" for name in ("absent", "gone", "noted")]
 
 
 def test_a_server_follows_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flwr")
     from fewer.runs import machines
-    from fewer.runtime.flower.link import LinkLost
+    from fewer.runtime.flower.superlink import SuperLinkLost
 
     asked: list[tuple[str, Any]] = []
 
     def begin(experiment: object, out: Path, progress: object, connect: object, track: Sequence[str]) -> str:
         asked.append(("start", track))
-        raise LinkLost("gone")
+        raise SuperLinkLost("gone")
 
     def go_on(out: Path, **given: Any) -> str:
         asked.append(("resume", given.get("track")))
         return "over"
 
-    monkeypatch.setattr(machines, "start", begin)
+    monkeypatch.setattr(machines, "start_run", begin)
     monkeypatch.setattr(machines, "resume", go_on)
     monkeypatch.setattr(machines.FlowerServer, "check", lambda self, experiment: None)
     nobody: Any = None
@@ -215,9 +215,9 @@ def test_a_tracker_that_fails_does_not_stop_a_run(
     noted.fails = "round"
     result = fewer.run(FedAvg(rounds=2, cohort=2, local_steps=1), four, out=tmp_path / "run", track=["noted"])
     assert len(result.history) == 2 and noted.told == [("run", "fedavg", 0)]
-    assert [r.getMessage() for r in caplog.records] == ["tracker 'noted' follows no longer: ValueError: full"]
+    assert [r.getMessage() for r in caplog.records] == ["tracker 'noted' is no longer used: ValueError: full"]
     noted.fails = "begin"
-    with pytest.raises(SettingError, match="^tracker 'noted' cannot begin: ValueError: no$"):
+    with pytest.raises(SettingError, match="^tracker 'noted' cannot start: ValueError: no$"):
         fewer.run(FedAvg(rounds=2, cohort=2, local_steps=1), four, out=tmp_path / "other", track=["noted"])
 
 
@@ -227,7 +227,7 @@ def test_what_cannot_be_tracked_is_told_before_the_run(tmp_path: Path, four: Dat
         fewer.run(method, four, out=tmp_path / "run", track=["absent"])
     with pytest.raises(SettingError, match=r"unknown tracker 'notted', did you mean 'noted'\?"):
         fewer.run(method, four, out=tmp_path / "run", track=["notted"])
-    with pytest.raises(SettingError, match=r"only a run that is kept can be tracked \(out=DIR\)"):
+    with pytest.raises(SettingError, match=r"needs a run directory: pass out=DIR"):
         fewer.run(method, four, track=["noted"])
     assert not (tmp_path / "run").exists() and not noted.told
 
@@ -260,7 +260,7 @@ def test_a_result_shows_itself(four: Data, monkeypatch: pytest.MonkeyPatch) -> N
     )
     assert result.plot("megabytes").axes[0].get_xlabel().startswith("MB")
     assert result.plot("client").axes[0].get_xlabel().startswith("clients")
-    with pytest.raises(SettingError, match="by = 'week' .allowed: round, megabytes, seconds, client."):
+    with pytest.raises(SettingError, match="by must be one of round, megabytes, seconds, client, got 'week'"):
         result.plot("week")  # type: ignore[arg-type]
     frame = pytest.importorskip("pandas") and result.to_pandas()
     assert frame["accuracy"].tolist() == [line["accuracy"] for line in result.history]
@@ -288,5 +288,5 @@ def test_a_comparison_shows_itself() -> None:
     frame = pytest.importorskip("pandas") and table.to_pandas()
     assert frame["method"].tolist() == ["fedavg", "local"] and frame["seeds"].tolist() == [2, 2]
     assert frame["accuracy"].tolist() == [row.accuracy for row in table.rows]
-    with pytest.raises(SettingError, match="data is given beside a whole Settings object"):
-        fewer.compare(["fedavg"], fewer.runs.Settings(), data="digits")
+    with pytest.raises(SettingError, match="there are no methods to compare"):
+        fewer.compare([], data="digits")

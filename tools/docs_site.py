@@ -82,11 +82,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 def _commands() -> Iterator[str]:
     """Every command with its arguments and options; the settings that many share, once."""
     shared = {option.name: option for option in _options(_command("run")) if option.name in Settings.model_fields}
-    yield from ("## Settings of a run", "", "Commands that train take these; so do TOML files (`--settings`) and, with")
-    yield "underscores, `fewer.run`."
+    yield from ("## Settings of a run", "", "Commands that train take these settings. So do TOML files (`--settings`)")
+    yield "and, with underscores, `fewer.run`."
     for group in dict.fromkeys(field.title for field in Settings.model_fields.values()):
         yield from ("", f"### {group}")
-        yield from _table(("option", "what"), [_told(one) for one in shared.values() if one.rich_help_panel == group])
+        yield from _table(
+            ("option", "meaning"), [_told(one) for one in shared.values() if one.rich_help_panel == group]
+        )
     everything = list(_all(_command()))
     for panel in dict.fromkeys(panel for panel, _, _ in everything):
         yield from ("", f"## {panel}")
@@ -97,11 +99,11 @@ def _commands() -> Iterator[str]:
             same = [one.name for one in _options(command) if _same(one, shared)]
             own = [one for one in _options(command) if not _same(one, shared) and not one.hidden]
             if own:
-                yield from _table(("option", "what"), [_told(one) for one in own])
+                yield from _table(("option", "meaning"), [_told(one) for one in own])
             if same:
                 without = [f"`{one.opts[0]}`" for name, one in shared.items() if name not in same]
-                but = f", but for {', '.join(without)}" if without else ""
-                yield f"And the [settings of a run](#settings-of-a-run){but}."
+                but = f", except {', '.join(without)}" if without else ""
+                yield f"It also takes the [settings of a run](#settings-of-a-run){but}."
 
 
 def _command(name: str | None = None) -> click.Command:
@@ -150,8 +152,9 @@ def _prose(help: str) -> Iterator[str]:
 
 
 def _methods() -> Iterator[str]:
-    """Every method: what it does, its settings, and what its file says of the paper."""
-    yield from ("Every method has these:", *_settings(Method, Method.model_fields))
+    """Every method: what it does, its options, and what its file says about the paper."""
+    yield from _table(("method", "class", "what it does"), [_overview(name) for name in names()])
+    yield from ("Every method has these options:", *_settings(Method, Method.model_fields))
     for name in names():
         kind = find(name)
         yield from ("", f"## {name}", "", inspect.cleandoc(kind.__doc__ or ""))
@@ -162,8 +165,26 @@ def _methods() -> Iterator[str]:
                 f"`{key}` from {', '.join(f'{v:g}' for v in grid)}" for key, grid in kind.tunable.items()
             )
             yield f"`--tune` chooses {search_space}."
-        yield from ("", f'??? note "What `{kind.__module__}` says"')
-        yield from (f"    {line}" for line in (inspect.getdoc(sys.modules[kind.__module__]) or "").splitlines())
+        yield from ("", f'??? note "Paper and departures (`{kind.__module__}`)"')
+        yield from (f"    {line}" for line in _lists_apart(inspect.getdoc(sys.modules[kind.__module__]) or ""))
+
+
+def _lists_apart(text: str) -> Iterator[str]:
+    """The lines of a docstring, with the empty line that the site needs before a list."""
+    before, in_list = "", False
+    for line in text.splitlines():
+        if line.startswith("- "):
+            if before and not in_list:
+                yield ""
+            in_list = True
+        yield line
+        before, in_list = line, in_list and bool(line)
+
+
+def _overview(name: str) -> tuple[str, str, str]:
+    """A method's name with a link, its class, and the first sentence of its docstring."""
+    kind = find(name)
+    return f"[`{name}`](#{name})", f"`fewer.{kind.__name__}`", inspect.cleandoc(kind.__doc__ or "").splitlines()[0]
 
 
 def _own(kind: type[Method], key: str) -> bool:
@@ -174,23 +195,23 @@ def _own(kind: type[Method], key: str) -> bool:
 def _settings(kind: Any, keys: Iterable[str]) -> Iterator[str]:
     schema, fields = kind.model_json_schema()["properties"], kind.model_fields
     rows = [(f"`{key}`", _kind(schema[key]), _default(schema[key]), fields[key].description) for key in keys]
-    yield from _table(("setting", "takes", "default", "meaning"), rows) if rows else ()
+    yield from _table(("option", "values", "default", "meaning"), rows) if rows else ()
 
 
 def _default(schema: Mapping[str, Any]) -> str:
-    return f"`{json.dumps(schema['default']).strip(chr(34))}`" if "default" in schema else "must be given"
+    return f"`{json.dumps(schema['default']).strip(chr(34))}`" if "default" in schema else "required"
 
 
 TYPES = {
-    "integer": "a whole number",
-    "number": "a number",
+    "integer": "integer",
+    "number": "number",
     "boolean": "true, false",
     "null": "null",
-    "string": "a text",
-    "array": "a list",
+    "string": "text",
+    "array": "list",
     "object": "names and values",
 }
-BOUNDS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
 def _kind(schema: Mapping[str, Any]) -> str:
@@ -206,8 +227,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
 def _recipes() -> Iterator[str]:
     """Every recipe: what it runs, at which size, and where its result is."""
     results = Path(__file__).parents[1] / "docs/results"
-    for name in recipes.names():
-        plan = recipes.recipe(name)
+    for name in recipes.list_recipes():
+        plan = recipes.load_recipe(name)
         yield from ("", f"## {name}", "", f"**{plan.title}.** {plan.about.strip()}", "", f"*{plan.paper}.*")
         rows, columns = ("; ".join(one.name for one in some) for some in (plan.row, plan.column))
         seeds = "one seed" if plan.seeds == 1 else f"{plan.seeds} seeds"
@@ -215,7 +236,7 @@ def _recipes() -> Iterator[str]:
         yield from (f"fewer reproduce {name}", "```", "")
         if done := sorted(results.glob(f"{name}*.md")):
             links = [f"[{page.stem}](../{page.relative_to(results.parent).as_posix()})" for page in done]
-            yield f"What came of it: {', '.join(links)}."
+            yield f"Results: {', '.join(links)}."
 
 
 MAKERS = {"commands": _commands, "methods": _methods, "recipes": _recipes}

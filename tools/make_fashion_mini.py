@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.sources import idx
+from fewer.data.formats.idx import read_idx
 
-raw = idx(Path(sys.argv[1]))
+raw = read_idx(Path(sys.argv[1]))
 assert raw.test is not None
 
 

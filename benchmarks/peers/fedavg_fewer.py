@@ -35,12 +35,12 @@ class Clock:
     def __init__(self, log: Any) -> None:
         self.log = log
 
-    def begin(self, method: str, done: int, rounds: int) -> None:
+    def on_run_start(self, method: str, done: int, rounds: int) -> None:
         self.log.start()
 
-    def answer(self, round: int, done: int, asked: int) -> None: ...
+    def on_answer(self, round: int, done: int, asked: int) -> None: ...
 
-    def round(self, figures: Mapping[str, Any]) -> None:
+    def on_round_end(self, figures: Mapping[str, Any]) -> None:
         self.log.round(figures["accuracy"])
 
 

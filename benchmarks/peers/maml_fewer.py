@@ -9,12 +9,12 @@ from typing import Any
 
 import metagrad as M  # type: ignore[import-not-found]
 
-from fewer.learning.adapt import learnable, meta_gradient
+from fewer.learning.adapt import trainable_weights, meta_gradient
 
 
 def ours(net: Any, task: Any, steps: int) -> list[Any]:
     sx, sy, qx, qy = task
-    found = meta_gradient(net, learnable(net), [(sx, sy)] * steps, (qx, qy), M.LR, first_order=False)
+    found = meta_gradient(net, trainable_weights(net), [(sx, sy)] * steps, (qx, qy), M.LR, first_order=False)
     return list(found.weights.values())
 
 

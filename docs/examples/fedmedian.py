@@ -1,4 +1,4 @@
-"""FedMedian: FedAvg with the median of what clients send, coordinate by coordinate, so that a few liars do no harm.
+"""FedMedian: FedAvg with the coordinate-wise median instead of the mean, so that a few corrupt clients do no harm.
 
 Yin, Chen, Kannan, Bartlett: Byzantine-Robust Distributed Learning, ICML 2018, Algorithm 1 (option I).
 """
@@ -11,35 +11,35 @@ from pydantic import PositiveFloat, PositiveInt
 from fewer import Client, Clients, Method, on_client
 from fewer.learning import draw_batches, sgd
 from fewer.methods import ModelState
-from fewer.models import Task, Weights, weights_of
+from fewer.models import Task, Weights, get_weights
 
 
 class FedMedian(Method):
     """The coordinate-wise median of locally trained models."""
 
     lr: PositiveFloat = 0.1
-    """Step size of local training (η)."""
-    steps: PositiveInt = 20
-    """Local steps in a round."""
-    tunable = {"rate": (0.01, 0.03, 0.1, 0.3)}
+    """Learning rate of local training (η)."""
+    local_steps: PositiveInt = 20
+    """SGD steps per client and round."""
+    batch_size: PositiveInt = 32
+    """Samples in a step."""
+    tunable = {"lr": (0.01, 0.03, 0.1, 0.3)}
 
     def init(self, task: Task, seed: int) -> ModelState:
-        return ModelState(task.initial(seed))
+        return ModelState(task.initial_weights(seed))
 
     def round(self, state: ModelState, clients: Clients) -> ModelState:
-        answers = clients.ask(
-            self.sample_cohort(clients), self.train, model=state.model, returns={"model": state.model}
-        )  # answers.absent tells who is missing, and why
+        cohort = self.sample_cohort(clients)
+        answers = clients.ask(cohort, self.local_train, model=state.model, returns={"model": state.model})
+        # answers.absent lists the missing clients and why
+        models = [answer["model"] for answer in answers]
         return ModelState(
-            {name: torch.stack([answer["model"][name] for answer in answers]).median(0).values for name in state.model}
+            {name: torch.stack([model[name] for model in models]).median(0).values for name in state.model}
         )
 
     @on_client
-    def train(self, client: Client, model: Weights) -> dict[str, Any]:
+    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         net = client.net(model)
-        sgd(
-            net,
-            client.train.batches(draw_batches(len(client.train), self.steps, 32, client.stream("batches"))),
-            self.lr,
-        )
-        return {"model": weights_of(net)}
+        indices = draw_batches(len(client.train), self.local_steps, self.batch_size, client.stream("batches"))
+        sgd(net, client.train.batches(indices), self.lr)
+        return {"model": get_weights(net)}

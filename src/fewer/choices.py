@@ -1,8 +1,22 @@
-"""The names that settings may take, free of imports, so that `--help` is quick."""
+"""Allowed values of settings. This module imports nothing heavy, so that `--help` is fast."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from fewer.errors import unknown
+from fewer.registry import CODECS
+
+
+def _check_codec(name: str) -> str:
+    if name not in CODECS:
+        raise PydanticCustomError("unknown_codec", "{reason}", {"reason": str(unknown("codec", name, CODECS))})
+    return name
+
 
 Partition = Literal["iid", "dirichlet", "dirichlet-pairs", "pathological", "shards", "quantity", "natural"]
 Norm = Literal["batch", "group", "none"]
-Codec = Literal["float32", "float16", "bfloat16", "int8", "uint8"]
+Codec = Annotated[str, AfterValidator(_check_codec)]
+"""The name of a registered codec."""
 RuntimeName = Literal["inline", "pool", "flower"]

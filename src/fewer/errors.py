@@ -1,4 +1,4 @@
-"""Errors that a user can mend: one line that says what, where and what is allowed."""
+"""Errors that a user can fix. Each message is one line: what is wrong, where, and what is allowed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from difflib import get_close_matches
 
 
 class FewerError(Exception):
-    """A mistake in settings, data or a run directory; its text is meant for the user."""
+    """Base class. The message is written for the user."""
 
 
 class SettingError(FewerError):
-    """A setting is unknown, out of range, or does not fit the others."""
+    """A setting is unknown, out of range, or conflicts with another."""
 
 
 class DataError(FewerError):
-    """Data cannot be read, or is not what a method can learn from."""
+    """Data is unreadable or unsuitable for training."""
 
 
 class RunError(FewerError):
-    """A run directory is foreign, damaged, in use, or cannot be written."""
+    """A run directory is foreign, damaged, in use, or not writable."""
 
 
 class QuorumLost(FewerError):
@@ -28,12 +28,12 @@ class QuorumLost(FewerError):
     def __init__(self, text: str, unable: bool = False) -> None:
         super().__init__(text)
         self.unable = unable
-        """Whether all that are missing said that they cannot: asking again is no use."""
+        """True if every missing client reported that it is unable to answer. Retrying is pointless."""
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> SettingError:
-    """An error for a name that does not exist, with the nearest one that does."""
+    """Returns an error for an unknown name. It suggests the closest known one."""
     names = sorted(allowed)
-    near = get_close_matches(name, names, n=1)
-    hint = f", did you mean '{near[0]}'?" if near else ""
+    matches = get_close_matches(name, names, n=1)
+    hint = f", did you mean '{matches[0]}'?" if matches else ""
     return SettingError(f"unknown {kind} '{name}'{hint} (allowed: {', '.join(names)})")

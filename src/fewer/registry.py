@@ -1,12 +1,13 @@
-"""Everything that has a name on the command line: methods, models, data formats, codecs, trackers, views.
+"""Registries of everything with a name: methods, models, data formats, codecs, trackers and report views.
 
-A built-in is registered where it is defined:
+A built-in registers where it is defined:
 
     @METHODS.register("fedavg")
     class FedAvg(Method): ...
 
-Names are read from the source of a package, so listing them imports nothing. Other packages add theirs through entry
-points in the group of the same name (`fewer.methods`, `fewer.models`, …). A user names their own as `FILE.py:Name`.
+A registry reads the names of built-ins from the source of their package, so listing them imports nothing. Other
+packages add theirs through entry points in the group of that registry (`fewer.methods`, `fewer.models`, …). Users name
+an object in their own file as `FILE.py:Name`.
 """
 
 from __future__ import annotations
@@ -15,32 +16,34 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fewer.errors import unknown
-from fewer.plugins import from_file
+from fewer.plugins import load_from_file
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 T = TypeVar("T")
 _ROOT = Path(__file__).parent
 
 
 class Builtin(NamedTuple):
-    """Where a built-in is defined."""
+    """The module and the name of a built-in."""
 
     module: str
     attribute: str
 
 
 class Registry(Mapping[str, Any]):
-    """Objects by name; each is imported when it is first looked up."""
+    """Objects by name. A lookup imports the object."""
 
     def __init__(self, variable: str, kind: str, package: str, group: str) -> None:
         self.variable, self.kind, self.package, self.group = variable, kind, package, group
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Registers the class or function below it under this name, which becomes its attribute `name`."""
+        """Decorator: registers a class or function under `name`, and sets its attribute `name`."""
 
         def decorate(registered: T) -> T:
             registered.name = name  # type: ignore[attr-defined]
@@ -50,7 +53,7 @@ class Registry(Mapping[str, Any]):
 
     @cached_property
     def builtins(self) -> dict[str, Builtin]:
-        """The built-ins by name, from the source of the package."""
+        """The built-ins by name, read from the source of the package."""
         pattern = re.compile(rf'^@{self.variable}\.register\("([^"]+)"\)\n(?:@.*\n)*(?:class|def) (\w+)', re.MULTILINE)
         folder = _ROOT.joinpath(*self.package.split(".")[1:])
         return {
@@ -61,6 +64,8 @@ class Registry(Mapping[str, Any]):
 
     @cached_property
     def _plugins(self) -> dict[str, EntryPoint]:
+        from importlib.metadata import entry_points  # slow to import, and rarely needed
+
         return {entry.name: entry for entry in entry_points(group=self.group)}
 
     def __getitem__(self, name: str) -> Any:
@@ -69,6 +74,9 @@ class Registry(Mapping[str, Any]):
             return getattr(import_module(module), attribute)
         return self._plugins[name].load()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.builtins or name in self._plugins
+
     def __iter__(self) -> Iterator[str]:
         return iter(sorted({*self.builtins, *self._plugins}))
 
@@ -76,9 +84,9 @@ class Registry(Mapping[str, Any]):
         return len({*self.builtins, *self._plugins})
 
     def find(self, name: str) -> Any:
-        """The object with this name, or the one in a user's file: `FILE.py:Name`."""
+        """The object with this name, or the object in a user's file: `FILE.py:Name`."""
         if ":" in name:
-            return from_file(name)
+            return load_from_file(name)
         if name not in self:
             raise unknown(self.kind, name, [*self, "FILE.py:Name"])
         return self[name]
@@ -87,5 +95,6 @@ class Registry(Mapping[str, Any]):
 METHODS = Registry("METHODS", "method", "fewer.methods", "fewer.methods")
 MODELS = Registry("MODELS", "model", "fewer.models", "fewer.models")
 FORMATS = Registry("FORMATS", "data format", "fewer.data.formats", "fewer.formats")
+CODECS = Registry("CODECS", "codec", "fewer.wire", "fewer.codecs")
 TRACKERS = Registry("TRACKERS", "tracker", "fewer.runs.trackers", "fewer.trackers")
 VIEWS = Registry("VIEWS", "view", "fewer.report", "fewer.views")

@@ -18,8 +18,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 
 import fewer
 from fewer.report import write_report
-from fewer.report.style import DARK, look
-from tests.dash.place import FINISHED, STOPPED, HandlerServer, begun, figures, serving, wait_for, write
+from tests.dash.harness import FINISHED, STOPPED, DashboardClient, metrics, running, serving, wait_for, write_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = os.environ.get("FEWER_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -38,13 +37,13 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def opened(browser: Browser) -> Iterator[Open]:
-    """Opens pages; none of them may complain, but of what is allowed."""
-    troubles: list[str] = []
+    """Opens pages; fails on console errors that are not allowed."""
+    problems: list[str] = []
     allowed: list[str] = []
 
     def note(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
-            troubles.append(message.text)
+            problems.append(message.text)
 
     with ExitStack() as stack:
 
@@ -55,14 +54,14 @@ def opened(browser: Browser) -> Iterator[Open]:
             page = context.new_page()
             page.set_default_timeout(20_000)
             page.on("console", note)
-            page.on("pageerror", lambda error: troubles.append(str(error)))
+            page.on("pageerror", lambda error: problems.append(str(error)))
             allowed.extend([allow] if allow else [])
             page.add_init_script(WATCH_SHIFTS)
             page.goto(address)
             return page
 
         yield open_page
-    assert [text for text in troubles if not any(each in text for each in allowed)] == []
+    assert [text for text in problems if not any(each in text for each in allowed)] == []
 
 
 WATCH_SHIFTS = """
@@ -78,7 +77,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of several methods and states; one with many faults."""
     root = tmp_path_factory.mktemp("runs")
     for number, method in enumerate(("fedavg", "fedprox", "local", "fedmk")):
-        write(root / f"table/{method}-seed0", method, done=3 + number, events=[FINISHED], seed=0)
+        write_run(root / f"table/{method}-seed0", method, done=3 + number, events=[FINISHED], seed=0)
     absent = {
         "time": 1.5,
         "event": "absent",
@@ -89,17 +88,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "detail": "",
     }
     own = "npz:/home/somebody/measured-in-the-summer/and-cleaned-afterwards/readings-of-all-machines.npz"
-    write(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED], data=own)
+    write_run(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED], data=own)
     (root / "table/report").mkdir()
     (root / "table/report/report.html").write_text("<h1>All of them</h1>")
-    write(root / "between-machines", "fedavg", runtime="flower", events=[STOPPED])
+    write_run(root / "between-machines", "fedavg", runtime="flower", events=[STOPPED])
     (root / "bad").mkdir()
     (root / "bad/settings.json").write_text("{")
     return root
 
 
 @pytest.fixture(scope="module")
-def site(runs: Path) -> Iterator[HandlerServer]:
+def site(runs: Path) -> Iterator[DashboardClient]:
     with serving(runs) as found:
         yield found
 
@@ -108,16 +107,16 @@ def row(page: Page, name: str) -> Any:
     return page.get_by_role("row").filter(has=page.get_by_role("link", name=name, exact=True))
 
 
-def test_list_find_sort_and_open(site: HandlerServer, opened: Open) -> None:
+def test_list_find_sort_and_open(site: DashboardClient, opened: Open) -> None:
     page = opened(site.address)
     expect(row(page, "faulty")).to_contain_text("■ stopped")
     expect(row(page, "bad")).to_contain_text("damaged")
     expect(row(page, "table/fedmk-seed0")).to_contain_text("60.00 %")
-    page.get_by_label("Find").fill("table prox")
+    page.get_by_label("Search").fill("table prox")
     expect(page.locator("tbody tr")).to_have_count(1)
-    page.get_by_label("Find").fill("no such run")
-    expect(page.locator("tbody")).to_contain_text("No run is like that.")
-    page.get_by_label("Find").fill("")
+    page.get_by_label("Search").fill("no such run")
+    expect(page.locator("tbody")).to_contain_text("No matching runs.")
+    page.get_by_label("Search").fill("")
     expect(page.locator("tbody tr")).to_have_count(7)
     page.get_by_role("columnheader", name="accuracy").get_by_role("link").click()
     expect(page.get_by_role("columnheader", name="accuracy")).to_have_attribute("aria-sort", "descending")
@@ -127,27 +126,27 @@ def test_list_find_sort_and_open(site: HandlerServer, opened: Open) -> None:
     page.get_by_role("link", name="faulty").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("faulty")
     expect(page.get_by_role("region", name="Absent answers by reason")).to_contain_text("late60")
-    expect(page.get_by_role("region", name="Bytes by kind and direction")).to_contain_text("in all33,000")
-    events = page.get_by_role("region", name="Events, the newest first").locator("tbody tr")
+    expect(page.get_by_role("region", name="Bytes by kind and direction")).to_contain_text("total33,000")
+    events = page.get_by_role("region", name="Events, newest first").locator("tbody tr")
     expect(events).to_have_count(20)
-    expect(events.first).to_contain_text("interrupted (Ctrl-C, or the stop button)")
+    expect(events.first).to_contain_text("interrupted (Ctrl-C or the Stop button)")
     page.get_by_role("button", name="Show older").click()
     expect(events).to_have_count(40)
     page.get_by_role("button", name="Show messages").click()
-    expect(page.get_by_role("region", name="Messages, the newest first").locator("tbody tr")).to_have_count(6)
+    expect(page.get_by_role("region", name="Messages, newest first").locator("tbody tr")).to_have_count(6)
     page.get_by_text("All settings").click()
     expect(page.locator("details").filter(has_text="All settings")).to_contain_text("runtimeinline")
     page.go_back()
     expect(page.locator("tbody tr")).to_have_count(2)
 
 
-def test_a_run_between_machines_says_how_it_goes_on(site: HandlerServer, opened: Open) -> None:
+def test_a_run_between_machines_says_how_to_resume_it(site: DashboardClient, opened: Open) -> None:
     page = opened(f"{site.address}/?run={site.row('between-machines')['id']}")
     expect(page.get_by_text("fewer server --resume")).to_be_visible()
     expect(page.get_by_role("button", name="Resume")).to_have_attribute("aria-disabled", "true")
 
 
-def test_compare(site: HandlerServer, opened: Open) -> None:
+def test_compare(site: DashboardClient, opened: Open) -> None:
     page = opened(site.address)
     expect(page.get_by_text("Compare …")).to_have_attribute("aria-disabled", "true")
     for name in ("table/fedavg-seed0", "table/local-seed0", "faulty"):
@@ -157,9 +156,8 @@ def test_compare(site: HandlerServer, opened: Open) -> None:
     expect(lines).to_have_count(3)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
-        for number, method in enumerate(("fedavg", "local", "fedbn")):
-            color = look(method).color
-            shown = DARK.get(color, color) if scheme == "dark" else color
+        for number, name in enumerate(("table/fedavg-seed0", "table/local-seed0", "faulty")):
+            shown = site.row(name)["dark" if scheme == "dark" else "color"]
             expect(lines.nth(number)).to_have_css("stroke", f"rgb{tuple(bytes.fromhex(shown[1:]))}")
     chart = page.locator(".chart")
     expect(chart).to_have_attribute("aria-label", re.compile("accuracy by round. Last: table/fedavg-seed0 30 %"))
@@ -172,24 +170,24 @@ def test_compare(site: HandlerServer, opened: Open) -> None:
     expect(chart).to_have_attribute("aria-label", re.compile("accuracy by megabyte"))
     page.get_by_role("radio", name="loss").check()
     expect(chart).to_have_attribute("aria-label", re.compile("loss by megabyte"))
-    expect(page.get_by_role("region", name="The runs that are compared").locator("tbody tr")).to_have_count(3)
-    expect(page.get_by_role("link", name="The report of their comparison")).to_have_count(0)  # faulty is not of it
+    expect(page.get_by_role("region", name="Compared runs").locator("tbody tr")).to_have_count(3)
+    expect(page.get_by_role("link", name="Report of this comparison")).to_have_count(0)  # faulty does not belong to it
     page.get_by_role("link", name="table/local-seed0").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("table/local-seed0")
     ids = [site.row(f"table/{method}-seed0")["id"] for method in ("fedavg", "local")]
     page.goto(f"{site.address}/?compare={','.join(ids)},gone")
-    expect(page.get_by_text("Of 3 chosen runs 2 are shown: 24 at most")).to_be_visible()
+    expect(page.get_by_text("2 of 3 selected runs are shown: at most 24")).to_be_visible()
     with page.expect_popup() as popup:
-        page.get_by_role("link", name="The report of their comparison").click()
+        page.get_by_role("link", name="Report of this comparison").click()
     expect(popup.value.get_by_role("heading")).to_have_text("All of them")
 
 
-def test_by_keyboard_alone(site: HandlerServer, opened: Open) -> None:
+def test_by_keyboard_alone(site: DashboardClient, opened: Open) -> None:
     page = opened(f"{site.address}/?sort=name&down=0")
     focused = page.locator(":focus")
     expect(page.locator("tbody tr")).to_have_count(7)
     page.keyboard.press("Tab")
-    expect(focused).to_have_text("Skip to the content")
+    expect(focused).to_have_text("Skip to content")
     page.keyboard.press("Enter")
     expect(focused).to_have_attribute("id", "main")
     page.keyboard.press("Tab")
@@ -221,22 +219,22 @@ def test_token(runs: Path, opened: Open) -> None:
     token = "a-token-of-the-test"
     with serving(runs, token=token) as site:
         page = opened(f"{site.address}/?state=stopped", allow="401")
-        expect(page.get_by_role("heading")).to_have_text("This dashboard asks for a token")
+        expect(page.get_by_role("heading")).to_have_text("This dashboard needs a token")
         assert accessible(page) == []
         page.get_by_label("Token").fill("not this one")
         allowing = opened(f"{site.address}/#token={token}", allow="403")
         expect(allowing.locator("tbody tr")).to_have_count(7)
         assert allowing.url == f"{site.address}/"
         page.keyboard.press("Enter")
-        expect(page.get_by_role("alert")).to_have_text("This is not the token.")
+        expect(page.get_by_role("alert")).to_have_text("Wrong token.")
         page.get_by_label("Token").fill(token)
         page.keyboard.press("Enter")
         expect(page.locator("tbody tr")).to_have_count(2)
         page.reload()
         expect(page.locator("tbody tr")).to_have_count(2)
-        page.context.clear_cookies()  # as where the dashboard was begun anew, with another token
+        page.context.clear_cookies()  # as if the dashboard had restarted with another token
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
-        expect(page.get_by_role("heading")).to_have_text("This dashboard asks for a token")
+        expect(page.get_by_role("heading")).to_have_text("This dashboard needs a token")
         for each in (page, allowing):
             each.close()
 
@@ -244,18 +242,18 @@ def test_token(runs: Path, opened: Open) -> None:
 def test_read_only(runs: Path, opened: Open) -> None:
     with serving(runs, read_only=True) as site:
         page = opened(f"{site.address}/?run={site.row('faulty')['id']}")
-        expect(page.get_by_text("Read only: it can be neither stopped nor resumed from here.")).to_be_visible()
+        expect(page.get_by_text("Read-only: runs cannot be stopped or resumed here.")).to_be_visible()
         expect(page.get_by_role("button", name=re.compile("Stop|Resume"))).to_have_count(0)
-        page.close()  # before the server goes: it would ask on, and complain
+        page.close()  # before the server stops, or the page would log errors
 
 
 def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, opened: Open) -> None:
     cue = get_context("fork").Event()
-    with begun(tmp_path / "mine", cue) as process, serving(tmp_path) as site:
+    with running(tmp_path / "mine", cue) as process, serving(tmp_path) as site:
         page = opened(site.address, allow="net::ERR")
-        expect(page.locator("tbody")).to_contain_text("One begins with: fewer run")
+        expect(page.locator("tbody")).to_contain_text("Start one with: fewer run")
         cue.set()
-        page.get_by_role("button", name="1 new run: show").click()
+        page.get_by_role("button", name="Show 1 new run").click()
         expect(row(page, "mine")).to_contain_text("● running")
         done = "Number(document.querySelector('.rounds').textContent.split('/')[0])"
         wait_for(lambda: page.evaluate(done) > 2)
@@ -270,17 +268,17 @@ def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, opened: Open) -
         expect(page.get_by_role("button", name="Stop")).to_have_attribute("aria-disabled", "true")
         before = page.evaluate(done)
         page.get_by_role("button", name="Resume").click()
-        expect(page.locator(".told")).to_contain_text("was started.")
+        expect(page.locator(".message")).to_contain_text("Started process")
         wait_for(lambda: page.evaluate(done) > before)
         expect(page.locator(".state")).to_contain_text("● running")
         expect(page.get_by_role("region", name="Log of fewer resume")).to_contain_text("goes on after round")
         page.get_by_role("button", name="Stop").click()
         expect(page.locator(".state")).to_contain_text("■ stopped")
-        events = page.get_by_role("region", name="Events, the newest first").locator("tbody td:nth-child(2)")
+        events = page.get_by_role("region", name="Events, newest first").locator("tbody td:nth-child(2)")
         expect(events).to_have_text(["stop", "resume", "stop", "start"])
         id = site.row("mine")["id"]
         wait_for(lambda: any("Stopped. Go on with" in line for line in site.get(f"runs/{id}/log")["lines"]))
-    expect(page.locator("#connection")).to_have_text("Not connected: trying again …")
+    expect(page.locator("#connection")).to_have_text("Connection lost. Reconnecting …")
 
 
 # --- for everybody --------------------------------------------------------------------------------------------
@@ -296,7 +294,7 @@ SCREENS = pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)
 
 
 @SCREENS
-def test_accessible(site: HandlerServer, opened: Open, width: int, dark: bool) -> None:
+def test_accessible(site: DashboardClient, opened: Open, width: int, dark: bool) -> None:
     ids = ",".join(site.row(f"table/{method}-seed0")["id"] for method in ("fedavg", "local"))
     ready = {
         "": "tbody tr >> nth=6",
@@ -327,25 +325,25 @@ def test_a_report_is_accessible_and_stays_in_place(report: Path, opened: Open, w
 
 
 @pytest.mark.parametrize("width", [1200, 390])
-def test_nothing_jumps_while_figures_come_in(tmp_path: Path, opened: Open, width: int) -> None:
-    run = write(tmp_path / "mine", "fedavg")
-    write(tmp_path / "other", "fedmk", events=[FINISHED])
+def test_nothing_jumps_while_metrics_come_in(tmp_path: Path, opened: Open, width: int) -> None:
+    run = write_run(tmp_path / "mine", "fedavg")
+    write_run(tmp_path / "other", "fedmk", events=[FINISHED])
     with serving(tmp_path) as site:
         watched = opened(f"{site.address}/?run={site.row('mine')['id']}", width)
         listed = opened(site.address, width)
         expect(watched.locator(".chart .line")).to_have_count(1)
         with (run / "metrics.jsonl").open("a") as file:
             for number in range(4, 8):
-                file.write(json.dumps(figures(number, 0.1 * number)) + "\n")
+                file.write(json.dumps(metrics(number, 0.1 * number)) + "\n")
         with (run / "events.jsonl").open("a") as file:
             file.write(json.dumps({"time": 3.0, "event": "resume", "round": 7, "changed": {}}) + "\n")
-        write(tmp_path / "third")
+        write_run(tmp_path / "third")
         expect(watched.locator(".tiles")).to_contain_text("7/10")
         expect(row(listed, "mine")).to_contain_text("7/10")
-        expect(listed.get_by_role("button", name="1 new run: show")).to_be_visible()
-        shutil.rmtree(tmp_path / "other")  # as many as at first, but not the same
+        expect(listed.get_by_role("button", name="Show 1 new run")).to_be_visible()
+        shutil.rmtree(tmp_path / "other")  # as many runs as at first, but different ones
         expect(listed.get_by_label("State")).not_to_contain_text("finished")
-        expect(listed.get_by_role("button", name="1 new run: show")).to_be_visible()
+        expect(listed.get_by_role("button", name="Show 1 new run")).to_be_visible()
         for page in (watched, listed):
             assert page.evaluate("window.shift") < 0.1
             page.close()

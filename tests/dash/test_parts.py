@@ -1,4 +1,4 @@
-"""What the dashboard reads, whom it answers, and what it does to runs."""
+"""The dashboard: records, catalog, access control, stopping and resuming."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from fewer.dash import catalog as catalog_module
 from fewer.dash import control, records, server
 from fewer.dash.catalog import Catalog
 from fewer.dash.control import LOG, Control
-from fewer.dash.guard import token_for
-from fewer.dash.records import Curve, EventTally, Growing, newest
+from fewer.dash.guard import choose_token
+from fewer.dash.records import Curve, EventTally, GrowingFile, read_last_lines
 from fewer.dash.server import REPORT
 from fewer.errors import RunError, SettingError
 from fewer.report.page import PAGE
-from fewer.report.style import look
+from fewer.report.style import assign_styles
 from fewer.runs.directory import RunDirectory
 from fewer.runs.files import in_use, writer
-from tests.dash.place import FINISHED, HEED, STOPPED, begun, figures, serving, text_of, wait_for, write
+from tests.dash.harness import FINISHED, HEED, STOPPED, describe_run, metrics, running, serving, wait_for, write_run
 from tests.test_cli import call
 
 # --- records --------------------------------------------------------------------------------------------------
@@ -45,82 +45,82 @@ def test_pages_of_lines_from_the_end(tmp_path: Path) -> None:
     file.write_bytes(b"".join(line + b"\n" for line in lines) + b"half a li")
     found, before, pages = [], None, 0
     while before != 0:
-        page, before = newest(file, 70, before)
+        page, before = read_last_lines(file, 70, before)
         found += page
         pages += 1
     assert found == lines[::-1] and pages == -(-5000 // 70)
-    assert newest(tmp_path / "none", 5) == ([], 0)
+    assert read_last_lines(tmp_path / "none", 5) == ([], 0)
     file.write_bytes(b"")
-    assert newest(file, 5) == ([], 0)
+    assert read_last_lines(file, 5) == ([], 0)
     file.write_bytes(b"one\n")
-    assert newest(file, 5) == ([b"one"], 0)
+    assert read_last_lines(file, 5) == ([b"one"], 0)
 
 
-def test_a_growing_file_is_read_once_and_only_whole_lines_of_it(tmp_path: Path) -> None:
+def test_a_growing_file_is_read_once_and_only_in_complete_lines(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    growing = Growing(file)
-    assert growing.more() == ([], False)
+    growing = GrowingFile(file)
+    assert growing.read_new_lines() == ([], False)
     file.write_bytes(b"one\ntw")
-    assert growing.more() == ([b"one"], False)
+    assert growing.read_new_lines() == ([b"one"], False)
     with file.open("ab") as more:
         more.write(b"o\n")
-    assert growing.more() == ([b"two"], False) and growing.more() == ([], False)
+    assert growing.read_new_lines() == ([b"two"], False) and growing.read_new_lines() == ([], False)
 
 
-def test_a_file_that_was_cut_and_grew_again_is_read_anew(tmp_path: Path) -> None:
+def test_a_truncated_file_is_read_again(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"one\ntwo\n")
-    growing = Growing(file)
-    growing.more()
+    growing = GrowingFile(file)
+    growing.read_new_lines()
     file.write_bytes(b"one\n")  # shorter
-    assert growing.more() == ([b"one"], True)
+    assert growing.read_new_lines() == ([b"one"], True)
     file.write_bytes(b"eno\ntwo\nthree\n")  # longer, but other
-    assert growing.more() == ([b"eno", b"two", b"three"], True)
+    assert growing.read_new_lines() == ([b"eno", b"two", b"three"], True)
 
 
-def test_one_answer_reads_a_slice_but_a_long_line_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_request_reads_a_slice_but_a_long_line_completely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "SLICE", 10)
     file = tmp_path / "file"
     file.write_bytes(b"1234\n" * 4 + b"x" * 55 + b"\n")
-    growing = Growing(file)
-    assert growing.more()[0] == growing.more()[0] == [b"1234"] * 2
-    assert growing.more()[0] == [b"x" * 55]
+    growing = GrowingFile(file)
+    assert growing.read_new_lines()[0] == growing.read_new_lines()[0] == [b"1234"] * 2
+    assert growing.read_new_lines()[0] == [b"x" * 55]
 
 
 def test_a_curve_is_thinned_out_and_keeps_its_end(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", done=0)
+    run = write_run(tmp_path / "run", done=0)
     with (run / "metrics.jsonl").open("w") as file:
         for number in range(1, 1203):
-            file.write(json.dumps({**figures(number), "clients": {"0": 1.0}}) + "\n")
-    curve = Curve.of(run)
+            file.write(json.dumps({**metrics(number), "clients": {"0": 1.0}}) + "\n")
+    curve = Curve.open(run)
     points = curve.points()
     assert len(points) == 401 and points[-1]["round"] == 1202 and "clients" not in points[0]
     assert {b["round"] - a["round"] for a, b in pairwise(points)} == {3}
-    (run / "metrics.jsonl").write_text(json.dumps(figures(1)) + "\n")  # a resumed run cuts what came after
+    (run / "metrics.jsonl").write_text(json.dumps(metrics(1)) + "\n")  # a resumed run cuts what came after
     assert [point["round"] for point in curve.points()] == [1]
 
 
-def test_the_tally_counts_rounds_that_were_done_again_once(tmp_path: Path) -> None:
+def test_the_tally_counts_repeated_rounds_once(tmp_path: Path) -> None:
     absent = [
         {"event": "absent", "round": number, "client": 1, "reason": "late", "handler": "train"} for number in (1, 2, 3)
     ]
     again = {"event": "resume", "round": 2}
-    run = write(tmp_path / "run", events=[*absent, STOPPED, again, {**absent[2], "reason": "dropped"}])
+    run = write_run(tmp_path / "run", events=[*absent, STOPPED, again, {**absent[2], "reason": "dropped"}])
     with (run / "events.jsonl").open("a") as file:
-        file.write('{"event": "abs\n{"event": "absent"}\n')  # a kill, and one that tells too little
-    told = EventTally.of(run).more()
-    assert told["absent"] == {"late": 2, "dropped": 1, "?": 1} and told["whole"] and told["done"] == 1
-    train, score = told["traffic"]
+        file.write('{"event": "abs\n{"event": "absent"}\n')  # one cut short by a kill, and an incomplete one
+    totals = EventTally.open(run).update()
+    assert totals["absent"] == {"late": 2, "dropped": 1, "?": 1} and totals["complete"] and totals["fraction_read"] == 1
+    train, score = totals["traffic"]
     assert train == {"direction": "up", "kind": "train", "messages": 3, "bytes": 3000}
     assert score == {"direction": "down", "kind": "evaluate/score", "messages": 3, "bytes": 27}
 
 
-# --- which runs there are -------------------------------------------------------------------------------------
+# --- catalog -------------------------------------------------------------------------------------
 
 
 def states(catalog: Catalog) -> dict[str, str]:
     catalog.refresh(now=True)
-    return {run.name: run.state for run in catalog.rows()}
+    return {run.name: run.state for run in catalog.entries()}
 
 
 @contextmanager
@@ -131,25 +131,25 @@ def held(run: Path) -> Iterator[None]:
 
 
 def test_runs_are_found_with_their_states(tmp_path: Path) -> None:
-    write(tmp_path / "done", events=[FINISHED])
-    write(tmp_path / "more/stopped", events=[STOPPED])
-    write(tmp_path / "more/deep/killed")
-    write(tmp_path / "again", done=10, events=[FINISHED, {"time": 3, "event": "resume", "round": 10}])
+    write_run(tmp_path / "done", events=[FINISHED])
+    write_run(tmp_path / "more/stopped", events=[STOPPED])
+    write_run(tmp_path / "more/deep/killed")
+    write_run(tmp_path / "again", done=10, events=[FINISHED, {"time": 3, "event": "resume", "round": 10}])
     (tmp_path / "none").mkdir()
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/settings.json").write_text("{")
-    write(tmp_path / ".hidden/run")
+    write_run(tmp_path / ".hidden/run")
     (tmp_path / "elsewhere").symlink_to(tmp_path / "more")
     catalog = Catalog(tmp_path)
-    found = {"done": "finished", "more/stopped": "stopped", "more/deep/killed": "broken", "again": "finished"}
+    found = {"done": "finished", "more/stopped": "stopped", "more/deep/killed": "crashed", "again": "finished"}
     assert states(catalog) == {**found, "bad": "damaged"}
     with held(tmp_path / "more/stopped"):
         assert states(catalog)["more/stopped"] == "stopped"  # nothing has been written yet
         with (tmp_path / "more/stopped/events.jsonl").open("a") as file:
             file.write('{"time": 4, "event": "resume", "round": 3}\n')
         assert states(catalog)["more/stopped"] == "running"
-    assert states(catalog)["more/stopped"] == "broken"
-    row = next(run.row for run in catalog.rows() if run.name == "done")
+    assert states(catalog)["more/stopped"] == "crashed"
+    row = next(run.row for run in catalog.entries() if run.name == "done")
     assert (row["round"], row["rounds"], row["accuracy"], row["up"]) == (3, 10, pytest.approx(0.3), 3000)
     assert states(Catalog(tmp_path / "done")) == {"done": "finished"}
 
@@ -157,32 +157,32 @@ def test_runs_are_found_with_their_states(tmp_path: Path) -> None:
 def test_runs_that_come_and_go_are_seen(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
     assert states(catalog) == {}
-    write(tmp_path / "a/one", events=[FINISHED])
+    write_run(tmp_path / "a/one", events=[FINISHED])
     assert list(states(catalog)) == ["a/one"]
     before = catalog.revision
     catalog.refresh(now=True)
     assert catalog.revision == before
     (tmp_path / "a/one").rename(tmp_path / "a/two")
-    assert list(states(catalog)) == ["a/two"] and catalog.came == 2
+    assert list(states(catalog)) == ["a/two"] and catalog.discovered == 2
 
 
-def test_the_last_accuracy_where_not_every_round_is_measured(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", events=[FINISHED])
+def test_the_last_accuracy_if_not_every_round_is_evaluated(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", events=[FINISHED])
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(figures(4, None)) + "\n" + json.dumps(figures(5, None)) + "\n")
+        file.write(json.dumps(metrics(4, None)) + "\n" + json.dumps(metrics(5, None)) + "\n")
     catalog = Catalog(tmp_path)
     catalog.refresh()
-    (found,) = catalog.rows()
+    (found,) = catalog.entries()
     assert (found.row["round"], found.row["accuracy"]) == (5, pytest.approx(0.3))
 
 
-def test_runs_are_looked_for_six_directories_deep(tmp_path: Path) -> None:
-    write(tmp_path / "1/2/3/4/5/6", events=[FINISHED])
-    write(tmp_path / "a/2/3/4/5/6/7", events=[FINISHED])
+def test_runs_are_found_six_directories_deep(tmp_path: Path) -> None:
+    write_run(tmp_path / "1/2/3/4/5/6", events=[FINISHED])
+    write_run(tmp_path / "a/2/3/4/5/6/7", events=[FINISHED])
     assert list(states(Catalog(tmp_path))) == ["1/2/3/4/5/6"]
 
 
-def test_a_slow_disk_is_not_looked_at_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_is_not_scanned_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, looks = [100.0], []
     catalog = Catalog(tmp_path)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -198,27 +198,28 @@ def test_a_slow_disk_is_not_looked_at_all_the_time(tmp_path: Path, monkeypatch: 
     assert len(looks) == 2 and looks[1] - looks[0] >= 40
 
 
-def test_a_run_made_anew_in_the_same_place_is_counted_anew(tmp_path: Path) -> None:
+def test_a_recreated_run_is_counted_again(tmp_path: Path) -> None:
     absent = {"time": 1.5, "event": "absent", "round": 1, "client": 3, "reason": "late", "handler": "train"}
-    run = write(tmp_path / "run", events=[absent, FINISHED])
+    run = write_run(tmp_path / "run", events=[absent, FINISHED])
     catalog = Catalog(tmp_path)
     catalog.refresh(now=True)
-    assert catalog.tally(catalog.rows()[0])["absent"] == {"late": 1}
+    assert catalog.tally(catalog.entries()[0])["absent"] == {"late": 1}
     shutil.rmtree(run)
-    write(run, rounds=7, events=[absent, absent, FINISHED])
+    write_run(run, rounds=7, events=[absent, absent, FINISHED])
     catalog.refresh(now=True)
-    told = catalog.tally(catalog.rows()[0])
-    assert told["absent"] == {"late": 2} and told["traffic"][0]["messages"] == 3
+    totals = catalog.tally(catalog.entries()[0])
+    assert totals["absent"] == {"late": 2} and totals["traffic"][0]["messages"] == 3
 
 
-def test_a_method_of_ones_own_has_the_name_and_the_look_that_reports_give_it(tmp_path: Path) -> None:
-    run = write(tmp_path / "run", "/home/me/mine.py:FedMedian", events=[FINISHED])
+def test_a_user_method_has_the_name_and_style_that_reports_give_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "/home/me/mine.py:FedMedian", events=[FINISHED])
     text = (run / "events.jsonl").read_text().replace("/home/me/mine.py:FedMedian", "fedmedian")
     (run / "events.jsonl").write_text(text)
     catalog = Catalog(tmp_path)
     catalog.refresh(now=True)
-    row = catalog.rows()[0].row
-    assert row["method"] == "fedmedian" and row["color"] == look("fedmedian").color
+    row = catalog.entries()[0].row
+    assert row["method"] == "fedmedian"
+    assert (row["color"], row["marker"], row["dash"]) == assign_styles(["fedmedian"])["fedmedian"]
 
 
 def read_by(action: object) -> int:
@@ -234,10 +235,10 @@ def read_by(action: object) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="who has read how much is known on Linux only")
 def test_no_more_is_read_than_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog_module, "FRESH", 0.0)
+    monkeypatch.setattr(catalog_module, "CLOCK_TICK", 0.0)
     monkeypatch.setattr(records, "SLICE", 1 << 20)
     for number in range(200):
-        write(tmp_path / f"run-{number}", events=[FINISHED])
+        write_run(tmp_path / f"run-{number}", events=[FINISHED])
     long = tmp_path / "run-7"
     event = (
         json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "reason": "late", "handler": "train"})
@@ -254,38 +255,38 @@ def test_no_more_is_read_than_has_changed(tmp_path: Path, monkeypatch: pytest.Mo
     assert read_by(lambda: catalog.refresh(now=True)) < 10_000 and opened == []
     monkeypatch.undo()
     monkeypatch.setattr(records, "SLICE", 1 << 20)
-    assert read_by(lambda: newest(long / "events.jsonl", 50)) < 2 * records.BLOCK
-    assert read_by(lambda: newest(long / "events.jsonl", 50, size // 2)) < 2 * records.BLOCK
-    (run,) = [run for run in catalog.rows() if run.path == long]
+    assert read_by(lambda: read_last_lines(long / "events.jsonl", 50)) < 2 * records.BLOCK
+    assert read_by(lambda: read_last_lines(long / "events.jsonl", 50, size // 2)) < 2 * records.BLOCK
+    (run,) = [run for run in catalog.entries() if run.path == long]
     answers = 0
     while True:
-        told: dict[str, object] = {}
-        assert read_by(lambda: told.update(catalog.tally(run))) < records.SLICE + records.BLOCK  # noqa: B023
+        totals: dict[str, object] = {}
+        assert read_by(lambda: totals.update(catalog.tally(run))) < records.SLICE + records.BLOCK  # noqa: B023
         answers += 1
-        if told["whole"]:
+        if totals["complete"]:
             break
-    assert told["absent"] == {"late": 50_000} and answers == -(-size // records.SLICE)
+    assert totals["absent"] == {"late": 50_000} and answers == -(-size // records.SLICE)
     with (long / "events.jsonl").open("a") as file:
         file.write(event)
     assert read_by(lambda: catalog.refresh(now=True)) < 4 * records.BLOCK
     assert read_by(lambda: catalog.tally(run)) < records.BLOCK and catalog.tally(run)["absent"] == {"late": 50_001}
 
 
-# --- who may ask ----------------------------------------------------------------------------------------------
+# --- access control ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    write(tmp_path / "runs/one", events=[FINISHED])
-    write(tmp_path / "runs/two", "fedprox", events=[STOPPED])
+    write_run(tmp_path / "runs/one", events=[FINISHED])
+    write_run(tmp_path / "runs/two", "fedprox", events=[STOPPED])
     (tmp_path / "secret").write_text("secret")
     return tmp_path / "runs"
 
 
-def test_the_list_is_sifted_sorted_and_paged(runs: Path) -> None:
+def test_the_list_is_filtered_sorted_and_paged(runs: Path) -> None:
     with serving(runs) as site:
         page = site.get("runs")
-        assert page["found"] == page["total"] == 2 and page["counts"]["finished"] == page["counts"]["stopped"] == 1
+        assert page["matches"] == page["total"] == 2 and page["counts"]["finished"] == page["counts"]["stopped"] == 1
         assert [row["name"] for row in site.get("runs?sort=name&down=0")["rows"]] == ["one", "two"]
         assert [row["name"] for row in site.get("runs?sort=name&limit=1&from=1")["rows"]] == ["one"]
         assert [row["name"] for row in site.get("runs?find=PROX+digits")["rows"]] == ["two"]
@@ -294,13 +295,15 @@ def test_the_list_is_sifted_sorted_and_paged(runs: Path) -> None:
             assert site.ask(f"/api/runs?{odd}")[0] == 400
 
 
-def test_the_answers_on_a_run(runs: Path) -> None:
+def test_the_api_of_a_run(runs: Path) -> None:
     (runs / "one/report").mkdir()
     (runs / "one/report/report.html").write_text("<h1>report</h1>")
     with serving(runs) as site:
         at = f"runs/{site.row('one')['id']}"
         about = site.get(at)
-        assert about["method"]["lr"] == 0.1 and about["report"] and not about["log"] and about["hindrance"] == ""
+        assert (
+            about["method"]["lr"] == 0.1 and about["report"] and not about["log"] and about["why_not_resumable"] == ""
+        )
         assert [point["round"] for point in site.get(f"{at}/curve")["points"]] == [1, 2, 3]
         assert [event["event"] for event in site.get(f"{at}/events")["events"]] == ["finish", "start"]
         page = site.get(f"{at}/ledger?limit=2")
@@ -311,13 +314,14 @@ def test_the_answers_on_a_run(runs: Path) -> None:
         assert (status, text) == (200, b"<h1>report</h1>") and headers["content-security-policy"].startswith("sandbox")
         both = ",".join(row["id"] for row in site.get("runs?sort=name&down=0")["rows"])
         compared = site.get(f"compare?ids={both},nobody")
-        assert [run["color"] for run in compared["runs"]] == ["#0072B2", "#E69F00"] and compared["differing"] == []
+        assert [run["color"] for run in compared["runs"]] == [site.row(name)["color"] for name in ("one", "two")]
+        assert len({run["color"] for run in compared["runs"]}) == 2 and compared["differing"] == []
 
 
 def test_the_report_of_a_comparison(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        write(tmp_path / f"table/{name}", events=[FINISHED])
-    write(tmp_path / "other", events=[FINISHED])
+        write_run(tmp_path / f"table/{name}", events=[FINISHED])
+    write_run(tmp_path / "other", events=[FINISHED])
     (tmp_path / "table/report").mkdir()
     (tmp_path / "table/report/report.html").write_text("both")
     with serving(tmp_path) as site:
@@ -333,7 +337,7 @@ def test_the_report_of_a_comparison(tmp_path: Path) -> None:
         assert site.ask(f"/api/runs/{at}/report?together=1")[0] == 409
 
 
-def test_numbers_that_are_none_are_no_trouble_to_a_browser(runs: Path) -> None:
+def test_nan_and_infinity_become_null(runs: Path) -> None:
     with (runs / "one/metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "accuracy": NaN, "loss": Infinity, "up": 1, "down": 1, "seconds": 1}\n')
     with serving(runs) as site:
@@ -376,7 +380,7 @@ def test_other_sites_are_refused(runs: Path) -> None:
         assert not (runs / "two" / LOG).exists()
 
 
-def test_with_a_token_nothing_of_a_run_is_told_without_it(runs: Path) -> None:
+def test_nothing_about_runs_is_public_if_there_is_a_token(runs: Path) -> None:
     token = "0123456789abcdef"
     with serving(runs, token=token) as site:
         assert site.ask("/")[0] == site.ask("/static/app.js")[0] == 200
@@ -387,9 +391,9 @@ def test_with_a_token_nothing_of_a_run_is_told_without_it(runs: Path) -> None:
             assert (
                 site.ask("/api/runs", headers={"Authorization": f"Bearer {wrong}".encode().decode("latin1")})[0] == 401
             )
-            assert site.ask("/api/enter", "POST", {"Origin": site.address}, wrong or " ")[0] == 403
-        assert site.ask("/api/enter", "POST", {"Origin": "http://evil.example"}, token)[0] == 403
-        status, _, headers = site.ask("/api/enter", "POST", {"Origin": site.address}, token)
+            assert site.ask("/api/login", "POST", {"Origin": site.address}, wrong or " ")[0] == 403
+        assert site.ask("/api/login", "POST", {"Origin": "http://evil.example"}, token)[0] == 403
+        status, _, headers = site.ask("/api/login", "POST", {"Origin": site.address}, token)
         cookie = headers["set-cookie"]
         assert status == 200 and "HttpOnly" in cookie and "samesite=strict" in cookie.lower() and token not in cookie
         kept = cookie.partition(";")[0]
@@ -400,7 +404,7 @@ def test_with_a_token_nothing_of_a_run_is_told_without_it(runs: Path) -> None:
         assert site.ask(f"/api/runs/{at}/stop", "POST", {"Origin": site.address})[0] == 401
 
 
-def test_read_only_has_no_buttons_at_all(runs: Path) -> None:
+def test_read_only_has_no_actions(runs: Path) -> None:
     with serving(runs, read_only=True) as site:
         assert site.get("runs")["read_only"]
         for action in ("stop", "resume"):
@@ -426,26 +430,26 @@ def test_every_answer_keeps_other_sites_out(runs: Path) -> None:
 def test_two_dashboards_do_not_share_a_cookie(tmp_path: Path) -> None:
     token = "0123456789abcdef"
     with serving(tmp_path, token=token) as one, serving(tmp_path, token=token) as other:
-        told = [site.ask("/api/enter", "POST", {"Origin": site.address}, token)[2] for site in (one, other)]
-    assert len({headers["set-cookie"].partition("=")[0] for headers in told}) == 2
+        responses = [site.ask("/api/login", "POST", {"Origin": site.address}, token)[2] for site in (one, other)]
+    assert len({headers["set-cookie"].partition("=")[0] for headers in responses}) == 2
 
 
-def test_no_answer_is_endless(tmp_path: Path) -> None:
-    for number in range(server.LARGEST + 5):
-        write(tmp_path / f"run-{number}", events=[FINISHED])
+def test_responses_are_limited(tmp_path: Path) -> None:
+    for number in range(server.MAX_ROWS + 5):
+        write_run(tmp_path / f"run-{number}", events=[FINISHED])
     with serving(tmp_path) as site:
         rows = site.get("runs?limit=9999")["rows"]
-        assert len(rows) == server.LARGEST
+        assert len(rows) == server.MAX_ROWS
         ids = ",".join(row["id"] for row in rows)
         compared = site.get(f"compare?ids={ids}")
-        assert len(compared["runs"]) == compared["most"] == server.MOST
+        assert len(compared["runs"]) == compared["max_runs"] == server.MAX_COMPARED
 
 
 @pytest.mark.parametrize("text", ["0123456789abcde\x07f", "0123456789 abcdef", "é" * 20])
 def test_a_token_that_no_header_can_carry_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "token").write_text(text)
     with pytest.raises(SettingError, match="16 or more letters"):
-        token_for("127.0.0.1", tmp_path / "token")
+        choose_token("127.0.0.1", tmp_path / "token")
 
 
 def test_the_token_is_not_in_the_command_of_the_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,39 +461,39 @@ def test_the_token_is_not_in_the_command_of_the_browser(tmp_path: Path, monkeypa
     assert "token" not in address and address.endswith("/")
 
 
-def test_followers_are_told_of_changes(runs: Path) -> None:
+def test_followers_receive_changes(runs: Path) -> None:
     with serving(runs) as site:
         at = site.row("two")["id"]
         with urllib.request.urlopen(f"{site.address}/api/follow?ids={at}", timeout=10) as stream:
 
-            def told() -> dict[str, object]:
+            def next_change() -> dict[str, object]:
                 line = stream.readline().decode()
                 assert stream.readline() == b"\n"
                 found: dict[str, object] = json.loads(line.removeprefix("data: "))
                 return found
 
-            first = told()
+            first = next_change()
             assert [row["round"] for row in first["rows"]] == [3]  # type: ignore[attr-defined]
             with (runs / "two/metrics.jsonl").open("a") as file:
-                file.write(json.dumps(figures(4)) + "\n")
+                file.write(json.dumps(metrics(4)) + "\n")
             begun = time.monotonic()
-            assert [row["round"] for row in told()["rows"]] == [4]  # type: ignore[attr-defined]
+            assert [row["round"] for row in next_change()["rows"]] == [4]  # type: ignore[attr-defined]
             assert time.monotonic() - begun < 5
-            write(runs / "three")
-            assert told()["total"] == 3
+            write_run(runs / "three")
+            assert next_change()["total"] == 3
 
 
-# --- stopping and going on ------------------------------------------------------------------------------------
+# --- stopping and resuming ------------------------------------------------------------------------------------
 
 
 def test_only_the_process_that_holds_a_run_is_its_writer(tmp_path: Path) -> None:
-    run = write(tmp_path / "run")
-    other = write(tmp_path / "other")
-    with pytest.raises(RunError, match="is not going on"):
+    run = write_run(tmp_path / "run")
+    other = write_run(tmp_path / "other")
+    with pytest.raises(RunError, match="is not running"):
         writer(run)
     with RunDirectory.open(run), RunDirectory.open(other):
         assert in_use(run) and writer(run) == os.getpid()
-        for text, word in (("", "cannot be found"), ("x", "cannot be found"), ("99999999", "cannot be found")):
+        for text, word in (("", "not on this machine"), ("x", "not on this machine"), ("99999999", "not on this machine")):
             (run / "lock").write_text(text)
             with pytest.raises(RunError, match=word):
                 writer(run)
@@ -502,8 +506,8 @@ def test_only_the_process_that_holds_a_run_is_its_writer(tmp_path: Path) -> None
     assert not in_use(run)
 
 
-def test_a_full_disk_is_told_when_the_lock_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write(tmp_path / "run")
+def test_a_full_disk_is_reported_when_the_lock_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run")
 
     def full() -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -516,7 +520,7 @@ def test_a_full_disk_is_told_when_the_lock_is_taken(tmp_path: Path, monkeypatch:
 
 HOLDER = """
 import fcntl, os, signal, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "deaf" else signal.default_int_handler)
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "ignores" else signal.default_int_handler)
 lock = open(sys.argv[1], "w")
 fcntl.flock(lock, fcntl.LOCK_EX)
 lock.write(str(os.getpid())), lock.flush()
@@ -525,31 +529,31 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", ["deaf", "heeds"])
-def test_who_is_deaf_is_not_said_to_be_stopped(tmp_path: Path, how: str) -> None:
-    run = write(tmp_path / "run")
+@pytest.mark.parametrize("how", ["ignores", "heeds"])
+def test_a_process_that_ignores_ctrl_c_is_not_reported_as_stopped(tmp_path: Path, how: str) -> None:
+    run = write_run(tmp_path / "run")
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(run / "lock"), how], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as holder:
         assert holder.stdout
         holder.stdout.readline()
-        if how == "deaf":
-            with pytest.raises(RunError, match=f"process {holder.pid} does not hear Ctrl-C.*kill {holder.pid}"):
+        if how == "ignores":
+            with pytest.raises(RunError, match=f"process {holder.pid} ignores Ctrl-C.*use kill {holder.pid}"):
                 Control().stop(run)
             holder.kill()
         else:
             assert Control().stop(run) == holder.pid
-        assert holder.wait(10) == (-signal.SIGKILL if how == "deaf" else -signal.SIGINT)
+        assert holder.wait(10) == (-signal.SIGKILL if how == "ignores" else -signal.SIGINT)
 
 
-def test_what_cannot_be_resumed_is_refused_with_the_reason(runs: Path) -> None:
-    write(runs / "flower", runtime="flower", events=[STOPPED])
-    write(runs / "own", own=["data"], events=[STOPPED])
+def test_runs_that_cannot_be_resumed_are_refused_with_a_reason(runs: Path) -> None:
+    write_run(runs / "flower", runtime="flower", events=[STOPPED])
+    write_run(runs / "own", own=["data"], events=[STOPPED])
     (runs / "bad").mkdir()
-    (runs / "bad/settings.json").write_text(text_of("fedavg").replace("settings", "x"))
+    (runs / "bad/settings.json").write_text(describe_run("fedavg").replace("settings", "x"))
     words = {
-        "flower": f"fewer server --resume {runs / 'flower'} --keys",
-        "own": "a data of your own: fewer.resume(",
+        "flower": f"use fewer server --resume {runs / 'flower'} --keys",
+        "own": "your own data: use fewer.resume(",
         "one": "is finished",
         "bad": "is damaged",
     }
@@ -560,11 +564,11 @@ def test_what_cannot_be_resumed_is_refused_with_the_reason(runs: Path) -> None:
         with held(runs / "two"):
             (runs / "two/events.jsonl").touch()
             assert "is running" in site.post(f"runs/{site.row('two')['id']}/resume")[1]["error"]
-        assert "is not going on" in site.post(f"runs/{site.row('two')['id']}/stop")[1]["error"]
+        assert "is not running" in site.post(f"runs/{site.row('two')['id']}/stop")[1]["error"]
 
 
-def test_what_a_resumed_run_says_is_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_GO_ON", "import sys, time; print(*sys.argv[1:], flush=True); time.sleep(1)")
+def test_the_output_of_a_resumed_run_is_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_RESUME_CODE", "import sys, time; print(*sys.argv[1:], flush=True); time.sleep(1)")
     with serving(runs) as site:
         at = f"runs/{site.row('two')['id']}"
         status, _ = site.post(f"{at}/resume")
@@ -575,7 +579,7 @@ def test_what_a_resumed_run_says_is_kept(runs: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_run_that_passes_to_another_process_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = write(tmp_path / "run")
+    run = write_run(tmp_path / "run")
     with subprocess.Popen(["sleep", "60"]) as one:
         numbers = iter([one.pid, one.pid + 1])
         monkeypatch.setattr(control, "writer", lambda path: next(numbers))
@@ -585,18 +589,20 @@ def test_a_run_that_passes_to_another_process_is_left_alone(tmp_path: Path, monk
         one.kill()
 
 
-def test_what_is_resumed_is_apart_from_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C at the dashboard does not reach it, and modules of this directory do not take the place of others."""
-    run = write(tmp_path / "run", events=[STOPPED])
-    monkeypatch.setattr(control, "_GO_ON", "import os, sys; print(os.getsid(0) == os.getpid(), sys.flags.safe_path)")
+def test_a_resumed_run_is_independent_of_the_dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at the dashboard does not reach it, and modules in this directory are not imported."""
+    run = write_run(tmp_path / "run", events=[STOPPED])
+    monkeypatch.setattr(
+        control, "_RESUME_CODE", "import os, sys; print(os.getsid(0) == os.getpid(), sys.flags.safe_path)"
+    )
     made = Control()
     made.resume(run, {"settings": {"runtime": "inline"}, "own": []})
     made._started[run][1].wait(40)
     assert (run / LOG).read_text() == "True True\n"
 
 
-def test_nobody_starts_a_run_twice(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_GO_ON", "import time; time.sleep(60)")
+def test_a_run_is_not_started_twice(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_RESUME_CODE", "import time; time.sleep(60)")
     together = threading.Barrier(2, timeout=0.5)
     resume = Control.resume
 
@@ -614,26 +620,26 @@ def test_nobody_starts_a_run_twice(runs: Path, monkeypatch: pytest.MonkeyPatch) 
             one.start()
         for one in both:
             one.join()
-    for _, told in found:
-        if "process" in told:
-            os.kill(told["process"], signal.SIGKILL)
+    for _, answer in found:
+        if "process" in answer:
+            os.kill(answer["process"], signal.SIGKILL)
     assert sorted(status for status, _ in found) == [200, 409]
 
 
 # --- the command ----------------------------------------------------------------------------------------------
 
 
-def test_mistakes_get_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no directory" in call("dash", tmp_path / "none", code=2).stderr
     (tmp_path / "token").write_text("short")
-    for file, word in (("token", "16 or more letters"), ("nofile", "cannot be read")):
+    for file, word in (("token", "16 or more letters"), ("nofile", "cannot read --token-file")):
         assert word in call("dash", tmp_path, "--token-file", tmp_path / file, code=2).stderr
     with serving(tmp_path) as site:
-        told = call("dash", tmp_path, "--port", str(site.port), code=2).stderr
-    assert told.count("\n") == 1 and "Address already in use (--port N takes another" in told
+        error = call("dash", tmp_path, "--port", str(site.port), code=2).stderr
+    assert error.count("\n") == 1 and "Address already in use (choose another with --port N" in error
     for host in ("192.0.2.1", "300.1.1.1"):
-        told = call("dash", tmp_path, "--host", host, code=2).stderr
-        assert "cannot be listened on" in told and "(--host takes an address of this machine)" in told
+        error = call("dash", tmp_path, "--host", host, code=2).stderr
+        assert "cannot listen on" in error and "(--host must be an address of this machine)" in error
     monkeypatch.setattr("fewer.dash.find_spec", lambda name: None)
     assert "pip install 'fewer[dash]'" in call("dash", tmp_path, code=2).stderr
 
@@ -645,7 +651,7 @@ def test_the_dashboard_does_not_wait_for_torch() -> None:
 
 
 def test_from_launch_to_ctrl_c(tmp_path: Path) -> None:
-    write(tmp_path / "one")
+    write_run(tmp_path / "one")
     process = subprocess.Popen(
         [sys.executable, "-m", "fewer", "dash", str(tmp_path), "--host", "0.0.0.0", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -672,7 +678,7 @@ def test_from_launch_to_ctrl_c(tmp_path: Path) -> None:
 
 
 def test_a_real_run_is_watched_and_stopped(tmp_path: Path) -> None:
-    with begun(tmp_path / "run") as process, serving(tmp_path) as site:
+    with running(tmp_path / "run") as process, serving(tmp_path) as site:
         wait_for(lambda: site.get("runs")["total"] and site.row("run")["round"] > 1)
         row = site.row("run")
         assert row["state"] == "running"

@@ -16,7 +16,7 @@ from fewer.runtime.handlers import Call, Reply
 from fewer.runtime.keys import PinnedKeys
 
 address, keys, store, mode, mark = sys.argv[1], *map(Path, sys.argv[2:4]), sys.argv[4], Path(sys.argv[5])
-station = ClientDaemon(store, keys=PinnedKeys(keys))
+daemon = ClientDaemon(store, keys=PinnedKeys(keys))
 
 
 def answer(experiment: str, call: Call, blob: bytes) -> Reply:
@@ -29,38 +29,38 @@ def answer(experiment: str, call: Call, blob: bytes) -> Reply:
         return Reply(b"\0" * 200_000_000)
     if mode == "echo":
         return Reply(blob)
-    return station.answer(experiment, call, blob)
+    return daemon.answer(experiment, call, blob)
 
 
 class Broken(ConfigRecord):
-    """A record whose head is right, and the rest is not: a SuperLink takes it."""
+    """A record with a valid header and an invalid body: a SuperLink accepts it."""
 
     def deflate(self) -> bytes:
         return add_header_to_object_body(object_body=b"\xff" * 20, obj=self)
 
 
 Broken.__qualname__ = "ConfigRecord"
-plain = envelope.answer
+plain = envelope.pack_answer
 
 
 def broken(reply: Reply) -> RecordDict:
     content = plain(reply)
-    content["about"] = Broken({"failure": ""})
+    content["header"] = Broken({"failure": ""})
     return content
 
 
 class Dying(Node):
     """Its SuperNode dies while it sends an answer."""
 
-    def _program(self) -> tuple[Program, int]:
-        program, port = super()._program()
+    def _make_program(self) -> tuple[Program, int]:
+        program, port = super()._make_program()
         program.entry = "dying:flower_supernode"
         return program, port
 
 
 if __name__ == "__main__":
     if mode == "broken":
-        envelope.answer = broken
+        envelope.pack_answer = broken
     if mode == "dies":
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     kind = Dying if mode == "dies" else Node

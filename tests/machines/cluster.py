@@ -1,4 +1,4 @@
-"""Clients as real processes on loopback, to be killed and started again."""
+"""Clients as real processes on loopback, which tests kill and restart."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Any
 import psutil
 
 from fewer.runs.experiment import Experiment, build_experiment, parse_settings
-from fewer.runs.machines import FlowerServer, acquaint
+from fewer.runs.machines import FlowerServer, exchange_keys
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.programs import free_port
 
 CLIENT = Path(__file__).with_name("client.py")
-PATIENCE = 400.0
+TIMEOUT = 400.0
 """Seconds that anything here may take on a busy machine."""
 
 GROUPS: dict[str, Any] = {
     "rounds": 4,
     "method_options": {"way": 2, "group_size": 2, "eval_groups": 1, "samples_per_class": 20},
 }
-"""Settings with which FRL is quick."""
+"""Settings that make FRL quick."""
 
 
-def until(what: Callable[[], Any], seconds: float = PATIENCE) -> None:
-    """Wait for something to be so."""
+def until(what: Callable[[], Any], seconds: float = TIMEOUT) -> None:
+    """Waits until a condition holds."""
     end = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < end, "waited in vain"
@@ -44,12 +44,12 @@ def experiment(clients: int, method: str = "fedavg", **settings: Any) -> Experim
 
 
 class Cluster:
-    """Keys, a port, and clients that join and leave; a server comes and goes with each run."""
+    """Keys, a port, and clients that join and leave. Each run has its own server."""
 
     def __init__(self, folder: Path, clients: int) -> None:
         self.folder = folder
         self.keys = Credentials.create(folder / "keys", clients)
-        acquaint([self.keys.client(client) for client in range(clients)])
+        exchange_keys([self.keys.client_folder(client) for client in range(clients)])
         self.port = free_port()
         self.clients: dict[int, subprocess.Popen[bytes]] = {}
         self.servers: list[subprocess.Popen[bytes]] = []
@@ -58,16 +58,16 @@ class Cluster:
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def server(self, patience: float = PATIENCE) -> FlowerServer:
-        return FlowerServer(self.keys, port=self.port, patience=patience)
+    def server(self, timeout: float = TIMEOUT) -> FlowerServer:
+        return FlowerServer(self.keys, port=self.port, timeout=timeout)
 
     def command(self, *words: str | Path) -> list[str]:
-        """A server in a process of its own."""
-        plain = ["--keys", self.keys.folder, "--port", self.port, "--patience", PATIENCE, "--no-report"]
+        """The command of a server process."""
+        plain = ["--keys", self.keys.folder, "--port", self.port, "--timeout", TIMEOUT, "--no-report"]
         return [sys.executable, "-m", "fewer", "server", *map(str, [*words, *plain])]
 
-    def coordinate(self, *words: str | Path) -> subprocess.Popen[bytes]:
-        """Start it; it is gone when the cluster is."""
+    def start_server(self, *words: str | Path) -> subprocess.Popen[bytes]:
+        """Starts a server process that ends with the cluster."""
         self.servers.append(subprocess.Popen(self.command(*words)))
         return self.servers[-1]
 
@@ -75,8 +75,8 @@ class Cluster:
         return self.folder / f"store-{client}"
 
     def join(self, client: int, mode: str = "", keys: Path | None = None) -> None:
-        """Start a client: the real one, or one that misbehaves in its own way."""
-        key, store = keys or self.keys.client(client), self.store(client)
+        """Starts a client: the real one, or one that misbehaves as `mode` says."""
+        key, store = keys or self.keys.client_folder(client), self.store(client)
         words = ["-m", "fewer", "join", self.address, "--key", key, "--store", store]
         if mode:
             words = [CLIENT, self.address, key, store, mode, self.folder / f"mark-{client}"]
@@ -108,7 +108,7 @@ class Cluster:
             self.clients.pop(client).wait()
 
     def strays(self) -> list[int]:
-        """Processes of Flower's that still use this port or these keys."""
+        """Flower processes that still use these keys."""
         mine = []
         for process in psutil.process_iter(["cmdline"]):
             words = " ".join(process.info["cmdline"] or [])

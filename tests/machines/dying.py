@@ -1,4 +1,4 @@
-"""A SuperNode that dies when it begins to send what an answer is made of: announced is it by then."""
+"""A SuperNode that dies after it has announced an answer, before it sends the content."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The files of docs/examples/machines, as far as they can be checked without root: what they start can be started."""
+"""The files in docs/examples/machines, as far as they can be checked without root."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNIT = EXAMPLES / "fewer-join.service"
 
 
 def parsed(line: str) -> dict[str, object]:
-    """What the command line of a `fewer` gives, without running it; click's error where it is none."""
+    """The parsed parameters of a `fewer` command line, without running it; click's error if it is wrong."""
     words = shlex.split(line)
     assert Path(words[0]).name == "fewer"
     command = typer.main.get_command(app)
@@ -39,9 +39,9 @@ def test_a_wrong_word_is_found() -> None:
 
 
 def test_the_compose_file_starts_what_there_is() -> None:
-    told = pytest.importorskip("yaml").safe_load((EXAMPLES / "compose.yaml").read_text())
-    services = told["services"]
-    assert sorted(services) == ["server", *(f"client-{n}" for n in range(3))]
+    compose = pytest.importorskip("yaml").safe_load((EXAMPLES / "compose.yaml").read_text())
+    services = compose["services"]
+    assert sorted(services) == [*(f"client-{n}" for n in range(3)), "server"]
     listens = parsed(services["server"]["command"])
     assert listens["clients"] == 3
     named = set()
@@ -60,7 +60,7 @@ def test_the_compose_file_starts_what_there_is() -> None:
             data = Path(str(given["data"]).partition(":")[2])
             assert {given["key"], given["store"], str(data.parent)} <= inside
             assert f"./keys/{name}:{given['key']}:ro" in service["volumes"]
-    assert named == set(told["volumes"])
+    assert named == set(compose["volumes"])
 
 
 def test_the_unit_starts_what_there_is(tmp_path: Path) -> None:
@@ -68,8 +68,8 @@ def test_the_unit_starts_what_there_is(tmp_path: Path) -> None:
     (line,) = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
     given = parsed(line)
     (state,) = re.findall(r"^StateDirectory=(.*)$", text, re.MULTILINE)
-    assert given["store"] == f"/var/lib/{state}"  # the one place where it may write
-    assert "RestartPreventExitStatus=2\n" in text  # a mistake in the line is not made every 5 seconds
+    assert given["store"] == f"/var/lib/{state}"  # the only place where it may write
+    assert "RestartPreventExitStatus=2\n" in text  # no restart every 5 seconds after a mistake in the line
     if verify := shutil.which("systemd-analyze"):
         copy = tmp_path / UNIT.name
         copy.write_text(text.replace(shlex.split(line)[0], sys.executable))
@@ -82,6 +82,6 @@ def test_the_commands_of_the_page_are_commands() -> None:
     lines = re.findall(r"^    (fewer (?:keys|server|join|local-cluster) [^#\n]*)", text, re.MULTILINE)
     assert len(lines) > 5
     for line in lines:
-        if " seal " in line or " trust " in line:  # want a folder that is there
+        if " seal " in line or " trust " in line:  # they need an existing folder
             continue
         parsed(line)

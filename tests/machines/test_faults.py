@@ -1,4 +1,4 @@
-"""What goes wrong between machines, with real processes: killed, late, strange, and not let in."""
+"""Faults between machines, with real processes: killed, late, malformed, and not admitted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 
 from fewer.errors import QuorumLost, RunError
-from fewer.runs.engine import start
+from fewer.runs.engine import start_run
 from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
 from tests.machines.cluster import Cluster, experiment, until
@@ -46,30 +46,28 @@ class After:
 
     def __init__(self, do: Callable[[], Any], round: int = 0, answer: int = 0) -> None:
         self.do, self.at, self.within = do, round, answer
-        self.begun: list[int] = []
 
-    def begin(self, method: str, done: int, rounds: int) -> None:
-        self.begun.append(done)
+    def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
 
-    def answer(self, round: int, done: int, asked: int) -> None:
+    def on_answer(self, round: int, done: int, asked: int) -> None:
         if (round, done) == (self.within, 1):
             self.within = 0
             self.do()
 
-    def round(self, figures: Mapping[str, Any]) -> None:
-        if figures["round"] == self.at:
+    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
+        if metrics["round"] == self.at:
             self.do()
 
 
 def absent(run: Path) -> list[tuple[int, int, str]]:
-    """Round, client and reason of all answers that did not come."""
+    """Round, client and reason of all missing answers."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [(one["round"], one["client"], one["reason"]) for one in events if one["event"] == "absent"]
 
 
 def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
-    """Whether a run left what an unbroken one on one machine leaves."""
-    start(experiment(2, runtime="inline", **settings), folder)
+    """True if a run left the same files as an uninterrupted run on one machine."""
+    start_run(experiment(2, runtime="inline", **settings), folder)
     one, two = left(folder), left(run)
     return {**one, "clients": {}} == two
 
@@ -77,12 +75,12 @@ def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
 # --- killed ---------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_server_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_killed_server_resumes(cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1)
     words = ["fedavg", "--data", "digits", "--clients", "2", "--alpha", "1", "--rounds", "3", "--seed", "3"]
     run = tmp_path / "run"
-    first = cluster.coordinate(*words, "--out", run)
+    first = cluster.start_server(*words, "--out", run)
     until((run / "checkpoint.safetensors").exists)
     time.sleep(1)  # the next question is on its way to clients that look for one every 3 seconds
     link = psutil.Process(first.pid).children()
@@ -91,7 +89,7 @@ def test_a_killed_server_goes_on(cluster: Cluster, tmp_path: Path) -> None:
     until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in link), 10)
     done = subprocess.run(cluster.command("--resume", run), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"goes on after round [12]/3", done.stderr) and "fedavg: accuracy" in done.stdout
+    assert re.search(r"resumes after round [12]/3", done.stderr) and "fedavg: accuracy" in done.stdout
     assert same_as_inline(run, tmp_path / "inline", rounds=3)
 
 
@@ -115,8 +113,8 @@ def test_a_client_killed_in_mid_round_is_lost_and_comes_back_with_its_key(cluste
 
 
 @pytest.mark.cluster
-def test_a_client_that_dies_while_it_sends_keeps_nobody_else(cluster: Cluster, tmp_path: Path) -> None:
-    """The SuperLink has its answer announced, and would wait three minutes for the rest of it."""
+def test_a_client_that_dies_while_it_sends_delays_no_other_client(cluster: Cluster, tmp_path: Path) -> None:
+    """Its answer is announced at the SuperLink, which would wait three minutes for the rest of it."""
     cluster.join(0)
     cluster.join(1, "dies")
     with cluster.server() as server:
@@ -144,15 +142,15 @@ def test_a_killed_superlink_is_started_again(when: dict[str, int], cluster: Clus
     cluster.join(0)
     cluster.join(1)
     with cluster.server() as server:
-        first = server.link.pid
+        first = server.superlink.pid
         watch = After(lambda: os.kill(first or 0, signal.SIGKILL), **when)
         server.start(experiment(2, rounds=3), tmp_path / "run", watch)
-        assert server.link.pid not in (None, first)
+        assert server.superlink.pid not in (None, first)
     assert same_as_inline(tmp_path / "run", tmp_path / "inline", rounds=3)
 
 
 @pytest.mark.cluster
-def test_a_quorum_that_is_lost_stops_the_run_and_it_can_go_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_lost_quorum_stops_the_run_and_it_can_resume(cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1)
     run = tmp_path / "run"
@@ -166,7 +164,7 @@ def test_a_quorum_that_is_lost_stops_the_run_and_it_can_go_on(cluster: Cluster, 
 
 
 @pytest.mark.cluster
-def test_a_sealed_ring_goes_on_at_the_hop_where_it_was_broken_off(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_sealed_ring_resumes_at_the_hop_where_it_was_interrupted(cluster: Cluster, tmp_path: Path) -> None:
     def stop() -> None:
         raise KeyboardInterrupt
 
@@ -178,14 +176,14 @@ def test_a_sealed_ring_goes_on_at_the_hop_where_it_was_broken_off(cluster: Clust
             server.start(ring, run, After(stop, answer=2))
         assert list((run / "hops").glob("00000002-*"))
         server.resume(run)
-    for client in (0, 1):  # nobody was asked twice
+    for client in (0, 1):  # no client was asked twice
         assert cluster.log(client).read_text().count("round 2  personalize") == 1
     assert same_as_inline(run, tmp_path / "inline", method="metafed", validation=0.2)
 
 
 @pytest.mark.cluster
-def test_nobody_there_is_a_quorum_lost(cluster: Cluster, tmp_path: Path) -> None:
-    with cluster.server(patience=1) as server, pytest.raises(QuorumLost, match="0 of 2 clients are there"):
+def test_no_client_online_is_a_quorum_lost(cluster: Cluster, tmp_path: Path) -> None:
+    with cluster.server(timeout=1) as server, pytest.raises(QuorumLost, match="0 of 2 clients are online"):
         server.start(experiment(2), tmp_path / "run")
 
 
@@ -196,13 +194,13 @@ def test_a_late_client_takes_part_from_then_on(cluster: Cluster, tmp_path: Path)
         until(lambda: cluster.said(1, "joined"))
 
     cluster.join(0)
-    with cluster.server(patience=0) as server:
+    with cluster.server(timeout=0) as server:
         until(lambda: cluster.said(0, "joined"))
         server.start(experiment(2, rounds=3), tmp_path / "run", After(late, round=1))
     assert absent(tmp_path / "run") == [(1, 1, "lost")]
 
 
-# --- strange --------------------------------------------------------------------------------------------------
+# --- malformed -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cluster
@@ -212,11 +210,11 @@ def test_a_client_that_sends_rubbish_is_refused(mode: str, cluster: Cluster, tmp
     cluster.join(1, mode)
     with cluster.server() as server:
         result = server.start(experiment(2, rounds=1), tmp_path / "run")
-    assert absent(tmp_path / "run") == [(1, 1, "refused")] * 2  # in training and when it was to score
+    assert absent(tmp_path / "run") == [(1, 1, "refused")] * 2  # in training and in evaluation
     assert result.accuracy > 0
     sizes = {"garbage": 1000, "huge": 200_000_000}
-    came = re.findall(r"^1,1,up,train,(\d+)$", (tmp_path / "run/ledger.csv").read_text(), re.MULTILINE)
-    assert came == ([str(sizes[mode])] if mode in sizes else [])  # what cannot be opened has no size
+    came = re.findall(r"^1,1,up,local_train,(\d+)$", (tmp_path / "run/ledger.csv").read_text(), re.MULTILINE)
+    assert came == ([str(sizes[mode])] if mode in sizes else [])  # an unreadable message has no size
 
 
 @pytest.mark.cluster
@@ -226,16 +224,16 @@ def test_a_message_of_200_mb_goes_both_ways(cluster: Cluster) -> None:
     large = torch.arange(50_000_000, dtype=torch.float32)
     cluster.join(0, "echo")
     with cluster.server() as server:
-        server.link.begin_run("{}")
-        until(lambda: 0 in server.link.there())
-        clients = Flower(2, 0, handlers=None, link=server.link)  # type: ignore[arg-type]
+        server.superlink.start_run("{}")
+        until(lambda: 0 in server.superlink.online_clients())
+        clients = Flower(2, 0, handlers=None, superlink=server.superlink)  # type: ignore[arg-type]
         (answer,) = clients.ask([0], echo, returns={"x": large}, x=large)
     assert torch.equal(answer["x"], large)
     assert clients.ledger.total["up"] == clients.ledger.total["down"] > 200_000_000
-    assert 0 < server.link.packed["up"] - clients.ledger.total["up"] < 10_000
+    assert 0 < server.superlink.packed["up"] - clients.ledger.total["up"] < 10_000
 
 
-# --- not let in -----------------------------------------------------------------------------------------------
+# --- not admitted --------------------------------------------------------------------------------------------
 
 
 def mixed(folder: Path, key: Path, authority: Path) -> Path:
@@ -246,20 +244,20 @@ def mixed(folder: Path, key: Path, authority: Path) -> Path:
     return folder
 
 
-def test_a_foreign_key_and_a_foreign_authority_are_not_let_in(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_foreign_key_and_a_foreign_authority_are_not_admitted(cluster: Cluster, tmp_path: Path) -> None:
     other = Credentials.create(tmp_path / "other", 1)
-    mine = cluster.keys.client(0)
+    mine = cluster.keys.client_folder(0)
     with cluster.server() as server:
-        cluster.join(0, keys=mixed(tmp_path / "wrong-key", other.client(0), mine))
-        cluster.join(1, keys=mixed(tmp_path / "wrong-authority", mine, other.client(0)))
-        until(lambda: cluster.said(0, "does not take this key"))
-        until(lambda: cluster.said(1, "certificate is not to be trusted (unable to get local issuer"))
-        server.link.begin_run("{}")
-        assert server.link.there() == {}
+        cluster.join(0, keys=mixed(tmp_path / "wrong-key", other.client_folder(0), mine))
+        cluster.join(1, keys=mixed(tmp_path / "wrong-authority", mine, other.client_folder(0)))
+        until(lambda: cluster.said(0, "does not accept this key"))
+        until(lambda: cluster.said(1, "certificate cannot be trusted (unable to get local issuer"))
+        server.superlink.start_run("{}")
+        assert server.superlink.online_clients() == {}
 
 
 @pytest.mark.cluster
-def test_without_a_key_nobody_is_let_in(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_client_without_a_key_is_not_admitted(cluster: Cluster, tmp_path: Path) -> None:
     from fewer.runtime.flower.programs import Program, free_port
 
     words = ["--superlink", cluster.address, "--root-certificates", str(cluster.keys.folder / "ca.crt")]
@@ -268,22 +266,22 @@ def test_without_a_key_nobody_is_let_in(cluster: Cluster, tmp_path: Path) -> Non
     with cluster.server() as server:
         node.start()
         until(lambda: node.pid is None)
-        server.link.begin_run("{}")
-        assert server.link.there() == {}
-    assert "Failed to initialize the connection to the SuperLink." in node.said()
+        server.superlink.start_run("{}")
+        assert server.superlink.online_clients() == {}
+    assert "Failed to initialize the connection to the SuperLink." in node.log_lines()
 
 
 @pytest.mark.cluster
-def test_a_key_that_was_taken_away_is_not_let_in_again(cluster: Cluster, tmp_path: Path) -> None:
-    public = cluster.keys.client(1) / "node.pub"
+def test_a_removed_key_is_not_admitted_again(cluster: Cluster, tmp_path: Path) -> None:
+    public = cluster.keys.client_folder(1) / "node.pub"
     with cluster.server():
         pass
     public.rename(tmp_path / "taken")
     with cluster.server():
         cluster.join(1)
-        until(lambda: cluster.said(1, "does not take this key"))
+        until(lambda: cluster.said(1, "does not accept this key"))
     (tmp_path / "taken").rename(public)
-    with pytest.raises(RunError, match="client 1: Flower does not take a key again"), cluster.server():
+    with pytest.raises(RunError, match="client 1: Flower does not accept a key again"), cluster.server():
         pass
 
 
@@ -292,13 +290,13 @@ def test_one_key_is_for_one_client(cluster: Cluster) -> None:
     cluster.join(0)
     with cluster.server():
         until(lambda: cluster.said(0, "joined"))
-        cluster.join(1, keys=cluster.keys.client(0))
-        until(lambda: cluster.said(1, "does not take this key"))
+        cluster.join(1, keys=cluster.keys.client_folder(0))
+        until(lambda: cluster.said(1, "does not accept this key"))
 
 
 @pytest.mark.cluster
 def test_an_expired_certificate_is_not_trusted(cluster: Cluster) -> None:
-    cluster.keys.certify((), days=-1)
+    cluster.keys.issue_certificate((), days=-1)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cluster.keys.folder / "server.crt", cluster.keys.folder / "server.key")
 
@@ -315,4 +313,4 @@ def test_an_expired_certificate_is_not_trusted(cluster: Cluster) -> None:
     with closing(socket.create_server(("127.0.0.1", cluster.port))) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
         cluster.join(0)
-        until(lambda: cluster.said(0, "certificate is not to be trusted (certificate has expired)"))
+        until(lambda: cluster.said(0, "certificate cannot be trusted (certificate has expired)"))

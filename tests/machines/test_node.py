@@ -1,4 +1,4 @@
-"""A client's loop against a SuperNode's own state and handlers, without processes: questions that are dropped."""
+"""A client's loop against the real state and handlers of a SuperNode, without processes: dropped questions."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from flwr.supernode.start_client_internal import _pull_and_store_message
 
 from fewer.runtime.flower import envelope
 from fewer.runtime.flower.credentials import Credentials
-from fewer.runtime.flower.link import APP
 from fewer.runtime.flower.node import Node
 from fewer.runtime.flower.programs import Program
+from fewer.runtime.flower.superlink import APP
 from fewer.runtime.handlers import Call, Reply
 
 pytestmark = pytest.mark.timeout(60)
@@ -40,7 +40,7 @@ FAB = Fab("", build_fab_from_files({"pyproject.toml": APP})[0], {})
 
 
 class SuperNode(Program):
-    """Its state and its loop, driven by hand; the client's calls go straight to its handlers."""
+    """Its state and its loop, driven manually; the client's calls go straight to its handlers."""
 
     def __init__(self, home: Path, patch: pytest.MonkeyPatch) -> None:
         super().__init__("none:none", [], home)
@@ -103,7 +103,9 @@ def question(run: int) -> Message:
         ttl=1000.0,
         message_type=envelope.TYPE,
     )
-    message = make_message(metadata=about, content=envelope.question(Call(0, "train", run), b"the same model"))
+    message = make_message(
+        metadata=about, content=envelope.pack_question(Call(0, "local_train", run), b"the same model")
+    )
     message.metadata.__dict__["_message_id"] = message.object_id
     return message
 
@@ -114,21 +116,21 @@ def supernode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SuperNode:
 
 
 def answered(supernode: SuperNode) -> list[int]:
-    """Lets a client answer until it has answered a question; the rounds of those that it answered."""
+    """Lets a client answer until it has answered one question; returns the rounds of the answered questions."""
     rounds = []
 
-    def answering(experiment: str, call: Call, blob: bytes) -> Reply:
+    def answer(experiment: str, call: Call, blob: bytes) -> Reply:
         assert blob == b"the same model"
         rounds.append(call.round)
         supernode.up = False
         return Reply(b"fine")
 
-    Node("", Path(), supernode.home)._answer_all(supernode, 1, answering)
+    Node("", Path(), supernode.home)._answer_until_exit(supernode, 1, answer)
     return rounds
 
 
 def replies(supernode: SuperNode) -> list[int]:
-    """The runs whose questions have a reply that waits to be sent."""
+    """The runs whose questions have a reply that is waiting to be sent."""
     return [message.metadata.run_id for message in supernode.state.get_messages_legacy(is_reply=True)]
 
 
@@ -147,7 +149,7 @@ def test_a_question_that_the_supernode_dropped_does_not_keep_the_next_one(
     supernode.fetch(1, reason)
     supernode.fetch(2)
     assert answered(supernode) == [2]
-    assert replies(supernode) == [2]  # a reply to the first one would be sent in the place of this
+    assert replies(supernode) == [2]  # a reply to the first question would be sent instead
     assert all(task.status.status == "finished" for task in supernode.state.get_tasks())
 
 
@@ -180,13 +182,13 @@ def test_a_question_that_is_dropped_while_a_client_waits_for_it_is_left(
 
 
 def test_a_client_says_when_there_is_no_server_and_when_there_is(supernode: SuperNode) -> None:
-    """Its SuperNode tries for ever, and only its log tells."""
+    """Its SuperNode retries forever, and only the log shows it."""
     failed, back = "WARNING : Connection attempt failed, retrying in 1 s\n", "INFO : Connection successful after 2\n"
     said: list[str] = []
     steps = [failed, failed, "INFO : SuperNode ID: 5\nINFO : Receiving: a\n", failed, "INFO : Receiving: b\n", back]
     supernode.log.write_text("")
 
-    def look(http: Any) -> str:
+    def acquire(http: Any) -> str:
         if not steps:
             supernode.up = False
             return ""
@@ -195,14 +197,14 @@ def test_a_client_says_when_there_is_no_server_and_when_there_is(supernode: Supe
         return ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fewer.runtime.flower.node.look", look)
-        patch.setattr("fewer.runtime.flower.node.PAUSE", 0.0)
-        Node("a:1", Path(), supernode.home, said.append)._answer_all(supernode, 1, lambda *_: Reply(b""))
-    away = "no server at a:1: trying again and again"
+        patch.setattr("fewer.runtime.flower.node.acquire_question", acquire)
+        patch.setattr("fewer.runtime.flower.node.POLL_INTERVAL", 0.0)
+        Node("a:1", Path(), supernode.home, said.append)._answer_until_exit(supernode, 1, lambda *_: Reply(b""))
+    away = "no server at a:1; still trying"
     assert said == [away, "joined a:1", away, "joined a:1"]
 
 
-def test_a_client_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_retries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -213,9 +215,9 @@ def test_a_client_tries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.
     keys = Credentials.create(tmp_path / "keys", 1)
     monkeypatch.setattr("fewer.runtime.flower.node.time.sleep", sleep)
     monkeypatch.setattr(Program, "start", lambda self: None)
-    monkeypatch.setattr(Node, "_answer_all", lambda *_: "no")
+    monkeypatch.setattr(Node, "_answer_until_exit", lambda *_: "no")
     with pytest.raises(KeyboardInterrupt):
-        Node("a:1", keys.client(0), tmp_path / "store").serve(lambda *_: Reply(b""))
+        Node("a:1", keys.client_folder(0), tmp_path / "store").serve(lambda *_: Reply(b""))
     assert waits == [1, 2, 4, 8, 16, 30, 30]
 
 
@@ -227,16 +229,16 @@ def test_a_question_is_waited_for_until_all_of_it_is_there(supernode: SuperNode)
     assert replies(supernode) == [1]
 
 
-@pytest.mark.parametrize("way", ["send", "receive"])
-def test_a_supernode_that_lost_a_message_is_started_anew(
-    way: str, supernode: SuperNode, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("action", ["send", "receive"])
+def test_a_supernode_that_lost_a_message_is_restarted(
+    action: str, supernode: SuperNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would go on as if nothing was, and the server would wait. Not if there is a new question."""
-    monkeypatch.setattr("fewer.runtime.flower.node.LOST", 0.3)
-    supernode.log.write_text(f"INFO :      Receiving: a\nERROR :     Failed to {way} message 1f: 413 too large\n")
-    reason = Node("", Path(), supernode.home)._answer_all(supernode, 1, lambda *_: Reply(b""))
-    assert reason == "a message was lost on its way (413 too large)"
+    """Otherwise the server would wait in vain. A new question shows that it no longer waits."""
+    monkeypatch.setattr("fewer.runtime.flower.node.RESTART_AFTER", 0.3)
+    supernode.log.write_text(f"INFO :      Receiving: a\nERROR :     Failed to {action} message 1f: 413 too large\n")
+    reason = Node("", Path(), supernode.home)._answer_until_exit(supernode, 1, lambda *_: Reply(b""))
+    assert reason == "a message was lost (413 too large)"
     with supernode.log.open("a") as log:
         log.write("INFO :      Receiving: query.fewer message (ID: 2f)\n")
     threading.Timer(1.0, lambda: setattr(supernode, "up", False)).start()
-    assert "lost" not in Node("", Path(), supernode.home)._answer_all(supernode, 1, lambda *_: Reply(b""))
+    assert "lost" not in Node("", Path(), supernode.home)._answer_until_exit(supernode, 1, lambda *_: Reply(b""))

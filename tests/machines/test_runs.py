@@ -14,15 +14,15 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 
 from fewer.methods import names
-from fewer.runs.engine import start
+from fewer.runs.engine import start_run
 from fewer.runs.machines import FlowerServer
-from fewer.runtime.handlers import LETTER
+from fewer.runtime.handlers import OUTGOING
 from tests.machines.cluster import GROUPS, Cluster, experiment, until
 from tests.test_baselines import left
 
 pytestmark = pytest.mark.timeout(900)
 META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
-"""These need clients to train with, to choose on and to judge on: eight at least."""
+"""These need clients for training, validation and evaluation: at least eight."""
 FEW: dict[str, Any] = {
     "data_options": {"split": "4/3/3"},
     "partition": "iid",
@@ -31,21 +31,21 @@ FEW: dict[str, Any] = {
 SMALL: dict[str, dict[str, Any]] = {
     "fedavg": {"drop": 0.2, "corrupt": 0.2},
     "fedbn": {"norm": "batch"},
-    "fedmk": {"method_options": {"per_class": 2, "matching": 5, "outer_steps": 2, "server_steps": 10}},
+    "fedmk": {"method_options": {"per_class": 2, "matching_steps": 5, "outer_steps": 2, "server_steps": 10}},
     "fedmk-paper": {"method_options": {"per_class": 2, "server_steps": 10}},
     "metafed": {"validation": 0.2},
     **dict.fromkeys(("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto"), FEW),
     **dict.fromkeys(("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), GROUPS),
-    "frl-warm-start": {"rounds": 8, "method_options": {**GROUPS["method_options"], "warm": 4}},
+    "frl-warm-start": {"rounds": 8, "method_options": {**GROUPS["method_options"], "warmup_rounds": 4}},
 }
-"""Settings with which a method can be run, and is quick."""
+"""Settings that make a method quick."""
 SOME = ("fedavg", "fedbn", "fedmk")
-"""One with a model, one that remembers, one with much to say."""
+"""One that sends a model, one with private state, one that sends data."""
 
 
-def told(kept: dict[Path, bytes]) -> dict[Path, bytes]:
-    """All but messages that are to be passed on: the keys in the head of an encoded message have no order."""
-    return {path: content for path, content in kept.items() if not path.name.startswith(LETTER)}
+def without_outgoing(kept: dict[Path, bytes]) -> dict[Path, bytes]:
+    """All files except outgoing messages: the metadata keys of an encoded message have no fixed order."""
+    return {path: content for path, content in kept.items() if not path.name.startswith(OUTGOING)}
 
 
 def clients_of(method: str) -> int:
@@ -54,7 +54,7 @@ def clients_of(method: str) -> int:
 
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], tuple[Cluster, FlowerServer]]]:
-    """Clients that stay, and a server for all runs on them, made when they are first needed."""
+    """Clients that stay, and one server for all runs, created on first use."""
     with ExitStack() as stack:
 
         @cache
@@ -80,9 +80,9 @@ def test_the_numbers_are_those_of_inline(
     cluster, server = clusters(clients)
     settings = SMALL.get(method, {})
     if method == "frl-deploy":
-        start(experiment(clients, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
+        start_run(experiment(clients, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
         settings = {"method_options": {"prepared": str(tmp_path / "prepared")}}
-    inline = start(experiment(clients, method, runtime="inline", **settings), tmp_path / "inline")
+    inline = start_run(experiment(clients, method, runtime="inline", **settings), tmp_path / "inline")
     remote = server.start(experiment(clients, method, **settings), tmp_path / "flower")
     one, two = left(tmp_path / "inline"), left(tmp_path / "flower")
     run = json.loads((tmp_path / "flower/machines.json").read_text())["run"]
@@ -91,7 +91,10 @@ def test_the_numbers_are_those_of_inline(
         for client in range(clients)
         for file in (cluster.store(client) / "runs" / run).rglob("*.safetensors")
     }
-    assert two["clients"] == {} and {**two, "clients": told(kept)} == {**one, "clients": told(one["clients"])}
+    assert two["clients"] == {} and {**two, "clients": without_outgoing(kept)} == {
+        **one,
+        "clients": without_outgoing(one["clients"]),
+    }
     assert remote.accuracy == inline.accuracy
     if method == "fedavg":
         assert any(line["absent"] for line in inline.history)

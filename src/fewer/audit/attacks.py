@@ -1,7 +1,7 @@
-"""The look: attacks on a run, as figures and as rows of images.
+"""Attacks on a run, reported as metrics and as rows of images.
 
-The attacker sees what the server does: the global model, and synthetic data where clients send it. Only whoever
-simulates a federation can judge the attacks, as they are held against the clients' real samples.
+The attacker sees what the server sees: the global model, and synthetic data if clients send it. Scoring an attack needs
+the clients' real samples, so only a simulated federation can be audited.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewer.audit.distance import nearest, span_of, typical
-from fewer.audit.leakage import gradients_of, psnr, restore
-from fewer.audit.membership import above_variants, losses, membership, share
+from fewer.audit.distance import nearest, typical_distance, value_range
+from fewer.audit.leakage import compute_gradients, psnr, restore_images
+from fewer.audit.membership import estimate_proportion, loss_gaps, losses, membership
 from fewer.errors import FewerError, RunError
 from fewer.models import load_weights
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import load_data, parse_settings
-from fewer.runs.result import Result, open_result
+from fewer.runs.result import Result, open_run
 from fewer.runs.settings import settings_hash
 from fewer.runtime.streams import stream
 from fewer.wire.ledger import EVALUATION
@@ -31,21 +31,21 @@ from fewer.wire.ledger import EVALUATION
 CLIENTS = 10
 STEPS, STARTS = 500, 2
 COLUMNS = 8
-"""Images in a row, one of each class."""
-SHOWN = 3
-"""Clients whose D̂ is shown."""
-SAMPLES = 1000
-"""Of each client, at most so many members and as many others are judged."""
-COPY = 0.5
-"""A synthetic image is called a near-copy when it is nearer to a real one than this share of what is typical."""
+"""Images in a row, one per class."""
+SHOWN_CLIENTS = 3
+"""Clients whose synthetic data D̂ is shown."""
+MAX_SAMPLES = 1000
+"""Maximum number of members per client in membership inference; there are equally many nonmembers."""
+COPY_RATIO = 0.5
+"""A synthetic image closer to a real one than this fraction of the typical distance counts as a near-copy."""
 
-Sent = dict[int, tuple[Tensor, Tensor]]
+SyntheticData = dict[int, tuple[Tensor, Tensor]]
 """Synthetic images and their labels, by client."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of images that belong together, column by column, and a word under each column."""
+    """Rows of images aligned by column, with an optional note under each column."""
 
     rows: dict[str, Tensor]
     notes: list[str] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Block:
 
 @dataclass(frozen=True)
 class AttackImages:
-    """Blocks of images in one picture, with what is said about them; values from `low` to `high` are black to white."""
+    """Blocks of images for one picture, with title and caption. `low` is drawn black and `high` white."""
 
     name: str
     title: str
@@ -65,232 +65,248 @@ class AttackImages:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the attacks gave."""
+    """Results of the attacks."""
 
     method: str
     data: str
     rounds: int
     hash: str
-    """Of the settings of the run."""
+    """Hash of the run's settings."""
     clients: list[int]
-    """Whose samples were attacked."""
-    figures: dict[str, Any]
-    sheets: list[AttackImages] = field(default_factory=list, repr=False)
+    """Clients whose samples were attacked."""
+    metrics: dict[str, Any]
+    images: list[AttackImages] = field(default_factory=list, repr=False)
     notes: list[str] = field(default_factory=list)
-    """What does not apply to this run, and why."""
+    """Attacks that do not apply to this run, with the reason."""
 
     def as_json(self) -> dict[str, Any]:
-        """All figures as plain values."""
-        return {name: value for name, value in asdict(replace(self, sheets=[])).items() if name != "sheets"}
+        """Everything but the images, as plain values."""
+        return {name: value for name, value in asdict(replace(self, images=[])).items() if name != "images"}
 
 
 def audit(
-    path: Path, *, data_dir: Path | None = None, clients: int = CLIENTS, steps: int = STEPS, starts: int = STARTS
+    path: str | Path,
+    *,
+    data_dir: Path | None = None,
+    clients: int = CLIENTS,
+    steps: int = STEPS,
+    starts: int = STARTS,
 ) -> Audit:
-    """Attack a run: nearness of synthetic images, deep leakage and membership inference, on some clients' samples.
+    """Attack a run on the samples of up to `clients` clients.
 
-    `steps` and `starts` are those of gradient matching.
+    The attacks are: distance of synthetic images to real ones, deep leakage from gradients, and membership inference.
+    `steps` and `starts` set the steps and random starts of gradient matching.
     """
-    result = _open(path, data_dir)
-    look = _Look(result, _took_part(path, len(result.history)), clients)
-    figures: dict[str, Any] = {}
-    sheets: list[AttackImages] = []
-    if look.sent:
-        figures["copies"], sheet = look.copies()
-        sheets += [sheet] if sheet else []
-    if look.image and look.nets:
-        figures["leakage"], sheet = look.leakage(steps, starts)
-        sheets.append(sheet)
-    figures["membership"] = {name: asdict(membership(*scores)) for name, scores in look.membership()}
+    path = Path(path)
+    result = _open_with_data(path, data_dir)
+    attacked = _AttackedRun(result, _participants(path, len(result.history)), clients)
+    metrics: dict[str, Any] = {}
+    images: list[AttackImages] = []
+    if attacked.synthetic:
+        metrics["copies"], shown = attacked.compare_to_real()
+        images += [shown] if shown else []
+    if attacked.has_images and attacked.nets:
+        metrics["leakage"], shown = attacked.restore_from_gradients(steps, starts)
+        images.append(shown)
+    metrics["membership"] = {name: asdict(membership(*scores)) for name, scores in attacked.membership_scores()}
     return Audit(
         result.method.name,
         result.data.name,
         len(result.history),
         settings_hash(result.settings, result.method),
-        look.clients,
-        figures,
-        sheets,
-        list(look.limits()),
+        attacked.clients,
+        metrics,
+        images,
+        list(attacked.limitations()),
     )
 
 
-class _Look:
-    """One run under attack."""
+class _AttackedRun:
+    """A run under attack."""
 
-    def __init__(self, result: Result, took_part: list[int], clients: int) -> None:
+    def __init__(self, result: Result, participants: list[int], clients: int) -> None:
         self.result = result
-        self.image = len(result.data.shape) == 3 and not result.data.test.tokens
-        self.nets = _nets(result)
+        self.has_images = len(result.data.shape) == 3 and not result.data.test.is_text
+        self.nets = _global_models(result)
         sent = result.method.condensed(result.state)
         if not self.nets and not sent:
             raise FewerError(
                 f"{result.method.name} has no global model and its clients send no synthetic data: "
-                "there is nothing that this audit attacks"
+                "no attack of this audit applies"
             )
-        known = [client for client in sorted(took_part) if not sent or (client in sent and len(sent[client][1]))]
+        known = [client for client in sorted(participants) if not sent or (client in sent and len(sent[client][1]))]
         if not known:
-            raise FewerError("no client has taken part yet: there is nothing to audit")
+            raise FewerError("no client has taken part yet, so there is nothing to audit")
         drawn = torch.randperm(len(known), generator=self.stream("parties"))[:clients]
-        self.clients = sorted(known[place] for place in drawn.tolist())
-        self.low, self.high = span_of(result.data.test)
+        self.clients = sorted(known[index] for index in drawn.tolist())
+        self.low, self.high = value_range(result.data.test)
         device = result.task.device
-        self.sent: Sent = {
+        self.synthetic: SyntheticData = {
             client: (sent[client][0].clamp(self.low, self.high).to(device), sent[client][1].to(device))
             for client in self.clients
             if client in sent
         }
-        """Synthetic images as anyone would look at them: cut off where pixels end."""
+        """Synthetic images of the attacked clients, clipped to the range of pixel values."""
 
     def stream(self, purpose: str) -> torch.Generator:
         return stream(self.result.settings.seed, "audit", purpose)
 
-    def real(self, client: int) -> tuple[Tensor, Tensor]:
+    def training_samples(self, client: int) -> tuple[Tensor, Tensor]:
         """All training samples of a client."""
         train = self.result.data.client(client).train
         return train.pick(torch.arange(len(train)))
 
-    # --- synthetic images beside the nearest real ones ---
+    # --- synthetic images and the nearest real ones ---
 
-    def copies(self) -> tuple[dict[str, Any], AttackImages | None]:
-        """How near synthetic images are to real ones, against how near real ones are to each other."""
+    def compare_to_real(self) -> tuple[dict[str, Any], AttackImages | None]:
+        """Compare the distance from synthetic to real images with the distance between real images."""
         ratios: dict[int, list[float]] = {}
-        of_members: list[bool] = []
-        drawn: dict[int, Block] = {}
+        nearest_members: list[bool] = []
+        blocks: dict[int, Block] = {}
         closest: tuple[float, dict[str, int]] | None = None
-        for client, (images, labels) in self.sent.items():
-            x, y = self.real(client)
+        for client, (images, labels) in self.synthetic.items():
+            x, y = self.training_samples(client)
             ratios[client] = []
             columns: list[tuple[Tensor, Tensor, str]] = []
             for label in sorted(set(labels.tolist()) & set(y.tolist())):
                 real, made = x[y == label], images[labels == label]
-                usual = typical(real) or typical(x)  # of a class with one sample: as images of this client are apart
+                # a class with a single sample falls back to all images of the client
+                usual = typical_distance(real) or typical_distance(x)
                 if usual is None:
                     continue
-                away, which = nearest(made, real)
-                own = (away / usual).tolist()
-                ratios[client] += own
-                of_members += self.of_members(made, real, self.unseen(client, label))
-                if closest is None or min(own) < closest[0]:
-                    closest = min(own), {"client": client, "class": label, "samples": len(real)}
-                worst = int(away.argmin())
-                columns.append((made[worst], real[which[worst]], f"{own[worst]:.2f}"))
-            if self.image and columns:
+                distances, indices = nearest(made, real)
+                class_ratios = (distances / usual).tolist()
+                ratios[client] += class_ratios
+                nearest_members += self.nearest_is_member(made, real, self.unseen_samples(client, label))
+                if closest is None or min(class_ratios) < closest[0]:
+                    closest = min(class_ratios), {"client": client, "class": label, "samples": len(real)}
+                worst = int(distances.argmin())
+                columns.append((made[worst], real[indices[worst]], f"{class_ratios[worst]:.2f}"))
+            if self.has_images and columns:
                 shown = columns[: COLUMNS + 2]
                 synthetic, originals = [made for made, _, _ in shown], [real for _, real, _ in shown]
                 rows = {f"client {client}: D̂": torch.stack(synthetic), "nearest real": torch.stack(originals)}
-                drawn[client] = Block(rows, [note for _, _, note in shown])
-        every = sorted(ratio for own in ratios.values() for ratio in own)
-        figures: dict[str, Any] = {"images": len(every)}
+                blocks[client] = Block(rows, [note for _, _, note in shown])
+        pooled = sorted(ratio for client_ratios in ratios.values() for ratio in client_ratios)
+        metrics: dict[str, Any] = {"images": len(pooled)}
         if closest:
-            figures["closest"] = closest[1]
-            figures |= {"least": every[0], "median": statistics.median(every)}
-            figures["near_copies"] = sum(ratio < COPY for ratio in every) / len(every)
-            if of_members:
-                figures["nearest_is_member"] = asdict(share(sum(of_members), len(of_members)))
-            figures["by_client"] = {
-                str(p): {"least": min(own), "median": statistics.median(own)} for p, own in ratios.items() if own
+            metrics["closest"] = closest[1]
+            metrics |= {"min": pooled[0], "median": statistics.median(pooled)}
+            metrics["near_copies"] = sum(ratio < COPY_RATIO for ratio in pooled) / len(pooled)
+            if nearest_members:
+                metrics["nearest_is_member"] = asdict(estimate_proportion(sum(nearest_members), len(nearest_members)))
+            metrics["by_client"] = {
+                str(client): {"min": min(client_ratios), "median": statistics.median(client_ratios)}
+                for client, client_ratios in ratios.items()
+                if client_ratios
             }
         caption = (
-            "Of each class the synthetic image that is nearest to a real one of its client, and that real one. Below: "
-            "their distance against the typical distance between a real image of that class and the nearest other one. "
-            "Clients with the nearest ones come first."
+            "For each class: the synthetic image closest to a real image of its client, and that real image. "
+            "Number below: their distance, divided by the median distance between a real image of the class and its "
+            "nearest neighbor. Clients with the closest images come first."
         )
-        blocks = [drawn[client] for client in sorted(drawn, key=lambda each: min(ratios[each]))[:SHOWN]]
-        sheet = AttackImages(
-            "copies", "Synthetic images and the nearest real ones", caption, blocks, self.low, self.high
+        closest_first = sorted(blocks, key=lambda client: min(ratios[client]))
+        images = AttackImages(
+            "copies",
+            "Synthetic images and the nearest real ones",
+            caption,
+            [blocks[client] for client in closest_first[:SHOWN_CLIENTS]],
+            self.low,
+            self.high,
         )
-        return figures, sheet if blocks else None
+        return metrics, images if blocks else None
 
-    def unseen(self, client: int, label: int) -> Tensor:
-        """Test samples of a class: all there are, or the client's own where clients differ by nature."""
+    def unseen_samples(self, client: int, label: int) -> Tensor:
+        """Test samples of a class: the common ones, or the client's own if the partition is natural."""
         natural = self.result.settings.partition == "natural"
         test = self.result.data.client(client).test if natural else self.result.data.test
         return test.pick(torch.nonzero(test.labels == label).squeeze(1))[0]
 
-    def of_members(self, made: Tensor, real: Tensor, unseen: Tensor) -> list[bool]:
-        """Whether the nearest to each image is one that it was made of, among these and as many that it was not."""
+    def nearest_is_member(self, made: Tensor, real: Tensor, unseen: Tensor) -> list[bool]:
+        """For each synthetic image: is its nearest neighbor a training image, among equally many unseen ones?"""
         count = min(len(real), len(unseen))
         if not count:
             return []
         draw = self.stream(f"nearest {len(real)}")
-        some = [side[torch.randperm(len(side), generator=draw)[:count]] for side in (real, unseen)]
-        which: list[bool] = (nearest(made, torch.cat(some))[1] < count).tolist()
-        return which
+        candidates = [side[torch.randperm(len(side), generator=draw)[:count]] for side in (real, unseen)]
+        is_member: list[bool] = (nearest(made, torch.cat(candidates))[1] < count).tolist()
+        return is_member
 
     # --- deep leakage ---
 
-    def leakage(self, steps: int, starts: int) -> tuple[dict[str, Any], AttackImages]:
-        """Images restored from gradients: of synthetic images where there are any, or else of real ones."""
-        client = max(self.clients, key=lambda each: len(set(self.real(each)[1].tolist())))
-        x, y = self.real(client)
+    def restore_from_gradients(self, steps: int, starts: int) -> tuple[dict[str, Any], AttackImages]:
+        """Restore images from gradients: of synthetic images if clients send them, else of real ones."""
+        client = max(self.clients, key=lambda each: len(set(self.training_samples(each)[1].tolist())))
+        x, y = self.training_samples(client)
         order = torch.randperm(len(y), generator=self.stream("targets")).to(y.device)
         targets, originals, lookalikes, labels = [], [], [], []
         for label in sorted(set(y.tolist())):
-            mine = order[y[order] == label]
-            target = original = x[mine[0]]
-            if self.sent:
-                made = self.sent[client][0][self.sent[client][1] == label]
+            rows_of_class = order[y[order] == label]
+            target = original = x[rows_of_class[0]]
+            if self.synthetic:
+                made = self.synthetic[client][0][self.synthetic[client][1] == label]
                 if not len(made):
                     continue
-                target, original = made[0], x[mine][int(nearest(made[:1], x[mine])[1])]
-            others = torch.cat([x[mine], x[y != label][:1]])  # where the class has one sample, any other will do
-            away = (others - original).flatten(1).norm(dim=1)
-            away[away == 0] = torch.inf
+                target, original = made[0], x[rows_of_class][int(nearest(made[:1], x[rows_of_class])[1])]
+            others = torch.cat([x[rows_of_class], x[y != label][:1]])  # another class if this one has a single sample
+            distances = (others - original).flatten(1).norm(dim=1)
+            distances[distances == 0] = torch.inf
             targets.append(target)
             originals.append(original)
-            lookalikes.append(others[int(away.argmin())])
+            lookalikes.append(others[int(distances.argmin())])
             labels.append(label)
             if len(labels) == COLUMNS:
                 break
-        target, original, alike = torch.stack(targets), torch.stack(originals), torch.stack(lookalikes)
-        wanted = torch.tensor(labels, device=y.device)
+        target, original, lookalike = torch.stack(targets), torch.stack(originals), torch.stack(lookalikes)
+        target_labels = torch.tensor(labels, device=y.device)
         span = self.high - self.low
 
-        def decibel(images: Tensor, real: Tensor) -> float:
+        def mean_psnr(images: Tensor, real: Tensor) -> float:
             return float(psnr(images, real, span).mean())
 
-        rows = {"nearest real" if self.sent else "original": original}
-        if self.sent:
+        rows = {"nearest real" if self.synthetic else "original": original}
+        if self.synthetic:
             rows["D̂"] = target
         attacks = []
         for name, net in self.nets.items():
-            for together in (False, True):
-                if together and (self.sent or name != "first"):
+            for at_once in (False, True):
+                if at_once and (self.synthetic or name != "first"):
                     continue
-                group = len(target) if together else 1
-                batch = target.view(-1, group, *target.shape[1:]), wanted.view(-1, group)
-                seen = gradients_of(net, *batch).detach()
-                draw = self.stream(f"restoring {name} {group}")
-                images, apart = restore(net, seen, batch[1], x, draw, steps=steps, starts=starts)
+                size = len(target) if at_once else 1
+                batch = target.view(-1, size, *target.shape[1:]), target_labels.view(-1, size)
+                gradients = compute_gradients(net, *batch).detach()
+                draw = self.stream(f"restoring {name} {size}")
+                images, mismatch = restore_images(net, gradients, batch[1], x, draw, steps=steps, starts=starts)
                 images = images.flatten(0, 1)
-                told = f"restored, {name} model" + (f", {group} at once" if together else "")
-                rows[told] = images
-                figures = {"model": name, "at_once": group, "psnr": decibel(images, original)}
-                if self.sent:
-                    figures["psnr_to_synthetic"] = decibel(images, target)
-                attacks.append({**figures, "mismatch": float(apart.mean())})
-        figures = {"client": client, "from": "synthetic" if self.sent else "real", "attacks": attacks}
-        figures["psnr_of_lookalike"] = decibel(alike, original)
-        if self.sent:
-            figures["psnr_of_synthetic"] = decibel(target, original)
-        what = "synthetic images" if self.sent else "training images, if its client sent it after one step"
-        caption = (
-            f"Deep leakage: images of client {client} restored from the gradient of {what}, under the first and the "
-            "trained model. The attacker knows the label"
-            + ("." if self.sent else "; at best, each image gave a gradient of its own.")
-        )
-        return figures, AttackImages(
+                rows[f"restored, {name} model" + (f", {size} at once" if at_once else "")] = images
+                metrics = {"model": name, "at_once": size, "psnr": mean_psnr(images, original)}
+                if self.synthetic:
+                    metrics["psnr_to_synthetic"] = mean_psnr(images, target)
+                attacks.append({**metrics, "mismatch": float(mismatch.mean())})
+        metrics = {"client": client, "from": "synthetic" if self.synthetic else "real", "attacks": attacks}
+        metrics["psnr_of_lookalike"] = mean_psnr(lookalike, original)
+        if self.synthetic:
+            metrics["psnr_of_synthetic"] = mean_psnr(target, original)
+        caption = f"Deep leakage on client {client}, under the first and the trained model. "
+        if self.synthetic:
+            caption += "Images are restored from the gradients of synthetic images. The attacker knows the labels."
+        else:
+            caption += (
+                "Training images are restored from the gradient of a single step. The attacker knows the labels; in "
+                "the easiest case, each image has its own gradient."
+            )
+        return metrics, AttackImages(
             "leakage", "Deep leakage from gradients", caption, [Block(rows)], self.low, self.high
         )
 
     # --- membership ---
 
-    def membership(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Scores of members and of others, attack by attack; as many of each class and client on both sides."""
-        pairs = {client: pair for client in self.clients if (pair := self.pair(client))}
+    def membership_scores(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+        """Scores of members and nonmembers by attack, with equal counts per class and client on both sides."""
+        pairs = {client: pair for client in self.clients if (pair := self.matched_samples(client))}
         if not pairs:
             return
-        (x, y), (other, label) = (
+        (x, y), (other_x, other_y) = (
             (
                 torch.cat([pair[side][0] for pair in pairs.values()]),
                 torch.cat([pair[side][1] for pair in pairs.values()]),
@@ -300,77 +316,81 @@ class _Look:
         if len(y) < 2:
             return
         if net := self.nets.get("trained"):
-            yield "loss", (-losses(net, x, y), -losses(net, other, label))
-            if self.image:
+            yield "loss", (-losses(net, x, y), -losses(net, other_x, other_y))
+            if self.has_images:
                 draw = self.stream("variants")
-                yield "variants", (above_variants(net, x, y, draw), above_variants(net, other, label, draw))
-        near = [self.nearness(client, pair) for client, pair in pairs.items() if client in self.sent]
-        inside, outside = (torch.cat([one[side] for one in near]) if near else x.new_empty(0) for side in (0, 1))
+                yield "variants", (loss_gaps(net, x, y, draw), loss_gaps(net, other_x, other_y, draw))
+        scores = [self.nearness_scores(client, pair) for client, pair in pairs.items() if client in self.synthetic]
+        inside, outside = (
+            torch.cat([client_scores[side] for client_scores in scores]) if scores else x.new_empty(0)
+            for side in (0, 1)
+        )
         if len(inside) > 1:
             yield "distance", (inside, outside)
 
-    def nearness(self, client: int, pair: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """How near D̂ of its class comes to each sample, of the classes that the client condensed."""
-        images, labels = self.sent[client]
+    def nearness_scores(self, client: int, pair: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Negative distance from each sample to the nearest D̂ of its class, for classes that the client condensed."""
+        images, labels = self.synthetic[client]
 
-        def near(x: Tensor, y: Tensor) -> Tensor:
-            held = sorted(set(labels.tolist()) & set(y.tolist()))
-            found = [-nearest(x[y == label], images[labels == label])[0] for label in held]
-            return torch.cat(found) if found else x.new_empty(0)
+        def nearness(x: Tensor, y: Tensor) -> Tensor:
+            classes = sorted(set(labels.tolist()) & set(y.tolist()))
+            scores = [-nearest(x[y == label], images[labels == label])[0] for label in classes]
+            return torch.cat(scores) if scores else x.new_empty(0)
 
-        return [near(*side) for side in pair]
+        return [nearness(*side) for side in pair]
 
-    def pair(self, client: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    def matched_samples(self, client: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
         """Training and test samples of a client, equally many of each class."""
         train, _, test = self.result.data.client(client)
         draw = self.stream(f"members {client}")
         inside, outside = (torch.randperm(len(part), generator=draw).to(part.y.device) for part in (train, test))
-        mine, theirs = train.labels[inside], test.labels[outside]
+        train_labels, test_labels = train.labels[inside], test.labels[outside]
         chosen: tuple[list[Tensor], list[Tensor]] = [], []
-        for label in sorted(set(mine.tolist()) & set(theirs.tolist())):
-            a, b = inside[mine == label], outside[theirs == label]
-            count = min(len(a), len(b))
-            chosen[0].append(a[:count])
-            chosen[1].append(b[:count])
+        for label in sorted(set(train_labels.tolist()) & set(test_labels.tolist())):
+            members, others = inside[train_labels == label], outside[test_labels == label]
+            count = min(len(members), len(others))
+            chosen[0].append(members[:count])
+            chosen[1].append(others[:count])
         if not chosen[0]:
             return None
-        some = torch.randperm(sum(map(len, chosen[0])), generator=draw).to(train.y.device)[:SAMPLES]
-        return train.pick(torch.cat(chosen[0])[some]), test.pick(torch.cat(chosen[1])[some])
+        kept = torch.randperm(sum(map(len, chosen[0])), generator=draw).to(train.y.device)[:MAX_SAMPLES]
+        return train.pick(torch.cat(chosen[0])[kept]), test.pick(torch.cat(chosen[1])[kept])
 
-    # --- what is left out ---
+    # --- limitations ---
 
-    def limits(self) -> Iterator[str]:
-        """What does not apply, and why."""
+    def limitations(self) -> Iterator[str]:
+        """Attacks that do not apply to this run, with the reason."""
         name = self.result.method.name
-        if not self.sent:
-            yield f"Clients of {name} send no synthetic data: its nearness to real samples is not looked at."
+        if not self.synthetic:
+            yield f"Clients of {name} send no synthetic data, so there is none to compare with real samples."
         if not self.nets:
-            yield f"{name} has no global model: leakage from gradients and the loss of members are not looked at."
-        elif not self.image:
-            yield f"Samples of shape {self.result.data.shape} are no images: deep leakage is not tried."
-        elif not self.sent:
-            steps, batch = (getattr(self.result.method, each, None) for each in ("steps", "batch"))
-            if steps and batch:
+            yield f"{name} has no global model, so the attacks on gradients and on the loss do not apply."
+        elif not self.has_images:
+            yield f"Samples of shape {self.result.data.shape} are not images, so deep leakage does not apply."
+        elif not self.synthetic:
+            steps, batch_size = (getattr(self.result.method, option, None) for option in ("local_steps", "batch_size"))
+            if steps and batch_size:
                 yield (
-                    f"Deep leakage is shown at its strongest, from the gradient of one step on one sample. Clients of "
-                    f"this run sent what {steps} steps on {batch} samples each gave, which should tell less."
+                    "Deep leakage is shown in its strongest form: from the gradient of one step on one sample. "
+                    f"Clients of this run sent the result of {steps} steps on {batch_size} samples each, "
+                    "which should reveal less."
                 )
 
 
-def _open(path: Path, data_dir: Path | None) -> Result:
-    """The run, on the very data that it was run on."""
+def _open_with_data(path: Path, data_dir: Path | None) -> Result:
+    """Open a run together with the data that it was run on."""
     description = RunDirectory.open(path).description
     if "data" in description["own"]:
-        raise RunError(f"{path} was run with data of your own: it cannot be audited from its directory alone")
+        raise RunError(f"{path} was run with data of your own, so it cannot be audited from its directory alone")
     settings = {**description["settings"], **({"data_dir": data_dir} if data_dir else {})}
     data = load_data(parse_settings(settings))
     if data.fingerprint() != description["data"]["fingerprint"]:
-        raise RunError(f"{data.name} is no longer what {path} was run on")
-    return open_result(path, data=data)
+        raise RunError(f"{data.name} has changed since {path} was run")
+    return open_run(path, data=data)
 
 
-def _took_part(path: Path, rounds: int) -> list[int]:
-    """The clients that sent something in training, in the rounds that are over."""
+def _participants(path: Path, rounds: int) -> list[int]:
+    """Clients that sent a training message in a completed round."""
     with (path / "ledger.csv").open(newline="") as file:
         return sorted(
             {
@@ -383,12 +403,12 @@ def _took_part(path: Path, rounds: int) -> list[int]:
         )
 
 
-def _nets(result: Result) -> dict[str, nn.Module]:
-    """The global model before the first round and now; none where a method has no global model."""
+def _global_models(result: Result) -> dict[str, nn.Module]:
+    """The global model before the first round and now; empty if the method has no global model."""
     weights = result.method.global_weights(result.state)
     if weights is None:
         return {}
     nets = {"first": result.task.net()}
-    load_weights(nets["first"], result.task.initial(result.settings.seed))
+    load_weights(nets["first"], result.task.initial_weights(result.settings.seed))
     nets["trained"] = result.model.train()
     return nets

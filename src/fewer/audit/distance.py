@@ -10,53 +10,56 @@ from torch import Tensor
 from fewer.data import Samples
 
 BLOCK = 1000
-FEW = 1000
-"""Samples that tell the range of values."""
+RANGE_SAMPLES = 1000
+"""Samples used to estimate the range of pixel values."""
 DIRECTIONS = 200
-"""Lines that sets are projected on."""
+"""Random directions that sets are projected on."""
 
 
-def span_of(samples: Samples) -> tuple[float, float]:
-    """The least and the largest value of pixels, as the first samples show it."""
-    x, _ = samples.slice(0, FEW)
+def value_range(samples: Samples) -> tuple[float, float]:
+    """Smallest and largest pixel value among the first samples."""
+    x, _ = samples.slice(0, RANGE_SAMPLES)
     return float(x.min()), float(x.max())
 
 
 def nearest(images: Tensor, real: Tensor, *, same: bool = False) -> tuple[Tensor, Tensor]:
-    """For each image how far the nearest of `real` is (L2), and which; `same`: both are one set, and itself is none."""
+    """L2 distance from each image to its nearest neighbor in `real`, and that neighbor's index.
+
+    With `same`, both arguments are one set, and an image is not its own neighbor.
+    """
     flat = real.flatten(1).double()
-    found = []
+    minima = []
     for start in range(0, len(images), BLOCK):
-        apart = torch.cdist(images[start : start + BLOCK].flatten(1).double(), flat, compute_mode=_EXACT)
+        distances = torch.cdist(images[start : start + BLOCK].flatten(1).double(), flat, compute_mode=_EXACT)
         if same:
-            apart[torch.arange(len(apart)), torch.arange(start, start + len(apart))] = math.inf
-        found.append(apart.min(1))
-    return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
+            distances[torch.arange(len(distances)), torch.arange(start, start + len(distances))] = math.inf
+        minima.append(distances.min(1))
+    return torch.cat([block.values for block in minima]), torch.cat([block.indices for block in minima])
 
 
-_EXACT = "donot_use_mm_for_euclid_dist"  # the product form takes equal images for slightly different ones
+_EXACT = "donot_use_mm_for_euclid_dist"  # the matrix-product form gives equal images a small nonzero distance
 
 
-def typical(real: Tensor) -> float | None:
-    """The median distance from one real image to the nearest other; None where there are no two that differ."""
+def typical_distance(real: Tensor) -> float | None:
+    """Median distance from a real image to its nearest neighbor; None if no two images differ."""
     if len(real) < 2:
         return None
     return float(nearest(real, real, same=True)[0].median()) or None
 
 
-def earth_mover(one: Tensor, other: Tensor, stream: torch.Generator, directions: int = DIRECTIONS) -> float:
-    """The earth mover's distance of two sets, each weighted evenly: sliced, the mean over random lines.
+def earth_mover(first: Tensor, second: Tensor, stream: torch.Generator, directions: int = DIRECTIONS) -> float:
+    """Sliced earth mover's distance between two sets of images with equal weights: the mean over random directions.
 
-    On a line it is exact: the mean distance between equal quantiles. Where all pixels of all images are moved by r, it
-    is about 0.8 r (√(2/π)), whatever the number of pixels.
+    In each direction the distance is exact: the mean difference between equal quantiles. If every pixel shifts by r,
+    the distance is about 0.8 r (√(2/π)), whatever the number of pixels.
     """
-    lines = torch.randn(one[0].numel(), directions, generator=stream, dtype=torch.float64)
+    lines = torch.randn(first[0].numel(), directions, generator=stream, dtype=torch.float64)
     lines = lines / lines.norm(dim=0)
-    return float(on_lines(one.flatten(1).double() @ lines, other.flatten(1).double() @ lines).mean())
+    return float(earth_mover_1d(first.flatten(1).double() @ lines, second.flatten(1).double() @ lines).mean())
 
 
-def on_lines(one: Tensor, other: Tensor) -> Tensor:
-    """The exact earth mover's distance in each column of two sets of numbers (samples × lines), of whatever sizes."""
-    steps = math.lcm(len(one), len(other))
-    a, b = (each.sort(0).values.repeat_interleave(steps // len(each), 0) for each in (one, other))
+def earth_mover_1d(first: Tensor, second: Tensor) -> Tensor:
+    """Exact earth mover's distance for each column of two sets of numbers (samples × columns) of any size."""
+    steps = math.lcm(len(first), len(second))
+    a, b = (values.sort(0).values.repeat_interleave(steps // len(values), 0) for values in (first, second))
     return (a - b).abs().mean(0)

@@ -1,11 +1,17 @@
-"""Deep leakage: images from the gradient that they gave.
+"""Deep leakage: restores images from their gradient.
 
-Zhu, Liu, Han: Deep Leakage from Gradients, NeurIPS 2019: dummy images are moved until their gradient is that which was
-seen. They use smooth nets. For nets with ReLU, as ours, more is needed. From Geiping, Bauermeister, Dröge, Moeller:
-Inverting Gradients, NeurIPS 2020: the angle between gradients, signed steps of Adam, values kept in the range of
-pixels, and a price on total variation. Our own: for the first half of the steps the attacker's net has softplus in the
-place of ReLU, as units that are off would not show the way. Labels are known to the attacker (they can be read off the
-gradient of the last layer: Zhao, Mopuri, Bilen 2020), and of several starts the one with the best match is taken.
+- Zhu, Liu, Han: Deep Leakage from Gradients, NeurIPS 2019. Dummy images are optimized until their gradient matches the
+  observed one. They use smooth networks.
+- Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients, NeurIPS 2020, make it work for ReLU networks like ours:
+  cosine distance between gradients, Adam on the sign of the gradient, values clipped to the pixel range, and a penalty
+  on total variation.
+- Zhao, Mopuri, Bilen 2020: labels can be read off the gradient of the last layer, so the attacker knows them.
+
+Departures:
+
+- In the first half of the steps the attacker's network has softplus instead of ReLU, because inactive units have no
+  gradient.
+- Of several random starts, the one with the best match is kept.
 """
 
 from __future__ import annotations
@@ -18,81 +24,80 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 LR = 0.1
-SHARP = 10.0
-"""How sharp the bend of softplus is."""
-SMOOTH = 0.01
-"""Price of total variation, against an angle of 1 − cosine."""
+SOFTPLUS_BETA = 10.0
+VARIATION_WEIGHT = 0.01
+"""Weight of total variation, relative to a cosine distance of 1."""
 
 
-def gradients_of(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """For each batch (batches × samples × …) the gradient of its mean loss, as one row.
+def compute_gradients(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Gradient of the mean loss of each batch (batches × samples × …), one row per batch.
 
-    The net is in evaluation mode: without dropout and batch statistics, which is the attacker's best case.
+    The net is in evaluation mode, without dropout and batch statistics. This is the attacker's best case.
     """
     net.eval()
-    learned = {name: parameter.detach() for name, parameter in net.named_parameters()}
+    weights = {name: parameter.detach() for name, parameter in net.named_parameters()}
 
     def loss(weights: dict[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(net, weights, (inputs,)), labels)
 
-    found = vmap(grad(loss), (None, 0, 0))(learned, x, y)
-    return torch.cat([each.flatten(1) for each in found.values()], dim=1)
+    gradients = vmap(grad(loss), (None, 0, 0))(weights, x, y)
+    return torch.cat([gradient.flatten(1) for gradient in gradients.values()], dim=1)
 
 
-def restore(
+def restore_images(
     net: nn.Module,
-    seen: Tensor,
+    gradients: Tensor,
     labels: Tensor,
     like: Tensor,
     stream: torch.Generator,
     *,
     steps: int,
     starts: int = 1,
-    smooth: float = SMOOTH,
+    smooth: float = VARIATION_WEIGHT,
 ) -> tuple[Tensor, Tensor]:
-    """Images of these labels (batches × samples) whose gradients point where those seen do, and 1 − cosine reached.
+    """Find images with these labels (batches × samples) that match the observed gradients.
 
-    `like` are images of anyone: only their shape and the range of their values are used.
+    Returns the images and the mismatch reached (1 − cosine). Only the shape and the value range of `like` are used.
     """
     low, high = float(like.min()), float(like.max())
-    wanted, y = seen.repeat(starts, 1), labels.repeat(starts, 1)
+    targets, y = gradients.repeat(starts, 1), labels.repeat(starts, 1)
     dummy = torch.randn(*y.shape, *like.shape[1:], generator=stream).to(like).clamp_(low, high).requires_grad_()
     optimizer = torch.optim.Adam([dummy], lr=LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    soft = softened(net)
+    soft = replace_relu(net)
     for step in range(steps):
-        seeing = soft if 2 * step < steps else net
-        apart = 1 - F.cosine_similarity(gradients_of(seeing, dummy, y), wanted, eps=1e-20)
-        (slope,) = torch.autograd.grad((apart + smooth * variation(dummy)).sum(), dummy)
-        dummy.grad = slope.sign()
+        attacker_net = soft if 2 * step < steps else net
+        mismatch = 1 - F.cosine_similarity(compute_gradients(attacker_net, dummy, y), targets, eps=1e-20)
+        (gradient,) = torch.autograd.grad((mismatch + smooth * total_variation(dummy)).sum(), dummy)
+        dummy.grad = gradient.sign()
         optimizer.step()
         schedule.step()
         with torch.no_grad():
             dummy.clamp_(low, high)
     with torch.no_grad():
-        apart = 1 - F.cosine_similarity(gradients_of(net, dummy, y), wanted, eps=1e-20)
-    best = apart.view(starts, len(seen)).argmin(0)
-    chosen = best * len(seen) + torch.arange(len(seen), device=best.device)
-    return dummy.detach()[chosen], apart[chosen]
+        mismatch = 1 - F.cosine_similarity(compute_gradients(net, dummy, y), targets, eps=1e-20)
+    best = mismatch.view(starts, len(gradients)).argmin(0)
+    chosen = best * len(gradients) + torch.arange(len(gradients), device=best.device)
+    return dummy.detach()[chosen], mismatch[chosen]
 
 
-def softened(net: nn.Module) -> nn.Module:
-    """A copy of the net with softplus in the place of ReLU, where that is a module."""
+def replace_relu(net: nn.Module) -> nn.Module:
+    """A copy of the net with softplus instead of every ReLU module."""
     net = deepcopy(net)
     for module in list(net.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.ReLU):
-                setattr(module, name, nn.Softplus(SHARP))
+                setattr(module, name, nn.Softplus(SOFTPLUS_BETA))
     return net
 
 
-def variation(images: Tensor) -> Tensor:
-    """Mean absolute difference of neighboring values, down and across, of each batch."""
+def total_variation(images: Tensor) -> Tensor:
+    """Mean absolute difference between neighboring values, down plus across, for each batch."""
     down, across = images.diff(dim=-2).abs(), images.diff(dim=-1).abs()
     return down.flatten(1).mean(1) + across.flatten(1).mean(1)
 
 
 def psnr(images: Tensor, real: Tensor, span: float) -> Tensor:
-    """Peak signal-to-noise ratio of each image in decibels, for values that span so much: high is alike."""
+    """Peak signal-to-noise ratio of each image in decibels; `span` is the range of values. High means similar."""
     error = (images - real).flatten(1).square().mean(1)
     return 10 * torch.log10(span**2 / error.clamp_min(1e-12))

@@ -1,4 +1,4 @@
-"""Commands: they read settings, start runs and print. Heavy imports wait until a command needs them."""
+"""The commands. They read settings, start runs and print. Heavy imports wait until a command needs them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import fewer
 from fewer.cli import data as data_commands
 from fewer.cli.data import DataDir
 from fewer.cli.machines import add_machines
-from fewer.cli.options import with_settings
+from fewer.cli.options import complete_methods, parse_assignments, with_settings
 from fewer.cli.printing import (
-    GO_ON,
+    RESUME_HINTS,
     RUNS,
     Json,
     Out,
     Report,
     Track,
-    finish,
-    fresh,
+    new_run_path,
+    print_result,
     print_rows,
-    told,
+    report_errors,
     write_json,
-    write_page,
+    write_report_page,
 )
+from fewer.errors import SettingError
 
 if TYPE_CHECKING:
     from fewer.experiments import Comparison
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Federated learning in fewer rounds, with fewer samples and fewer bytes.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
@@ -42,12 +43,17 @@ app = typer.Typer(
 app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
-One = Annotated[int | None, typer.Option("--client", metavar="N", help="Use this client's personal model.")]
-DataSet = Annotated[
-    list[str] | None, typer.Option(metavar="NAME=VALUE", help="Options of the data. \\[default: those of the run]")
+MethodName = Annotated[
+    str | None,
+    typer.Argument(metavar="METHOD", help="A method's name, or FILE.py:Name.", autocompletion=complete_methods),
+]
+ClientNumber = Annotated[int | None, typer.Option("--client", metavar="N", help="Use this client's personal model.")]
+DataOptions = Annotated[
+    list[str] | None,
+    typer.Option("--data-option", metavar="NAME=VALUE", help="An option of the data. \\[default: the run's]"),
 ]
 Tune = Annotated[
-    bool, typer.Option("--tune", help="First choose each method's rates on held-out training data, by equal effort.")
+    bool, typer.Option("--tune", help="First tune each method on held-out training data, with the same effort.")
 ]
 Trials = Annotated[int, typer.Option("--trials", metavar="N", min=1, help="Trials of --tune for each method.")]
 
@@ -57,13 +63,27 @@ def main() -> None:
     app()
 
 
-@app.command(rich_help_panel="Learn")
-@told
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"fewer {fewer.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def fewer_command(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Federated learning in fewer rounds, with fewer samples and fewer bytes."""
+
+
+@app.command(rich_help_panel="Learn", no_args_is_help=True)
+@report_errors
 @with_settings(without=("method",))
 def run(
     given: dict[str, Any],
-    method: Annotated[str | None, typer.Argument(metavar="METHOD", help="A method's name, or FILE.py:Name.")] = None,
-    named: Annotated[str | None, typer.Option("--method", metavar="NAME", help="The same, as an option.")] = None,
+    method: MethodName = None,
     tune: Tune = False,
     trials: Trials = 8,
     report: Report = True,
@@ -71,26 +91,33 @@ def run(
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Train with one method and keep everything in a run directory. METHOD is a method's name, or FILE.py:Name.
+    """Train with one method and keep everything in a run directory.
 
-    [dim]fewer run fedavg --data fashion-mini --clients 20 --alpha 0.5 --rounds 10[/dim]
+    `fewer methods` lists the methods, `fewer methods NAME` the options of one, `fewer data list` the data.
+
+    [dim]fewer run fedavg --data fashion-mini --clients 20 --alpha 0.5 --rounds 10 -o lr=0.1[/dim]
     """
-    if (chosen := named if method is None else method) is not None:
-        given["method"] = chosen
+    if method is not None:
+        given["method"] = method
+    if "method" not in given:
+        raise SettingError("no METHOD: name one, as in fewer run fedavg (fewer methods lists them)")
     _train(given, tune, trials, report, track, out, json_file)
 
 
 @app.command(rich_help_panel="Learn")
-@told
+@report_errors
 @with_settings(
     without=("method",),
-    rounds="Rounds of communication; for frl a multiple of R + 1, 4 unless -o group_rounds says otherwise. "
-    "[default: the method's own, for frl 80]",
-    cohort="Clients asked in a round, K of an episode. [default: the method's own, 10]",
+    rounds="Communication rounds; for frl a multiple of R + 1, which is 4 unless -o group_rounds=R changes it. "
+    "[default: the method's, for frl 80]",
+    cohort="Clients asked in each round (K of an episode). [default: the method's, usually 10]",
 )
 def prepare(
     given: dict[str, Any],
-    method: Annotated[str, typer.Argument(metavar="METHOD", help="frl, or a baseline of it.")] = "frl",
+    method: Annotated[
+        str,
+        typer.Argument(metavar="METHOD", help="frl, or one of its baselines.", autocompletion=complete_methods),
+    ] = "frl",
     tune: Tune = False,
     trials: Trials = 8,
     report: Report = True,
@@ -98,25 +125,25 @@ def prepare(
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Prepare a model from which later groups, with classes of their own, get a good one in a few rounds.
+    """Prepare an initial model for later groups, which train their own from it in a few rounds.
 
-    It is a run like any other, which leaves prepared.safetensors for fewer deploy in its directory.
+    This is a run like any other. It leaves prepared.safetensors in its directory, for fewer deploy.
 
-    [dim]fewer prepare --data glyphs --data-option unseen=0-9 --partition shards --clients 52 --evaluate-every 80[/dim]
+    [dim]fewer prepare --data glyphs --data-option unseen_classes=0-9 --partition shards --clients 52[/dim]
     """
     from fewer.methods import find
-    from fewer.runs.inference import preparing
+    from fewer.runs.inference import check_prepares
 
-    preparing(find(method))
+    check_prepares(find(method))
     _train({**given, "method": method}, tune, trials, report, track, out, json_file)
 
 
 @app.command(rich_help_panel="Use")
-@told
+@report_errors
 @with_settings(
     without=("method", "model", "norm", "model_options"),
     rounds="Rounds of the group. [default: R of the preparation, usually 3]",
-    cohort="Clients asked in a round. [default: all of the group]",
+    cohort="Clients asked in each round. [default: all of the group]",
 )
 def deploy(
     given: dict[str, Any],
@@ -126,35 +153,36 @@ def deploy(
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Let the clients of a group make their own model from a prepared one, in a few rounds.
+    """Train a group's model from a prepared one, in a few rounds.
 
-    All clients of the data take part. Net, head and rates are those of the preparation, unless -o says otherwise.
+    All clients of the data take part. The net, the head and the learning rate are those of the preparation, unless -o
+    changes them.
 
     [dim]fewer deploy runs/… --data glyphs --data-option classes=0-4 --clients 10 --partition shards[/dim]
     """
-    from fewer.cli.progress import shown
-    from fewer.runs.engine import start
+    from fewer.cli.progress import show_progress
+    from fewer.runs.engine import start_run
     from fewer.runs.experiment import build_experiment, parse_settings
-    from fewer.runs.inference import deploying
+    from fewer.runs.inference import deploy_settings
 
-    experiment = build_experiment(parse_settings(deploying(prepared, given)))
-    where = out or fresh(f"{experiment.method.name}-{experiment.settings.data}")
-    GO_ON.append(f"Go on with: fewer resume {where}")
-    with shown() as watch:
-        result = start(experiment, where, watch(experiment.method.name), track=track or ())
-    finish(result, where, json_file, report)
+    experiment = build_experiment(parse_settings(deploy_settings(prepared, given)))
+    path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+    RESUME_HINTS.append(f"Resume with: fewer resume {path}")
+    with show_progress() as progress:
+        result = start_run(experiment, path, progress(experiment.method.name), track=track or ())
+    print_result(result, path, json_file, report)
 
 
 @app.command(rich_help_panel="Learn")
-@told
+@report_errors
 def resume(
     path: Run,
     runtime: Annotated[str | None, typer.Option(metavar="NAME", help="inline or pool; may differ from before.")] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", help="Worker processes of the pool.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Any torch device.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie now.")] = None,
-    quorum: Annotated[float | None, typer.Option(metavar="X", help="After a lost quorum: ask for less.")] = None,
-    deadline: Annotated[float | None, typer.Option(metavar="X", help="Give clients more time.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the data files.")] = None,
+    quorum: Annotated[float | None, typer.Option(metavar="X", help="A lower quorum, if it was lost.")] = None,
+    deadline: Annotated[float | None, typer.Option(metavar="X", help="More seconds for each client.")] = None,
     drop: Annotated[
         float | None, typer.Option(metavar="X", help="Inject fewer faults; also --slow, --corrupt.")
     ] = None,
@@ -164,27 +192,30 @@ def resume(
     track: Track = None,
     json_file: Json = None,
 ) -> None:
-    """Go on with a run that was stopped, killed or lost its quorum. RUN is its directory.
+    """Continue a run that was stopped, was killed, or lost its quorum.
 
-    The end is the same as without the break.
+    The result is bit-identical to an uninterrupted run.
     """
-    from fewer.cli.progress import shown
-    from fewer.runs import resume as go_on
+    from fewer.cli.progress import show_progress
+    from fewer.runs import resume as resume_run
 
-    GO_ON.append(f"Go on with: fewer resume {path}")
-    with shown() as watch:
+    RESUME_HINTS.append(f"Resume with: fewer resume {path}")
+    with show_progress() as progress:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
-        result = go_on(path, progress=watch(path.name), track=track, **changed)
-    finish(result, path, json_file, report)
+        result = resume_run(path, progress=progress(path.name), track=track, **changed)
+    print_result(result, path, json_file, report)
 
 
 @app.command(rich_help_panel="Learn")
-@told
+@report_errors
 @with_settings(without=("method",))
 def compare(
     given: dict[str, Any],
-    methods: Annotated[list[str], typer.Argument(metavar="METHOD...", help="Methods' names, or FILE.py:Name.")],
+    methods: Annotated[
+        list[str],
+        typer.Argument(metavar="METHOD...", help="Methods' names, or FILE.py:Name.", autocompletion=complete_methods),
+    ],
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each method, with seeds from --seed on.")] = 1,
     tune: Tune = False,
     trials: Trials = 8,
@@ -193,126 +224,124 @@ def compare(
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Train with several methods on the same task and print one table. METHOD is a name, or FILE.py:Name.
+    """Train several methods on the same task and print one table.
+
+    -o mu=0.1 sets an option of every method that has it, -o fedprox.mu=0.1 of one method.
 
     [dim]fewer compare local fedavg fedprox fedbn --seeds 3 --tune[/dim]
     """
-    from fewer.cli.progress import shown
-    from fewer.experiments import compare as contest
-    from fewer.runs.experiment import parse_settings
+    from fewer.cli.progress import show_progress
+    from fewer.experiments import compare as compare_methods
+    from fewer.runs.settings import Settings
 
-    where = out or fresh("compare")
-    GO_ON.append(f"Go on with the same command and --out {where}")
-    with shown() as watch:
-        effort = trials if tune else 0
-        table = contest(
-            methods, parse_settings(given), seeds=seeds, trials=effort, out=where, watch=watch, track=track or ()
-        )
-    page = write_page(sorted(path.parent for path in where.glob("*/settings.json")), where) if report else None
-    if not write_json(json_file, table.as_json()):
-        _print_table(table)
-        print(f"Kept in {where}" + (f", see {page}" if page else ""))
+    folder = out or new_run_path("compare")
+    RESUME_HINTS.append(f"Continue with the same command and --out {folder}")
+    data, model = (given.pop(name, Settings.model_fields[name].default) for name in ("data", "model"))
+    options: dict[str, Any] = {"seeds": seeds, "tune": tune, "trials": trials, "track": track or ()}
+    with show_progress() as progress:
+        table = compare_methods(methods, data, model=model, out=folder, progress=progress, **options, **given)
+    page = write_report_page(table.runs, folder) if report else None
+    if not write_json(json_file, table.to_json()):
+        _print_comparison(table)
+        print(f"Run directories: {folder}" + (f", report: {page}" if page else ""))
 
 
 @app.command(rich_help_panel="Learn")
-@told
+@report_errors
 def reproduce(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A recipe's name, or FILE.toml.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="In minutes, smaller: to try it.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A smaller version that takes minutes.")] = False,
     column: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this column of the table; may be repeated.")
     ] = None,
     data_dir: DataDir = None,
-    runtime: Annotated[str, typer.Option(metavar="NAME", help="inline or pool: the numbers are the same.")] = "inline",
+    runtime: Annotated[str, typer.Option(metavar="NAME", help="inline or pool; the numbers are the same.")] = "inline",
     track: Track = None,
     out: Out = None,
-    results: Annotated[Path, typer.Option(metavar="DIR", help="Where the table goes.")] = Path("docs/results"),
+    results: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the tables.")] = Path("docs/results"),
     json_file: Json = None,
 ) -> None:
-    """Run a paper's table and print ours beside theirs. NAME is a recipe's name, or FILE.toml.
+    """Run the recipe of a paper's table and print our numbers next to the paper's.
 
-    Stopped in the middle, the same command goes on.
+    If it is interrupted, run the same command again to continue.
 
     [dim]fewer reproduce baselines/mnist --quick[/dim]
     """
-    from fewer.cli.progress import shown
+    from fewer.cli.progress import show_progress
     from fewer.experiments import recipes
-    from fewer.report import png, recipe_picture, write_study
+    from fewer.report import png, plot_recipe, write_study
 
     if listed or name is None:
-        for each, title in recipes.names().items():
-            print(f"{each}  {title}")
+        for recipe, title in recipes.list_recipes().items():
+            print(f"{recipe}  {title}")
         return
     results.mkdir(parents=True, exist_ok=True)
-    where = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
-    GO_ON.append("The same command goes on.")
+    folder = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
+    RESUME_HINTS.append("Run the same command to continue.")
     changes = {"data_dir": data_dir, "runtime": runtime}
-    with shown() as watch:
+    with show_progress() as progress:
         plan, cells = recipes.reproduce(
-            name, where, quick=quick, columns=column or (), changes=changes, watch=watch, track=track or ()
+            name, folder, quick=quick, columns=column or (), changes=changes, watch=progress, track=track or ()
         )
-    study = recipes.carry_out(plan, cells, where)
-    only = "".join(f' --column "{one}"' for one in column or ())
-    command = f"fewer reproduce {name}" + (" --quick" if quick else "") + only
-    figure = recipe_picture(plan, cells)
-    short = "-".join([Path(name).stem if name.endswith(".toml") else name, *map(recipes.slug, column or ())])
-    pages = recipes.write(short, plan, cells, results, command, quick, png(figure) if figure else None, study)
+    study = recipes.run_study(plan, cells, folder)
+    chosen_columns = "".join(f' --column "{title}"' for title in column or ())
+    command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
+    figure = plot_recipe(plan, cells)
+    stem = "-".join([Path(name).stem if name.endswith(".toml") else name, *map(recipes.slugify, column or ())])
+    pages = recipes.write_results(stem, plan, cells, results, command, quick, png(figure) if figure else None, study)
     if study:
         write_study(study, pages[0].with_suffix(""))
     if not write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
-        print(f"Kept in {', '.join(map(str, pages))}, runs in {where}")
+        print(f"Written: {', '.join(map(str, pages))}; run directories: {folder}")
 
 
 @app.command(rich_help_panel="Look")
-@told
+@report_errors
 def report(
     paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where page and pictures go.")] = Path("report"),
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory of the report.")] = Path("report"),
 ) -> None:
-    """Write one page on one or more runs: who won, at what cost and why, with pictures and all settings.
+    """Write an HTML report on one or more runs: who won, at what cost and why, with plots and all settings.
 
-    The page, report.html, needs nothing else. Beside it are its pictures as PNG and SVG, and their figures as CSV.
+    The page, report.html, is self-contained. Its plots are also written as PNG and SVG, and their data as CSV.
 
     [dim]fewer report runs/compare-…[/dim]
     """
     from fewer.report import write_report
 
-    page, *pictures = write_report([found for path in paths for found in _runs_in(path)], out)
+    page, *plots = write_report([run for path in paths for run in _runs_in(path)], out)
     print(page)
-    if pictures:
-        print(f"{len(pictures)} files of its pictures are in {pictures[0].parent}")
+    if plots:
+        print(f"{len(plots)} files of plots in {plots[0].parent}")
 
 
 @app.command(rich_help_panel="Look")
-@told
+@report_errors
 def dash(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Runs under this directory. \\[default: runs]")
+        Path | None, typer.Argument(metavar="DIR", help="Show the runs in this directory. \\[default: runs]")
     ] = None,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Listen on this address; if others can reach it, with a token.")
+        str, typer.Option(metavar="ADDRESS", help="Listen on this address; others than loopback need a token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Listen on this port; 0 for any.")] = 8650,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Ask for the token in this file, instead of a new one.")
+        Path | None, typer.Option(metavar="FILE", help="Use the token in this file instead of a new one.")
     ] = None,
     name: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="A name by which browsers reach it (behind a proxy); may be repeated."),
+        typer.Option(metavar="NAME", help="A host name that browsers use, behind a proxy; may be repeated."),
     ] = None,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Nothing can be stopped or resumed.")] = False,
+    read_only: Annotated[bool, typer.Option("--read-only", help="Disable stopping and resuming runs.")] = False,
     browse: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Watch the runs under DIR, or runs/, in a browser: list, follow, compare, stop and resume them.
-
-    Ends with Ctrl-C.
+    """Watch runs in a browser: list, follow, compare, stop and resume them. Ctrl-C ends it.
 
     [dim]fewer dash --open[/dim]
     """
     from fewer.dash import need_dash
-    from fewer.errors import SettingError
 
     need_dash()
     if folder is not None and not folder.is_dir():
@@ -324,82 +353,84 @@ def dash(
 
 
 @app.command(rich_help_panel="Look")
-@told
+@report_errors
 def audit(
     path: Run,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="\\[default: RUN/audit]")] = None,
-    clients: Annotated[int, typer.Option(metavar="N", min=1, help="How many clients' samples are attacked.")] = 10,
+    clients: Annotated[int, typer.Option(metavar="N", min=1, help="Number of clients to attack.")] = 10,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of gradient matching.")] = 500,
-    starts: Annotated[int, typer.Option(metavar="N", min=1, help="Random starts of it; the best is taken.")] = 2,
-    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie now.")] = None,
+    starts: Annotated[int, typer.Option(metavar="N", min=1, help="Random restarts of it; the best counts.")] = 2,
+    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the data files.")] = None,
     json_file: Json = None,
 ) -> None:
-    """Attack a run and write a page on what leaks: near-copies in synthetic data, deep leakage, membership inference.
+    """Attack a run and write a report on what leaks: near-copies, deep leakage, membership inference.
 
-    For whoever simulates a federation: the attacks are judged by the clients' real data, which nobody else has.
+    This is for simulated runs: the attacks are scored against the clients' real data.
     """
-    from fewer.audit import audit as attack
-    from fewer.audit.summary import HEADS, figure_rows
+    from fewer.audit import audit as attack_run
+    from fewer.audit.summary import HEADS, summary_rows
     from fewer.report import write_audit
 
-    found = attack(path, data_dir=data_dir, clients=clients, steps=steps, starts=starts)
-    files = write_audit(found, out or path / "audit")
-    if write_json(json_file, found.as_json()):
+    outcome = attack_run(path, data_dir=data_dir, clients=clients, steps=steps, starts=starts)
+    files = write_audit(outcome, out or path / "audit")
+    if write_json(json_file, outcome.as_json()):
         return
-    print_rows(HEADS, figure_rows(found))
-    for note in found.notes:
+    print_rows(HEADS, summary_rows(outcome))
+    for note in outcome.notes:
         print(note)
-    print(f"An attack that fails proves no privacy. Page: {files[0]}")
+    print(f"A failed attack does not prove privacy. Report: {files[0]}")
 
 
 @app.command(rich_help_panel="Look")
-@told
+@report_errors
 def methods(
-    name: Annotated[str | None, typer.Argument(metavar="METHOD", help="Show the settings of this one.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="METHOD", help="Show the options of this method.", autocompletion=complete_methods),
+    ] = None,
     json_file: Json = None,
 ) -> None:
-    """List the methods, or one method's settings."""
+    """List the methods, or the options of one."""
     from fewer.methods import find, names
 
     if name is None:
-        texts = {each: (find(each).__doc__ or "").strip().splitlines()[0] for each in names()}
+        texts = {method: (find(method).__doc__ or "").strip().splitlines()[0] for method in names()}
         if not write_json(json_file, texts):
             print_rows(("method", "what it does"), list(texts.items()))
-            print("fewer methods NAME shows the settings of one.")
+            print("fewer methods NAME shows the options of one.")
         return
-    kind = find(name)
-    fields = kind.model_fields.items()
-    rows = {key: {"default": field.get_default(), "text": field.description or ""} for key, field in fields}
+    method = find(name)
+    fields = method.model_fields.items()
+    rows = {option: {"default": field.get_default(), "text": field.description or ""} for option, field in fields}
     if write_json(json_file, rows):
         return
-    print(f"{kind.name}: {(kind.__doc__ or '').strip()}\n")
+    print(f"{method.name}: {(method.__doc__ or '').strip()}\n")
     print_rows(
-        ("setting", "default", "meaning"), [(key, str(row["default"]), row["text"]) for key, row in rows.items()]
+        ("option", "default", "meaning"), [(option, str(row["default"]), row["text"]) for option, row in rows.items()]
     )
-    print("\nSet one with -o name=value; rounds and active have flags of their own.")
+    print("\nSet one with -o name=value; rounds and cohort have flags of their own.")
 
 
 @app.command(rich_help_panel="Use")
-@told
+@report_errors
 def predict(
     path: Run,
-    data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with an array x, …), or a set.")],
+    data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with an array x, …), or a dataset.")],
     data_dir: DataDir = None,
-    data_options: DataSet = None,
-    client: One = None,
+    data_options: DataOptions = None,
+    client: ClientNumber = None,
     weights: Annotated[
         Path | None,
         typer.Option("--weights", metavar="FILE", help="Use these weights: model.safetensors of adapt or export."),
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE.csv", help="Where to write; - for standard output.")
+        Path, typer.Option("--out", metavar="FILE.csv", help="The output file; - for standard output.")
     ] = Path("-"),
 ) -> None:
     """Write a trained model's predictions for new data as CSV: sample, class, confidence."""
-    from fewer.cli.options import assignments
     from fewer.runs.inference import predictions
 
-    lines, accuracy = predictions(path, data, data_dir, client, assignments(data_options or []), weights)
+    lines, accuracy = predictions(path, data, data_dir, client, parse_assignments(data_options or []), weights)
     text = "".join(line + "\n" for line in lines)
     if str(out) == "-":
         sys.stdout.write(text)
@@ -407,59 +438,56 @@ def predict(
         out.write_text(text)
         print(f"{len(lines) - 1} predictions in {out}")
     if accuracy is not None:
-        print(f"accuracy {accuracy:.2%} on the labels that came with the data", file=sys.stderr)
+        print(f"accuracy {accuracy:.2%} on the labels of the data", file=sys.stderr)
 
 
 @app.command(rich_help_panel="Use")
-@told
+@report_errors
 def adapt(
     path: Run,
-    data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with arrays x and y, …), or a set.")],
+    data: Annotated[
+        str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with arrays x and y, …), or a dataset.")
+    ],
     data_dir: DataDir = None,
-    data_options: DataSet = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the model goes.")] = Path("adapted"),
+    data_options: DataOptions = None,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory of the model.")] = Path("adapted"),
 ) -> None:
-    """Take what a run has learned to a new client's data and write its personal model.
+    """Adapt the model of a run to a new client's data and write the personal model.
 
     The run's method must be one that learns to adapt: fedmeta, fedavg-meta, per-fedavg, reptile.
 
     [dim]fewer adapt runs/… --data npz:mine.npz --out mine[/dim]
     [dim]fewer predict runs/… --data npz:new.npz --weights mine/model.safetensors[/dim]
     """
-    from fewer.cli.options import assignments
-    from fewer.runs.inference import adapt as write
+    from fewer.runs.inference import adapt as write_adapted
 
-    files, count = write(path, data, out, data_dir, assignments(data_options or []))
+    files, count = write_adapted(path, data, out, data_dir, parse_assignments(data_options or []))
     print(f"adapted to {count} samples", file=sys.stderr)
     for file in files:
         print(file)
 
 
 @app.command(rich_help_panel="Use")
-@told
-def export(path: Run, client: One = None, out: Out = None) -> None:
-    """Write a trained model for use elsewhere: plain safetensors, a torch.export program, and a note on its inputs."""
-    from fewer.runs.inference import export as write
+@report_errors
+def export(path: Run, client: ClientNumber = None, out: Out = None) -> None:
+    """Write a trained model for use elsewhere: safetensors, a torch.export program, and a description of its inputs."""
+    from fewer.runs.inference import export as write_export
 
-    for file in write(path, out or path / "export", client):
+    for file in write_export(path, out or path / "export", client):
         print(file)
 
 
-add_machines(app)  # last in --help: it is not what one begins with
+add_machines(app)  # last in --help, since it is not for beginners
 
-# --- printing -------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """A run directory itself, or all runs right below a directory, or below its folders as a recipe has them."""
+    """A run directory itself, or all runs one or two levels below a directory."""
     if (path / "settings.json").exists():
         return [path]
     below = [*path.glob("*/settings.json"), *path.glob("*/*/settings.json")]
-    return sorted(found.parent for found in below) or [path]
-
-
-def _chosen(method: Any) -> str:
-    return ", ".join(f"{name} = {getattr(method, name):g}" for name in method.search_space())
+    return sorted(file.parent for file in below) or [path]
 
 
 def _train(
@@ -471,37 +499,41 @@ def _train(
     out: Path | None,
     json_file: Path | None,
 ) -> None:
-    """One run, from settings to the last word on it."""
-    from fewer.cli.progress import shown
-    from fewer.experiments import tune as sample_cohort
+    """Runs one method from settings and prints the result."""
+    from fewer.cli.progress import show_progress
+    from fewer.experiments import tune_experiment
     from fewer.runs import trackers
-    from fewer.runs.engine import start
+    from fewer.runs.engine import start_run
     from fewer.runs.experiment import build_experiment, parse_settings
 
     experiment = build_experiment(parse_settings(given))
-    trackers.find(track or ())  # before the first trial
-    with shown() as watch:
+    trackers.find(track or ())  # fails before the first trial
+    with show_progress() as progress:
         if tune:
-            experiment, tried = sample_cohort(experiment, trials, None, watch(f"{experiment.method.name} tuning"))
-            print(f"chosen of {len(tried)}: {_chosen(experiment.method)}", file=sys.stderr)
-        where = out or fresh(f"{experiment.method.name}-{experiment.settings.data}")
-        GO_ON.append(f"Go on with: fewer resume {where}")
-        result = start(experiment, where, watch(experiment.method.name), track=track or ())
-    finish(result, where, json_file, report)
+            label = f"{experiment.method.name} tuning"
+            experiment, done = tune_experiment(experiment, trials, None, progress(label))
+            tuned = experiment.method.search_space()
+            chosen = ", ".join(f"{name} = {getattr(experiment.method, name):g}" for name in tuned)
+            print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
+        path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+        RESUME_HINTS.append(f"Resume with: fewer resume {path}")
+        result = start_run(experiment, path, progress(experiment.method.name), track=track or ())
+    print_result(result, path, json_file, report)
 
 
-def _print_table(table: Comparison) -> None:
+def _print_comparison(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
     from fewer.runs.statistics import amount
 
-    best = max(row.accuracy for row in table.rows)
-    shown = Table(title=f"{table.settings['data']}, {table.clients} clients", title_justify="left")
-    shown.add_column("method")
-    for title in ("accuracy %", "everywhere %", "rounds", "MB up", "MB down", "seconds"):
-        shown.add_column(title, justify="right")
-    for row in table.rows:
+    best = max(row.accuracy for row in comparison.rows)
+    title = f"{comparison.settings['data']}, {comparison.clients} clients"
+    table = Table(title=title, title_justify="left")
+    table.add_column("method")
+    for head in ("accuracy %", "global %", "rounds", "MB up", "MB down", "seconds"):
+        table.add_column(head, justify="right")
+    for label, row in zip(comparison.labels, comparison.rows, strict=True):
         cells = [
             f"{100 * row.accuracy:.2f}" + ("" if row.ci95 is None else f" ± {100 * row.ci95:.2f}"),
             f"{100 * row.global_accuracy:.2f}",
@@ -510,17 +542,18 @@ def _print_table(table: Comparison) -> None:
             amount(row.mb_down),
             f"{row.seconds:.1f}",
         ]
-        shown.add_row(row.method, *cells, style="bold" if row.accuracy == best else "")
-    Console().print(shown)
-    some = " (of a hundred clients, for methods with personal models)" if table.clients > 100 else ""
-    if any(row.groups for row in table.rows):
-        print("frl and its baselines: what groups make of the prepared model, mean ± 95 % over groups.")
+        table.add_row(label, *cells, style="bold" if row.accuracy == best else "")
+    Console().print(table)
+    sampled = " (100 sampled clients, for methods with personal models)" if comparison.clients > 100 else ""
+    if any(row.groups for row in comparison.rows):
+        print("Rows evaluated on groups or tasks: mean ± 95 % CI over them.")
+    seeds = comparison.settings["seeds"]
     print(
-        f"accuracy: each test sample judged by the model of the client that it belongs to{some}"
-        + (f", ± 95 % over {table.settings['seeds']} seeds." if table.settings["seeds"] > 1 else ".")
+        f"accuracy: each test sample is predicted by its own client's model{sampled}"
+        + (f"; ± 95 % CI over {seeds} seeds." if seeds > 1 else ".")
     )
-    print("everywhere: each client's model judged on all clients' test samples, mean.")
-    for row in table.rows:
+    print("global: each client's model on all clients' test samples, averaged.")
+    for label, row in zip(comparison.labels, comparison.rows, strict=True):
         if row.trials:
             tuned = ", ".join(f"{name} = {row.settings[name]:g}" for name in row.trials[0].settings)
-            print(f"{row.method}: {tuned} (best of {len(row.trials)} trials on held-out training data)")
+            print(f"{label}: {tuned} (best of {len(row.trials)} trials on held-out training data)")

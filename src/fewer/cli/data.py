@@ -1,4 +1,4 @@
-"""`fewer data`: what there is, what is in it, and where it comes from."""
+"""`fewer data`: list, inspect and download datasets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from fewer.cli.options import with_settings
-from fewer.cli.printing import Json, print_rows, told, write_json
+from fewer.cli.printing import Json, print_rows, report_errors, write_json
 from fewer.errors import SettingError
 from fewer.runs.settings import Settings
 
 app = typer.Typer(help="List, inspect and download data.", no_args_is_help=True)
-DataDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie. \\[default: $FEWER_DATA]")]
+DataDir = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Directory of the data files. \\[default: $FEWER_DATA]")
+]
 
 
 NOT_DATA = (
@@ -26,46 +28,46 @@ NOT_DATA = (
 
 
 @app.command("list")
-@told
+@report_errors
 def list_data(data_dir: DataDir = None, json_file: Json = None) -> None:
-    """List the sets that can be named, and the formats that can be read."""
-    from fewer.data.download import SETS
+    """List the datasets and the file formats."""
+    from fewer.data.download import DOWNLOADS
     from fewer.data.sources import EMBEDDED, FILES
     from fewer.registry import FORMATS
 
     root = data_dir or (Path(found) if (found := os.environ.get("FEWER_DATA")) else None)
     rows = {name: {"where": "in the package", "text": _first_line(make)} for name, make in EMBEDDED.items()}
     for name, known in FILES.items():
-        here = root is not None and (root / known.path).exists()
-        where = "here" if here else f"fewer data get {name}" if name in SETS else f"put it at {known.path}"
-        rows[name] = {"where": where, "text": known.text}
+        present = root is not None and (root / known.path).exists()
+        where = "present" if present else f"fewer data get {name}" if name in DOWNLOADS else f"put it at {known.path}"
+        rows[name] = {"where": where, "text": known.description}
     formats = {name: _first_line(read) for name, read in FORMATS.items()}
     if write_json(json_file, {"sets": rows, "formats": formats}):
         return
-    print_rows(("method_options", "where", "what"), [(name, row["where"], row["text"]) for name, row in rows.items()])
+    print_rows(("dataset", "where", "what"), [(name, row["where"], row["text"]) for name, row in rows.items()])
     print()
     print_rows(("format", "what --data FORMAT:PATH reads"), list(formats.items()))
 
 
 @app.command()
-@told
+@report_errors
 @with_settings(without=NOT_DATA)
 def inspect(
     given: dict[str, Any],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A set, or FORMAT:PATH.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the pictures go.")] = Path(),
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset, or FORMAT:PATH.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory of the plots.")] = Path(),
     json_file: Json = None,
 ) -> None:
-    """Count classes, clients and samples of a data set, and draw who holds what and a sheet of examples.
+    """Count classes, clients and samples of a dataset; plot the label distribution by client, and examples.
 
     [dim]fewer data inspect glyphs --partition natural[/dim]
     """
     import numpy as np
 
-    from fewer.report import partition_picture, sheet_picture
+    from fewer.report import plot_partition, plot_examples
     from fewer.runs.experiment import load_data, parse_settings
 
-    begun = time.monotonic()
+    started = time.monotonic()
     data = load_data(parse_settings({**given, "data": name}))
     sizes = np.array([data.size(client) for client in range(len(data))])
     facts = {
@@ -75,16 +77,16 @@ def inspect(
         "clients": len(data),
         "training samples": int(sizes.sum()),
         "test samples": len(data.test),
-        "samples of a client": {"least": int(sizes.min()), "median": float(np.median(sizes)), "most": int(sizes.max())},
+        "samples per client": {"min": int(sizes.min()), "median": float(np.median(sizes)), "max": int(sizes.max())},
         "clients without samples": int((sizes == 0).sum()),
-        "vocabulary": data.vocabulary,
+        "vocabulary": data.vocab_size,
         "fingerprint": data.fingerprint(),
-        "seconds": round(time.monotonic() - begun, 2),
+        "seconds": round(time.monotonic() - started, 2),
     }
     out.mkdir(parents=True, exist_ok=True)
     stem = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
     pictures = []
-    for kind, picture in (("partition", partition_picture(data)), ("examples", sheet_picture(data))):
+    for kind, picture in (("partition", plot_partition(data)), ("examples", plot_examples(data))):
         if picture is not None:
             pictures.append(out / f"{stem}-{kind}.png")
             picture.savefig(pictures[-1])
@@ -92,24 +94,24 @@ def inspect(
         return
     for key, value in facts.items():
         if value not in (None, 0):
-            told_value = ", ".join(f"{k} {v:g}" for k, v in value.items()) if isinstance(value, dict) else value
-            print(f"{key:<24}{told_value}")
+            text = ", ".join(f"{k} {v:g}" for k, v in value.items()) if isinstance(value, dict) else value
+            print(f"{key:<24}{text}")
     for path in pictures:
-        print(f"{'picture':<24}{path}")
+        print(f"{'plot':<24}{path}")
 
 
 @app.command()
-@told
+@report_errors
 def get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A public data set.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A public dataset.")],
     data_dir: DataDir = None,
 ) -> None:
-    """Download a public data set, checked by its checksum; a download that broke off goes on where it was."""
-    from fewer.data.download import get as fetch
+    """Download a public dataset and verify its checksum. An interrupted download continues."""
+    from fewer.data.download import download
 
     root = data_dir or os.environ.get("FEWER_DATA")
     if not root:
-        raise SettingError("where to? (--data-dir DIR, or FEWER_DATA)")
+        raise SettingError("no target directory: pass --data-dir or set FEWER_DATA")
     shown = -1
 
     def progress(done: int, total: int | None) -> None:
@@ -121,10 +123,10 @@ def get(
                 f"\r{name}  {done / 1e6:.1f} MB" + (f" of {total / 1e6:.1f}" if total else ""), end="", file=sys.stderr
             )
 
-    folder = fetch(name, root, progress)
+    folder = download(name, root, progress)
     print(file=sys.stderr)
     print(f"{name} is in {folder}")
 
 
-def _first_line(thing: Any) -> str:
-    return (thing.__doc__ or "").strip().splitlines()[0]
+def _first_line(documented: Any) -> str:
+    return (documented.__doc__ or "").strip().splitlines()[0]

@@ -1,4 +1,4 @@
-"""Commands for runs between machines: keys, server, clients, and all of it on one machine for a try."""
+"""Commands for runs between machines: keys, server, clients, and all of them on one machine to try it out."""
 
 from __future__ import annotations
 
@@ -9,87 +9,91 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fewer.cli.options import with_settings
-from fewer.cli.printing import GO_ON, Json, Out, Report, Track, finish, fresh, told
+from fewer.cli.options import complete_methods, with_settings
+from fewer.cli.printing import RESUME_HINTS, Json, Out, Report, Track, new_run_path, print_result, report_errors
 
 if TYPE_CHECKING:
     from fewer.runs.machines import FlowerServer
 
 HOST, PORT = "127.0.0.1", 8443
-PANEL = "Between machines"
-NOT_HERE = ("method", "runtime", "workers")
-"""Settings that are given otherwise."""
+HELP_PANEL = "Between machines"
+OTHER_SETTINGS = ("method", "runtime", "workers")
+"""Settings without an option: METHOD is an argument, and the runtime is always Flower."""
 
-Method = Annotated[str | None, typer.Argument(metavar="METHOD", help="A method's name.")]
-Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="The directory of `fewer keys init`.")]
-Patience = Annotated[
-    float, typer.Option(metavar="SECONDS", min=0, help="Wait so long for all clients, then begin if they are a quorum.")
+Method = Annotated[
+    str | None, typer.Argument(metavar="METHOD", help="A method's name.", autocompletion=complete_methods)
 ]
-
-GoingOn = Annotated[
-    Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run instead of beginning one.")
+Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="The directory from `fewer keys init`.")]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout", metavar="SECONDS", min=0, help="Wait this long for all clients, then start if there is a quorum."
+    ),
+]
+Resume = Annotated[
+    Path | None, typer.Option("--resume", metavar="RUN", help="Resume this run instead of starting a new one.")
 ]
 Host = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="A name or address by which clients reach the server; may be repeated."),
 ]
-Days = Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="How long the certificate is good.")]
+Days = Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="Days for which the certificate is valid.")]
 
 KeyFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A client's folder of keys (client-N).", exists=True)]
 
-keys_app = typer.Typer(help="Make keys and certificates for runs between machines.", no_args_is_help=True)
+keys_app = typer.Typer(help="Create keys and certificates for runs between machines.", no_args_is_help=True)
 
 
 def add_machines(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.add_typer(keys_app, name="keys", rich_help_panel=PANEL)
+    """Adds the commands to the app."""
+    app.add_typer(keys_app, name="keys", rich_help_panel=HELP_PANEL)
     for name, command in (("server", server), ("join", join), ("local-cluster", local_cluster)):
-        app.command(name, rich_help_panel=PANEL)(command)
+        app.command(name, rich_help_panel=HELP_PANEL)(command)
 
 
 @keys_app.command("init")
-@told
+@report_errors
 def init(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory for the keys.")],
-    clients: Annotated[int, typer.Option(metavar="N", min=1, help="How many clients there are.")],
+    clients: Annotated[int, typer.Option(metavar="N", min=1, help="Number of clients.")],
     host: Host = None,
     days: Days = 825,
 ) -> None:
-    """Make an authority, the server's certificate, and a folder of keys for each client.
+    """Create a certificate authority, the server's certificate, and a folder of keys for each client.
 
     [dim]fewer keys init keys --clients 3 --host server.example.org[/dim]
     """
-    _need_flower()
+    _require_flower()
     from fewer.runtime.flower.credentials import Credentials
 
-    made = Credentials.create(folder, clients, host or (), days)
-    print(f"Keys are in {folder}. Each client gets its own folder, and nothing else:")
+    credentials = Credentials.create(folder, clients, host or (), days)
+    print(f"Keys are in {folder}. Give each client its own folder, and nothing else:")
     for client in range(clients):
-        print(f"  client {client}: {made.client(client)}")
+        print(f"  client {client}: {credentials.client_folder(client)}")
 
 
 @keys_app.command("renew")
-@told
+@report_errors
 def renew(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of `fewer keys init`.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The directory from `fewer keys init`.")],
     host: Host = None,
     days: Days = 825,
 ) -> None:
-    """Make a new certificate for the server. The clients' keys stay as they are.
+    """Create a new certificate for the server. The clients' keys stay the same.
 
     [dim]fewer keys renew keys --host server.example.org[/dim]
     """
-    _need_flower()
+    _require_flower()
     from fewer.runtime.flower.credentials import Credentials
 
-    Credentials(folder).certify(host or (), days)
-    print(f"{folder / 'server.crt'} is good for {days} days")
+    Credentials(folder).issue_certificate(host or (), days)
+    print(f"{folder / 'server.crt'} is valid for {days} days")
 
 
 @keys_app.command("seal")
-@told
+@report_errors
 def seal(folder: KeyFolder) -> None:
-    """Make, on its own machine, a client's key for what clients pass to each other, and print the public half.
+    """Create a client's key for sealed messages, and print the public key. Run this on the client's machine.
 
     [dim]fewer keys seal client-0[/dim]
     """
@@ -99,192 +103,207 @@ def seal(folder: KeyFolder) -> None:
 
 
 @keys_app.command("trust")
-@told
+@report_errors
 def trust(
     folder: KeyFolder,
-    peers: Annotated[list[str], typer.Argument(metavar="N=KEY...", help="Other clients, with what `seal` printed.")],
-    replace: Annotated[bool, typer.Option("--replace", help="Also where another key is pinned already.")] = False,
+    peers: Annotated[
+        list[str], typer.Argument(metavar="N=KEY...", help="Other clients and their keys, as printed by `seal`.")
+    ],
+    replace: Annotated[bool, typer.Option("--replace", help="Replace a key that is already pinned.")] = False,
 ) -> None:
-    """Pin the public keys of other clients, as their people told them: never as the server did.
+    """Pin the public keys of other clients. Get the keys from the clients themselves, never from the server.
 
     [dim]fewer keys trust client-0 1=8f3a… 2=07c1…[/dim]
     """
     from fewer.errors import SettingError
     from fewer.runtime.keys import PinnedKeys
-    from fewer.wire.sealing import KEY
+    from fewer.wire.sealing import KEY_BYTES
 
-    found: dict[int, bytes] = {}
+    keys: dict[int, bytes] = {}
     for peer in peers:
         number, _, key = peer.partition("=")
         try:
-            client, found[client] = int(number), bytes.fromhex(key)
+            client, keys[client] = int(number), bytes.fromhex(key)
         except ValueError:
             client = -1
         if client < 0:
-            raise SettingError(f"{peer}: not of the form N=KEY, with a key as `fewer keys seal` prints it")
-        if len(found[client]) != KEY:
-            raise SettingError(f"{peer}: a key has {2 * KEY} digits")
-    PinnedKeys(folder).trust(found, replace)
+            raise SettingError(f"{peer}: expected N=KEY, with a key from `fewer keys seal`")
+        if len(keys[client]) != KEY_BYTES:
+            raise SettingError(f"{peer}: a key has {2 * KEY_BYTES} digits")
+    PinnedKeys(folder).trust(keys, replace)
 
 
-@told
-@with_settings(without=NOT_HERE)
+@report_errors
+@with_settings(without=OTHER_SETTINGS)
 def server(
     given: dict[str, Any],
     method: Method = None,
     keys: Keys = Path("keys"),
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = HOST,
     port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Listen on this port.")] = PORT,
-    patience: Patience = 600.0,
-    going_on: GoingOn = None,
+    timeout: Timeout = 600.0,
+    resume: Resume = None,
     report: Report = True,
     track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Train with clients on other machines, which `fewer join`. METHOD is a method's name.
+    """Train with clients on other machines, which run `fewer join`.
 
-    The data named here is only tested on: clients bring their own. With --resume, of the settings only --quorum,
-    --deadline, --drop, --slow, --corrupt, --device and --data-dir may be given.
+    The server uses the data named here only for testing; each client trains on its own data. With --resume, the only
+    settings allowed are --quorum, --deadline, --drop, --slow, --corrupt, --device and --data-dir.
 
     [dim]fewer server fedmk --keys keys --data fashion-mini --clients 3 --rounds 5[/dim]
     """
-    _begin()
-    from fewer.cli.progress import shown
+    _prepare_process()
+    from fewer.cli.progress import show_progress
     from fewer.errors import SettingError
-    from fewer.runs.directory import RunDirectory, must_be_new
+    from fewer.runs.directory import RunDirectory, check_unused
     from fewer.runs.experiment import build_experiment, parse_settings
     from fewer.runs.machines import FlowerServer
     from fewer.runtime.flower.credentials import Credentials
 
-    there = FlowerServer(Credentials.open(keys), host, port, patience, _say, track)
-    if going_on is not None:
+    flower_server = FlowerServer(Credentials.open(keys), host, port, timeout, _log, track)
+    if resume is not None:
         if method is not None or out is not None:
-            raise SettingError("--resume RUN goes on with what it was (not with METHOD or --out)")
-        where = RunDirectory.open(going_on).path
-        with shown() as watch, there:
-            GO_ON.append(_going_on(where, there))
-            result = there.resume(where, watch(where.name), **given)
+            raise SettingError("--resume RUN cannot be combined with METHOD or --out")
+        path = RunDirectory.open(resume).path
+        with show_progress() as progress, flower_server:
+            RESUME_HINTS.append(_resume_hint(path, flower_server))
+            result = flower_server.resume(path, progress(path.name), **given)
     else:
         if method is not None:
             given["method"] = method
         experiment = build_experiment(parse_settings({**given, "runtime": "flower"}))
-        there.check(experiment)
-        where = out or fresh(f"{experiment.method.name}-{experiment.settings.data}")
-        must_be_new(where)
-        with shown() as watch, there:
-            GO_ON.append(_going_on(where, there))
-            result = there.start(experiment, where, watch(experiment.method.name))
-    finish(result, where, json_file, report)
+        flower_server.check_experiment(experiment)
+        path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+        check_unused(path)
+        with show_progress() as progress, flower_server:
+            RESUME_HINTS.append(_resume_hint(path, flower_server))
+            result = flower_server.start(experiment, path, progress(experiment.method.name))
+    print_result(result, path, json_file, report)
 
 
-@told
+@report_errors
 def join(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the server is.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The server's address.")],
     key: Annotated[Path, typer.Option("--key", metavar="DIR", help="This client's folder of keys (client-N).")],
     data: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Its data: FORMAT:PATH, or a set. \\[default: its part of the set that the server names]",
+            help="This client's data: FORMAT:PATH, or a data set. \\[default: its part of the server's data set]",
         ),
     ] = None,
-    data_options: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Options of the data.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where data files lie.")] = None,
+    data_options: Annotated[
+        list[str] | None,
+        typer.Option("--data-option", metavar="NAME=VALUE", help="An option of the data; may be repeated."),
+    ] = None,
+    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the data files.")] = None,
     store: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where this client remembers things. \\[default: KEY/store]")
+        Path | None,
+        typer.Option(metavar="DIR", help="Directory of this client's private state. \\[default: KEY/store]"),
     ] = None,
     device: Annotated[str, typer.Option(metavar="NAME", help="Any torch device.")] = "cpu",
     method: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Take part in runs of this method alone. \\[default: any]")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Take part only in runs of this method. \\[default: any method]",
+            autocompletion=complete_methods,
+        ),
     ] = None,
 ) -> None:
-    """Take part in runs as a client, with your own data, which stays here. Ends with Ctrl-C.
+    """Take part in runs as a client. Your data stays on this machine. Ctrl-C ends it.
 
     [dim]fewer join server.example.org:443 --key client-0 --data npz:mine.npz[/dim]
     """
-    _begin()
-    from fewer.cli.options import assignments
+    _prepare_process()
+    from fewer.cli.options import parse_assignments
     from fewer.methods import find
     from fewer.runs.machines import ClientDaemon
     from fewer.runtime.keys import PinnedKeys
 
-    options = assignments(data_options or [])
-    only = find(method).name if method else None
-    station = ClientDaemon(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _say, only)
-    station.join(address, key)
+    options = parse_assignments(data_options or [])
+    method_name = find(method).name if method else None
+    daemon = ClientDaemon(store or key / "store", data, options, data_dir, device, PinnedKeys(key), _log, method_name)
+    daemon.join(address, key)
 
 
-@told
-@with_settings(without=(*NOT_HERE, "clients"))
+@report_errors
+@with_settings(without=(*OTHER_SETTINGS, "clients"))
 def local_cluster(
     given: dict[str, Any],
-    clients: Annotated[int | None, typer.Argument(metavar="N", help="How many clients.")] = None,
+    clients: Annotated[int | None, typer.Argument(metavar="N", help="Number of clients.")] = None,
     method: Method = None,
-    patience: Patience = 600.0,
-    going_on: GoingOn = None,
+    timeout: Timeout = 600.0,
+    resume: Resume = None,
     report: Report = True,
     track: Track = None,
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Try runs between machines on this one: N clients in processes of their own, with keys and TLS, on loopback.
+    """Try a run between machines on this machine: a server and N client processes on loopback, with keys and TLS.
 
-    Keys and what clients remember are in OUT-cluster. With --resume, of the settings only --quorum, --deadline, --drop,
-    --slow, --corrupt, --device and --data-dir may be given.
+    The keys and the clients' private state are in OUT-cluster. With --resume, the only settings allowed are --quorum,
+    --deadline, --drop, --slow, --corrupt, --device and --data-dir.
 
     [dim]fewer local-cluster 3 fedmk --data fashion-mini --rounds 3[/dim]
     """
-    _begin()
-    from fewer.cli.progress import shown
+    _prepare_process()
+    from fewer.cli.progress import show_progress
     from fewer.errors import SettingError
-    from fewer.runs.directory import RunDirectory, must_be_new
+    from fewer.runs.directory import RunDirectory, check_unused
     from fewer.runs.experiment import build_experiment, parse_settings
-    from fewer.runs.machines import local_cluster as together
+    from fewer.runs.machines import local_cluster as start_cluster
 
     experiment = None
-    if going_on is not None:
+    if resume is not None:
         if clients is not None or out is not None:
-            raise SettingError("--resume RUN goes on with what it was (not with N, METHOD or --out)")
-        where = going_on
-        old = RunDirectory.open(where).description
-        settings, count, name = parse_settings({**old["settings"], **given}), old["data"]["clients"], where.name
+            raise SettingError("--resume RUN cannot be combined with N, METHOD or --out")
+        path = resume
+        old = RunDirectory.open(path).description
+        settings, count, name = parse_settings({**old["settings"], **given}), old["data"]["clients"], path.name
     elif clients is None:
-        raise SettingError("N is missing: how many clients (or: --resume RUN)")
+        raise SettingError("N is missing: pass the number of clients, or --resume RUN")
     else:
         if method is not None:
             given["method"] = method
         experiment = build_experiment(parse_settings({**given, "clients": clients, "runtime": "flower"}))
         settings, count, name = experiment.settings, len(experiment.data), experiment.method.name
-        where = out or fresh(f"{name}-{settings.data}")
-        must_be_new(where)
-    home = where.with_name(f"{where.name}-cluster")
-    with shown() as watch, together(home, count, settings.device, settings.data_dir, patience, _say, track) as there:
-        GO_ON.append(f"Go on with: fewer local-cluster --resume {where}")
-        result = (
-            there.start(experiment, where, watch(name)) if experiment else there.resume(where, watch(name), **given)
-        )
-    finish(result, where, json_file, report)
+        path = out or new_run_path(f"{name}-{settings.data}")
+        check_unused(path)
+    home = path.with_name(f"{path.name}-cluster")
+    with (
+        show_progress() as progress,
+        start_cluster(home, count, settings.device, settings.data_dir, timeout, _log, track) as flower_server,
+    ):
+        RESUME_HINTS.append(f"Resume with: fewer local-cluster --resume {path}")
+        if experiment:
+            result = flower_server.start(experiment, path, progress(name))
+        else:
+            result = flower_server.resume(path, progress(name), **given)
+    print_result(result, path, json_file, report)
 
 
-def _going_on(where: Path, there: FlowerServer) -> str:
-    """What goes on with a run, at the address where its clients look for it."""
-    also = f" --host {there.host}" if there.host != HOST else ""
-    also += f" --port {there.port}" if there.port != PORT else ""
-    return f"Go on with: fewer server --resume {where} --keys {there.credentials.folder}{also}"
+def _resume_hint(path: Path, flower_server: FlowerServer) -> str:
+    """The command that resumes a run at the address that its clients know."""
+    options = f" --host {flower_server.host}" if flower_server.host != HOST else ""
+    options += f" --port {flower_server.port}" if flower_server.port != PORT else ""
+    return f"Resume with: fewer server --resume {path} --keys {flower_server.credentials.folder}{options}"
 
 
-def _begin() -> None:
-    """Flower must be there; and whoever is ended (systemd, docker) takes leave of the others first, as with Ctrl-C."""
+def _prepare_process() -> None:
+    """Checks that Flower is installed. Treats SIGTERM (systemd, docker) like Ctrl-C, for a clean stop."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _need_flower()
+    _require_flower()
 
 
-def _need_flower() -> None:
-    from fewer.runtime.flower import need_flower
+def _require_flower() -> None:
+    from fewer.runtime.flower import require_flower
 
-    need_flower()
+    require_flower()
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Command-line options from `Settings`: one list of names, types, defaults and texts for all commands."""
+"""Command-line options generated from `Settings`: one list of names, types, defaults and texts for all commands."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ import typer
 from pydantic.fields import FieldInfo
 
 from fewer.errors import SettingError, unknown
+from fewer.registry import METHODS, MODELS
 from fewer.runs.settings import Settings
 
 Command = Callable[..., None]
 
 
-def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[Command], Command]:
-    """Adds an option for each setting; the command gets those that were given as the dict `given`.
+def complete_methods(incomplete: str) -> list[str]:
+    """Method names for shell completion."""
+    return [name for name in METHODS if name.startswith(incomplete)]
 
-    `texts` are for options that mean something else to the command than to others.
+
+def complete_models(incomplete: str) -> list[str]:
+    """Model names for shell completion."""
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
+def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[Command], Command]:
+    """Adds an option for each setting. The command receives those that the user gave as the dict `given`.
+
+    `texts` replace help texts of options that mean something else in this command.
     """
 
     def decorate(command: Command) -> Command:
@@ -33,25 +44,25 @@ def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[C
             command(given=_merge(values.pop("settings"), given), **values)
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
-        file = inspect.Parameter("settings", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FILE)
-        extra = [_parameter(name, Settings.model_fields[name], texts.get(name)) for name in names]
-        wrapped.__signature__ = inspect.Signature([*own, file, *extra])  # type: ignore[attr-defined]
-        wrapped.__annotations__ = {p.name: p.annotation for p in [*own, file, *extra]}
+        file = inspect.Parameter("settings", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_SETTINGS_FILE)
+        generated = [_parameter(name, Settings.model_fields[name], texts.get(name)) for name in names]
+        wrapped.__signature__ = inspect.Signature([*own, file, *generated])  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in [*own, file, *generated]}
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
         return wrapped
 
     return decorate
 
 
-_FILE = Annotated[
+_SETTINGS_FILE = Annotated[
     Path | None,
-    typer.Option("--settings", metavar="FILE.toml", help="Settings from a TOML file; flags go before it."),
+    typer.Option("--settings", metavar="FILE.toml", help="Read settings from a TOML file; flags override it."),
 ]
 
 
 def _parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Parameter:
-    """The option of one setting. What it takes is checked by `Settings`, so that every way in gives one answer."""
-    plain, choices = _plain(field.annotation)
+    """The option of one setting. `Settings` validates its value, so that every way in gives the same error."""
+    plain, choices = _plain_type(field.annotation)
     help = text or (field.description or "").replace("\n", " ")
     if choices:
         help += f" ({' | '.join(choices)})"
@@ -60,71 +71,76 @@ def _parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Paramet
     pairs = field.default == {}
     kind: Any = list[str] if pairs else plain
     metavar = "NAME=VALUE" if pairs else {int: "N", float: "X"}.get(plain, "NAME")
-    flags = [
-        f"--{name.removesuffix('s' if pairs else '').replace('_', '-')}",
-        *(["-o"] if name == "method_options" else []),
-    ]
     option = typer.Option(
-        *flags,
+        *_flags(name),
         help=help.replace("[", "\\["),
         metavar=metavar,
         rich_help_panel=field.title,
         show_default=False,
+        autocompletion=complete_models if name == "model" else None,
     )
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
 
 
-def _plain(annotation: Any) -> tuple[type, tuple[str, ...]]:
-    """int, float, str or Path for a field's annotation, and its choices if there are any."""
+def _flags(name: str) -> list[str]:
+    """The flags of a setting: `--cohort`; `--method-option` and `-o` for the dict `method_options`."""
+    flag = f"--{name.replace('_', '-')}"
+    if Settings.model_fields[name].default == {}:
+        flag = flag.removesuffix("s")
+    return [flag, "-o"] if name == "method_options" else [flag]
+
+
+def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...]]:
+    """int, float, str or Path for a field's annotation, and its choices if it has any."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _plain(get_args(annotation)[0])
+        return _plain_type(get_args(annotation)[0])
     if origin is Literal:
         return str, get_args(annotation)
     if origin in (Union, types.UnionType):
-        return _plain(next(part for part in get_args(annotation) if part is not type(None)))
+        return _plain_type(next(part for part in get_args(annotation) if part is not type(None)))
     return (annotation if annotation in (int, float, Path) else str), ()
 
 
 def _merge(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags over file; of settings that are name=value pairs, both together."""
+    """Flags override the file; name=value options are merged."""
     settings = _read(file) if file else {}
-    both = {**settings, **given}
+    merged = {**settings, **given}
     for name in ("method_options", "model_options", "data_options"):
         if name in given:
-            before = settings.get(name, {})
-            if not isinstance(before, dict):
-                raise SettingError(f"{name} = {before!r} in {file} (allowed: a table of names and values)")
-            both[name] = before | assignments(given[name])
-    return both
+            options = settings.get(name, {})
+            if not isinstance(options, dict):
+                raise SettingError(f"{name} = {options!r} in {file} (allowed: a table of names and values)")
+            merged[name] = options | parse_assignments(given[name])
+    return merged
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = tomllib.loads(file.read_text())
+        content = tomllib.loads(file.read_text())
     except OSError as error:
         raise SettingError(f"{file} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingError(f"{file} is not TOML: {error}") from error
-    settings = {name.replace("-", "_"): value for name, value in found.items()}
+    settings = {name.replace("-", "_"): value for name, value in content.items()}
     for name in settings:
         if name not in Settings.model_fields:
             raise unknown(f"setting in {file}", name, Settings.model_fields)
     return settings
 
 
-def assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """Values by name from `name=value` texts."""
-    return dict(_assignment(text) for text in texts)
+def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """Values by name from texts of the form `name=value`."""
+    return dict(_parse_assignment(text) for text in texts)
 
 
-def _assignment(text: str) -> tuple[str, Any]:
-    """`rate=0.1` as a name and a number, truth value or text."""
+def _parse_assignment(text: str) -> tuple[str, Any]:
+    """`lr=0.1` as a name and a number, boolean, list or text."""
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise SettingError(f"-o {text}: not of the form name=value")
+        raise SettingError(f"option '{text}' is not of the form name=value")
     try:
         return name, json.loads(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What commands share: telling the user of mistakes, and printing figures."""
+"""What commands share: error messages, and printing of results."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from fewer.runs import Result
 
 RUNS = Path("runs")
-"""Where runs are kept that are not told otherwise."""
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to keep it. \\[default: runs/…]")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write an HTML page with pictures beside the run.")]
+"""The default directory of runs."""
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run directory. \\[default: runs/…]")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write an HTML report next to the run.")]
 
 Track = Annotated[
     list[str] | None,
-    typer.Option("--track", metavar="NAME", help="Send figures to tensorboard or mlflow too; may be repeated."),
+    typer.Option("--track", metavar="NAME", help="Also send metrics to tensorboard or mlflow; may be repeated."),
 ]
 
 
-def _writable(file: Path | None) -> Path | None:
-    """Say before a long run, not after it, that its figures have nowhere to go."""
+def _check_writable(file: Path | None) -> Path | None:
+    """Rejects a JSON file that cannot be written, before a long run rather than after it."""
     if file is not None and str(file) != "-" and not file.parent.is_dir():
         raise typer.BadParameter(f"there is no directory {file.parent}")
     return file
@@ -38,13 +38,16 @@ def _writable(file: Path | None) -> Path | None:
 Json = Annotated[
     Path | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write the figures as JSON; - for standard output.", callback=_writable
+        "--json", metavar="FILE", help="Write the metrics as JSON; - for standard output.", callback=_check_writable
     ),
 ]
 
+RESUME_HINTS: list[str] = []
+"""How to continue if the user stops the command now; the last one counts."""
 
-def told(command: Callable[..., None]) -> Callable[..., None]:
-    """A user's mistake gets one line and exit code 2; Ctrl-C gets a word on how to go on, and 130."""
+
+def report_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Prints a user's mistake as one line with exit code 2, and Ctrl-C as a hint how to continue with code 130."""
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
@@ -52,29 +55,25 @@ def told(command: Callable[..., None]) -> Callable[..., None]:
             command(*args, **kwargs)
         except FewerError as error:
             print(f"fewer: {error}", file=sys.stderr)
-            if isinstance(error, QuorumLost) and GO_ON:  # nobody's mistake, and not the end
-                print(GO_ON[-1], file=sys.stderr)
+            if isinstance(error, QuorumLost) and RESUME_HINTS:  # not a mistake: the run can continue
+                print(RESUME_HINTS[-1], file=sys.stderr)
             raise typer.Exit(2) from None
         except BrokenPipeError:
             sys.stderr.close()
             raise typer.Exit(1) from None
         except OSError as error:
-            what = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            print(f"fewer: {what}", file=sys.stderr)
+            problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            print(f"fewer: {problem}", file=sys.stderr)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            print(f"\nStopped. {GO_ON[-1]}" if GO_ON else "\nStopped.", file=sys.stderr)
+            print(f"\nStopped. {RESUME_HINTS[-1]}" if RESUME_HINTS else "\nStopped.", file=sys.stderr)
             raise typer.Exit(130) from None
 
     return guarded
 
 
-GO_ON: list[str] = []
-"""What to say when the user stops the command now."""
-
-
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A plain table."""
+    """Prints a plain table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -87,7 +86,7 @@ def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def write_json(file: Path | None, value: Any) -> bool:
-    """Write the figures; True where standard output is taken by them."""
+    """Writes a value as JSON. Returns True if it went to standard output, which then takes nothing else."""
     if file is None:
         return False
     text = json.dumps(value, indent=2, default=str) + "\n"
@@ -101,54 +100,55 @@ def write_json(file: Path | None, value: Any) -> bool:
     return False
 
 
-def fresh(name: str) -> Path:
-    """A run directory that is not there yet."""
+def new_run_path(name: str) -> Path:
+    """A run directory that does not exist yet."""
     base = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    options = [RUNS / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
-    return next(path for path in options if not path.exists())
+    candidates = [RUNS / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
+    return next(path for path in candidates if not path.exists())
 
 
-def write_page(runs: list[Path], where: Path) -> Path:
-    """A page with pictures on these runs."""
+def write_report_page(runs: list[Path], folder: Path) -> Path:
+    """Writes the HTML report of these runs."""
     from fewer.report import write_report
 
-    return write_report(runs, where / "report", pictures=False)[0]
+    return write_report(runs, folder / "report", pictures=False)[0]
 
 
-def finish(result: Result, where: Path, json_file: Path | None, report: bool) -> None:
-    """The last word on a run."""
-    from fewer.cli.progress import duration, megabytes
+def print_result(result: Result, path: Path, json_file: Path | None, report: bool) -> None:
+    """Prints the result of a finished run and writes its report."""
+    from fewer.cli.progress import format_duration, format_megabytes
     from fewer.runs.settings import settings_hash
     from fewer.runs.statistics import half_width
 
-    page = write_page([where], where) if report else None
+    page = write_report_page([path], path) if report else None
     scores = result.scores
-    figures = {
+    content = {
         "method": result.method.name,
-        **{key: value for key, value in scores.items() if key != "clients"},
+        **{name: value for name, value in scores.items() if name != "clients"},
         "hash": settings_hash(result.settings, result.method),
-        "run": str(where),
+        "run": str(path),
         "history": result.history,
     }
-    if write_json(json_file, figures):
+    if write_json(json_file, content):
         return
     print(
         f"{result.method.name}: accuracy {scores['accuracy']:.2%} after {scores['round']} rounds, "
-        f"{megabytes(scores['up'])} up, {megabytes(scores['down'])} down, {duration(scores['seconds'])}"
+        f"{format_megabytes(scores['up'])} up, {format_megabytes(scores['down'])} down, "
+        f"{format_duration(scores['seconds'])}"
     )
-    if fair := scores.get("fairness"):
+    if fairness := scores.get("fairness"):
         print(
-            f"New clients, each adapted to its support: mean {fair['mean']:.2%}, "
-            f"standard deviation {fair['variance'] ** 0.5:.2%}, worst tenth {fair['worst']:.2%}"
+            f"New clients, each adapted to its support: mean {fairness['mean']:.2%}, "
+            f"standard deviation {fairness['variance'] ** 0.5:.2%}, worst tenth {fairness['worst']:.2%}"
         )
     if groups := scores.get("groups"):
         half = half_width(groups)
-        sure = "" if half is None else f", ± {100 * half:.2f} (95 % CI)"
-        what = "tasks" if "tasks" in scores else "groups that began from the prepared model"
-        print(f"Mean over {len(groups)} {what}{sure}")
+        interval = "" if half is None else f", ± {100 * half:.2f} (95 % CI)"
+        unit = "tasks" if "tasks" in scores else "groups that started from the prepared model"
+        print(f"Mean over {len(groups)} {unit}{interval}")
     if scores.get("global_accuracy") is not None:
-        print(f"Each client's model on all clients' test samples: {scores['global']:.2%}")
-    print(f"Kept in {where}" + (f", see {page}" if page else ""))
+        print(f"Each client's model on all clients' test samples: {scores['global_accuracy']:.2%}")
+    print(f"Run directory: {path}" + (f", report: {page}" if page else ""))
     if groups and "tasks" not in scores:
-        print(f"For groups: fewer deploy {where} --data …")
+        print(f"To deploy it to a group: fewer deploy {path} --data …")

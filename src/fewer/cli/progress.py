@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, plain lines elsewhere. Both on standard error."""
+"""Progress of a run on standard error: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,87 +12,87 @@ from typing import Any
 from fewer.runs import Progress
 
 
-def megabytes(count: float) -> str:
-    """Bytes as MB with three digits that count."""
+def format_megabytes(count: float) -> str:
+    """Bytes as MB with three significant digits."""
     return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e6:,.0f} MB"
 
 
-def duration(seconds: float) -> str:
-    """Seconds as people say them."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return (
-        f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    )
+def format_duration(seconds: float) -> str:
+    """Seconds as hours, minutes or seconds."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    return f"{total // 3600} h {total % 3600 // 60:02d} min"
 
 
 @dataclass
-class Clock:
-    """Knows how many rounds are left and how long one takes."""
+class ProgressLines:
+    """Prints one line per round, with the time left."""
 
-    what: str
+    label: str
     rounds: int = 0
-    begun: float = 0.0
-    first: int = 0
-    figures: dict[str, Any] = field(default_factory=dict)
+    started: float = 0.0
+    done_before: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self, method: str, done: int, rounds: int) -> None:
-        """Start counting."""
-        self.rounds, self.first, self.begun = rounds, done, time.monotonic()
+    def on_run_start(self, method: str, done: int, rounds: int) -> None:
+        """Starts the clock."""
+        self.rounds, self.done_before, self.started = rounds, done, time.monotonic()
         self.show(done, "")
 
-    def answer(self, round: int, done: int, asked: int) -> None:
-        """An answer came in."""
+    def on_answer(self, round: int, done: int, asked: int) -> None:
+        """Prints nothing."""
 
-    def round(self, figures: Mapping[str, Any]) -> None:
-        """A round ended."""
-        self.figures |= figures
-        done = figures["round"]
-        a_round = (time.monotonic() - self.begun) / (done - self.first)
+    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
+        """Shows the metrics of the round and the time left."""
+        self.metrics |= metrics
+        done = metrics["round"]
+        seconds_per_round = (time.monotonic() - self.started) / (done - self.done_before)
         parts = []
-        if "accuracy" in self.figures:
-            parts.append(f"accuracy {self.figures['accuracy']:.1%}")
-        parts.append(f"up {megabytes(figures['up'])}, down {megabytes(figures['down'])}")
-        if figures["absent"]:
-            parts.append(f"{figures['absent']} absent")
-        left = (self.rounds - done) * a_round
-        parts.append(f"{duration(left)} left" if left else f"{duration(figures['seconds'])} in all")
+        if "accuracy" in self.metrics:
+            parts.append(f"accuracy {self.metrics['accuracy']:.1%}")
+        parts.append(f"up {format_megabytes(metrics['up'])}, down {format_megabytes(metrics['down'])}")
+        if metrics["absent"]:
+            parts.append(f"{metrics['absent']} absent")
+        left = (self.rounds - done) * seconds_per_round
+        parts.append(f"{format_duration(left)} left" if left else f"{format_duration(metrics['seconds'])} total")
         self.show(done, "  ".join(parts))
 
     def show(self, done: int, text: str) -> None:
-        """Bring it before the user's eyes."""
+        """Prints a line."""
         if text:
-            print(f"{self.what}  round {done}/{self.rounds}  {text}", file=sys.stderr, flush=True)
+            print(f"{self.label}  round {done}/{self.rounds}  {text}", file=sys.stderr, flush=True)
         elif done:
-            print(f"{self.what}  goes on after round {done}/{self.rounds}", file=sys.stderr, flush=True)
+            print(f"{self.label}  resumes after round {done}/{self.rounds}", file=sys.stderr, flush=True)
 
 
 @dataclass
-class Bar(Clock):
-    """A line with a bar, drawn anew as answers come in. No thread draws it, so that workers can be forked."""
+class ProgressBar(ProgressLines):
+    """Draws a bar that advances with each answer. It needs no thread, so that workers can be forked."""
 
     bars: Any = None
     task: Any = None
     done: int = 0
 
     def show(self, done: int, text: str) -> None:
-        """Draw the bar."""
+        """Draws the bar."""
         self.done = done
         if self.task is None:
-            self.task = self.bars.add_task(self.what, total=self.rounds, text="", done="")
+            self.task = self.bars.add_task(self.label, total=self.rounds, text="", done="")
         self.bars.update(self.task, completed=done, done=f"{done}/{self.rounds}", text=text or "…", refresh=True)
 
-    def answer(self, round: int, done: int, asked: int) -> None:
-        """Move the bar a little."""
+    def on_answer(self, round: int, done: int, asked: int) -> None:
+        """Advances the bar within the round."""
         self.bars.update(self.task, completed=min(self.done + done / asked, self.done + 0.99), refresh=True)
 
 
 @contextmanager
-def shown() -> Iterator[Any]:
-    """A function that gives each run its progress display."""
+def show_progress() -> Iterator[Any]:
+    """Yields a function that makes the progress display of a run from its label."""
     if not sys.stderr.isatty():
-        yield Clock
+        yield ProgressLines
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
@@ -100,7 +100,7 @@ def shown() -> Iterator[Any]:
 
     columns = TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[done]}")
     with Bars(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True), auto_refresh=False) as bars:
-        yield lambda what: Bar(what, bars=bars)
+        yield lambda label: ProgressBar(label, bars=bars)
 
 
-__all__ = ["Progress", "duration", "megabytes", "shown"]
+__all__ = ["Progress", "format_duration", "format_megabytes", "show_progress"]

@@ -1,11 +1,11 @@
-"""The dashboard: runs of a directory in a browser, while they go on. It reads runs, and never computes them.
+"""The dashboard: shows the runs of a directory in a browser, live. It reads runs and never computes them.
 
-records.py      files that grow: the last lines, older pages, and what has come since
-catalog.py    which runs there are, and how each is doing
-control.py      stopping and resuming them
-guard.py        who may ask
-server.py       the answers
-static/         the page, as the browser gets it
+catalog.py      finds runs and tracks their state
+control.py      stops and resumes runs
+guard.py        authentication and protection against other sites
+records.py      reads files that grow: last lines, older pages, new lines
+server.py       the HTTP API
+static/         the page
 """
 
 from importlib.util import find_spec
@@ -14,6 +14,6 @@ from fewer.errors import SettingError
 
 
 def need_dash() -> None:
-    """SettingError where the extra is not installed."""
+    """Raise SettingError if the packages of the dashboard are not installed."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
-        raise SettingError("this needs Starlette and uvicorn, which are not installed (pip install 'fewer[dash]')")
+        raise SettingError("the dashboard needs Starlette and uvicorn: pip install 'fewer[dash]'")

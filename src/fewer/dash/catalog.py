@@ -1,4 +1,4 @@
-"""Which runs lie under a directory, and how each is doing: looked up again only where a file has changed."""
+"""Finds the runs under a directory and tracks their state. It reads files only if they have changed."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fewer.dash.records import Curve, EventTally, newest, read_line
+from fewer.dash.records import Curve, EventTally, parse_line, read_last_lines
 from fewer.errors import FewerError
-from fewer.report.style import DARK, look
-from fewer.runs.files import EVENTS, METRICS, SETTINGS, describe, in_use
+from fewer.report.style import DARK, LineStyle, assign_styles
+from fewer.runs.files import EVENTS, METRICS, SETTINGS, in_use, read_description
 
 T = TypeVar("T")
 
-DEPTH = 6
-"""Directories below the first that are looked into."""
-OFTEN, SELDOM = 0.4, 3.0
-"""Seconds between two looks: at runs that go on, and at all."""
-SHARE = 20
-"""Looking at all takes one second of so many at most."""
-WARM = 60.0
-"""Seconds since its last change for which a run is looked at often."""
-FRESH = 2.0
-"""Seconds for which a changed directory is read again: it may change twice within one tick of the clock."""
-OPENED = 64
-"""Runs of which curve and tally are remembered."""
-STATES = ("running", "starting", "stopped", "broken", "finished", "damaged")
+MAX_DEPTH = 6
+"""How many directory levels below the root are searched."""
+ACTIVE_INTERVAL, FULL_INTERVAL = 0.4, 3.0
+"""Seconds between two checks of active runs, and of all runs."""
+MIN_PAUSE = 20
+"""After a full check, pause at least this many times as long as it took."""
+RECENT = 60.0
+"""Seconds since its last change during which a run counts as active."""
+CLOCK_TICK = 2.0
+"""Seconds for which a changed directory is read again: it may change twice within one tick of the file clock."""
+CACHE_SIZE = 64
+"""Number of runs whose curve and tally stay in memory."""
+STATES = ("running", "starting", "stopped", "crashed", "finished", "damaged")
 _FILES = (SETTINGS, METRICS, EVENTS)
 
-Sizes = tuple[tuple[int, int, int] | None, ...]
+FileVersions = tuple[tuple[int, int, int] | None, ...]
+"""Modification time, size and inode of each file; None if it does not exist."""
 
 
 @dataclass
 class RunEntry:
-    """A run and what was last seen of it."""
+    """A run and its last known state."""
 
     id: str
     name: str
     path: Path
-    sizes: Sizes = ()
+    versions: FileVersions = ()
     row: dict[str, Any] = field(default_factory=dict)
     revision: int = 0
-    """Larger than that of any run that changed before."""
+    """Number of the last change, counted over all runs."""
     description: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -57,198 +58,202 @@ class RunEntry:
 
 
 class Catalog:
-    """The runs under a directory. Only what it has found there can be asked for."""
+    """The runs under a directory. Only runs found there can be requested."""
 
-    def __init__(self, root: Path, started: Callable[[Path], float | None] = lambda path: None) -> None:
+    def __init__(self, root: Path, start_time: Callable[[Path], float | None] = lambda path: None) -> None:
         self.root = root.resolve()
         self.runs: dict[str, RunEntry] = {}
+        self.styles: dict[str, LineStyle] = {}
+        """Line style of each method found so far."""
         self.revision = 0
-        self.came = 0
-        """How many have ever been found: of as many as before, some may be others."""
-        self._started = started
+        self.discovered = 0
+        """Number of runs ever found; it grows even if as many others have disappeared."""
+        self._start_time = start_time
         self._lock = threading.RLock()
         self._folders: dict[Path, tuple[int, bool, list[Path]]] = {}
-        self._looked = {"often": -SELDOM, "seldom": -SELDOM}
+        self._last_active, self._last_full = -FULL_INTERVAL, -FULL_INTERVAL
         self._curves: OrderedDict[str, Curve] = OrderedDict()
         self._tallies: OrderedDict[str, EventTally] = OrderedDict()
 
     def refresh(self, *, now: bool = False) -> None:
-        """Look whether anything has changed, unless that was done just now."""
+        """Check for changes, unless that was done a moment ago."""
         with self._lock:
             clock = time.monotonic()
-            if now or clock - self._looked["seldom"] >= SELDOM:
+            if now or clock - self._last_full >= FULL_INTERVAL:
                 self._find()
                 for run in self.runs.values():
-                    self._look(run)
+                    self._update(run)
                 end = time.monotonic()
-                pause = max(0.0, SHARE * (end - clock) - SELDOM)  # of a whole home directory, or a slow disk
-                self._looked = {"often": end, "seldom": end + pause}
-            elif clock - self._looked["often"] >= OFTEN:
+                pause = max(0.0, MIN_PAUSE * (end - clock) - FULL_INTERVAL)  # for a huge directory or a slow disk
+                self._last_active, self._last_full = end, end + pause
+            elif clock - self._last_active >= ACTIVE_INTERVAL:
                 for run in self.runs.values():
-                    if run.state in ("running", "starting") or time.time() - run.row["changed"] < WARM:
-                        self._look(run)
-                self._looked["often"] = time.monotonic()
+                    if run.state in ("running", "starting") or time.time() - run.row["changed"] < RECENT:
+                        self._update(run)
+                self._last_active = time.monotonic()
 
-    def look_at(self, run: RunEntry) -> None:
-        """Look at one run now."""
+    def refresh_run(self, run: RunEntry) -> None:
+        """Check one run now."""
         with self._lock:
-            self._look(run)
+            self._update(run)
 
-    def rows(self) -> list[RunEntry]:
+    def entries(self) -> list[RunEntry]:
         """All runs."""
         with self._lock:
             return list(self.runs.values())
 
     def counts(self) -> Counter[str]:
-        """How many runs there are in each state."""
-        return Counter(run.state for run in self.rows())
+        """Number of runs by state."""
+        return Counter(run.state for run in self.entries())
 
     def curve(self, run: RunEntry) -> list[dict[str, Any]]:
-        """Its figures by round."""
+        """Metrics of a run by round."""
         with self._lock:
-            curve = _remembered(self._curves, run.id, lambda: Curve.of(run.path))
+            curve = _get_cached(self._curves, run.id, lambda: Curve.open(run.path))
         return curve.points()
 
     def tally(self, run: RunEntry) -> dict[str, Any]:
-        """What its faults and messages add up to, as far as they have been read."""
+        """Totals of a run's faults and messages, as far as they have been read."""
         with self._lock:
-            tally = _remembered(self._tallies, run.id, lambda: EventTally.of(run.path))
-        return tally.more()
+            tally = _get_cached(self._tallies, run.id, lambda: EventTally.open(run.path))
+        return tally.update()
 
-    # --- finding ------------------------------------------------------------------------------------------------
+    # --- finding runs -------------------------------------------------------------------------------------------
 
     def _find(self) -> None:
-        found = {path: path.relative_to(self.root).as_posix() for path in self._below(self.root, DEPTH)}
-        ids = {_id(name): (path, name if name != "." else path.name) for path, name in found.items()}
-        for gone in self.runs.keys() - ids.keys():
+        names = {path: path.relative_to(self.root).as_posix() for path in self._run_directories(self.root, MAX_DEPTH)}
+        by_id = {_run_id(name): (path, name if name != "." else path.name) for path, name in names.items()}
+        for gone in self.runs.keys() - by_id.keys():
             del self.runs[gone]
             self.revision += 1
-        for id, (path, name) in ids.items():
+        for id, (path, name) in by_id.items():
             if id not in self.runs:
                 self.runs[id] = RunEntry(id, name, path)
-                self.came += 1
+                self.discovered += 1
 
-    def _below(self, folder: Path, depth: int) -> Iterator[Path]:
-        """Run directories in a folder, or the folder itself. Links are not followed: they may lead anywhere."""
+    def _run_directories(self, folder: Path, depth: int) -> Iterator[Path]:
+        """Run directories in a folder, or the folder itself. Symbolic links are not followed."""
         try:
             changed = folder.stat().st_mtime_ns
             known = self._folders.get(folder)
             if known is None or known[0] != changed:
-                with os.scandir(folder) as entries:
-                    all = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-                is_run = (SETTINGS, False) in all
-                inside = (
-                    [] if is_run else sorted(folder / name for name, is_folder in all if is_folder and name[0] != ".")
+                with os.scandir(folder) as scan:
+                    entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scan]
+                is_run = (SETTINGS, False) in entries
+                subfolders = (
+                    []
+                    if is_run
+                    else sorted(folder / name for name, is_folder in entries if is_folder and name[0] != ".")
                 )
-                known = (changed if time.time() - changed / 1e9 > FRESH else -1, is_run, inside)
+                known = (changed if time.time() - changed / 1e9 > CLOCK_TICK else -1, is_run, subfolders)
                 self._folders[folder] = known
         except OSError:
             self._folders.pop(folder, None)
             return
-        _, is_run, inside = known
+        _, is_run, subfolders = known
         if is_run:
             yield folder
         elif depth:
-            for each in inside:
-                yield from self._below(each, depth - 1)
+            for subfolder in subfolders:
+                yield from self._run_directories(subfolder, depth - 1)
 
-    # --- looking ------------------------------------------------------------------------------------------------
+    # --- reading runs -------------------------------------------------------------------------------------------
 
-    def _look(self, run: RunEntry) -> None:
-        sizes = tuple(_size(run.path / name) for name in _FILES)
-        going = run.row.get("state") in ("running", "starting")
-        started = self._started(run.path)
-        if sizes == run.sizes and not going and started is None:
+    def _update(self, run: RunEntry) -> None:
+        versions = tuple(_file_version(run.path / name) for name in _FILES)
+        active = run.row.get("state") in ("running", "starting")
+        start_time = self._start_time(run.path)
+        if versions == run.versions and not active and start_time is None:
             return
-        if sizes[:1] != run.sizes[:1]:
+        if versions[:1] != run.versions[:1]:
             self._curves.pop(run.id, None)
             self._tallies.pop(run.id, None)
-        row = self._row(run, sizes, started)
-        run.sizes = sizes
+        row = self._read_row(run, versions, start_time)
+        run.versions = versions
         if row != run.row:
             self.revision += 1
             run.row, run.revision = row, self.revision
 
-    def _row(self, run: RunEntry, sizes: Sizes, started: float | None) -> dict[str, Any]:
-        changed = max((size[0] for size in sizes if size), default=0) / 1e9
+    def _read_row(self, run: RunEntry, versions: FileVersions, start_time: float | None) -> dict[str, Any]:
+        changed = max((version[0] for version in versions if version), default=0) / 1e9
         row: dict[str, Any] = {"id": run.id, "name": run.name, "changed": round(changed, 3)}
         try:
-            if not run.description or sizes[:1] != run.sizes[:1]:
-                run.description = describe(run.path)
-            row |= _told(run.description, _name(run.path))
+            if not run.description or versions[:1] != run.versions[:1]:
+                run.description = read_description(run.path)
+            row |= self._describe(run.description, _read_method_name(run.path))
         except (FewerError, KeyError, TypeError, AttributeError) as error:
             return {**row, "method": "?", "data": "?", "state": "damaged", "reason": str(error)}
-        row |= _progress(run.path)
-        last = next((event for line in newest(run.path / EVENTS, 5).lines if (event := read_line(line))), {})
+        row |= _read_progress(run.path)
+        lines = read_last_lines(run.path / EVENTS, 5).lines
+        last = next((event for line in lines if (event := parse_line(line))), {})
         if in_use(run.path):
             state = "running"
         elif last.get("event") == "finish" or (last.get("event") == "resume" and last.get("round") == row["rounds"]):
             state = "finished"
-        elif started and last.get("time", 0.0) < started:  # it has not said a word yet
+        elif start_time and last.get("time", 0.0) < start_time:  # the process has not written an event yet
             state = "starting"
         else:
-            state = "stopped" if last.get("event") == "stop" else "broken"
+            state = "stopped" if last.get("event") == "stop" else "crashed"
         return {**row, "state": state, "reason": str(last.get("reason", "")) if state == "stopped" else ""}
 
+    def _describe(self, description: Mapping[str, Any], method_name: str) -> dict[str, Any]:
+        """The part of a row that comes from the settings."""
+        settings, data = description["settings"], description["data"]
+        method = method_name or str(settings["method"]).rpartition(":")[2]
+        self.styles = assign_styles([method], self.styles)
+        color, marker, dash = self.styles[method]
+        return {
+            "method": method,
+            "color": color,
+            "dark": DARK.get(color, color),
+            "marker": marker,
+            "dash": dash,
+            "data": str(data["name"]),
+            "clients": data["clients"],
+            "seed": settings["seed"],
+            "runtime": settings["runtime"],
+            "rounds": description["method"]["rounds"],
+        }
 
-def _name(path: Path) -> str:
-    """What the method calls itself, as reports do; empty where the run has not begun."""
+
+def _read_method_name(path: Path) -> str:
+    """The method's name, as in reports; empty if the run has not started."""
     try:
         with (path / EVENTS).open("rb") as file:
-            return str(read_line(file.readline(1 << 16)).get("method", ""))
+            return str(parse_line(file.readline(1 << 16)).get("method", ""))
     except OSError:
         return ""
 
 
-def _told(description: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What settings tell of a run in a list."""
-    settings, data = description["settings"], description["data"]
-    given = str(settings["method"])
-    method = name or given.rpartition(":")[2]
-    color, marker, dash = look(method)  # a comparison has other markers and dashes, but no other colors
-    return {
-        "method": method,
-        "color": color,
-        "dark": DARK.get(color, color),
-        "marker": marker,
-        "dash": dash,
-        "data": str(data["name"]),
-        "clients": data["clients"],
-        "seed": settings["seed"],
-        "runtime": settings["runtime"],
-        "rounds": description["method"]["rounds"],
-    }
-
-
-def _progress(path: Path) -> dict[str, Any]:
-    """How far a run has come: its last line, and the last accuracy where that was not measured in every round."""
-    found: dict[str, Any] = {"round": 0, "accuracy": None, "up": 0, "down": 0, "seconds": 0.0}
-    lines, before = newest(path / METRICS, 1)
+def _read_progress(path: Path) -> dict[str, Any]:
+    """Metrics of the last round; the accuracy is the last one measured."""
+    progress: dict[str, Any] = {"round": 0, "accuracy": None, "up": 0, "down": 0, "seconds": 0.0}
+    lines, before = read_last_lines(path / METRICS, 1)
     for line in lines:
-        read = read_line(line)
-        found |= {name: read[name] for name in found if isinstance(read.get(name), int | float)}
-    if found["round"] and found["accuracy"] is None:
-        older = map(read_line, newest(path / METRICS, 200, before).lines)
-        found["accuracy"] = next((read["accuracy"] for read in older if "accuracy" in read), None)
-    return found
+        metrics = parse_line(line)
+        progress |= {name: metrics[name] for name in progress if isinstance(metrics.get(name), int | float)}
+    if progress["round"] and progress["accuracy"] is None:
+        older = map(parse_line, read_last_lines(path / METRICS, 200, before).lines)
+        progress["accuracy"] = next((metrics["accuracy"] for metrics in older if "accuracy" in metrics), None)
+    return progress
 
 
-def _size(path: Path) -> tuple[int, int, int] | None:
+def _file_version(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def _id(name: str) -> str:
-    """A run's name in addresses: nobody can write a path with it."""
+def _run_id(name: str) -> str:
+    """The id of a run in URLs; a hash, so that no path can be requested."""
     return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:12]
 
 
-def _remembered(kept: OrderedDict[str, T], id: str, make: Callable[[], T]) -> T:
-    found = kept.pop(id, None) or make()
-    kept[id] = found
-    while len(kept) > OPENED:
-        kept.popitem(last=False)
-    return found
+def _get_cached(cache: OrderedDict[str, T], id: str, create: Callable[[], T]) -> T:
+    value = cache.pop(id, None) or create()
+    cache[id] = value
+    while len(cache) > CACHE_SIZE:
+        cache.popitem(last=False)
+    return value

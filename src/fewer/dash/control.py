@@ -1,4 +1,4 @@
-"""Stopping a run, as Ctrl-C would, and going on with it. Both only on this machine."""
+"""Stops runs, as Ctrl-C does, and resumes them. Both work only on this machine."""
 
 from __future__ import annotations
 
@@ -15,74 +15,76 @@ from fewer.errors import RunError
 from fewer.runs.files import writer
 
 LOG = "resume.log"
-"""In a run's directory: what `fewer resume` said that was begun from here."""
-_GO_ON = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fewer.cli import main; main()"
-"""Whoever started us may have made us deaf to Ctrl-C, and so all that we start."""
+"""File in the run directory with the output of a `fewer resume` started by the dashboard."""
+_RESUME_CODE = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fewer.cli import main; main()"
+)
+"""Restores the handler of Ctrl-C: a dashboard started in the background ignores it, and so would its children."""
 
 
 class Control:
-    """Knows the processes that were started from here."""
+    """Stops and resumes runs, and tracks the processes that it started."""
 
     def __init__(self) -> None:
         self._started: dict[Path, tuple[float, subprocess.Popen[bytes]]] = {}
 
     def stop(self, run: Path) -> int:
-        """Interrupt the process that writes a run, once it is sure that it does; its number."""
-        number = writer(run)
+        """Interrupt the process that writes a run and return its id."""
+        pid = writer(run)
         try:
-            handle = os.pidfd_open(number)
+            handle = os.pidfd_open(pid)
         except OSError as error:
-            raise RunError(f"process {number} cannot be reached: {error.strerror}") from error
+            raise RunError(f"cannot reach process {pid}: {error.strerror}") from error
         try:
-            if writer(run) != number:  # looked at anew: now the handle cannot mean another process
+            if writer(run) != pid:  # checked again: from here on the handle cannot mean another process
                 raise RunError(f"{run} has just passed to another process: try again")
-            if _deaf(number):
+            if _ignores_interrupt(pid):
                 raise RunError(
-                    f"process {number} does not hear Ctrl-C, as it was started in the background of a script: "
-                    f"kill {number} ends it, and it can be resumed all the same"
+                    f"process {pid} ignores Ctrl-C, because it was started in the background of a script: "
+                    f"use kill {pid}; the run can still be resumed"
                 )
             signal.pidfd_send_signal(handle, signal.SIGINT)
         except OSError as error:
-            raise RunError(f"process {number} cannot be stopped: {error.strerror}") from error
+            raise RunError(f"cannot stop process {pid}: {error.strerror}") from error
         finally:
             os.close(handle)
-        return number
+        return pid
 
     def resume(self, run: Path, description: Mapping[str, Any]) -> int:
-        """Start `fewer resume` apart from us, which goes on when we end; its number."""
-        if reason := hindrance(run, description):
+        """Start `fewer resume` in its own session, so that it outlives the dashboard, and return its process id."""
+        if reason := why_not_resumable(run, description):
             raise RunError(reason)
         try:
             with (run / LOG).open("ab") as log:
-                begun = time.time()
+                start = time.time()
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _GO_ON, "resume", str(run)],
+                    [sys.executable, "-P", "-c", _RESUME_CODE, "resume", str(run)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
                 )
         except OSError as error:
-            raise RunError(f"{run} cannot be resumed: {error.strerror}") from error
-        self._started[run] = begun, process
+            raise RunError(f"cannot resume {run}: {error.strerror}") from error
+        self._started[run] = start, process
         return process.pid
 
-    def started(self, run: Path) -> float | None:
-        """When what was started from here for this run began, if it still lives."""
-        begun, process = self._started.get(run, (0.0, None))
-        return begun if process and process.poll() is None else None
+    def start_time(self, run: Path) -> float | None:
+        """When the process that was started here for this run began; None if it is not alive."""
+        start, process = self._started.get(run, (0.0, None))
+        return start if process and process.poll() is None else None
 
 
-def hindrance(run: Path, description: Mapping[str, Any]) -> str:
-    """Why a run cannot be resumed with a button; empty where it can."""
+def why_not_resumable(run: Path, description: Mapping[str, Any]) -> str:
+    """Why the dashboard cannot resume a run; empty if it can."""
     if description["settings"]["runtime"] == "flower":
-        return f"its clients are on other machines: fewer server --resume {run} --keys DIR"
+        return f"its clients are on other machines: use fewer server --resume {run} --keys DIR"
     if own := description["own"]:
-        return f"it was run with a {own[0]} of your own: fewer.resume({str(run)!r}, {own[0]}=…) from Python"
+        return f"it was run with your own {own[0]}: use fewer.resume({str(run)!r}, {own[0]}=…) in Python"
     return ""
 
 
-def _deaf(number: int) -> bool:
-    lines = Path(f"/proc/{number}/status").read_text().splitlines()
+def _ignores_interrupt(pid: int) -> bool:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     ignored = next(line.split()[1] for line in lines if line.startswith("SigIgn:"))
     return bool(int(ignored, 16) >> (signal.SIGINT - 1) & 1)

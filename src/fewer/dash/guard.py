@@ -1,4 +1,4 @@
-"""Who may ask: no other site through the user's browser, and from other machines only who has the token."""
+"""Access control: refuses requests of other sites, and asks other machines for a token."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fewer.errors import SettingError
 
-SHORTEST = 16
-"""Characters of a token."""
-OPEN = ("/", "/api/enter")
-"""What is answered without a token, besides the files of the page: there is nothing of a run in them."""
+MIN_TOKEN_LENGTH = 16
+PUBLIC_PATHS = ("/", "/api/login")
+"""Paths that need no token, in addition to the static files; they reveal nothing about runs."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -35,11 +34,11 @@ _HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    return host == "localhost" or (_is_number(host) and ipaddress.ip_address(host).is_loopback)
+    """True if only this machine can reach the address."""
+    return host == "localhost" or (_is_ip_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
-def _is_number(host: str) -> bool:
+def _is_ip_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -47,30 +46,30 @@ def _is_number(host: str) -> bool:
     return True
 
 
-def token_for(host: str, file: Path | None) -> str | None:
-    """The token that is asked for: that of the file, or a new one where other machines can ask; else none."""
+def choose_token(host: str, file: Path | None) -> str | None:
+    """The required token: from the file, or a new one if other machines can connect; otherwise None."""
     if file is None:
         return None if is_loopback(host) else secrets.token_urlsafe(32)
     try:
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(f"--token-file {file} cannot be read: {error}") from error
-    if len(token) < SHORTEST or not token.isascii() or not token.isprintable() or " " in token:
-        raise SettingError(f"--token-file {file}: a token is {SHORTEST} or more letters and digits, in one line")
+        raise SettingError(f"cannot read --token-file {file}: {error}") from error
+    if len(token) < MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
+        raise SettingError(f"--token-file {file} must hold one line with {MIN_TOKEN_LENGTH} or more letters and digits")
     return token
 
 
 class Guard:
-    """Stands before the application."""
+    """ASGI middleware that checks every request and adds security headers to every response."""
 
     def __init__(self, app: ASGIApp, token: str | None, names: Collection[str], port: int) -> None:
         self.app = app
         self.token = token
         self.names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
-        self.cookie = f"fewer-dash-{port}"
+        self.cookie_name = f"fewer-dash-{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer only whom we know."""
+        """Pass allowed requests on and refuse the others."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
@@ -78,55 +77,57 @@ class Guard:
             return
         headers = Headers(scope=scope)
 
-        async def send_with(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                sent = MutableHeaders(scope=message)
+                response_headers = MutableHeaders(scope=message)
                 for name, value in {**_HEADERS, "content-security-policy": POLICY}.items():
-                    sent.setdefault(name, value)
+                    response_headers.setdefault(name, value)
             await send(message)
 
-        refusal = self._refusal(scope["method"], scope["path"], headers)
+        refusal = self._check(scope["method"], scope["path"], headers)
         app = JSONResponse({"error": refusal[1]}, refusal[0]) if refusal else self.app
-        await app(scope, receive, send_with)
+        await app(scope, receive, send_with_headers)
 
-    def _refusal(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
+    def _check(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
+        """Status and message of a refusal; None if the request is allowed."""
         host = headers.get("host", "")
-        if not self._ours(host):  # a foreign name that was made to point here
-            return 421, "this address is not one of this dashboard (--name NAME adds one)"
-        if method not in ("GET", "HEAD") and not _same(headers.get("origin", ""), host):
-            return 403, "asked by another site"
-        if self.token is not None and path not in OPEN and not path.startswith("/static/") and not self._knows(headers):
+        if not self._is_own_host(host):  # prevents DNS rebinding
+            return 421, "this dashboard does not have this address (add it with --name NAME)"
+        if method not in ("GET", "HEAD") and not _is_same_origin(headers.get("origin", ""), host):
+            return 403, "the request comes from another site"
+        is_public = path in PUBLIC_PATHS or path.startswith("/static/")
+        if self.token is not None and not is_public and not self._is_logged_in(headers):
             return 401, "the token is missing"
         return None
 
-    def _ours(self, host: str) -> bool:
-        """Whether an address is ours: a number, which no other site can have as its name, or a name that we know."""
+    def _is_own_host(self, host: str) -> bool:
+        """True for an IP address, which no other site can have as its name, and for a known name."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:
             return False
-        return name in self.names or _is_number(name)
+        return name in self.names or _is_ip_address(name)
 
-    def _knows(self, headers: Headers) -> bool:
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer":
-            return self.accepts(given)
+    def _is_logged_in(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer":
+            return self.accepts(token)
         try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(self.cookie)
+            cookie = SimpleCookie(headers.get("cookie", "")).get(self.cookie_name)
         except CookieError:
             return False
-        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self.proof().encode())
+        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self.cookie_value().encode())
 
-    def accepts(self, given: str) -> bool:
-        """Whether this is the token; takes as long for a nearly right one as for any other."""
-        return self.token is not None and hmac.compare_digest(given.encode(), self.token.encode())
+    def accepts(self, token: str) -> bool:
+        """True if this is the token, compared in constant time."""
+        return self.token is not None and hmac.compare_digest(token.encode(), self.token.encode())
 
-    def proof(self) -> str:
-        """What the browser keeps instead of the token."""
+    def cookie_value(self) -> str:
+        """What the browser stores instead of the token."""
         return hmac.new((self.token or "").encode(), b"fewer dash", hashlib.sha256).hexdigest()
 
 
-def _same(origin: str, host: str) -> bool:
+def _is_same_origin(origin: str, host: str) -> bool:
     try:
         return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
     except ValueError:

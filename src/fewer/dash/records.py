@@ -1,4 +1,4 @@
-"""Records that grow while they are read. Nothing here reads a whole file at once, and nothing reads a part twice."""
+"""Reads records that grow while they are read. It never reads a whole file at once, and no part twice."""
 
 from __future__ import annotations
 
@@ -15,75 +15,75 @@ from fewer.runs.files import EVENTS, LEDGER, METRICS
 
 BLOCK = 1 << 16
 SLICE = 1 << 22
-"""Bytes that are read for one answer at most, but for a line that is longer."""
-POINTS = 500
-"""Points of a curve that are sent at most: no screen shows more."""
-FIGURES = ("round", "accuracy", "loss", "up", "down", "seconds", "absent")
+"""Maximum number of bytes read for one response, unless a single line is longer."""
+MAX_POINTS = 500
+"""Maximum number of points of a curve in a response."""
+CURVE_METRICS = ("round", "accuracy", "loss", "up", "down", "seconds", "absent")
 
 
-class Page(NamedTuple):
-    """Some lines, the newest first, and where the older ones end: 0 where there are none."""
+class LinePage(NamedTuple):
+    """Some lines, newest first, and the offset where older ones end; 0 if there are none."""
 
     lines: list[bytes]
     before: int
 
 
-def newest(path: Path, count: int, before: int | None = None) -> Page:
-    """The last whole lines of a file, or the last that end at `before`."""
+def read_last_lines(path: Path, count: int, before: int | None = None) -> LinePage:
+    """Read the last complete lines of a file, or the last ones that end at offset `before`."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            at = end = size if before is None else max(0, min(before, size))
+            start = end = size if before is None else max(0, min(before, size))
             text = b""
-            while at and text.count(b"\n") <= count and end - at < SLICE:
-                step = min(BLOCK, at)
-                at -= step
-                file.seek(at)
+            while start and text.count(b"\n") <= count and end - start < SLICE:
+                step = min(BLOCK, start)
+                start -= step
+                file.seek(start)
                 text = file.read(step) + text
     except OSError:
-        return Page([], 0)
-    if at:  # the first of these lines began before them
+        return LinePage([], 0)
+    if start:  # the first line may be incomplete
         cut = text.find(b"\n") + 1
-        at, text = at + cut, text[cut:]
-    *lines, _ = text.split(b"\n")  # what has no end yet is still being written
+        start, text = start + cut, text[cut:]
+    *lines, _ = text.split(b"\n")  # the last part has no end yet: it is still being written
     kept = lines[-count:]
-    at += sum(len(line) + 1 for line in lines[: len(lines) - len(kept)])
-    return Page(kept[::-1], at if kept else 0)
+    start += sum(len(line) + 1 for line in lines[: len(lines) - len(kept)])
+    return LinePage(kept[::-1], start if kept else 0)
 
 
-def read_line(line: bytes) -> dict[str, Any]:
-    """A line of JSON; empty where a kill cut it short."""
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Parse a line of JSON; empty if a kill cut it short."""
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
-def _number(event: Mapping[str, Any]) -> int:
-    """The round of an event; 0 where it does not tell."""
-    found = event.get("round")
-    return found if isinstance(found, int) else 0
+def _round_of(event: Mapping[str, Any]) -> int:
+    """The round of an event; 0 if it has none."""
+    number = event.get("round")
+    return number if isinstance(number, int) else 0
 
 
 @dataclass
-class Growing:
-    """A file of which the first `offset` bytes are known. Cut and written anew, it is read from the beginning."""
+class GrowingFile:
+    """A file whose first `offset` bytes have been read. If it was truncated, it is read again from the start."""
 
     path: Path
     offset: int = 0
     size: int = 0
-    _last: bytes = b""
-    """What stood right before the offset, to see that it still does."""
+    _tail: bytes = b""
+    """The bytes right before the offset, to detect that the file was rewritten."""
 
-    def more(self) -> tuple[list[bytes], bool]:
-        """Whole lines that have come since, as many as one answer may read; and whether all before are void."""
+    def read_new_lines(self) -> tuple[list[bytes], bool]:
+        """Read new complete lines, at most one slice; also return whether all earlier lines are invalid."""
         try:
             with self.path.open("rb") as file:
                 self.size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, self.offset - len(self._last)))
-                void = self.size < self.offset or file.read(len(self._last)) != self._last
-                if void:
+                file.seek(max(0, self.offset - len(self._tail)))
+                rewritten = self.size < self.offset or file.read(len(self._tail)) != self._tail
+                if rewritten:
                     self.offset = 0
                 file.seek(self.offset)
                 text = file.read(SLICE)
@@ -93,50 +93,50 @@ class Growing:
             return [], False
         text = text[: text.rfind(b"\n") + 1]
         self.offset += len(text)
-        self._last = text[-64:] or (b"" if void else self._last)
-        return text.splitlines(), void
+        self._tail = text[-64:] or (b"" if rewritten else self._tail)
+        return text.splitlines(), rewritten
 
     @property
-    def whole(self) -> bool:
-        """Whether it has been read to the end that it had."""
+    def complete(self) -> bool:
+        """True if the file has been read to the end that it had."""
         return self.size - self.offset < BLOCK
 
 
 @dataclass
 class Curve:
-    """The figures of a run, round by round."""
+    """The metrics of a run by round."""
 
-    source: Growing
+    source: GrowingFile
     rows: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def of(cls, run: Path) -> Curve:
-        """Of a run of which nothing is known yet."""
-        return cls(Growing(run / METRICS))
+    def open(cls, run: Path) -> Curve:
+        """An empty curve of a run."""
+        return cls(GrowingFile(run / METRICS))
 
     def points(self) -> list[dict[str, Any]]:
-        """The rounds so far, thinned out evenly where there are very many; the last is always there."""
+        """The rounds so far, thinned out evenly if there are many; the last round is always included."""
         with self.lock:
             while True:
-                lines, void = self.source.more()
-                if void:
+                lines, rewritten = self.source.read_new_lines()
+                if rewritten:
                     self.rows = []
                 if not lines:
                     break
                 for line in lines:
-                    read = read_line(line)
-                    self.rows.append({name: read[name] for name in FIGURES if name in read})
-            step = -(-len(self.rows) // POINTS) or 1
+                    metrics = parse_line(line)
+                    self.rows.append({name: metrics[name] for name in CURVE_METRICS if name in metrics})
+            step = -(-len(self.rows) // MAX_POINTS) or 1
             return self.rows[::-1][::step][::-1]
 
 
 @dataclass
 class EventTally:
-    """What events and ledger add up to, read slice by slice: `done` tells how much of them is in it."""
+    """Totals of the events and the ledger of a run, read slice by slice."""
 
-    events: Growing
-    ledger: Growing
+    events: GrowingFile
+    ledger: GrowingFile
     absent: dict[int, Counter[str]] = field(default_factory=dict)
     """Absent answers by round and reason."""
     traffic: dict[tuple[str, str], list[int]] = field(default_factory=dict)
@@ -144,49 +144,49 @@ class EventTally:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def of(cls, run: Path) -> EventTally:
-        """Of a run of which nothing is known yet."""
-        return cls(Growing(run / EVENTS), Growing(run / LEDGER))
+    def open(cls, run: Path) -> EventTally:
+        """An empty tally of a run."""
+        return cls(GrowingFile(run / EVENTS), GrowingFile(run / LEDGER))
 
-    def more(self) -> dict[str, Any]:
-        """Read on, and tell what is known by now."""
+    def update(self) -> dict[str, Any]:
+        """Read the next slice and return the totals so far."""
         with self.lock:
-            lines, void = self.events.more()
-            if void:
+            lines, rewritten = self.events.read_new_lines()
+            if rewritten:
                 self.absent.clear()
             for line in lines:
-                self._event(read_line(line))
-            lines, void = self.ledger.more()
-            if void:
+                self._add_event(parse_line(line))
+            lines, rewritten = self.ledger.read_new_lines()
+            if rewritten:
                 self.traffic.clear()
             for line in lines:
-                self._message(line)
-            return self._told()
+                self._add_message(line)
+            return self._totals()
 
-    def _told(self) -> dict[str, Any]:
+    def _totals(self) -> dict[str, Any]:
         size = self.events.size + self.ledger.size
-        kinds = sorted(self.traffic.items(), key=lambda item: -item[1][1])
+        by_size = sorted(self.traffic.items(), key=lambda item: -item[1][1])
         return {
             "absent": dict(sum(self.absent.values(), Counter[str]()).most_common()),
             "traffic": [
-                {"direction": way, "kind": kind, "messages": messages, "bytes": count}
-                for (way, kind), (messages, count) in kinds
+                {"direction": direction, "kind": kind, "messages": messages, "bytes": count}
+                for (direction, kind), (messages, count) in by_size
             ],
-            "done": (self.events.offset + self.ledger.offset) / size if size else 1.0,
-            "whole": self.events.whole and self.ledger.whole,
+            "fraction_read": (self.events.offset + self.ledger.offset) / size if size else 1.0,
+            "complete": self.events.complete and self.ledger.complete,
         }
 
-    def _event(self, event: Mapping[str, Any]) -> None:
-        what = event.get("event")
-        if what == "absent":
-            self.absent.setdefault(_number(event), Counter())[str(event.get("why", "?"))] += 1
-        elif what in ("start", "resume"):  # rounds after the last checkpoint are done again
-            done = _number(event)
+    def _add_event(self, event: Mapping[str, Any]) -> None:
+        kind = event.get("event")
+        if kind == "absent":
+            self.absent.setdefault(_round_of(event), Counter())[str(event.get("reason", "?"))] += 1
+        elif kind in ("start", "resume"):  # rounds after the last checkpoint are repeated
+            done = _round_of(event)
             self.absent = {number: counts for number, counts in self.absent.items() if number <= done}
 
-    def _message(self, line: bytes) -> None:
+    def _add_message(self, line: bytes) -> None:
         cells = line.decode(errors="replace").split(",")
-        if len(cells) == 5 and cells[-1].isdecimal():  # neither the heads nor half a line
-            known = self.traffic.setdefault((cells[2], cells[3]), [0, 0])
-            known[0] += 1
-            known[1] += int(cells[-1])
+        if len(cells) == 5 and cells[-1].isdecimal():  # skips the header and incomplete lines
+            totals = self.traffic.setdefault((cells[2], cells[3]), [0, 0])
+            totals[0] += 1
+            totals[1] += int(cells[-1])

@@ -1,4 +1,4 @@
-"""The answers: the page, and what it asks for as JSON; what changes is told by server-sent events."""
+"""The HTTP server: the page, a JSON API, and changes as server-sent events."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from starlette.routing import Route
 
 import fewer
 from fewer.dash.catalog import STATES, Catalog, RunEntry
-from fewer.dash.control import LOG, Control, hindrance
-from fewer.dash.guard import Guard, token_for
-from fewer.dash.records import newest, read_line
+from fewer.dash.control import LOG, Control, why_not_resumable
+from fewer.dash.guard import Guard, choose_token
+from fewer.dash.records import parse_line, read_last_lines
 from fewer.errors import FewerError, RunError, SettingError
-from fewer.report.style import looks
+from fewer.report.style import assign_label_styles
 from fewer.runs.files import EVENTS, LEDGER
-from fewer.runs.settings import OUTSIDE
+from fewer.runs.settings import HOW_TO_RUN
 
 REPORT = "report/report.html"
-"""In a run's directory: the page that `fewer run` and `fewer resume` write."""
-LARGEST = 200
-"""Rows of one answer."""
-ANY = 1 << 60
-TICK = 0.5
-"""Seconds between two looks of somebody who follows."""
-QUIET = 15.0
-"""Seconds after which a word is sent to see whether somebody is still there."""
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-MOST = 24
-"""Runs that are compared at once."""
-HIDDEN = ("method", "method_options", *OUTSIDE)
-"""Settings that need not be told: what makes the numbers is told otherwise, or they do not depend on it."""
-ORDERS: Mapping[str, Callable[[RunEntry], Any]] = {
+"""Path in a run directory of the page that `fewer run` and `fewer resume` write."""
+MAX_ROWS = 200
+"""Maximum number of rows in a response."""
+MAX_OFFSET = 1 << 60
+FOLLOW_INTERVAL = 0.5
+"""Seconds between two checks for changes while a page follows runs."""
+KEEPALIVE_INTERVAL = 15.0
+"""Seconds without changes after which a comment is sent, to detect closed connections."""
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+MAX_COMPARED = 24
+"""Maximum number of runs compared at once."""
+HIDDEN_SETTINGS = ("method", "method_options", *HOW_TO_RUN)
+"""Settings left out of comparisons: results do not depend on them, or other settings repeat them."""
+SORT_KEYS: Mapping[str, Callable[[RunEntry], Any]] = {
     "changed": lambda run: run.row["changed"],
     "accuracy": lambda run: run.row.get("accuracy") or 0.0,
     "bytes": lambda run: run.row.get("up", 0) + run.row.get("down", 0),
@@ -56,86 +56,84 @@ ORDERS: Mapping[str, Callable[[RunEntry], Any]] = {
     "name": lambda run: run.name,
     "method": lambda run: (run.row["method"], run.name),
 }
-_REPORT = (
+_REPORT_POLICY = (
     "sandbox allow-scripts allow-downloads; default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'"
 )
-"""A report needs nothing but itself, and is kept from asking us for anything."""
+"""A report is self-contained; its scripts may not send requests."""
 
 
 @dataclass
 class Dashboard:
-    """What the page asks for."""
+    """The API of the dashboard."""
 
     catalog: Catalog
     control: Control
     read_only: bool = False
     closing: Callable[[], bool] = lambda: False
     resuming: threading.Lock = field(default_factory=threading.Lock)
-    """Held so that nobody starts a run twice."""
+    """Prevents two requests from starting the same run."""
 
     def routes(self) -> list[Route]:
-        """All addresses. Runs are asked for by what the catalog calls them, never by a path."""
-        one = "/api/runs/{id}"
-        found = [
-            Route("/", partial(self.file, name="index.html")),
-            Route("/static/{name}", self.file),
-            Route("/api/runs", self.listing),
+        """All routes. Runs are addressed by their id in the catalog, never by a path."""
+        run = "/api/runs/{id}"
+        routes = [
+            Route("/", partial(self.static_file, name="index.html")),
+            Route("/static/{name}", self.static_file),
+            Route("/api/runs", self.list_runs),
             Route("/api/follow", self.follow),
             Route("/api/compare", self.compare),
-            Route(one, self.show),
-            Route(f"{one}/curve", self.curve),
-            Route(f"{one}/tally", self.tally),
-            Route(f"{one}/events", self.events),
-            Route(f"{one}/ledger", self.ledger),
-            Route(f"{one}/log", self.log),
-            Route(f"{one}/report", self.report),
+            Route(run, self.show_run),
+            Route(f"{run}/curve", self.curve),
+            Route(f"{run}/tally", self.tally),
+            Route(f"{run}/events", self.events),
+            Route(f"{run}/ledger", self.ledger),
+            Route(f"{run}/log", self.log),
+            Route(f"{run}/report", self.report),
         ]
         if not self.read_only:
-            found += [
-                Route(f"{one}/stop", self.stop, methods=["POST"]),
-                Route(f"{one}/resume", self.resume, methods=["POST"]),
+            routes += [
+                Route(f"{run}/stop", self.stop, methods=["POST"]),
+                Route(f"{run}/resume", self.resume, methods=["POST"]),
             ]
-        return found
+        return routes
 
-    def _run(self, request: Request) -> RunEntry:
+    def _find_run(self, request: Request) -> RunEntry:
         id = request.path_params["id"]
         if id not in self.catalog.runs:
             self.catalog.refresh(now=True)
         try:
             return self.catalog.runs[id]
         except KeyError:
-            raise RunError("there is no such run here") from None
+            raise RunError("no such run: it may have been moved or deleted") from None
 
-    # --- looking ------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------
 
-    def file(self, request: Request, name: str = "") -> Response:
-        """The page and what belongs to it."""
-        found = _STATIC.get(name or request.path_params["name"])
-        if found is None:
-            return JSONResponse({"error": "there is no such file"}, 404)
-        return Response(found[0], media_type=found[1], headers={"cache-control": "no-cache"})
+    def static_file(self, request: Request, name: str = "") -> Response:
+        """The page and its scripts, styles and icons."""
+        file = _STATIC.get(name or request.path_params["name"])
+        if file is None:
+            return JSONResponse({"error": "no such file"}, 404)
+        return Response(file[0], media_type=file[1], headers={"cache-control": "no-cache"})
 
-    def listing(self, request: Request) -> Response:
-        """A page of the list, sorted and sifted."""
-        asked = request.query_params
+    def list_runs(self, request: Request) -> Response:
+        """A page of the list, filtered and sorted."""
+        query = request.query_params
         self.catalog.refresh()
-        words, state, order = (
-            asked.get("find", "").lower().split(),
-            asked.get("state", ""),
-            asked.get("sort", "changed"),
-        )
-        if order not in ORDERS or (state and state not in STATES):
-            raise SettingError(f"sort is one of {', '.join(ORDERS)}; state is one of {', '.join(STATES)}")
-        runs = [run for run in self.catalog.rows() if run.row]
-        found = [run for run in runs if (not state or run.state == state) and _has(run, words)]
-        found.sort(key=ORDERS[order], reverse=asked.get("down", "1") == "1")
-        first = _number(asked.get("from"), 0, ANY)
-        page = found[first : first + _number(asked.get("limit"), 50)]
-        return answer(
+        words, state, sort = query.get("find", "").lower().split(), query.get("state", ""), query.get("sort", "changed")
+        if sort not in SORT_KEYS:
+            raise SettingError(f"sort must be one of {', '.join(SORT_KEYS)}, got {sort[:20]!r}")
+        if state and state not in STATES:
+            raise SettingError(f"state must be one of {', '.join(STATES)}, got {state[:20]!r}")
+        runs = [run for run in self.catalog.entries() if run.row]
+        matches = [run for run in runs if (not state or run.state == state) and _contains(run, words)]
+        matches.sort(key=SORT_KEYS[sort], reverse=query.get("down", "1") == "1")
+        first = _parse_number(query.get("from"), 0, MAX_OFFSET)
+        page = matches[first : first + _parse_number(query.get("limit"), 50)]
+        return json_response(
             {
                 "rows": [run.row for run in page],
-                "found": len(found),
+                "matches": len(matches),
                 **self._totals(),
                 "root": str(self.catalog.root),
                 "read_only": self.read_only,
@@ -147,28 +145,30 @@ class Dashboard:
         counts = self.catalog.counts()
         return {
             "total": counts.total(),
-            "came": self.catalog.came,
+            "discovered": self.catalog.discovered,
             "counts": {state: counts[state] for state in STATES},
         }
 
-    def show(self, request: Request) -> Response:
-        """All about a run but what is long."""
-        run = self._run(request)
-        self.catalog.look_at(run)
-        about = run.description
-        return answer(
+    def show_run(self, request: Request) -> Response:
+        """A run's row, settings and environment."""
+        run = self._find_run(request)
+        self.catalog.refresh_run(run)
+        description = run.description
+        return json_response(
             {
                 "row": run.row,
                 "path": str(run.path),
-                "settings": about.get("settings", {}),
-                "method": about.get("method", {}),
+                "settings": description.get("settings", {}),
+                "method": description.get("method", {}),
                 "environment": {
-                    "hash": about.get("hash"),
-                    **about.get("environment", {}),
-                    "data": about.get("data"),
-                    "command": " ".join(map(str, about.get("command", []))),
+                    "hash": description.get("hash"),
+                    **description.get("environment", {}),
+                    "data": description.get("data"),
+                    "command": " ".join(map(str, description.get("command", []))),
                 },
-                "hindrance": hindrance(run.path, about) if run.state != "damaged" else "it is damaged",
+                "why_not_resumable": (
+                    why_not_resumable(run.path, description) if run.state != "damaged" else "it is damaged"
+                ),
                 "report": (run.path / REPORT).is_file(),
                 "log": (run.path / LOG).is_file(),
                 "read_only": self.read_only,
@@ -176,189 +176,190 @@ class Dashboard:
         )
 
     def compare(self, request: Request) -> Response:
-        """Some runs, with looks by which to tell them apart, and the settings that they have differently."""
-        runs = [self.catalog.runs[id] for id in _ids(request) if id in self.catalog.runs]
-        runs = [run for run in runs if run.row["state"] != "damaged"][:MOST]
-        found = looks({run.id: run.row["method"] for run in runs})
-        told = [{**run.description["settings"], **run.description["method"]} for run in runs]
-        keys = [key for key in dict.fromkeys(key for each in told for key in each) if _differ(key, told)]
-        beside = len(runs) > 1 and len({run.path.parent for run in runs}) == 1
-        return answer(
+        """Several runs, each with its own line style, and the settings in which they differ."""
+        runs = [self.catalog.runs[id] for id in _run_ids(request) if id in self.catalog.runs]
+        runs = [run for run in runs if run.row["state"] != "damaged"][:MAX_COMPARED]
+        styles = assign_label_styles({run.id: run.row["method"] for run in runs}, self.catalog.styles)
+        settings = [{**run.description["settings"], **run.description["method"]} for run in runs]
+        keys = [key for key in dict.fromkeys(key for each in settings for key in each) if _differs(key, settings)]
+        siblings = len(runs) > 1 and len({run.path.parent for run in runs}) == 1
+        return json_response(
             {
-                "runs": [{**run.row, **found[run.id]._asdict()} for run in runs],
-                "most": MOST,
-                "report": beside and self._together(runs[0]).is_file(),
-                "differing": [{"name": key, "values": [each.get(key) for each in told]} for key in keys],
+                "runs": [{**run.row, **styles[run.id]._asdict()} for run in runs],
+                "max_runs": MAX_COMPARED,
+                "report": siblings and self._comparison_report(runs[0]).is_file(),
+                "differing": [{"name": key, "values": [each.get(key) for each in settings]} for key in keys],
             }
         )
 
-    def _together(self, run: RunEntry) -> Path:
-        """Where `fewer compare` writes its page on this and the runs beside it; what is above our root is not ours."""
+    def _comparison_report(self, run: RunEntry) -> Path:
+        """The page that `fewer compare` writes next to its runs, unless it is outside the root."""
         inside = run.path.parent.is_relative_to(self.catalog.root)
         return (run.path.parent if inside else run.path) / REPORT
 
     def curve(self, request: Request) -> Response:
-        """Figures by round."""
-        return answer({"points": self.catalog.curve(self._run(request))})
+        """Metrics by round."""
+        return json_response({"points": self.catalog.curve(self._find_run(request))})
 
     def tally(self, request: Request) -> Response:
-        """Faults and messages, added up as far as read by now."""
-        return answer(self.catalog.tally(self._run(request)))
+        """Totals of faults and messages, as far as they have been read."""
+        return json_response(self.catalog.tally(self._find_run(request)))
 
     def events(self, request: Request) -> Response:
-        """What happened, the newest first."""
-        lines, before = self._page(request, EVENTS)
-        return answer({"events": [event for line in lines if (event := read_line(line))], "before": before})
+        """Events, newest first."""
+        lines, before = self._read_page(request, EVENTS)
+        return json_response({"events": [event for line in lines if (event := parse_line(line))], "before": before})
 
     def ledger(self, request: Request) -> Response:
-        """Messages, the newest first."""
-        lines, before = self._page(request, LEDGER)
+        """Messages, newest first."""
+        lines, before = self._read_page(request, LEDGER)
         rows = [line.decode(errors="replace").split(",") for line in lines]
-        return answer({"rows": [row for row in rows if row[0].isdecimal()], "before": before})
+        return json_response({"rows": [row for row in rows if row[0].isdecimal()], "before": before})
 
     def log(self, request: Request) -> Response:
-        """The last words of `fewer resume` that was started from here."""
-        lines, _ = self._page(request, LOG)
-        return answer({"lines": [line.decode(errors="replace") for line in reversed(lines)]})
+        """The last lines of output of a `fewer resume` started by the dashboard."""
+        lines, _ = self._read_page(request, LOG)
+        return json_response({"lines": [line.decode(errors="replace") for line in reversed(lines)]})
 
-    def _page(self, request: Request, name: str) -> tuple[Sequence[bytes], int]:
+    def _read_page(self, request: Request, name: str) -> tuple[Sequence[bytes], int]:
         before = request.query_params.get("before")
-        limit = _number(request.query_params.get("limit"), 50)
-        return newest(self._run(request).path / name, limit, None if before is None else _number(before, 0, ANY))
+        limit = _parse_number(request.query_params.get("limit"), 50)
+        offset = None if before is None else _parse_number(before, 0, MAX_OFFSET)
+        return read_last_lines(self._find_run(request).path / name, limit, offset)
 
     def report(self, request: Request) -> Response:
-        """The page that was written on the run, or on all runs of its comparison together."""
-        run = self._run(request)
-        path = self._together(run) if request.query_params.get("together") else run.path / REPORT
+        """The report of a run, or of the comparison that it belongs to."""
+        run = self._find_run(request)
+        path = self._comparison_report(run) if request.query_params.get("together") else run.path / REPORT
         try:
             page = path.read_bytes()
         except OSError:
-            raise RunError("there is no report of this run") from None
-        return Response(page, media_type="text/html", headers={"content-security-policy": _REPORT})
+            raise RunError("this run has no report: fewer report RUN writes one") from None
+        return Response(page, media_type="text/html", headers={"content-security-policy": _REPORT_POLICY})
 
     async def follow(self, request: Request) -> Response:
-        """Rows that change, of the runs that are named, as they change."""
-        ids = _ids(request)
+        """Stream the rows of the given runs whenever they change."""
+        ids = _run_ids(request)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        return StreamingResponse(self._changes(ids), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._stream_changes(ids), media_type="text/event-stream", headers=headers)
 
-    async def _changes(self, ids: Sequence[str]) -> AsyncIterator[str]:
-        told: dict[str, int] = {}
+    async def _stream_changes(self, ids: Sequence[str]) -> AsyncIterator[str]:
+        revisions: dict[str, int] = {}
         totals: dict[str, Any] = {}
         quiet = 0.0
         while not self.closing():
             await run_in_threadpool(self.catalog.refresh)
-            runs = [run for id in ids if (run := self.catalog.runs.get(id)) and run.revision != told.get(id)]
-            now = self._totals()
-            if runs or now != totals:
-                told |= {run.id: run.revision for run in runs}
-                totals, quiet = now, 0.0
-                yield f"data: {_text({'rows': [run.row for run in runs], **now})}\n\n"
-            elif (quiet := quiet + TICK) >= QUIET:
+            runs = [run for id in ids if (run := self.catalog.runs.get(id)) and run.revision != revisions.get(id)]
+            new_totals = self._totals()
+            if runs or new_totals != totals:
+                revisions |= {run.id: run.revision for run in runs}
+                totals, quiet = new_totals, 0.0
+                yield f"data: {_dump_json({'rows': [run.row for run in runs], **totals})}\n\n"
+            elif (quiet := quiet + FOLLOW_INTERVAL) >= KEEPALIVE_INTERVAL:
                 quiet = 0.0
-                yield ": still here\n\n"
-            await asyncio.sleep(TICK)
+                yield ": keepalive\n\n"
+            await asyncio.sleep(FOLLOW_INTERVAL)
 
-    # --- acting -------------------------------------------------------------------------------------------------
+    # --- control ------------------------------------------------------------------------------------------------
 
     def stop(self, request: Request) -> Response:
-        """Interrupt a run."""
-        return answer({"process": self.control.stop(self._run(request).path)})
+        """Stop a run."""
+        return json_response({"process": self.control.stop(self._find_run(request).path)})
 
     def resume(self, request: Request) -> Response:
-        """Go on with a run."""
-        run = self._run(request)
+        """Resume a run."""
+        run = self._find_run(request)
         with self.resuming:
-            self.catalog.look_at(run)
-            if run.state not in ("stopped", "broken"):
-                raise RunError(f"{run.path} is {run.state}")
+            self.catalog.refresh_run(run)
+            if run.state not in ("stopped", "crashed"):
+                raise RunError(f"cannot resume {run.path}: it is {run.state}")
             process = self.control.resume(run.path, run.description)
-            self.catalog.look_at(run)
-        return answer({"process": process})
+            self.catalog.refresh_run(run)
+        return json_response({"process": process})
 
 
-def _statics() -> dict[str, tuple[bytes, str]]:
+def _read_static_files() -> dict[str, tuple[bytes, str]]:
     folder = files("fewer.dash") / "static"
     return {
-        entry.name: (entry.read_bytes(), KINDS[Path(entry.name).suffix])
+        entry.name: (entry.read_bytes(), MEDIA_TYPES[Path(entry.name).suffix])
         for entry in folder.iterdir()
-        if Path(entry.name).suffix in KINDS
+        if Path(entry.name).suffix in MEDIA_TYPES
     }
 
 
-_STATIC = _statics()
+_STATIC = _read_static_files()
 
 
-def _ids(request: Request) -> list[str]:
-    return list(dict.fromkeys(filter(None, request.query_params.get("ids", "").split(","))))[:LARGEST]
+def _run_ids(request: Request) -> list[str]:
+    return list(dict.fromkeys(filter(None, request.query_params.get("ids", "").split(","))))[:MAX_ROWS]
 
 
-def _differ(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
-    known = [each[key] for each in settings if key in each]
-    return key not in HIDDEN and any(value != known[0] for value in known)
+def _differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
+    values = [each[key] for each in settings if key in each]
+    return key not in HIDDEN_SETTINGS and any(value != values[0] for value in values)
 
 
-def _has(run: RunEntry, words: Sequence[str]) -> bool:
+def _contains(run: RunEntry, words: Sequence[str]) -> bool:
     text = f"{run.name} {run.row['method']} {run.row['data']} {run.state}".lower()
     return all(word in text for word in words)
 
 
-def _number(text: str | None, default: int, most: int = LARGEST) -> int:
+def _parse_number(text: str | None, default: int, maximum: int = MAX_ROWS) -> int:
     if text is None:
         return default
     if not (text.isascii() and text.isdecimal()):
-        raise SettingError(f"'{text[:20]}' is not a number")
-    return min(int(text[:20]), most)
+        raise SettingError(f"expected a number, got '{text[:20]}'")
+    return min(int(text[:20]), maximum)
 
 
-def answer(value: Any) -> Response:
-    """JSON that a browser can read, and does not keep."""
-    return Response(_text(value), media_type="application/json", headers={"cache-control": "no-store"})
+def json_response(value: Any) -> Response:
+    """A JSON response that browsers do not cache."""
+    return Response(_dump_json(value), media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def _text(value: Any) -> str:
-    return json.dumps(_plain(value), separators=(",", ":"), default=str)
+def _dump_json(value: Any) -> str:
+    return json.dumps(_replace_nonfinite(value), separators=(",", ":"), default=str)
 
 
-def _plain(value: Any) -> Any:
-    """Without numbers that are none, for which JSON has no word."""
+def _replace_nonfinite(value: Any) -> Any:
+    """Replace NaN and infinity with null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): _replace_nonfinite(each) for key, each in value.items()}
+    return [_replace_nonfinite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 # --- serving ----------------------------------------------------------------------------------------------------
 
 
-def application(dashboard: Dashboard, token: str | None, names: Sequence[str], port: int) -> Guard:
-    """All of it, with the guard before it."""
+def create_app(dashboard: Dashboard, token: str | None, names: Sequence[str], port: int) -> Guard:
+    """The application, behind its guard."""
 
-    async def enter(request: Request) -> Response:
+    async def login(request: Request) -> Response:
         body = b""
         async for part in request.stream():
             body += part
             if len(body) > 1000:
                 break
         if not guard.accepts(body[:1000].decode(errors="replace").strip()):
-            return JSONResponse({"error": "this is not the token"}, 403)
+            return JSONResponse({"error": "wrong token"}, 403)
         response = JSONResponse({})
-        response.set_cookie(guard.cookie, guard.proof(), httponly=True, samesite="strict")
+        response.set_cookie(guard.cookie_name, guard.cookie_value(), httponly=True, samesite="strict")
         return response
 
-    def refused(_: Request, error: Exception) -> Response:
+    def handle_error(_: Request, error: Exception) -> Response:
         return JSONResponse({"error": str(error)}, 400 if isinstance(error, SettingError) else 409)
 
     app = Starlette(
-        routes=[*dashboard.routes(), Route("/api/enter", enter, methods=["POST"])],
-        exception_handlers={FewerError: refused},
+        routes=[*dashboard.routes(), Route("/api/login", login, methods=["POST"])],
+        exception_handlers={FewerError: handle_error},
     )
     guard = Guard(app, token, names, port)
     return guard
 
 
-def opened(
+def create_server(
     root: Path,
     listening: socket.socket,
     *,
@@ -366,10 +367,10 @@ def opened(
     names: Sequence[str] = (),
     read_only: bool = False,
 ) -> uvicorn.Server:
-    """A server of the runs under a directory, ready to run on a socket that listens."""
+    """A server for the runs under a directory, ready to run on a listening socket."""
     control = Control()
-    dashboard = Dashboard(Catalog(root, control.started), control, read_only)
-    app = application(dashboard, token, names, listening.getsockname()[1])
+    dashboard = Dashboard(Catalog(root, control.start_time), control, read_only)
+    app = create_app(dashboard, token, names, listening.getsockname()[1])
     config = uvicorn.Config(
         app, log_level="error", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=2
     )
@@ -389,29 +390,29 @@ def serve(
     browse: bool = False,
 ) -> None:
     """Serve the runs under a directory until interrupted."""
-    token = token_for(host, token_file)
+    token = choose_token(host, token_file)
     with listen(host, port) as listening:
-        server = opened(root, listening, token=token, names=[*names, host], read_only=read_only)
+        server = create_server(root, listening, token=token, names=[*names, host], read_only=read_only)
         name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listening.getsockname()[1]}/"
         print(f"Runs under {root}: {address}" + (f"#token={token}" if token and not token_file else ""))
         if token_file:
             print(f"The page asks for the token in {token_file}.")
-        end = "nothing can be stopped or resumed from it" if read_only else "runs go on"
-        print(f"Ctrl-C ends the dashboard; {end}.", flush=True)
+        mode = "The dashboard is read-only." if read_only else "Runs continue when the dashboard stops."
+        print(f"Press Ctrl-C to stop. {mode}", flush=True)
         if browse:
-            webbrowser.open(address)  # without the token: others can see what programs are started with
+            webbrowser.open(address)  # without the token: other users can see the arguments of processes
         server.run(sockets=[listening])
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; SettingError where it cannot."""
+    """A listening socket; SettingError if the address cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror or error)
-        other = "--port N takes another, 0 any free one"
+        hint = "choose another with --port N, or --port 0 for any free one"
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-            other = "--host takes an address of this machine"
-        raise SettingError(f"{host}:{port} cannot be listened on: {reason} ({other})") from None
+            hint = "--host must be an address of this machine"
+        raise SettingError(f"cannot listen on {host}:{port}: {reason} ({hint})") from None

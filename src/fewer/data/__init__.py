@@ -1,4 +1,4 @@
-"""What clients hold: samples, the ways to divide them, the embedded sets, and a user's own arrays."""
+"""Federated data: samples, partitions among clients, built-in data sets, and user arrays."""
 
 from fewer.data.federated import ArrayData, ClientData, Data, federate, from_arrays, from_clients, from_dataset
 from fewer.data.raw_dataset import RawDataset

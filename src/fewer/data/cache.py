@@ -1,4 +1,4 @@
-"""Arrays that are costly to make, made once and kept: $FEWER_CACHE, by default ~/.cache/fewer."""
+"""A cache of arrays that are expensive to build, in $FEWER_CACHE (by default ~/.cache/fewer)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fewer.errors import DataError
 Arrays = dict[str, NDArray[Any]]
 
 
-def cached(name: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
-    """The arrays under this name, from the cache or made now. They are mapped from disk, and read when they are used.
+def cached(name: str, build: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
+    """Returns the arrays in the cache under `name`, and builds them first if needed. They are memory-mapped.
 
-    Safe against two processes (the second waits for the first) and against a kill: an entry is a directory that gets
-    its name only when it is whole.
+    Safe for concurrent processes: the second waits for the first. Safe against a kill: an entry is a directory that
+    gets its final name only once it is complete.
     """
     root = Path(os.environ.get("FEWER_CACHE") or Path.home() / ".cache" / "fewer")
     entry = root / name
@@ -32,17 +32,17 @@ def cached(name: str, make: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
             with (root / f"{name}.lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 if not entry.is_dir():
-                    _keep(entry, make())
+                    _write_entry(entry, build())
         return {file.stem: np.load(file, mmap_mode="c") for file in sorted(entry.glob("*.npy"))}
     except OSError as error:
         raise DataError(
-            f"cache {entry} cannot be used: {error.strerror or error} (FEWER_CACHE names another place)"
+            f"cannot use the cache {entry}: {error.strerror or error}; set FEWER_CACHE to another directory"
         ) from error
     except ValueError as error:
-        raise DataError(f"cache {entry} is damaged: {error} (remove it, and it is made anew)") from error
+        raise DataError(f"cache {entry} is damaged: {error}; remove it to rebuild it") from error
 
 
-def _keep(entry: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+def _write_entry(entry: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
     draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
     try:
         for key, array in arrays.items():

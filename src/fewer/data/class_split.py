@@ -1,4 +1,4 @@
-"""Classes set apart: some that clients train on, others that they never meet."""
+"""Seen and unseen classes: clients train on the seen ones only."""
 
 from __future__ import annotations
 
@@ -8,68 +8,68 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.federated import TEST_SHARE, hold_out
+from fewer.data.federated import TEST_FRACTION, hold_out_rows
 from fewer.data.raw_dataset import Inputs, RawDataset
 from fewer.errors import SettingError
 
 OPTIONS = ("classes", "unseen_classes")
-"""Options that all data has."""
+"""Options that every data set accepts."""
 Rows = NDArray[np.int64]
 
 
-def set_apart(raw: RawDataset, classes: Any = None, unseen: Any = None, name: str = "") -> RawDataset:
-    """The same data without samples of `unseen` classes to train on: all of these are for testing.
+def split_seen_unseen(raw: RawDataset, classes: Any = None, unseen_classes: Any = None, name: str = "") -> RawDataset:
+    """Moves all samples of `unseen_classes` to the test set.
 
-    Of the other classes only `classes` are kept, if they are named. Both are class numbers: 3, "0-9" or "0-9,20,30-39".
-    Labels keep their numbers.
+    If `classes` is given, only these of the other classes are kept. Both name class labels: 3, "0-9" or
+    "0-9,20,30-39". Labels do not change.
     """
     x, y, owners = raw.x, raw.y, raw.client_ids
     if raw.test is None:
-        train, test = hold_out(raw, np.arange(len(y)), TEST_SHARE)
+        train, test = hold_out_rows(raw, np.arange(len(y)), TEST_FRACTION)
     else:
         train, test = np.arange(len(y)), len(y) + np.arange(len(raw.test[1]))
-        x, y = _joined(x, raw.test[0]), np.concatenate([y, raw.test[1]])
+        x, y = _concatenate(x, raw.test[0]), np.concatenate([y, raw.test[1]])
         known = raw.client_ids is not None and raw.test_client_ids is not None
         owners = np.concatenate([raw.client_ids, raw.test_client_ids]) if known else None
-    there = set(np.unique(y).tolist())
-    away = _numbers("unseen_classes", unseen, there, name) if unseen is not None else set()
-    kept = _numbers("classes", classes, there, name) if classes is not None else there - away
-    if both_ways := sorted(kept & away):
-        raise SettingError(f"class {both_ways[0]} of data '{name}' is both in classes and unseen")
-    if not kept:
-        raise SettingError(f"unseen = {unseen} leaves no class of data '{name}' to train on")
-    train = train[np.isin(y[train], sorted(kept))]
-    test = np.concatenate([test[np.isin(y[test], sorted(kept))], np.flatnonzero(np.isin(y, sorted(away)))])
+    present = set(np.unique(y).tolist())
+    unseen = _parse_classes("unseen_classes", unseen_classes, present, name) if unseen_classes is not None else set()
+    seen = _parse_classes("classes", classes, present, name) if classes is not None else present - unseen
+    if overlap := sorted(seen & unseen):
+        raise SettingError(f"class {overlap[0]} of data '{name}' is in both classes and unseen_classes")
+    if not seen:
+        raise SettingError(f"unseen_classes = {unseen_classes} leaves no class of data '{name}' to train on")
+    train = train[np.isin(y[train], sorted(seen))]
+    test = np.concatenate([test[np.isin(y[test], sorted(seen))], np.flatnonzero(np.isin(y, sorted(unseen)))])
     return replace(
         raw,
-        x=_rows(x, train),
+        x=_select_rows(x, train),
         y=y[train],
-        test=(_rows(x, test), y[test]),
+        test=(_select_rows(x, test), y[test]),
         client_ids=None if raw.client_ids is None else raw.client_ids[train],
         test_client_ids=None if owners is None else owners[test],
     )
 
 
-def _numbers(what: str, given: Any, there: set[int], name: str) -> set[int]:
-    """Class numbers from a number, a list of them, or a text of numbers and ranges."""
-    parts = given if isinstance(given, list) else str(given).split(",")
-    found: set[int] = set()
+def _parse_classes(option: str, value: Any, present: set[int], name: str) -> set[int]:
+    """Parses class labels from a number, a list of numbers, or a text of numbers and ranges."""
+    parts = value if isinstance(value, list) else str(value).split(",")
+    classes: set[int] = set()
     for part in parts:
         first, dash, last = str(part).strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise SettingError(f"{what} = {given} of data '{name}' (allowed: class numbers and ranges, as 0-9,20)")
-        wanted = range(int(first), int(last or first) + 1)  # however long: it ends at the first that is not there
-        if (odd := next((label for label in wanted if label not in there), None)) is not None:
-            raise SettingError(f"{what} = {given}, but data '{name}' has no samples of class {odd}")
-        found.update(wanted)
-    if not found:
-        raise SettingError(f"{what} = {given} of data '{name}' names no class")
-    return found
+            raise SettingError(f"{option} of data '{name}' must be class labels and ranges like 0-9,20, got {value}")
+        labels = range(int(first), int(last or first) + 1)  # may be huge: the search below stops at the first gap
+        if (missing := next((label for label in labels if label not in present), None)) is not None:
+            raise SettingError(f"{option} = {value}, but data '{name}' has no samples of class {missing}")
+        classes.update(labels)
+    if not classes:
+        raise SettingError(f"{option} = {value} of data '{name}' names no class")
+    return classes
 
 
-def _joined(x: Inputs, more: Inputs) -> Inputs:
+def _concatenate(x: Inputs, more: Inputs) -> Inputs:
     return x + list(more) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(more)])
 
 
-def _rows(x: Inputs, rows: Rows) -> Inputs:
+def _select_rows(x: Inputs, rows: Rows) -> Inputs:
     return [x[row] for row in rows] if isinstance(x, list) else x[rows]

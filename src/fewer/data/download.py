@@ -1,4 +1,4 @@
-"""Public data sets fetched from where their makers publish them, checked before they are put in place."""
+"""Downloads public data sets from their official sources and verifies them before use."""
 
 from __future__ import annotations
 
@@ -16,33 +16,34 @@ from urllib.request import Request, urlopen
 from fewer.errors import DataError, unknown
 
 Progress = Callable[[int, int | None], None]
-"""Told how many bytes of a file are there, and how many there will be (None if the server does not say)."""
+"""Callback that receives the bytes downloaded so far and the total size (None if unknown)."""
 
-TRIES = 3
-"""How often a broken connection is taken up again before giving up."""
+MAX_ATTEMPTS = 3
+"""Attempts per file. Each resumes the partial download."""
 TIMEOUT = 30.0
+"""Seconds without data after which a connection counts as broken."""
 CHUNK = 1 << 18
 
 
-class Remote(NamedTuple):
-    """A file to fetch: from where, into which folder and under which name, and its published checksum."""
+class RemoteFile(NamedTuple):
+    """A file to download: its URL, target folder and name, and published checksum."""
 
     url: str
     folder: str
     name: str
     checksum: str = ""
-    """Algorithm and digest, as in "md5:…"; empty where none is published."""
+    """Algorithm and digest, as in "md5:…"; empty if none is published."""
 
 
-def _idx_files(base: str, folder: str, *checksums: str) -> tuple[Remote, ...]:
+def _list_idx_files(base: str, folder: str, *checksums: str) -> tuple[RemoteFile, ...]:
     names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
     return tuple(
-        Remote(f"{base}/{name}-ubyte.gz", folder, f"{name}-ubyte.gz", f"md5:{checksum}")
+        RemoteFile(f"{base}/{name}-ubyte.gz", folder, f"{name}-ubyte.gz", f"md5:{checksum}")
         for name, checksum in zip(names, checksums, strict=True)
     )
 
 
-_MNIST = _idx_files(
+_MNIST = _list_idx_files(
     "https://ossci-datasets.s3.amazonaws.com/mnist",
     "mnist",
     "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -53,9 +54,9 @@ _MNIST = _idx_files(
 _QMNIST = "https://raw.githubusercontent.com/facebookresearch/qmnist/master"
 _OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python"
 
-SETS: dict[str, tuple[Remote, ...]] = {
+DOWNLOADS: dict[str, tuple[RemoteFile, ...]] = {
     "mnist": _MNIST,
-    "fashion-mnist": _idx_files(
+    "fashion-mnist": _list_idx_files(
         "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
         "fashion-mnist",
         "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
@@ -65,7 +66,7 @@ SETS: dict[str, tuple[Remote, ...]] = {
     ),
     "qmnist": (
         *(
-            Remote(f"{_QMNIST}/{name}", "qmnist", name, f"md5:{checksum}")
+            RemoteFile(f"{_QMNIST}/{name}", "qmnist", name, f"md5:{checksum}")
             for name, checksum in (
                 ("qmnist-train-labels-idx2-int.gz", "0058f8dd561b90ffdd0f734c6a30e5e4"),
                 ("qmnist-test-labels-idx2-int.gz", "5b5b05890a5e13444e108efe57b788aa"),
@@ -74,7 +75,7 @@ SETS: dict[str, tuple[Remote, ...]] = {
         *_MNIST,
     ),
     "cifar10": (
-        Remote(
+        RemoteFile(
             "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
             "cifar10",
             "cifar-10-python.tar.gz",
@@ -82,7 +83,7 @@ SETS: dict[str, tuple[Remote, ...]] = {
         ),
     ),
     "cifar100": (
-        Remote(
+        RemoteFile(
             "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
             "cifar100",
             "cifar-100-python.tar.gz",
@@ -90,14 +91,14 @@ SETS: dict[str, tuple[Remote, ...]] = {
         ),
     ),
     "omniglot": tuple(
-        Remote(f"{_OMNIGLOT}/{name}", "omniglot", name, f"md5:{checksum}")
+        RemoteFile(f"{_OMNIGLOT}/{name}", "omniglot", name, f"md5:{checksum}")
         for name, checksum in (
             ("images_background.zip", "68d2efa1b9178cc56df9314c21c6e718"),
             ("images_evaluation.zip", "6b91aef0f799c5bb55b94e3f2daec811"),
         )
     ),
     "20newsgroups": (
-        Remote(
+        RemoteFile(
             "https://ndownloader.figshare.com/files/5975967",
             "20newsgroups",
             "20news-bydate.tar.gz",
@@ -105,7 +106,7 @@ SETS: dict[str, tuple[Remote, ...]] = {
         ),
     ),
     "movielens-100k": (
-        Remote(
+        RemoteFile(
             "https://files.grouplens.org/datasets/movielens/ml-100k.zip",
             "movielens-100k",
             "ml-100k.zip",
@@ -113,7 +114,7 @@ SETS: dict[str, tuple[Remote, ...]] = {
         ),
     ),
     "har": (
-        Remote(
+        RemoteFile(
             "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
             "har",
             "har.zip",
@@ -122,100 +123,100 @@ SETS: dict[str, tuple[Remote, ...]] = {
 }
 
 
-def get(name: str, directory: str | Path, progress: Progress | None = None) -> Path:
-    """Fetch a public data set into a data directory, and return the folder it is in.
+def download(name: str, directory: str | Path, progress: Progress | None = None) -> Path:
+    """Downloads a public data set into a data directory and returns its folder.
 
-    Files that are there already are left alone. `progress` is called for each file in turn. A download that breaks
-    off leaves a .part file behind, from which the next call goes on.
+    Existing files are kept. `progress` is called for each file in turn. An interrupted download leaves a .part file,
+    which the next call resumes.
     """
-    if name not in SETS:
-        raise unknown("data to download", name, SETS)
-    for remote in SETS[name]:
+    if name not in DOWNLOADS:
+        raise unknown("data to download", name, DOWNLOADS)
+    for remote in DOWNLOADS[name]:
         target = Path(directory) / remote.folder / remote.name
         if not target.exists():
             _fetch(remote, target, progress)
-    return Path(directory) / SETS[name][0].folder
+    return Path(directory) / DOWNLOADS[name][0].folder
 
 
-def _fetch(remote: Remote, target: Path, progress: Progress | None) -> None:
+def _fetch(remote: RemoteFile, target: Path, progress: Progress | None) -> None:
     part = target.with_name(f"{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(TRIES):
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 if _receive(remote.url, part, progress):
                     break
-                reason = "the connection broke off"
+                reason = "the connection broke"
             except HTTPError as error:
-                raise DataError(_by_other_means(remote, target, f"the server answered {error.code}")) from error
+                raise DataError(_describe_failure(remote, target, f"the server answered {error.code}")) from error
             except (HTTPException, ConnectionError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
-            if attempt == TRIES - 1:
-                kept = part.stat().st_size if part.exists() else 0
-                raise DataError(_by_other_means(remote, target, f"{reason}; {kept} bytes are kept for the next try"))
-        if fault := _fault(part, remote):
+            if attempt == MAX_ATTEMPTS - 1:
+                size = part.stat().st_size if part.exists() else 0
+                raise DataError(_describe_failure(remote, target, f"{reason}; kept {size} bytes for the next attempt"))
+        if fault := _find_fault(part, remote):
             part.unlink()
-            raise DataError(f"the download of {remote.url} is corrupt and has been removed: {fault}")
+            raise DataError(f"removed the corrupt download of {remote.url}: {fault}")
         part.replace(target)
     except OSError as error:
-        raise DataError(_by_other_means(remote, target, str(error))) from error
+        raise DataError(_describe_failure(remote, target, str(error))) from error
 
 
 def _receive(url: str, part: Path, progress: Progress | None) -> bool:
-    """Add to a partial file what is missing of it; whether it is complete now."""
-    have = part.stat().st_size if part.exists() else 0
-    request = Request(url, headers={"User-Agent": "fewer", **({"Range": f"bytes={have}-"} if have else {})})
+    """Resumes a partial file. Returns True once it is complete."""
+    received = part.stat().st_size if part.exists() else 0
+    request = Request(url, headers={"User-Agent": "fewer", **({"Range": f"bytes={received}-"} if received else {})})
     try:
         response = urlopen(request, timeout=TIMEOUT)
     except HTTPError as error:
-        if error.code != 416 or not have:
+        if error.code != 416 or not received:
             raise
-        if error.headers["Content-Range"] == f"bytes */{have}":
+        if error.headers["Content-Range"] == f"bytes */{received}":
             return True
-        part.unlink()  # it is longer than the file: not a part of it
+        part.unlink()  # longer than the remote file, so not a part of it
         return False
     with response:
-        if have and not (response.status == 206 and _begins_at(response, have)):
-            have = 0  # the server cannot go on from there, and sends everything
+        if received and not (response.status == 206 and _starts_at(response, received)):
+            received = 0  # the server does not support ranges and sends the whole file
         length = response.headers["Content-Length"]
-        total = None if length is None else have + int(length)
-        with part.open("ab" if have else "wb") as file:
+        total = None if length is None else received + int(length)
+        with part.open("ab" if received else "wb") as file:
             while chunk := response.read(CHUNK):
                 file.write(chunk)
-                have += len(chunk)
+                received += len(chunk)
                 if progress is not None:
-                    progress(have, total)
-    return total is None or have == total
+                    progress(received, total)
+    return total is None or received == total
 
 
-def _begins_at(response: Any, place: int) -> bool:
-    return str(response.headers["Content-Range"]).startswith(f"bytes {place}-")
+def _starts_at(response: Any, offset: int) -> bool:
+    return str(response.headers["Content-Range"]).startswith(f"bytes {offset}-")
 
 
-def _fault(part: Path, remote: Remote) -> str:
-    """What is wrong with a file; nothing if it is what it should be."""
+def _find_fault(part: Path, remote: RemoteFile) -> str:
+    """Describes what is wrong with a file; empty if it is correct."""
     algorithm, _, expected = (remote.checksum or "sha256:").partition(":")
     with part.open("rb") as file:
-        seen = hashlib.file_digest(file, algorithm).hexdigest()
+        digest = hashlib.file_digest(file, algorithm).hexdigest()
     if expected:
-        return "" if seen == expected else f"its {algorithm} is {seen} where {expected} belongs"
+        return "" if digest == expected else f"its {algorithm} is {digest}, expected {expected}"
     try:
         if remote.name.endswith(".zip"):
             with zipfile.ZipFile(part) as archive:
-                if broken := archive.testzip():
-                    return f"{broken} in it is damaged"
+                if damaged := archive.testzip():
+                    return f"its member {damaged} is damaged"
         else:
             with gzip.open(part) as packed:
                 while packed.read(CHUNK):
                     pass
-    except Exception as error:  # a damaged archive raises any of many kinds
-        return f"it is not a whole archive ({error})"
-    print(f"{remote.name}: sha256 {seen} (its makers publish none to compare with)", file=sys.stderr)
+    except Exception as error:  # damaged archives raise many kinds of errors
+        return f"it is not a complete archive ({error})"
+    print(f"{remote.name}: sha256 {digest} (no published checksum to compare with)", file=sys.stderr)
     return ""
 
 
-def _by_other_means(remote: Remote, target: Path, reason: str) -> str:
+def _describe_failure(remote: RemoteFile, target: Path, reason: str) -> str:
     return (
-        f"cannot download {remote.url}: {reason}. Fetch it by other means and put it at {target}, "
-        f"then point --data-dir or FEWER_DATA to {target.parent.parent}"
+        f"cannot download {remote.url}: {reason}. Download it manually to {target}, "
+        f"then set --data-dir or FEWER_DATA to {target.parent.parent}"
     )

@@ -1,4 +1,4 @@
-"""Federations of clients: neighboring clients that stand together as one."""
+"""Federations of clients: neighboring clients grouped so that each group acts as one client."""
 
 from __future__ import annotations
 
@@ -14,46 +14,50 @@ from fewer.errors import SettingError
 
 @dataclass(frozen=True)
 class Federations(ArrayData):
-    """Data whose clients are federations: each holds what its members hold together."""
+    """Data whose clients are federations. Each holds all samples of its members."""
 
     members: ArrayData = field(kw_only=True)
-    """The data with all members as clients of their own, in the order of their federations."""
+    """The data with every member as a client of its own, ordered by federation."""
 
-    def inside(self, number: int) -> ArrayData:
-        """The members of one federation, as the clients of their own."""
-        first, last = _bounds(len(self.members), len(self))[number : number + 2]
+    def members_of(self, client: int) -> ArrayData:
+        """The members of one federation, each as a client of its own."""
+        first, last = _federation_bounds(len(self.members), len(self))[client : client + 2]
 
-        def cut(parts: Parts) -> Parts:
+        def slice_parts(parts: Parts) -> Parts:
             offsets = parts.offsets[first : last + 1]
             return Parts(parts.rows[offsets[0] : offsets[-1]], offsets - offsets[0])
 
         data = self.members
-        return replace(data, train=cut(data.train), validation=cut(data.validation), tests=cut(data.tests), origin=None)
+        return replace(
+            data,
+            train=slice_parts(data.train),
+            validation=slice_parts(data.validation),
+            tests=slice_parts(data.tests),
+            origin=None,
+        )
 
     def to(self, device: torch.device) -> Federations:
-        """The same data on another device."""
-        return federations(self.members.to(device), len(self))
+        """Copies the data to a device."""
+        return group_clients(self.members.to(device), len(self))
 
-    def held_out(self, share: float, seed: int) -> Federations:
-        """The training data alone, a share of each member's in the place of its test data."""
-        return federations(self.members.held_out(share, seed), len(self))
+    def hold_out(self, fraction: float, seed: int) -> Federations:
+        """Replaces the test data by a fraction of each member's training data."""
+        return group_clients(self.members.hold_out(fraction, seed), len(self))
 
 
-def federations(data: Data, count: int) -> Federations:
-    """The clients of some data in `count` federations, as even as can be."""
+def group_clients(data: Data, count: int) -> Federations:
+    """Groups neighboring clients into `count` federations of nearly equal size."""
     if not isinstance(data, ArrayData):
-        raise SettingError(
-            f"federations = {count}: data '{data.name}' cannot be put together (allowed: data in arrays)"
-        )
+        raise SettingError(f"federations = {count} needs data in arrays; data '{data.name}' is not")
     if not 1 <= count <= len(data):
-        raise SettingError(f"federations = {count}, but there are {len(data)} clients (allowed: 1 … {len(data)})")
-    bounds = _bounds(len(data), count)
-    whole = {part.name: getattr(data, part.name) for part in fields(ArrayData)}
+        raise SettingError(f"federations must be 1 to {len(data)} (the number of clients), got {count}")
+    bounds = _federation_bounds(len(data), count)
+    values = {part.name: getattr(data, part.name) for part in fields(ArrayData)}
     for name in ("train", "validation", "tests"):
-        whole[name] = Parts(whole[name].rows, whole[name].offsets[bounds])
-    return Federations(**whole, members=data)
+        values[name] = Parts(values[name].rows, values[name].offsets[bounds])
+    return Federations(**values, members=data)
 
 
-def _bounds(clients: int, count: int) -> np.ndarray:
-    """The first member of each federation, and the end."""
+def _federation_bounds(clients: int, count: int) -> np.ndarray:
+    """The first member of each federation, then the number of clients."""
     return np.arange(count + 1) * clients // count

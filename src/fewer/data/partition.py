@@ -1,4 +1,4 @@
-"""How samples are divided among clients. A division is `Parts`: the rows of all clients end to end."""
+"""Partitions of samples among clients. A partition is a `Parts`: the rows of all clients, concatenated."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from fewer.choices import Partition
 from fewer.errors import DataError, SettingError, unknown
 
 Rows = NDArray[np.int64]
-TRIES = 1000
+MAX_DRAWS = 1000
 
 
 class Parts(NamedTuple):
-    """Client p has `rows[offsets[p]:offsets[p + 1]]`: two arrays, however many clients there are."""
+    """Row indices by client: client p has `rows[offsets[p]:offsets[p + 1]]`. Two arrays hold any number of clients."""
 
     rows: Rows
     offsets: Rows
 
-    def of(self, client: int) -> Rows:
+    def rows_of(self, client: int) -> Rows:
         """The rows of one client."""
         return self.rows[self.offsets[client] : self.offsets[client + 1]]
 
     @property
     def sizes(self) -> Rows:
-        """How many rows each client has."""
+        """The number of rows of each client."""
         return np.diff(self.offsets)
 
     @classmethod
     def by_owner(cls, rows: Rows, owners: NDArray[np.integer], clients: int) -> Parts:
-        """Parts from the owner of each row; rows of a client stay in the order given."""
+        """Groups rows by owner. The rows of a client keep their order."""
         order = np.argsort(owners, kind="stable")
         offsets = np.zeros(clients + 1, np.int64)
         np.cumsum(np.bincount(owners, minlength=clients), out=offsets[1:])
@@ -40,176 +40,186 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Division:
-    """How to divide: the way, and the settings that some ways have."""
+class PartitionSpec:
+    """The kind of partition and its settings."""
 
     kind: Partition = "dirichlet"
     clients: int = 20
     alpha: float = 0.5
-    """Skew of the dirichlet ways and of quantity: small is skewed."""
+    """Dirichlet concentration (dirichlet, dirichlet-pairs, quantity). Small values skew more."""
     min_samples: int = 10
-    """Training samples that each client gets at least (dirichlet ways and quantity)."""
+    """Minimum training samples per client (dirichlet, dirichlet-pairs, quantity)."""
     classes: int = 2
-    """Classes that each client holds (pathological)."""
+    """Classes per client (pathological)."""
     shards: int = 2
-    """Shards that each client gets (shards)."""
+    """Shards per client (shards)."""
 
-    def check(self, seed: int = 0) -> None:
-        """SettingError where no data could be divided so."""
+    def validate(self, seed: int = 0) -> None:
+        """Raises SettingError if no data can be partitioned with these settings."""
         if seed < 0:
-            raise SettingError(f"seed = {seed} (allowed: 0 or more)")
+            raise SettingError(f"seed must be >= 0, got {seed}")
         if self.clients < 1:
-            raise SettingError(f"clients = {self.clients} (allowed: 1 or more)")
+            raise SettingError(f"clients must be >= 1, got {self.clients}")
         if self.alpha <= 0:
-            raise SettingError(f"alpha = {self.alpha:g} (allowed: more than 0)")
+            raise SettingError(f"alpha must be > 0, got {self.alpha:g}")
 
 
-def iid(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Even shares at random."""
+def partition_iid(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
+    """Equal random shares."""
     count = len(labels)
-    return Parts.by_owner(draw.permutation(count), np.arange(count) * how.clients // max(count, 1), how.clients)
+    return Parts.by_owner(rng.permutation(count), np.arange(count) * spec.clients // max(count, 1), spec.clients)
 
 
-def dirichlet(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Each class is divided in proportions drawn from Dirichlet(alpha), anew until each client has the minimum."""
+def partition_dirichlet(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
+    """Splits each class in proportions drawn from Dirichlet(alpha). Redraws until each client has the minimum."""
     classes = int(labels.max(initial=-1)) + 1
     counts = np.bincount(labels, minlength=classes)
-    for _ in range(TRIES):
-        shares = draw.dirichlet(np.full(how.clients, how.alpha), classes)
-        if _cut(shares, counts).sum(axis=0).min() >= how.min_samples:
-            return deal(labels, shares, draw)
+    for _ in range(MAX_DRAWS):
+        proportions = rng.dirichlet(np.full(spec.clients, spec.alpha), classes)
+        if _count_by_client(proportions, counts).sum(axis=0).min() >= spec.min_samples:
+            return split_by_proportions(labels, proportions, rng)
     raise SettingError(
-        f"{how.kind} with alpha = {how.alpha:g} leaves some of {how.clients} clients with fewer than {how.min_samples} of "
-        f"{len(labels)} samples (allowed: a larger alpha, fewer clients, or a smaller minimum)"
+        f"{spec.kind} with alpha = {spec.alpha:g} leaves some of {spec.clients} clients with fewer than "
+        f"{spec.min_samples} of {len(labels)} samples; raise alpha, or lower clients or min_samples_per_client"
     )
 
 
-def dirichlet_pairs(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Even random shares go to pairs of clients, and each pair divides its share by dirichlet (as MetaFed's data)."""
-    pairs = iid(labels, replace(how, clients=(how.clients + 1) // 2), draw)
+def partition_dirichlet_pairs(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
+    """Gives equal random shares to pairs of clients. Each pair splits its share by dirichlet (as in MetaFed)."""
+    pairs = partition_iid(labels, replace(spec, clients=(spec.clients + 1) // 2), rng)
     owners = np.empty(len(labels), np.int64)
     for pair in range(len(pairs.sizes)):
-        rows, first = pairs.of(pair), 2 * pair
-        inside = dirichlet(labels[rows], replace(how, clients=min(2, how.clients - first)), draw)
-        owners[rows[inside.rows]] = first + np.repeat(np.arange(len(inside.sizes)), inside.sizes)
-    return Parts.by_owner(np.arange(len(labels)), owners, how.clients)
+        rows, first = pairs.rows_of(pair), 2 * pair
+        halves = partition_dirichlet(labels[rows], replace(spec, clients=min(2, spec.clients - first)), rng)
+        owners[rows[halves.rows]] = first + np.repeat(np.arange(len(halves.sizes)), halves.sizes)
+    return Parts.by_owner(np.arange(len(labels)), owners, spec.clients)
 
 
-def pathological(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Each client holds a few classes only; those who hold a class share it evenly."""
-    held = np.unique(labels)
-    if not 1 <= how.classes <= len(held):
+def partition_pathological(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
+    """Gives each client a few classes only. All holders of a class get equal shares of it."""
+    present = np.unique(labels)
+    if not 1 <= spec.classes <= len(present):
         raise SettingError(
-            f"{how.classes} classes for each client, but there are {len(held)} (allowed: 1 … {len(held)})"
+            f"classes_per_client must be 1 to {len(present)} (the classes in the data), got {spec.classes}"
         )
-    if how.clients * how.classes < len(held):
-        raise SettingError(f"{how.clients} clients with {how.classes} classes each cannot hold all {len(held)} classes")
-    shares = np.zeros((int(held.max()) + 1, how.clients))
-    used = np.zeros(len(held), np.int64)
-    for client in range(how.clients):  # the classes that fewest have so far, ties at random
-        chosen = np.lexsort((draw.random(len(held)), used))[: how.classes]
-        used[chosen] += 1
-        shares[held[chosen], client] = 1
-    return deal(labels, shares / np.maximum(shares.sum(axis=1, keepdims=True), 1), draw)
+    if spec.clients * spec.classes < len(present):
+        raise SettingError(
+            f"{spec.clients} clients with {spec.classes} classes each cannot hold all {len(present)} classes; "
+            "raise clients or classes_per_client"
+        )
+    proportions = np.zeros((int(present.max()) + 1, spec.clients))
+    holders = np.zeros(len(present), np.int64)
+    for client in range(spec.clients):  # the classes with the fewest holders so far, ties broken at random
+        chosen = np.lexsort((rng.random(len(present)), holders))[: spec.classes]
+        holders[chosen] += 1
+        proportions[present[chosen], client] = 1
+    return split_by_proportions(labels, proportions / np.maximum(proportions.sum(axis=1, keepdims=True), 1), rng)
 
 
-def shards(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Shards of one class each, and each client is dealt a few of them; a class has as many as its share of the samples.
+def partition_shards(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
+    """Cuts each class into shards and assigns a few random shards to each client.
 
-    Where there are fewer shards than classes, samples sorted by class are cut into equal shards.
+    A class has shards in proportion to its samples. With fewer shards than classes, samples sorted by class are cut
+    into equal shards.
     """
-    count = how.clients * how.shards
-    if not how.shards >= 1 or count > len(labels):
-        raise SettingError(f"{count} shards of {len(labels)} samples (allowed: shards = 1 or more, a sample in each)")
-    order = draw.permutation(len(labels))
+    count = spec.clients * spec.shards
+    if spec.shards < 1:
+        raise SettingError(f"shards must be >= 1, got {spec.shards}")
+    if count > len(labels):
+        raise SettingError(f"{count} shards need at least {count} samples, got {len(labels)}; lower clients or shards")
+    order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
     owners = np.empty(count, np.int64)
-    owners[draw.permutation(count)] = np.arange(count) // how.shards
-    return Parts.by_owner(order, np.repeat(owners, _shard_sizes(labels, count)), how.clients)
+    owners[rng.permutation(count)] = np.arange(count) // spec.shards
+    return Parts.by_owner(order, np.repeat(owners, _compute_shard_sizes(labels, count)), spec.clients)
 
 
-def _shard_sizes(labels: Rows, count: int) -> Rows:
-    """How many samples each of `count` shards has, class by class."""
+def _compute_shard_sizes(labels: Rows, count: int) -> Rows:
+    """The number of samples in each of `count` shards, class by class."""
     _, sizes = np.unique(labels, return_counts=True)
     if count < len(sizes):
         sizes = np.array([len(labels)])
-    each = np.maximum(1, count * sizes // len(labels))
-    while each.sum() < count:
-        each[np.argmax(sizes / each)] += 1
-    while each.sum() > count:
-        each[np.argmin(np.where(each > 1, sizes / each, np.inf))] -= 1
-    return np.concatenate([np.diff(-(-np.arange(n + 1) * size // n)) for n, size in zip(each, sizes, strict=True)])
+    shards = np.maximum(1, count * sizes // len(labels))
+    while shards.sum() < count:
+        shards[np.argmax(sizes / shards)] += 1
+    while shards.sum() > count:
+        shards[np.argmin(np.where(shards > 1, sizes / shards, np.inf))] -= 1
+    return np.concatenate([np.diff(-(-np.arange(n + 1) * size // n)) for n, size in zip(shards, sizes, strict=True)])
 
 
-def quantity(labels: Rows, how: Division, draw: np.random.Generator) -> Parts:
-    """Clients of very different size, their sizes drawn from Dirichlet(alpha); classes as in the whole."""
-    return dirichlet(np.zeros_like(labels), how, draw)
+def partition_quantity(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
+    """Skews client sizes by Dirichlet(alpha). Class proportions stay those of the whole data set."""
+    return partition_dirichlet(np.zeros_like(labels), spec, rng)
 
 
-def follow(parts: Parts, labels: Rows, tested: Rows, draw: np.random.Generator) -> Parts:
-    """Test samples divided like the training samples: of each class, a client tests on the share it trains on."""
+PARTITIONERS = {
+    "iid": partition_iid,
+    "dirichlet": partition_dirichlet,
+    "dirichlet-pairs": partition_dirichlet_pairs,
+    "pathological": partition_pathological,
+    "shards": partition_shards,
+    "quantity": partition_quantity,
+}
+
+
+def partition_like(parts: Parts, labels: Rows, test_labels: Rows, rng: np.random.Generator) -> Parts:
+    """Partitions test samples like the training samples: each client gets the same proportion of each class."""
     clients = len(parts.sizes)
-    classes = int(max(labels.max(initial=-1), tested.max(initial=-1))) + 1
+    classes = int(max(labels.max(initial=-1), test_labels.max(initial=-1))) + 1
     owners = np.repeat(np.arange(clients), parts.sizes)
     counts = np.bincount(labels[parts.rows] * clients + owners, minlength=classes * clients).reshape(classes, clients)
     totals = counts.sum(axis=1, keepdims=True)
-    shares = np.where(totals > 0, counts / np.maximum(totals, 1), 1 / clients)  # a class that nobody trains on: evenly
-    return deal(tested, shares, draw)
+    # Classes without training samples are split equally.
+    proportions = np.where(totals > 0, counts / np.maximum(totals, 1), 1 / clients)
+    return split_by_proportions(test_labels, proportions, rng)
 
 
-def deal(labels: Rows, shares: NDArray[np.float64], draw: np.random.Generator) -> Parts:
-    """Divide the samples of each class among clients in the given shares (classes × clients), which add up to 1."""
-    order = draw.permutation(len(labels))
+def split_by_proportions(labels: Rows, proportions: NDArray[np.float64], rng: np.random.Generator) -> Parts:
+    """Splits each class at random in the given proportions (classes × clients), which sum to 1 over clients."""
+    order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
-    sizes = _cut(shares, np.bincount(labels, minlength=len(shares)))
-    owners = np.tile(np.arange(shares.shape[1]), len(shares))
-    return Parts.by_owner(order, np.repeat(owners, sizes.reshape(-1)), shares.shape[1])
+    sizes = _count_by_client(proportions, np.bincount(labels, minlength=len(proportions)))
+    owners = np.tile(np.arange(proportions.shape[1]), len(proportions))
+    return Parts.by_owner(order, np.repeat(owners, sizes.reshape(-1)), proportions.shape[1])
 
 
-def _cut(shares: NDArray[np.float64], counts: Rows) -> Rows:
-    """How many samples each client gets of each class, all of them given out."""
-    bounds = np.cumsum(shares, axis=1)
+def _count_by_client(proportions: NDArray[np.float64], counts: Rows) -> Rows:
+    """Converts proportions to whole numbers of samples (classes × clients) that use up every sample."""
+    bounds = np.cumsum(proportions, axis=1)
     ends = np.floor(bounds * counts[:, None] + 1e-9).astype(np.int64)
     ends[:, -1] = np.where(bounds[:, -1] > 0, counts, 0)
     return np.diff(ends, axis=1, prepend=0)
 
 
-WAYS = {
-    "iid": iid,
-    "dirichlet": dirichlet,
-    "dirichlet-pairs": dirichlet_pairs,
-    "pathological": pathological,
-    "shards": shards,
-    "quantity": quantity,
-}
+def hold_out_fraction(parts: Parts, fraction: float, rng: np.random.Generator | None) -> tuple[Parts, Parts]:
+    """Splits a fraction off each client's rows: random ones, or the last ones if `rng` is None.
 
-
-def split_off(parts: Parts, fraction: float, draw: np.random.Generator | None) -> tuple[Parts, Parts]:
-    """Take a share of each client's rows away, at random or (no `draw`) the last ones: what is left, what was taken."""
+    Returns the remaining and the held-out rows.
+    """
     if not 0 < fraction < 1:
-        raise SettingError(f"a share of {fraction:g} cannot be held out (allowed: more than 0, less than 1)")
+        raise SettingError(f"the fraction to hold out must be > 0 and < 1, got {fraction:g}")
     owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
-    place = np.arange(len(owners)) - np.repeat(parts.offsets[:-1], parts.sizes)
-    shuffled = parts.rows
-    if draw is None:
-        place = np.repeat(parts.sizes, parts.sizes) - 1 - place  # counted from the end
+    position = np.arange(len(owners)) - np.repeat(parts.offsets[:-1], parts.sizes)
+    rows = parts.rows
+    if rng is None:
+        position = np.repeat(parts.sizes, parts.sizes) - 1 - position  # from the end
     else:
-        shuffled = shuffled[np.lexsort((draw.random(len(owners)), owners))]  # within each client
-    taken = place < np.repeat(np.floor(parts.sizes * fraction), parts.sizes)
+        rows = rows[np.lexsort((rng.random(len(owners)), owners))]  # shuffled within each client
+    held_out = position < np.repeat(np.floor(parts.sizes * fraction), parts.sizes)
 
-    def keep(mask: NDArray[np.bool_]) -> Parts:
-        return Parts.by_owner(shuffled[mask], owners[mask], len(parts.sizes))
+    def select(mask: NDArray[np.bool_]) -> Parts:
+        return Parts.by_owner(rows[mask], owners[mask], len(parts.sizes))
 
-    return keep(~taken), keep(taken)
+    return select(~held_out), select(held_out)
 
 
-def divide(how: Division, train: Rows, test: Rows, seed: int) -> tuple[Parts, Parts]:
-    """Divide training labels among clients as `how` says, and test labels alike."""
-    if how.kind not in WAYS:
-        raise unknown("partition", how.kind, WAYS)
-    how.check()
-    if len(train) < how.clients:
-        raise DataError(f"{len(train)} training samples cannot be divided among {how.clients} clients")
-    draw = np.random.default_rng(seed)
-    parts = WAYS[how.kind](train, how, draw)
-    return parts, follow(parts, train, test, draw)
+def partition_labels(spec: PartitionSpec, train_labels: Rows, test_labels: Rows, seed: int) -> tuple[Parts, Parts]:
+    """Partitions training samples by `spec`, and test samples in the same class proportions."""
+    if spec.kind not in PARTITIONERS:
+        raise unknown("partition", spec.kind, PARTITIONERS)
+    spec.validate()
+    if len(train_labels) < spec.clients:
+        raise DataError(f"cannot partition {len(train_labels)} training samples among {spec.clients} clients")
+    rng = np.random.default_rng(seed)
+    parts = PARTITIONERS[spec.kind](train_labels, spec, rng)
+    return parts, partition_like(parts, train_labels, test_labels, rng)

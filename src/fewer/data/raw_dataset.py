@@ -1,4 +1,4 @@
-"""Data as a source has it, before it is divided among clients."""
+"""A data set as its source provides it, before it is partitioned among clients."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 
 Array = NDArray[Any]
 Inputs = Array | Tensor | list[str]
-"""Images as bytes, features or series as floats, token numbers as integers, or texts."""
+"""Images as bytes, features or time series as floats, token ids as integers, or texts."""
 
 
 @dataclass(frozen=True)
 class RawDataset:
-    """Inputs and class numbers, and what a source knows besides."""
+    """Inputs, labels, and whatever else the source knows."""
 
     x: Inputs
-    """Images as bytes, features or series as floats, token numbers as integers, or texts."""
+    """Images as bytes, features or time series as floats, token ids as integers, or texts."""
     y: Array
-    """Class numbers from 0 on."""
+    """Class labels, starting at 0."""
     test: tuple[Inputs, Array] | None = None
-    """Inputs and labels for testing; None where the source has no such division."""
+    """Test inputs and labels; None if the source has no test set."""
     client_ids: Array | None = None
-    """Whom each training sample belongs to (names or numbers; of windows of a long text, -1 is nobody's)."""
+    """The owner of each training sample (a name or number). In windows of one long text, -1 marks rows to skip."""
     test_client_ids: Array | None = None
-    """Whom each test sample belongs to."""
-    names: tuple[str, ...] = ()
-    """What the classes are called."""
+    """The owner of each test sample."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes."""
     tokens: tuple[str, ...] = ()
-    """The vocabulary, where inputs are token numbers; token 0 fills up short texts or stands for unknown ones."""
-    normal: tuple[float, float] | None = None
-    """Mean and deviation of pixels in 0 … 1, where they are known."""
-    in_time: bool = False
-    """Whether the samples of a client are in the order of time, and so to be split in time."""
+    """The vocabulary, if inputs are token ids. Token 0 is padding, or an unknown character."""
+    normalization: tuple[float, float] | None = None
+    """Mean and standard deviation of pixels scaled to 0 … 1, if known."""
+    time_ordered: bool = False
+    """True if each client's samples are in temporal order. They are then split by time."""
     split: tuple[int, int, int] | None = None
-    """How many of the classes are base, validation and novel ones, in this order, where they are divided so."""
+    """Numbers of base, validation and novel classes, in label order, if the classes are split."""

@@ -1,4 +1,4 @@
-"""Data by name: sets that the package carries, sets in a data directory, and files in formats that people have."""
+"""Data by name: built-in data sets, data sets in a data directory, and files in common formats."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ import numpy as np
 from fewer.choices import Partition
 from fewer.data import recommendation
 from fewer.data.cache import cached
-from fewer.data.class_split import OPTIONS, set_apart
-from fewer.data.episodes import by_class
+from fewer.data.class_split import OPTIONS, split_seen_unseen
+from fewer.data.episodes import apply_class_split
 from fewer.data.federated import ArrayData, federate
-from fewer.data.partition import Division
+from fewer.data.partition import PartitionSpec
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.errors import DataError, SettingError, unknown
 from fewer.registry import FORMATS
 
 
 class DataSource(NamedTuple):
-    """A set in a data directory: how it is read, where it lies there, and what is special about it."""
+    """A data set in a data directory: its format, its path there, and its defaults."""
 
     format: str
     path: str
-    text: str
+    description: str
     options: Mapping[str, Any] = {}
-    normal: tuple[float, float] | None = None
-    in_time: bool = False
+    normalization: tuple[float, float] | None = None
+    time_ordered: bool = False
 
 
 _FASHION = (0.2860, 0.3530)
 FILES = {
-    "mnist": DataSource("idx", "mnist", "handwritten digits, 28×28", normal=(0.1307, 0.3081)),
-    "qmnist": DataSource("qmnist", "qmnist", "MNIST with its writers as clients", normal=(0.1307, 0.3081)),
-    "fashion-mnist": DataSource("idx", "fashion-mnist", "Fashion-MNIST, 28×28", normal=_FASHION),
+    "mnist": DataSource("idx", "mnist", "handwritten digits, 28×28", normalization=(0.1307, 0.3081)),
+    "qmnist": DataSource("qmnist", "qmnist", "MNIST, by writer", normalization=(0.1307, 0.3081)),
+    "fashion-mnist": DataSource("idx", "fashion-mnist", "Fashion-MNIST, 28×28", normalization=_FASHION),
     "cifar10": DataSource("cifar10", "cifar10", "CIFAR-10, 3×32×32"),
     "cifar100": DataSource("cifar100", "cifar100", "CIFAR-100, 100 fine classes"),
     "cifar100-coarse": DataSource("cifar100", "cifar100", "CIFAR-100, 20 coarse classes", {"labels": "coarse"}),
     "fc100": DataSource(
         "cifar100", "cifar100", "FC100: CIFAR-100 split 60/20/20", {"labels": "fc100", "split": "60/20/20"}
     ),
-    "omniglot": DataSource("omniglot", "omniglot", "characters of 50 alphabets by 20 drawers"),
-    "femnist": DataSource("leaf-femnist", "femnist", "LEAF's FEMNIST, 62 classes by writer"),
+    "omniglot": DataSource("omniglot", "omniglot", "characters of 50 alphabets, by 20 drawers"),
+    "femnist": DataSource("leaf-femnist", "femnist", "LEAF's FEMNIST: 62 classes, by writer"),
     "leaf-shakespeare": DataSource(
-        "leaf-shakespeare", "leaf-shakespeare", "LEAF's Shakespeare, next character by role"
+        "leaf-shakespeare", "leaf-shakespeare", "LEAF's Shakespeare: next character, by role"
     ),
-    "sent140": DataSource("leaf-sent140", "sent140", "LEAF's Sent140, sentiment of tweets by author"),
-    "shakespeare": DataSource("plays", "shakespeare/plays.tar.gz", "plays, next character by role"),
-    "20newsgroups": DataSource("newsgroups", "20newsgroups/20news-bydate.tar.gz", "posts in 20 groups by author"),
+    "sent140": DataSource("leaf-sent140", "sent140", "LEAF's Sent140: sentiment of tweets, by author"),
+    "shakespeare": DataSource("plays", "shakespeare/plays.tar.gz", "plays: next character, by role"),
+    "20newsgroups": DataSource("newsgroups", "20newsgroups/20news-bydate.tar.gz", "posts in 20 newsgroups, by author"),
     "huffpost": DataSource("jsonl", "huffpost/huffpost.jsonl", "headlines in 41 classes", {"text": "raw"}),
-    "movielens-100k": DataSource("movielens", "movielens-100k", "films that users rated, in time"),
-    "hapt": DataSource("npz", "hapt/hapt.npz", "activities from a smartphone, by subject", in_time=True),
+    "movielens-100k": DataSource("movielens", "movielens-100k", "films rated by users, in order of time"),
+    "hapt": DataSource("npz", "hapt/hapt.npz", "activities from a smartphone, by subject", time_ordered=True),
     "pamap2": DataSource("pamap2", "pamap2", "activities from body sensors, by subject"),
     "har": DataSource("har", "har", "UCI HAR activities, by subject"),
 }
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
-"""Formats whose arrays are kept in the cache once they have been read."""
+"""Formats that are slow to read. Their arrays are cached."""
 
 
 def load(
@@ -73,103 +73,110 @@ def load(
     seed: int = 0,
     **settings: Any,
 ) -> ArrayData:
-    """The named data, divided among clients.
+    """Loads a data set by name and partitions it among clients.
 
-    `name` is one of `NAMES`, or FORMAT:PATH with one of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
-    Files are looked for in `directory`, by default $FEWER_DATA. `data_set` holds the options of the format or set
-    (csv: label, client, text; folder: size …), and for any of them `classes`, the only ones that are kept ("0-9,20"),
-    `unseen`, those that nobody trains on: all their samples are for testing, and `split`, which divides the classes
-    into base, validation and novel ones (20/5/16). The other settings are those of `federate`.
+    `name` is one of `NAMES`, or FORMAT:PATH with a format of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
+    Files are looked up in `directory`, by default $FEWER_DATA. `settings` go to `federate`.
+
+    `data_options` are options of the data set or format (csv: label, client, text; folder: size …). All data sets
+    also accept these:
+
+    - `classes`: keep only these classes ("0-9,20").
+    - `unseen_classes`: nobody trains on these classes. All their samples are test samples.
+    - `split`: split the classes into base, validation and novel ones (20/5/16).
     """
-    Division(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).check(seed)
+    PartitionSpec(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).validate(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
         raise unknown("partition", partition, get_args(Partition))
     raw = read(name, directory, **(data_options or {}))
     origin = {"name": name, "directory": None if directory is None else str(directory), "seed": seed, **settings}
     if data_options:
-        origin["data_set"] = dict(data_options)
+        origin["data_options"] = dict(data_options)
     return federate(raw, name=name, seed=seed, origin=origin, **settings)
 
 
 def read(name: str, directory: str | Path | None = None, **options: Any) -> RawDataset:
-    """The named data, not yet divided among clients."""
+    """Reads a data set by name, without partitioning it."""
     options = {**(FILES[name].options if name in FILES else {}), **options}
     split = options.pop("split", None)
-    own = {key: value for key, value in options.items() if key not in OPTIONS}
-    raw = _read(name, directory, own)
-    if split is not None and "unseen" in options:
-        raise SettingError(f"split and unseen of data '{name}' (allowed: one of them)")
-    if len(own) < len(options):
-        raw = set_apart(raw, options.get("classes"), options.get("unseen"), name)
-    return raw if split is None else by_class(raw, split, name)
+    source_options = {key: value for key, value in options.items() if key not in OPTIONS}
+    raw = _read_source(name, directory, source_options)
+    if split is not None and "unseen_classes" in options:
+        raise SettingError(f"split and unseen_classes of data '{name}' exclude each other")
+    if len(source_options) < len(options):
+        raw = split_seen_unseen(raw, options.get("classes"), options.get("unseen_classes"), name)
+    return raw if split is None else apply_class_split(raw, split, name)
 
 
-def _read(name: str, directory: str | Path | None, options: Mapping[str, Any]) -> RawDataset:
-    kind, colon, where = name.partition(":")
+def _read_source(name: str, directory: str | Path | None, options: Mapping[str, Any]) -> RawDataset:
+    format, colon, path = name.partition(":")
     if colon:
-        if kind not in FORMATS:
-            raise unknown("data format", kind, FORMATS)
-        return _from_files(kind, _find(where, directory), options)
+        if format not in FORMATS:
+            raise unknown("data format", format, FORMATS)
+        return _read_files(format, _find_path(path, directory), options)
     if name in EMBEDDED:
         _check_options(EMBEDDED[name], options, name)
         return EMBEDDED[name](**options)
     if name in FILES:
-        known = FILES[name]
-        raw = _from_files(known.format, _find(known.path, directory), options)
-        return replace(raw, normal=known.normal, in_time=raw.in_time or known.in_time)
-    raise unknown("data", name, [*NAMES, *(f"{kind}:PATH" for kind in FORMATS)])
+        source = FILES[name]
+        raw = _read_files(source.format, _find_path(source.path, directory), options)
+        return replace(raw, normalization=source.normalization, time_ordered=raw.time_ordered or source.time_ordered)
+    raise unknown("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
 
 
-def inputs(
+def read_inputs(
     name: str, directory: str | Path | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[Inputs, Array | None]:
-    """Inputs to predict for, and labels if there are any: the test part of a set that has one, or else everything."""
+    """Reads inputs to predict, and their labels if known: the test set if there is one, otherwise all samples."""
     if name.startswith("npz:"):
-        path = _find(name.removeprefix("npz:"), directory)
+        path = _find_path(name.removeprefix("npz:"), directory)
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 if "x" in arrays and "y" not in arrays:
                     return arrays["x"], None
-        except Exception as error:  # whatever is wrong with it, the reader below says it
+        except Exception as error:  # the reader below reports it
             if not isinstance(error, OSError | ValueError | TypeError | KeyError | EOFError):
                 raise
     raw = read(name, directory, **(options or {}))
     return raw.test if raw.test is not None else (raw.x, raw.y)
 
 
-def _from_files(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
+def _read_files(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
     reader: Callable[..., RawDataset] = FORMATS[format]
     _check_options(reader, options, format)
     if format not in SLOW:
         return reader(path, **options)
-    return _through_cache(format, path, options)
+    return _read_through_cache(format, path, options)
 
 
-def _through_cache(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
-    """Read once; later the arrays are mapped from the cache, so that only what is used comes into memory."""
+def _read_through_cache(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
+    """Reads files once and caches their arrays. Later calls memory-map them, so only what is used is loaded."""
     members = sorted(path.rglob("*")) if path.is_dir() else [path]
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in members if file.is_file()]
-    key = hashlib.sha256(repr((format, sorted(options.items()), state)).encode()).hexdigest()[:16]
-    parts = ("x", "y", "test_x", "test_y", "client", "test_client", "names", "tokens", "in_time")
+    keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", "class_names", "tokens", "time_ordered")
+    digest = hashlib.sha256(repr((format, sorted(options.items()), state, keys)).encode()).hexdigest()[:16]
 
-    def make() -> dict[str, Any]:
+    def build() -> dict[str, Any]:
         raw = FORMATS[format](path, **options)
         test = raw.test or (None, None)
-        values = (raw.x, raw.y, *test, raw.client_ids, raw.test_client_ids, raw.names, raw.tokens, raw.in_time)
-        return {part: np.asarray(value) for part, value in zip(parts, values, strict=True) if value is not None}
+        owners = raw.client_ids, raw.test_client_ids
+        values = (raw.x, raw.y, *test, *owners, raw.class_names, raw.tokens, raw.time_ordered)
+        return {key: np.asarray(value) for key, value in zip(keys, values, strict=True) if value is not None}
 
-    arrays = cached(f"{format}-{key}", make)
-    x, y, test_x, test_y, client_ids, test_client_ids, names, tokens, in_time = (arrays.get(part) for part in parts)
-    assert x is not None and y is not None and names is not None and tokens is not None
+    arrays = cached(f"{format}-{digest}", build)
+    x, y, test_x, test_y, client_ids, test_client_ids, class_names, tokens, time_ordered = (
+        arrays.get(key) for key in keys
+    )
+    assert x is not None and y is not None and class_names is not None and tokens is not None
     return RawDataset(
         x,
         y,
         None if test_x is None or test_y is None else (test_x, test_y),
         client_ids,
         test_client_ids,
-        tuple(str(name) for name in names),
+        tuple(str(name) for name in class_names),
         tuple(str(token) for token in tokens),
-        in_time=bool(in_time),
+        time_ordered=bool(time_ordered),
     )
 
 
@@ -180,87 +187,96 @@ def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any]
             raise unknown(f"option of data {name}", key, [*allowed, *OPTIONS])
 
 
-# --- sets that the package carries ------------------------------------------------------------------------------
+# --- built-in data sets ----------------------------------------------------------------------------------------
 
 
-def _digits() -> RawDataset:
-    """1,797 digits of 8×8 from scikit-learn; every fifth is for testing."""
+def _load_digits() -> RawDataset:
+    """1,797 digits of 8×8 pixels from scikit-learn; every fifth is a test sample."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
     x = (x.reshape(-1, 1, 8, 8) * (255 / 16)).round().astype(np.uint8)
-    last = np.arange(len(y)) % 5 == 4
-    return RawDataset(x[~last], y[~last], (x[last], y[last]), names=tuple("0123456789"))
+    test = np.arange(len(y)) % 5 == 4
+    return RawDataset(x[~test], y[~test], (x[test], y[test]), class_names=tuple("0123456789"))
 
 
 _CLOTHES = ("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 
 
-def _fashion_mini() -> RawDataset:
-    """600 training and 100 test images of each of the ten classes of Fashion-MNIST."""
+def _load_fashion_mini() -> RawDataset:
+    """Fashion-MNIST with 600 training and 100 test images per class."""
     with files("fewer.data").joinpath("embedded/fashion-mini.npz").open("rb") as file, np.load(file) as arrays:
         test = arrays["x_test"], arrays["y_test"]
-        return RawDataset(arrays["x"], arrays["y"], test, names=_CLOTHES, normal=_FASHION)
+        return RawDataset(arrays["x"], arrays["y"], test, class_names=_CLOTHES, normalization=_FASHION)
 
 
-def _glyphs(size: int = 28) -> RawDataset:
-    """62 letters and digits by 120 writers, drawn once and kept in the cache."""
+def _load_glyphs(size: int = 28) -> RawDataset:
+    """62 letters and digits by 120 writers, drawn once and cached."""
     from fewer.data import glyphs
 
     if size not in (28, 32):
-        raise SettingError(f"glyphs: size = {size} (allowed: 28 or 32)")
-    made = cached(f"glyphs-{size}", lambda: dict(zip(("x", "y", "client"), glyphs.glyphs(size), strict=True)))
-    return RawDataset(made["x"], made["y"], client_ids=made["client"], names=tuple(glyphs.CLASSES), normal=(0.13, 0.26))
+        raise SettingError(f"size of glyphs must be 28 or 32, got {size}")
+    arrays = cached(f"glyphs-{size}", lambda: dict(zip(("x", "y", "client"), glyphs.draw_glyphs(size), strict=True)))
+    return RawDataset(
+        arrays["x"],
+        arrays["y"],
+        client_ids=arrays["client"],
+        class_names=tuple(glyphs.CLASSES),
+        normalization=(0.13, 0.26),
+    )
 
 
-def _looks(source: str = "fashion") -> RawDataset:
-    """The same classes under four looks (plain, inverted, blurred, rotated): each image under one, its client."""
+def _load_looks(source: str = "fashion") -> RawDataset:
+    """Images under one of four looks each (plain, inverted, blurred, rotated); a client is a look."""
     from fewer.data import glyphs
 
     if source not in ("fashion", "glyphs"):
         raise unknown("source of looks", source, ("fashion", "glyphs"))
     if source == "fashion":
-        raw = _fashion_mini()
+        raw = _load_fashion_mini()
         assert raw.test is not None
         x, y = np.concatenate([raw.x, raw.test[0]]), np.concatenate([raw.y, raw.test[1]])
     else:
-        raw = _glyphs()
+        raw = _load_glyphs()
         x, y = np.asarray(raw.x), raw.y
-    look = np.random.default_rng(0).integers(4, size=len(y))
-    seen = np.empty_like(x)
-    for number in range(4):
-        seen[look == number] = glyphs.looks(x[look == number])[number]
-    return RawDataset(seen, y, client_ids=np.array(glyphs.LOOKS)[look], names=raw.names, normal=(0.5, 0.5))
+    looks = np.random.default_rng(0).integers(4, size=len(y))
+    images = np.empty_like(x)
+    for look in range(4):
+        images[looks == look] = glyphs.apply_looks(x[looks == look])[look]
+    return RawDataset(
+        images, y, client_ids=np.array(glyphs.LOOKS)[looks], class_names=raw.class_names, normalization=(0.5, 0.5)
+    )
 
 
-def _shakespeare_mini() -> RawDataset:
-    """Twelve plays by role: the next character after each 80."""
+def _load_shakespeare_mini() -> RawDataset:
+    """Twelve plays by role: predict the next character from the last 80."""
     with as_file(files("fewer.data").joinpath("embedded/shakespeare-mini.tar.gz")) as path:
         raw: RawDataset = FORMATS["plays"](path)
     return raw
 
 
-def _usage(own_classes: bool = False) -> RawDataset:
-    """Generated: which of 30 services each of 40 users used next; with own=true numbered by user."""
-    return recommendation.of_users(recommendation.usage(), own_classes)
+def _load_usage(own_classes: bool = False) -> RawDataset:
+    """Generated: which of 30 services each of 40 users chooses next; own_classes numbers them per user."""
+    return recommendation.per_user(recommendation.generate_usage(), own_classes)
 
 
 EMBEDDED: dict[str, Callable[..., RawDataset]] = {
-    "digits": _digits,
-    "fashion-mini": _fashion_mini,
-    "glyphs": _glyphs,
-    "looks": _looks,
-    "shakespeare-mini": _shakespeare_mini,
-    "usage": _usage,
+    "digits": _load_digits,
+    "fashion-mini": _load_fashion_mini,
+    "glyphs": _load_glyphs,
+    "looks": _load_looks,
+    "shakespeare-mini": _load_shakespeare_mini,
+    "usage": _load_usage,
 }
 NAMES = (*EMBEDDED, *FILES)
 
 
-def _find(where: str, directory: str | Path | None) -> Path:
-    """A path as given, or below the data directory."""
+def _find_path(path: str, directory: str | Path | None) -> Path:
+    """Finds a path as given, or below the data directory."""
     root = directory or os.environ.get("FEWER_DATA")
-    for path in [Path(where), *([Path(root) / where] if root else [])]:
-        if path.exists():
-            return path
-    hint = f"in {root}" if root else "here, and no data directory is set (--data-dir, FEWER_DATA)"
-    raise DataError(f"no '{where}' {hint}")
+    for candidate in [Path(path), *([Path(root) / path] if root else [])]:
+        if candidate.exists():
+            return candidate
+    if root:
+        raise DataError(f"no '{path}' in {root}")
+    raise DataError(f"no '{path}' here, and no data directory: pass --data-dir or set FEWER_DATA")

@@ -1,6 +1,6 @@
-"""Many runs: comparing methods, choosing settings."""
+"""Many runs: comparing methods, tuning, and recipes of papers' tables."""
 
 from fewer.experiments.compare import Comparison, Row, compare
-from fewer.experiments.tune import Trial, tune
+from fewer.experiments.tune import Trial, Tuning, tune, tune_experiment
 
-__all__ = ["Comparison", "Row", "Trial", "compare", "tune"]
+__all__ = ["Comparison", "Row", "Trial", "Tuning", "compare", "tune", "tune_experiment"]

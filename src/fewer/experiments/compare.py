@@ -1,201 +1,285 @@
-"""The same task for several methods and seeds, and one table."""
+"""Compares methods on the same task, over several seeds."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import ValidationError
 
 from fewer.data import Data
 from fewer.errors import RunError, SettingError
-from fewer.experiments.tune import Trial, pooled, tune
+from fewer.experiments.tune import TRIALS, Trial, pooled_accuracy, tune_experiment
 from fewer.methods import Method, find
 from fewer.runs import trackers
 from fewer.runs.directory import RunDirectory
-from fewer.runs.engine import Progress, resume, start
-from fewer.runs.experiment import Experiment, build_experiment, load_data, parse_settings
+from fewer.runs.engine import Progress, describe_experiment, resume, start_run
+from fewer.runs.experiment import Experiment, Model, build_experiment, load_data, setting_error
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
 from fewer.runs.statistics import half_width
-from fewer.runs.views import Shown
+from fewer.runs.views import Viewable
 
 MB = 1e6
-KEPT = 3
-"""Divisions of data that are kept in memory for the next run."""
+CACHED_PARTITIONS = 3
+"""Partitioned datasets that stay in memory for the next run."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method over all seeds: means, and the half-width of the 95 % confidence interval of the accuracy."""
+    """One method over all seeds. Numbers are means over seeds unless they say otherwise."""
 
     method: str
     """The method's name."""
     accuracy: float
-    """Mean over seeds: each test sample judged by the model of the client that it belongs to."""
+    """Accuracy: each test sample is predicted by the model of its own client."""
     ci95: float | None
-    """Half of the width of its 95 % interval; None with one seed."""
+    """Half-width of the 95 % confidence interval of the accuracy; None with one seed."""
     global_accuracy: float
-    """The same, with each client's model judged on all clients' test samples."""
+    """Accuracy of each client's model on all clients' test samples."""
     rounds: int
     """Rounds of each run."""
     mb_up: float
-    """Megabytes that clients sent, mean over seeds."""
+    """Megabytes that clients sent."""
     mb_down: float
-    """Megabytes that clients got, mean over seeds."""
+    """Megabytes that clients received."""
     seconds: float
-    """Of a run, mean over seeds."""
+    """Seconds of a run."""
     seeds: list[int]
-    """The seeds that were run."""
+    """The seeds."""
     accuracies: list[float]
-    """One for each seed."""
+    """The accuracy for each seed."""
     curves: list[list[dict[str, Any]]]
-    """For each seed the rounds that were evaluated: round, accuracy, bytes up and down and seconds by then."""
+    """For each seed, the evaluated rounds: round, accuracy, and the bytes (up, down) and seconds so far."""
     settings: dict[str, Any]
-    """The method's own settings."""
+    """The method's options."""
     hash: str
-    """Of all settings of the run with the first seed."""
+    """The settings hash of the run with the first seed."""
     trials: list[Trial] = field(default_factory=list)
-    """What was tried to choose them."""
+    """The trials that chose the options, if the method was tuned."""
     groups: int = 0
-    """Groups that all runs together were judged on, where that is how a method is judged: the interval is over them."""
+    """Evaluation groups over all seeds, if the method is evaluated on groups; the interval is then over them."""
     units: str = "groups"
-    """What they are: groups of clients, or tasks."""
-    judged: list[dict[str, float]] = field(default_factory=list)
-    """For each seed the accuracies of these groups or, where there are none, of the clients, by their numbers."""
+    """What these groups are: groups of clients, or tasks."""
+    unit_accuracies: list[dict[str, float]] = field(default_factory=list)
+    """For each seed, the accuracy of each group, or of each client if there are no groups."""
 
 
 @dataclass(frozen=True)
-class Comparison(Shown):
-    """Rows in the order in which the methods were named, and what they share. It shows itself in a notebook."""
+class Comparison(Viewable):
+    """One row per method. It displays itself in a notebook; see also `plot`, `to_pandas` and `report`."""
 
     view: ClassVar[str] = "comparison"
 
     rows: list[Row]
+    labels: list[str]
+    """The label of each row: the method's name, with its distinguishing options if two methods share it."""
     settings: dict[str, Any]
+    """The settings that all runs share."""
     clients: int
+    runs: list[Path] = field(default_factory=list)
+    """The run directories, if they were kept."""
 
     def records(self) -> list[dict[str, Any]]:
-        """The figures of each method."""
-        names = ("method", "accuracy", "ci95", "global_accuracy", "rounds", "mb_up", "mb_down", "seconds")
-        return [{name: getattr(row, name) for name in names} | {"seeds": len(row.seeds)} for row in self.rows]
+        """The metrics of each method."""
+        names = ("accuracy", "ci95", "global_accuracy", "rounds", "mb_up", "mb_down", "seconds")
+        return [
+            {"method": label, **{name: getattr(row, name) for name in names}, "seeds": len(row.seeds)}
+            for label, row in zip(self.labels, self.rows, strict=True)
+        ]
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""
-        return asdict(self)
+        return {**asdict(self), "runs": [str(path) for path in self.runs]}
 
 
-Watch = Callable[[str], Progress | None]
-"""Given what is about to run ('fedavg seed 1'), whom to tell about it."""
+ProgressFactory = Callable[[str], Progress | None]
+"""Makes the progress display of a run from its label, such as "fedavg seed 1"."""
+
+
+class Entry(NamedTuple):
+    """A method to compare: its label and experiment, and the method itself if it was given as an object."""
+
+    label: str
+    experiment: Experiment
+    method: Method | None
 
 
 def compare(
-    methods: Sequence[str],
-    settings: Settings | None = None,
+    methods: Sequence[Method | str],
+    data: Data | str = "fashion-mini",
     *,
+    model: Model = "cnn",
     seeds: int = 1,
-    trials: int = 0,
+    tune: bool = False,
+    trials: int = TRIALS,
     out: str | Path | None = None,
-    watch: Watch = lambda what: None,
+    progress: ProgressFactory = lambda label: None,
     track: Sequence[str] = (),
-    **given: Any,
+    **settings: Any,
 ) -> Comparison:
-    """Run each method with each of `seeds` seeds; with `trials`, choose its rates first by that many trials.
+    """Runs each method with `seeds` seeds on the same data and model, and collects one table.
 
-    `fewer.compare(["local", "fedavg"], data="fashion-mini", rounds=5, seeds=3)`: the settings that all runs share are
-    those of the command line, with underscores, or a `Settings` object. In `out`, runs that are there already are not
-    run again and broken ones go on. Trackers in `track` get all runs.
+        fewer.compare([FedAvg(lr=0.1), FedProx(mu=0.1), "fedmk"], data=my_data, model=MyNet, seeds=3, tune=True)
+
+    `methods` are objects or names; `data` and `model` are what `fewer.run` takes. With `tune`, each method is first
+    tuned by `trials` trials on held-out training data. `rounds` and `cohort` apply to all methods; `method_options`
+    apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`.
+
+    With `out`, run directories are kept there; finished runs are reused and interrupted ones continue. Data given as an
+    object is the same for all seeds; data given by name is partitioned anew for each seed.
     """
-    if settings is not None and given:
-        raise SettingError(f"{next(iter(given))} is given beside a whole Settings object: put it in there")
-    settings = parse_settings(given) if settings is None else settings
-    out = None if out is None else Path(out)
-    kinds = [find(name) for name in methods]
-    own = own_settings(kinds, settings.method_options)
-    series = Series(seeds, trials, out, watch, track=track)
-    chosen = [
-        settings.model_copy(update={"method": name, "method_options": own[kind.name]})
-        for name, kind in zip(methods, kinds, strict=True)
-    ]
-    for one in chosen:
-        series.experiment(one)  # what is wrong with any of them shows before the first runs
-    rows = [series.run(one, kind.name) for one, kind in zip(chosen, kinds, strict=True)]
-    shared = settings.model_dump(mode="json", exclude={"method", "rounds", "cohort"})
-    return Comparison(rows, {**shared, "seeds": seeds, "trials": trials}, len(series.experiment(chosen[0]).data))
+    if not methods:
+        raise SettingError("there are no methods to compare")
+    entries = _entries(methods, data, model, settings)
+    shared_data = data if isinstance(data, Data) else None
+    shared_model = model if not isinstance(model, str) else None
+    folder = None if out is None else Path(out)
+    runner = SeedRunner(
+        seeds, trials if tune else 0, folder, progress, track=track, data=shared_data, model=shared_model
+    )
+    rows = [runner.run(entry.experiment.settings, entry.label, method=entry.method) for entry in entries]
+    first = entries[0].experiment
+    shared = first.settings.model_dump(mode="json", exclude={"method", "method_options", "rounds", "cohort"})
+    shared |= {"seeds": seeds, "trials": trials if tune else 0}
+    return Comparison(rows, [entry.label for entry in entries], shared, len(first.data), runner.paths)
 
 
-class Series:
-    """Runs settings with several seeds, after choosing rates if there are trials; data is read once for all of them."""
+def _entries(
+    methods: Sequence[Method | str], data: Data | str, model: Model, settings: Mapping[str, Any]
+) -> list[Entry]:
+    """The experiment of each method, built before the first run so that mistakes show early."""
+    common = {name: value for name, value in settings.items() if name not in ("method_options", "rounds", "cohort")}
+    overrides = {name: value for name in ("rounds", "cohort") if (value := settings.get(name)) is not None}
+    objects = [_override(method, overrides) if isinstance(method, Method) else None for method in methods]
+    named = [find(method) for method in methods if isinstance(method, str)]
+    options = assign_options(named, settings.get("method_options", {}))
+    experiments = []
+    for given, method in zip(methods, objects, strict=True):
+        if method is not None:
+            experiments.append(describe_experiment(method, data, model, common))
+        else:
+            assert isinstance(given, str)
+            chosen = {**common, **overrides, "method_options": options[find(given).name]}
+            experiments.append(describe_experiment(given, data, model, chosen))
+    labels = _labels([experiment.method for experiment in experiments])
+    return [Entry(*entry) for entry in zip(labels, experiments, objects, strict=True)]
+
+
+def _override(method: Method, overrides: Mapping[str, Any]) -> Method:
+    """The method with `rounds` and `cohort` that apply to all methods."""
+    if not overrides:
+        return method
+    try:
+        return type(method)(**{**method.model_dump(), **overrides})
+    except ValidationError as error:
+        raise setting_error(error, f"{method.name}: ", list(type(method).model_fields)) from error
+
+
+def _labels(methods: Sequence[Method]) -> list[str]:
+    """Unique labels: the methods' names, with the options in which methods of the same name differ."""
+    labels: list[str] = []
+    for method in methods:
+        namesakes = [other.model_dump() for other in methods if other.name == method.name]
+        options = method.model_dump()
+        differing = [name for name in options if any(other.get(name) != options[name] for other in namesakes)]
+        label = " ".join([method.name, *(f"{name}={options[name]}" for name in differing)])
+        while label in labels:
+            label += "'"
+        labels.append(label)
+    return labels
+
+
+class SeedRunner:
+    """Runs methods with several seeds, after tuning if there are trials. Datasets are loaded once."""
 
     def __init__(
         self,
         seeds: int,
         trials: int,
         out: Path | None,
-        watch: Watch,
-        measure: Callable[[Result], float] = pooled,
+        watch: ProgressFactory,
+        measure: Callable[[Result], float] = pooled_accuracy,
         track: Sequence[str] = (),
+        data: Data | None = None,
+        model: Model | None = None,
     ) -> None:
         if seeds < 1:
-            raise SettingError(f"seeds = {seeds} (allowed: 1 or more)")
-        trackers.find(track)  # before the first trial
+            raise SettingError(f"seeds must be at least 1, got {seeds}")
+        trackers.find(track)  # fails before the first trial
         self.seeds, self.trials, self.out, self.watch, self.measure = seeds, trials, out, watch, measure
-        self._data: dict[str, Data] = {}
-        self._run = partial(_run, track=track)
+        self.track, self.data, self.model = track, data, model
+        self.paths: list[Path] = []
+        """The run directories so far."""
+        self._partitions: dict[str, Data] = {}
         if out:
             out.mkdir(parents=True, exist_ok=True)
 
-    def experiment(self, settings: Settings) -> Experiment:
-        """What the settings name, on data that may be in memory already."""
+    def experiment(self, settings: Settings, method: Method | None = None) -> Experiment:
+        """The experiment that the settings name, with data from memory if it is there."""
+        data = self.data if self.data is not None else self._partition(settings)
+        return build_experiment(settings, method, data, self.model)
+
+    def _partition(self, settings: Settings) -> Data:
         key = settings.model_dump_json(
             exclude={"method", "method_options", "rounds", "cohort", "model", "norm", "model_options"}
         )
-        if key not in self._data:
-            while len(self._data) >= KEPT:
-                self._data.pop(next(iter(self._data)))
-            self._data[key] = load_data(settings)
-        return build_experiment(settings, data=self._data[key])
+        if key not in self._partitions:
+            while len(self._partitions) >= CACHED_PARTITIONS:
+                self._partitions.pop(next(iter(self._partitions)))
+            self._partitions[key] = load_data(settings)
+        return self._partitions[key]
 
-    def run(self, settings: Settings, label: str, tuned: bool = True) -> Row:
-        """All seeds of one method."""
-        experiment, done = self.experiment(settings), list[Trial]()
+    def run(self, settings: Settings, label: str, tuned: bool = True, method: Method | None = None) -> Row:
+        """Runs all seeds of one method; `method` is the object, if it was given as one."""
+        experiment, done = self.experiment(settings, method), list[Trial]()
+        stem = "".join(c if c.isalnum() or c in "-._=" else "-" for c in label)
         if self.trials and tuned:
-            notes = self.out and self.out / f"{label}-trials.json"
-            experiment, done = tune(experiment, self.trials, notes, self.watch(f"{label} tuning"), self.measure)
+            file = self.out and self.out / f"{stem}-trials.json"
+            experiment, done = tune_experiment(
+                experiment, self.trials, file, self.watch(f"{label} tuning"), self.measure
+            )
+        tuned_method = None if method is None else experiment.method
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):
-            again = self.experiment(experiment.settings.model_copy(update={"seed": seed}))
+            seeded = self.experiment(experiment.settings.model_copy(update={"seed": seed}), tuned_method)
             progress = self.watch(f"{label} seed {seed}" if self.seeds > 1 else label)
-            results.append(self._run(again, self.out and self.out / f"{label}-seed{seed}", progress))
+            results.append(self._run(seeded, self.out and self.out / f"{stem}-seed{seed}", progress, tuned_method))
         return _row(experiment, results, [self.measure(result) for result in results], done)
 
+    def _run(
+        self, experiment: Experiment, path: Path | None, progress: Progress | None, method: Method | None
+    ) -> Result:
+        """Starts a run, continues it, or reuses it if it is finished."""
+        if path:
+            self.paths.append(path)
+        if path is None or not (path / "settings.json").exists():
+            return start_run(experiment, path, progress, track=self.track)
+        if RunDirectory.open(path).description["hash"] != experiment.hash:
+            raise RunError(f"{path} holds a run with other settings: choose another --out")
+        return resume(
+            path, method=method, data=self.data, model=self.model, progress=progress, track=self.track or None
+        )
 
-def _run(experiment: Experiment, where: Path | None, progress: Progress | None, track: Sequence[str]) -> Result:
-    """Begin, go on with, or take over the run in this directory."""
-    if where is None or not (where / "settings.json").exists():
-        return start(experiment, where, progress, track=track)
-    found = RunDirectory.open(where).description["hash"]
-    if found != experiment.hash:
-        raise RunError(f"{where} holds a run with other settings (another --out)")
-    return resume(where, progress=progress, track=track or None)
 
-
-def own_settings(kinds: Sequence[type[Method]], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What of `-o` is for whom: `mu=0.1` for every method that has it, `fedprox.mu=0.1` for one."""
-    own: dict[str, dict[str, Any]] = {kind.name: {} for kind in kinds}
+def assign_options(methods: Sequence[type[Method]], given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Distributes options over methods: `mu` goes to every method that has it, `fedprox.mu` to one."""
+    options: dict[str, dict[str, Any]] = {method.name: {} for method in methods}
     for key, value in given.items():
-        whose, _, name = key.rpartition(".")
-        takers = [kind for kind in kinds if (kind.name == whose if whose else name in kind.model_fields)]
+        owner, _, name = key.rpartition(".")
+        takers = [method for method in methods if (method.name == owner if owner else name in method.model_fields)]
         if not takers:
-            raise SettingError(f"-o {key}: none of the methods compared has it ({', '.join(own)})")
-        for kind in takers:
-            own[kind.name][name] = value
-    return own
+            raise SettingError(f"option '{key}': none of the methods has it ({', '.join(options)})")
+        for method in takers:
+            options[method.name][name] = value
+    return options
 
 
-def _judged(scores: Mapping[str, Any]) -> dict[str, float]:
+def read_unit_accuracies(scores: Mapping[str, Any]) -> dict[str, float]:
+    """The accuracy by group, or by client if there are no groups."""
     if "groups" in scores:
         return {str(number): accuracy for number, accuracy in enumerate(scores["groups"])}
     return dict(scores.get("clients", {}))
@@ -229,5 +313,5 @@ def _row(experiment: Experiment, results: Sequence[Result], accuracies: list[flo
         trials=trials,
         groups=len(groups),
         units="tasks" if "tasks" in last[0] else "groups",
-        judged=[_judged(scores) for scores in last],
+        unit_accuracies=[read_unit_accuracies(scores) for scores in last],
     )

@@ -1,4 +1,4 @@
-"""What it costs to reach an accuracy: rounds, bytes and floating-point operations, from the figures of runs."""
+"""The cost of reaching a target accuracy, read from the metrics of runs: rounds, bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from dataclasses import dataclass
 from typing import Any
 
 History = Sequence[Mapping[str, Any]]
-"""The figures of a run, one line a round, as metrics.jsonl has them."""
+"""The metrics of a run, one entry per round, as in metrics.jsonl."""
 
 
 @dataclass(frozen=True)
-class Reached:
-    """When the mean over seeds first reached the target, and what it had cost by then; None where it never did."""
+class TargetCost:
+    """When the mean over seeds first reached the target, and the cost by then; None if it never did."""
 
     target: float
     round: int | None = None
     mb: float | None = None
-    """Sent by then, up and down together."""
+    """Megabytes sent by then, up and down together."""
     gflop: float | None = None
-    """Done by clients by then, where that was counted."""
+    """GFLOP spent by clients by then, if they were counted."""
 
 
-def best(histories: Sequence[History]) -> float:
-    """The highest accuracy of all rounds, mean over seeds."""
-    return max(accuracy for _, accuracy, _ in _means(histories))
+def best_accuracy(histories: Sequence[History]) -> float:
+    """Return the highest mean accuracy over seeds of all rounds."""
+    return max(accuracy for _, accuracy, _ in _mean_accuracies(histories))
 
 
-def reach(histories: Sequence[History], target: float) -> Reached:
-    """The first round in which the mean accuracy over seeds is the target or more."""
-    for round, accuracy, lines in _means(histories):
+def cost_to_reach(histories: Sequence[History], target: float) -> TargetCost:
+    """Return the cost up to the first round whose mean accuracy over seeds is at least `target`."""
+    for round, accuracy, entries in _mean_accuracies(histories):
         if accuracy >= target:
-            mb = statistics.fmean((line["up"] + line["down"]) / 1e6 for line in lines)
-            counted = [line["flops"] / 1e9 for line in lines if "flops" in line]
-            return Reached(target, round, mb, statistics.fmean(counted) if counted else None)
-    return Reached(target)
+            mb = statistics.fmean((entry["up"] + entry["down"]) / 1e6 for entry in entries)
+            gflops = [entry["flops"] / 1e9 for entry in entries if "flops" in entry]
+            return TargetCost(target, round, mb, statistics.fmean(gflops) if gflops else None)
+    return TargetCost(target)
 
 
-def _means(histories: Sequence[History]) -> list[tuple[int, float, list[Mapping[str, Any]]]]:
-    """Round, mean accuracy and all lines of the rounds in which every run was evaluated."""
-    runs = [{int(line["round"]): line for line in history if "accuracy" in line} for history in histories]
+def _mean_accuracies(histories: Sequence[History]) -> list[tuple[int, float, list[Mapping[str, Any]]]]:
+    """Return round, mean accuracy and all entries for each round in which every run was evaluated."""
+    runs = [{int(entry["round"]): entry for entry in history if "accuracy" in entry} for history in histories]
     rounds = sorted(set.intersection(*(set(run) for run in runs)))
     return [
         (number, statistics.fmean(run[number]["accuracy"] for run in runs), [run[number] for run in runs])

@@ -1,4 +1,4 @@
-"""Choosing a method's rates on held-out training data, with the same number of trials for every method."""
+"""Tunes a method's learning rates on held-out training data, with the same number of trials for every method."""
 
 from __future__ import annotations
 
@@ -12,77 +12,114 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fewer.data import Data
 from fewer.errors import QuorumLost, RunError
-from fewer.runs.engine import Progress, start
-from fewer.runs.experiment import Experiment
+from fewer.methods import Method
+from fewer.runs.engine import Progress, describe_experiment, start_run
+from fewer.runs.experiment import Experiment, Model
 from fewer.runs.result import Result
+from fewer.runs.views import to_data_frame
 from fewer.runtime.store import write_durably
 
 TRIALS = 8
-SHARE = 0.2
-"""Share of each client's training samples that trials are judged on; the test samples are never looked at."""
+TUNING_FRACTION = 0.2
+"""Fraction of each client's training samples that trials are evaluated on. Tuning never uses the test samples."""
 
 Point = dict[str, float]
+"""One value for each tuned setting."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One try: settings, and the accuracy they reached on held-out data (None: training broke down)."""
+    """The settings of one trial and its accuracy on held-out data (None if training diverged)."""
 
     settings: Point
     accuracy: float | None
 
 
-def pooled(result: Result) -> float:
-    """Accuracy over all samples that were judged."""
-    return result.accuracy
+@dataclass(frozen=True)
+class Tuning:
+    """The outcome of `fewer.tune`."""
 
+    method: Method
+    """The method with the best options found."""
+    trials: list[Trial]
+    """All trials, in order."""
 
-def by_client(result: Result) -> float:
-    """The mean over clients of the accuracy of each one's own model on its own samples."""
-    return statistics.fmean(result.scores["clients"].values())
+    def to_pandas(self) -> Any:
+        """The trials as a pandas DataFrame: one column per option, and the accuracy."""
+        return to_data_frame([{**trial.settings, "accuracy": trial.accuracy} for trial in self.trials])
 
 
 def tune(
+    method: Method | str,
+    data: Data | str = "fashion-mini",
+    *,
+    model: Model = "cnn",
+    trials: int = TRIALS,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Tuning:
+    """Choose a method's options on held-out training data: `fewer.tune(FedAvg(), data, model=MyNet).method`.
+
+    It takes what `fewer.run` takes, and runs exactly `trials` trials. Test data is never used.
+    """
+    experiment = describe_experiment(method, data, model, settings)
+    best, done = tune_experiment(experiment, trials, progress=progress)
+    return Tuning(best.method, done)
+
+
+def pooled_accuracy(result: Result) -> float:
+    """Return the accuracy over all evaluated samples."""
+    return result.accuracy
+
+
+def mean_client_accuracy(result: Result) -> float:
+    """Return the mean over clients of the accuracy of each client's model on its own samples."""
+    return statistics.fmean(result.scores["clients"].values())
+
+
+def tune_experiment(
     experiment: Experiment,
     trials: int = TRIALS,
-    notes: Path | None = None,
+    trials_file: Path | None = None,
     progress: Progress | None = None,
-    measure: Callable[[Result], float] = pooled,
+    measure: Callable[[Result], float] = pooled_accuracy,
 ) -> tuple[Experiment, list[Trial]]:
-    """The job with the best settings found in exactly `trials` runs, and all that was tried.
+    """Run exactly `trials` trials; return the experiment with the best settings, and all trials.
 
-    `notes` is a file that keeps finished trials, so that a search that was stopped goes on where it was.
+    `trials_file` stores finished trials, so an interrupted search resumes where it stopped.
     """
     search_space = experiment.method.search_space()
     if not search_space:
         return experiment, []
-    method, data = experiment.method.tuning_split(experiment.data, SHARE, experiment.settings.seed)
-    held = replace(experiment, method=method, data=data)
+    method, data = experiment.method.tuning_split(experiment.data, TUNING_FRACTION, experiment.settings.seed)
+    tuning_experiment = replace(experiment, method=method, data=data)
     task = f"{experiment.hash} {experiment.data.fingerprint()}"
-    done = _noted(notes, task) if notes and notes.exists() else []
-    known = {_key(trial.settings): trial.accuracy for trial in done}
+    done = _load_trials(trials_file, task) if trials_file and trials_file.exists() else []
+    accuracies = {_key(trial.settings): trial.accuracy for trial in done}
 
-    def judge(point: Point) -> float:
-        if _key(point) not in known:
+    def evaluate(point: Point) -> float:
+        if _key(point) not in accuracies:
             try:
-                accuracy: float | None = measure(start(_with(held, point), None, progress))
+                accuracy: float | None = measure(start_run(_apply_point(tuning_experiment, point), None, progress))
             except QuorumLost:  # every answer was refused: the weights are no longer finite
                 accuracy = None
-            known[_key(point)] = accuracy
+            accuracies[_key(point)] = accuracy
             done.append(Trial(point, accuracy))
-            if notes:
-                write_durably(notes, json.dumps({"task": task, "trials": [asdict(one) for one in done]}).encode())
-        found = known[_key(point)]
-        return -math.inf if found is None else found
+            if trials_file:
+                content = {"task": task, "trials": [asdict(trial) for trial in done]}
+                write_durably(trials_file, json.dumps(content).encode())
+        accuracy = accuracies[_key(point)]
+        return -math.inf if accuracy is None else accuracy
 
     first = {name: float(getattr(experiment.method, name)) for name in search_space}
-    best = search(judge, search_space, first, trials, lambda point: _allowed(experiment, point))
-    return _with(experiment, best), done
+    best = coordinate_search(evaluate, search_space, first, trials, lambda point: _is_valid(experiment, point))
+    return _apply_point(experiment, best), done
 
 
-def _allowed(experiment: Experiment, point: Point) -> bool:
-    """Whether the method takes these settings: a share, say, may go no further than 1."""
+def _is_valid(experiment: Experiment, point: Point) -> bool:
+    """Return whether the method accepts these settings: a fraction, for example, is at most 1."""
     try:
         type(experiment.method)(**{**experiment.method.model_dump(), **point})
     except ValidationError:
@@ -90,57 +127,57 @@ def _allowed(experiment: Experiment, point: Point) -> bool:
     return True
 
 
-def _noted(notes: Path, task: str) -> list[Trial]:
-    """The trials that were finished before, if they were of this task."""
+def _load_trials(trials_file: Path, task: str) -> list[Trial]:
+    """Load the finished trials of this task."""
     try:
-        found = json.loads(notes.read_text())
-        trials = [Trial(**trial) for trial in found["trials"]]
+        content = json.loads(trials_file.read_text())
+        trials = [Trial(**trial) for trial in content["trials"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{notes} is damaged ({error}): remove it, and the search begins anew") from error
-    if found["task"] != task:
-        raise RunError(f"{notes} is of another task or other settings (another --out)")
+        raise RunError(f"{trials_file} is damaged ({error}); delete it to restart the search") from error
+    if content["task"] != task:
+        raise RunError(f"{trials_file} belongs to another task or other settings; use another --out")
     return trials
 
 
-def search(
-    judge: Callable[[Point], float],
+def coordinate_search(
+    evaluate: Callable[[Point], float],
     search_space: Mapping[str, Sequence[float]],
     first: Point,
     trials: int,
-    allowed: Callable[[Point], bool] = lambda point: True,
+    is_valid: Callable[[Point], bool] = lambda point: True,
 ) -> Point:
-    """Coordinate search: each setting in turn over its grid, then ever finer round the best, for `trials` points."""
+    """Evaluate `trials` points and return the best: each setting over its grid, then ever finer around the best."""
     scores: dict[tuple[tuple[str, float], ...], float] = {}
 
     def best() -> Point:
         return dict(max(scores.items(), key=lambda item: item[1])[0]) if scores else first
 
-    for change in _changes(search_space, best, scores):
+    for change in _propose_changes(search_space, best, scores):
         point = {**best(), **change}
-        if _key(point) not in scores and allowed(point):
-            scores[_key(point)] = judge(point)
+        if _key(point) not in scores and is_valid(point):
+            scores[_key(point)] = evaluate(point)
         if len(scores) >= trials:
             break
     return best()
 
 
-def _changes(
+def _propose_changes(
     search_space: Mapping[str, Sequence[float]], best: Callable[[], Point], scores: Mapping[Any, float]
 ) -> Iterator[Point]:
     for name, grid in search_space.items():
         for value in grid:
             yield {name: value}
-    for _ in range(len(search_space) * 20):  # far finer than any rate matters
+    for _ in range(len(search_space) * 20):  # far finer than any learning rate needs
         for name in search_space:
             center = best()[name]
-            tried = sorted({dict(key)[name] for key in scores})
-            place = tried.index(center)
-            for near in (place - 1, place + 1):
-                if 0 <= near < len(tried):  # between two that were tried, in the middle on a log scale
-                    yield {name: _round(math.sqrt(center * tried[near]))}
-                elif len(tried) > 1:  # the best is at the end: go further
-                    other = tried[1] if near < 0 else tried[-2]
-                    yield {name: _round(center * center / other)}
+            values = sorted({dict(key)[name] for key in scores})
+            index = values.index(center)
+            for neighbor in (index - 1, index + 1):
+                if 0 <= neighbor < len(values):  # halfway between two tried values on a log scale
+                    yield {name: _round(math.sqrt(center * values[neighbor]))}
+                elif len(values) > 1:  # the best value is at the end of the range: extend the range
+                    inner = values[1] if neighbor < 0 else values[-2]
+                    yield {name: _round(center * center / inner)}
 
 
 def _round(value: float) -> float:
@@ -151,8 +188,8 @@ def _key(point: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(point.items()))
 
 
-def _with(experiment: Experiment, point: Point) -> Experiment:
-    """The same job with these settings of its method."""
+def _apply_point(experiment: Experiment, point: Point) -> Experiment:
+    """Return the experiment with these settings of its method."""
     settings = experiment.settings.model_copy(
         update={"method_options": {**experiment.settings.method_options, **point}}
     )

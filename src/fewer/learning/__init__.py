@@ -1,8 +1,8 @@
-"""Pieces that methods share: local training, averaging, scoring, a generator of features."""
+"""Building blocks shared by methods: local training, averaging, evaluation, a feature generator."""
 
 from fewer.learning.aggregate import weighted_mean
-from fewer.learning.generator import Generator, diversity
+from fewer.learning.generator import Generator, diversity_loss
 from fewer.learning.score import Counts, score
 from fewer.learning.sgd import draw_batches, sgd
 
-__all__ = ["Counts", "Generator", "diversity", "draw_batches", "score", "sgd", "weighted_mean"]
+__all__ = ["Counts", "Generator", "diversity_loss", "draw_batches", "score", "sgd", "weighted_mean"]

@@ -1,4 +1,4 @@
-"""Adam as a pure function of weights, gradient and moments, so that a state can hold the moments between rounds."""
+"""Adam as a pure function, so that a state can carry the moments from round to round."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from torch import Tensor
 
 from fewer.models import Weights
 
-DECAYS = 0.9, 0.999
-TINY = 1e-8
+BETAS = 0.9, 0.999
+EPS = 1e-8
 
 
-def adam(
+def adam_step(
     weights: Mapping[str, Tensor],
-    gradient: Mapping[str, Tensor],
-    first: Mapping[str, Tensor],
-    second: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    first_moments: Mapping[str, Tensor],
+    second_moments: Mapping[str, Tensor],
     step: int,
     lr: float,
 ) -> tuple[Weights, Weights, Weights]:
-    """Step number `step` (from 1 on) of Kingma and Ba, ICLR 2015, Algorithm 1: new weights and both moments.
+    """Takes step number `step` (starting at 1) of Adam; returns the new weights and both moments.
 
-    Weights that have no gradient stay as they are.
+    Kingma and Ba, ICLR 2015, Algorithm 1. Weights without a gradient stay the same.
     """
-    one, two = DECAYS
-    m = {name: one * first[name] + (1 - one) * slope for name, slope in gradient.items()}
-    v = {name: two * second[name] + (1 - two) * slope.square() for name, slope in gradient.items()}
-    moved = {
-        name: weights[name] - lr * (m[name] / (1 - one**step)) / ((v[name] / (1 - two**step)).sqrt() + TINY)
-        for name in gradient
+    beta1, beta2 = BETAS
+    m = {name: beta1 * first_moments[name] + (1 - beta1) * gradient for name, gradient in gradients.items()}
+    v = {name: beta2 * second_moments[name] + (1 - beta2) * gradient.square() for name, gradient in gradients.items()}
+    updated = {
+        name: weights[name] - lr * (m[name] / (1 - beta1**step)) / ((v[name] / (1 - beta2**step)).sqrt() + EPS)
+        for name in gradients
     }
-    return {**weights, **moved}, m, v
+    return {**weights, **updated}, m, v

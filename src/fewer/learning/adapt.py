@@ -1,13 +1,13 @@
-"""Adaptation by a few gradient steps, and the exact gradient of what comes of it.
+"""Adaptation by a few gradient steps (the inner loop of MAML), and its exact meta-gradient.
 
-Inner steps (Finn, Abbeel, Levine, ICML 2017): θ_{k+1} = θ_k − α ∘ g_k with g_k = ∇L_S(θ_k), α one number or one for
-each weight (Meta-SGD). The gradient of the query loss L_Q(θ_K) by θ_0 and α goes back over these steps, with
-v_K = ∇L_Q(θ_K):
+Inner steps (Finn, Abbeel, Levine, ICML 2017): θ_{k+1} = θ_k − α ∘ g_k with g_k = ∇L_S(θ_k). α is one learning rate, or
+one per weight (Meta-SGD). The gradient of the query loss L_Q(θ_K) with respect to θ_0 and α runs backward over the
+steps, starting from v_K = ∇L_Q(θ_K):
 
     v_k = v_{k+1} − ∇_θ ⟨g_k, α ∘ v_{k+1}⟩        (first order: v_k = v_{k+1})
     ∇_α = −Σ_k g_k ∘ v_{k+1}
 
-This is what differentiating through all steps at once gives, but each step's graph is walked and freed alone.
+Differentiating through all steps at once gives the same result. Here each step's graph is walked and freed separately.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ from torch.nn import functional as F
 from fewer.models import Weights
 
 Batch = tuple[Tensor, Tensor]
+"""Inputs and labels."""
 LearningRate = float | Mapping[str, Tensor]
-"""One step size (α) for all weights, or one for each."""
+"""One learning rate (α) for all weights, or one per weight."""
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""The loss of a net's scores on labels."""
+"""Maps logits and labels to a loss."""
 
 
 class MetaGradient(NamedTuple):
-    """How the query loss after adaptation changes with where it began and with its step sizes."""
+    """The gradient of the query loss after adaptation."""
 
     weights: Weights
-    """∇_θ"""
-    rates: Weights
-    """∇_α, one for each weight."""
+    """∇_θ: with respect to the initial weights."""
+    lrs: Weights
+    """∇_α: with respect to the learning rates, one per weight."""
     loss: float
+    """The query loss."""
     adapted: Weights
-    """θ_K"""
+    """θ_K: the adapted weights."""
 
 
-def learnable(net: nn.Module) -> Weights:
-    """The parameters of a net that learn, as they are."""
+def trainable_weights(net: nn.Module) -> Weights:
+    """The parameters of a net that require gradients, detached."""
     return {name: tensor.detach() for name, tensor in net.named_parameters() if tensor.requires_grad}
 
 
-def adapted(net: nn.Module, weights: Mapping[str, Tensor], batches: Sequence[Batch], lr: LearningRate) -> Weights:
-    """θ_K: one inner step for each batch, without a graph."""
+def adapt_weights(net: nn.Module, weights: Mapping[str, Tensor], batches: Sequence[Batch], lr: LearningRate) -> Weights:
+    """Takes one inner step per batch; returns θ_K without a graph."""
     theta = dict(weights)
     for batch in batches:
-        theta = _step(theta, _slopes(net, theta, batch, graph=False)[1], lr)
+        theta = _inner_step(theta, _inner_gradients(net, theta, batch, graph=False)[1], lr)
     return theta
 
 
@@ -64,9 +66,9 @@ def meta_gradient(
     first_order: bool,
     criterion: Criterion = F.cross_entropy,
 ) -> MetaGradient:
-    """The gradient of L_Q(θ_K) by θ_0 and α, with one inner step for each support batch. With `first_order`, without second derivatives.
+    """The gradient of L_Q(θ_K) with respect to θ_0 and α, with one inner step per support batch.
 
-    L_Q is what `criterion` says of the queries; inner steps are on the cross-entropy.
+    `first_order` drops the second derivatives. `criterion` is L_Q; inner steps always use the cross-entropy.
     """
     return meta_gradients(net, weights, support, query, lr, first_order, [criterion])[0]
 
@@ -80,67 +82,74 @@ def meta_gradients(
     first_order: bool,
     criteria: Sequence[Criterion],
 ) -> list[MetaGradient]:
-    """The same for several criteria of the queries, with the inner steps done once."""
+    """`meta_gradient` for several query losses that share the same inner steps."""
     path = []
     theta: Weights = dict(weights)
     for batch in support:
-        theta, slopes = _slopes(net, theta, batch, graph=not first_order)
-        path.append((theta, slopes))
-        theta = _step(theta, slopes, lr)
-    end = theta
-    found = []
+        theta, gradients = _inner_gradients(net, theta, batch, graph=not first_order)
+        path.append((theta, gradients))
+        theta = _inner_step(theta, gradients, lr)
+    adapted = theta
+    results = []
     for number, criterion in enumerate(criteria, 1):
-        back, loss = _query(net, end, query, criterion)
-        rates = {name: torch.zeros_like(tensor) for name, tensor in back.items()}
-        for theta, slopes in reversed(path):
-            for name, slope in slopes.items():
-                rates[name] -= slope.detach() * back[name]
+        v, loss = _query_gradients(net, adapted, query, criterion)
+        lr_gradients = {name: torch.zeros_like(tensor) for name, tensor in v.items()}
+        for theta, gradients in reversed(path):
+            for name, gradient in gradients.items():
+                lr_gradients[name] -= gradient.detach() * v[name]
             if not first_order:
-                back = _through(theta, slopes, back, lr, again=number < len(criteria))
-        found.append(MetaGradient(back, rates, loss, end))
-    return found
+                v = _backward_step(theta, gradients, v, lr, retain_graph=number < len(criteria))
+        results.append(MetaGradient(v, lr_gradients, loss, adapted))
+    return results
 
 
-def _slopes(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, graph: bool) -> tuple[Weights, Weights]:
-    """θ as leaves of a graph, and g = ∇L(θ), with its own graph if it is to be differentiated again."""
+def _inner_gradients(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, graph: bool) -> tuple[Weights, Weights]:
+    """θ as leaf tensors, and g = ∇L(θ); with `graph`, g can be differentiated again."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
     with _differentiable_twice(net, graph):
         loss = _loss(net, leaves, batch)
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             loss, list(leaves.values()), create_graph=graph, allow_unused=True, materialize_grads=True
         )
-    return leaves, dict(zip(leaves, found, strict=True))
+    return leaves, dict(zip(leaves, gradients, strict=True))
 
 
-def _query(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion) -> tuple[Weights, float]:
+def _query_gradients(
+    net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion
+) -> tuple[Weights, float]:
+    """∇L_Q(θ) and L_Q(θ)."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
     loss = _loss(net, leaves, batch, criterion)
-    found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    return dict(zip(leaves, found, strict=True)), float(loss.detach())
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, gradients, strict=True)), float(loss.detach())
 
 
-def _through(
-    theta: Mapping[str, Tensor], slopes: Mapping[str, Tensor], back: Mapping[str, Tensor], lr: LearningRate, again: bool
+def _backward_step(
+    theta: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+    v: Mapping[str, Tensor],
+    lr: LearningRate,
+    retain_graph: bool,
 ) -> Weights:
-    """v − ∇_θ ⟨g, α ∘ v⟩: back over one inner step, whose graph is freed unless it is walked again."""
-    live = [name for name, slope in slopes.items() if slope.requires_grad]
-    curved = torch.autograd.grad(
-        [slopes[name] for name in live],
+    """v − ∇_θ ⟨g, α ∘ v⟩: one inner step backward."""
+    with_graph = [name for name, gradient in gradients.items() if gradient.requires_grad]
+    products = torch.autograd.grad(
+        [gradients[name] for name in with_graph],
         list(theta.values()),
-        [_rate(lr, name) * back[name] for name in live],
-        retain_graph=again,
+        [_lr_for(lr, name) * v[name] for name in with_graph],
+        retain_graph=retain_graph,
         allow_unused=True,
         materialize_grads=True,
     )
-    return {name: back[name] - curve for name, curve in zip(theta, curved, strict=True)}
+    return {name: v[name] - product for name, product in zip(theta, products, strict=True)}
 
 
-def _step(theta: Mapping[str, Tensor], slopes: Mapping[str, Tensor], lr: LearningRate) -> Weights:
+def _inner_step(theta: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: LearningRate) -> Weights:
     """θ − α ∘ g"""
-    return {name: tensor.detach() - _rate(lr, name) * slopes[name].detach() for name, tensor in theta.items()}
+    return {name: tensor.detach() - _lr_for(lr, name) * gradients[name].detach() for name, tensor in theta.items()}
 
 
-def _rate(lr: LearningRate, name: str) -> float | Tensor:
+def _lr_for(lr: LearningRate, name: str) -> float | Tensor:
     return lr if isinstance(lr, float) else lr[name]
 
 
@@ -150,10 +159,10 @@ def _loss(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: 
 
 
 @contextmanager
-def _differentiable_twice(net: nn.Module, wanted: bool) -> Iterator[None]:
-    """Inside, recurrent nets do without oneDNN's fused kernel, whose second derivative is several times slower."""
+def _differentiable_twice(net: nn.Module, enabled: bool) -> Iterator[None]:
+    """Turns off oneDNN's fused kernel for recurrent nets: its second derivative is several times slower."""
     before = torch._C._get_mkldnn_enabled()
-    if wanted and any(isinstance(module, nn.RNNBase) for module in net.modules()):
+    if enabled and any(isinstance(module, nn.RNNBase) for module in net.modules()):
         torch._C._set_mkldnn_enabled(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Bringing what several clients sent into one."""
+"""Aggregation of the clients' models."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from fewer.models import Weights
 
 
 def weighted_mean(models: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Weights:
-    """Σ shareᵢ·modelᵢ / Σ share, name by name, summed in float64 in the order given; whole numbers are rounded."""
+    """Σ shareᵢ · modelᵢ / Σ shareᵢ for each tensor.
+
+    Sums are in float64 and in the given order. Integer tensors are rounded.
+    """
     total = float(sum(shares))
     if not models or total <= 0:
-        raise ValueError("a mean needs models, and shares that add up to more than 0")
+        raise ValueError(f"a mean needs at least one model and a positive sum of shares, got {len(models)} and {total}")
     mean: Weights = {}
     for name, first in models[0].items():
-        sum_ = torch.zeros_like(first, dtype=torch.float64)
+        weighted_sum = torch.zeros_like(first, dtype=torch.float64)
         for model, share in zip(models, shares, strict=True):
-            sum_.add_(model[name], alpha=share / total)
-        mean[name] = (sum_ if first.dtype.is_floating_point else sum_.round()).to(first.dtype)
+            weighted_sum.add_(model[name], alpha=share / total)
+        mean[name] = (weighted_sum if first.dtype.is_floating_point else weighted_sum.round()).to(first.dtype)
     return mean

@@ -1,7 +1,7 @@
-"""Distillation of features: a net learns from labels, and to see as a teacher sees.
+"""Feature distillation: a student learns from labels and from the features of a teacher.
 
-Hinton, Vinyals, Dean 2015; Romero et al., FitNets, 2014: where the features of both nets differ in number, those of the
-student are compared through a linear map that is learned with it, from a least-squares fit (with a little ridge) on.
+Hinton, Vinyals, Dean 2015; Romero et al., FitNets, 2014. If the two nets have different numbers of features, a linear
+map takes the student's features to the teacher's. It starts from a ridge regression and is trained with the student.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.learning.sgd import Loss, sgd
-from fewer.models import parts_of
+from fewer.models import split_net
 
 RIDGE = 0.01
-"""Of the mean square of a feature: what keeps the first map small where features are nearly the same, or never seen."""
+"""Ridge penalty, as a fraction of the features' mean square. It keeps the map small if features are collinear or 0."""
 
 
-def feature_loss(net: nn.Module, teacher: nn.Module, weight: float, link: nn.Module) -> Loss:
-    """Cross-entropy + weight · the mean squared difference of features; the teacher is in evaluation mode."""
-    (encoder, head), guide = parts_of(net), parts_of(teacher.eval())[0]
+def feature_loss(net: nn.Module, teacher: nn.Module, weight: float, feature_map: nn.Module) -> Loss:
+    """Cross-entropy + weight · mean squared difference of features. Puts the teacher in evaluation mode."""
+    (encoder, head), teacher_encoder = split_net(net), split_net(teacher.eval())[0]
 
     def loss(_: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        seen = encoder(x)
+        features = encoder(x)
         with torch.no_grad():
-            shown = guide(x)
-        return F.cross_entropy(head(seen), y) + weight * F.mse_loss(link(seen), shown)
+            target = teacher_encoder(x)
+        return F.cross_entropy(head(features), y) + weight * F.mse_loss(feature_map(features), target)
 
     return loss
 
 
 @torch.no_grad()
 def fit_feature_map(net: nn.Module, teacher: nn.Module, x: Tensor) -> nn.Linear:
-    """The linear map from the features of one net to those of another that fits best on these inputs."""
-    seen, shown = (parts_of(each.eval())[0](x).flatten(1).double().cpu() for each in (net, teacher))
-    inner = seen.T @ seen
-    ridge = RIDGE * inner.trace() / len(inner) + 1e-12
-    best = torch.linalg.solve(inner + ridge * torch.eye(len(inner), dtype=torch.float64), seen.T @ shown)
-    link = nn.Linear(seen.shape[1], shown.shape[1], bias=False)
-    link.weight.copy_(best.T)
-    return link.to(x.device)
+    """Fits the linear map from the student's to the teacher's features on inputs `x`, by ridge regression."""
+    features, targets = (split_net(each.eval())[0](x).flatten(1).double().cpu() for each in (net, teacher))
+    gram = features.T @ features
+    ridge = RIDGE * gram.trace() / len(gram) + 1e-12
+    solution = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=torch.float64), features.T @ targets)
+    feature_map = nn.Linear(features.shape[1], targets.shape[1], bias=False)
+    feature_map.weight.copy_(solution.T)
+    return feature_map.to(x.device)
 
 
 def distill(
@@ -50,8 +50,8 @@ def distill(
     batches: Iterable[tuple[Tensor, Tensor]],
     lr: float,
     weight: float,
-    link: nn.Module | None = None,
+    feature_map: nn.Module | None = None,
 ) -> None:
-    """Steps of SGD on `feature_loss`, in place; with a `link` (of the student's features), it learns too."""
-    link = link or nn.Identity()
-    sgd(nn.ModuleList([net, link]), batches, lr, loss=feature_loss(net, teacher, weight, link))
+    """Trains the net in place by SGD on `feature_loss`, together with `feature_map` if there is one."""
+    feature_map = feature_map or nn.Identity()
+    sgd(nn.ModuleList([net, feature_map]), batches, lr, loss=feature_loss(net, teacher, weight, feature_map))

@@ -1,4 +1,4 @@
-"""Floating-point operations, counted by torch as they are done."""
+"""Counts floating-point operations with torch's own counter."""
 
 from __future__ import annotations
 
@@ -11,48 +11,47 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 MAX_FLOPS = 1 << 60
-"""What a client can claim to have done in a round."""
+"""The most that a client may report for one round."""
 
 
 class FlopCounter:
-    """What was counted."""
+    """The result of `count_flops`."""
 
     flops: int = 0
 
 
-_known: dict[Hashable, int] = {}
+_cache: dict[Hashable, int] = {}
 
 
 @contextmanager
-def counted(wanted: bool = True, like: Hashable = None) -> Iterator[FlopCounter]:
-    """Counts all matrix products and convolutions inside, forward and backward; a multiplication and an addition are 2.
+def count_flops(enabled: bool = True, cache_key: Hashable = None) -> Iterator[FlopCounter]:
+    """Counts the matrix products and convolutions in the block, forward and backward; a multiply-add counts as 2.
 
-    Element-wise work is not counted, as is usual. Where it is not `wanted` nothing is counted, and nothing slower.
-    Counting makes work several times slower: what is `like` work that was counted before in this process is taken to
-    be the same.
+    Element-wise operations are not counted, as usual. If not `enabled`, the count is 0 and costs nothing. Counting
+    slows a block down several times. A block with the `cache_key` of an earlier one in this process reuses its count.
     """
-    tally = FlopCounter()
-    if not wanted or like in _known:
-        tally.flops = _known[like] if wanted else 0
-        yield tally
+    result = FlopCounter()
+    if not enabled or cache_key in _cache:
+        result.flops = _cache[cache_key] if enabled else 0
+        yield result
         return
     with FlopCounterMode(display=False, custom_mapping=_RECURRENT) as counter:
-        yield tally
-    tally.flops = counter.get_total_flops()
-    if like is not None:
-        _known[like] = tally.flops
+        yield result
+    result.flops = counter.get_total_flops()
+    if cache_key is not None:
+        _cache[cache_key] = result.flops
 
 
-# oneDNN's fused recurrent layers hide their matrix products, and torch's own table does not know them.
+# oneDNN's fused recurrent layers hide their matrix products, and torch's counter does not know them.
 
 
 def _forward(x: Any, w_ih: Any, w_hh: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Each of time × batch inputs meets both matrices of the layer."""
+    """Each of the time × batch inputs is multiplied by both matrices of the layer."""
     return int(2 * prod(x[:-1]) * (prod(w_ih) + prod(w_hh)))
 
 
 def _backward(x: Any, w_ih: Any, w_hh: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """By inputs and by weights: twice the forward."""
+    """Twice the forward pass: gradients of inputs and of weights."""
     return 2 * _forward(x, w_ih, w_hh)
 
 

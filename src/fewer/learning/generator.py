@@ -1,7 +1,7 @@
-"""A generator of features by class, as FedGen and FedMK train one beside a classifier's head.
+"""A class-conditional generator of features, trained through a classifier's head (FedGen, FedMK).
 
-Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021, Eq 4 and the
-diversity term of its released form: without it all features of a class fall together.
+Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021, Eq 4. The diversity
+term comes from its released code: without it, all features of a class collapse to one point.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fewer.models.split import feature_width
 
 
 class Generator(nn.Module):
-    """G(noise, y): noise beside the one-hot label, a hidden layer with batch norm, and out come features."""
+    """G(noise, y): maps noise and a one-hot label to features, with one hidden layer and batch norm."""
 
     def __init__(self, classes: int, features: int, noise: int = 32, hidden: int = 256) -> None:
         super().__init__()
@@ -27,30 +27,30 @@ class Generator(nn.Module):
         )
 
     def forward(self, noise: Tensor, y: Tensor) -> Tensor:
-        """Features of these labels."""
+        """Features for these labels."""
         features: Tensor = self.body(torch.cat([noise, F.one_hot(y, self.classes).to(noise.dtype)], dim=1))
         return features
 
-    def draw(self, count: int, stream: torch.Generator, chances: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Noise and labels of `count` samples, labels evenly from all classes or in proportion to `chances`."""
-        at = next(self.parameters())
-        noise = torch.randn(count, self.noise, generator=stream).to(at)
-        if chances is None:
+    def draw(self, count: int, stream: torch.Generator, class_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Draws noise and labels for `count` features; labels are uniform, or in proportion to `class_weights`."""
+        parameter = next(self.parameters())
+        noise = torch.randn(count, self.noise, generator=stream).to(parameter)
+        if class_weights is None:
             y = torch.randint(self.classes, (count,), generator=stream)
         else:
-            y = torch.multinomial(chances.cpu(), count, replacement=True, generator=stream)
-        return noise, y.to(at.device)
+            y = torch.multinomial(class_weights.cpu(), count, replacement=True, generator=stream)
+        return noise, y.to(parameter.device)
 
 
-def diversity(noise: Tensor, features: Tensor) -> Tensor:
-    """exp(−mean over pairs of ‖noise_i − noise_j‖² · |z_i − z_j|), means over coordinates: 1 when all fall together."""
-    apart = (noise[:, None] - noise[None]).square().mean(2)
-    spread = (features[:, None] - features[None]).abs().mean(2)
-    return torch.exp(-(apart * spread).mean())
+def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
+    """exp(−mean over pairs of ‖noise_i − noise_j‖² · |z_i − z_j|), norms averaged over coordinates; 1 if collapsed."""
+    noise_distance = (noise[:, None] - noise[None]).square().mean(2)
+    feature_distance = (features[:, None] - features[None]).abs().mean(2)
+    return torch.exp(-(noise_distance * feature_distance).mean())
 
 
-def generator_for(task: Task, net: nn.Module, weights: Weights | None = None) -> Generator:
-    """A generator of the features that the net's encoder gives, with these weights or new ones."""
+def build_generator(task: Task, net: nn.Module, weights: Weights | None = None) -> Generator:
+    """Builds a generator for the features of the net's encoder, with the given or with new weights."""
     generator = Generator(task.classes, feature_width(task, net)).to(task.device)
     if weights is not None:
         load_weights(generator, weights)
@@ -58,23 +58,26 @@ def generator_for(task: Task, net: nn.Module, weights: Weights | None = None) ->
 
 
 def train_generator(
-    make: Generator,
-    says: Callable[[Tensor, Tensor], Tensor],
-    chances: Tensor,
+    generator: Generator,
+    classifier: Callable[[Tensor, Tensor], Tensor],
+    class_weights: Tensor,
     stream: torch.Generator,
     *,
     steps: int,
     lr: float,
-    batch: int,
+    batch_size: int,
 ) -> None:
-    """Train it, in place, so that `says` (scores, from features and their classes) takes features for their class."""
-    optimizer = torch.optim.Adam(make.parameters(), lr=lr)
-    make.train()
-    weights = list(make.parameters())
+    """Trains the generator in place, so that `classifier` assigns features to the class they were generated for.
+
+    `classifier` maps features and their classes to logits.
+    """
+    optimizer = torch.optim.Adam(generator.parameters(), lr=lr)
+    generator.train()
+    parameters = list(generator.parameters())
     for _ in range(steps):
-        noise, y = make.draw(batch, stream, chances)
-        features = make(noise, y)
-        loss = F.cross_entropy(says(features, y), y) + diversity(noise, features)
-        for weight, slope in zip(weights, torch.autograd.grad(loss, weights), strict=True):
-            weight.grad = slope  # of the generator alone: whoever says keeps its own
+        noise, y = generator.draw(batch_size, stream, class_weights)
+        features = generator(noise, y)
+        loss = F.cross_entropy(classifier(features, y), y) + diversity_loss(noise, features)
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient  # the classifier's own gradients stay untouched
         optimizer.step()

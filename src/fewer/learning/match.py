@@ -1,8 +1,8 @@
-"""Condensation by statistics: images whose features, under random nets, are spread as those of real samples.
+"""Condensation by distribution matching: synthetic images get the feature statistics of real ones under random nets.
 
 Zhao, Bilen: Dataset Condensation with Distribution Matching, WACV 2023, matches the mean of each class. Here the
-standard deviation is matched too: the mean alone does not see noise that differs from image to image. No net is trained
-and no second derivative is needed, so a step is cheap.
+standard deviation is matched too, because the mean alone ignores noise that differs between images. A step is cheap: it
+trains no net and needs no second derivative.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from fewer.data import Samples
-from fewer.learning.augment import draw_moves, move
+from fewer.learning.augment import apply_affine, draw_affine
 
-REAL = 64
-"""Real samples of each class in a step."""
-FLOOR = 1e-2
-"""Added to variances, whose root has no slope at 0."""
+REAL_PER_CLASS = 64
+"""Real samples per class and step."""
+VARIANCE_EPS = 1e-2
+"""Added to variances, because the square root has no gradient at 0."""
 
 
-def match(
+def match_statistics(
     net: nn.Module,
     images: Tensor,
     labels: Tensor,
@@ -33,84 +33,89 @@ def match(
     augment: bool,
     stream: torch.Generator,
 ) -> Tensor:
-    """`images` after `steps` of Adam towards the statistics of the real samples, under another random net each."""
+    """Moves `images` toward the class statistics of real samples by `steps` of Adam, each under a new random net."""
     images = images.clone().requires_grad_()
     optimizer = torch.optim.Adam([images], lr=lr)
     y = real.labels
-    held = torch.tensor(sorted(set(labels.tolist()) & set(y.tolist())), device=labels.device)
-    numbers = [torch.nonzero(y == label).squeeze(1).cpu() for label in held]
-    ours = _means(labels, held)
-    theirs = _means(held.repeat_interleave(REAL), held)
+    classes = torch.tensor(sorted(set(labels.tolist()) & set(y.tolist())), device=labels.device)
+    indices_by_class = [torch.nonzero(y == label).squeeze(1).cpu() for label in classes]
+    image_means = _averaging_matrix(labels, classes)
+    real_means = _averaging_matrix(classes.repeat_interleave(REAL_PER_CLASS), classes)
     net.requires_grad_(False)
-    with _features(net) as features:
+    with feature_extractor(net) as extract:
         for _ in range(steps):
-            redraw(net)
-            drawn = [of[torch.randint(len(of), (REAL,), generator=stream)] for of in numbers]
-            x, _ = real.pick(torch.cat(drawn))
-            made = images
-            if augment:
-                one = draw_moves(1, stream)
-                x, made = move(x, one), move(images, one)
+            reinitialize(net)
+            batch = [
+                indices[torch.randint(len(indices), (REAL_PER_CLASS,), generator=stream)]
+                for indices in indices_by_class
+            ]
+            x, _ = real.pick(torch.cat(batch))
+            synthetic = images
+            if augment:  # the same map for both
+                affine = draw_affine(1, stream)
+                x, synthetic = apply_affine(x, affine), apply_affine(images, affine)
             with torch.no_grad():
-                wanted = statistics(features(x), theirs)
-            (gradient,) = torch.autograd.grad(distance(statistics(features(made), ours), wanted), images)
-            images.grad = gradient
+                target = class_statistics(extract(x), real_means)
+            loss = statistics_distance(class_statistics(extract(synthetic), image_means), target)
+            (images.grad,) = torch.autograd.grad(loss, images)
             optimizer.step()
     return images.detach()
 
 
-def statistics(features: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each class; `means` (classes × samples) takes the mean of each."""
-    mean = means @ features
-    variance = (means @ features.square() - mean.square()).clamp_min(0)
-    return mean, (variance + FLOOR).sqrt()
+def class_statistics(features: Tensor, averaging: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each class; `averaging` (classes × samples) takes class means."""
+    mean = averaging @ features
+    variance = (averaging @ features.square() - mean.square()).clamp_min(0)
+    return mean, (variance + VARIANCE_EPS).sqrt()
 
 
-def distance(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> Tensor:
-    """Squared distance of means and of deviations, summed over classes and features."""
+def statistics_distance(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> Tensor:
+    """Squared distance of means and standard deviations, summed over classes and features."""
     return sum(((a - b).square().sum() for a, b in zip(ours, theirs, strict=True)), torch.zeros(()))
 
 
-def redraw(net: nn.Module) -> None:
-    """New random weights for every layer that knows how to draw them, from the global stream."""
+def reinitialize(net: nn.Module) -> None:
+    """Draws new random weights for every layer with `reset_parameters`, from the global random state."""
     for module in net.modules():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
 
-def _means(labels: Tensor, held: Tensor) -> Tensor:
-    chosen = (held[:, None] == labels).float()
-    return chosen / chosen.sum(1, keepdim=True)
-
-
 @contextmanager
-def _features(net: nn.Module) -> Iterator[nn.Module]:
-    """The net cut off where its feature maps end: before the first full layer after a convolution, or the last one.
+def feature_extractor(net: nn.Module) -> Iterator[nn.Module]:
+    """The net up to the end of its feature maps.
 
-    A net without full layers gives its scores.
+    The cut is before the first linear layer that follows a convolution, or else before the last linear layer. A net
+    without linear layers gives its scores.
     """
-    kept: list[Tensor] = []
-    layer = _end_of_maps(net)
+    captured: list[Tensor] = []
+    layer = _cut_layer(net)
 
-    class Cut(nn.Module):
+    class FeatureExtractor(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            whole = net(x)
-            return (kept.pop() if kept else whole).flatten(1)
+            scores = net(x)
+            return (captured.pop() if captured else scores).flatten(1)
 
-    hook = layer.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0])) if layer else None
+    hook = layer.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0])) if layer else None
     try:
-        yield Cut()
+        yield FeatureExtractor()
     finally:
         if hook:
             hook.remove()
 
 
-def _end_of_maps(net: nn.Module) -> nn.Module | None:
-    convolved, full = False, None
+def _averaging_matrix(labels: Tensor, classes: Tensor) -> Tensor:
+    """Classes × samples: multiplied by features, it gives class means."""
+    mask = (classes[:, None] == labels).float()
+    return mask / mask.sum(1, keepdim=True)
+
+
+def _cut_layer(net: nn.Module) -> nn.Module | None:
+    seen_convolution, linear = False, None
     for module in net.modules():
-        convolved |= isinstance(module, nn.Conv1d | nn.Conv2d)
+        seen_convolution |= isinstance(module, nn.Conv1d | nn.Conv2d)
         if isinstance(module, nn.Linear):
-            full = module
-            if convolved:
+            linear = module
+            if seen_convolution:
                 break
-    return full
+    return linear

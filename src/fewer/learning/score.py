@@ -1,4 +1,4 @@
-"""How good a net is on some samples."""
+"""Evaluation: correct predictions and loss of a net."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WORST = 1e30
-"""The loss of a net whose scores are no longer finite: it must count as bad, not go missing."""
+MAX_LOSS = 1e30
+"""The loss of a net whose scores are not finite, so that it counts as bad instead of going missing."""
 
 
 class Counts(NamedTuple):
-    """Right answers, all answers, and the summed loss: they add up over any division of the samples."""
+    """Correct predictions, number of samples and summed loss. They add up over any split of the samples."""
 
     correct: int
     total: int
@@ -22,28 +22,28 @@ class Counts(NamedTuple):
 
 
 @torch.no_grad()
-def score(net: nn.Module, chunks: Iterable[tuple[Tensor, Tensor]], top: int = 1) -> Counts:
-    """Count on all chunks, with the net in evaluation mode; an answer is right if it is among the `top` best."""
+def score(net: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], top_k: int = 1) -> Counts:
+    """Evaluates the net, in evaluation mode. A prediction is correct if the label is among the `top_k` best classes."""
     net.eval()
-    found = Counts(0, 0, 0.0)
-    for x, y in chunks:
-        some = judged(net(x), y, top)
-        found = Counts(found.correct + some.correct, found.total + some.total, found.loss + some.loss)
-    return found
+    sums = Counts(0, 0, 0.0)
+    for x, y in batches:
+        counts = count_correct(net(x), y, top_k)
+        sums = Counts(sums.correct + counts.correct, sums.total + counts.total, sums.loss + counts.loss)
+    return sums
 
 
-def judged(scores: Tensor, y: Tensor, top: int = 1) -> Counts:
-    """Counts of some scores (samples × classes). Of equal scores the first counts as the best.
+def count_correct(scores: Tensor, y: Tensor, top_k: int = 1) -> Counts:
+    """Evaluates scores (samples × classes). Among equal scores, the first class ranks highest.
 
-    A sample of a class that the net rules out altogether (−∞) is wrong and adds no loss, which would be infinite.
+    If the score of a sample's class is −∞, the sample counts as wrong and adds no loss (it would be infinite).
     """
-    if top == 1:
+    if top_k == 1:
         best = scores.argmax(1, keepdim=True)
     else:
-        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :top]
-    right, total = int((best == y[:, None]).sum()), len(y)
-    can = scores.gather(1, y[:, None])[:, 0] != -torch.inf
-    if not bool(can.all()):
-        scores, y = scores[can], y[can]
-    loss = float(F.cross_entropy(scores, y, reduction="sum").nan_to_num(nan=WORST))
-    return Counts(right, total, min(loss, WORST))
+        best = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    correct, total = int((best == y[:, None]).sum()), len(y)
+    possible = scores.gather(1, y[:, None])[:, 0] != -torch.inf
+    if not bool(possible.all()):
+        scores, y = scores[possible], y[possible]
+    loss = float(F.cross_entropy(scores, y, reduction="sum").nan_to_num(nan=MAX_LOSS))
+    return Counts(correct, total, min(loss, MAX_LOSS))

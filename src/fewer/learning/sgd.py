@@ -1,4 +1,4 @@
-"""Plain stochastic gradient descent on a client's own samples."""
+"""Plain SGD, the local training of most methods."""
 
 from __future__ import annotations
 
@@ -10,30 +10,33 @@ from torch.nn import functional as F
 
 from fewer.data import Samples
 
-Pull = Callable[[list[Tensor], tuple[Tensor, ...]], None]
+GradientHook = Callable[[list[Tensor], tuple[Tensor, ...]], None]
+"""Takes parameters and gradients, and changes the gradients in place."""
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Of a net on inputs and labels."""
+"""Maps a net, inputs and labels to a loss."""
 
 
-def draw_batches(count: int, steps: int, batch: int, stream: torch.Generator) -> Tensor:
-    """Sample numbers for `steps` batches (steps × batch), each drawn evenly from all, with replacement."""
-    return torch.randint(count, (steps, batch), generator=stream)
+def draw_batches(num_samples: int, steps: int, batch_size: int, stream: torch.Generator) -> Tensor:
+    """Draws sample indices for all batches (steps × batch size), uniformly with replacement."""
+    return torch.randint(num_samples, (steps, batch_size), generator=stream)
 
 
-def epochs(samples: Samples, count: int, batch: int | None, stream: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """All samples `count` times over, each time in a new order and in steps of `batch`, or at once.
+def epoch_batches(
+    samples: Samples, epochs: int, batch_size: int | None, stream: torch.Generator
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches over all samples, in a new order each epoch; `None` means one batch per epoch.
 
-    One sample that is left over goes with the step before: batch norm can do nothing with one alone.
+    A single sample left at the end joins the batch before it, because batch norm cannot train on one sample.
     """
-    for _ in range(count):
-        parts = list(torch.split(torch.randperm(len(samples), generator=stream), batch or len(samples)))
+    for _ in range(epochs):
+        parts = list(torch.split(torch.randperm(len(samples), generator=stream), batch_size or len(samples)))
         if len(parts) > 1 and len(parts[-1]) == 1 < len(parts[-2]):
             parts[-2:] = [torch.cat(parts[-2:])]
         yield from map(samples.pick, parts)
 
 
 def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Mean over the batch."""
+    """Mean cross-entropy of a batch."""
     return F.cross_entropy(net(x), y)
 
 
@@ -41,18 +44,18 @@ def sgd(
     net: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     lr: float,
-    pull: Pull | None = None,
+    modify_gradients: GradientHook | None = None,
     loss: Loss = cross_entropy,
 ) -> None:
-    """One step w ← w − rate · ∇ loss for each batch, in place.
+    """Trains in place, one step w ← w − lr · ∇loss per batch.
 
-    `pull(parameters, gradients)` may change the gradients before each step.
+    `modify_gradients(parameters, gradients)` may change the gradients before each step.
     """
     net.train()
     parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
     for x, y in batches:
         gradients = torch.autograd.grad(loss(net, x, y), parameters, allow_unused=True, materialize_grads=True)
         with torch.no_grad():
-            if pull is not None:
-                pull(parameters, gradients)
+            if modify_gradients is not None:
+                modify_gradients(parameters, gradients)
             torch._foreach_add_(parameters, gradients, alpha=-lr)

@@ -1,9 +1,12 @@
-"""Alone: what a new client can do with its support and nobody's help.
+"""Alone: each new client learns from its own support set only.
 
 Chen, Luo, Dong, Li, He: Federated Meta-Learning with Fast Convergence and Efficient Communication, 2018, Section 4.3,
-setting SELF: the item used most (MFU), the item used last (MRU), naive Bayes, and a net trained from nothing. Nobody
-trains before and nothing is shared. Departures: features of naive Bayes are taken as normal, their variances enlarged
-by `smoothing` of the largest; nets take steps of gradient descent on the whole support, the paper's on batches.
+setting SELF: most frequently used (MFU), most recently used (MRU), naive Bayes, and a net trained from scratch. No
+client trains beforehand, and nothing is shared.
+
+Departures:
+- Naive Bayes models features as normal. `smoothing` times the largest variance is added to every variance.
+- Nets take gradient steps on the full support set; the paper uses batches.
 """
 
 from __future__ import annotations
@@ -19,20 +22,20 @@ from torch.nn import functional as F
 
 from fewer.data import Data, Samples
 from fewer.errors import SettingError
-from fewer.learning.score import judged
+from fewer.learning.score import count_correct
 from fewer.methods.base import Client, Scores
-from fewer.methods.new_clients import NewClients, descend, everything
+from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
 
 MARGIN = 10.0
-"""How far naive Bayes puts a class that was not there below all that were."""
+"""How far below all other classes naive Bayes scores a class without samples."""
 
 
 @dataclass(frozen=True)
 class AloneState:
-    """The initial model, which everyone knows from the seed."""
+    """The initial model, which every client derives from the seed."""
 
     model: Weights
     flops: int = 0
@@ -40,31 +43,31 @@ class AloneState:
 
 @METHODS.register("alone")
 class Alone(NewClients):
-    """Each new client learns from its own support alone: by a net, by counting, or by naive Bayes."""
+    """Each new client learns from its own support set: with a net, by counting, or with naive Bayes."""
 
     rounds: PositiveInt = 1
-    """How many rounds to run; nothing happens in them."""
+    """Number of rounds; nothing happens in them."""
     learner: Literal["net", "most-used", "last-used", "naive-bayes"] = "net"
-    """The task's net; the class that was there most, or last before each query; or naive Bayes."""
+    """The task's net, the most frequent class (MFU), the last class before each query (MRU), or naive Bayes."""
     local_steps: PositiveInt = 100
-    """Steps of gradient descent of a net, each on the whole support."""
+    """Gradient steps of a net, each on the full support set."""
     lr: PositiveFloat = 0.1
-    """Their step size."""
+    """Learning rate of a net."""
     smoothing: PositiveFloat = 1.0
-    """Naive Bayes: what is added to all variances, as a share of the largest one."""
+    """Naive Bayes: added to every variance, as a fraction of the largest one."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
-        """What each learner has to choose."""
+        """Tunes what the learner uses."""
         if self.learner == "net":
             return {"lr": (0.003, 0.01, 0.03, 0.1)}
         return {"smoothing": (0.01, 0.1, 1.0, 10.0)} if self.learner == "naive-bayes" else {}
 
     def init(self, task: Task, seed: int) -> AloneState:
-        """The initial model."""
-        return AloneState(task.initial(seed))
+        """Starts from the initial model."""
+        return AloneState(task.initial_weights(seed))
 
     def round(self, state: AloneState, clients: Clients) -> AloneState:
-        """Nobody is asked."""
+        """Asks no client."""
         return state
 
     def global_weights(self, state: AloneState) -> Weights | None:
@@ -72,18 +75,18 @@ class Alone(NewClients):
         return None
 
     def initialization(self, shared: Weights) -> Weights:
-        """Nothing has been learned yet."""
+        """The initial model."""
         return shared
 
     def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
-        """Training from nothing."""
+        """Trains from scratch."""
         if self.learner != "net":
-            raise SettingError(f"learner = {self.learner} has no net to write (allowed: learner = net)")
-        descend(net, everything(support, self.local_steps), self.lr)
+            raise SettingError(f"learner = {self.learner} trains no net to write; use learner = net")
+        adapt_in_place(net, full_batches(support, self.local_steps), self.lr)
 
     def personal_model(self, client: Client, model: Weights) -> nn.Module:
-        """What the client has learned from its support."""
-        x, y = (support := self.halves(client)[0]).slice(0, len(support))
+        """The model that the client learns from its support set."""
+        x, y = (support := self.support_and_query(client)[0]).slice(0, len(support))
         if self.learner == "most-used":
             return MostUsed(y, client.task.classes)
         if self.learner == "naive-bayes":
@@ -91,33 +94,33 @@ class Alone(NewClients):
         return super().personal_model(client, model)
 
     def evaluate(self, state: AloneState, clients: Clients, data: Data) -> Scores:
-        """As all do, where there is something to be last."""
-        if self.learner == "last-used" and not data.in_time:
-            raise SettingError("learner = last-used, but samples are in no order of time (allowed: data in time)")
+        """Evaluates as usual; `last-used` needs samples in time order."""
+        if self.learner == "last-used" and not data.time_ordered:
+            raise SettingError("learner = last-used needs samples in time order, and this data has no order")
         return super().evaluate(state, clients, data)
 
     @on_client
     def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
-        """As all do; but what was used last is known only from one query to the next."""
+        """Counts correct predictions; `last-used` predicts each query from the labels before it."""
         if self.learner != "last-used":
             return super().answer_queries(client, model)
-        labels = self.samples(client).labels
-        first = len(labels) - len(self.halves(client)[1])
-        return judged(recency(labels, first, client.task.classes), labels[first:], self.top_k)._asdict()
+        labels = self.client_samples(client).labels
+        first = len(labels) - len(self.support_and_query(client)[1])
+        return count_correct(recency_scores(labels, first, client.task.classes), labels[first:], self.top_k)._asdict()
 
 
-def recency(labels: Tensor, first: int, classes: int) -> Tensor:
-    """For each sample from `first` on, when each class was there last before it: its number from 1 on, or 0."""
-    when = torch.zeros(classes, device=labels.device)
+def recency_scores(labels: Tensor, first: int, classes: int) -> Tensor:
+    """Scores each class by its last position (from 1; 0: never) before each sample from index `first` on."""
+    last_position = torch.zeros(classes, device=labels.device)
     rows = []
-    for number, label in enumerate(labels.tolist()):
-        rows.append(when.clone())
-        when[label] = number + 1
+    for index, label in enumerate(labels.tolist()):
+        rows.append(last_position.clone())
+        last_position[label] = index + 1
     return torch.stack(rows[first:])
 
 
 class MostUsed(nn.Module):
-    """Scores are the logarithms of how often each class was there, and once more."""
+    """Scores each class by log(1 + its number of samples)."""
 
     scores: Tensor
 
@@ -126,14 +129,14 @@ class MostUsed(nn.Module):
         self.register_buffer("scores", (1.0 + torch.bincount(y, minlength=classes)).log())
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same for all."""
+        """The same scores for every input."""
         return self.scores.expand(len(x), -1)
 
 
 class NaiveBayes(nn.Module):
-    """log P(c) + Σ log N(x; μ_c, σ²_c) over features; a class that was not there comes after all that were."""
+    """log P(c) + Σ log N(x; μ_c, σ²_c) over features. Classes without samples score below all others."""
 
-    share: Tensor
+    prior: Tensor
     mean: Tensor
     variance: Tensor
 
@@ -143,15 +146,15 @@ class NaiveBayes(nn.Module):
         member = F.one_hot(y, classes).T.double()
         count = member.sum(1, keepdim=True)
         mean = member @ x / count.clamp(min=1)
-        spread = member @ x.square() / count.clamp(min=1) - mean.square()
-        widest = float(x.var(0, correction=0).max()) or 1.0
-        self.register_buffer("share", count.squeeze(1) / len(y))
+        variance = member @ x.square() / count.clamp(min=1) - mean.square()
+        largest = float(x.var(0, correction=0).max()) or 1.0
+        self.register_buffer("prior", count.squeeze(1) / len(y))
         self.register_buffer("mean", mean)
-        self.register_buffer("variance", spread.clamp(min=0) + smoothing * widest)
+        self.register_buffer("variance", variance.clamp(min=0) + smoothing * largest)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Class scores of a batch."""
-        away = (x.flatten(1).double()[:, None] - self.mean).square() / self.variance
-        scores = self.share.log() - 0.5 * (away + self.variance.log()).sum(2)
-        lowest = scores.masked_fill(self.share == 0, torch.inf).amin(1, keepdim=True)
-        return torch.where(self.share > 0, scores, lowest - MARGIN)
+        """The class scores of a batch."""
+        distance = (x.flatten(1).double()[:, None] - self.mean).square() / self.variance
+        scores = self.prior.log() - 0.5 * (distance + self.variance.log()).sum(2)
+        lowest = scores.masked_fill(self.prior == 0, torch.inf).amin(1, keepdim=True)
+        return torch.where(self.prior > 0, scores, lowest - MARGIN)

@@ -1,4 +1,4 @@
-"""The contract of a method, and what its handlers get to see."""
+"""The contract of a method (`Method`), and what its handlers work with (`Client`, `Server`)."""
 
 from __future__ import annotations
 
@@ -31,170 +31,170 @@ from fewer.runtime import (
     stream,
 )
 from fewer.runtime.keys import KeyFiles, Keys
-from fewer.runtime.store import folder_of
+from fewer.runtime.store import client_folder
 from fewer.wire import Number, Schema
 
 DEFAULT_COHORT = 10
 MAX_SIZE = 10**9
-"""Samples that a client can claim to have."""
-CHUNK = 1000
-"""Samples that are scored at once."""
-PIECE = 2500
-"""Samples of the common test set that one worker scores before it is given more."""
+"""The largest number of samples that a client may report."""
+EVAL_BATCH = 1000
+"""Samples in one forward pass of evaluation."""
+EVAL_CHUNK = 2500
+"""Samples of the common test set that one worker evaluates at a time."""
 Scores = dict[str, Any]
-"""Figures by name; `accuracy` is always among them."""
+"""Metrics by name; `accuracy` is always one of them."""
 
 
-# --- what a handler sees --------------------------------------------------------------------------------------
+# --- what a handler works with --------------------------------------------------------------------------------
 
 
-class _Pristine:
-    """A net that is used again and again, and what must be put right each time besides its weights.
+class _ReusableNet:
+    """A net that many calls share. `reset` restores everything but its weights.
 
-    That is: which parameters learn, leftover gradients, the mode, and buffers that are no part of the weights.
+    That is: `requires_grad`, gradients, training mode, and buffers that are not part of `state_dict()`.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self.net = net
-        self.learns = [parameter.requires_grad for parameter in net.parameters()]
-        kept = net.state_dict().keys()
-        self.hidden = [(b, b.detach().clone()) for name, b in net.named_buffers() if name not in kept]
+        self.requires_grad = [parameter.requires_grad for parameter in net.parameters()]
+        saved = net.state_dict().keys()
+        self.hidden_buffers = [(b, b.detach().clone()) for name, b in net.named_buffers() if name not in saved]
 
-    def again(self) -> nn.Module:
-        """The net as it was made, but for its weights."""
-        for parameter, flag in zip(self.net.parameters(), self.learns, strict=True):
+    def reset(self) -> nn.Module:
+        """The net as it was built, except for its weights."""
+        for parameter, flag in zip(self.net.parameters(), self.requires_grad, strict=True):
             parameter.requires_grad_(flag).grad = None
         with torch.no_grad():
-            for buffer, first in self.hidden:
-                buffer.copy_(first)
+            for buffer, initial in self.hidden_buffers:
+                buffer.copy_(initial)
         return self.net.train()
 
 
 @dataclass
 class Context:
-    """Where something runs: the round, the task, random streams, and nets to load weights into."""
+    """What every handler has: the round, the task, random streams, and nets to load weights into."""
 
     id: int
-    """The client's number; below zero for the server."""
+    """The client's number; negative on the server."""
     round: int
-    """Which round it is, from 1 on."""
+    """The current round, starting at 1."""
     seed: int
     """The seed of the run."""
     task: Task
-    """What is learned."""
+    """The task: input shape, number of classes, net."""
     common: Samples
-    """The common test set, which everyone may have."""
-    _nets: list[_Pristine] = field(default_factory=list, repr=False)
-    _taken: int = 0
+    """The common test set."""
+    _nets: list[_ReusableNet] = field(default_factory=list, repr=False)
+    _nets_in_use: int = 0
 
     def net(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:
-        """A net with these weights. Each call gives another one, for this question only."""
-        if self._taken == len(self._nets):
-            self._nets.append(_Pristine(self.task.net()))
-        self._taken += 1
-        net = self._nets[self._taken - 1].again()
+        """A net with these weights. Each call in a handler returns a different net, valid until the handler ends."""
+        if self._nets_in_use == len(self._nets):
+            self._nets.append(_ReusableNet(self.task.net()))
+        self._nets_in_use += 1
+        net = self._nets[self._nets_in_use - 1].reset()
         load_weights(net, weights)
         return net
 
     def stream(self, purpose: str) -> torch.Generator:
-        """The random stream of (seed, round, client, purpose)."""
+        """The random generator for (seed, round, client, purpose)."""
         return stream(self.seed, self.round, self.id, purpose)
 
 
 @dataclass
 class Server(Context):
-    """The server's own seat (`here`)."""
+    """The first argument of an `@on_server` handler."""
 
 
 @dataclass
 class Client(Context):
-    """A client (`me`): its own data and memory, and nobody else's."""
+    """The first argument of an `@on_client` handler: one client, with its own data and private store."""
 
     store: Store = field(kw_only=True)
-    """What it remembers between rounds: `me.store.put("model", …)`, `me.store.get("model")`."""
+    """Private state that lasts from round to round: `client.store.put("model", …)`, `client.store.get("model")`."""
     _data: Data = field(kw_only=True, repr=False)
 
     @cached_property
     def data(self) -> ClientData:
-        """All that it holds, read when first used."""
+        """All of the client's samples, loaded on first use."""
         return self._data.client(self.id)
 
     @property
     def train(self) -> Samples:
-        """What it learns from. A client that has nothing says so, and is absent from the round."""
+        """Training samples. A client without any raises `Unable` and is absent from the round."""
         if not len(self.data.train):
             raise Unable("no training data")
         return self.data.train
 
     @property
     def validation(self) -> Samples:
-        """What it chooses settings on; may be empty."""
+        """Validation samples; may be empty."""
         return self.data.validation
 
     @property
     def test(self) -> Samples:
-        """What it is tested on; may be empty."""
+        """Test samples; may be empty."""
         return self.data.test
 
     @property
-    def in_time(self) -> bool:
-        """Whether its samples are in the order of time."""
-        return self._data.in_time
+    def time_ordered(self) -> bool:
+        """True if the samples are in temporal order."""
+        return self._data.time_ordered
 
     @property
-    def alone(self) -> bool:
-        """Whether it knows nobody else's test samples."""
-        return self._data.alone
+    def has_common_test(self) -> bool:
+        """True if the client has access to the common test set."""
+        return self._data.has_common_test
 
     def members(self, program: object, task: Task) -> Clients:
-        """Those that this client is made of, where it is a federation, to be asked by a program of its own.
+        """The clients inside this federation, which answer the handlers of `program`.
 
-        They remember what they are told in the folder of the federation, with its rounds; their own rounds, seed and
-        count of bytes have nothing to do with those outside.
+        Their private state lives in this federation's folder, under its rounds. Their own rounds, seed and byte counts
+        are separate from the outer run.
         """
         seed = seed_of(self.seed, self.id, "members")
-        data = self._data.inside(self.id)
-        place = ContextFactory(data, task, seed, self.store.folder / "members", version=self.round)
-        return Inline(len(data), seed, handlers=HandlerServer(program, place, seed, task.device, Rules.limit))
+        data = self._data.members_of(self.id)
+        contexts = ContextFactory(data, task, seed, self.store.folder / "members", version=self.round)
+        return Inline(len(data), seed, handlers=HandlerServer(program, contexts, seed, task.device, Rules.limit))
 
-    def initial(self) -> Weights:
-        """The weights that everyone starts from: known from the seed, so nothing need be sent."""
-        return self.task.initial(self.seed)
+    def initial_weights(self) -> Weights:
+        """The initial weights. They follow from the seed, so they are never sent."""
+        return self.task.initial_weights(self.seed)
 
 
 @dataclass
 class ContextFactory:
-    """Makes the seat for each call; nets are built once in a process and used again."""
+    """Makes the `Client` or `Server` for each handler call. Nets are built once per process and reused."""
 
     data: Data
     task: Task
     seed: int
     folder: Path
-    nets: list[_Pristine] = field(default_factory=list)
+    nets: list[_ReusableNet] = field(default_factory=list)
     version: int | None = None
-    """The round under which clients keep things, where it is not that of the call."""
+    """The round under which clients store state, if it differs from the round of the call."""
     sealing: Keys | None = None
-    """Keys that are not in the folder: a client's on a machine of its own."""
+    """The keys for sealed messages, if they are not in `folder`."""
 
     def __call__(self, client: int, round: int) -> Context:
-        """The seat of one client, or for numbers below zero the server's."""
-        context = (client, round, self.seed, self.task, self.data.test, self.nets)
+        """The `Client` with this number; the `Server` for negative numbers."""
+        shared = (client, round, self.seed, self.task, self.data.test, self.nets)
         if client < 0:
-            return Server(*context)
-        return Client(*context, store=self.store(client, round), _data=self.data)
+            return Server(*shared)
+        return Client(*shared, store=self.store(client, round), _data=self.data)
 
     @property
     def keys(self) -> Keys:
-        """The clients' keys for what they pass to each other."""
+        """The clients' keys for sealed messages."""
         return self.sealing or KeyFiles(self.folder)
 
     def store(self, client: int, round: int) -> Store:
-        """What a client remembers."""
-        return Store(folder_of(self.folder, client), round if self.version is None else self.version)
+        """The client's private store."""
+        return Store(client_folder(self.folder, client), round if self.version is None else self.version)
 
-    def keep(self, client: int, error: str) -> None:
-        """Add an error to the client's own notes; the server's own go beside them."""
-        folder = folder_of(self.folder, client) if client >= 0 else self.folder
+    def log_error(self, client: int, error: str) -> None:
+        """Append an error to errors.txt in the client's own folder, or in the run's folder for the server."""
+        folder = client_folder(self.folder, client) if client >= 0 else self.folder
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "errors.txt").open("a") as file:
             file.write(error)
@@ -205,56 +205,60 @@ class ContextFactory:
 
 @dataclass(frozen=True)
 class ModelState:
-    """The state of a method that has nothing but one model."""
+    """The state of a method that only has a global model."""
 
     model: Weights
 
 
 class ImageGrid(NamedTuple):
-    """Images that a method made: a row for each client or round, a column for each class."""
+    """Synthetic images for the report: one row per client or round, one column per class."""
 
     name: str
-    """In file names."""
+    """Used in file names."""
     title: str
     caption: str
     rows: Mapping[str, Mapping[int, Tensor]]
-    """For each row, by class, images as a net sees them (number × shape of a sample)."""
+    """For each row, the images by class, as the net sees them (count × sample shape)."""
     each: int = 1
-    """At most so many images of a class stand side by side."""
+    """The most images of one class in a row."""
 
 
 class Method(BaseModel):
-    """A federated algorithm: frozen hyper-parameters, checked and documented, and three pure parts.
+    """A federated algorithm: frozen hyperparameters and three pure functions.
 
-    `start` gives the first state, `round` a new state from the old one, `evaluate` figures from a state. A state is
-    a frozen dataclass of tensors, plain values and containers of them: it is the checkpoint. `round` reaches clients
-    only through `clients`; a handler, marked `@on_client`, sees only its own client `me` and the fields it was sent.
+        state  = method.init(task, seed)             # the state before the first round
+        state  = method.round(state, clients)        # asks clients, returns the next state
+        scores = method.evaluate(state, clients, data)
+
+    A state is a frozen dataclass of tensors, plain values and containers of them. It is what a checkpoint holds.
+    `round` reaches clients only through `clients.ask(who, self.handler, …)`. A handler, decorated with `@on_client`,
+    sees its own `client` and the fields it was sent, and returns a dict.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
     name: ClassVar[str] = ""
-    """What it is called on the command line; by default the class's name in lower case."""
+    """The registered name; for unregistered methods, the class name in lower case."""
     tunable: ClassVar[Mapping[str, Sequence[float]]] = {}
-    """The settings that `--tune` chooses, most important first, with values to begin from in rising order."""
+    """The hyperparameters that `--tune` searches, most important first, with starting values in ascending order."""
     novel: ClassVar[bool] = False
-    """Whether it is judged on classes that nobody trains on, and so needs data whose classes are divided."""
+    """True if the method is evaluated on novel classes, so that the data must split its classes."""
     files: ClassVar[tuple[str, ...]] = ()
-    """Settings that name files. The server alone reads them: clients elsewhere are told "" instead."""
+    """Options that name files. Only the server reads them; remote clients receive "" instead."""
 
     rounds: PositiveInt = 10
-    """How many rounds to run."""
+    """Number of rounds."""
     cohort: PositiveInt | None = None
-    """How many clients are asked in a round; by default 10, or all where there are fewer."""
+    """Clients asked in each round. [default: 10, or all if there are fewer]"""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Every method has a name, and a setting that only gets another default keeps its text."""
+        """Gives every method a name, and overridden fields the description of the field they override."""
         if "name" not in cls.__dict__:
             cls.name = cls.__name__.lower()
-        for above in cls.__mro__[1:-1]:
-            for key, before in getattr(above, "model_fields", {}).items():
-                cls.model_fields[key].description = cls.model_fields[key].description or before.description
+        for ancestor in cls.__mro__[1:-1]:
+            for name, overridden in getattr(ancestor, "model_fields", {}).items():
+                cls.model_fields[name].description = cls.model_fields[name].description or overridden.description
 
     @abstractmethod
     def init(self, task: Task, seed: int) -> Any:
@@ -262,124 +266,130 @@ class Method(BaseModel):
 
     @abstractmethod
     def round(self, state: Any, clients: Clients) -> Any:
-        """One round: ask clients, return the new state."""
+        """One round: asks clients and returns the next state."""
 
     def evaluate(self, state: Any, clients: Clients, data: Data) -> Scores:
-        """After a round: by default the global model on the common test set."""
-        items = [{"start": start, "stop": start + PIECE} for start in range(0, len(data.test), PIECE)]
-        counts = clients.map_on_server(self.score_chunk, items, model=self.broadcast(state))
-        return figures([Counts(**count) for count in counts])
+        """Metrics after a round. Default: the global model on the common test set."""
+        chunks = [{"start": start, "stop": start + EVAL_CHUNK} for start in range(0, len(data.test), EVAL_CHUNK)]
+        counts = clients.map_on_server(self.score_chunk, chunks, model=self.broadcast(state))
+        return pool_counts([Counts(**count) for count in counts])
 
     def report(self, state: Any, clients: Clients, data: Data) -> Scores:
-        """Once, after the last round: by default how each client's model does on its own test samples."""
-        return {"personal_accuracy": (own := self.ask_scores(state, clients))["accuracy"], "clients": own["clients"]}
+        """Additional metrics after the last round. Default: each client's model on its own test samples."""
+        scores = self.ask_scores(state, clients)
+        return {"personal_accuracy": scores["accuracy"], "clients": scores["clients"]}
 
     def prepare_data(self, data: Data) -> Data:
-        """The data as it lies with those whom this method asks: by default as it is."""
+        """The data as the method's clients hold it. Default: unchanged."""
         return data
 
     def notes(self) -> Sequence[str]:
-        """What a user should know of these settings before a run begins."""
+        """Warnings about these hyperparameters, shown once before training."""
         return ()
 
-    # How its settings are chosen.
+    # Tuning.
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
-        """What `--tune` chooses for this method as it is set: by default all that is tunable."""
+        """The hyperparameters that `--tune` searches. Default: `tunable`."""
         return self.tunable
 
     def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
-        """Method and data of a trial, which must not see test data: by default some training data is held out."""
-        return self, data.held_out(share, seed)
+        """The method and data of a tuning trial, which never sees test data. Default: holds out training samples."""
+        return self, data.hold_out(share, seed)
 
-    # What a trained state is worth to a user; methods with personal models say more.
+    # The trained models.
 
     def broadcast(self, state: Any) -> Weights:
-        """What of the state a client needs to use its model."""
+        """The part of the state that a client needs to build its model."""
         model: Weights = state.model
         return model
 
     def personal_model(self, client: Client, model: Weights) -> nn.Module:
-        """The net that a client ends up with, from what is shared and what it remembers."""
+        """The client's final model, from the broadcast weights and its private store."""
         return self.build_model(client.net, model)
 
     def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
-        """The net that gives the answers, from what `whole` gives; `net` makes one of the task's with weights."""
+        """The global model from `global_weights`; `net(weights)` makes a net of the task."""
         return net(weights)
 
     def global_weights(self, state: Any) -> Weights | None:
-        """The weights of the global model; None if the method makes only personal ones."""
+        """The weights of the global model; None if the method trains only personal models."""
         return self.broadcast(state)
 
     def image_grids(self, state: Any) -> Sequence[ImageGrid]:
-        """What of the state can be looked at, as the report shows it; by default nothing."""
+        """Synthetic images to show in the report. Default: none."""
         return ()
 
     def condensed(self, state: Any) -> dict[int, tuple[Tensor, Tensor]]:
-        """Synthetic inputs and their labels by client, as last sent; empty where clients send none."""
+        """The synthetic inputs and labels that each client sent last. Default: none."""
         return {}
 
-    # Pieces.
+    # Building blocks for subclasses.
 
     def sample_cohort(self, clients: Clients) -> list[int]:
-        """Who is asked in this round."""
+        """Draws the clients that are asked in this round."""
         return clients.sample(min(DEFAULT_COHORT, len(clients)) if self.cohort is None else self.cohort)
 
     def ask_scores(self, state: Any, clients: Clients) -> Scores:
-        """Each client's model on its own test samples; pooled and by client."""
+        """Metrics of each client's model on its own test samples, pooled and by client."""
         counts = self.ask_counts(state, clients)
         accuracies = {str(client): count.correct / count.total for client, count in counts.items() if count.total}
-        return figures(list(counts.values())) | {"clients": accuracies}
+        return pool_counts(list(counts.values())) | {"clients": accuracies}
 
-    def ask_counts(self, state: Any, clients: Clients, everywhere: bool = False) -> dict[int, Counts]:
-        """What each client's model gets right of its own test samples, or (`everywhere`) of everyone's."""
+    def ask_counts(self, state: Any, clients: Clients, global_test: bool = False) -> dict[int, Counts]:
+        """Correct predictions of each client's model on its own test samples, or on the common test set."""
         answers = clients.ask(
-            clients.eval_cohort(), self.score, model=self.broadcast(state), everywhere=everywhere, returns=COUNTS
+            clients.eval_cohort(), self.score, model=self.broadcast(state), global_test=global_test, returns=COUNTS
         )
         counts = {answer.client: Counts(**answer.fields) for answer in answers}
         return {client: count for client, count in counts.items() if count.correct <= count.total}
 
     @on_client
-    def score(self, client: Client, model: Weights, everywhere: bool) -> dict[str, float]:
-        """Count right answers of this client's model; none of none where everyone's samples are not known here."""
-        if everywhere and client.alone:
+    def score(self, client: Client, model: Weights, global_test: bool) -> dict[str, float]:
+        """Counts this client's correct predictions; all zero if it lacks the common test set."""
+        if global_test and not client.has_common_test:
             return Counts(0, 0, 0.0)._asdict()
-        samples = client.common if everywhere else client.test
-        return score(self.personal_model(client, model), samples.chunks(CHUNK))._asdict()
+        samples = client.common if global_test else client.test
+        return score(self.personal_model(client, model), samples.chunks(EVAL_BATCH))._asdict()
 
     @on_server
     def score_chunk(self, server: Server, model: Weights, start: int, stop: int) -> dict[str, float]:
-        """Count right answers of the global model on a piece of the common test set."""
+        """Counts the global model's correct predictions on one chunk of the common test set."""
         stop = min(stop, len(server.common))
-        chunks = (server.common.slice(at, min(at + CHUNK, stop)) for at in range(start, stop, CHUNK))
-        return score(self.build_model(server.net, model), chunks)._asdict()
+        batches = (server.common.slice(at, min(at + EVAL_BATCH, stop)) for at in range(start, stop, EVAL_BATCH))
+        return score(self.build_model(server.net, model), batches)._asdict()
 
 
 class PersonalMethod(Method):
-    """A method whose clients each have a model of their own: it is measured where it is used."""
+    """A method that trains one model per client and is evaluated on each client's own test samples."""
 
     def evaluate(self, state: Any, clients: Clients, data: Data) -> Scores:
-        """After a round: each client's model on its own test samples, pooled."""
+        """Metrics after a round: each client's model on its own test samples, pooled."""
         scores = self.ask_scores(state, clients)
         del scores["clients"]
         return scores
 
     def report(self, state: Any, clients: Clients, data: Data) -> Scores:
-        """Once: the figures by client, and how far a client's model carries on everyone's samples, if clients know it."""
-        own = self.ask_scores(state, clients)
-        everywhere = list(self.ask_counts(state, clients, everywhere=True).values())
-        known = figures(everywhere)["accuracy"] if any(count.total for count in everywhere) else None
-        return {"personal_accuracy": own["accuracy"], "global_accuracy": known, "clients": own["clients"]}
+        """Additional metrics after the last round: accuracy by client, and on the common test set if clients have it."""
+        scores = self.ask_scores(state, clients)
+        counts = list(self.ask_counts(state, clients, global_test=True).values())
+        global_accuracy = pool_counts(counts)["accuracy"] if any(count.total for count in counts) else None
+        return {
+            "personal_accuracy": scores["accuracy"],
+            "global_accuracy": global_accuracy,
+            "clients": scores["clients"],
+        }
 
     def global_weights(self, state: Any) -> Weights | None:
-        """There is no global model."""
+        """None: there is no global model."""
         return None
 
 
 COUNTS: Schema = {"correct": Number(int, 0), "total": Number(int, 0, MAX_SIZE), "loss": float}
 
 
-def figures(counts: Sequence[Counts]) -> Scores:
+def pool_counts(counts: Sequence[Counts]) -> Scores:
+    """Accuracy and mean loss over all samples."""
     total = sum(count.total for count in counts)
     if not total:
         raise SettingError("there are no test samples to evaluate on")

@@ -1,8 +1,13 @@
 """FedAvg: federated averaging.
 
-McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from
-Decentralized Data, AISTATS 2017, Algorithm 1. Departures: a client takes a fixed number of steps on batches drawn with
-replacement, not epochs, so that clients of all sizes do the same work; the mean goes over those that answered.
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
+Data, AISTATS 2017, Algorithm 1.
+
+Departures:
+
+- A client takes a fixed number of local steps on batches drawn with replacement, instead of epochs, so that clients
+  of all sizes do the same work.
+- The average is over the clients that answered.
 """
 
 from __future__ import annotations
@@ -14,9 +19,9 @@ from torch import Tensor, nn
 
 from fewer.errors import SettingError
 from fewer.learning import draw_batches, sgd, weighted_mean
-from fewer.learning.augment import draw_moves, move
+from fewer.learning.augment import apply_affine, draw_affine
 from fewer.methods.base import MAX_SIZE, Client, Method, ModelState
-from fewer.models import Task, Weights, weights_of
+from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
 from fewer.wire import Codec, Coded, Number
@@ -24,29 +29,30 @@ from fewer.wire import Codec, Coded, Number
 
 @METHODS.register("fedavg")
 class FedAvg(Method):
-    """Clients train the global model on their own data; the server averages what they send by size."""
+    """Clients train the global model on their own data; the server averages their models, weighted by data size."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.01, 0.03, 0.1, 0.3)}
 
     lr: PositiveFloat = 0.1
-    """Step size of local training (η)."""
+    """Learning rate of local training (η)."""
     local_steps: PositiveInt = 20
-    """Local steps in a round."""
+    """Local steps per round."""
     batch_size: PositiveInt = 32
-    """Samples in a step."""
+    """Samples per local step (B)."""
     codec: Codec = "float32"
-    """How models are written on the wire."""
+    """Encoding of models in messages."""
 
     def init(self, task: Task, seed: int) -> ModelState:
-        """The initial model."""
-        return ModelState(task.initial(seed))
+        """w_0: the initial model."""
+        return ModelState(task.initial_weights(seed))
 
     def round(self, state: ModelState, clients: Clients) -> ModelState:
-        """w ← Σ (n_k / n) w_k over the clients that answered."""
-        return ModelState(weighted_mean(*self.collect(state, clients)))
+        """w_{t+1} ← Σ_k (n_k / n) w_k, over the clients that answered."""
+        models, sizes = self.train_cohort(state, clients)
+        return ModelState(weighted_mean(models, sizes))
 
-    def collect(self, state: ModelState, clients: Clients) -> tuple[list[Weights], list[int]]:
-        """Models and sizes of the active clients that answered."""
+    def train_cohort(self, state: ModelState, clients: Clients) -> tuple[list[Weights], list[int]]:
+        """Samples a cohort (S_t) and returns the models (w_k) and data sizes (n_k) that it sends back."""
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
@@ -57,32 +63,32 @@ class FedAvg(Method):
 
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
-        """Some steps of SGD from the global model."""
+        """ClientUpdate: trains the global model on the client's data and returns it with the data size."""
         net = client.net(model)
         self.fit(net, client)
-        return {"model": Coded(weights_of(net), self.codec), "size": len(client.train)}
+        return {"model": Coded(get_weights(net), self.codec), "size": len(client.train)}
 
     def fit(self, net: nn.Module, client: Client) -> None:
-        """Local training, in place: what relatives of FedAvg change."""
+        """w ← w − η ∇ℓ(w; b) for each batch b, in place. Override this to change local training."""
         sgd(net, client.train.batches(self.batch_indices(client)), self.lr)
 
     def batch_indices(self, client: Client) -> Tensor:
-        """Which samples each step uses (steps × batch)."""
+        """The sample indices of all local batches (local steps × batch size)."""
         return draw_batches(len(client.train), self.local_steps, self.batch_size, client.stream("batches"))
 
 
 @METHODS.register("fedavg-augmented")
 class FedAvgAugmented(FedAvg):
-    """FedAvg on images that are turned and shifted a little: what augmentation, which FedMK uses, is worth alone."""
+    """FedAvg on randomly rotated, scaled and shifted images. It shows what FedMK's augmentation does without FedMK."""
 
     def init(self, task: Task, seed: int) -> ModelState:
         """The initial model."""
         if len(task.shape) != 3:
-            raise SettingError(f"fedavg-augmented moves images, and samples here have the shape {task.shape}")
+            raise SettingError(f"fedavg-augmented needs images, but inputs have shape {task.shape}")
         return super().init(task, seed)
 
     def fit(self, net: nn.Module, client: Client) -> None:
-        """Local training; each image is moved by its own random move each time."""
+        """Local training; every image gets a new random affine map at every step."""
         stream = client.stream("moves")
         batches = client.train.batches(self.batch_indices(client))
-        sgd(net, ((move(x, draw_moves(len(x), stream)), y) for x, y in batches), self.lr)
+        sgd(net, ((apply_affine(x, draw_affine(len(x), stream)), y) for x, y in batches), self.lr)

@@ -1,9 +1,12 @@
-"""FedAvg(Meta): FedAvg whose model a new client fine-tunes on its support. FedMeta's baseline.
+"""FedAvg(Meta): FedAvg whose model a new client fine-tunes on its support set. The baseline of FedMeta.
 
-Chen, Luo, Dong, Li, He: Federated Meta-Learning with Fast Convergence and Efficient Communication, 2018, Section 4.1:
-training uses all samples of the training clients; with `adapt_steps = 0` it is plain FedAvg, judged on new clients.
-Departures: as FedAvg; local training is SGD where the paper has Adam (`optimizer = adam`: this too); fine-tuning is
-plain gradient descent on the whole support.
+Chen, Luo, Dong, Li, He: Federated Meta-Learning with Fast Convergence and Efficient Communication, 2018, Section 4.1.
+Training uses all samples of the training clients. With `adapt_steps = 0` it is plain FedAvg, evaluated on new clients.
+
+Departures:
+- Those of FedAvg.
+- Local training is SGD by default; the paper uses Adam (`optimizer = adam`).
+- Fine-tuning is plain gradient descent on the full support set.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ from fewer.data import Samples
 from fewer.learning import draw_batches, sgd, weighted_mean
 from fewer.learning.flops import MAX_FLOPS
 from fewer.methods.base import MAX_SIZE, Client
-from fewer.methods.new_clients import NewClients, descend, everything
-from fewer.models import Task, Weights, weights_of
+from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
+from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
 from fewer.wire import Codec, Coded, Number
@@ -30,7 +33,7 @@ from fewer.wire import Codec, Coded, Number
 
 @dataclass(frozen=True)
 class FedAvgMetaState:
-    """The global model, and what it has cost."""
+    """The global model, and the operations spent on it."""
 
     model: Weights
     flops: int
@@ -38,7 +41,7 @@ class FedAvgMetaState:
 
 @METHODS.register("fedavg-meta")
 class FedAvgMeta(NewClients):
-    """FedAvg on some clients' data; a new client fine-tunes the global model on its support (adapt_steps = 0: not)."""
+    """FedAvg whose model a new client fine-tunes on its support set (`adapt_steps = 0`: no fine-tuning)."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         "lr": (0.03, 0.1, 0.3, 1.0),
@@ -46,27 +49,27 @@ class FedAvgMeta(NewClients):
     }
 
     lr: PositiveFloat = 0.1
-    """Step size of local training (η)."""
+    """Learning rate of local training (η)."""
     local_steps: PositiveInt = 20
     """Local steps in a round."""
     batch_size: PositiveInt = 32
-    """Samples in a step."""
+    """Samples in a local step."""
     optimizer: Literal["sgd", "adam"] = "sgd"
-    """Of local training; Adam begins anew in each round."""
+    """Optimizer of local training. Adam starts fresh in each round."""
     adapt_steps: NonNegativeInt = 1
-    """Steps of gradient descent that a new client takes on its support."""
+    """Fine-tuning steps of a new client, each on its full support set."""
     adapt_lr: PositiveFloat = 0.1
-    """Their step size."""
+    """Learning rate of fine-tuning."""
     codec: Codec = "float32"
-    """How models are written on the wire."""
+    """Encoding of models on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
-        """There is nothing to choose for a fine-tuning that does not happen."""
+        """Tunes `adapt_lr` only if new clients fine-tune."""
         return {name: grid for name, grid in self.tunable.items() if self.adapt_steps or name != "adapt_lr"}
 
     def init(self, task: Task, seed: int) -> FedAvgMetaState:
-        """The initial model."""
-        return FedAvgMetaState(task.initial(seed), 0)
+        """Starts from the initial model."""
+        return FedAvgMetaState(task.initial_weights(seed), 0)
 
     def round(self, state: FedAvgMetaState, clients: Clients) -> FedAvgMetaState:
         """w ← Σ (n_k / n) w_k over the clients that answered."""
@@ -76,26 +79,29 @@ class FedAvgMeta(NewClients):
             model=Coded(state.model, self.codec),
             returns={"model": state.model, "size": Number(int, 1, MAX_SIZE), "flops": Number(int, 0, MAX_FLOPS)},
         )
+        models, sizes = [answer["model"] for answer in answers], [answer["size"] for answer in answers]
         flops = state.flops + sum(answer["flops"] for answer in answers)
-        return FedAvgMetaState(
-            self.merge(state.model, [(answer["model"], answer["size"]) for answer in answers]), flops
-        )
+        return FedAvgMetaState(self.aggregate(state.model, models, sizes), flops)
 
-    def merge(self, model: Weights, found: Sequence[tuple[Weights, int]]) -> Weights:
-        """The new global model from clients' models and sizes: what relatives change."""
-        return weighted_mean([theirs for theirs, _ in found], [size for _, size in found])
+    def aggregate(self, model: Weights, models: Sequence[Weights], sizes: Sequence[int]) -> Weights:
+        """Computes the new global model from the old one and the clients' models. Subclasses override it."""
+        return weighted_mean(models, sizes)
 
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
-        """Local training on all samples of the client."""
+        """Trains on all samples of the client."""
         net = client.net(model)
-        with self.tally(client) as tally:
-            self.learn(net, client)
-        return {"model": Coded(weights_of(net), self.codec), "size": len(self.samples(client)), "flops": tally.flops}
+        with self.count_flops_of(client) as counter:
+            self.fit(net, client)
+        return {
+            "model": Coded(get_weights(net), self.codec),
+            "size": len(self.client_samples(client)),
+            "flops": counter.flops,
+        }
 
-    def learn(self, net: nn.Module, client: Client) -> None:
-        """Some steps of SGD or Adam, in place: what relatives change."""
-        samples = self.samples(client)
+    def fit(self, net: nn.Module, client: Client) -> None:
+        """Takes `local_steps` steps of SGD or Adam, in place. Subclasses override it."""
+        samples = self.client_samples(client)
         batches = samples.batches(
             draw_batches(len(samples), self.local_steps, self.batch_size, client.stream("batches"))
         )
@@ -115,5 +121,5 @@ class FedAvgMeta(NewClients):
         return shared
 
     def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
-        """Fine-tuning."""
-        descend(net, everything(support, self.adapt_steps), self.adapt_lr)
+        """Fine-tunes on the support set."""
+        adapt_in_place(net, full_batches(support, self.adapt_steps), self.adapt_lr)

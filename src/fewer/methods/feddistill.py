@@ -1,19 +1,22 @@
-"""FedDistill: clients teach each other by their mean scores of each class.
+"""FedDistill: clients learn from each other's mean logits per class.
 
 Seo, Park, Oh, Bennis, Kim: Federated Knowledge Distillation, arXiv 2011.02367, 2020 (first in Jeong et al.,
-arXiv 1811.11479). While client k trains, it takes the mean of its logits by class, F_k(y). Its teacher is the mean of
-the others', G_k(y) = Σ_{j≠k} F_j(y) / (number of those j), and its loss on a sample (x, y) is
-CE(f(x), y) + γ KL(softmax G_k(y) ‖ softmax f(x)); the KL term has the gradient of the paper's cross-entropy.
+arXiv 1811.11479). While client k trains, it averages its logits by class, F_k(y). Its teacher is the mean over the
+other clients, G_k(y) = mean of F_j(y) over j ≠ k. Its loss on a sample (x, y) is
+
+    CE(f(x), y) + γ KL(softmax G_k(y) ‖ softmax f(x))
+
+The KL term has the same gradient as the paper's cross-entropy.
 
 Departures:
 
-- Models are averaged too, as in FedAvg. This is what papers compare under the name (FedDistill+ in FedGen, Zhu et
-  al. 2021): without, nobody's model hears of a class that its client does not hold. `feddistill-logits` is the paper's
-  own form, in which logits alone travel and every client keeps its model.
-- The mean goes over the clients that hold the class, each counted once as in the paper: the paper has all clients hold
-  all classes. A class that none of the others holds has no teacher, nor has any class in the first round.
-- Not all clients are active, so the others are those that answered in the round before.
-- As FedAvg otherwise.
+- Models are averaged too, as in FedAvg. Papers compare this variant under the name (FedDistill+ in FedGen, Zhu et al.
+  2021). Without it, no model learns a class that its client does not hold. `feddistill-logits` is the paper's own form:
+  only logits are sent, and every client keeps its model.
+- The mean G_k(y) is over the clients that hold class y, each with the same weight as in the paper. There, all clients
+  hold all classes. A class that no other client holds has no teacher; in the first round no class has one.
+- Not all clients are in a cohort, so "the others" are those that answered in the previous round.
+- Otherwise those of FedAvg.
 """
 
 from __future__ import annotations
@@ -29,47 +32,48 @@ from torch.nn import functional as F
 from fewer.learning import sgd, weighted_mean
 from fewer.methods.base import MAX_SIZE, Client, ModelState, PersonalMethod
 from fewer.methods.fedavg import FedAvg
-from fewer.models import Task, Weights, weights_of
+from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, on_client
 from fewer.wire import Coded, Number, Shaped
 
 
 @dataclass(frozen=True)
-class Lessons(ModelState):
-    """The model, and what was learned from whom in the round before."""
+class FedDistillState(ModelState):
+    """The model, and the logits of the clients that answered in the previous round."""
 
-    who: list[int]
+    clients: list[int]
+    """The clients that answered."""
     logits: Tensor
-    """Mean logits of each client by class (clients × classes × classes)."""
+    """F_k: mean logits of each client by class (clients × classes × classes)."""
     held: Tensor
     """Whether the client had samples of the class (clients × classes)."""
 
     def teacher(self, client: int) -> tuple[Tensor, Tensor]:
-        """G_k: mean logits by class of all clients but this one, and for which classes there are any."""
-        others = torch.tensor([other != client for other in self.who], dtype=torch.bool)
+        """G_k: the mean logits by class of all other clients, and the classes for which there are any."""
+        others = torch.tensor([other != client for other in self.clients], dtype=torch.bool)
         held = self.held[others]
-        count = held.sum(0)
+        holders = held.sum(0)
         total = (self.logits[others].double() * held[:, :, None]).sum(0)
-        return (total / count.clamp(min=1)[:, None]).float(), count > 0
+        return (total / holders.clamp(min=1)[:, None]).float(), holders > 0
 
 
 @METHODS.register("feddistill")
 class FedDistill(FedAvg):
-    """FedAvg whose clients also learn from each other's mean logits of each class."""
+    """FedAvg whose clients also learn from each other's mean logits per class."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {**FedAvg.tunable, "distill_weight": (0.03, 0.1, 0.3, 1.0)}
 
     distill_weight: NonNegativeFloat = 0.3
-    """Strength of the distillation term (γ)."""
+    """Weight of the distillation term (γ)."""
 
-    def init(self, task: Task, seed: int) -> Lessons:
-        """The initial model, and no teacher."""
-        none = torch.zeros(0, task.classes, task.classes)
-        return Lessons(task.initial(seed), [], none, none[:, 0].bool())
+    def init(self, task: Task, seed: int) -> FedDistillState:
+        """The initial model and no teacher."""
+        no_logits = torch.zeros(0, task.classes, task.classes)
+        return FedDistillState(task.initial_weights(seed), [], no_logits, no_logits[:, 0].bool())
 
-    def round(self, state: Any, clients: Clients) -> Lessons:
-        """Each client gets the model and a teacher; their models are averaged, their logits kept for the next round."""
+    def round(self, state: Any, clients: Clients) -> FedDistillState:
+        """Each client gets the model and its teacher; models are averaged, logits are kept for the next round."""
         cohort = self.sample_cohort(clients)
         classes = state.held.shape[1]
         teachers = {client: state.teacher(client) for client in cohort}
@@ -86,7 +90,7 @@ class FedDistill(FedAvg):
                 "held": Shaped((classes,), torch.bool),
             },
         )
-        return Lessons(
+        return FedDistillState(
             weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers]),
             [answer.client for answer in answers],
             torch.stack([answer["logits"] for answer in answers]),
@@ -95,46 +99,46 @@ class FedDistill(FedAvg):
 
     @on_client(stream="distil")
     def distill(self, client: Client, model: Weights, teacher: Tensor, known: Tensor) -> dict[str, Any]:
-        """Train towards labels and teacher; F_k is the mean over all samples that the steps used."""
+        """Trains on labels and teacher; `known` marks the classes with a teacher. F_k averages over all local steps."""
         net = self.personal_model(client, model)
         classes = len(known)
-        totals = torch.zeros(classes, classes, dtype=torch.float64, device=teacher.device)
+        logit_sums = torch.zeros(classes, classes, dtype=torch.float64, device=teacher.device)
         counts = torch.zeros(classes, dtype=torch.int64, device=teacher.device)
 
         def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             scores = net(x)
             logits = scores[:, :classes]  # a net may have more outputs than there are classes
-            totals.index_add_(0, y, logits.detach().double())
+            logit_sums.index_add_(0, y, logits.detach().double())
             counts.add_(torch.bincount(y, minlength=classes))
-            apart = F.kl_div(logits.log_softmax(1), teacher[y].log_softmax(1), reduction="none", log_target=True).sum(1)
-            return F.cross_entropy(scores, y) + self.distill_weight * (apart * known[y]).mean()
+            kl = F.kl_div(logits.log_softmax(1), teacher[y].log_softmax(1), reduction="none", log_target=True).sum(1)
+            return F.cross_entropy(scores, y) + self.distill_weight * (kl * known[y]).mean()
 
         sgd(net, client.train.batches(self.batch_indices(client)), self.lr, loss=loss)
-        means = (totals / counts.clamp(min=1)[:, None]).float()
+        mean_logits = (logit_sums / counts.clamp(min=1)[:, None]).float()
         return {
-            "model": Coded(weights_of(net), self.codec),
+            "model": Coded(get_weights(net), self.codec),
             "size": len(client.train),
-            "logits": Coded(means, self.codec),
+            "logits": Coded(mean_logits, self.codec),
             "held": counts > 0,
         }
 
 
 @METHODS.register("feddistill-logits")
 class FedDistillLogits(PersonalMethod, FedDistill):
-    """FedDistill as first published: only mean logits travel, and every client keeps a model of its own."""
+    """FedDistill as published: clients send mean logits only, and each keeps its own model."""
 
-    def init(self, task: Task, seed: int) -> Lessons:
-        """No model is shared, not even the first: everyone knows it from the seed."""
-        first = super().init(task, seed)
-        return Lessons({}, first.who, first.logits, first.held)
+    def init(self, task: Task, seed: int) -> FedDistillState:
+        """No model: clients know the initial one from the seed."""
+        state = super().init(task, seed)
+        return FedDistillState({}, state.clients, state.logits, state.held)
 
     @on_client(stream="distil")
     def distill(self, client: Client, model: Weights, teacher: Tensor, known: Tensor) -> dict[str, Any]:
-        """As above, but the model stays."""
+        """Trains as FedDistill does, but stores the model on the client."""
         answer = super().distill(client, model, teacher, known)
         client.store.put("model", answer["model"].value)
         return {**answer, "model": {}}
 
     def personal_model(self, client: Client, model: Weights) -> nn.Module:
         """The client's own model; before its first round, the initial one."""
-        return client.net(client.store.get("model") or client.initial())
+        return client.net(client.store.get("model") or client.initial_weights())

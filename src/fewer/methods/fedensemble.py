@@ -1,11 +1,13 @@
-"""FedEnsemble: FedAvg that answers with all clients' models instead of their mean.
+"""FedEnsemble: FedAvg that predicts with the ensemble of all client models instead of their mean.
 
-The baseline of Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021:
-clients train as in FedAvg, and the prediction is that of the summed logits of the active clients' models. Departures:
-as FedAvg; the mean of the logits, not their sum, which predicts the same class with a confidence that can be read.
+The baseline of Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021.
+Clients train as in FedAvg. The prediction sums the logits of the cohort's models.
 
-What it costs: training sends what FedAvg sends. But the state and its checkpoint hold the models of a round besides
-their mean, a prediction takes as many passes, and whoever uses the ensemble needs all of its models.
+Departures: those of FedAvg. Logits are averaged, not summed: the predicted class is the same, and its softmax is a
+usable confidence.
+
+Cost: training sends as much as FedAvg. The state and its checkpoint also hold all models of the last round. A
+prediction takes one forward pass per model, and an export contains all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from fewer.runtime import Clients
 
 
 class Ensemble(nn.Module):
-    """Nets that answer together: the mean of their logits."""
+    """An ensemble of nets that averages their logits."""
 
     def __init__(self, members: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -39,35 +41,35 @@ class Ensemble(nn.Module):
 
 @dataclass(frozen=True)
 class EnsembleState(ModelState):
-    """The mean model, from which clients train, and the models that it is the mean of."""
+    """The mean model, from which clients train, and the models that it averages."""
 
     members: Weights
-    """One behind the other along a first dimension."""
+    """The models, stacked along a new first dimension."""
 
 
 @METHODS.register("fedensemble")
 class FedEnsemble(FedAvg):
-    """FedAvg that predicts with the mean logits of the active clients' models."""
+    """FedAvg that predicts with the mean logits of the cohort's models."""
 
     def init(self, task: Task, seed: int) -> EnsembleState:
         """The initial model, as an ensemble of one."""
-        return _members(task.initial(seed), [task.initial(seed)])
+        return _stack_members(task.initial_weights(seed), [task.initial_weights(seed)])
 
     def round(self, state: Any, clients: Clients) -> EnsembleState:
-        """As FedAvg, but the models that came are kept."""
-        models, sizes = self.collect(state, clients)
-        return _members(weighted_mean(models, sizes), models)
+        """A round of FedAvg that also keeps the clients' models."""
+        models, sizes = self.train_cohort(state, clients)
+        return _stack_members(weighted_mean(models, sizes), models)
 
     def broadcast(self, state: Any) -> Weights:
-        """The models of the ensemble; their mean is `state.model`."""
+        """The members of the ensemble; their mean is `state.model`."""
         members: Weights = state.members
         return members
 
     def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
         """The ensemble."""
-        count = len(next(iter(weights.values())))
-        return Ensemble([net({name: tensor[number] for name, tensor in weights.items()}) for number in range(count)])
+        size = len(next(iter(weights.values())))
+        return Ensemble([net({name: tensor[index] for name, tensor in weights.items()}) for index in range(size)])
 
 
-def _members(mean: Weights, models: Sequence[Weights]) -> EnsembleState:
+def _stack_members(mean: Weights, models: Sequence[Weights]) -> EnsembleState:
     return EnsembleState(mean, {name: torch.stack([model[name] for model in models]) for name in mean})

@@ -1,8 +1,9 @@
-"""What a federation does with a model, whether it is one client or a group of them: train it, distill into it, judge it.
+"""A federation in MetaFed's ring, either one client or a group of clients: trains, distills and evaluates models.
 
-A group has a head, which holds no data and asks its members. Plain training is left to a star method (FedAvg, FedProx,
-FedBN, FedMK …), which begins anew each time from the federation's model; of a method that makes personal models alone
-the federation's is their mean by size. To distill, members train on the loss with the teacher, and the head averages.
+A group has a head without data, which asks its members. Plain training runs an inner method (FedAvg, FedProx, FedBN,
+FedMK …), which restarts from the federation's model each time. If the inner method trains only personal models, the
+federation's model is their mean, weighted by size. For distillation, members train on the loss with the teacher, and
+the head averages their models.
 """
 
 from __future__ import annotations
@@ -18,210 +19,219 @@ from torch import Tensor
 from fewer.errors import QuorumLost
 from fewer.learning import Counts, draw_batches, score, sgd, weighted_mean
 from fewer.learning.distill import distill, fit_feature_map
-from fewer.methods.base import CHUNK, COUNTS, MAX_SIZE, Client, Method
-from fewer.models import Task, Weights, maker, weights_of
+from fewer.methods.base import COUNTS, EVAL_BATCH, MAX_SIZE, Client, Method
+from fewer.models import Task, Weights, get_weights, net_factory
 from fewer.registry import MODELS
 from fewer.runtime import Answers, Clients, Unable, on_client
 from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Coded, Direction, Number, Schema
 
-BEGIN = "begin"
-"""The purpose of a federation's first training, before it meets others."""
-FIT = 500
-"""Samples at most that a map between features is first fitted on."""
+WARM_UP = "begin"
+"""Purpose of a federation's first training, before it receives a model."""
+MAX_MAP_SAMPLES = 500
+"""The most samples that fit the initial map between the features of two nets."""
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainingBudget:
     """How much a federation trains."""
 
     lr: float
-    steps: int
-    batch: int
+    local_steps: int
+    batch_size: int
     codec: Codec = "float32"
-    """Of models that travel inside a group."""
+    """Encoding of models that are sent inside a group."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model to learn from, its net ('' is the task's own), and how strongly to (λ)."""
+    """A model to distill."""
 
     model: Weights
     net: str
-    weight: float
+    """The name of its net; '' is the task's net."""
+    distill_weight: float
+    """Weight of the feature loss (λ)."""
 
 
-def with_net(task: Task, net: str) -> Task:
-    """The same task for another net; '' is the task's own."""
+def replace_task_net(task: Task, net: str) -> Task:
+    """The same task with another net; '' keeps the task's net."""
     if not net:
         return task
-    return replace(task, make=maker(MODELS.find(net), {"shape": task.shape, "classes": task.classes}, {}), given=None)
+    build_net = net_factory(MODELS.find(net), {"shape": task.shape, "classes": task.classes}, {})
+    return replace(task, build_net=build_net, pretrained=None)
 
 
-def with_model(client: Client, net: str) -> Client:
-    """The same client with another net in the place of the task's."""
-    return replace(client, task=with_net(client.task, net), _nets=[], _taken=0) if net else client
+def replace_client_net(client: Client, net: str) -> Client:
+    """The same client with another net; '' keeps the task's net."""
+    return replace(client, task=replace_task_net(client.task, net), _nets=[], _nets_in_use=0) if net else client
 
 
 class Federation(Protocol):
-    """One of the two below."""
+    """A `SingleClient` or a `ClientGroup`."""
 
     def local_train(self, model: Weights, purpose: str) -> Weights:
-        """The model after training on labels alone."""
+        """The model after training with the classification loss (ℓ_cls)."""
 
-    def study(self, model: Weights, teacher: Teacher) -> Weights:
-        """The model after training on labels and on the teacher's features."""
+    def distill(self, model: Weights, teacher: Teacher) -> Weights:
+        """The model after training with the classification loss and the teacher's features (Eq 3)."""
 
-    def judge(self, model: Weights, net: str) -> Counts:
-        """How a model of any net does on the federation's validation samples."""
+    def evaluate(self, model: Weights, net: str) -> Counts:
+        """Correct predictions of a model, of any net, on the federation's validation samples."""
 
 
 @dataclass
-class Single:
-    """A federation that is one client."""
+class SingleClient:
+    """A federation of one client."""
 
     client: Client
     net: str
-    work: Work
+    budget: TrainingBudget
 
     def local_train(self, model: Weights, purpose: str) -> Weights:
-        """Steps of SGD on cross-entropy."""
-        net = with_model(self.client, self.net).net(model)
-        sgd(net, self._batches(purpose), self.work.lr)
-        return weights_of(net)
+        """SGD on the cross-entropy."""
+        net = replace_client_net(self.client, self.net).net(model)
+        sgd(net, self._batches(purpose), self.budget.lr)
+        return get_weights(net)
 
-    def study(self, model: Weights, teacher: Teacher) -> Weights:
-        """Steps of SGD on cross-entropy + λ · the squared difference of features."""
-        if teacher.weight == 0:
+    def distill(self, model: Weights, teacher: Teacher) -> Weights:
+        """SGD on the cross-entropy + λ · the squared difference of features."""
+        if teacher.distill_weight == 0:
             return self.local_train(model, "study")
-        net, guide = (
-            with_model(self.client, self.net).net(model),
-            with_model(self.client, teacher.net).net(teacher.model),
-        )
-        link = None
+        student_net = replace_client_net(self.client, self.net).net(model)
+        teacher_net = replace_client_net(self.client, teacher.net).net(teacher.model)
+        feature_map = None
         if teacher.net != self.net:
-            link = fit_feature_map(net, guide, self.client.train.slice(0, FIT)[0])
-        distill(net, guide, self._batches("study"), self.work.lr, teacher.weight, link)
-        return weights_of(net)
+            feature_map = fit_feature_map(student_net, teacher_net, self.client.train.slice(0, MAX_MAP_SAMPLES)[0])
+        batches = self._batches("study")
+        distill(student_net, teacher_net, batches, self.budget.lr, teacher.distill_weight, feature_map)
+        return get_weights(student_net)
 
-    def judge(self, model: Weights, net: str) -> Counts:
-        """Right answers on validation samples; a client without any uses those that it trains on."""
+    def evaluate(self, model: Weights, net: str) -> Counts:
+        """Correct predictions on validation samples; a client without any uses its training samples."""
         samples = self.client.validation if len(self.client.validation) else self.client.train
-        return score(with_model(self.client, net).net(model), samples.chunks(CHUNK))
+        return score(replace_client_net(self.client, net).net(model), samples.chunks(EVAL_BATCH))
 
     def _batches(self, purpose: str) -> Iterator[tuple[Tensor, Tensor]]:
-        samples = self.client.train
-        draw = self.client.stream(purpose)
-        return samples.batches(draw_batches(len(samples), self.work.steps, self.work.batch, draw))
+        samples, budget = self.client.train, self.budget
+        generator = self.client.stream(purpose)
+        return samples.batches(draw_batches(len(samples), budget.local_steps, budget.batch_size, generator))
 
 
 @dataclass(frozen=True)
 class GroupHandlers:
-    """What the members of a group are asked by its head."""
+    """The handlers that the head of a group calls on its members."""
 
-    star: Method
-    work: Work
+    inner_method: Method
+    budget: TrainingBudget
 
-    @on_client
-    def study(
-        self, client: Client, model: Weights, teacher: Weights, own: str, net: str, weight: float
+    @on_client(stream="study")
+    def local_distill(
+        self, client: Client, model: Weights, teacher: Weights, net: str, teacher_net: str, distill_weight: float
     ) -> dict[str, Any]:
-        """Distill, and send the model that comes of it."""
-        found = Single(client, own, self.work).study(model, Teacher(teacher, net, weight))
-        return {"model": Coded(found, self.work.codec), "size": len(client.train)}
+        """Distills the teacher into the model and returns the model."""
+        member = SingleClient(client, net, self.budget)
+        weights = member.distill(model, Teacher(teacher, teacher_net, distill_weight))
+        return {"model": Coded(weights, self.budget.codec), "size": len(client.train)}
 
-    @on_client
-    def judge(self, client: Client, model: Weights, net: str) -> dict[str, float]:
-        """Count right answers of a model."""
-        return Single(client, "", self.work).judge(model, net)._asdict()
+    @on_client(stream="judge")
+    def evaluate(self, client: Client, model: Weights, net: str) -> dict[str, float]:
+        """Counts correct predictions of a model on the member's validation samples."""
+        return SingleClient(client, "", self.budget).evaluate(model, net)._asdict()
 
-    @on_client
-    def show(self, client: Client, model: Weights) -> dict[str, Any]:
-        """The member's own model, where the star method makes no other."""
-        weights = weights_of(self.star.personal_model(client, model))
-        return {"model": Coded(weights, self.work.codec), "size": len(client.train)}
+    @on_client(stream="show")
+    def send_model(self, client: Client, model: Weights) -> dict[str, Any]:
+        """Returns the member's personal model."""
+        weights = get_weights(self.inner_method.personal_model(client, model))
+        return {"model": Coded(weights, self.budget.codec), "size": len(client.train)}
 
 
 @dataclass
 class ClientGroup:
-    """A federation that is a group of clients."""
+    """A federation of several clients, with a method inside."""
 
     client: Client
+    """The head, which asks the members."""
     net: str
-    work: Work
-    star: Method
-    rounds: int
-    """Rounds inside for each time the federation trains."""
-    bytes: Counter[Direction] = field(default_factory=Counter)
-    """What was sent inside, as the members' server counts it."""
+    budget: TrainingBudget
+    inner_method: Method
+    inner_rounds: int
+    """Inner rounds per training."""
+    inner_bytes: Counter[Direction] = field(default_factory=Counter)
+    """Bytes sent inside the group."""
 
     def local_train(self, model: Weights, purpose: str) -> Weights:
-        """Rounds of the star method from this model."""
-        task = replace(with_net(self.client.task, self.net), given=model)
-        with self._asking(self.star, task) as clients:
+        """Rounds of the inner method, starting from `model`."""
+        task = replace(replace_task_net(self.client.task, self.net), pretrained=model)
+        with self._open_members(self.inner_method, task) as clients:
             with global_streams(clients.seed, "start"):
-                state = self.star.init(task, clients.seed)
-            for clients.round in self._numbers(purpose):
+                state = self.inner_method.init(task, clients.seed)
+            for clients.round in self._round_numbers(purpose):
                 with global_streams(clients.seed, clients.round, "coordinator"):
-                    state = self.star.round(state, clients)
-        found = self.star.global_weights(state)
-        if found is None:
-            program = GroupHandlers(self.star, self.work)
-            with self._asking(program, task) as clients:
-                shared = self.star.broadcast(state)
-                found = _mean(clients.ask(range(len(clients)), program.show, model=shared, returns=_like(model)))
-        return found
-
-    def study(self, model: Weights, teacher: Teacher) -> Weights:
-        """Rounds of federated averaging with the teacher's loss."""
-        program = GroupHandlers(self.star, self.work)
-        codec = self.work.codec
-        with self._asking(program, with_net(self.client.task, self.net)) as clients:
-            for clients.round in self._numbers("study"):
+                    state = self.inner_method.round(state, clients)
+        weights = self.inner_method.global_weights(state)
+        if weights is None:
+            handlers = GroupHandlers(self.inner_method, self.budget)
+            with self._open_members(handlers, task) as clients:
                 answers = clients.ask(
                     range(len(clients)),
-                    program.study,
+                    handlers.send_model,
+                    model=self.inner_method.broadcast(state),
+                    returns=_model_schema(model),
+                )
+                weights = _average_by_size(answers)
+        return weights
+
+    def distill(self, model: Weights, teacher: Teacher) -> Weights:
+        """Rounds of federated averaging with the teacher's loss."""
+        handlers = GroupHandlers(self.inner_method, self.budget)
+        codec = self.budget.codec
+        with self._open_members(handlers, replace_task_net(self.client.task, self.net)) as clients:
+            for clients.round in self._round_numbers("study"):
+                answers = clients.ask(
+                    range(len(clients)),
+                    handlers.local_distill,
                     model=Coded(model, codec),
                     teacher=Coded(teacher.model, codec),
-                    own=self.net,
-                    net=teacher.net,
-                    weight=teacher.weight,
-                    returns=_like(model),
+                    net=self.net,
+                    teacher_net=teacher.net,
+                    distill_weight=teacher.distill_weight,
+                    returns=_model_schema(model),
                 )
-                model = _mean(answers)
+                model = _average_by_size(answers)
         return model
 
-    def judge(self, model: Weights, net: str) -> Counts:
-        """Right answers of all members together."""
-        program = GroupHandlers(self.star, self.work)
-        with self._asking(program, self.client.task) as clients:
+    def evaluate(self, model: Weights, net: str) -> Counts:
+        """Correct predictions of all members, summed."""
+        handlers = GroupHandlers(self.inner_method, self.budget)
+        with self._open_members(handlers, self.client.task) as clients:
             answers = clients.ask(
-                range(len(clients)), program.judge, model=Coded(model, self.work.codec), net=net, returns=COUNTS
+                range(len(clients)), handlers.evaluate, model=Coded(model, self.budget.codec), net=net, returns=COUNTS
             )
         counts = [Counts(**answer.fields) for answer in answers]
-        return Counts(*(sum(part) for part in zip(*counts, strict=True)))
+        return Counts(*(sum(column) for column in zip(*counts, strict=True)))
 
-    def _numbers(self, purpose: str) -> range:
-        """The numbers of the rounds inside: none of them comes twice, so neither does what is drawn in them."""
-        before = 0 if purpose == BEGIN else self.client.round * self.rounds
-        return range(before + 1, before + self.rounds + 1)
+    def _round_numbers(self, purpose: str) -> range:
+        """The numbers of the inner rounds. No number repeats, so no random stream does."""
+        done = 0 if purpose == WARM_UP else self.client.round * self.inner_rounds
+        return range(done + 1, done + self.inner_rounds + 1)
 
     @contextmanager
-    def _asking(self, program: object, task: Task) -> Iterator[Clients]:
-        """The members, to be asked; what is sent is counted. Without enough of them the federation is absent."""
-        clients = self.client.members(program, task)
-        clients.round = self.client.round * self.rounds
+    def _open_members(self, handlers: object, task: Task) -> Iterator[Clients]:
+        """Connects to the members and counts the bytes. If too few answer, the federation is `Unable`."""
+        clients = self.client.members(handlers, task)
+        clients.round = self.client.round * self.inner_rounds
         try:
             yield clients
         except QuorumLost as lost:
-            raise Unable(f"inside, {lost}") from lost
+            raise Unable(f"inside the federation: {lost}") from lost
         finally:
-            self.bytes.update(clients.ledger.total)
+            self.inner_bytes.update(clients.ledger.total)
 
 
-def _like(model: Weights) -> Schema:
+def _model_schema(model: Weights) -> Schema:
     return {"model": model, "size": Number(int, 1, MAX_SIZE)}
 
 
-def _mean(answers: Answers) -> Weights:
+def _average_by_size(answers: Answers) -> Weights:
     return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])

@@ -1,19 +1,23 @@
-"""FedMeta: MAML, FOMAML and Meta-SGD over clients.
+"""FedMeta: federated meta-learning with MAML, FOMAML and Meta-SGD.
 
 Chen, Luo, Dong, Li, He: Federated Meta-Learning with Fast Convergence and Efficient Communication, 2018, Algorithm 1
-and Eqs 2 and 3. What is learned is an algorithm φ: an initialization θ (MAML), or θ and a step size α for each weight
-(Meta-SGD). A client takes inner steps θ_u = θ − α ∘ ∇L_S(θ) on its support and sends g_u, the gradient of its query
-loss L_Q(θ_u) by φ; the server takes one step of Adam with the mean of them. A new client adapts in the same way.
+and Eqs 2 and 3. The server learns the parameters φ of an algorithm: an initialization θ (MAML), or θ and one learning
+rate per weight α (Meta-SGD). Client u takes an inner step θ_u = θ − α ∘ ∇L_S(θ) on its support set and sends g_u, the
+gradient of its query loss L_Q(θ_u) with respect to φ. The server updates φ with the mean of g_u. A new client adapts
+the same way.
 
-Departures: the text says that a client sends its "test loss", which can only mean g_u; Adam is the server's and
-keeps its moments from round to round, inner steps are plain gradient descent (Appendix A.2 has Adam as "local
-optimizer"); clients count by size (Appendix A.2) or, with `weights = uniform`, alike (Algorithm 1, line 9); there may
-be more than one inner step, and all of them are differentiated; α begins at the same `inner_rate` everywhere; running
-statistics of batch norm, which have no gradient, are averaged.
+Departures:
+- A client sends g_u. The text calls it "test loss", which cannot be what is sent.
+- The outer update is Adam on the server, whose moments last from round to round. Inner steps are plain gradient
+  descent (Appendix A.2 has Adam as "local optimizer").
+- Clients are weighted by size (Appendix A.2), or equally with `weighting = uniform` (Algorithm 1, line 9).
+- `inner_steps` may exceed 1; the gradient goes through all inner steps.
+- α starts at `inner_lr` for every weight.
+- Running statistics of batch norm have no gradient; they are averaged.
 
-Beyond the paper: with `local_steps` a client takes so many steps of gradient descent on its query loss by itself, each
-on a new division of its samples, and θ moves by the mean way they went: to FedMeta what FedAvg is to FedSGD. α, whose
-gradient is far smaller, is still the server's.
+Beyond the paper: with `local_steps`, a client takes several meta-steps on its own, each on a new support/query split,
+and θ moves by the mean of the clients' changes. This is to FedMeta what FedAvg is to FedSGD. The server still updates
+α, whose gradient is far smaller.
 """
 
 from __future__ import annotations
@@ -28,36 +32,36 @@ from torch import nn
 
 from fewer.data import Samples
 from fewer.learning import draw_batches, weighted_mean
-from fewer.learning.adam import adam
-from fewer.learning.adapt import Batch, LearningRate, learnable, meta_gradient
+from fewer.learning.adam import adam_step
+from fewer.learning.adapt import Batch, LearningRate, meta_gradient, trainable_weights
 from fewer.learning.flops import MAX_FLOPS
 from fewer.methods.base import MAX_SIZE, Client
-from fewer.methods.new_clients import NewClients, descend, everything
-from fewer.models import Task, Weights, weights_of
+from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
+from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
 from fewer.wire import Codec, Coded, Number
 
 ALPHA = "α "
-"""Before the name of a weight: its step size."""
+"""Prefix of a weight's name: its inner learning rate."""
 
 
 @dataclass(frozen=True)
 class FedMetaState:
-    """The algorithm φ, and what Adam remembers."""
+    """The algorithm's parameters φ and the moments of Adam."""
 
     algorithm: Weights
-    """θ by name and, for Meta-SGD, α as 'α name'."""
-    first: Weights
-    """Adam's first moment, of all that learns."""
-    second: Weights
+    """φ: θ by name, and for Meta-SGD α as 'α name'."""
+    first_moment: Weights
+    """Adam's first moment of every learned tensor in φ."""
+    second_moment: Weights
     step: int
     flops: int
 
 
 @METHODS.register("fedmeta")
 class FedMeta(NewClients):
-    """Clients send the gradient of how well they do after adapting; what is learned is where to adapt from, and how."""
+    """Clients send the gradient of their query loss after adaptation; the server learns the initialization."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         "meta_lr": (0.001, 0.003, 0.01, 0.03),
@@ -65,121 +69,137 @@ class FedMeta(NewClients):
     }
 
     algorithm: Literal["maml", "fomaml", "meta-sgd"] = "maml"
-    """What is learned, and how: MAML, MAML without second derivatives, or MAML with learned step sizes."""
+    """MAML, FOMAML (MAML without second derivatives) or Meta-SGD (MAML with learned inner learning rates)."""
     inner_lr: PositiveFloat = 0.1
-    """Step size of the inner steps (α); of meta-sgd, the one to begin with."""
+    """Learning rate of the inner steps (α). For meta-sgd, its initial value."""
     inner_steps: PositiveInt = 1
     """Inner steps in training."""
     adapt_steps: NonNegativeInt | None = None
-    """Inner steps of a new client; by default as many as in training."""
+    """Inner steps of a new client. [default: inner_steps]"""
     meta_lr: PositiveFloat = 0.003
-    """Step size of the server's Adam (β)."""
+    """Learning rate of the server's Adam (β)."""
     local_steps: PositiveInt | None = None
-    """Steps of meta-learning of a client before it answers; by default it sends one gradient, as in the paper."""
+    """Meta-steps a client takes before it answers. [default: none; it sends one gradient, as in the paper]"""
     local_lr: PositiveFloat = 0.3
-    """Their step size."""
+    """Learning rate of the local meta-steps."""
     clip_norm: PositiveFloat | None = None
-    """Longest gradient of θ that a client uses; a longer one is shortened. Many local steps need it. [default: none]"""
+    """Maximum norm of a client's gradient of θ; many local steps need it. [default: no clipping]"""
     weighting: Literal["size", "uniform"] = "size"
-    """Whether clients count by their number of samples or alike."""
+    """Weight clients by their number of samples (`size`) or equally (`uniform`)."""
     batch_size: PositiveInt | None = None
-    """Samples drawn from the support for each inner step of training; by default all."""
+    """Samples drawn from the support set for each inner step of training. [default: all]"""
     queries: PositiveInt | None = None
-    """Samples drawn from the queries in a round; by default all."""
+    """Samples drawn from the query set in a round. [default: all]"""
     codec: Codec = "float32"
-    """How the algorithm and its gradient are written on the wire."""
+    """Encoding of φ and its gradient on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
-        """With local steps, it is their step size that counts."""
+        """Tunes `local_lr` instead of `meta_lr` if clients take local steps."""
         search_space = {"local_lr": (0.1, 0.3, 1.0), **self.tunable}
-        return {
-            name: grid for name, grid in search_space.items() if name != ("meta_lr" if self.local_steps else "local_lr")
-        }
+        unused = "meta_lr" if self.local_steps else "local_lr"
+        return {name: grid for name, grid in search_space.items() if name != unused}
+
+    # The server: AlgorithmUpdate.
 
     def init(self, task: Task, seed: int) -> FedMetaState:
-        """Line 3: θ, and for Meta-SGD α; Adam remembers nothing yet."""
-        theta = task.initial(seed)
-        learns = {name: theta[name] for name in learnable(task.net())}
+        """Line 3: initializes θ, and α for Meta-SGD."""
+        theta = task.initial_weights(seed)
+        learned = {name: theta[name] for name in trainable_weights(task.net())}
         if self.algorithm == "meta-sgd":
-            learns |= {ALPHA + name: torch.full_like(tensor, self.inner_lr) for name, tensor in learns.items()}
-        nothing = {name: torch.zeros_like(tensor) for name, tensor in learns.items()}
-        return FedMetaState({**theta, **learns}, nothing, nothing, 0, 0)
+            learned |= {ALPHA + name: torch.full_like(tensor, self.inner_lr) for name, tensor in learned.items()}
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in learned.items()}
+        return FedMetaState({**theta, **learned}, zeros, zeros, 0, 0)
 
     def round(self, state: FedMetaState, clients: Clients) -> FedMetaState:
-        """Lines 5 to 9: distribute φ, collect g_u, φ ← Adam(φ, Σ (n_u / n) g_u)."""
-        fixed = {name: tensor for name, tensor in state.algorithm.items() if name not in state.first}
+        """Lines 5 to 9: distributes φ, collects g_u, updates φ ← Adam(φ, Σ (n_u / n) g_u)."""
+        buffers = {name: tensor for name, tensor in state.algorithm.items() if name not in state.first_moment}
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
             algorithm=Coded(state.algorithm, self.codec),
             returns={
-                "gradient": state.first,
-                "buffers": fixed,
+                "gradient": state.first_moment,
+                "buffers": buffers,
                 "size": Number(int, 1, MAX_SIZE),
                 "flops": Number(int, 0, MAX_FLOPS),
             },
         )
-        shares = [answer["size"] if self.weighting == "size" else 1 for answer in answers]
-        found = weighted_mean([answer["gradient"] for answer in answers], shares)
+        client_weights = [answer["size"] if self.weighting == "size" else 1 for answer in answers]
+        gradient = weighted_mean([answer["gradient"] for answer in answers], client_weights)
         flops = state.flops + sum(answer["flops"] for answer in answers)
-        buffers = weighted_mean([answer["buffers"] for answer in answers], shares)
+        buffers = weighted_mean([answer["buffers"] for answer in answers], client_weights)
         step = state.step + 1
-        algorithm, first, second = adam(state.algorithm, found, state.first, state.second, step, self.meta_lr)
-        if self.local_steps:
-            algorithm |= {name: state.algorithm[name] - way for name, way in found.items() if ALPHA not in name}
-        return FedMetaState({**algorithm, **buffers}, first, second, step, flops)
+        algorithm, first_moment, second_moment = adam_step(
+            state.algorithm, gradient, state.first_moment, state.second_moment, step, self.meta_lr
+        )
+        if self.local_steps:  # θ takes the mean change of the clients; only α keeps the step of Adam
+            algorithm |= {name: state.algorithm[name] - gradient[name] for name in gradient if ALPHA not in name}
+        return FedMetaState({**algorithm, **buffers}, first_moment, second_moment, step, flops)
+
+    # A client: ModelTrainingMAML and ModelTrainingMetaSGD.
 
     @on_client(stream="train")
     def local_train(self, client: Client, algorithm: Weights) -> dict[str, Any]:
-        """Lines 11 to 18, and what an answer needs besides."""
+        """Lines 11 to 18: returns g_u, or with local steps the change of θ instead."""
         net = client.net(self.initialization(algorithm)).train()
-        draw = client.stream("samples")
-        with self.tally(client) as tally:
-            found = (self.way if self.local_steps else self.gradient)(client, net, algorithm, draw)
+        generator = client.stream("samples")
+        with self.count_flops_of(client) as counter:
+            train = self.local_meta_steps if self.local_steps else self.compute_meta_gradient
+            gradient = train(client, net, algorithm, generator)
         return {
-            "gradient": Coded(found, self.codec),
-            "buffers": {name: tensor for name, tensor in weights_of(net).items() if name not in found},
-            "size": len(self.samples(client)),
-            "flops": tally.flops,
+            "gradient": Coded(gradient, self.codec),
+            "buffers": {name: tensor for name, tensor in get_weights(net).items() if name not in gradient},
+            "size": len(self.client_samples(client)),
+            "flops": counter.flops,
         }
 
-    def gradient(self, client: Client, net: nn.Module, algorithm: Weights, draw: torch.Generator) -> Weights:
-        """Lines 13 to 17: adapt on the support; the gradient of the query loss by φ."""
-        support, queries = self.halves(client, draw)
-        theta = {name: algorithm[name] for name in learnable(net)}
-        inner, outer = self.inner_batches(support, draw), self.query_batch(queries, draw)
-        found = meta_gradient(net, theta, inner, outer, self.rates(algorithm), first_order=self.algorithm == "fomaml")
-        theta = found.weights
+    def compute_meta_gradient(
+        self, client: Client, net: nn.Module, algorithm: Weights, generator: torch.Generator
+    ) -> Weights:
+        """Lines 13 to 17: g_u = ∇_φ L_Q(θ_u), with θ_u = θ − α ∘ ∇L_S(θ)."""
+        support, queries = self.support_and_query(client, generator)
+        theta = {name: algorithm[name] for name in trainable_weights(net)}
+        meta = meta_gradient(
+            net,
+            theta,
+            self.support_batches(support, generator),
+            self.query_batch(queries, generator),
+            self.inner_lrs(algorithm),
+            first_order=self.algorithm == "fomaml",
+        )
+        gradient = meta.weights
         if self.clip_norm is not None:
-            length = torch.stack([slope.norm() for slope in theta.values()]).norm()
-            theta = {name: slope * (self.clip_norm / length).clamp(max=1) for name, slope in theta.items()}
+            norm = torch.stack([tensor.norm() for tensor in gradient.values()]).norm()
+            gradient = {name: tensor * (self.clip_norm / norm).clamp(max=1) for name, tensor in gradient.items()}
         if self.algorithm != "meta-sgd":
-            return theta
-        return theta | {ALPHA + name: tensor for name, tensor in found.rates.items()}
+            return gradient
+        return gradient | {ALPHA + name: tensor for name, tensor in meta.lrs.items()}
 
-    def way(self, client: Client, net: nn.Module, algorithm: Weights, draw: torch.Generator) -> Weights:
-        """θ − θ_u, with θ_u after some steps of descent on the query loss; of α the mean gradient on the way."""
+    def local_meta_steps(
+        self, client: Client, net: nn.Module, algorithm: Weights, generator: torch.Generator
+    ) -> Weights:
+        """Takes gradient steps on the query loss from θ to θ_u; returns θ − θ_u, and the mean gradient of α."""
         assert self.local_steps
         phi = algorithm
-        passed = []
+        alpha_gradients = []
         for _ in range(self.local_steps):
-            slopes = self.gradient(client, net, phi, draw)
-            passed.append({name: slope for name, slope in slopes.items() if ALPHA in name})
-            phi = phi | {name: phi[name] - self.local_lr * slopes[name] for name in slopes if ALPHA not in name}
-        went = {name: algorithm[name] - phi[name] for name in learnable(net)}
-        return went | weighted_mean(passed, [1] * len(passed))
+            gradient = self.compute_meta_gradient(client, net, phi, generator)
+            alpha_gradients.append({name: tensor for name, tensor in gradient.items() if ALPHA in name})
+            phi = phi | {name: phi[name] - self.local_lr * gradient[name] for name in gradient if ALPHA not in name}
+        change = {name: algorithm[name] - phi[name] for name in trainable_weights(net)}
+        return change | weighted_mean(alpha_gradients, [1] * len(alpha_gradients))
 
-    def inner_batches(self, support: Samples, draw: torch.Generator) -> list[Batch]:
-        """What each inner step uses."""
+    def support_batches(self, support: Samples, generator: torch.Generator) -> list[Batch]:
+        """One support batch for each inner step."""
         if self.batch_size is None:
-            return everything(support, self.inner_steps)
-        return list(support.batches(draw_batches(len(support), self.inner_steps, self.batch_size, draw)))
+            return full_batches(support, self.inner_steps)
+        return list(support.batches(draw_batches(len(support), self.inner_steps, self.batch_size, generator)))
 
-    def query_batch(self, queries: Samples, draw: torch.Generator) -> Batch:
-        """What the adapted model is tried on."""
+    def query_batch(self, queries: Samples, generator: torch.Generator) -> Batch:
+        """The query batch of the outer loss."""
         if self.queries is None or self.queries >= len(queries):
             return queries.slice(0, len(queries))
-        return queries.pick(torch.randperm(len(queries), generator=draw)[: self.queries])
+        return queries.pick(torch.randperm(len(queries), generator=generator)[: self.queries])
 
     # A new client.
 
@@ -188,20 +208,20 @@ class FedMeta(NewClients):
         return state.algorithm
 
     def global_weights(self, state: FedMetaState) -> Weights:
-        """θ, which is a model of its own before anyone adapts it."""
+        """θ, the model before adaptation."""
         return self.initialization(state.algorithm)
 
     def initialization(self, shared: Weights) -> Weights:
         """θ"""
         return {name: tensor for name, tensor in shared.items() if not name.startswith(ALPHA)}
 
-    def rates(self, shared: Weights) -> LearningRate:
-        """α"""
+    def inner_lrs(self, shared: Weights) -> LearningRate:
+        """α: `inner_lr`, or for Meta-SGD the learned learning rate of each weight."""
         if self.algorithm != "meta-sgd":
             return self.inner_lr
         return {name.removeprefix(ALPHA): tensor for name, tensor in shared.items() if name.startswith(ALPHA)}
 
     def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
-        """θ_u = θ − α ∘ ∇L_S(θ), as often as is set."""
+        """Repeats θ_u ← θ_u − α ∘ ∇L_S(θ_u) from θ, `adapt_steps` times."""
         steps = self.inner_steps if self.adapt_steps is None else self.adapt_steps
-        descend(net, everything(support, steps), self.rates(shared))
+        adapt_in_place(net, full_batches(support, steps), self.inner_lrs(shared))

@@ -1,8 +1,11 @@
 """FedProx: FedAvg with a proximal term.
 
-Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020, Eq 2: a
-client minimizes its loss + ½ μ ‖w − w_g‖², which keeps it near the global model w_g. Departures: as FedAvg; all active
-clients do the same work, so the paper's partial work does not arise.
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020, Algorithm 2.
+Client k minimizes, from the global model w_t of its round,
+
+    h_k(w; w_t) = F_k(w) + (μ / 2) ‖w − w_t‖²        (Eq 2)
+
+Departures: those of FedAvg. All clients of the cohort do the same work, so the paper's partial work does not arise.
 """
 
 from __future__ import annotations
@@ -21,18 +24,20 @@ from fewer.registry import METHODS
 
 @METHODS.register("fedprox")
 class FedProx(FedAvg):
-    """FedAvg whose clients are held near the global model while they train."""
+    """FedAvg with a proximal term that keeps local models near the global one."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {**FedAvg.tunable, "mu": (0.001, 0.01, 0.1, 1.0)}
 
     mu: NonNegativeFloat = 0.01
-    """Strength of the proximal term (μ)."""
+    """Weight of the proximal term (μ)."""
 
     def fit(self, net: nn.Module, client: Client) -> None:
-        """Local training with the gradient of ½ μ ‖w − w_g‖² added, which is μ (w − w_g)."""
-        anchor = [parameter.detach().clone() for parameter in net.parameters() if parameter.requires_grad]
+        """w ← w − η (∇F_k(w) + μ (w − w_t)) for each batch, in place: SGD on Eq 2."""
+        global_weights = [parameter.detach().clone() for parameter in net.parameters() if parameter.requires_grad]
 
-        def pull(parameters: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
-            torch._foreach_add_(gradients, torch._foreach_sub(parameters, anchor), alpha=self.mu)
+        def add_proximal_gradient(weights: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
+            """∇ (μ / 2) ‖w − w_t‖² = μ (w − w_t)"""
+            torch._foreach_add_(gradients, torch._foreach_sub(weights, global_weights), alpha=self.mu)
 
-        sgd(net, client.train.batches(self.batch_indices(client)), self.lr, pull)
+        batches = client.train.batches(self.batch_indices(client))
+        sgd(net, batches, self.lr, modify_gradients=add_proximal_gradient)

@@ -1,11 +1,13 @@
-"""What methods share that are judged on classes nobody trained on: tasks, the choice of a model, and figures.
+"""Few-shot methods, evaluated on novel classes: tasks, model selection and evaluation.
 
-A task is N-way K-shot: N classes, of each K samples to learn from (the support) and some to answer (the queries).
-Clients learn from tasks of base classes, a model is chosen by tasks of validation classes, and judged on tasks of novel
-classes. All of them are drawn from a client's own samples. Those for choosing and judging depend on seed and client only,
-so they are the same for all methods. The setting is that of F2L (Wang et al., KDD 2023, Sections 2 and 4.2).
+A task is N-way K-shot. It has N classes, K support samples per class to learn from, and queries to classify. Clients
+train on tasks of base classes, the best model is selected on tasks of validation classes, and evaluation uses tasks of
+novel classes. Every task is drawn from one client's own samples. Validation and test tasks depend only on the seed and
+the client, so all methods get the same ones. The setting is that of F2L (Wang et al., KDD 2023, Sections 2 and 4.2).
 
-Departure: where clients are alone, each model answers the tasks of its own client, in the paper those of all.
+Departures:
+
+- In the `local-*` methods each model solves the tasks of its own client; in the paper, the tasks of all clients.
 """
 
 from __future__ import annotations
@@ -22,252 +24,258 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fewer.data import Data, Samples
-from fewer.data.episodes import Episode, episode
+from fewer.data.episodes import Episode, sample_episode
 from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.learning import weighted_mean
-from fewer.learning.adam import adam
+from fewer.learning.adam import adam_step
 from fewer.methods.base import Client, Method, Scores
-from fewer.models import Split, Task, Weights, finite, load_weights, parts_of, weights_of
+from fewer.models import EncoderHead, Task, Weights, all_finite, get_weights, load_weights, split_net
 from fewer.models.split import feature_width
 from fewer.runtime import Clients, Unable, on_client, stream
 from fewer.wire import Codec, Coded, Shaped
 
 Part = Literal["validation", "test"]
-DESCENTS, TINY = 500, 1e-3
-"""Steps of logistic regression at most, and the slope at which it has arrived."""
+CURRENT, BEST = "current", "best"
+"""Store keys of a client's private state: the latest, and the one of the best round."""
+MAX_STEPS, GRADIENT_TOLERANCE = 500, 1e-3
+"""Logistic regression stops after this many steps, or at this gradient norm."""
 
 
 @dataclass(frozen=True)
 class FewShotState:
-    """The model as it learns, and as it was when it did best on validation classes."""
+    """The current model, and the best one so far on validation classes."""
 
     model: Weights
-    best: Weights
-    chosen: int
-    """The round of the best model; 0 before the first choice."""
-    validation: float
-    """Its accuracy on validation classes."""
+    best_model: Weights
+    best_round: int
+    """The round of the best model; 0 before the first selection."""
+    validation_accuracy: float
+    """The best model's accuracy on validation classes."""
 
 
 class FewShot(Method):
-    """A method that learns from tasks of base classes and answers tasks of novel ones."""
+    """A method that trains on tasks of base classes and solves tasks of novel classes."""
 
     novel: ClassVar[bool] = True
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
-    """The ways in which it answers a task; the first one counts."""
+    """The classifiers that solve a task. The first one gives the method's accuracy."""
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.001, 0.003, 0.01)}
 
     cohort: PositiveInt | None = None
-    """How many clients are asked in a round; by default all."""
+    """Clients asked in each round. [default: all]"""
     way: Annotated[int, Field(ge=2)] = 5
     """Classes in a task (N)."""
     shot: PositiveInt = 1
-    """Samples of each class that a task gives to learn from (K)."""
+    """Support samples per class (K)."""
     queries: PositiveInt = 5
-    """Samples of each class that are to be answered."""
+    """Query samples per class."""
     tasks: PositiveInt = 10
-    """Tasks that a client learns from in a round (τ)."""
+    """Tasks that a client trains on in a round (τ)."""
     lr: PositiveFloat = 0.001
-    """Step size of a client's Adam."""
+    """Learning rate of the client's Adam."""
     weight_decay: NonNegativeFloat = 1e-4
-    """Its weight decay."""
+    """Weight decay of the client's Adam."""
     test_tasks: PositiveInt = 100
-    """Tasks that a model is chosen and judged by, divided among the clients."""
+    """Tasks for model selection and for evaluation, split evenly across the clients."""
     validate_every: PositiveInt = 5
-    """A model may be chosen after every so many rounds, and after the last; where it is after the last alone, that is
-    the one, and no validation classes are looked at."""
+    """Rounds between validations; the last round is always validated. If only the last round would be, its model is
+    used without validation."""
     eval_classes: Literal["novel", "validation"] = "novel"
-    """Which classes it is judged on: novel ones, or those that models and settings are chosen on."""
+    """Classes of the evaluation tasks: novel ones, or the validation classes (for tuning)."""
     codec: Codec = "float32"
-    """How models are written on the wire."""
+    """Encoding of models on the wire."""
 
-    # What each method says.
-
-    @abstractmethod
-    def begin(self, task: Task, seed: int) -> Weights:
-        """What is shared before the first round."""
+    # What a method defines.
 
     @abstractmethod
-    def learn(self, client: Client, model: Weights) -> Weights:
-        """What a client makes of the shared model in a round."""
+    def initial_weights(self, task: Task, seed: int) -> Weights:
+        """The shared weights before the first round."""
 
     @abstractmethod
-    def prepare(self, client: Client, model: Weights, kept: bool) -> Any:
-        """What a client answers tasks with; of its own, what it has now or what it was told to keep."""
+    def fit(self, client: Client, model: Weights) -> Weights:
+        """Trains the shared model on the client's tasks of base classes and returns it."""
 
     @abstractmethod
-    def answer(self, ready: Any, task: Episode) -> dict[str, Tensor]:
-        """The classes of the queries, by each reading."""
+    def task_solver(self, client: Client, model: Weights, best: bool) -> Any:
+        """What the client solves tasks with. `best` uses its private state of the best round, not the current one."""
 
-    def model_of(self, client: Client, model: Weights, kept: bool) -> Weights:
-        """The model that a client uses: the one that was sent."""
+    @abstractmethod
+    def predict(self, solver: Any, task: Episode) -> dict[str, Tensor]:
+        """The predicted classes of the queries, by predictor."""
+
+    def client_weights(self, client: Client, model: Weights, best: bool) -> Weights:
+        """The model that the client uses. Default: the one it received."""
         return model
 
-    # Learning together.
+    # Training.
 
     def sample_cohort(self, clients: Clients) -> list[int]:
-        """Who is asked in this round."""
+        """Draws the clients that are asked in this round."""
         return clients.sample(len(clients) if self.cohort is None else self.cohort)
 
     def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
-        """A trial is judged on validation classes."""
-        return self.model_copy(update={"judge": "validation"}), data
+        """A tuning trial is evaluated on validation classes."""
+        return self.model_copy(update={"eval_classes": "validation"}), data
 
     def init(self, task: Task, seed: int) -> FewShotState:
-        """Nothing is chosen yet."""
-        model = self.begin(task, seed)
+        """The initial model, before any selection."""
+        model = self.initial_weights(task, seed)
         return FewShotState(model, model, 0, 0.0)
 
     def round(self, state: FewShotState, clients: Clients) -> FewShotState:
-        """The mean of what clients make of the model, with equal shares; from time to time, the choice."""
+        """Averages the clients' models with equal weights; every `validate_every` rounds, selects the best model."""
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
             model=Coded(state.model, self.codec),
             returns={"model": state.model},
         )
-        return self.choice(replace(state, model=mean([answer["model"] for answer in answers])), clients)
+        return self.select_best(replace(state, model=average_models([answer["model"] for answer in answers])), clients)
 
-    def choice(self, state: FewShotState, clients: Clients) -> FewShotState:
-        """The new model instead of the best so far, if it does as well on validation classes."""
-        if self.validate_every >= self.rounds:  # there would be one to choose from
+    def select_best(self, state: FewShotState, clients: Clients) -> FewShotState:
+        """Makes the current model the best one, unless it does worse on validation classes."""
+        if self.validate_every >= self.rounds:  # only one candidate
             return state
         if clients.round % self.validate_every and clients.round != self.rounds:
             return state
         try:
-            accuracy = mean_of(self.shares(self.ask_tasks(state.model, clients, "validation", kept=False))[0])
+            counts = self.ask_task_counts(state.model, clients, "validation", best=False)
+            accuracy = mean_accuracy(self.task_accuracies(counts)[0])
         except QuorumLost as lost:
             if not lost.unable:
                 raise
-            # nobody has classes enough to choose by: it is the last model
-            accuracy = state.validation
-        if accuracy < state.validation:
+            # No client has enough validation classes: the latest model is the best one.
+            accuracy = state.validation_accuracy
+        if accuracy < state.validation_accuracy:
             return state
-        clients.ask(clients.eval_cohort(), self.keep, returns={})
+        clients.ask(clients.eval_cohort(), self.mark_best, returns={})
         return FewShotState(state.model, state.model, clients.round, accuracy)
 
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
-        """Learn from some tasks of base classes."""
-        return {"model": Coded(self.learn(client, model), self.codec)}
+        """Trains on tasks of base classes."""
+        return {"model": Coded(self.fit(client, model), self.codec)}
 
-    @on_client
-    def keep(self, client: Client) -> dict[str, Any]:
-        """What the client has of its own is the best so far."""
-        if (own := client.store.get("own")) is not None:
-            client.store.put("kept", own)
+    @on_client(stream="keep")
+    def mark_best(self, client: Client) -> dict[str, Any]:
+        """Saves the client's current private state as the best one."""
+        if (private := client.store.get(CURRENT)) is not None:
+            client.store.put(BEST, private)
         return {}
 
-    def own(self, client: Client, kept: bool) -> Any:
-        """What the client has of its own, now or as it was kept; None where it had nothing."""
-        return client.store.get("kept" if kept else "own")
+    def load_private(self, client: Client, best: bool) -> Any:
+        """The client's private state, current or best; None if there is none."""
+        return client.store.get(BEST if best else CURRENT)
 
-    def put(self, client: Client, own: Any, weights: Weights) -> None:
-        """What the client has of its own now; Unable, and nothing is put, where these weights of it are broken."""
-        if not finite(weights):
-            raise Unable(f"its training diverged (rate {self.lr:g})")
-        client.store.put("own", own)
+    def save_private(self, client: Client, private: Any, weights: Weights) -> None:
+        """Saves the client's private state. Raises `Unable` and saves nothing if its `weights` are not finite."""
+        if not all_finite(weights):
+            raise Unable(f"training diverged; lower lr (now {self.lr:g})")
+        client.store.put(CURRENT, private)
 
-    def task(self, samples: Samples, draw: torch.Generator, kind: str = "base") -> Episode:
-        """A task; a client that has too few classes for one says so, and is skipped."""
+    def draw_task(self, samples: Samples, generator: torch.Generator, kind: str = "base") -> Episode:
+        """Draws a task. A client with too few classes raises `Unable` and is skipped."""
         try:
-            return episode(samples, self.way, self.shot, self.queries, draw)
+            return sample_episode(samples, self.way, self.shot, self.queries, generator)
         except DataError as error:
             raise Unable(f"{kind}: {error}") from error
 
-    # How it is judged.
+    # Evaluation.
 
     def broadcast(self, state: FewShotState) -> Weights:
-        """The best model so far; before the first choice, the last one."""
-        return state.best if state.chosen else state.model
+        """The best model so far; before the first selection, the current one."""
+        return state.best_model if state.best_round else state.model
 
     def evaluate(self, state: FewShotState, clients: Clients, data: Data) -> Scores:
-        """Right answers to tasks of novel classes, by each reading, and how sure the first of them is."""
-        predictors = self.shares(self.judged(state, clients))
-        first = [share for shares in predictors[0].values() for share in shares]
-        spread = 1.96 * statistics.stdev(first) / len(first) ** 0.5 if len(first) > 1 else None
-        scores = {name: mean_of(shares) for name, shares in zip(self.ranked(), predictors, strict=True)}
-        by_client = {str(client): statistics.fmean(shares) for client, shares in predictors[0].items()}
+        """Accuracy on tasks of novel classes for each predictor, with a 95 % confidence interval for the first."""
+        accuracies = self.task_accuracies(self.ask_eval_counts(state, clients))
+        first = [accuracy for by_task in accuracies[0].values() for accuracy in by_task]
+        ci95 = 1.96 * statistics.stdev(first) / len(first) ** 0.5 if len(first) > 1 else None
+        by_predictor = {
+            name: mean_accuracy(by_client) for name, by_client in zip(self.predictor_order(), accuracies, strict=True)
+        }
         return {
-            "accuracy": mean_of(predictors[0]),
-            **scores,
+            "accuracy": mean_accuracy(accuracies[0]),
+            **by_predictor,
             "groups": first,
             "tasks": len(first),
-            "tasks_ci95": spread,
-            "chosen": state.chosen,
-            "validation": state.validation if state.chosen else None,
-            "clients": by_client,
+            "tasks_ci95": ci95,
+            "best_round": state.best_round,
+            "validation_accuracy": state.validation_accuracy if state.best_round else None,
+            "clients": {str(client): statistics.fmean(by_task) for client, by_task in accuracies[0].items()},
         }
 
     def report(self, state: FewShotState, clients: Clients, data: Data) -> Scores:
-        """All is in the figures already."""
+        """No additional metrics: `evaluate` returns them all."""
         return {}
 
-    def judged(self, state: FewShotState, clients: Clients) -> dict[int, Mapping[str, Tensor]]:
-        """What each client gets right of its tasks."""
+    def ask_eval_counts(self, state: FewShotState, clients: Clients) -> dict[int, Mapping[str, Tensor]]:
+        """Correct predictions on the evaluation tasks, by client and predictor."""
         part: Part = "test" if self.eval_classes == "novel" else "validation"
-        found = self.ask_tasks(self.broadcast(state), clients, part, kept=state.chosen > 0)
-        if not found:
+        counts = self.ask_task_counts(self.broadcast(state), clients, part, best=state.best_round > 0)
+        if not counts:
             raise SettingError(
-                f"no client has {self.way} {self.eval_classes} classes with {self.shot} + {self.queries} samples "
-                "(allowed: fewer clients, shots or queries)"
+                f"no client has {self.way} {self.eval_classes} classes with {self.shot} + {self.queries} samples; "
+                "use fewer clients, shots or queries"
             )
-        return found
+        return counts
 
-    def ask_tasks(self, model: Weights, clients: Clients, part: Part, kept: bool) -> dict[int, Mapping[str, Tensor]]:
-        """How many queries each client gets right in each task, by reading."""
+    def ask_task_counts(
+        self, model: Weights, clients: Clients, part: Part, best: bool
+    ) -> dict[int, Mapping[str, Tensor]]:
+        """Correct predictions in each task, by client and predictor."""
         eval_cohort = clients.eval_cohort()
         tasks = ceil(self.test_tasks / len(eval_cohort))
-        right = Shaped((tasks,), torch.int64, max_value=self.way * self.queries)
+        correct = Shaped((tasks,), torch.int64, max_value=self.way * self.queries)
         answers = clients.ask(
             eval_cohort,
-            self.answer_tasks,
+            self.solve_tasks,
             model=Coded(model, self.codec),
             part=part,
             tasks=tasks,
-            kept=kept,
-            returns={"right": dict.fromkeys(self.predictors, right)},
+            best=best,
+            returns={"correct": dict.fromkeys(self.predictors, correct)},
         )
-        return {answer.client: answer["right"] for answer in answers}
+        return {answer.client: answer["correct"] for answer in answers}
 
-    def ranked(self) -> tuple[str, ...]:
-        """The predictors, the one that counts first."""
+    def predictor_order(self) -> tuple[str, ...]:
+        """The predictors; the first one gives the accuracy."""
         return self.predictors
 
-    def shares(self, found: Mapping[int, Mapping[str, Tensor]]) -> list[dict[int, list[float]]]:
-        """For each reading, the share of right answers in each task, by client."""
+    def task_accuracies(self, counts: Mapping[int, Mapping[str, Tensor]]) -> list[dict[int, list[float]]]:
+        """For each predictor, the accuracies in all tasks, by client."""
         queries = self.way * self.queries
         return [
-            {client: (right[name].double() / queries).tolist() for client, right in found.items()}
-            for name in self.ranked()
+            {client: (correct[name].double() / queries).tolist() for client, correct in counts.items()}
+            for name in self.predictor_order()
         ]
 
-    @on_client
-    def answer_tasks(self, client: Client, model: Weights, part: str, tasks: int, kept: bool) -> dict[str, Any]:
-        """Answer tasks of the client's own samples; they depend on seed and client alone."""
+    @on_client(stream="answer_tasks")
+    def solve_tasks(self, client: Client, model: Weights, part: str, tasks: int, best: bool) -> dict[str, Any]:
+        """Counts correct predictions on tasks from the client's own samples."""
         samples, kind = (client.test, "novel") if part == "test" else (client.validation, "validation")
-        draw = stream(client.seed, client.id, part, "tasks")
-        drawn = [self.task(samples, draw, kind) for _ in range(tasks)]
-        ready = self.prepare(client, self.model_of(client, model, kept), kept)
-        right: dict[str, list[int]] = {name: [] for name in self.predictors}
+        generator = stream(client.seed, client.id, part, "tasks")
+        drawn = [self.draw_task(samples, generator, kind) for _ in range(tasks)]
+        solver = self.task_solver(client, self.client_weights(client, model, best), best)
+        correct: dict[str, list[int]] = {name: [] for name in self.predictors}
         for task in drawn:
-            for name, classes in self.answer(ready, task).items():
-                right[name].append(int((classes == task.query_y).sum()))
-        return {"right": {name: torch.tensor(counts) for name, counts in right.items()}}
+            for name, classes in self.predict(solver, task).items():
+                correct[name].append(int((classes == task.query_y).sum()))
+        return {"correct": {name: torch.tensor(counts) for name, counts in correct.items()}}
 
-    # What it is worth to a user.
+    # The trained model.
 
     def global_weights(self, state: FewShotState) -> Weights | None:
-        """There is no model of classes known beforehand."""
+        """None: there is no model of a fixed set of classes."""
         return None
 
     def personal_model(self, client: Client, model: Weights) -> nn.Module:
-        """A client has a model only once it has a task."""
-        raise SettingError(f"{self.name} has no models of clients: it makes one of the samples of each task")
+        """Raises: a client has a model only after it has seen the support of a task."""
+        raise SettingError(f"{self.name} has no personal models: it builds one from the support of each task")
 
 
 class FineTuned(FewShot):
-    """A method whose model is fine-tuned on the support of each task, from where meta-steps have brought it."""
+    """A method that meta-learns an initialization and fine-tunes it on the support of each task."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         "lr": (0.001, 0.003, 0.01),
@@ -275,92 +283,95 @@ class FineTuned(FewShot):
     }
 
     fine_tune_lr: PositiveFloat = 0.01
-    """Step size of fine-tuning on a support (α_ft)."""
+    """Learning rate of fine-tuning on a support (α_ft)."""
     fine_tune_steps: PositiveInt = 1
-    """Steps of fine-tuning in training."""
+    """Fine-tuning steps in training."""
     adapt_steps: PositiveInt | None = None
-    """Steps of fine-tuning on a task of novel classes; by default as many as in training."""
+    """Fine-tuning steps on a task of novel classes. [default: fine_tune_steps]"""
     first_order: bool = False
-    """Whether meta-steps have second derivatives."""
+    """Drop second derivatives from the meta-gradient."""
     zero_head: bool = False
-    """Whether the head for a task's classes begins each task at zero. If not it takes meta-steps too; classes come in
-    any order, and over all orders their mean is 0."""
+    """Start each task with a zero N-way head. Otherwise meta-steps train the head too, although their mean over all
+    class orders is 0."""
 
     def meta_step(
-        self, weights: Weights, slopes: Weights, first: Weights, second: Weights, step: int, lr: float
+        self, weights: Weights, gradients: Weights, first: Weights, second: Weights, step: int, lr: float
     ) -> tuple[Weights, Weights, Weights]:
-        """Adam's, with weight decay, on all that learns from task to task: new weights and both moments.
+        """One Adam step with weight decay on the meta-learned weights. Returns the weights and both moments.
 
-        With a head of equal rows another order of classes permutes the rows of its meta-gradient and leaves all else as
-        it is; the mean over orders is the mean row, and that is 0, since what is the same for all classes changes no
-        probability. So a head of zeros stays (as in Kao, Chiu, Chen, ICLR 2022).
+        With `zero_head`, the head stays at zero (as in Kao, Chiu, Chen, ICLR 2022). If all rows of the head are equal,
+        permuting the classes of a task permutes the rows of the head's meta-gradient and changes nothing else. The mean
+        over all permutations is the mean row in every row. It is 0, because adding the same vector to all rows changes
+        no probability.
         """
-        slopes = {
-            name: slope + self.weight_decay * weights[name]
-            for name, slope in slopes.items()
+        gradients = {
+            name: gradient + self.weight_decay * weights[name]
+            for name, gradient in gradients.items()
             if not (self.zero_head and name.startswith("head."))
         }
-        return adam(weights, slopes, first, second, step, lr)
+        return adam_step(weights, gradients, first, second, step, lr)
 
 
-class Unshared(FewShot):
-    """Before a method of this family: each client has a model of its own, and nothing is shared."""
+class LocalOnly(FewShot):
+    """Mixin: each client trains its own model, and nothing is shared."""
 
     def init(self, task: Task, seed: int) -> FewShotState:
-        """There is no global model."""
-        self.begin(task, seed)  # what is wrong with the model shows now
+        """An empty state: there is no global model."""
+        self.initial_weights(task, seed)  # raises now if the model is not usable
         return FewShotState({}, {}, 0, 0.0)
 
     def round(self, state: FewShotState, clients: Clients) -> FewShotState:
-        """The clients train. What is sent is the order to do so, and that it was done."""
+        """The clients train their own models. No weights are sent."""
         clients.ask(self.sample_cohort(clients), self.train_personal, returns={})
-        return self.choice(state, clients)
+        return self.select_best(state, clients)
 
     @on_client(stream="practise")
     def train_personal(self, client: Client) -> dict[str, Any]:
-        """Go on with the client's own model."""
-        learned = self.learn(client, self.model_of(client, {}, kept=False))
-        self.put(client, learned, learned)
+        """Continues training the client's own model."""
+        weights = self.fit(client, self.client_weights(client, {}, best=False))
+        self.save_private(client, weights, weights)
         return {}
 
-    def model_of(self, client: Client, model: Weights, kept: bool) -> Weights:
-        """The client's own; before its first round, the one that all begin with."""
-        return self.own(client, kept) or self.begin(client.task, client.seed)
+    def client_weights(self, client: Client, model: Weights, best: bool) -> Weights:
+        """The client's own model; before its first round, the initial one."""
+        return self.load_private(client, best) or self.initial_weights(client.task, client.seed)
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------
+# --- building blocks --------------------------------------------------------------------------------------------
 
 
-def mean(models: list[Weights]) -> Weights:
-    """The mean with equal shares (Eq 2)."""
+def average_models(models: list[Weights]) -> Weights:
+    """The mean of the models with equal weights (Eq 2)."""
     return weighted_mean(models, [1] * len(models))
 
 
-def mean_of(shares: Mapping[int, list[float]]) -> float:
-    """Over all tasks of all clients."""
-    return statistics.fmean(share for one in shares.values() for share in one)
+def mean_accuracy(by_client: Mapping[int, list[float]]) -> float:
+    """The mean over all tasks of all clients."""
+    return statistics.fmean(accuracy for by_task in by_client.values() for accuracy in by_task)
 
 
-def small_head(task: Task, net: nn.Module, way: int) -> Split:
-    """The encoder of the task's net with a new head for so many classes."""
-    return Split(parts_of(net)[0], feature_width(task, net), way).to(task.device)
+def n_way_net(task: Task, net: nn.Module, way: int) -> EncoderHead:
+    """The encoder of `net` with a new N-way head."""
+    return EncoderHead(split_net(net)[0], feature_width(task, net), way).to(task.device)
 
 
-def small_start(task: Task, seed: int, way: int) -> Weights:
-    """The weights that such a net begins with: the encoder's as everyone's."""
-    own = weights_of(blank(small_head(task, task.net(), way)))
-    return own | {name: tensor for name, tensor in task.initial(seed).items() if name.startswith("encoder.")}
+def initial_n_way_weights(task: Task, seed: int, way: int) -> Weights:
+    """The initial weights of an N-way net: the task's initial encoder and a zero head."""
+    weights = get_weights(zero_head(n_way_net(task, task.net(), way)))
+    return weights | {
+        name: tensor for name, tensor in task.initial_weights(seed).items() if name.startswith("encoder.")
+    }
 
 
-def small_net(client: Client, model: Weights, way: int) -> Split:
-    """Such a net with these weights."""
-    net = small_head(client.task, client.net(client.initial()), way)
+def load_n_way_net(client: Client, model: Weights, way: int) -> EncoderHead:
+    """An N-way net with these weights."""
+    net = n_way_net(client.task, client.net(client.initial_weights()), way)
     load_weights(net, model)
     return net
 
 
-def blank(net: Split) -> Split:
-    """The net with a head of zeros: one step of fine-tuning then gives each class the mean of its features."""
+def zero_head(net: EncoderHead) -> EncoderHead:
+    """Sets the head to zero, so that one fine-tuning step moves each class's row towards its mean feature."""
     with torch.no_grad():
         for parameter in net.head.parameters():
             parameter.zero_()
@@ -368,22 +379,22 @@ def blank(net: Split) -> Split:
 
 
 def logistic_regression(support: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
-    """The classes of queries by logistic regression on features of length 1, with a penalty of ‖W‖²/2.
+    """The predicted classes of the queries by logistic regression on L2-normalized features, with penalty ‖W‖²/2.
 
-    By Nesterov's gradient descent, until the slope is tiny: a solver from outside would start threads of its own.
+    The solver is Nesterov's gradient descent. An external solver would start its own threads.
     """
-    x, asked = (
+    x, query_x = (
         torch.cat([nn.functional.normalize(features.double(), dim=1), features.new_ones(len(features), 1)], 1)
         for features in (support, queries)
     )
-    wanted = nn.functional.one_hot(labels).double()
-    punished = (torch.arange(x.shape[1], device=x.device) < x.shape[1] - 1).double()  # all but the intercept
-    far = 1 / (1 + x.square().sum() / 2)  # no more than one over the largest curvature
-    here = ahead = x.new_zeros(wanted.shape[1], x.shape[1])
-    for step in range(DESCENTS):
-        slope = ((x @ ahead.T).softmax(1) - wanted).T @ x + ahead * punished
-        if step % 10 == 0 and float(slope.norm()) < TINY:
+    targets = nn.functional.one_hot(labels).double()
+    penalized = (torch.arange(x.shape[1], device=x.device) < x.shape[1] - 1).double()  # all but the intercept
+    step_size = 1 / (1 + x.square().sum() / 2)  # at most the inverse of the largest curvature
+    weights = lookahead = x.new_zeros(targets.shape[1], x.shape[1])
+    for step in range(MAX_STEPS):
+        gradient = ((x @ lookahead.T).softmax(1) - targets).T @ x + lookahead * penalized
+        if step % 10 == 0 and float(gradient.norm()) < GRADIENT_TOLERANCE:
             break
-        before, here = here, ahead - far * slope
-        ahead = here + step / (step + 3) * (here - before)
-    return (asked @ here.T).argmax(1)
+        previous, weights = weights, lookahead - step_size * gradient
+        lookahead = weights + step / (step + 3) * (weights - previous)
+    return (query_x @ weights.T).argmax(1)

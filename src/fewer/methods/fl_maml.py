@@ -1,10 +1,15 @@
-"""FL-MAML: MAML at each client, averaged. F2L's baseline.
+"""FL-MAML: MAML on each client, averaged on the server. A baseline of F2L.
 
-Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning (F2L), KDD 2023, Section 4.2 and Appendix C.2: clients take
-meta-steps of MAML (Finn, Abbeel, Levine, ICML 2017) on tasks of base classes, the server averages their models; a
-task of novel classes is answered by the model after fine-tuning on its support. Departures: meta-steps are Adam's,
-which begins anew in each round; the head begins at zero (`zero_head`: it stays there, as F2L's does). The model is
-F2L's server encoder with a head, without its Transformer. `local-maml` averages nothing: each client has its own model.
+Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning (F2L), KDD 2023, Section 4.2 and Appendix C.2. Clients take
+meta-steps of MAML (Finn, Abbeel, Levine, ICML 2017) on tasks of base classes; the server averages their models. A task
+of novel classes is solved by the model after fine-tuning on its support. `local-maml` averages nothing: each client
+trains its own model.
+
+Departures:
+
+- Meta-steps use Adam, which restarts in every round.
+- The head starts at zero. With `zero_head` it stays there, like F2L's.
+- The net is F2L's server encoder with an N-way head, without the Transformer.
 """
 
 from __future__ import annotations
@@ -13,55 +18,55 @@ import torch
 from torch import Tensor
 
 from fewer.data.episodes import Episode
-from fewer.learning.adapt import adapted, learnable, meta_gradient
+from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
 from fewer.methods.base import Client
-from fewer.methods.fewshot import FineTuned, Unshared, small_net, small_start
-from fewer.models import Split, Task, Weights, load_weights, weights_of
+from fewer.methods.fewshot import FineTuned, LocalOnly, initial_n_way_weights, load_n_way_net
+from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights
 from fewer.registry import METHODS
 
 
 @METHODS.register("fl-maml")
 class FLMAML(FineTuned):
-    """MAML at each client; the server averages where they fine-tune from."""
+    """MAML on each client; the server averages the initializations."""
 
-    def begin(self, task: Task, seed: int) -> Weights:
-        """An encoder and a head for N classes."""
-        return small_start(task, seed, self.way)
+    def initial_weights(self, task: Task, seed: int) -> Weights:
+        """An encoder and an N-way head."""
+        return initial_n_way_weights(task, seed, self.way)
 
-    def learn(self, client: Client, model: Weights) -> Weights:
-        """A step of Adam for each task."""
-        net = small_net(client, model, self.way).train()
-        theta = {name: tensor.clone() for name, tensor in learnable(net).items()}
+    def fit(self, client: Client, model: Weights) -> Weights:
+        """One Adam step per task."""
+        net = load_n_way_net(client, model, self.way).train()
+        theta = {name: tensor.clone() for name, tensor in trainable_weights(net).items()}
         first = second = {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
-        draw = client.stream("tasks")
+        generator = client.stream("tasks")
         for step in range(1, self.tasks + 1):
-            slopes = self.slopes(net, theta, model, self.task(client.train, draw))
-            theta, first, second = self.meta_step(theta, slopes, first, second, step, self.lr)
-        return weights_of(net) | theta
+            gradients = self.task_gradient(net, theta, model, self.draw_task(client.train, generator))
+            theta, first, second = self.meta_step(theta, gradients, first, second, step, self.lr)
+        return get_weights(net) | theta
 
-    def slopes(self, net: Split, theta: Weights, received: Weights, task: Episode) -> Weights:
-        """The gradient of the query loss after fine-tuning: what relatives change."""
+    def task_gradient(self, net: EncoderHead, theta: Weights, received: Weights, task: Episode) -> Weights:
+        """The gradient of the query loss after fine-tuning. Subclasses override it."""
         support, query = (task.support_x, task.support_y), (task.query_x, task.query_y)
         return meta_gradient(
             net, theta, [support] * self.fine_tune_steps, query, self.fine_tune_lr, self.first_order
         ).weights
 
-    def prepare(self, client: Client, model: Weights, kept: bool) -> Split:
-        """The model as it was sent."""
-        return small_net(client, model, self.way).eval()
+    def task_solver(self, client: Client, model: Weights, best: bool) -> EncoderHead:
+        """The model as received."""
+        return load_n_way_net(client, model, self.way).eval()
 
-    def answer(self, ready: Split, task: Episode) -> dict[str, Tensor]:
-        """Fine-tune on the support, classify the queries."""
-        before = weights_of(ready)
+    def predict(self, solver: EncoderHead, task: Episode) -> dict[str, Tensor]:
+        """Fine-tunes on the support and classifies the queries."""
+        initial = get_weights(solver)
         batches = [(task.support_x, task.support_y)] * (self.adapt_steps or self.fine_tune_steps)
-        tuned = adapted(ready, learnable(ready), batches, self.fine_tune_lr)
-        load_weights(ready, {**before, **tuned})
+        tuned = adapt_weights(solver, trainable_weights(solver), batches, self.fine_tune_lr)
+        load_weights(solver, {**initial, **tuned})
         with torch.no_grad():
-            classes = ready(task.query_x).argmax(1)
-        load_weights(ready, before)
+            classes = solver(task.query_x).argmax(1)
+        load_weights(solver, initial)
         return {"accuracy": classes}
 
 
 @METHODS.register("local-maml")
-class LocalMAML(Unshared, FLMAML):
-    """MAML at each client alone; nothing is shared."""
+class LocalMAML(LocalOnly, FLMAML):
+    """MAML on each client alone; nothing is shared."""

@@ -1,10 +1,14 @@
-"""FL-Proto: prototypical networks at each client, averaged. F2L's baseline.
+"""FL-Proto: prototypical networks on each client, averaged on the server. A baseline of F2L.
 
-Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning (F2L), KDD 2023, Section 4.2 and Appendix C.2: clients train
-an encoder as prototypical networks (Snell, Swersky, Zemel, NeurIPS 2017, Algorithm 1) do, on tasks of base classes, and
-the server averages the encoders. A query is of the class whose mean support feature is nearest. Departures: Adam
-begins anew in each round; the encoder is F2L's server encoder, without its Transformer. `local-proto` averages nothing:
-each client has an encoder of its own.
+Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning (F2L), KDD 2023, Section 4.2 and Appendix C.2. Clients train
+an encoder on tasks of base classes like prototypical networks (Snell, Swersky, Zemel, NeurIPS 2017, Algorithm 1); the
+server averages the encoders. A query gets the class whose mean support feature is nearest. `local-proto` averages
+nothing: each client trains its own encoder.
+
+Departures:
+
+- Adam restarts in every round.
+- The encoder is F2L's server encoder, without the Transformer.
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data.episodes import Episode
-from fewer.learning.prototypes import nearness, prototypes
+from fewer.learning.prototypes import class_prototypes, prototype_logits
 from fewer.methods.base import Client
-from fewer.methods.fewshot import FewShot, Unshared
-from fewer.models import Task, Weights, parts_of, weights_of
+from fewer.methods.fewshot import FewShot, LocalOnly
+from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
 
 ENCODER = "encoder."
@@ -25,44 +29,48 @@ ENCODER = "encoder."
 
 @METHODS.register("fl-proto")
 class FLProto(FewShot):
-    """Prototypical networks at each client; the server averages the encoders, and there is no head."""
+    """Prototypical networks on each client; the server averages the encoders. There is no head."""
 
-    def begin(self, task: Task, seed: int) -> Weights:
-        """An encoder alone."""
-        parts_of(task.net())
-        return encoder_of(task.initial(seed))
+    def initial_weights(self, task: Task, seed: int) -> Weights:
+        """An encoder without a head."""
+        split_net(task.net())
+        return select_encoder(task.initial_weights(seed))
 
-    def learn(self, client: Client, model: Weights) -> Weights:
-        """A step of Adam for each task."""
-        net = self.prepare(client, model, kept=False).train()
-        encoder = parts_of(net)[0]
+    def fit(self, client: Client, model: Weights) -> Weights:
+        """One Adam step per task."""
+        net = self.task_solver(client, model, best=False).train()
+        encoder = split_net(net)[0]
         optimizer = torch.optim.Adam(encoder.parameters(), lr=self.lr, weight_decay=self.weight_decay)
-        draw = client.stream("tasks")
+        generator = client.stream("tasks")
         for _ in range(self.tasks):
-            task = self.task(client.train, draw)
-            scores = nearness(encoder(task.query_x), prototypes(encoder(task.support_x), task.support_y).means)
+            task = self.draw_task(client.train, generator)
+            logits = query_logits(encoder, task)
             optimizer.zero_grad()
-            F.cross_entropy(scores, task.query_y).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(logits, task.query_y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-        return encoder_of(weights_of(net))
+        return select_encoder(get_weights(net))
 
-    def prepare(self, client: Client, model: Weights, kept: bool) -> nn.Module:
-        """A net with the encoder that was sent; its head is not used."""
-        return client.net({**client.initial(), **model}).eval()
+    def task_solver(self, client: Client, model: Weights, best: bool) -> nn.Module:
+        """A net with the received encoder; its head is unused."""
+        return client.net({**client.initial_weights(), **model}).eval()
 
-    def answer(self, ready: nn.Module, task: Episode) -> dict[str, Tensor]:
-        """The nearest prototype."""
-        encoder = parts_of(ready)[0]
+    def predict(self, solver: nn.Module, task: Episode) -> dict[str, Tensor]:
+        """The class of the nearest prototype."""
         with torch.no_grad():
-            scores = nearness(encoder(task.query_x), prototypes(encoder(task.support_x), task.support_y).means)
-        return {"accuracy": scores.argmax(1)}
+            logits = query_logits(split_net(solver)[0], task)
+        return {"accuracy": logits.argmax(1)}
 
 
 @METHODS.register("local-proto")
-class LocalProto(Unshared, FLProto):
-    """Prototypical networks at each client alone; nothing is shared."""
+class LocalProto(LocalOnly, FLProto):
+    """Prototypical networks on each client alone; nothing is shared."""
 
 
-def encoder_of(weights: Weights) -> Weights:
-    """Those of the encoder."""
+def query_logits(encoder: nn.Module, task: Episode) -> Tensor:
+    """Minus the squared distances of the queries to the prototypes of the support, up to a constant per query."""
+    return prototype_logits(encoder(task.query_x), class_prototypes(encoder(task.support_x), task.support_y).means)
+
+
+def select_encoder(weights: Weights) -> Weights:
+    """The weights of the encoder."""
     return {name: tensor for name, tensor in weights.items() if name.startswith(ENCODER)}

@@ -1,24 +1,30 @@
 """FRL: few-round learning with global prototype-assisted learning (GPAL).
 
 Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Algorithm 1 and Eqs 1 to 5.
-Preparation looks for a model φ from which any later group of clients, with classes never met, gets a good global model
-in R rounds. An episode plays such a group: R rounds on the support of K clients, then φ moves by the gradient of their
-query loss at the end of those rounds (first order). `rounds` counts communication rounds: an episode has R + 1 of them.
+Preparation (the paper's meta-training) learns a model φ. From it, any later group of clients gets a good global model
+in R rounds, even for unseen classes. An episode simulates such a group: R rounds on the support sets of K clients,
+then a meta-update of φ by the gradient of their query loss after those rounds (first order). `rounds` counts
+communication rounds: an episode has R + 1.
 
-The head of a group's model is `linear`, `distance` (to prototypes, the mean features of each class) or `gpal`: by
-distance too, but from the second round on clients also learn from the global prototypes Γ of the round before (Eq 3).
+`head` is how a group's model classifies: `linear`, `distance` (to prototypes, the mean features of each class) or
+`gpal`. GPAL also classifies by distance; from the second round on, clients also learn from the global prototypes Γ of
+the round before (Eq 3).
 
-Departures. Eq 2 sums over c' ≠ c, which has no lower bound and is log 0 for a client with one class: here the true class
-is in the sum, which makes it the cross-entropy of a softmax over −‖g(x) − Γ(c)‖². Line 14 read literally would shrink a
-prototype that some do not hold: Γ(c) is the mean over those who hold c, by their samples of c. Local prototypes carry
-gradient, global ones are constants. γ = 5/6 is the paper's released L_local + 0.2 L_aux up to the rate. In a step on
-part of the support the local prototypes are those of that part. A client sends the gradient of line 19 and the
-server takes the step, which is the same and spares it θ⁰; by default that is a step of Adam, whose moments last,
-since plain descent (`optimizer = sgd`) needs the paper's thousands of episodes. A linear head is drawn anew (Xavier)
-for each episode as for each group, over the classes that the group holds, so that preparation is like what follows; to
-learn which these are, a group with a linear head begins with one exchange more, of class numbers alone (`holds`).
-Batch norm uses the statistics of the batch, also to answer queries; of its weights the mean is taken like of all
-others.
+Departures:
+- Eq 2 sums over c′ ≠ c, which has no lower bound and is log 0 for a client with one class. Here the sum includes the
+  true class, so the loss is the cross-entropy of a softmax over −‖g(x) − Γ(c)‖².
+- Line 14, read literally, shrinks a prototype that some clients do not hold. Here Γ(c) is the mean over the clients
+  that hold c, weighted by their samples of c.
+- Local prototypes carry gradient; global ones are constants.
+- γ = 5/6 equals the L_local + 0.2 L_aux of the paper's released code, up to the learning rate.
+- A step on a batch of the support set uses the local prototypes of that batch.
+- In line 19 a client sends the gradient and the server takes the step. The result is the same, and the client does not
+  need θ⁰. The server uses Adam with lasting moments by default; plain gradient descent (`optimizer = sgd`) needs the
+  paper's thousands of episodes.
+- A linear head is redrawn (Xavier) for each episode and each group, over the classes that the group holds, so
+  preparation matches deployment. To learn these classes, a group with a linear head starts with one extra exchange of
+  class numbers only (`hold_out_classes`).
+- Batch norm uses the statistics of the batch, also for predictions. Its weights are averaged like all others.
 """
 
 from __future__ import annotations
@@ -33,256 +39,310 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data import Data, Samples
-from fewer.data.episodes import support_query
+from fewer.data.episodes import split_support_query
 from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.learning import score, sgd, weighted_mean
-from fewer.learning.adam import adam
-from fewer.learning.adapt import learnable
-from fewer.learning.prototypes import Prototypes, distance_loss, merged, nearness, places, prototypes
-from fewer.learning.sgd import epochs
-from fewer.methods.base import CHUNK, MAX_SIZE, Client, Context, Method, Scores, Server
-from fewer.methods.groups import OnGroups
-from fewer.models import Task, Weights, load_weights, parts_of, weights_of
+from fewer.learning.adam import adam_step
+from fewer.learning.adapt import trainable_weights
+from fewer.learning.prototypes import (
+    Prototypes,
+    class_positions,
+    class_prototypes,
+    distance_loss,
+    merge_prototypes,
+    prototype_logits,
+)
+from fewer.learning.sgd import epoch_batches
+from fewer.methods.base import EVAL_BATCH, MAX_SIZE, Client, Context, Method, Scores, Server
+from fewer.methods.groups import EvaluatedOnGroups
+from fewer.models import Task, Weights, get_weights, load_weights, split_net
 from fewer.models.split import feature_width
 from fewer.registry import METHODS
 from fewer.runtime import Absent, Answer, Clients, Unable, on_client, stream
 from fewer.wire import Codec, Coded, Number, Shaped
 
 HEAD = "head."
-"""How the names of a head's weights begin."""
-ClassPrototypes = tuple[Tensor, Tensor]
-"""Classes and their global prototypes; of a linear head, the classes of the group."""
+"""Prefix of the names of a head's weights."""
+GlobalPrototypes = tuple[Tensor, Tensor]
+"""Classes and their global prototypes Γ. With a linear head: the classes of the group, and prototypes of width 0."""
 AnyGroup = TypeVar("AnyGroup", bound="GroupState")
 LRS = 0.001, 0.003, 0.01
-"""Step sizes (α) to choose from where classes are told apart by distance; for a linear head, ten times as much."""
+"""Learning rates (α) to tune over with prototypes. A linear head uses ten times these."""
 GAMMAS = 0.5, 5 / 6
-"""Shares of the local loss (γ) to choose from with GPAL."""
-HELD = 0.2
-"""Share of its support that a client of one-shot FL holds out to judge its own model."""
+"""Weights of the local loss (γ) to tune over with GPAL."""
+HELD_OUT_FRACTION = 0.2
+"""One-shot FL: fraction of its support set on which a client evaluates its own model."""
 
 
 @dataclass(frozen=True)
 class GroupState:
-    """What the server of a group has after some of its rounds."""
+    """The server's state of a group between its rounds."""
 
     model: Weights
-    """θ"""
+    """The global model (θ)."""
     classes: Tensor
-    """The classes that Γ has; of a linear head, those that the group holds."""
+    """The classes of the global prototypes. With a linear head: the classes that the group holds."""
     means: Tensor
-    """Γ (classes × features); of a linear head, without width."""
-    total: int
-    """Classes that there are at all."""
-    done: int = 0
-    """Rounds so far (r)."""
+    """The global prototypes Γ (classes × features). With a linear head, their width is 0."""
+    num_classes: int
+    """Number of classes of the task."""
+    rounds_done: int = 0
+    """Rounds completed (r)."""
 
 
 # --- R rounds of a group: lines 4 to 15 ------------------------------------------------------------------------
 
 
 class FewRounds(Method):
-    """R rounds in a group of clients, from a model that is given."""
+    """R rounds of a group of clients, starting from a given model."""
 
     head: Literal["linear", "distance", "gpal"] = "gpal"
-    """How classes are told apart: by a linear layer, by distance to prototypes, or by that with GPAL."""
+    """Classify by a linear layer, by distance to prototypes, or by distance with GPAL."""
     lr: PositiveFloat = 0.003
-    """Step size of local training (α); a linear head needs a larger one."""
+    """Learning rate of local training (α). A linear head needs a larger one."""
     epochs: PositiveInt = 1
-    """Passes over the support in a round (E)."""
+    """Local epochs over the support set in a round (E)."""
     batch_size: PositiveInt | None = 60
-    """Samples in a step; none for all of the support at once, as in Algorithm 1."""
+    """Samples in a local step. `none`: the full support set, as in Algorithm 1."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
-    """With GPAL: share of the loss by local prototypes beside that by global ones (γ)."""
+    """GPAL: weight of the local loss (γ). The loss by global prototypes has weight 1 − γ."""
     prototypes_from: Literal["before", "after"] = "before"
-    """Whether prototypes are those before local training (Algorithm 1) or after it."""
+    """Upload the prototypes from before local training (Algorithm 1) or after it."""
     keep_best: PositiveInt | None = None
-    """One-shot FL: average at most so many models, those that do best on samples that their clients held out."""
+    """One-shot FL: average at most this many models, those best on samples their clients held out."""
     codec: Codec = "float32"
-    """How models and prototypes are written on the wire."""
+    """Encoding of models and prototypes on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
-        """A linear head learns with larger steps; GPAL has its γ besides."""
-        own: dict[str, Sequence[float]] = {}
+        """Tunes larger learning rates for a linear head, and γ for GPAL."""
+        extra: dict[str, Sequence[float]] = {}
         if self.head == "linear":
-            own["lr"] = [10 * lr for lr in LRS]
+            extra["lr"] = [10 * lr for lr in LRS]
         if self.head == "gpal":
-            own["gamma"] = GAMMAS
-        return {**self.tunable, **own}
+            extra["gamma"] = GAMMAS
+        return {**self.tunable, **extra}
 
-    def nobody(self, task: Task) -> GroupState:
-        """A group before it begins."""
-        none = torch.zeros(0, dtype=torch.int64, device=task.device)
+    # The server.
+
+    def empty_group(self, task: Task) -> GroupState:
+        """The state of a group before it starts."""
+        classes = torch.zeros(0, dtype=torch.int64, device=task.device)
         width = 0 if self.head == "linear" else feature_width(task)
-        return GroupState({}, none, torch.zeros(0, width, device=task.device), task.classes)
+        return GroupState({}, classes, torch.zeros(0, width, device=task.device), task.classes)
 
-    def begin(self, group: AnyGroup, model: Weights, draw: torch.Generator | None) -> AnyGroup:
-        """Line 4: θ⁰, with a linear head drawn anew if there is one to draw by. Nothing is known of classes yet."""
-        first = new_head(model, draw) if self.head == "linear" and draw is not None else model
-        return replace(group, model=self.sent_weights(first), classes=group.classes[:0], means=group.means[:0], done=0)
+    def start_group(self, group: AnyGroup, model: Weights, generator: torch.Generator | None) -> AnyGroup:
+        """Line 4: θ⁰ ← φ, with a linear head redrawn by `generator`, if given. There are no prototypes yet."""
+        if self.head == "linear" and generator is not None:
+            model = redraw_head(model, generator)
+        return replace(
+            group,
+            model=self.sent_weights(model),
+            classes=group.classes[:0],
+            means=group.means[:0],
+            rounds_done=0,
+        )
 
-    def play(self, group: AnyGroup, who: Sequence[int], clients: Clients, last: bool) -> AnyGroup:
-        """Lines 6 to 14: one round of the group. Prototypes are needed for GPAL, and in the end to answer with."""
-        some = Shaped((range(1, group.total + 1),), torch.int64)
-        if self.head == "linear" and not group.done:
-            told = fitting(clients.ask(who, self.holds, returns={"classes": some}), clients, group.total, "holds")
-            group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in told])))
-        fields: dict[str, Any] = {"model": Coded(group.model, self.codec), **self.known(group)}
-        wanted = self.wanted(last)
+    def group_round(self, group: AnyGroup, cohort: Sequence[int], clients: Clients, last: bool) -> AnyGroup:
+        """Lines 6 to 14: one round of the group."""
+        one_per_class = Shaped((range(1, group.num_classes + 1),), torch.int64)
+        if self.head == "linear" and not group.rounds_done:
+            answers = clients.ask(cohort, self.hold_out_classes, returns={"classes": one_per_class})
+            valid = valid_answers(answers, clients, group.num_classes, "hold_out_classes")
+            group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in valid])))
+        fields: dict[str, Any] = {"model": Coded(group.model, self.codec), **self.prototype_payload(group)}
+        upload = self.uploads_prototypes(last)
         returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SIZE)}
-        if wanted:
-            returns |= {"classes": some, "means": Shaped((some.shape[0], group.means.shape[1])), "counts": some}
+        if upload:
+            returns |= {
+                "classes": one_per_class,
+                "means": Shaped((one_per_class.shape[0], group.means.shape[1])),
+                "counts": one_per_class,
+            }
         if self.keep_best is not None:
             returns["score"] = Number(float, 0, 1)
-        answers = clients.ask(who, self.learn, wanted=wanted, returns=returns, **fields)
-        return self.merge(group, [answer.fields for answer in fitting(answers, clients, group.total, "learn")])
+        answers = clients.ask(cohort, self.local_train, upload_prototypes=upload, returns=returns, **fields)
+        valid = valid_answers(answers, clients, group.num_classes, "local_train")
+        return self.aggregate(group, [answer.fields for answer in valid])
 
-    def tells(self, group: GroupState) -> bool:
-        """Whether clients are told what is known of the group's classes."""
-        return self.head == "linear" or (self.head == "gpal" and group.done > 0)
+    def downloads_prototypes(self, group: GroupState) -> bool:
+        """Line 7: True if clients download Γ in this round (with a linear head: the group's classes)."""
+        return self.head == "linear" or (self.head == "gpal" and group.rounds_done > 0)
 
-    def known(self, group: GroupState) -> dict[str, Any]:
-        """What they are told."""
-        return {"classes": group.classes, "means": Coded(group.means, self.codec)} if self.tells(group) else {}
+    def prototype_payload(self, group: GroupState) -> dict[str, Any]:
+        """The fields with Γ that clients download, if any."""
+        if not self.downloads_prototypes(group):
+            return {}
+        return {"classes": group.classes, "means": Coded(group.means, self.codec)}
 
-    def wanted(self, last: bool) -> bool:
-        """Whether clients send prototypes in this round."""
+    def uploads_prototypes(self, last: bool) -> bool:
+        """True if clients upload prototypes: always with GPAL, with `distance` in the last round to predict with."""
         return self.head == "gpal" or (self.head == "distance" and last)
 
-    def merge(self, group: AnyGroup, found: Sequence[Mapping[str, Any]]) -> AnyGroup:
-        """Lines 13 and 14: the mean of models by size of support, of prototypes over those who hold the class."""
+    def aggregate(self, group: AnyGroup, updates: Sequence[Mapping[str, Any]]) -> AnyGroup:
+        """Lines 13 and 14: averages models by size of support set, and each prototype over the clients that hold it."""
         if self.keep_best is not None:
-            found = sorted(found, key=lambda one: -one["score"])[: self.keep_best]
-        model = weighted_mean([one["model"] for one in found], [one["size"] for one in found])
-        group = replace(group, model=model, done=group.done + 1)
-        if "means" not in found[0]:
+            updates = sorted(updates, key=lambda update: -update["score"])[: self.keep_best]
+        model = weighted_mean([update["model"] for update in updates], [update["size"] for update in updates])
+        group = replace(group, model=model, rounds_done=group.rounds_done + 1)
+        if "means" not in updates[0]:
             return group
-        new = merged([Prototypes(one["classes"], one["means"], one["counts"]) for one in found])
-        return replace(group, classes=new.classes, means=new.means)
+        merged = merge_prototypes(
+            [Prototypes(update["classes"], update["means"], update["counts"]) for update in updates]
+        )
+        return replace(group, classes=merged.classes, means=merged.means)
 
     def sent_weights(self, model: Weights) -> Weights:
-        """What of a model travels: all but a head that is not used."""
+        """The weights that are sent: all but an unused head."""
         return {name: model[name] for name in model if self.head == "linear" or not name.startswith(HEAD)}
 
-    def net(self, context: Context, model: Weights) -> nn.Module:
-        """A net with what travelled."""
-        return context.net({**context.task.initial(context.seed), **model})
+    # A client.
 
-    def support(self, client: Client) -> Samples:
-        """What a client learns from."""
+    def build_net(self, context: Context, model: Weights) -> nn.Module:
+        """Builds a net with the sent weights."""
+        return context.net({**context.task.initial_weights(context.seed), **model})
+
+    def support_set(self, client: Client) -> Samples:
+        """The samples that a client trains on (S_k): by default all."""
         return client.train
 
-    @on_client
-    def holds(self, client: Client) -> dict[str, Any]:
-        """Which classes the client has: a linear head needs to know before it begins."""
-        return {"classes": torch.unique(self.support(client).labels)}
+    @on_client(stream="holds")
+    def hold_out_classes(self, client: Client) -> dict[str, Any]:
+        """The classes of the support set; a linear head needs them before the first round."""
+        return {"classes": torch.unique(self.support_set(client).labels)}
 
-    @on_client
-    def learn(
-        self, client: Client, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
+    @on_client(stream="learn")
+    def local_train(
+        self,
+        client: Client,
+        model: Weights,
+        upload_prototypes: bool,
+        classes: Tensor | None = None,
+        means: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Lines 7 to 11 at a client."""
-        known = known_of(classes, means)
-        answer = self.update(self.net(client, model), self.support(client), known, wanted, client.stream("batches"))
-        sent = ("model", "means") if wanted else ("model",)
-        return {**answer, **{name: Coded(answer[name], self.codec) for name in sent}}
+        """Lines 7 to 11: downloads θ and Γ, trains on the support set, uploads θ_k and Γ_k."""
+        update = self.fit_support(
+            self.build_net(client, model),
+            self.support_set(client),
+            pair_prototypes(classes, means),
+            upload_prototypes,
+            client.stream("batches"),
+        )
+        encoded = ("model", "means") if upload_prototypes else ("model",)
+        return {**update, **{name: Coded(update[name], self.codec) for name in encoded}}
 
-    def update(
-        self, net: nn.Module, support: Samples, known: ClassPrototypes | None, wanted: bool, draw: torch.Generator
+    def fit_support(
+        self,
+        net: nn.Module,
+        support: Samples,
+        global_prototypes: GlobalPrototypes | None,
+        upload_prototypes: bool,
+        generator: torch.Generator,
     ) -> dict[str, Any]:
-        """Lines 8 to 11, E times: local training in place, and what the client sends."""
-        held = support
+        """Lines 8 to 11, E times: trains in place on the support set; returns what the client uploads."""
+        held_out = support
         if self.keep_best is not None and len(support) > 1:
-            held, support = support_query(support, HELD, draw)
-        first: list[Prototypes] = []
+            held_out, support = split_support_query(support, HELD_OUT_FRACTION, generator)
+        before: list[Prototypes] = []
 
         def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            found, own = self.loss(net, x, y, known)
-            if wanted and not first:
-                first.append(Prototypes(own.classes, own.means.detach(), own.counts))
-            return found
+            value, local = self.loss(net, x, y, global_prototypes)
+            if upload_prototypes and not before:
+                before.append(Prototypes(local.classes, local.means.detach(), local.counts))
+            return value
 
-        if (
-            wanted
-            and self.prototypes_from == "before"
-            and self.batch_size is not None
-            and self.batch_size < len(support)
-        ):
-            first.append(embed(net, support))  # else the first step passes over all of the support anyway
-        sgd(net, epochs(support, self.epochs, self.batch_size, draw), self.lr, loss=loss)
-        answer: dict[str, Any] = {"model": self.sent_weights(weights_of(net)), "size": len(support)}
-        if wanted:
-            answer |= (first[0] if self.prototypes_from == "before" else embed(net, support))._asdict()
+        batched = self.batch_size is not None and self.batch_size < len(support)
+        if upload_prototypes and self.prototypes_from == "before" and batched:
+            before.append(compute_prototypes(net, support))  # without batches, the first step computes them anyway
+        sgd(net, epoch_batches(support, self.epochs, self.batch_size, generator), self.lr, loss=loss)
+        update: dict[str, Any] = {"model": self.sent_weights(get_weights(net)), "size": len(support)}
+        if upload_prototypes:
+            local = before[0] if self.prototypes_from == "before" else compute_prototypes(net, support)
+            update |= local._asdict()
         if self.keep_best is not None:
-            answer["score"] = self.own_score(net, support, held, known)
-        return answer
+            update["score"] = self.held_out_accuracy(net, support, held_out, global_prototypes)
+        return update
 
     def loss(
-        self, net: nn.Module, x: Tensor, y: Tensor, known: ClassPrototypes | None, own: Prototypes | None = None
+        self,
+        net: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        global_prototypes: GlobalPrototypes | None,
+        local_prototypes: Prototypes | None = None,
     ) -> tuple[Tensor, Prototypes]:
-        """f of Eq 3: L_local (Eq 2) and from the second round on L_aux; and the local prototypes, of the same pass."""
-        features = features_of(net, x)
-        own = own or prototypes(features, y)
+        """Eq 3: f = γ L_local + (1 − γ) L_aux, without L_aux in the first round. Also returns the local prototypes."""
+        features = compute_features(net, x)
+        local_prototypes = local_prototypes or class_prototypes(features, y)
         if self.head == "linear":
-            assert known
-            place, there = places(known[0], y)
-            scores = parts_of(net)[1](features)[:, known[0]]
-            return F.cross_entropy(scores[there], place[there], reduction="sum") / len(y), own
-        local = distance_loss(features, y, own.classes, own.means)
-        if known is None:
-            return local, own
-        return self.gamma * local + (1 - self.gamma) * distance_loss(features, y, *known), own
+            assert global_prototypes
+            position, held = class_positions(global_prototypes[0], y)
+            logits = split_net(net)[1](features)[:, global_prototypes[0]]
+            return F.cross_entropy(logits[held], position[held], reduction="sum") / len(y), local_prototypes
+        local_loss = distance_loss(features, y, local_prototypes.classes, local_prototypes.means)
+        if global_prototypes is None:
+            return local_loss, local_prototypes
+        aux_loss = distance_loss(features, y, *global_prototypes)
+        return self.gamma * local_loss + (1 - self.gamma) * aux_loss, local_prototypes
 
-    def own_score(self, net: nn.Module, support: Samples, held: Samples, known: ClassPrototypes | None) -> float:
-        """The accuracy of a client's model on samples that it held out."""
-        classes, means = known if known and self.head == "linear" else embed(net, support)[:2]
-        total = int(torch.cat([classes, held.labels]).max()) + 1
-        counts = score(Answering(net, classes, means, total), held.chunks(CHUNK))
+    def held_out_accuracy(
+        self, net: nn.Module, support: Samples, held_out: Samples, global_prototypes: GlobalPrototypes | None
+    ) -> float:
+        """The accuracy of a client's model on the samples it held out."""
+        if global_prototypes and self.head == "linear":
+            classes, means = global_prototypes
+        else:
+            classes, means = compute_prototypes(net, support)[:2]
+        num_classes = int(torch.cat([classes, held_out.labels]).max()) + 1
+        counts = score(GroupModel(net, classes, means, num_classes), held_out.chunks(EVAL_BATCH))
         return counts.correct / counts.total
 
 
-def fitting(answers: Sequence[Answer], clients: Clients, total: int, handler: str) -> list[Answer]:
-    """The answers whose classes are classes, each once and with one prototype; the others count as refused."""
-    good = []
+def valid_answers(answers: Sequence[Answer], clients: Clients, num_classes: int, handler: str) -> list[Answer]:
+    """The answers with valid classes and one prototype for each; the others count as refused.
+
+    Valid classes are in ascending order, without duplicates, from 0 to `num_classes` − 1.
+    """
+    valid = []
     for answer in answers:
         if "classes" in answer.fields:
             classes = answer["classes"]
             lengths = {len(answer[name]) for name in ("classes", "means", "counts") if name in answer.fields}
             counts = answer.fields.get("counts", classes.new_ones(1))
-            rising = bool((classes.diff() > 0).all() and classes[0] >= 0 and classes[-1] < total)
-            if len(lengths) > 1 or not rising or int(counts.min()) < 1 or int(counts.max()) > MAX_SIZE:
-                clients.on_absent(Absent(answer.client, "refused", "its classes and prototypes do not fit"), handler)
+            ascending = bool((classes.diff() > 0).all() and classes[0] >= 0 and classes[-1] < num_classes)
+            if len(lengths) > 1 or not ascending or int(counts.min()) < 1 or int(counts.max()) > MAX_SIZE:
+                clients.on_absent(Absent(answer.client, "refused", "invalid classes or prototypes"), handler)
                 continue
-        good.append(answer)
-    if not good:
-        raise QuorumLost(f"round {clients.round}: no client sent classes and prototypes that fit")
-    return good
+        valid.append(answer)
+    if not valid:
+        raise QuorumLost(f"round {clients.round}: no client sent valid classes and prototypes")
+    return valid
 
 
-def known_of(classes: Tensor | None, means: Tensor | None) -> ClassPrototypes | None:
-    """What a client was told of the group's classes, if anything."""
+def pair_prototypes(classes: Tensor | None, means: Tensor | None) -> GlobalPrototypes | None:
+    """The global prototypes that a client downloaded, or None."""
     return None if classes is None or means is None else (classes, means)
 
 
-def new_head(model: Weights, draw: torch.Generator) -> Weights:
-    """The model with a head drawn anew: matrices by Xavier, biases 0."""
-    fresh = dict(model)
+def redraw_head(model: Weights, generator: torch.Generator) -> Weights:
+    """The model with a new head: Xavier for matrices, 0 for biases."""
+    redrawn = dict(model)
     for name, tensor in model.items():
         if name.startswith(HEAD):
-            drawn = torch.zeros(tensor.shape)
-            if drawn.ndim > 1:
-                nn.init.xavier_uniform_(drawn, generator=draw)
-            fresh[name] = drawn.to(tensor)
-    return fresh
+            fresh = torch.zeros(tensor.shape)
+            if fresh.ndim > 1:
+                nn.init.xavier_uniform_(fresh, generator=generator)
+            redrawn[name] = fresh.to(tensor)
+    return redrawn
 
 
-def features_of(net: nn.Module, x: Tensor) -> Tensor:
-    """g(x). Images lie with their channels last, which halves the time that pools and batch norm take."""
-    features: Tensor = parts_of(net)[0](x.to(memory_format=torch.channels_last) if x.ndim == 4 else x)
+def compute_features(net: nn.Module, x: Tensor) -> Tensor:
+    """g(x). Images are in channels-last format, which halves the time of pooling and batch norm."""
+    features: Tensor = split_net(net)[0](x.to(memory_format=torch.channels_last) if x.ndim == 4 else x)
     return features
 
 
-def batch_statistics(net: nn.Module) -> None:
-    """Evaluation mode, but for batch norm, which goes on to use the statistics of the batch."""
+def use_batch_statistics(net: nn.Module) -> None:
+    """Sets evaluation mode, except that batch norm uses the statistics of the batch."""
     net.eval()
     for module in net.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -290,231 +350,269 @@ def batch_statistics(net: nn.Module) -> None:
 
 
 @torch.no_grad()
-def embed(net: nn.Module, samples: Samples) -> Prototypes:
-    """The prototypes of some samples under a net (line 9), without gradient."""
-    batch_statistics(net)
-    found = [(features_of(net, x), y) for x, y in samples.chunks(CHUNK)]
-    return prototypes(torch.cat([x for x, _ in found]), torch.cat([y for _, y in found]))
+def compute_prototypes(net: nn.Module, samples: Samples) -> Prototypes:
+    """Line 9: the prototypes of samples, without gradient."""
+    use_batch_statistics(net)
+    chunks = [(compute_features(net, x), y) for x, y in samples.chunks(EVAL_BATCH)]
+    return class_prototypes(torch.cat([features for features, _ in chunks]), torch.cat([y for _, y in chunks]))
 
 
-class Answering(nn.Module):
-    """A group's model (Section 2.3): scores by distance to Γ, or by the linear head where Γ has no width.
+class GroupModel(nn.Module):
+    """A group's model (Section 2.3): it predicts by distance to Γ, or by the linear head if Γ has width 0.
 
-    Classes that nobody in the group holds get −∞.
+    Classes that no client of the group holds get the score −∞.
     """
 
-    def __init__(self, net: nn.Module, classes: Tensor, means: Tensor, total: int) -> None:
+    def __init__(self, net: nn.Module, classes: Tensor, means: Tensor, num_classes: int) -> None:
         super().__init__()
-        self.net, self.total = net, total
+        self.net, self.num_classes = net, num_classes
         self.register_buffer("classes", classes)
         self.register_buffer("means", means)
 
-    def train(self, mode: bool = True) -> Answering:
-        """Batch norm uses the statistics of the batch in evaluation too."""
+    def train(self, mode: bool = True) -> GroupModel:
+        """Sets the mode; batch norm uses the statistics of the batch in evaluation too."""
         super().train(mode)
         if not mode:
-            batch_statistics(self.net)
+            use_batch_statistics(self.net)
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scores of all classes."""
+        """The scores of all classes."""
         classes, means = self.get_buffer("classes"), self.get_buffer("means")
         try:
-            features = features_of(self.net, x)
-        except ValueError as error:  # of batch norm without height and width
+            features = compute_features(self.net, x)
+        except ValueError as error:  # from batch norm without height and width
             if len(x) > 1:
                 raise
-            raise DataError("batch norm needs two samples or more to answer; prepare with --norm group") from error
-        scores = nearness(features, means) if means.shape[1] else parts_of(self.net)[1](features)[:, classes]
-        return scores.new_full((x.shape[0], self.total), -torch.inf).index_copy(1, classes, scores)
+            raise DataError("batch norm needs at least two samples to predict; prepare with --norm group") from error
+        logits = prototype_logits(features, means) if means.shape[1] else split_net(self.net)[1](features)[:, classes]
+        return logits.new_full((x.shape[0], self.num_classes), -torch.inf).index_copy(1, classes, logits)
 
 
 # --- preparation: lines 1 to 4 and 16 to 22 --------------------------------------------------------------------
 
 
-class Prepared(OnGroups, FewRounds):
-    """A method that prepares a model φ for groups, and is judged by what groups make of it in R rounds."""
+class PreparingMethod(EvaluatedOnGroups, FewRounds):
+    """A method that prepares a model φ, evaluated by the models that groups train from φ in R rounds."""
 
     group_rounds: PositiveInt = 3
     """Rounds of a group (R)."""
     deploy_rounds: PositiveInt | None = None
-    """Rounds of the groups that it is judged on; by default R."""
+    """Rounds of the groups it is evaluated on. [default: group_rounds]"""
 
     def group_model(self, server: Server, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
         """The model of a group after its rounds (Section 2.3)."""
-        net, group = self.played(server, model, supports, number, self.deploy_rounds or self.group_rounds)
-        return Answering(net, group.classes, group.means, group.total)
+        net, group = self.simulate_group(server, model, supports, number, self.deploy_rounds or self.group_rounds)
+        return GroupModel(net, group.classes, group.means, group.num_classes)
 
-    def played(
+    def simulate_group(
         self, server: Server, model: Weights, supports: Sequence[Samples], number: int, rounds: int
     ) -> tuple[nn.Module, GroupState]:
-        """A net with θ after so many rounds of a group, and the group; all its members are played here."""
-        group = self.begin(self.nobody(server.task), model, stream(server.seed, "head", number))
+        """Runs all rounds of a group on the server, one support set per client; returns a net with θ, and the state."""
+        group = self.start_group(self.empty_group(server.task), model, stream(server.seed, "head", number))
         if self.head == "linear":
             group = replace(group, classes=torch.unique(torch.cat([support.labels for support in supports])))
-        net, first = self.net(server, group.model), server.task.initial(server.seed)
-        for turn in range(1, rounds + 1):
-            known = (group.classes, group.means) if self.tells(group) else None
-            found = []
-            for place, support in enumerate(supports):
-                load_weights(net, {**first, **group.model})
-                draw = stream(server.seed, "group", number, turn, place)
-                found.append(self.update(net, support, known, self.wanted(turn == rounds), draw))
-            group = self.merge(group, found)
-        load_weights(net, {**first, **group.model})
+        net, initial = self.build_net(server, group.model), server.task.initial_weights(server.seed)
+        for round in range(1, rounds + 1):
+            global_prototypes = (group.classes, group.means) if self.downloads_prototypes(group) else None
+            upload = self.uploads_prototypes(last=round == rounds)
+            updates = []
+            for member, support in enumerate(supports):
+                load_weights(net, {**initial, **group.model})
+                generator = stream(server.seed, "group", number, round, member)
+                updates.append(self.fit_support(net, support, global_prototypes, upload, generator))
+            group = self.aggregate(group, updates)
+        load_weights(net, {**initial, **group.model})
         return net, group
 
     def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
-        """There is nothing to answer with before a group has made its own model."""
-        raise SettingError(f"{self.name} prepares a model for groups; fewer deploy makes one of it that can be used")
+        """Always fails: a prepared model cannot predict before a group has trained it."""
+        raise SettingError(f"{self.name} prepares a model for groups; run `fewer deploy` to train one that predicts")
 
 
 @dataclass(frozen=True)
 class FRLState(GroupState):
-    """The episode that is under way, and φ."""
+    """The prepared model φ, and the group of the current episode."""
 
     initial: Weights = field(default_factory=dict)
-    """φ"""
-    who: list[int] = field(default_factory=list)
-    """The clients of the episode."""
-    first: Weights = field(default_factory=dict)
-    """Adam's first moment, of all weights that learn and last longer than an episode."""
-    second: Weights = field(default_factory=dict)
+    """The prepared model (φ)."""
+    cohort: list[int] = field(default_factory=list)
+    """The clients of the current episode (A_t); empty between episodes."""
+    first_moment: Weights = field(default_factory=dict)
+    """Adam's first moment of every weight that is meta-learned."""
+    second_moment: Weights = field(default_factory=dict)
     episodes: int = 0
-    """How many there were."""
+    """Episodes completed (t)."""
 
 
 @METHODS.register("frl")
-class FRL(Prepared):
-    """Prepares a model from which any group, with classes never met, gets a good global model in a few rounds."""
+class FRL(PreparingMethod):
+    """Prepares a model from which any group, even with unseen classes, gets a good global model in a few rounds."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         "meta_lr": (0.003, 0.01, 0.03),
         "lr": LRS,
     }
     meta_head: ClassVar[bool] = False
-    """Whether a linear head is a part of φ, or drawn anew for each episode as it is for each group."""
+    """True if a linear head is part of φ; False if it is redrawn for each episode and each group."""
 
     rounds: PositiveInt = 80
-    """Rounds of preparation: each episode has R + 1."""
+    """Rounds of preparation. An episode has R + 1."""
     meta_lr: PositiveFloat = 0.003
-    """Step size of the meta-update (β)."""
+    """Learning rate of the meta-update (β)."""
     optimizer: Literal["adam", "sgd"] = "adam"
-    """Of the meta-update; the paper has plain gradient descent, which needs far more episodes."""
+    """Optimizer of the meta-update. The paper uses plain gradient descent, which needs far more episodes."""
     queries: PositiveInt | None = None
-    """Queries of a client in a meta-update (|D|); by default all."""
+    """Queries of a client in a meta-update (|D|). [default: all]"""
     query_prototypes: Literal["queries", "support"] = "queries"
-    """Local prototypes of the meta-update: of the queries (line 18), or the last ones of the support."""
+    """Local prototypes of the meta-update: of the queries (line 18), or the last ones of the support set."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
-        """Plain descent needs far larger steps than Adam."""
+        """Tunes far larger `meta_lr` for plain gradient descent than for Adam."""
         return {**super().search_space(), **({"meta_lr": (0.1, 0.3, 1.0)} if self.optimizer == "sgd" else {})}
 
+    # The server.
+
     def init(self, task: Task, seed: int) -> FRLState:
-        """φ⁰, and no episode yet."""
-        if self.rounds % (self.group_rounds + 1):
-            each = self.group_rounds + 1
-            raise SettingError(f"rounds = {self.rounds} (allowed: multiples of {each}, the rounds of an episode)")
-        learns = {name: weights for name, weights in learnable(task.net()).items() if self.lasts(name)}
-        nothing = {name: torch.zeros_like(weights) for name, weights in learns.items()}
-        return FRLState(**vars(self.nobody(task)), initial=task.initial(seed), first=nothing, second=nothing)
+        """Starts from φ⁰, before the first episode."""
+        episode_rounds = self.group_rounds + 1
+        if self.rounds % episode_rounds:
+            raise SettingError(
+                f"rounds must be a multiple of {episode_rounds} (group_rounds + 1, an episode), got {self.rounds}"
+            )
+        learned = {name: tensor for name, tensor in trainable_weights(task.net()).items() if self.is_meta_learned(name)}
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in learned.items()}
+        return FRLState(
+            **vars(self.empty_group(task)),
+            initial=task.initial_weights(seed),
+            first_moment=zeros,
+            second_moment=zeros,
+        )
 
     def round(self, state: FRLState, clients: Clients) -> FRLState:
-        """Lines 2 to 21, one communication round at a time: R of the group's own, then the meta-update."""
-        if not state.who:
-            draw = None if self.meta_head else clients.stream("head")
-            state = replace(self.begin(state, state.initial, draw), who=self.sample_cohort(clients))
-        if state.done == self.group_rounds:
+        """Lines 2 to 21, one communication round per call: R rounds of the group, then the meta-update."""
+        if not state.cohort:  # lines 2 to 4: a new episode
+            generator = None if self.meta_head else clients.stream("head")
+            group = self.start_group(state, state.initial, generator)
+            state = replace(group, cohort=self.sample_cohort(clients))
+        if state.rounds_done == self.group_rounds:
             return self.meta_update(state, clients)
-        return self.play(state, state.who, clients, last=False)
+        return self.group_round(state, state.cohort, clients, last=False)
 
-    def lasts(self, name: str) -> bool:
-        """Whether these weights are prepared: all of φ, but for a head that is drawn anew or not used."""
+    def is_meta_learned(self, name: str) -> bool:
+        """True for all weights except a head that is redrawn or unused."""
         return not name.startswith(HEAD) or self.meta_head
 
     def meta_update(self, state: FRLState, clients: Clients) -> FRLState:
-        """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), the mean of what each client would make of θ⁰; or by Adam."""
+        """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), with μ_k the relative data size; or the same by Adam."""
         answers = clients.ask(
-            state.who,
+            state.cohort,
             self.answer_queries,
             model=Coded(state.model, self.codec),
-            returns={"slopes": state.first, "size": Number(int, 1, MAX_SIZE)},
-            **self.known(state),
+            returns={"gradient": state.first_moment, "size": Number(int, 1, MAX_SIZE)},
+            **self.prototype_payload(state),
         )
-        slopes = weighted_mean([answer["slopes"] for answer in answers], [answer["size"] for answer in answers])
-        number, phi, first, second = state.episodes + 1, state.initial, state.first, state.second
+        gradient = weighted_mean([answer["gradient"] for answer in answers], [answer["size"] for answer in answers])
+        phi, first_moment, second_moment = state.initial, state.first_moment, state.second_moment
+        episodes = state.episodes + 1
         if self.optimizer == "sgd":
-            phi = phi | {name: phi[name] - self.meta_lr * slope for name, slope in slopes.items()}
+            phi = phi | {name: phi[name] - self.meta_lr * tensor for name, tensor in gradient.items()}
         else:
-            phi, first, second = adam(phi, slopes, first, second, number, self.meta_lr)
-        return replace(state, initial=phi | self.buffers(state), first=first, second=second, episodes=number, who=[])
+            phi, first_moment, second_moment = adam_step(
+                phi, gradient, first_moment, second_moment, episodes, self.meta_lr
+            )
+        return replace(
+            state,
+            initial=phi | self.episode_buffers(state),
+            first_moment=first_moment,
+            second_moment=second_moment,
+            episodes=episodes,
+            cohort=[],
+        )
 
-    def buffers(self, state: FRLState) -> Weights:
-        """Running statistics of batch norm, which have no gradient, as the episode left them."""
-        return {n: t for n, t in state.model.items() if n not in state.first and not n.startswith(HEAD)}
+    def episode_buffers(self, state: FRLState) -> Weights:
+        """The running statistics of batch norm after the episode; they have no gradient."""
+        return {
+            name: tensor
+            for name, tensor in state.model.items()
+            if name not in state.first_moment and not name.startswith(HEAD)
+        }
 
-    @on_client
-    def learn(
-        self, client: Client, model: Weights, wanted: bool, classes: Tensor | None = None, means: Tensor | None = None
+    # A client.
+
+    @on_client(stream="learn")
+    def local_train(
+        self,
+        client: Client,
+        model: Weights,
+        upload_prototypes: bool,
+        classes: Tensor | None = None,
+        means: Tensor | None = None,
     ) -> dict[str, Any]:
-        """As in any group; the prototypes of the last round may be needed in the meta-update, by the client alone."""
+        """Trains as in any group; stores the last prototypes if the client needs them for the meta-update."""
         last = client.round % (self.group_rounds + 1) == self.group_rounds
-        kept = last and self.query_prototypes == "support" and self.head != "linear"
-        answer = super().learn(client, model, wanted or kept, classes, means)
-        if kept:
-            found = [answer["classes"], answer["means"].value, answer["counts"]]
-            client.store.put("prototypes", {"episode": self.episode(client), "found": found})
-        return {n: value for n, value in answer.items() if wanted or n not in Prototypes._fields}
+        store = last and self.query_prototypes == "support" and self.head != "linear"
+        update = super().local_train(client, model, upload_prototypes or store, classes, means)
+        if store:
+            tensors = [update["classes"], update["means"].value, update["counts"]]
+            client.store.put("prototypes", {"episode": self.episode_index(client), "prototypes": tensors})
+        return {name: value for name, value in update.items() if upload_prototypes or name not in Prototypes._fields}
 
-    def last_prototypes(self, client: Client) -> Prototypes | None:
-        """Those that a client kept of this episode; none where it learned in none of its last rounds, or has no use."""
-        kept: Any = client.store.get("prototypes") if self.query_prototypes == "support" else None
-        return Prototypes(*kept["found"]) if kept and kept["episode"] == self.episode(client) else None
+    def stored_prototypes(self, client: Client) -> Prototypes | None:
+        """The prototypes that the client stored in this episode; None if there are none or they are not needed."""
+        stored: Any = client.store.get("prototypes") if self.query_prototypes == "support" else None
+        return Prototypes(*stored["prototypes"]) if stored and stored["episode"] == self.episode_index(client) else None
 
     @on_client
     def answer_queries(
         self, client: Client, model: Weights, classes: Tensor | None = None, means: Tensor | None = None
     ) -> dict[str, Any]:
-        """Lines 17 to 19: the gradient of the query loss at θ^R."""
-        queries = self.halves(client)[1]
+        """Lines 17 to 19: returns ∇f(θ^R, Q_k), the gradient of the query loss."""
+        queries = self.support_and_query(client)[1]
         if not len(queries):
-            raise Unable("no class with two samples: all are support, no queries are left")
+            raise Unable("no class with two samples: all are in the support set, and the query set is empty")
         x, y = queries.slice(0, len(queries))
         if self.queries is not None and self.queries < len(queries):
             x, y = queries.pick(torch.randperm(len(queries), generator=client.stream("queries"))[: self.queries])
-        net = self.net(client, model)
-        loss, _ = self.loss(net, x, y, known_of(classes, means), self.last_prototypes(client))
-        parameters = {name: tensor for name, tensor in net.named_parameters() if self.lasts(name)}
-        learns = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
-        slopes = torch.autograd.grad(loss, list(learns.values()), allow_unused=True, materialize_grads=True)
-        return {"slopes": Coded(dict(zip(learns, slopes, strict=True)), self.codec), "size": len(client.train)}
+        net = self.build_net(client, model)
+        loss, _ = self.loss(net, x, y, pair_prototypes(classes, means), self.stored_prototypes(client))
+        parameters = {
+            name: tensor
+            for name, tensor in net.named_parameters()
+            if self.is_meta_learned(name) and tensor.requires_grad
+        }
+        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+        return {"gradient": Coded(dict(zip(parameters, gradients, strict=True)), self.codec), "size": len(client.train)}
 
-    def support(self, client: Client) -> Samples:
+    def support_set(self, client: Client) -> Samples:
         """S_k"""
-        return self.halves(client)[0]
+        return self.support_and_query(client)[0]
 
-    def halves(self, client: Client) -> tuple[Samples, Samples]:
-        """Line 3: S_k and Q_k, the same in all rounds of an episode."""
-        draw = None if client.in_time else stream(client.seed, client.id, self.episode(client), "division")
-        return support_query(client.train, self.support_fraction, draw, by_class=True)
+    def support_and_query(self, client: Client) -> tuple[Samples, Samples]:
+        """Line 3: splits D_k into S_k and Q_k, the same in all rounds of an episode."""
+        episode = self.episode_index(client)
+        generator = None if client.time_ordered else stream(client.seed, client.id, episode, "division")
+        return split_support_query(client.train, self.support_fraction, generator, by_class=True)
 
-    def episode(self, client: Client) -> int:
-        """The number of the episode under way."""
+    def episode_index(self, client: Client) -> int:
+        """The index t of the current episode."""
         return (client.round - 1) // (self.group_rounds + 1)
+
+    # Evaluation.
 
     def broadcast(self, state: FRLState) -> Weights:
         """φ"""
         return state.initial
 
     def evaluate(self, state: FRLState, clients: Clients, data: Data) -> Scores:
-        """At the end of an episode; within one φ stands still."""
-        return {} if state.who else super().evaluate(state, clients, data)
+        """Evaluates at the end of an episode; φ does not change within one."""
+        return {} if state.cohort else super().evaluate(state, clients, data)
 
 
 # --- Theorem 1 --------------------------------------------------------------------------------------------------
 
 
-def settles_at(
+def convergence_error(
     meta_lr: float,
     rounds: int,
     batch_size: int,
@@ -524,18 +622,18 @@ def settles_at(
     sample_variance: float,
     client_variance: float,
 ) -> float:
-    """ε(β, R, |D|, K) of Theorem 1: the mean squared gradient norm that preparation surely settles below.
+    """ε(β, R, |D|, K) of Theorem 1, which the bound of Eq 5 approaches with more episodes.
 
-    β L 2^(R+2) (V_d / |D| + V_p / K), for losses that are L-smooth, with gradients that vary by V_d over the samples
-    of a client and by V_p over clients, and α of at most 1 / L.
+    ε = β L 2^(R+2) (V_d / |D| + V_p / K), for L-smooth losses whose gradients vary by V_d over the samples of a client
+    and by V_p over clients, and for α of at most 1 / L.
     """
     if min(batch_size, clients) < 1:
-        raise SettingError(f"batch_size = {batch_size}, clients = {clients} (allowed: 1 and more)")
+        raise SettingError(f"batch_size and clients must be >= 1, got batch_size = {batch_size}, clients = {clients}")
     return meta_lr * smoothness * 2.0 ** (rounds + 2) * (sample_variance / batch_size + client_variance / clients)
 
 
-def bound(episodes: int, gap: float, meta_lr: float, error: float) -> float:
-    """Eq 5: what the mean over T episodes of E‖∇F(φ)‖² is at most, with F(φ⁰) − F(φ*) = `gap` and ε = `error`."""
+def convergence_bound(episodes: int, gap: float, meta_lr: float, error: float) -> float:
+    """The bound of Eq 5 on the mean of E‖∇F(φ)‖² over T episodes, with `gap` = F(φ⁰) − F(φ*) and `error` = ε."""
     if episodes < 1 or meta_lr <= 0:
-        raise SettingError(f"episodes = {episodes}, meta_rate = {meta_lr:g} (allowed: 1 and more, above 0)")
+        raise SettingError(f"episodes must be >= 1 and meta_lr > 0, got episodes = {episodes}, meta_lr = {meta_lr:g}")
     return 4 * gap / (meta_lr * episodes) + error

@@ -1,8 +1,8 @@
-"""Deployment: a group's few rounds from a prepared model.
+"""Deployment of FRL: the few rounds of a group, from a prepared model.
 
 Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 2.3: R rounds of lines 5 to
-15 of Algorithm 1 with the whole data of each client as its support; then a sample is answered by its distance to the
-global prototypes. `fewer prepare` writes the file that it begins from, `fewer deploy` runs it.
+15 of Algorithm 1, with all data of each client as its support set. The group's model then predicts by distance to the
+global prototypes. `fewer prepare` writes the prepared model, and `fewer deploy` runs the group.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from torch import nn
 
 from fewer.data import Data
 from fewer.errors import DataError, SettingError
-from fewer.methods.frl import HEAD, LRS, Answering, FewRounds, GroupState
+from fewer.methods.frl import HEAD, LRS, FewRounds, GroupModel, GroupState
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, stream
 
-FILE = "prepared.safetensors"
-"""What `fewer prepare` writes into its run directory."""
-CLASSES, MEANS, TOTAL = "Γ classes", "Γ", "Γ total"
-"""What goes with θ into a group's model."""
+PREPARED_FILE = "prepared.safetensors"
+"""The file that `fewer prepare` writes into its run directory."""
+CLASSES, MEANS, NUM_CLASSES = "Γ classes", "Γ", "Γ total"
+"""Names of the prototypes next to θ in the weights of a group's model."""
 
 
 @dataclass(frozen=True)
-class Deployed(GroupState):
-    """A group and, where it has no head of its own, the one that its net has for nothing."""
+class DeployState(GroupState):
+    """The state of a deployed group."""
 
-    rest: Weights = field(default_factory=dict)
+    unused_head: Weights = field(default_factory=dict)
+    """The head of the net where the group predicts by distance; empty with a linear head."""
 
 
 @METHODS.register("frl-deploy")
 class FRLDeploy(FewRounds):
-    """A group makes its own global model from a prepared one, in a few rounds."""
+    """A group trains its own global model from a prepared one, in a few rounds."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": LRS}
     files: ClassVar[tuple[str, ...]] = ("prepared",)
@@ -53,62 +54,64 @@ class FRLDeploy(FewRounds):
     """The prepared model: the file that `fewer prepare` wrote, or its run directory."""
 
     def prepare_data(self, data: Data) -> Data:
-        """The group's text must be in the tokens that the model was prepared with; the server sees to that."""
-        if self.prepared and read_prepared(Path(self.prepared))[1].get("vocabulary") != vocabulary(data):
+        """Checks on the server that the group's text uses the vocabulary of the prepared model."""
+        if self.prepared and load_prepared(Path(self.prepared))[1].get("vocabulary") != vocabulary_checksum(data):
             raise SettingError(
                 f"{self.prepared} was prepared with another vocabulary: its token numbers mean other words"
             )
         return data
 
-    def init(self, task: Task, seed: int) -> Deployed:
-        """θ⁰ = φ, with the group's own head where it has one."""
-        weights, _ = read_prepared(Path(self.prepared))
-        first = task.initial(seed)
-        own = {name: tensor.shape for name, tensor in first.items() if not name.startswith(HEAD)}
-        if own != {name: tensor.shape for name, tensor in weights.items()}:
-            raise SettingError(f"{self.prepared} was prepared for another net or for inputs of another shape")
-        first |= {name: tensor.to(task.device) for name, tensor in weights.items()}
-        group = self.begin(self.nobody(task), first, stream(seed, "head"))
-        return Deployed(**vars(group), rest={name: first[name] for name in first if name not in group.model})
+    def init(self, task: Task, seed: int) -> DeployState:
+        """θ⁰ ← φ, with a new linear head if there is one."""
+        prepared, _ = load_prepared(Path(self.prepared))
+        model = task.initial_weights(seed)
+        expected = {name: tensor.shape for name, tensor in model.items() if not name.startswith(HEAD)}
+        if expected != {name: tensor.shape for name, tensor in prepared.items()}:
+            raise SettingError(f"{self.prepared} was prepared for another net or another input shape")
+        model |= {name: tensor.to(task.device) for name, tensor in prepared.items()}
+        group = self.start_group(self.empty_group(task), model, stream(seed, "head"))
+        unused_head = {name: model[name] for name in model if name not in group.model}
+        return DeployState(**vars(group), unused_head=unused_head)
 
-    def round(self, state: Deployed, clients: Clients) -> Deployed:
-        """One of the R rounds. Prototypes to answer with are needed where the model is judged."""
-        return self.play(state, self.sample_cohort(clients), clients, last=clients.judged)
+    def round(self, state: DeployState, clients: Clients) -> DeployState:
+        """One of the R rounds. An evaluation after it needs prototypes to predict with."""
+        return self.group_round(state, self.sample_cohort(clients), clients, last=clients.will_evaluate)
 
     def sample_cohort(self, clients: Clients) -> list[int]:
-        """The whole group, unless `active` says less."""
+        """The whole group, unless `cohort` is smaller."""
         return list(range(len(clients))) if self.cohort is None else super().sample_cohort(clients)
 
-    def broadcast(self, state: Deployed) -> Weights:
+    def broadcast(self, state: DeployState) -> Weights:
         """θ and Γ."""
-        total = torch.tensor(state.total)
-        return {**state.rest, **state.model, CLASSES: state.classes, MEANS: state.means, TOTAL: total}
+        num_classes = torch.tensor(state.num_classes)
+        prototypes = {CLASSES: state.classes, MEANS: state.means, NUM_CLASSES: num_classes}
+        return {**state.unused_head, **state.model, **prototypes}
 
     def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
-        """The net, answering by Γ."""
-        theta = {name: tensor for name, tensor in weights.items() if name not in (CLASSES, MEANS, TOTAL)}
-        return Answering(net(theta), weights[CLASSES], weights[MEANS], int(weights[TOTAL]))
+        """The group's model, which predicts by Γ."""
+        theta = {name: tensor for name, tensor in weights.items() if name not in (CLASSES, MEANS, NUM_CLASSES)}
+        return GroupModel(net(theta), weights[CLASSES], weights[MEANS], int(weights[NUM_CLASSES]))
 
 
-def vocabulary(data: Data) -> int | None:
-    """What tells one vocabulary from another; None where inputs are no text."""
+def vocabulary_checksum(data: Data) -> int | None:
+    """A checksum of the vocabulary; None if inputs are not text."""
     return zlib.crc32("\n".join(data.tokens).encode()) if data.tokens else None
 
 
-def file_of(path: Path) -> Path:
-    """The prepared model itself, where its run directory may be named instead."""
-    return path / FILE if path.is_dir() else path
+def find_prepared_file(path: Path) -> Path:
+    """The file of a prepared model, given the file or its run directory."""
+    return path / PREPARED_FILE if path.is_dir() else path
 
 
-def read_prepared(path: Path) -> tuple[Weights, dict[str, Any]]:
-    """Weights and settings of a prepared model."""
-    file = file_of(path)
+def load_prepared(path: Path) -> tuple[Weights, dict[str, Any]]:
+    """Reads the weights and the metadata of a prepared model."""
+    file = find_prepared_file(path)
     try:
         weights: Weights = safetensors.torch.load_file(file)
         with safe_open(file, "pt") as content:
-            facts: dict[str, Any] = json.loads((content.metadata() or {})["fewer"])
+            metadata: dict[str, Any] = json.loads((content.metadata() or {})["fewer"])
     except FileNotFoundError:
-        raise DataError(f"no prepared model {file} (fewer prepare writes one)") from None
+        raise DataError(f"no prepared model at {file}; `fewer prepare` writes one") from None
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise DataError(f"{file} is not a prepared model (expected: {FILE} of fewer prepare): {error}") from error
-    return weights, facts
+        raise DataError(f"{file} is not a prepared model as `fewer prepare` writes it: {error}") from error
+    return weights, metadata

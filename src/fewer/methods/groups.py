@@ -1,10 +1,10 @@
-"""What methods share that prepare a model for groups: which groups they are judged on, and how.
+"""Base class of methods that prepare a model for groups and are evaluated on groups.
 
-Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 4. A group has some classes,
-most or all of them never met in preparation, whose samples are divided among its members evenly or by shards; each
-member has half of its samples of each class as support. The group's global model is judged on the queries of all
-members. No client of the run is one of them: their samples are of the common test set, so groups are played by the
-server.
+Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 4. A group has a few
+classes, most or all of them unseen in preparation. Their samples are divided among its members, evenly or by shards.
+Each member's support set is half of its samples of each class. The group's global model is evaluated on the queries of
+all members. Members are not clients of the run: their samples are from the common test set, so the server simulates
+the groups.
 """
 
 from __future__ import annotations
@@ -22,56 +22,56 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
 
 from fewer.data import Data, Samples
-from fewer.data.episodes import support_query
-from fewer.data.partition import WAYS, Division
+from fewer.data.episodes import split_support_query
+from fewer.data.partition import PARTITIONERS, PartitionSpec
 from fewer.errors import SettingError
 from fewer.learning import Counts, score
-from fewer.methods.base import CHUNK, Method, Scores, Server
-from fewer.models import Weights, finite
+from fewer.methods.base import EVAL_BATCH, Method, Scores, Server
+from fewer.models import Weights, all_finite
 from fewer.runtime import Clients, on_server, seed_of, stream
 
 _LOG = logging.getLogger("fewer")
-TRIAL_GROUPS = 30
-"""Groups that a trial is judged on at most."""
+TUNING_GROUPS = 30
+"""Maximum number of groups that a tuning trial is evaluated on."""
 
 
-class Drawn(NamedTuple):
-    """A group: what each member learns from, and all their queries."""
+class Group(NamedTuple):
+    """The support set of each member, and the queries of all members."""
 
     supports: list[Samples]
     queries: Samples
 
 
-class OnGroups(Method):
-    """A method that prepares a model with the clients of the run, and is judged on groups with other classes."""
+class EvaluatedOnGroups(Method):
+    """A method that prepares a model with the clients of the run and is evaluated on groups with other classes."""
 
     eval_groups: PositiveInt = 100
-    """How many groups it is judged on."""
+    """Number of groups to evaluate on."""
     way: PositiveInt = 5
     """Classes of a group (τ)."""
     unseen_classes: NonNegativeInt | None = None
-    """How many of them nobody trained on; by default all, or as many as the data has."""
+    """Classes of a group that no client trained on. [default: all, or as many as the data has]"""
     group_size: PositiveInt = 10
     """Clients of a group (K)."""
     partition: Literal["iid", "shards"] = "shards"
-    """How a group's samples are divided: evenly, or two shards of one class each to a member."""
+    """Divide a group's samples evenly, or give each member two shards of one class each."""
     samples_per_class: PositiveInt | None = None
-    """Samples of each class that a group has at most; by default all."""
+    """Maximum samples of each class in a group. [default: all]"""
     support_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of its samples of each class that a client learns from; the others are its queries."""
+    """Fraction of a client's samples of each class in its support set. The rest is its query set."""
 
     @abstractmethod
     def group_model(self, server: Server, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
-        """The model that a group makes of the prepared one."""
+        """Trains the model of a group from the prepared one."""
 
     def prepare_data(self, data: Data) -> Data:
-        """The data as it is; what is wrong with groups of it shows before the first round."""
-        self.classes_of(data)
+        """Checks that groups can be drawn from the data, before the first round."""
+        self.unseen_labels(data)
         return data
 
     def evaluate(self, state: Any, clients: Clients, data: Data) -> Scores:
-        """After a round: what groups make of the prepared model, mean over groups."""
-        counts = self.ask_groups(state, clients, data)
+        """After a round: the accuracy of the groups' models, as the mean over groups."""
+        counts = self.evaluate_groups(state, clients, data)
         return {
             "accuracy": statistics.fmean(count.correct / count.total for count in counts),
             "loss": sum(count.loss for count in counts) / sum(count.total for count in counts),
@@ -79,71 +79,84 @@ class OnGroups(Method):
         }
 
     def report(self, state: Any, clients: Clients, data: Data) -> Scores:
-        """Nothing more: no client has a model of its own."""
+        """Empty: clients of the run have no personal models."""
         return {}
 
-    def ask_groups(self, state: Any, clients: Clients, data: Data) -> list[Counts]:
-        """What is counted in each group."""
-        never, wanted = self.classes_of(data, clients.seed)
-        items = [{"number": number} for number in range(self.eval_groups)]
-        labels = torch.tensor(never, dtype=torch.int64)
-        found = clients.map_on_server(self.play_group, items, model=self.broadcast(state), never=labels, wanted=wanted)
-        lost = sum(not count.pop("sound") for count in found)
-        if lost:
+    def evaluate_groups(self, state: Any, clients: Clients, data: Data) -> list[Counts]:
+        """Counts the correct predictions of each group."""
+        unseen, num_unseen = self.unseen_labels(data, clients.seed)
+        answers = clients.map_on_server(
+            self.evaluate_group,
+            [{"number": number} for number in range(self.eval_groups)],
+            model=self.broadcast(state),
+            unseen=torch.tensor(unseen, dtype=torch.int64),
+            num_unseen=num_unseen,
+        )
+        diverged = sum(not answer.pop("finite") for answer in answers)
+        if diverged:
             _LOG.warning(
-                f"{self.name}: the models of {lost} of {self.eval_groups} groups are no longer finite and answer nothing "
-                "(smaller steps: -o rate and those of the preparation)"
+                f"{self.name}: the models of {diverged} of {self.eval_groups} groups diverged and count as wrong; "
+                "lower `lr` and the learning rates of the preparation"
             )
-        return [Counts(**count) for count in found]
+        return [Counts(**answer) for answer in answers]
 
-    def classes_of(self, data: Data, seed: int = 0) -> tuple[list[int], int]:
-        """Classes never met, and how many of them a group has; SettingError where the data has no such groups."""
-        there = sorted(set(data.test.labels.tolist()))
-        never = [label for label in there if label in data.unseen]
-        wanted = min(self.way, len(never)) if self.unseen_classes is None else self.unseen_classes
-        if wanted > self.way:
-            raise SettingError(f"unseen = {wanted} classes of a group with way = {self.way} (allowed: 0 … {self.way})")
-        if wanted > len(never) or self.way - wanted > len(there) - len(never):
+    def unseen_labels(self, data: Data, seed: int = 0) -> tuple[list[int], int]:
+        """The unseen classes of the test data, and how many each group has; SettingError if groups are impossible."""
+        labels = sorted(set(data.test.labels.tolist()))
+        unseen = [label for label in labels if label in data.unseen_classes]
+        num_unseen = min(self.way, len(unseen)) if self.unseen_classes is None else self.unseen_classes
+        num_seen = self.way - num_unseen
+        if num_seen < 0:
+            raise SettingError(f"unseen_classes must be at most way = {self.way}, got {num_unseen}")
+        if num_unseen > len(unseen) or num_seen > len(labels) - len(unseen):
             raise SettingError(
-                f"groups of {wanted} classes never met and {self.way - wanted} others, but the test samples are of "
-                f"{len(never)} and {len(there) - len(never)} (-o way, -o unseen_classes, --data-option unseen_classes=CLASSES)"
+                f"a group needs {num_unseen} unseen and {num_seen} seen classes, but the test data has "
+                f"{len(unseen)} and {len(labels) - len(unseen)}; change way or unseen_classes"
             )
-        if not len(self.draw_group(data.test, never, wanted, seed, 0).queries):
+        if not len(self.draw_group(data.test, unseen, num_unseen, seed, 0).queries):
             raise SettingError(
-                f"groups of {self.group_size} members and {self.way} classes have no queries: no member has two samples "
-                "of a class (-o members, -o samples)"
+                f"a group of {self.group_size} members and {self.way} classes has no queries: no member has two "
+                "samples of a class; lower group_size or raise samples_per_class"
             )
-        return never, wanted
+        return unseen, num_unseen
 
-    @on_server
-    def play_group(self, server: Server, model: Weights, never: Tensor, wanted: int, number: int) -> dict[str, Any]:
-        """All rounds of one group, and right answers on its queries."""
-        group = self.draw_group(server.common, never.tolist(), wanted, server.seed, number)
+    @on_server(stream="play_group")
+    def evaluate_group(
+        self, server: Server, model: Weights, unseen: Tensor, num_unseen: int, number: int
+    ) -> dict[str, Any]:
+        """Trains one group's model and counts its correct predictions; a model that diverged has none."""
+        group = self.draw_group(server.common, unseen.tolist(), num_unseen, server.seed, number)
         net = self.group_model(server, model, group.supports, number)
-        sound = finite(net.state_dict())
-        found = score(net, group.queries.chunks(CHUNK))
-        return {**(found if sound else found._replace(correct=0))._asdict(), "sound": sound}
+        finite = all_finite(net.state_dict())
+        counts = score(net, group.queries.chunks(EVAL_BATCH))
+        return {**(counts if finite else counts._replace(correct=0))._asdict(), "finite": finite}
 
-    def draw_group(self, samples: Samples, never: Sequence[int], wanted: int, seed: int, number: int) -> Drawn:
-        """The group of this number: the same for all methods and rounds."""
+    def draw_group(self, samples: Samples, unseen: Sequence[int], num_unseen: int, seed: int, number: int) -> Group:
+        """Draws the group of this number: the same for all methods and rounds."""
         draw = np.random.default_rng(seed_of(seed, "group", number))
         labels = samples.labels.cpu().numpy()
-        others = np.setdiff1d(labels, never)
-        classes = [*draw.choice(list(never), wanted, replace=False), *draw.choice(others, self.way - wanted, False)]
+        seen = np.setdiff1d(labels, unseen)
+        classes = [
+            *draw.choice(list(unseen), num_unseen, replace=False),
+            *draw.choice(seen, self.way - num_unseen, False),
+        ]
         rows = np.concatenate(
             [draw.permutation(np.flatnonzero(labels == label))[: self.samples_per_class] for label in classes]
         )
-        parts = WAYS[self.partition](labels[rows], Division(self.partition, self.group_size), draw)
-        divide = stream(seed, "group", number)
-        halves = [
-            support_query(samples.only(torch.from_numpy(rows[parts.of(member)])), self.support_fraction, divide, True)
+        parts = PARTITIONERS[self.partition](labels[rows], PartitionSpec(self.partition, self.group_size), draw)
+        generator = stream(seed, "group", number)
+        splits = [
+            split_support_query(
+                samples.select(torch.from_numpy(rows[parts.rows_of(member)])), self.support_fraction, generator, True
+            )
             for member in range(self.group_size)
         ]
-        queries = [half.rows for _, half in halves if half.rows is not None]
-        mixed = torch.cat(queries)[torch.randperm(sum(map(len, queries)), generator=divide).to(samples.y.device)]
-        return Drawn([half for half, _ in halves if len(half)], replace(samples, rows=mixed))
+        query_rows = [queries.rows for _, queries in splits if queries.rows is not None]
+        order = torch.randperm(sum(map(len, query_rows)), generator=generator).to(samples.y.device)
+        shuffled = torch.cat(query_rows)[order]
+        return Group([support for support, _ in splits if len(support)], replace(samples, rows=shuffled))
 
     def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
-        """A trial is judged on classes of the training data that are set apart for it."""
-        fewer = {"groups": min(self.eval_groups, TRIAL_GROUPS)}
-        return self.model_copy(update=fewer), data.held_classes(share, seed)
+        """Tunes on training classes that are held out as unseen."""
+        fewer_groups = {"eval_groups": min(self.eval_groups, TUNING_GROUPS)}
+        return self.model_copy(update=fewer_groups), data.hold_out_classes(share, seed)

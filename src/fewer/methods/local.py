@@ -1,4 +1,4 @@
-"""Local: every client learns alone. The baseline that says what federation is worth."""
+"""Local: every client trains alone. The baseline that shows what federation gains."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from torch import nn
 
 from fewer.methods.base import Client, PersonalMethod
 from fewer.methods.fedavg import FedAvg
-from fewer.models import Task, Weights, weights_of
+from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """The server of Local knows nothing."""
+class EmptyState:
+    """The server has no state."""
 
 
 @METHODS.register("local")
 class Local(PersonalMethod, FedAvg):
-    """Clients train their own models on their own data, as often as they would be asked; nothing is shared."""
+    """Each client trains its own model on its own data. Clients are sampled as in FedAvg, but share nothing."""
 
     def init(self, task: Task, seed: int) -> Any:
-        """There is no global model."""
-        return Nothing()
+        """The empty state: there is no global model."""
+        return EmptyState()
 
     def round(self, state: Any, clients: Clients) -> Any:
-        """The active clients train. What is sent is the order to do so, and that it was done."""
+        """The cohort trains. The only messages are the request and its confirmation."""
         clients.ask(self.sample_cohort(clients), self.train_personal, returns={})
         return state
 
     @on_client(stream="practise")
     def train_personal(self, client: Client) -> dict[str, Any]:
-        """Go on with the client's own model."""
+        """Continues training the client's own model."""
         net = self.personal_model(client, {})
         self.fit(net, client)
-        client.store.put("model", weights_of(net))
+        client.store.put("model", get_weights(net))
         return {}
 
     def broadcast(self, state: Any) -> Weights:
@@ -46,4 +46,4 @@ class Local(PersonalMethod, FedAvg):
 
     def personal_model(self, client: Client, model: Weights) -> nn.Module:
         """The client's own model; before its first round, the initial one."""
-        return client.net(client.store.get("model") or client.initial())
+        return client.net(client.store.get("model") or client.initial_weights())

@@ -1,9 +1,12 @@
-"""What methods share that are judged on clients they never met: who learns, who is judged, and on what.
+"""Base class of methods that train with some clients and are evaluated on others.
 
 Chen, Luo, Dong, Li, He: Federated Meta-Learning with Fast Convergence and Efficient Communication (FedMeta), 2018,
-Section 4.1: 80 % of the clients train, 10 % are for choosing settings, 10 % are new. A share of a client's samples is
-its support, on which it adapts; the rest are its queries, on which it is judged. Departures: clients that train divide
-their samples anew each time (Algorithm 1, line 13: "sample"), unless they are in time; then the support comes first.
+Section 4.1: 80 % of the clients train, 10 % are for validation, 10 % are new. Each client adapts the model on its
+support set and is evaluated on its query set.
+
+Departures:
+- Training clients split their samples anew in each round (Algorithm 1, line 13: "sample"). Samples in time order are
+  the exception: their support set comes first.
 """
 
 from __future__ import annotations
@@ -21,145 +24,148 @@ from pydantic import Field, PositiveInt
 from torch import nn
 
 from fewer.data import Data, Samples
-from fewer.data.episodes import Three, split_clients, support_query
-from fewer.learning.adapt import Batch, LearningRate, adapted, learnable
-from fewer.learning.flops import FlopCounter, counted
+from fewer.data.episodes import ThreeWaySplit, split_clients, split_support_query
+from fewer.learning.adapt import Batch, LearningRate, adapt_weights, trainable_weights
+from fewer.learning.flops import FlopCounter, count_flops
 from fewer.learning.score import Counts, score
-from fewer.methods.base import CHUNK, COUNTS, DEFAULT_COHORT, Client, Method, Scores, figures
+from fewer.methods.base import COUNTS, DEFAULT_COHORT, EVAL_BATCH, Client, Method, Scores, pool_counts
 from fewer.models import Weights
 from fewer.runtime import Clients, Unable, on_client, stream
 
-SHARES = 0.8, 0.1, 0.1
-WORST = 0.1
-"""The share of clients whose mean accuracy is the `worst` of the fairness figures."""
+CLIENT_FRACTIONS = 0.8, 0.1, 0.1
+"""Fractions of training, validation and new clients."""
+WORST_FRACTION = 0.1
+"""Fraction of clients whose mean accuracy is the `worst` of the fairness metrics."""
 
-_split = lru_cache(split_clients)
+_split_clients = lru_cache(split_clients)
 
 
 class NewClients(Method):
-    """A method that learns with some clients and is judged on others, each with a model adapted to its own support."""
+    """A method that trains with some clients and adapts its model to the support set of each evaluation client."""
 
     support_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """Share of a client's samples that it adapts on; it is judged on the rest."""
+    """Fraction of a client's samples in its support set (p). The rest is its query set."""
     query_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of its samples, the last of the rest, that it is judged on. [default: all the rest]"""
+    """Fraction of a client's samples in its query set, taken from the end. [default: all but the support set]"""
     top_k: PositiveInt = 1
-    """An answer counts as right if it is among so many best ones."""
+    """Count a prediction as correct if the label is among the `top_k` highest scores."""
     max_samples: Annotated[int, Field(ge=2)] = 1000
-    """Samples of a client that are used at most; of more, so many evenly spread ones."""
+    """Maximum number of samples a client uses. A larger client takes evenly spaced ones."""
     eval_clients: Literal["new", "validation"] = "new"
-    """Whom it is judged on: clients never met, or those that settings are chosen on."""
+    """Evaluation clients: `new` (held out) or `validation`."""
     count_flops: bool = False
-    """Count the floating-point operations of the clients that train (slower)."""
+    """Count the floating-point operations of the training clients (slower)."""
 
-    # Who.
+    # Clients: who trains and who is evaluated.
 
     def sample_cohort(self, clients: Clients) -> list[int]:
-        """Some of the clients that train."""
-        some = self.divided(clients).train
-        return clients.sample(min(DEFAULT_COHORT, len(some)) if self.cohort is None else self.cohort, among=some)
+        """Samples the cohort among the training clients."""
+        training = self.client_split(clients).train
+        cohort = min(DEFAULT_COHORT, len(training)) if self.cohort is None else self.cohort
+        return clients.sample(cohort, among=training)
 
-    def judged(self, clients: Clients) -> list[int]:
-        """Clients that never trained."""
-        groups = self.divided(clients)
-        return clients.eval_cohort(groups.test if self.eval_clients == "new" else groups.validation)
+    def eval_cohort_of(self, clients: Clients) -> list[int]:
+        """The clients to evaluate on; none of them trains."""
+        split = self.client_split(clients)
+        return clients.eval_cohort(split.test if self.eval_clients == "new" else split.validation)
 
-    def divided(self, clients: Clients) -> Three:
-        """Clients that train, that settings are chosen on, and new ones, by the seed of the run."""
-        return _split(len(clients), SHARES, clients.seed)
+    def client_split(self, clients: Clients) -> ThreeWaySplit:
+        """Splits the clients into training, validation and new ones, by the seed of the run."""
+        return _split_clients(len(clients), CLIENT_FRACTIONS, clients.seed)
 
     def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
-        """A trial is judged on the clients that are there for it."""
-        return self.model_copy(update={"judge": "validation"}), data
+        """Tunes on the validation clients."""
+        return self.model_copy(update={"eval_clients": "validation"}), data
 
-    # What.
+    # Samples: support and query set.
 
-    def samples(self, client: Client) -> Samples:
-        """All that a client uses."""
+    def client_samples(self, client: Client) -> Samples:
+        """All samples that a client uses: at most `max_samples`."""
         if len(client.train) <= self.max_samples:
             return client.train
-        which = torch.linspace(0, len(client.train) - 1, self.max_samples, dtype=torch.float64).round().long()
-        return client.train.only(which)
+        rows = torch.linspace(0, len(client.train) - 1, self.max_samples, dtype=torch.float64).round().long()
+        return client.train.select(rows)
 
-    def halves(self, client: Client, draw: torch.Generator | None = None) -> tuple[Samples, Samples]:
-        """Support and queries of a client: always the same, or drawn anew."""
-        samples = self.samples(client)
+    def support_and_query(self, client: Client, generator: torch.Generator | None = None) -> tuple[Samples, Samples]:
+        """Splits a client's samples into support and query set: drawn by `generator`, or by default fixed."""
+        samples = self.client_samples(client)
         if len(samples) < 2:
-            raise Unable("1 sample, which is its support: no queries are left")
-        draw = draw or stream(client.seed, client.id, "division")
-        support, rest = support_query(samples, self.support_fraction, None if client.in_time else draw)
+            raise Unable("1 sample: it is the support set, and the query set is empty")
+        generator = generator or stream(client.seed, client.id, "division")
+        support, rest = split_support_query(samples, self.support_fraction, None if client.time_ordered else generator)
         if self.query_fraction is None:
             return support, rest
         count = min(max(1, round(len(samples) * self.query_fraction)), len(rest))
-        return support, rest.only(torch.arange(len(rest) - count, len(rest)))
+        return support, rest.select(torch.arange(len(rest) - count, len(rest)))
 
-    def tally(self, client: Client) -> AbstractContextManager[FlopCounter]:
-        """Counts operations, if they are to be counted: once for each kind of net and number of samples."""
-        return counted(self.count_flops, like=(self, client.task.make, len(self.samples(client))))
+    def count_flops_of(self, client: Client) -> AbstractContextManager[FlopCounter]:
+        """Counts operations if `count_flops` is set, once for each net and number of samples."""
+        return count_flops(self.count_flops, cache_key=(self, client.task.build_net, len(self.client_samples(client))))
 
-    # How it is judged.
+    # Evaluation.
 
     @abstractmethod
     def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
-        """Adapt a net, which has the shared weights, to some samples, in place."""
+        """Adapts a net to a support set, in place. The net holds `initialization(shared)`."""
 
     @abstractmethod
     def initialization(self, shared: Weights) -> Weights:
-        """The weights that adaptation begins from."""
+        """The weights that adaptation starts from, given what the server broadcasts."""
 
     def personal_model(self, client: Client, model: Weights) -> nn.Module:
-        """The shared model, adapted to the client's support."""
+        """Adapts the broadcast model to the client's support set."""
         net = client.net(self.initialization(model))
-        self.adapt(net, self.halves(client)[0], model)
+        self.adapt(net, self.support_and_query(client)[0], model)
         return net
 
     def evaluate(self, state: Any, clients: Clients, data: Data) -> Scores:
-        """After a round: each judged client's adapted model on its own queries, pooled over samples."""
-        scores = figures(list(self.ask_queries(state, clients).values()))
+        """After a round: each evaluation client's adapted model on its query set, pooled over samples."""
+        scores = pool_counts(list(self.ask_query_counts(state, clients).values()))
         return scores | ({"flops": state.flops} if self.count_flops else {})
 
     def report(self, state: Any, clients: Clients, data: Data) -> Scores:
-        """Once: the same by client, and how fair it is."""
-        counts = self.ask_queries(state, clients)
-        own = {str(client): count.correct / count.total for client, count in counts.items() if count.total}
-        return {"clients": own, "fairness": fairness(list(own.values()))}
+        """After the last round: query accuracy by client, and its fairness."""
+        counts = self.ask_query_counts(state, clients)
+        accuracies = {str(client): count.correct / count.total for client, count in counts.items() if count.total}
+        return {"clients": accuracies, "fairness": fairness(list(accuracies.values()))}
 
-    def ask_queries(self, state: Any, clients: Clients) -> dict[int, Counts]:
-        """What each judged client counts."""
-        answers = clients.ask(self.judged(clients), self.answer_queries, model=self.broadcast(state), returns=COUNTS)
+    def ask_query_counts(self, state: Any, clients: Clients) -> dict[int, Counts]:
+        """Asks each evaluation client for its counts and drops impossible ones."""
+        cohort = self.eval_cohort_of(clients)
+        answers = clients.ask(cohort, self.answer_queries, model=self.broadcast(state), returns=COUNTS)
         counts = {answer.client: Counts(**answer.fields) for answer in answers}
         return {client: count for client, count in counts.items() if count.correct <= count.total}
 
     @on_client
     def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
-        """Adapt to the support, count right answers on the queries."""
-        queries = self.halves(client)[1]
-        return score(self.personal_model(client, model), queries.chunks(CHUNK), self.top_k)._asdict()
+        """Adapts to the support set and counts correct predictions on the query set."""
+        queries = self.support_and_query(client)[1]
+        return score(self.personal_model(client, model), queries.chunks(EVAL_BATCH), self.top_k)._asdict()
 
 
-def descend(net: nn.Module, batches: Sequence[Batch], lr: LearningRate) -> None:
-    """Inner steps in place, one for each batch."""
+def adapt_in_place(net: nn.Module, batches: Sequence[Batch], lr: LearningRate) -> None:
+    """Takes one inner step for each batch, in place."""
     net.train()
-    end = adapted(net, learnable(net), batches, lr)
+    end = adapt_weights(net, trainable_weights(net), batches, lr)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             if name in end:
                 parameter.copy_(end[name])
 
 
-def everything(samples: Samples, steps: int) -> list[Batch]:
-    """All samples as one batch, so many times."""
+def full_batches(samples: Samples, steps: int) -> list[Batch]:
+    """A list of `steps` batches, each with all samples."""
     return [samples.slice(0, len(samples))] * steps
 
 
 def worst_tenth(accuracies: Sequence[float]) -> float:
-    """The mean of the worst tenth of them, and of one at least."""
+    """The mean of the lowest tenth of the accuracies, at least of one."""
     ranked = sorted(accuracies)
-    return statistics.fmean(ranked[: ceil(WORST * len(ranked))])
+    return statistics.fmean(ranked[: ceil(WORST_FRACTION * len(ranked))])
 
 
 def fairness(accuracies: Sequence[float]) -> Mapping[str, float]:
-    """Mean and variance over clients, and the mean of the worst tenth of them."""
+    """Mean and variance over clients, and the mean of the worst tenth."""
     ranked = sorted(accuracies)
     return {
         "mean": statistics.fmean(ranked),

@@ -1,10 +1,13 @@
-"""Per-FedAvg: FedAvg whose local steps are steps of MAML.
+"""Per-FedAvg: FedAvg whose local steps are MAML steps.
 
 Fallah, Mokhtari, Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach, NeurIPS 2020, Algorithm 1: in each of its local steps a client moves its model by
-−β (I − α ∇²f(w; D″)) ∇f(w − α ∇f(w; D); D′); the server averages the models with equal shares. `first_order`
-leaves out the Hessian, as the paper's FO variant. Departures: the Hessian is taken on D, not on a batch D″ of its own,
-so that the step is the exact gradient of f(w − α ∇f(w; D); D′); the mean goes over those that answered.
+Approach, NeurIPS 2020, Algorithm 1. In each local step a client moves its model by −β (I − α ∇²f(w; D″)) ∇f(w − α
+∇f(w; D); D′). The server averages the models with equal weights. `first_order` drops the Hessian, as the paper's FO
+variant does.
+
+Departures:
+- The Hessian is taken on D instead of a third batch D″, so the step is the exact gradient of f(w − α ∇f(w; D); D′).
+- The mean is over the clients that answered.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from pydantic import PositiveFloat
 from torch import nn
 
 from fewer.learning import draw_batches, weighted_mean
-from fewer.learning.adapt import learnable, meta_gradient
+from fewer.learning.adapt import meta_gradient, trainable_weights
 from fewer.methods.base import Client
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.models import Weights
@@ -26,7 +29,7 @@ from fewer.registry import METHODS
 
 @METHODS.register("per-fedavg")
 class PerFedAvg(FedAvgMeta):
-    """FedAvg for a model that is good after one step on a client's own data, exactly or to first order."""
+    """FedAvg for a model that does well after one gradient step on a client's data (exact or first order)."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         "lr": (0.01, 0.03, 0.1, 0.3),
@@ -34,24 +37,24 @@ class PerFedAvg(FedAvgMeta):
     }
 
     first_order: bool = False
-    """With second derivatives, or without."""
+    """Drop second derivatives."""
     lr: PositiveFloat = 0.1
-    """Step size of local training (β)."""
+    """Learning rate of local training (β)."""
     adapt_lr: PositiveFloat = 0.1
-    """Step size of the step that a client takes to its own model (α), in training too."""
+    """Learning rate of adaptation (α), in training and for new clients."""
 
-    def merge(self, model: Weights, found: Sequence[tuple[Weights, int]]) -> Weights:
-        """The mean with equal shares."""
-        return weighted_mean([theirs for theirs, _ in found], [1] * len(found))
+    def aggregate(self, model: Weights, models: Sequence[Weights], sizes: Sequence[int]) -> Weights:
+        """Averages the clients' models with equal weights."""
+        return weighted_mean(models, [1] * len(models))
 
-    def learn(self, net: nn.Module, client: Client) -> None:
-        """Local steps of MAML, each on two batches of its own, in place."""
-        samples = self.samples(client)
-        numbers = draw_batches(len(samples), 2 * self.local_steps, self.batch_size, client.stream("batches"))
-        batches = list(samples.batches(numbers))
+    def fit(self, net: nn.Module, client: Client) -> None:
+        """Takes local MAML steps w ← w − β ∇_w f(w − α ∇f(w; D); D′), in place, each on new batches D and D′."""
+        samples = self.client_samples(client)
+        indices = draw_batches(len(samples), 2 * self.local_steps, self.batch_size, client.stream("batches"))
+        batches = list(samples.batches(indices))
         parameters = dict(net.named_parameters())
         for inner, outer in zip(batches[::2], batches[1::2], strict=True):
-            found = meta_gradient(net, learnable(net), [inner], outer, self.adapt_lr, self.first_order)
+            meta = meta_gradient(net, trainable_weights(net), [inner], outer, self.adapt_lr, self.first_order)
             with torch.no_grad():
-                for name, slope in found.weights.items():
-                    parameters[name].sub_(slope, alpha=self.lr)
+                for name, gradient in meta.weights.items():
+                    parameters[name].sub_(gradient, alpha=self.lr)

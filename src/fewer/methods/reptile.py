@@ -1,9 +1,13 @@
 """Reptile over clients.
 
-Nichol, Achiam, Schulman: On First-Order Meta-Learning Algorithms, 2018, Algorithm 2 (batched): each client takes some
-steps of SGD from θ to θ_u, and θ ← θ + ε (1/n) Σ (θ_u − θ). With ε = 1 it is FedAvg with equal shares. Departures: the
-clients of a round are the batch; a client trains on all its samples; ε is constant; running statistics of batch norm are
-moved like weights.
+Nichol, Achiam, Schulman: On First-Order Meta-Learning Algorithms, 2018, Algorithm 2 (batched). Each client takes SGD
+steps from θ to θ_u, and θ ← θ + ε (1/n) Σ (θ_u − θ). With ε = 1 it is FedAvg with equal weights.
+
+Departures:
+- The cohort of a round is the batch of tasks.
+- A client trains on all its samples.
+- ε is constant.
+- Running statistics of batch norm move like weights.
 """
 
 from __future__ import annotations
@@ -21,17 +25,17 @@ from fewer.registry import METHODS
 
 @METHODS.register("reptile")
 class Reptile(FedAvgMeta):
-    """Clients train the initialization on their own data; it moves some way towards where they end."""
+    """Clients train the initialization on their own data; the server moves it toward the mean of the results."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {**FedAvgMeta.tunable, "outer_lr": (0.25, 0.5, 1.0)}
 
     outer_lr: PositiveFloat = 0.5
-    """How far the initialization moves (ε)."""
+    """Step size of the server toward the clients' mean (ε)."""
 
-    def merge(self, model: Weights, found: Sequence[tuple[Weights, int]]) -> Weights:
+    def aggregate(self, model: Weights, models: Sequence[Weights], sizes: Sequence[int]) -> Weights:
         """θ + ε (1/n) Σ (θ_u − θ)"""
-        ends = weighted_mean([theirs for theirs, _ in found], [1] * len(found))
+        mean = weighted_mean(models, [1] * len(models))
         return {
-            name: here + self.outer_lr * (ends[name] - here) if here.dtype.is_floating_point else ends[name]
-            for name, here in model.items()
+            name: theta + self.outer_lr * (mean[name] - theta) if theta.dtype.is_floating_point else mean[name]
+            for name, theta in model.items()
         }

@@ -1,20 +1,27 @@
-"""Nets, each an encoder to a feature vector and a head, and the task that a federation learns."""
+"""Nets, each with an encoder and a head, and the task that a federation learns."""
 
 from fewer.models.images import SmallCNN
-from fewer.models.nets import maker
-from fewer.models.split import Split, parts_of
+from fewer.models.nets import net_factory
+from fewer.models.split import EncoderHead, split_net
 from fewer.models.task import Task
-from fewer.models.weights import Weights, finite, is_norm, load_weights, weights_of
+from fewer.models.weights import Weights, all_finite, get_weights, load_weights, norm_weight_names
+from fewer.registry import MODELS
 
 __all__ = [
+    "EncoderHead",
     "SmallCNN",
-    "Split",
     "Task",
     "Weights",
-    "finite",
-    "is_norm",
+    "all_finite",
+    "get_weights",
     "load_weights",
-    "maker",
-    "parts_of",
-    "weights_of",
+    "names",
+    "net_factory",
+    "norm_weight_names",
+    "split_net",
 ]
+
+
+def names() -> list[str]:
+    """All registered models."""
+    return list(MODELS)

@@ -7,19 +7,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.choices import Norm
-from fewer.models.split import Split
+from fewer.models.split import EncoderHead
 from fewer.registry import MODELS
 
 
 def norm_layer(kind: Norm, channels: int, dimensions: int = 2) -> nn.Module:
-    """A normalization layer; `group` is one group, which needs no batch statistics."""
+    """Builds a normalization layer. `group` has a single group and needs no batch statistics."""
     if kind == "batch":
         return nn.BatchNorm2d(channels) if dimensions == 2 else nn.BatchNorm1d(channels)
     return nn.GroupNorm(1, channels) if kind == "group" else nn.Identity()
 
 
 @MODELS.register("cnn")
-class SmallCNN(Split):
+class SmallCNN(EncoderHead):
     """FedMK's net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "group") -> None:
@@ -40,7 +40,7 @@ class SmallCNN(Split):
 
 
 @MODELS.register("lenet5")
-class LeNet5(Split):
+class LeNet5(EncoderHead):
     """LeNet-5 with ReLU and max pooling (MetaFed on 28×28). 61,706 parameters on 1×28×28, ten classes."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none") -> None:
@@ -64,32 +64,33 @@ class LeNet5(Split):
 
 
 @MODELS.register("conv4")
-class Conv4(Split):
-    """Four blocks of conv3 64, norm, ReLU, pool (FRL, few-shot work). On 32×32 the last two pools are left out.
+class Conv4(EncoderHead):
+    """Four blocks of 3×3 convolution (64 channels), norm, ReLU and pool (FRL, few-shot learning).
 
-    ReLU goes after the pool, which changes no number and leaves it a quarter of the work.
+    Inputs of 32×32 pass through the first two pools only. ReLU follows the pool: the result is the same at a quarter of
+    the cost.
     """
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int, norm: Norm = "batch", width: int = 64, pools: int | None = None
     ) -> None:
-        channels, height, wide = shape
+        channels, height, image_width = shape
         if pools is None:
             pools = 2 if height == 32 else 4
         layers: list[nn.Module] = []
-        for number in range(4):
+        for block in range(4):
             layers += [nn.Conv2d(channels, width, 3, padding=1), norm_layer(norm, width)]
             channels = width
-            if number < pools:
+            if block < pools:
                 layers.append(nn.MaxPool2d(2))
-                height, wide = height // 2, wide // 2
+                height, image_width = height // 2, image_width // 2
             layers.append(nn.ReLU())
-        super().__init__(nn.Sequential(*layers, nn.Flatten()), width * height * wide, classes)
+        super().__init__(nn.Sequential(*layers, nn.Flatten()), width * height * image_width, classes)
 
 
 @MODELS.register("femnist-cnn")
-class FemnistCNN(Split):
-    """LEAF's net for FEMNIST (FedMeta): conv5 32, pool, conv5 64, pool, 2048. 6,603,710 parameters for 62 classes."""
+class FemnistCNN(EncoderHead):
+    """LEAF's net for FEMNIST (FedMeta): two 5×5 convolutions, 2048 features. 6,603,710 parameters for 62 classes."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none") -> None:
         channels, height, width = shape
@@ -110,67 +111,67 @@ class FemnistCNN(Split):
 
 
 class DropBlock(nn.Module):
-    """Drops whole squares of a feature map in training (Ghiasi, Lin, Le, NeurIPS 2018)."""
+    """Drops square blocks of a feature map in training (Ghiasi, Lin, Le, NeurIPS 2018)."""
 
-    def __init__(self, chance: float, block: int) -> None:
+    def __init__(self, drop_prob: float, block_size: int) -> None:
         super().__init__()
-        self.chance, self.block = chance, block
+        self.drop_prob, self.block_size = drop_prob, block_size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features with squares set to zero, the rest scaled up to the same sum."""
-        if not self.training or self.chance == 0:
+        """Features with blocks set to zero; the rest is scaled up to keep the expected sum."""
+        if not self.training or self.drop_prob == 0:
             return x
-        block = min(self.block, x.shape[2], x.shape[3])
-        inside = (x.shape[2] - block + 1) * (x.shape[3] - block + 1)
-        lr = self.chance * x.shape[2] * x.shape[3] / (block * block * inside)
-        seeds = torch.rand(x.shape[0], x.shape[1], x.shape[2] - block + 1, x.shape[3] - block + 1, device=x.device) < lr
-        dropped = F.max_pool2d(F.pad(seeds.to(x.dtype), [block - 1] * 4), block, stride=1)
+        size = min(self.block_size, x.shape[2], x.shape[3])
+        rows, columns = x.shape[2] - size + 1, x.shape[3] - size + 1
+        gamma = self.drop_prob * x.shape[2] * x.shape[3] / (size * size * (rows * columns))
+        corners = torch.rand(x.shape[0], x.shape[1], rows, columns, device=x.device) < gamma
+        dropped = F.max_pool2d(F.pad(corners.to(x.dtype), [size - 1] * 4), size, stride=1)
         keep = 1 - dropped
         return x * keep * (keep.numel() / keep.sum().clamp(min=1))
 
 
 class ResidualBlock(nn.Module):
-    """Three 3×3 convolutions beside a 1×1 shortcut, then a pool."""
+    """Three 3×3 convolutions with a 1×1 shortcut, then a pool."""
 
-    def __init__(self, before: int, after: int, norm: Norm, drop: float, block: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, norm: Norm, drop_prob: float, block_size: int) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        for number in range(3):
-            layers += [
-                nn.Conv2d(before if number == 0 else after, after, 3, padding=1, bias=False),
-                norm_layer(norm, after),
-            ]
-            if number < 2:
+        for index in range(3):
+            channels = in_channels if index == 0 else out_channels
+            layers += [nn.Conv2d(channels, out_channels, 3, padding=1, bias=False), norm_layer(norm, out_channels)]
+            if index < 2:
                 layers.append(nn.LeakyReLU(0.1))
         self.path = nn.Sequential(*layers)
-        self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, bias=False), norm_layer(norm, after))
-        self.after = nn.Sequential(nn.LeakyReLU(0.1), nn.MaxPool2d(2), DropBlock(drop, block))
+        self.shortcut = nn.Sequential(
+            nn.Conv2d(in_channels, out_channels, 1, bias=False), norm_layer(norm, out_channels)
+        )
+        self.after = nn.Sequential(nn.LeakyReLU(0.1), nn.MaxPool2d(2), DropBlock(drop_prob, block_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output, half as wide and high."""
+        """The block's output, at half the width and height."""
         out: Tensor = self.after(self.path(x) + self.shortcut(x))
         return out
 
 
 @MODELS.register("resnet12")
-class ResNet12(Split):
-    """ResNet-12 with DropBlock (F2L on images): 64, 160, 320, 640 channels times `width`."""
+class ResNet12(EncoderHead):
+    """ResNet-12 with DropBlock in its last two blocks (F2L on images): 64, 160, 320, 640 channels times `width`."""
 
     def __init__(
-        self, shape: tuple[int, int, int], classes: int, norm: Norm = "batch", width: float = 1.0, drop: float = 0.1
+        self, shape: tuple[int, int, int], classes: int, norm: Norm = "batch", width: float = 1.0, dropout: float = 0.1
     ) -> None:
-        widths = [max(1, round(channels * width)) for channels in (64, 160, 320, 640)]
-        before = [shape[0], *widths]
-        blocks = [ResidualBlock(before[i], widths[i], norm, drop if i >= 2 else 0.0, 5) for i in range(4)]
+        widths = [max(1, round(base * width)) for base in (64, 160, 320, 640)]
+        channels = [shape[0], *widths]
+        blocks = [ResidualBlock(channels[i], widths[i], norm, dropout if i >= 2 else 0.0, 5) for i in range(4)]
         super().__init__(nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten()), widths[-1], classes)
 
 
 @MODELS.register("alexnet")
-class AlexNet(Split):
-    """AlexNet in the shape of the 'one weird trick' paper (MetaFed on VLCS), with norm layers as an option."""
+class AlexNet(EncoderHead):
+    """AlexNet in the "one weird trick" version (MetaFed on VLCS), with optional norm layers."""
 
-    def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none", drop: float = 0.5) -> None:
-        plan = [
+    def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none", dropout: float = 0.5) -> None:
+        convolutions = [
             (64, 11, 4, 2, True),
             (192, 5, 1, 2, True),
             (384, 3, 1, 1, False),
@@ -178,18 +179,19 @@ class AlexNet(Split):
             (256, 3, 1, 1, True),
         ]
         layers: list[nn.Module] = []
-        before = shape[0]
-        for after, kernel, stride, padding, pool in plan:
-            layers += [nn.Conv2d(before, after, kernel, stride, padding), norm_layer(norm, after), nn.ReLU()]
+        channels = shape[0]
+        for out_channels, kernel, stride, padding, pool in convolutions:
+            layers += [nn.Conv2d(channels, out_channels, kernel, stride, padding), norm_layer(norm, out_channels)]
+            layers.append(nn.ReLU())
             if pool:
                 layers.append(nn.MaxPool2d(3, 2))
-            before = after
+            channels = out_channels
         layers += [nn.AdaptiveAvgPool2d(6), nn.Flatten()]
         layers += [
-            nn.Dropout(drop),
+            nn.Dropout(dropout),
             nn.Linear(256 * 36, 4096),
             nn.ReLU(),
-            nn.Dropout(drop),
+            nn.Dropout(dropout),
             nn.Linear(4096, 4096),
             nn.ReLU(),
         ]
@@ -197,7 +199,7 @@ class AlexNet(Split):
 
 
 @MODELS.register("sensor-cnn")
-class SensorCNN(Split):
+class SensorCNN(EncoderHead):
     """Two 1-d convolutions over a window of sensor readings, channels × time (MetaFed on PAMAP)."""
 
     def __init__(self, shape: tuple[int, int], classes: int, norm: Norm = "batch") -> None:

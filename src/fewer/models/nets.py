@@ -1,4 +1,4 @@
-"""Nets by name."""
+"""Builds nets for given data."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ from fewer.errors import SettingError, unknown
 from fewer.models.images import AlexNet, Conv4, FemnistCNN, LeNet5, ResNet12, SensorCNN, SmallCNN
 from fewer.models.sequences import CharLSTM, SentimentLSTM, TextBiLSTM
 
-_NEEDS = {
+_INPUTS = {
     SensorCNN: (2, "windows (channels, time)"),
     CharLSTM: (1, "text"),
     TextBiLSTM: (1, "text"),
     SentimentLSTM: (1, "text"),
 }
-_NEEDS |= dict.fromkeys(
+_INPUTS |= dict.fromkeys(
     (SmallCNN, LeNet5, Conv4, ResNet12, FemnistCNN, AlexNet), (3, "images (channels, height, width)")
 )
+"""Number of input dimensions, and a description for errors."""
 
 
-def maker(
-    factory: Callable[..., nn.Module], facts: Mapping[str, Any], options: Mapping[str, Any]
+def net_factory(
+    model: Callable[..., nn.Module], facts: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
-    """Makes a net from what it wants to know of the data (`shape`, `classes`, `vocabulary` …) and its own options."""
-    wanted = inspect.signature(factory).parameters
+    """Binds a model to its data and options; the result builds one net per call.
+
+    `facts` describe the data (`shape`, `classes`, `vocabulary`, …). The model gets those that it has parameters for.
+    """
+    parameters = inspect.signature(model).parameters
     for name in options:
-        if name not in wanted:
-            allowed = [key for key in wanted if key not in facts]
-            raise unknown(f"option of model {getattr(factory, '__name__', factory)}", name, allowed)
-    dimensions, what = _NEEDS.get(factory, (None, ""))  # type: ignore[call-overload]
+        if name not in parameters:
+            allowed = [key for key in parameters if key not in facts]
+            raise unknown(f"option of model {getattr(model, '__name__', model)}", name, allowed)
+    dimensions, inputs = _INPUTS.get(model, (None, ""))  # type: ignore[call-overload]
     if dimensions is not None and len(facts["shape"]) != dimensions:
-        raise SettingError(f"model {factory.__name__} takes {what}, but inputs have shape {facts['shape']}")
-    if "vocabulary" in wanted and facts.get("vocabulary") is None:
-        raise SettingError(f"model {factory.__name__} takes text, but the data has no vocabulary")
-    given = {name: value for name, value in facts.items() if name in wanted and value is not None}
-    return partial(factory, **given, **options)
+        raise SettingError(f"model {model.__name__} takes {inputs}, but inputs have shape {facts['shape']}")
+    if "vocabulary" in parameters and facts.get("vocabulary") is None:
+        raise SettingError(f"model {model.__name__} takes text, but the data has no vocabulary")
+    arguments = {name: value for name, value in facts.items() if name in parameters and value is not None}
+    return partial(model, **arguments, **options)

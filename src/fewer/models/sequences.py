@@ -1,4 +1,4 @@
-"""Nets for text and for plain features. All of them can be differentiated twice."""
+"""Nets for text and for flat features. All are twice differentiable."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ import torch
 from torch import Tensor, nn
 
 from fewer.errors import SettingError
-from fewer.models.split import Split
+from fewer.models.split import EncoderHead
 from fewer.registry import MODELS
 
 PAD = 0
-"""The token that fills up short texts."""
+"""The token that pads short texts."""
 
 
 class LSTM(nn.LSTM):
-    """An LSTM with a second derivative everywhere: in training it does without cuDNN's fused kernel, which has none."""
+    """A twice differentiable LSTM: in training it avoids cuDNN's fused kernel, which has no second derivative."""
 
     def forward(self, x: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # type: ignore[override]
-        """Outputs (batch × time × features) and the last states."""
+        """Outputs (batch × time × features) and the final states."""
         with torch.backends.cudnn.flags(enabled=not (self.training and x.is_cuda)):
             out: tuple[Tensor, tuple[Tensor, Tensor]] = super().forward(x, hx)
         return out
 
 
 @MODELS.register("char-lstm")
-class CharLSTM(Split):
-    """LEAF's net for Shakespeare (FedMeta): embedding 8, two LSTM layers of 256, the next of `classes` characters.
+class CharLSTM(EncoderHead):
+    """LEAF's net for Shakespeare (FedMeta): embedding of 8, two LSTM layers of 256; predicts the next character.
 
-    With a `context` it looks at so many last characters only, which costs that much less.
+    `context` limits the input to the last characters, which saves time in proportion.
     """
 
     def __init__(
         self, shape: tuple[int], classes: int, vocabulary: int, hidden: int = 256, context: int | None = None
     ) -> None:
         if context is not None and not 1 <= context <= shape[0]:
-            raise SettingError(f"context = {context} of char-lstm (allowed: 1 … {shape[0]})")
+            raise SettingError(f"context of char-lstm must be between 1 and {shape[0]}, got {context}")
         super().__init__(_LastOutput(vocabulary, 8, hidden, context or shape[0]), hidden, classes)
 
 
 class _LastOutput(nn.Module):
-    """Embedding and a two-layer LSTM; the features are its last output."""
+    """An embedding and a two-layer LSTM; features are the last output."""
 
     def __init__(self, vocabulary: int, width: int, hidden: int, context: int) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class _LastOutput(nn.Module):
         return out[:, -1]
 
 
-class _Words(nn.Module):
-    """Word vectors for tokens. They are fixed: a vectors file brings them, or they are drawn once."""
+class _WordVectors(nn.Module):
+    """Fixed word vectors: loaded from a file, or drawn once at random."""
 
     def __init__(self, vocabulary: int, width: int, vectors: Tensor | None) -> None:
         super().__init__()
@@ -61,7 +61,9 @@ class _Words(nn.Module):
             vectors = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(0)) / width**0.5
             vectors[PAD] = 0
         if vectors.shape != (vocabulary, width):
-            raise SettingError(f"word vectors are {tuple(vectors.shape)}, but the model needs {(vocabulary, width)}")
+            raise SettingError(
+                f"word vectors have shape {tuple(vectors.shape)}, but the model needs {(vocabulary, width)}"
+            )
         self.register_buffer("vectors", vectors, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,8 +72,8 @@ class _Words(nn.Module):
 
 
 @MODELS.register("text-bilstm")
-class TextBiLSTM(Split):
-    """A bidirectional LSTM of 50 each way over word vectors (F2L on text); features are its mean over the words."""
+class TextBiLSTM(EncoderHead):
+    """A bidirectional LSTM (2 × 50) over word vectors (F2L on text); features are its mean output over the words."""
 
     def __init__(
         self, shape: tuple[int], classes: int, vocabulary: int, width: int = 300, vectors: Tensor | None = None
@@ -82,19 +84,21 @@ class TextBiLSTM(Split):
 
 
 class _MeanOutput(nn.Module):
+    """A bidirectional LSTM; features are its mean output over words that are not padding."""
+
     def __init__(self, vocabulary: int, width: int, vectors: Tensor | None) -> None:
         super().__init__()
-        self.words = _Words(vocabulary, width, vectors)
+        self.words = _WordVectors(vocabulary, width, vectors)
         self.lstm = LSTM(width, 50, batch_first=True, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        there = (x != PAD).unsqueeze(2)
-        out: Tensor = self.lstm(self.words(x))[0] * there
-        return out.sum(1) / there.sum(1).clamp(min=1)
+        mask = (x != PAD).unsqueeze(2)
+        out: Tensor = self.lstm(self.words(x))[0] * mask
+        return out.sum(1) / mask.sum(1).clamp(min=1)
 
 
 @MODELS.register("sentiment-lstm")
-class SentimentLSTM(Split):
+class SentimentLSTM(EncoderHead):
     """Two LSTM layers of 100 over 300-d word vectors (FedMeta on Sent140)."""
 
     def __init__(
@@ -106,9 +110,11 @@ class SentimentLSTM(Split):
 
 
 class _LastWord(nn.Module):
+    """A two-layer LSTM; features are its output at the last word before the padding."""
+
     def __init__(self, vocabulary: int, width: int, vectors: Tensor | None) -> None:
         super().__init__()
-        self.words = _Words(vocabulary, width, vectors)
+        self.words = _WordVectors(vocabulary, width, vectors)
         self.lstm = LSTM(width, 100, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,8 +124,8 @@ class _LastWord(nn.Module):
 
 
 @MODELS.register("mlp")
-class MLP(Split):
-    """One hidden layer over flat inputs (FedMeta's recommender: 103-64-40)."""
+class MLP(EncoderHead):
+    """A perceptron with one hidden layer over flat inputs (FedMeta's recommender: 103-64-40)."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, hidden: int = 64) -> None:
         size = int(torch.Size(shape).numel())
@@ -127,8 +133,8 @@ class MLP(Split):
 
 
 @MODELS.register("logistic")
-class LogisticRegression(Split):
-    """Class scores straight from the inputs."""
+class LogisticRegression(EncoderHead):
+    """Logistic regression: class scores are linear in the inputs."""
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
         super().__init__(nn.Flatten(), int(torch.Size(shape).numel()), classes)

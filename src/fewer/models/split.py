@@ -1,4 +1,4 @@
-"""A net in two parts: an encoder to a feature vector, and a head from features to class scores."""
+"""Nets in two parts: an encoder from inputs to features, and a head from features to class scores."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fewer.errors import SettingError
 from fewer.models.task import Task
 
 
-class Split(nn.Module):
-    """`head(encoder(x))`. Methods that work on features use the parts."""
+class EncoderHead(nn.Module):
+    """A net that computes `head(encoder(x))`. Methods that work on features use the two parts."""
 
     def __init__(self, encoder: nn.Module, features: int, classes: int) -> None:
         super().__init__()
@@ -23,28 +23,30 @@ class Split(nn.Module):
         return scores
 
 
-def parts_of(net: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """Encoder and head of a net; SettingError that says what is missing where it has no such parts."""
+def split_net(net: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The encoder and the head of a net. Raises `SettingError` if the net lacks one of them."""
     missing = [name for name in ("encoder", "head") if not isinstance(getattr(net, name, None), nn.Module)]
     if missing:
         raise SettingError(
-            f"this method works on features, and the model {type(net).__name__} has no {' and no '.join(missing)} "
-            "(allowed: an nn.Module with attributes encoder and head, as head(encoder(x)))"
+            f"this method works on features, and the model {type(net).__name__} has no {' and no '.join(missing)}; "
+            "use an nn.Module with attributes encoder and head that computes head(encoder(x))"
         )
     return net.encoder, net.head  # type: ignore[return-value]
 
 
 def feature_width(task: Task, net: nn.Module | None = None) -> int:
-    """How many features the encoder of the task's net gives."""
-    encoder, _ = parts_of(net or task.net())
+    """The number of features that the encoder of the task's net gives."""
+    encoder, _ = split_net(net or task.net())
     training = encoder.training
-    blank = torch.zeros(1, *task.shape, device=task.device)
+    zeros = torch.zeros(1, *task.shape, device=task.device)
     with torch.no_grad():
         try:
-            shape = encoder.eval()(blank).shape
-        except (RuntimeError, IndexError):  # an embedding or a table of vectors, which take tokens
-            shape = encoder(blank.long()).shape
+            shape = encoder.eval()(zeros).shape
+        except (RuntimeError, IndexError):  # an embedding or a table of word vectors takes integer tokens
+            shape = encoder(zeros.long()).shape
     encoder.train(training)
     if len(shape) != 2:
-        raise SettingError(f"this method needs an encoder that gives vectors, not the shape {[*shape[1:]]}")
+        raise SettingError(
+            f"this method needs an encoder that gives one vector per sample, not outputs of shape {[*shape[1:]]}"
+        )
     return int(shape[1])

@@ -1,4 +1,4 @@
-"""Task: what is learned."""
+"""The task: inputs, classes and net."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from fewer.models.weights import Weights, weights_of
+from fewer.models.weights import Weights, get_weights
 from fewer.runtime.streams import global_streams
 
 CPU = torch.device("cpu")
@@ -16,31 +16,31 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Task:
-    """Inputs, classes and the net that all clients agree on."""
+    """The inputs, classes and net that all clients share."""
 
     shape: tuple[int, ...]
     """Shape of one input."""
     classes: int
-    """How many classes there are."""
-    make: Callable[[], nn.Module]
-    """Makes a net, with any weights."""
+    """Number of classes."""
+    build_net: Callable[[], nn.Module]
+    """Builds a net; its weights do not matter."""
     device: torch.device = CPU
-    given: Weights | None = None
-    """Weights to start from; by default they are drawn."""
-    _drawn: dict[int, Weights] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The weights drawn last, by their seed: clients ask for them in every round."""
+    pretrained: Weights | None = None
+    """Weights to start from; by default they are drawn at random."""
+    _initial: dict[int, Weights] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The initial weights drawn last, by seed. Clients ask for them in every round."""
 
     def net(self) -> nn.Module:
-        """A new net on the task's device; its weights are for the caller to load."""
+        """Builds a net on the task's device. Load weights before you use it."""
         with global_streams("net"):
-            return self.make().to(self.device)
+            return self.build_net().to(self.device)
 
-    def initial(self, seed: int) -> Weights:
-        """The weights that learning starts from: the same for everyone who knows the seed."""
-        if self.given is not None:
-            return {name: tensor.to(self.device) for name, tensor in self.given.items()}
-        if seed not in self._drawn:
-            self._drawn.clear()
+    def initial_weights(self, seed: int) -> Weights:
+        """The weights that training starts from. They depend on the seed alone, so they are never sent."""
+        if self.pretrained is not None:
+            return {name: tensor.to(self.device) for name, tensor in self.pretrained.items()}
+        if seed not in self._initial:
+            self._initial.clear()
             with global_streams(seed, "model"):
-                self._drawn[seed] = weights_of(self.make().to(self.device))
-        return {name: tensor.clone() for name, tensor in self._drawn[seed].items()}
+                self._initial[seed] = get_weights(self.build_net().to(self.device))
+        return {name: tensor.clone() for name, tensor in self._initial[seed].items()}

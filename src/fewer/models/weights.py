@@ -11,38 +11,39 @@ from fewer.wire import Refused
 
 Weights = dict[str, Tensor]
 
-_NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 
 
-def weights_of(net: nn.Module) -> Weights:
-    """A copy of everything that the net has learned."""
+def get_weights(net: nn.Module) -> Weights:
+    """A copy of the net's state dict."""
     return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
-def finite(weights: Mapping[str, Tensor]) -> bool:
-    """Whether no weight ran off to infinity, or is no number."""
+def all_finite(weights: Mapping[str, Tensor]) -> bool:
+    """True if all weights are finite."""
     return all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
 
 def load_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into a net; Refused where names or shapes are not the net's own."""
-    own = net.state_dict()
-    if own.keys() != weights.keys():
-        odd = sorted(own.keys() ^ weights.keys())
-        raise Refused(f"weights do not fit the model: {', '.join(odd[:3])}{' …' if len(odd) > 3 else ''}")
-    for name, tensor in own.items():
+    """Copies weights into a net. Raises `Refused`, and changes nothing, if names or shapes do not fit."""
+    current = net.state_dict()
+    if current.keys() != weights.keys():
+        unmatched = sorted(current.keys() ^ weights.keys())
+        names = f"{', '.join(unmatched[:3])}{' …' if len(unmatched) > 3 else ''}"
+        raise Refused(f"weights do not fit the model: {names}")
+    for name, tensor in current.items():
         if tensor.shape != weights[name].shape:
             raise Refused(f"weights do not fit the model: {name} is {tuple(weights[name].shape)}")
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, tensor in current.items():
             tensor.copy_(weights[name])
 
 
-def is_norm(net: nn.Module) -> set[str]:
+def norm_weight_names(net: nn.Module) -> set[str]:
     """The names of all weights that belong to normalization layers."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in net.named_modules(remove_duplicate=False)
-        if isinstance(module, _NORMS)
+        if isinstance(module, _NORM_LAYERS)
         for name in module.state_dict()
     }

@@ -1,4 +1,4 @@
-"""The page on a privacy look: figures, rows of images, and what they do not say."""
+"""The page of a privacy audit: metrics, images and limits."""
 
 from __future__ import annotations
 
@@ -7,43 +7,41 @@ from html import escape
 from pathlib import Path
 
 from fewer.audit import AttackImages, Audit
-from fewer.audit.summary import HEADS, LIMITS, MEANING, figure_rows
+from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.report.files import write_files
-from fewer.report.html import Picture, document, figure_of, note_of, table
-from fewer.report.pictures import rows_picture
+from fewer.report.html import Picture, render_figure, render_note, render_page, render_table
+from fewer.report.pictures import plot_image_rows
 
-PAGE, FIGURES = "audit.html", "audit.json"
+PAGE, METRICS = "audit.html", "audit.json"
 
 
-def write_audit(found: Audit, out: Path) -> list[Path]:
-    """Write the page, the pictures and all figures into `out`; their paths, the page's first."""
-    pictures = [picture(sheet) for sheet in found.sheets]
-    rounds = "1 round" if found.rounds == 1 else f"{found.rounds} rounds"
-    title = f"Privacy look: {found.method} on {found.data} after {rounds}"
-    who = ", ".join(map(str, found.clients))
-    about = f"Samples of {len(found.clients)} clients: {who}. {LIMITS} Settings hash of the run: {found.hash}."
+def write_audit(audit: Audit, out: Path) -> list[Path]:
+    """Write the page, its pictures and all metrics into `out` and return their paths, the page first."""
+    pictures = [draw_images(images) for images in audit.images]
+    rounds = "1 round" if audit.rounds == 1 else f"{audit.rounds} rounds"
+    title = f"Privacy audit: {audit.method} on {audit.data} after {rounds}"
+    clients = ", ".join(map(str, audit.clients))
+    about = f"Attacked clients ({len(audit.clients)}): {clients}. {LIMITS} Hash of the run's settings: {audit.hash}."
     body = [
-        table(HEADS, figure_rows(found)),
-        f'<p class="small">{MEANING}</p>',
-        *map(note_of, found.notes),
-        f'<div class="pictures">{"".join(map(figure_of, pictures))}</div>',
+        render_table(HEADS, summary_rows(audit)),
+        f'<p class="small">{escape(MEANING)}</p>',
+        *map(render_note, audit.notes),
+        f'<div class="pictures">{"".join(map(render_figure, pictures))}</div>',
         f'<p class="small">{escape(about)}</p>',
     ]
-    page = document(title, body).encode()
+    page = render_page(title, body).encode()
     return write_files(
         out,
         {
             PAGE: page,
-            FIGURES: (json.dumps(found.as_json(), indent=1) + "\n").encode(),
-            **{f"{each.name}.png": each.png for each in pictures},
+            METRICS: (json.dumps(audit.as_json(), indent=1) + "\n").encode(),
+            **{f"{picture.name}.png": picture.png for picture in pictures},
         },
     )
 
 
-def picture(sheet: AttackImages) -> Picture:
-    """A sheet, drawn."""
-    blocks = [
-        ({name: images.cpu().numpy() for name, images in block.rows.items()}, block.notes) for block in sheet.blocks
-    ]
-    figure = rows_picture(sheet.title, blocks, (sheet.low, sheet.high))
-    return Picture(sheet.name, figure, sheet.caption, f"{sheet.title}: rows of images.")
+def draw_images(images: AttackImages) -> Picture:
+    """Draw the images of an attack."""
+    blocks = [({name: row.cpu().numpy() for name, row in block.rows.items()}, block.notes) for block in images.blocks]
+    figure = plot_image_rows(images.title, blocks, (images.low, images.high))
+    return Picture(images.name, figure, images.caption, f"{images.title}: rows of images.")

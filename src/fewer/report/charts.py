@@ -1,4 +1,4 @@
-"""Pictures of runs: accuracy by round, by megabyte, by second and by client, variants side by side, traffic."""
+"""Plots of runs: accuracy by round, megabyte, second and client; bars, heat maps, traffic and rings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from fewer.report.axes import bare, chart, charts, legend, limits, short
-from fewer.report.figures import MB, Histories, Interval, Point, by_client, curve
-from fewer.report.style import BLUE, INK, ORANGE, Look, look, on_fill, style
+from fewer.report.axes import accuracy_limits, add_legend, create_axes, create_panels, hide_frame, shorten
+from fewer.report.metrics import MB, Histories, Interval, Point, accuracy_curve, client_accuracies
+from fewer.report.style import BLUE, INK, ORANGE, LineStyle, assign_styles, text_color, theme
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -19,315 +19,310 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 By = Literal["round", "megabytes", "seconds"]
-_AXES = {"round": "round", "megabytes": "MB sent so far, up and down", "seconds": "seconds so far, measuring included"}
+Styles = Mapping[str, LineStyle]
+_X_LABELS = {"round": "round", "megabytes": "MB sent, up and down", "seconds": "seconds, including evaluation"}
 TITLES: dict[By, str] = {
     "round": "Accuracy by round",
     "megabytes": "Accuracy by traffic",
     "seconds": "Accuracy by time",
 }
-MEANS = 4
-"""Of at most so many methods the mean over clients is drawn too."""
-BARS = 40
-"""At most so many bars stand in a picture."""
+MAX_MEANS = 4
+"""Maximum number of methods for which the mean over clients is drawn."""
+MAX_BARS = 40
+"""Maximum number of bars in a picture."""
 
 
-def curve_picture(
-    title: str,
-    panels: Mapping[str, Histories],
-    x: By,
-    looks: Mapping[str, Look] | None = None,
-) -> Figure | None:
-    """Accuracy with 95 % confidence bands over seeds; None where nothing was evaluated yet.
-
-    One panel for each of several histories, side by side; `looks` are those of labels that are not methods.
-    """
+def plot_curves(title: str, panels: Mapping[str, Histories], by: By, styles: Styles | None = None) -> Figure | None:
+    """Accuracy with 95 % confidence bands over seeds, one panel per set of histories; None before any evaluation."""
     curves = {
-        name: {label: points for label, runs in histories.items() if (points := curve(runs))}
+        name: {label: points for label, runs in histories.items() if (points := accuracy_curve(runs))}
         for name, histories in panels.items()
     }
-    every = [points for eval_cohort in curves.values() for points in eval_cohort.values()]
-    if not every:
+    all_points = [points for panel in curves.values() for points in panel.values()]
+    if not all_points:
         return None
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    ends = [getattr(points[-1], x) for points in every]
-    wide = x != "round" and max(ends) > 20 * min(ends) > 0
-    with style():
-        figure, drawn = charts(title, list(curves))
+    styles = styles or assign_styles(label for histories in panels.values() for label in histories)
+    ends = [getattr(points[-1], by) for points in all_points]
+    logarithmic = by != "round" and max(ends) > 20 * min(ends) > 0
+    with theme():
+        figure, drawn = create_panels(title, list(curves))
         handles: dict[str, Artist] = {}
-        for axes, eval_cohort in zip(drawn, curves.values(), strict=True):
-            for label, points in eval_cohort.items():
-                handles[label] = _draw_curve(axes, points, x, looks[label] if looks else look(label))
-            if wide:
+        for axes, panel in zip(drawn, curves.values(), strict=True):
+            for label, points in panel.items():
+                handles[label] = _draw_curve(axes, points, by, styles[label])
+            if logarithmic:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             else:
-                axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=x == "round", min_n_ticks=1))
-            axes.set(xlabel=_AXES[x])
-        drawn[0].set(ylabel="accuracy %", ylim=limits(point.accuracy for points in every for point in points))
-        legend(figure, handles)
+                axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=by == "round", min_n_ticks=1))
+            axes.set(xlabel=_X_LABELS[by])
+        accuracies = (point.accuracy for points in all_points for point in points)
+        drawn[0].set(ylabel="accuracy %", ylim=accuracy_limits(accuracies))
+        add_legend(figure, handles)
     return figure
 
 
-def _draw_curve(axes: Axes, points: Sequence[Point], x: str, look: Look) -> Artist:
-    """A line with its band, or with a bar where there is only one point."""
-    at = [getattr(point, x) for point in points]
+def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle) -> Artist:
+    """A line with its band, or an error bar if there is only one point."""
+    x = [getattr(point, by) for point in points]
     mean = np.array([100 * point.accuracy.mean for point in points])
     half = np.array([100 * (point.accuracy.half or 0) for point in points])
-    often = max(1, len(at) // 12)
-    (line,) = axes.plot(at, mean, look.dash, color=look.color, marker=look.marker, markevery=often)
+    marker_step = max(1, len(x) // 12)
+    (line,) = axes.plot(x, mean, style.dash, color=style.color, marker=style.marker, markevery=marker_step)
     if points[0].accuracy.half is not None:
-        if len(at) == 1:
-            axes.errorbar(at, mean, half, color=look.color, capsize=4)
+        if len(x) == 1:
+            axes.errorbar(x, mean, half, color=style.color, capsize=4)
         else:
-            axes.fill_between(at, mean - half, mean + half, color=look.color, alpha=0.15, linewidth=0)
+            axes.fill_between(x, mean - half, mean + half, color=style.color, alpha=0.15, linewidth=0)
     return line
 
 
-def column_picture(
-    title: str, panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], looks: Mapping[str, Look]
-) -> Figure:
-    """Accuracy over the columns of a table: in each panel a line for each row, with 95 % confidence bars."""
-    columns = list(
-        dict.fromkeys(name for eval_cohort in panels.values() for row in eval_cohort.values() for name in row)
-    )
-    with style():
-        figure, drawn = charts(title, list(panels))
+def plot_columns(title: str, panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], styles: Styles) -> Figure:
+    """Accuracy over the columns of a table: a line for each row, with 95 % confidence bars."""
+    columns = list(dict.fromkeys(name for panel in panels.values() for row in panel.values() for name in row))
+    with theme():
+        figure, drawn = create_panels(title, list(panels))
         handles: dict[str, Artist] = {}
-        for axes, eval_cohort in zip(drawn, panels.values(), strict=True):
-            for place, (label, cells) in enumerate(eval_cohort.items()):
-                aside = 0.06 * (place - (len(eval_cohort) - 1) / 2)  # so that bars do not cover each other
-                at = [columns.index(name) + aside for name in cells]
+        for axes, panel in zip(drawn, panels.values(), strict=True):
+            for index, (label, cells) in enumerate(panel.items()):
+                offset = 0.06 * (index - (len(panel) - 1) / 2)  # keeps error bars apart
+                x = [columns.index(name) + offset for name in cells]
                 mean = [100 * cell.mean for cell in cells.values()]
                 half = [100 * (cell.half or 0) for cell in cells.values()]
-                color, marker, dash = looks[label]
-                (handles[label],) = axes.plot(at, mean, dash, color=color, marker=marker)
+                color, marker, dash = styles[label]
+                (handles[label],) = axes.plot(x, mean, dash, color=color, marker=marker)
                 if any(half):
-                    axes.errorbar(at, mean, half, color=color, linestyle="", capsize=3, linewidth=1.2)
-            wide = max(8, 48 // (len(columns) * len(panels)))
-            axes.set_xticks(range(len(columns)), [fill(short(name), wide) for name in columns])
+                    axes.errorbar(x, mean, half, color=color, linestyle="", capsize=3, linewidth=1.2)
+            width = max(8, 48 // (len(columns) * len(panels)))
+            axes.set_xticks(range(len(columns)), [fill(shorten(name), width) for name in columns])
             axes.set_xlim(-0.5, len(columns) - 0.5)
             axes.grid(False, axis="x")
-        every = (cell for eval_cohort in panels.values() for row in eval_cohort.values() for cell in row.values())
-        drawn[0].set(ylabel="accuracy %", ylim=limits(every))
-        legend(figure, handles)
+        all_cells = (cell for panel in panels.values() for row in panel.values() for cell in row.values())
+        drawn[0].set(ylabel="accuracy %", ylim=accuracy_limits(all_cells))
+        add_legend(figure, handles)
     return figure
 
 
-def client_picture(histories: Histories, looks: Mapping[str, Look] | None = None) -> Figure | None:
-    """Clients from the worst to the best by their last accuracy, and the mean; None without figures by client."""
-    found = {method: values for method, runs in histories.items() if (values := by_client(runs))}
-    if not found:
+def plot_clients(histories: Histories, styles: Styles | None = None) -> Figure | None:
+    """Clients from worst to best by their last accuracy, and the mean; None without metrics by client."""
+    accuracies = {method: values for method, runs in histories.items() if (values := client_accuracies(runs))}
+    if not accuracies:
         return None
-    with style():
-        figure, axes = chart("Accuracy by client")
+    styles = styles or assign_styles(histories)
+    with theme():
+        figure, axes = create_axes("Accuracy by client")
         handles: dict[str, Artist] = {}
-        for place, (method, values) in enumerate(found.items()):
-            color, marker, _ = looks[method] if looks else look(method)
-            at = 100 * (np.arange(len(values)) + 0.5) / len(values)
-            shown = 100 * np.array(values)
-            label = f"{method}, mean {shown.mean():.1f}"
-            often = max(1, len(at) // 40)
-            (handles[label],) = axes.plot(at, shown, color=color, marker=marker, markersize=4, markevery=often, lw=0.6)
-            if len(found) <= MEANS:
-                gap = 8 * min(len(found) - 1, 2)
-                axes.axhline(shown.mean(), color=color, linestyle=(8 * place, (8, gap)), linewidth=1.2)
+        for index, (method, values) in enumerate(accuracies.items()):
+            color, marker, _ = styles[method]
+            x = 100 * (np.arange(len(values)) + 0.5) / len(values)
+            y = 100 * np.array(values)
+            label = f"{method}, mean {y.mean():.1f}"
+            marker_step = max(1, len(x) // 40)
+            (handles[label],) = axes.plot(x, y, color=color, marker=marker, markersize=4, markevery=marker_step, lw=0.6)
+            if len(accuracies) <= MAX_MEANS:
+                gap = 8 * min(len(accuracies) - 1, 2)
+                axes.axhline(y.mean(), color=color, linestyle=(8 * index, (8, gap)), linewidth=1.2)
         axes.set(xlabel="clients, worst to best, %", ylabel="accuracy %", xlim=(0, 100))
-        legend(figure, handles)
+        add_legend(figure, handles)
     return figure
 
 
-def density_picture(histories: Histories, looks: Mapping[str, Look] | None = None) -> Figure | None:
-    """How clients' accuracies are spread (kernel density, Scott's width); None where too few clients were measured."""
-    found = {method: values for method, runs in histories.items() if len(set(values := by_client(runs))) >= 3}
-    if not found:
+def plot_density(histories: Histories, styles: Styles | None = None) -> Figure | None:
+    """Distribution of client accuracies (kernel density, Scott's bandwidth); None with fewer than three values."""
+    accuracies = {
+        method: values for method, runs in histories.items() if len(set(values := client_accuracies(runs))) >= 3
+    }
+    if not accuracies:
         return None
     from scipy.stats import gaussian_kde
 
-    with style():
-        figure, axes = chart("Spread of accuracy over clients")
+    styles = styles or assign_styles(histories)
+    with theme():
+        figure, axes = create_axes("Distribution of accuracy over clients")
         handles: dict[str, Artist] = {}
-        at = np.linspace(0, 1, 201)
-        for method, values in found.items():
-            color, marker, dash = looks[method] if looks else look(method)
-            height = gaussian_kde(values)(at) / 100
-            (handles[method],) = axes.plot(100 * at, height, dash, color=color, marker=marker, markevery=20)
+        x = np.linspace(0, 1, 201)
+        for method, values in accuracies.items():
+            color, marker, dash = styles[method]
+            density = gaussian_kde(values)(x) / 100
+            (handles[method],) = axes.plot(100 * x, density, dash, color=color, marker=marker, markevery=20)
         axes.set(xlabel="accuracy %", ylabel="density", xlim=(0, 100), ylim=(0, None))
-        legend(figure, handles)
+        add_legend(figure, handles)
     return figure
 
 
-def bar_picture(results: Mapping[str, Interval], looks: Mapping[str, Look]) -> Figure:
-    """Methods and variants side by side: a bar each, with its 95 % confidence interval and its figure."""
-    shown = dict(list(results.items())[:BARS])
+def plot_bars(results: Mapping[str, Interval], styles: Styles) -> Figure:
+    """One bar per method or variant, with its 95 % confidence interval and its value."""
+    shown = dict(list(results.items())[:MAX_BARS])
     mean = [100 * each.mean for each in shown.values()]
     half = [100 * (each.half or 0) for each in shown.values()]
-    with style():
-        more = f"\n(the first {BARS} of {len(results)})" if len(results) > BARS else ""
-        figure, axes = chart(f"Accuracy at the end{more}", (4.8, 0.9 + 0.27 * len(shown)))
-        at = np.arange(len(shown))
-        axes.barh(at, mean, color=[looks[label].color for label in shown], height=0.7)
+    with theme():
+        note = f"\n(first {MAX_BARS} of {len(results)})" if len(results) > MAX_BARS else ""
+        figure, axes = create_axes(f"Final accuracy{note}", (4.8, 0.9 + 0.27 * len(shown)))
+        y = np.arange(len(shown))
+        axes.barh(y, mean, color=[styles[label].color for label in shown], height=0.7)
         if any(half):
-            whiskers = [np.minimum(half, mean), np.minimum(half, 100 - np.array(mean))]  # accuracy has no more room
-            axes.errorbar(mean, at, xerr=whiskers, color=INK, linestyle="", capsize=3, linewidth=1.2)
-        for place, (value, wide) in enumerate(zip(mean, half, strict=True)):
-            text = f"{value:.1f}" + (f" ± {wide:.1f}" if wide else "")
-            axes.annotate(
-                text, (min(100, value + wide), place), (4, 0), textcoords="offset points", va="center", size=8
-            )
-        axes.set_yticks(at, [short(label, 32) for label in shown])
+            whiskers = [np.minimum(half, mean), np.minimum(half, 100 - np.array(mean))]  # accuracy is within 0 to 100
+            axes.errorbar(mean, y, xerr=whiskers, color=INK, linestyle="", capsize=3, linewidth=1.2)
+        for index, (value, width) in enumerate(zip(mean, half, strict=True)):
+            text = f"{value:.1f}" + (f" ± {width:.1f}" if width else "")
+            end = (min(100, value + width), index)
+            axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", size=8)
+        axes.set_yticks(y, [shorten(label, 32) for label in shown])
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
-        most = min(100.0, max(m + h for m, h in zip(mean, half, strict=True)))
-        axes.set(xlabel="accuracy %", xlim=(0, 1.35 * most or 1.0))
+        top = min(100.0, max(m + h for m, h in zip(mean, half, strict=True)))
+        axes.set(xlabel="accuracy %", xlim=(0, 1.35 * top or 1.0))
         axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 100])
         axes.invert_yaxis()
     return figure
 
 
 class Grid(NamedTuple):
-    """Accuracies of a method by two of its settings; None where there is no run."""
+    """Accuracies of a method by two of its settings; None if a cell has no run."""
 
-    across: str
-    down: str
+    x_name: str
+    y_name: str
     columns: Sequence[Any]
     rows: Sequence[Any]
     cells: Sequence[Sequence[Interval | None]]
 
 
-def heat_picture(title: str, grid: Grid) -> Figure:
-    """Accuracy by two settings: the lighter, the better; each cell with its figure."""
+def plot_heatmap(title: str, grid: Grid) -> Figure:
+    """Accuracy by two settings, lighter is better; each cell shows its value."""
     from matplotlib import colormaps
 
-    known = [cell.mean for row in grid.cells for cell in row if cell]
-    low, high = min(known), max(known)
+    means = [cell.mean for row in grid.cells for cell in row if cell]
+    low, high = min(means), max(means)
     colors = colormaps["viridis"]
-    with style():
+    with theme():
         size = (1.6 + 0.75 * len(grid.columns), 1.2 + 0.42 * len(grid.rows))
-        figure, axes = chart(title, (max(3.6, size[0]), size[1]))
-        for down, row in enumerate(grid.cells):
-            for across, cell in enumerate(row):
+        figure, axes = create_axes(title, (max(3.6, size[0]), size[1]))
+        for y, row in enumerate(grid.cells):
+            for x, cell in enumerate(row):
                 if cell is None:
                     continue
-                share = (cell.mean - low) / (high - low) if high > low else 0.5
-                box = [across - 0.5, across + 0.5], [down - 0.5] * 2, [down + 0.5] * 2
-                axes.fill_between(*box, color=colors(share), linewidth=0)
+                value = (cell.mean - low) / (high - low) if high > low else 0.5
+                box = [x - 0.5, x + 0.5], [y - 0.5] * 2, [y + 0.5] * 2
+                axes.fill_between(*box, color=colors(value), linewidth=0)
                 text = f"{100 * cell.mean:.1f}" + (f"\n± {100 * cell.half:.1f}" if cell.half is not None else "")
-                ink = on_fill(share)
-                axes.text(across, down, text, ha="center", va="center", color=ink, fontsize=8, linespacing=1.1)
-        axes.set_xticks(range(len(grid.columns)), [short(str(each), 10) for each in grid.columns])
-        axes.set_yticks(range(len(grid.rows)), [short(str(each), 16) for each in grid.rows])
-        axes.set(xlabel=grid.across, ylabel=grid.down, xlim=(-0.5, len(grid.columns) - 0.5))
+                color = text_color(value)
+                axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8, linespacing=1.1)
+        axes.set_xticks(range(len(grid.columns)), [shorten(str(value), 10) for value in grid.columns])
+        axes.set_yticks(range(len(grid.rows)), [shorten(str(value), 16) for value in grid.rows])
+        axes.set(xlabel=grid.x_name, ylabel=grid.y_name, xlim=(-0.5, len(grid.columns) - 0.5))
         axes.set_ylim(len(grid.rows) - 0.5, -0.5)
         axes.grid(False)
         axes.tick_params(length=0)
     return figure
 
 
-Traffic = Mapping[tuple[str, str], float]
+TrafficBytes = Mapping[tuple[str, str], float]
 """Bytes by direction (up, down) and kind."""
 
 
-def traffic_picture(traffic: Mapping[str, Traffic]) -> Figure | None:
-    """Bytes by direction and kind: for each method a bar up and a bar down, a piece for each kind; None without any."""
+def plot_traffic(traffic: Mapping[str, TrafficBytes]) -> Figure | None:
+    """Bytes by method, direction and kind: a bar up and a bar down, split by kind; None if nothing was sent."""
     from matplotlib.patches import Patch
 
-    shown = dict(list(traffic.items())[:BARS])
-    most = max((sum(of.values()) for each in shown.values() for of in _ways(each).values()), default=0)
-    if not most:
+    shown = dict(list(traffic.items())[:MAX_BARS])
+    longest = max((sum(sizes.values()) for each in shown.values() for sizes in _by_direction(each).values()), default=0)
+    if not longest:
         return None
-    with style():
-        figure, axes = chart("What was sent, by direction and kind", (4.8, 1.1 + 0.5 * len(shown)))
-        for place, each in enumerate(shown.values()):
-            for (way, kinds), color, aside in zip(_ways(each).items(), (BLUE, ORANGE), (-0.2, 0.2), strict=True):
-                left = 0.0
+    with theme():
+        figure, axes = create_axes("Traffic by direction and kind", (4.8, 1.1 + 0.5 * len(shown)))
+        for index, each in enumerate(shown.values()):
+            directions = zip(_by_direction(each).items(), (BLUE, ORANGE), (-0.2, 0.2), strict=True)
+            for (direction, kinds), color, offset in directions:
+                left, y = 0.0, index + offset
                 for number, (kind, size) in enumerate(kinds.items()):
-                    strength = (0.85, 0.55, 0.7, 0.4)[number % 4]
-                    axes.barh(place + aside, size / MB, left=left / MB, height=0.36, color=color, alpha=strength)
-                    if size > 0.026 * len(kind) * most:
-                        at = (left + size / 2) / MB
-                        axes.text(at, place + aside, kind, ha="center", va="center", size=8, color="black")
+                    alpha = (0.85, 0.55, 0.7, 0.4)[number % 4]
+                    axes.barh(y, size / MB, left=left / MB, height=0.36, color=color, alpha=alpha)
+                    if size > 0.026 * len(kind) * longest:
+                        center = (left + size / 2) / MB
+                        axes.text(center, y, kind, ha="center", va="center", size=8, color="black")
                     left += size
-                text = f"{way} {left / MB:,.3g}" if left < 1000 * MB else f"{way} {left / MB:,.0f}"
-                where = (left / MB, place + aside)
-                axes.annotate(text, where, (4, 0), textcoords="offset points", va="center", size=8)
-        axes.set_yticks(range(len(shown)), [short(label, 32) for label in shown])
+                text = f"{direction} {left / MB:,.3g}" if left < 1000 * MB else f"{direction} {left / MB:,.0f}"
+                axes.annotate(text, (left / MB, y), (4, 0), textcoords="offset points", va="center", size=8)
+        axes.set_yticks(range(len(shown)), [shorten(label, 32) for label in shown])
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
-        axes.set(xlabel="MB in all", xlim=(0, 1.25 * most / MB), ylim=(len(shown) - 0.5, -0.5))
-        legend(figure, {"to the server (up)": Patch(color=BLUE), "to clients (down)": Patch(color=ORANGE)})
+        axes.set(xlabel="MB", xlim=(0, 1.25 * longest / MB), ylim=(len(shown) - 0.5, -0.5))
+        add_legend(figure, {"to the server (up)": Patch(color=BLUE), "to clients (down)": Patch(color=ORANGE)})
     return figure
 
 
-def _ways(traffic: Traffic) -> dict[str, dict[str, float]]:
-    """By direction, the kinds from the largest to the smallest."""
+def _by_direction(traffic: TrafficBytes) -> dict[str, dict[str, float]]:
+    """Bytes by direction and kind, the largest kind first."""
     ranked = sorted(traffic.items(), key=lambda item: -item[1])
-    return {way: {kind: size for (there, kind), size in ranked if there == way} for way in ("up", "down")}
+    return {
+        direction: {kind: size for (other, kind), size in ranked if other == direction} for direction in ("up", "down")
+    }
 
 
 class Ring(NamedTuple):
-    """A ring as the carrier saw it."""
+    """A ring of clients and the messages that went around it."""
 
     hops: Mapping[tuple[int, int], int]
-    """How often a message went from one to another."""
-    passed_over: Mapping[int, int]
-    """How often a client did not take it."""
+    """Number of messages from one client to another."""
+    skipped: Mapping[int, int]
+    """Number of times a client was skipped."""
     weights: Mapping[int, float]
-    """λ of each client in the end."""
-    taken: Mapping[int, int]
-    """How often it took a model over."""
+    """Final λ of each client."""
+    adopted: Mapping[int, int]
+    """Number of times a client adopted the received model."""
 
     @property
     def members(self) -> list[int]:
         """All clients of the ring."""
-        return sorted({*self.weights, *self.passed_over, *(client for hop in self.hops for client in hop)})
+        return sorted({*self.weights, *self.skipped, *(client for hop in self.hops for client in hop)})
 
 
-def ring_picture(ring: Ring) -> Figure:
-    """Clients in a circle, the lighter the larger their λ, and the ways that messages took, the thicker the oftener."""
+def plot_ring(ring: Ring) -> Figure:
+    """Clients in a circle: lighter for a larger λ, with an arrow per hop, thicker for more messages."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 
     members = ring.members
-    angle = {client: math.pi / 2 - 2 * math.pi * place / len(members) for place, client in enumerate(members)}
-    at = {client: (math.cos(a), math.sin(a)) for client, a in angle.items()}
-    top = max(ring.weights.values(), default=0) or 1.0
-    often = max(ring.hops.values(), default=1)
+    angles = {client: math.pi / 2 - 2 * math.pi * index / len(members) for index, client in enumerate(members)}
+    positions = {client: (math.cos(angle), math.sin(angle)) for client, angle in angles.items()}
+    max_weight = max(ring.weights.values(), default=0) or 1.0
+    max_count = max(ring.hops.values(), default=1)
     size = 9 if len(members) <= 24 else 6
-    with style():
-        figure, axes = chart("The ring", (4.8, 4.6))
-        for (one, other), count in ring.hops.items():
-            color = INK if _beside((one, other), members) else ORANGE
+    with theme():
+        figure, axes = create_axes("Ring", (4.8, 4.6))
+        for (source, target), count in ring.hops.items():
+            color = INK if _is_next((source, target), members) else ORANGE
             bend = "arc3,rad=-0.1" if len(members) > 2 else "arc3,rad=-0.3"
-            way = {"arrowstyle": "-|>", "color": color, "linewidth": 0.6 + 2 * count / often, "connectionstyle": bend}
-            way |= {"shrinkA": 1.4 * size, "shrinkB": 1.4 * size, "alpha": 0.8}
-            axes.annotate("", at[other], at[one], arrowprops=way)
-        for client, (x, y) in at.items():
-            share = ring.weights.get(client, 0.0) / top
-            missed = ring.passed_over.get(client, 0)
-            edge = ORANGE if missed else INK
-            axes.plot(x, y, "o", markersize=2 * size, color=colormaps["viridis"](share), mec=edge, mew=1 + bool(missed))
-            ink = on_fill(share)
-            axes.text(x, y, str(client), ha="center", va="center", color=ink, fontsize=size - 1)
+            arrow = {"arrowstyle": "-|>", "color": color, "linewidth": 0.6 + 2 * count / max_count}
+            arrow |= {"connectionstyle": bend, "shrinkA": 1.4 * size, "shrinkB": 1.4 * size, "alpha": 0.8}
+            axes.annotate("", positions[target], positions[source], arrowprops=arrow)
+        for client, (x, y) in positions.items():
+            value = ring.weights.get(client, 0.0) / max_weight
+            skips = ring.skipped.get(client, 0)
+            edge = ORANGE if skips else INK
+            axes.plot(x, y, "o", markersize=2 * size, color=colormaps["viridis"](value), mec=edge, mew=1 + bool(skips))
+            axes.text(x, y, str(client), ha="center", va="center", color=text_color(value), fontsize=size - 1)
             if len(members) <= 40:
                 text = f"λ {ring.weights[client]:.2g}" if client in ring.weights else ""
-                text += f"\n−{missed}" if missed else ""
+                text += f"\n−{skips}" if skips else ""
                 side = "center" if abs(x) < 0.3 else "left" if x > 0 else "right"
                 axes.text(1.14 * x, 1.18 * y, text.strip(), ha=side, va="center", fontsize=size - 1)
-        drawn: Any = {"linestyle": "", "marker": "o", "markersize": 8, "markeredgecolor": INK}
-        marks: dict[str, Artist] = {
-            "λ 0": Line2D([], [], color=colormaps["viridis"](0.0), **drawn),
-            f"λ {top:.2g}": Line2D([], [], color=colormaps["viridis"](1.0), **drawn),
-            "to the next": Line2D([], [], color=INK),
+        marker: Any = {"linestyle": "", "marker": "o", "markersize": 8, "markeredgecolor": INK}
+        handles: dict[str, Artist] = {
+            "λ 0": Line2D([], [], color=colormaps["viridis"](0.0), **marker),
+            f"λ {max_weight:.2g}": Line2D([], [], color=colormaps["viridis"](1.0), **marker),
+            "next client": Line2D([], [], color=INK),
         }
-        if ring.passed_over or any(not _beside(hop, members) for hop in ring.hops):
-            marks["past someone"] = Line2D([], [], color=ORANGE)
+        if ring.skipped or any(not _is_next(hop, members) for hop in ring.hops):
+            handles["skips a client"] = Line2D([], [], color=ORANGE)
         axes.set(xlim=(-1.45, 1.45), ylim=(-1.35, 1.35), xticks=[], yticks=[], aspect="equal")
-        bare(axes)
-        legend(figure, marks)
+        hide_frame(axes)
+        add_legend(figure, handles)
     return figure
 
 
-def _beside(hop: tuple[int, int], members: Sequence[int]) -> bool:
-    one, other = hop
-    return (members.index(other) - members.index(one)) % len(members) == 1
+def _is_next(hop: tuple[int, int], members: Sequence[int]) -> bool:
+    source, target = hop
+    return (members.index(target) - members.index(source)) % len(members) == 1

@@ -1,4 +1,4 @@
-"""Where pages and pictures go."""
+"""Writes pages and pictures to disk."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fewer.errors import RunError
 
 
 def write_files(out: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write files by name into the directory `out`; their paths."""
+    """Write files by name into the directory `out` and return their paths."""
     try:
         for folder in {out, *((out / name).parent for name in files)}:
             folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (out / name).write_bytes(content)
     except OSError as error:
-        raise RunError(f"{out} cannot be written: {error.strerror}") from error
+        raise RunError(f"cannot write to {out}: {error.strerror}") from error
     return [out / name for name in files]

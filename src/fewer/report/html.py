@@ -1,4 +1,4 @@
-"""Pages that need nothing else: light and dark, on a phone and on paper, readable for all."""
+"""Self-contained HTML pages: light and dark, for phones and for print, and accessible."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from fewer.report.style import COLORS, DARK, FAINT, INK, png, svg
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VECTOR = 150_000
-"""Up to so many bytes a picture is in the page as lines and letters, above that as pixels."""
-SMALL = 20_000
-"""Up to so many bytes the figures of a picture are in the page too, to be saved from there."""
+MAX_SVG_BYTES = 150_000
+"""Pictures up to this size are embedded as SVG, larger ones as PNG."""
+MAX_CSV_BYTES = 20_000
+"""Tables up to this size are embedded for download."""
 
 
 class Table(NamedTuple):
-    """Figures under heads."""
+    """Rows of values with column heads."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
     def csv(self) -> bytes:
-        """As a file for a spreadsheet."""
+        """The table as CSV."""
         file = io.StringIO()
         csv.writer(file, lineterminator="\n").writerows([self.heads, *self.rows])
         return file.getvalue().encode()
@@ -38,7 +38,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture with what is said about it and the figures that it shows."""
+    """A plot with its caption, its text alternative and the values that it shows."""
 
     name: str
     figure: Figure
@@ -48,64 +48,64 @@ class Picture:
 
     @cached_property
     def png(self) -> bytes:
-        """As pixels."""
+        """The picture as PNG."""
         return png(self.figure)
 
     @cached_property
     def svg(self) -> bytes:
-        """As lines and letters."""
+        """The picture as SVG."""
         return svg(self.figure)
 
     @cached_property
     def csv(self) -> bytes:
-        """Its figures; nothing where it has none."""
+        """Its values as CSV; empty if it has none."""
         return self.table.csv() if self.table else b""
 
     def files(self, folder: str) -> dict[str, bytes]:
-        """All of them, by their names in a folder."""
-        drawn = {"png": self.png, "svg": self.svg} | ({"csv": self.csv} if self.csv else {})
-        return {f"{folder}/{self.name}.{kind}": content for kind, content in drawn.items()}
+        """All files of the picture, by path."""
+        contents = {"png": self.png, "svg": self.svg} | ({"csv": self.csv} if self.csv else {})
+        return {f"{folder}/{self.name}.{kind}": content for kind, content in contents.items()}
 
 
-def document(title: str, parts: Iterable[str]) -> str:
-    """A whole page that needs nothing else, with its title as the first heading."""
+def render_page(title: str, parts: Iterable[str]) -> str:
+    """Render a self-contained page with its title as the first heading."""
     body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
     return _TEMPLATE.format(title=escape(title), style=_STYLE, script=_SCRIPT, body=body)
 
 
-def note_of(text: str) -> str:
-    """A word to the reader that is not to be missed."""
+def render_note(text: str) -> str:
+    """Render a highlighted note."""
     return f'<p class="note">{escape(text)}</p>'
 
 
-def figure_of(picture: Picture) -> str:
-    """A picture, inside the page, with its caption, and its figures to save where they are few."""
+def render_figure(picture: Picture) -> str:
+    """Render a picture with its caption, and a link to its values if they are small enough to embed."""
     width, height = _size(picture)
     size = f'width="{width}" height="{height}"'
-    if any(axes.images for axes in picture.figure.axes) or len(picture.svg) > VECTOR:
+    if any(axes.images for axes in picture.figure.axes) or len(picture.svg) > MAX_SVG_BYTES:
         content = b64encode(picture.png).decode()
-        shown = f'<img src="data:image/png;base64,{content}" alt="{escape(picture.alt)}" {size}>'
+        image = f'<img src="data:image/png;base64,{content}" alt="{escape(picture.alt)}" {size}>'
     else:
-        shown = _inline(picture.svg.decode(), picture, size)
-    save = ""
-    if 0 < len(picture.csv) <= SMALL:
+        image = _inline_svg(picture.svg.decode(), picture, size)
+    link = ""
+    if 0 < len(picture.csv) <= MAX_CSV_BYTES:
         file = escape(f"{picture.name}.csv")
-        where = f"data:text/csv;base64,{b64encode(picture.csv).decode()}"
-        save = f' <a href="{where}" download="{file}" aria-label="Save {file}">CSV</a>'
+        data = f"data:text/csv;base64,{b64encode(picture.csv).decode()}"
+        link = f' <a href="{data}" download="{file}" aria-label="Save {file}">CSV</a>'
     return (
-        f"<figure{' class=wide' if width > 700 else ''}>{_scroll(shown, picture.name)}"
-        f"<figcaption>{escape(picture.caption)}{save}</figcaption></figure>"
+        f"<figure{' class=wide' if width > 700 else ''}>{_wrap_scrollable(image, picture.name)}"
+        f"<figcaption>{escape(picture.caption)}{link}</figcaption></figure>"
     )
 
 
 def _size(picture: Picture) -> tuple[int, int]:
-    """In the pixels of a page."""
+    """Width and height in CSS pixels."""
     width, height = picture.figure.get_size_inches()
     return round(96 * width), round(96 * height)
 
 
-def embedded(picture: Picture) -> str:
-    """A picture for a page that is not ours: by itself, on white."""
+def render_image(picture: Picture) -> str:
+    """Render a picture for a page that is not ours, such as a notebook: on a white background."""
     content = b64encode(picture.svg).decode()
     width, height = _size(picture)
     return (
@@ -113,31 +113,33 @@ def embedded(picture: Picture) -> str:
     )
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], bold: Sequence[int] = (), name: str = "Table") -> str:
-    """Rows under heads; those with the numbers in `bold` stand out."""
-    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
+def render_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], bold: Sequence[int] = (), name: str = "Table"
+) -> str:
+    """Render a table; the rows with an index in `bold` are highlighted."""
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
     body = "".join(
-        f"<tr{' class=best' if number in bold else ''}>"
+        f"<tr{' class=best' if index in bold else ''}>"
         + f'<th scope="row">{escape(first)}</th>'
         + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         + "</tr>"
-        for number, (first, *cells) in enumerate(rows)
+        for index, (first, *cells) in enumerate(rows)
     )
-    return _scroll(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>", name)
+    return _wrap_scrollable(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>", name)
 
 
-def details(title: str, content: str) -> str:
-    """What is there for whoever opens it."""
+def render_details(title: str, content: str) -> str:
+    """Render content that is collapsed at first."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
-def _scroll(content: str, name: str) -> str:
-    """What may be wider than the page: it can be moved with the keyboard too."""
+def _wrap_scrollable(content: str, name: str) -> str:
+    """Wrap content that may be wider than the page; it can be scrolled with the keyboard."""
     return f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(name)}">{content}</div>'
 
 
-def _inline(text: str, picture: Picture, size: str) -> str:
-    """An SVG file as a part of a page: with names of its own, and colors that change with those of the page."""
+def _inline_svg(text: str, picture: Picture, size: str) -> str:
+    """Turn an SVG file into a part of the page, with unique ids and colors that follow the theme."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;? ?", "", text, flags=re.S)
     text = re.sub(r"\s*\n\s*", " ", text).replace("xlink:href", "href")
@@ -145,29 +147,29 @@ def _inline(text: str, picture: Picture, size: str) -> str:
     text = re.sub(r' id="([^"]+)"', lambda m: f' id="{picture.name}-{m[1]}"' if m[1] in used else "", text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{picture.name}-", text)
     for color in (*COLORS, FAINT, "#ffffff"):
-        text = re.sub(rf"(fill|stroke): {color}\b", rf"\1: {_variable(color)}", text, flags=re.I)
+        text = re.sub(rf"(fill|stroke): {color}\b", rf"\1: {_color_variable(color)}", text, flags=re.I)
     box = re.search(r'viewBox="[^"]*"', text)
     assert box
     alt = escape(picture.alt)
     return re.sub(r"<svg[^>]*>", lambda _: f'<svg role="img" aria-label="{alt}" {size} {box[0]}>', text, count=1)
 
 
-def _variable(color: str) -> str:
+def _color_variable(color: str) -> str:
     return f"var(--{color.lstrip('#').lower()})" if color in DARK else color
 
 
-def _colors(dark: bool) -> str:
-    plain = {"faint": "#9aa0a3", "link": "#7db8f0"} if dark else {"faint": "#5f6366", "link": "#0b5cad"}
-    drawn = {key.lstrip("#").lower(): value if dark else key for key, value in DARK.items()}
-    return " ".join(f"--{name}: {value};" for name, value in {**plain, **drawn}.items())
+def _css_colors(dark: bool) -> str:
+    page = {"faint": "#9aa0a3", "link": "#7db8f0"} if dark else {"faint": "#5f6366", "link": "#0b5cad"}
+    pictures = {key.lstrip("#").lower(): value if dark else key for key, value in DARK.items()}
+    return " ".join(f"--{name}: {value};" for name, value in {**page, **pictures}.items())
 
 
 _STYLE = (
     f"""
-:root {{ color-scheme: light; {_colors(False)} }}
-@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ color-scheme: dark; {_colors(True)} }} }}
-:root[data-theme=dark] {{ color-scheme: dark; {_colors(True)} }}
-:root {{ --ink: {_variable(INK)}; --line: {_variable(FAINT)}; --paper: {_variable("#ffffff")}; }}
+:root {{ color-scheme: light; {_css_colors(False)} }}
+@media (prefers-color-scheme: dark) {{ :root:not([data-theme=light]) {{ color-scheme: dark; {_css_colors(True)} }} }}
+:root[data-theme=dark] {{ color-scheme: dark; {_css_colors(True)} }}
+:root {{ --ink: {_color_variable(INK)}; --line: {_color_variable(FAINT)}; --paper: {_color_variable("#ffffff")}; }}
 """
     + """
 body { margin: 0 auto; padding: 1rem; max-width: 64rem; font: 1rem/1.5 system-ui, sans-serif; color: var(--ink);
@@ -178,9 +180,9 @@ a { color: var(--link); }
 #theme { position: absolute; top: 1rem; right: max(1rem, calc(50vw - 31rem)); font: inherit; font-size: .875rem;
   color: var(--ink); background: none; border: 1px solid var(--faint); border-radius: .4rem; padding: .25rem .6rem;
   cursor: pointer; }
-.short { border: 1px solid var(--line); border-radius: .5rem; padding: .25rem 1rem; margin: 1rem 0; }
-.short p { margin: .6rem 0; }
-.short p:first-child { font-size: 1.1rem; font-weight: 600; }
+.verdict { border: 1px solid var(--line); border-radius: .5rem; padding: .25rem 1rem; margin: 1rem 0; }
+.verdict p { margin: .6rem 0; }
+.verdict p:first-child { font-size: 1.1rem; font-weight: 600; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .9rem .3rem 0; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap; }
@@ -188,7 +190,7 @@ thead th { color: var(--faint); font-weight: normal; }
 th:first-child { text-align: left; }
 tbody th { font-weight: normal; white-space: normal; }
 .best > * { font-weight: bold; }
-details td, details th, .words td { text-align: left; white-space: normal; overflow-wrap: anywhere; }
+details td, details th { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 summary { cursor: pointer; padding: .3rem 0; }
 .small, figcaption { color: var(--faint); font-size: .875rem; }
 .note { border-left: 3px solid #d55e00; padding-left: .75rem; overflow-wrap: anywhere; }
@@ -206,7 +208,7 @@ figcaption { margin-top: .4rem; }
 @media print {
   body { max-width: none; padding: 0; }
   #theme { display: none; }
-  figure, tr, .short { break-inside: avoid; }
+  figure, tr, .verdict { break-inside: avoid; }
   h2 { break-after: avoid; }
   .scroll { overflow: visible; }
   th, td { white-space: normal; }
@@ -220,21 +222,21 @@ _SCRIPT = """
 const root = document.documentElement, button = document.getElementById("theme");
 const system = matchMedia("(prefers-color-scheme: dark)");
 const dark = () => root.dataset.theme ? root.dataset.theme === "dark" : system.matches;
-const name = () => { button.textContent = dark() ? "Light" : "Dark"; };
+const showTheme = () => { button.textContent = dark() ? "Light" : "Dark"; };
 button.hidden = false;
-button.onclick = () => { root.dataset.theme = dark() ? "light" : "dark"; name(); };
+button.onclick = () => { root.dataset.theme = dark() ? "light" : "dark"; showTheme(); };
 let before, closed = [];
 addEventListener("beforeprint", () => {
   before = root.dataset.theme;
   root.dataset.theme = "light";
   closed = [...document.querySelectorAll("details:not([open])")];
-  for (const one of closed) one.open = true;
+  for (const each of closed) each.open = true;
 });
 addEventListener("afterprint", () => {
   before ? root.dataset.theme = before : delete root.dataset.theme;
-  for (const one of closed) one.open = false;
+  for (const each of closed) each.open = false;
 });
-name();
+showTheme();
 """
 
 _TEMPLATE = """<!doctype html>

@@ -1,4 +1,4 @@
-"""What results look like in a notebook."""
+"""How results display themselves: in a notebook, as a figure, and as a page."""
 
 from __future__ import annotations
 
@@ -6,116 +6,155 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fewer.errors import SettingError
 from fewer.experiments.compare import Comparison, Row
 from fewer.registry import VIEWS
-from fewer.report.charts import TITLES, client_picture, curve_picture
-from fewer.report.figures import Histories, History, Interval, percent
-from fewer.report.html import Picture, embedded, table
+from fewer.report.charts import TITLES, plot_clients, plot_curves
+from fewer.report.files import write_files
+from fewer.report.html import Picture, render_figure, render_image, render_page, render_table
+from fewer.report.metrics import Histories, History, Interval, format_percent
+from fewer.report.page import PAGE, write_report
 from fewer.runs.result import Result
 from fewer.runs.statistics import amount
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_ALL_TITLES: dict[str, str] = {**TITLES, "client": "Accuracy by client"}
+
 
 class View(ABC):
-    """How a result shows itself: a table and a picture."""
+    """The display of a result: a title, a table and plots."""
 
     @abstractmethod
     def histories(self) -> Histories:
-        """The figures of each round, by method."""
+        """The metrics of each round, by method."""
 
     @abstractmethod
     def title(self) -> str:
-        """What it is, in a line."""
+        """One line that describes the result."""
 
     @abstractmethod
     def table(self) -> str:
-        """Its figures, as HTML."""
+        """The metrics as an HTML table."""
+
+    @abstractmethod
+    def run_directories(self) -> list[Path]:
+        """The directories of the runs, if they were kept."""
 
     def plot(self, by: str) -> Figure:
-        """The picture by one of the ways there are."""
-        if by not in (*TITLES, "client"):
-            raise SettingError(f"by = {by!r} (allowed: {', '.join(TITLES)}, client)")
-        histories = self.histories()
-        if by == "client":
-            figure = client_picture(histories)
-        else:
-            figure = next(curve_picture(title, {"": histories}, way) for way, title in TITLES.items() if way == by)
+        """Plot accuracy by round, megabytes, seconds or client."""
+        if by not in _ALL_TITLES:
+            raise SettingError(f"by must be one of {', '.join(_ALL_TITLES)}, got {by!r}")
+        figure = self._plot(by)
         if figure is None:
-            raise SettingError(f"there is nothing to plot by {by} yet")
+            raise SettingError(f"nothing to plot by {by} yet: no round has these metrics")
         return figure
 
+    def _plot(self, by: str) -> Figure | None:
+        histories = self.histories()
+        if by == "client":
+            return plot_clients(histories)
+        return next(plot_curves(title, {"": histories}, axis) for axis, title in TITLES.items() if axis == by)
+
     def html(self) -> str:
-        """Table and picture; of what has no figures yet, only what it is."""
+        """Table and plot; only the title before the first evaluation."""
         title = escape(self.title())
-        if not any("accuracy" in line for runs in self.histories().values() for run in runs for line in run):
+        if not self._evaluated():
             return f"<p>{title}: no round has been evaluated yet</p>"
         picture = Picture("accuracy", self.plot("round"), "", f"Line chart: accuracy by round. {self.title()}")
-        return f"<p><strong>{title}</strong></p>{self.table()}{embedded(picture)}"
+        return f"<p><strong>{title}</strong></p>{self.table()}{render_image(picture)}"
+
+    def report(self, out: Path) -> Path:
+        """Write the report of the kept runs, or a page with the table and all plots, into `out`; return its path."""
+        if runs := self.run_directories():
+            return write_report(runs, out)[0]
+        if not self._evaluated():
+            raise SettingError(f"nothing to report yet: no round of {self.title()} has been evaluated")
+        pictures = [
+            Picture(f"accuracy-by-{by}", figure, title, f"Chart: {title}. {self.title()}")
+            for by, title in _ALL_TITLES.items()
+            if (figure := self._plot(by))
+        ]
+        figures = "".join(map(render_figure, pictures))
+        page = render_page(self.title(), [self.table(), f'<div class="pictures">{figures}</div>'])
+        return write_files(out, {PAGE: page.encode()})[0]
+
+    def _evaluated(self) -> bool:
+        return any("accuracy" in entry for runs in self.histories().values() for run in runs for entry in run)
 
 
 @VIEWS.register("run")
 @dataclass(frozen=True)
 class RunView(View):
-    """Of one run."""
+    """The view of one run."""
 
     result: Result
 
     def histories(self) -> Histories:
-        """Of its only run."""
+        """The history of the run."""
         return {self.result.method.name: [self.result.history]}
 
+    def run_directories(self) -> list[Path]:
+        """The run directory."""
+        return [] if self.result.folder is None else [self.result.folder.parent]
+
     def title(self) -> str:
-        """Method, data and how far it has come."""
+        """Method, data and progress."""
         done, planned = len(self.result.history), self.result.method.rounds
         return f"{self.result.method.name} on {self.result.data.name}, round {done} of {planned}"
 
     def table(self) -> str:
-        """The last figures."""
-        last = next(line for line in reversed(self.result.history) if "accuracy" in line)
+        """The metrics of the last evaluated round."""
+        last = next(entry for entry in reversed(self.result.history) if "accuracy" in entry)
         cells = [f"{100 * last['accuracy']:.2f}", amount(last["up"] / 1e6), amount(last["down"] / 1e6)]
         heads = ["method", "accuracy %", "MB up", "MB down", "seconds"]
-        return table(heads, [[self.result.method.name, *cells, f"{last['seconds']:.1f}"]])
+        return render_table(heads, [[self.result.method.name, *cells, f"{last['seconds']:.1f}"]])
 
 
 @VIEWS.register("comparison")
 @dataclass(frozen=True)
 class ComparisonView(View):
-    """Of a comparison."""
+    """The view of a comparison."""
 
     comparison: Comparison
 
     def histories(self) -> Histories:
-        """Of all methods, the last round of each with the figures by client."""
-        return {row.method: _curves(row) for row in self.comparison.rows}
+        """The histories of all methods; the last round includes metrics by client."""
+        labeled = zip(self.comparison.labels, self.comparison.rows, strict=True)
+        return {label: _add_client_accuracies(row) for label, row in labeled}
+
+    def run_directories(self) -> list[Path]:
+        """The run directories of all methods and seeds."""
+        return self.comparison.runs
 
     def title(self) -> str:
-        """Data and clients."""
+        """Data and number of clients."""
         return f"{self.comparison.settings['data']}, {self.comparison.clients} clients"
 
     def table(self) -> str:
-        """A row for each method."""
-        heads = ["method", "accuracy %", "everywhere %", "rounds", "MB up", "MB down", "seconds"]
+        """One row per method."""
+        heads = ["method", "accuracy %", "global accuracy %", "rounds", "MB up", "MB down", "seconds"]
         rows = [
             [
-                row.method,
-                percent(Interval(row.accuracy, row.ci95)),
+                label,
+                format_percent(Interval(row.accuracy, row.ci95)),
                 f"{100 * row.global_accuracy:.2f}",
                 str(row.rounds),
                 amount(row.mb_up),
                 amount(row.mb_down),
                 f"{row.seconds:.1f}",
             ]
-            for row in self.comparison.rows
+            for label, row in zip(self.comparison.labels, self.comparison.rows, strict=True)
         ]
-        return table(heads, rows)
+        return render_table(heads, rows)
 
 
-def _curves(row: Row) -> Sequence[History]:
+def _add_client_accuracies(row: Row) -> Sequence[History]:
     return [
-        [*curve[:-1], {**curve[-1], "clients": judged}] for curve, judged in zip(row.curves, row.judged, strict=True)
+        [*curve[:-1], {**curve[-1], "clients": accuracies}]
+        for curve, accuracies in zip(row.curves, row.unit_accuracies, strict=True)
     ]

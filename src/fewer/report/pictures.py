@@ -1,4 +1,4 @@
-"""Pictures of data (its division, examples), of images that methods made, and of embeddings."""
+"""Plots of data (partition, examples), of synthetic images and of embeddings."""
 
 from __future__ import annotations
 
@@ -12,163 +12,164 @@ from numpy.typing import NDArray
 
 from fewer.data import Data, Samples
 from fewer.experiments.studies import Cloud
-from fewer.report.axes import bare, chart, charts, legend, short
-from fewer.report.style import BLUE, COLORS, INK, style
+from fewer.report.axes import add_legend, create_axes, create_panels, hide_frame, shorten
+from fewer.report.style import BLUE, COLORS, INK, theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-CLIENTS = 60
-"""At most so many clients are shown in the picture of a division."""
-ROWS = 20
-"""At most so many classes are shown on a sheet of examples."""
-CHANNELS = 3
-"""At most so many channels of a window of readings are shown."""
+MAX_CLIENTS = 60
+"""Maximum number of clients in a plot of the partition."""
+MAX_CLASSES = 20
+"""Maximum number of classes in a plot of examples."""
+MAX_CHANNELS = 3
+"""Maximum number of channels shown of a time series."""
 
 
-def class_counts(data: Data, clients: int = CLIENTS) -> NDArray[np.int64]:
-    """How many training samples each of the first clients has of each class (clients × classes)."""
+def class_counts(data: Data, clients: int = MAX_CLIENTS) -> NDArray[np.int64]:
+    """Number of training samples by client and class (clients × classes), for the first clients."""
     rows = [_labels(data.client(client).train) for client in range(min(clients, len(data)))]
     return np.stack([np.bincount(row, minlength=data.classes) for row in rows])
 
 
-# --- pictures of data -----------------------------------------------------------------------------------------
+# --- data ------------------------------------------------------------------------------------------------------
 
 
-def partition_picture(data: Data) -> Figure:
-    """Who holds what: a bubble for each client and class, as large in area as the number of training samples."""
+def plot_partition(data: Data) -> Figure:
+    """Label distribution by client: a bubble per client and class, with area proportional to its training samples."""
     from matplotlib.lines import Line2D
 
     counts = class_counts(data)
     clients, classes = counts.shape
     width = max(0.2, 4.4 / clients)
     height = min(0.3, max(3 / classes, 0.12), 10 / classes)
-    most = max(1, int(counts.max()))
-    area = (70 * min(width, height)) ** 2 / most  # of one sample, so that the largest bubble just fits
+    max_count = max(1, int(counts.max()))
+    area = (70 * min(width, height)) ** 2 / max_count  # area of one sample; the largest bubble just fits
     names = class_names(data, range(data.classes))
-    with style():
-        title = f"{short(data.name)}: training samples by client and class"
+    with theme():
+        title = f"{shorten(data.name)}: training samples by client and class"
         if len(data) > clients:
-            title += f"\n(the first {clients} of {len(data):,} clients)"
+            title += f"\n(first {clients} of {len(data):,} clients)"
         size = (clients * width + 0.6 + 0.075 * max(map(len, names)), classes * height + 1.4)
-        figure, axes = chart(title, size)
-        client, held = counts.nonzero()
-        axes.scatter(client, held, s=area * counts[client, held], color=BLUE, alpha=0.8, linewidth=0)
+        figure, axes = create_axes(title, size)
+        client, label = counts.nonzero()
+        axes.scatter(client, label, s=area * counts[client, label], color=BLUE, alpha=0.8, linewidth=0)
         step = math.ceil(0.12 / height)
         axes.set_yticks(range(0, classes, step), names[::step])
         axes.set_xticks(range(0, clients, 1 if clients <= 25 else 5))
         axes.tick_params(labelsize=8)
         axes.set(xlabel="client", xlim=(-0.6, clients - 0.4), ylim=(classes - 0.4, -0.6))
-        sizes = sorted({_rounded(most / part) for part in (10, 3, 1)})
+        sizes = sorted({_round_down(max_count / part) for part in (10, 3, 1)})
         texts = [*(f"{count:,}" for count in sizes[:-1]), f"{sizes[-1]:,} samples"]
-        drawn: Any = {"linestyle": "", "marker": "o", "color": BLUE, "alpha": 0.8, "markeredgewidth": 0}
-        bubbles = [Line2D([], [], markersize=math.sqrt(area * count), **drawn) for count in sizes]
-        legend(figure, dict(zip(texts, bubbles, strict=True)))
+        marker: Any = {"linestyle": "", "marker": "o", "color": BLUE, "alpha": 0.8, "markeredgewidth": 0}
+        bubbles = [Line2D([], [], markersize=math.sqrt(area * count), **marker) for count in sizes]
+        add_legend(figure, dict(zip(texts, bubbles, strict=True)))
     return figure
 
 
-def sheet_picture(data: Data, columns: int = 10) -> Figure | None:
-    """Examples of each class from the common test set: images, or windows of readings; None for other inputs."""
-    image = _pictorial(data)
-    if data.test.tokens or not len(data.test) or not (image or len(data.shape) == 2):
+def plot_examples(data: Data, columns: int = 10) -> Figure | None:
+    """Examples of each class from the common test set: images or time series; None for other inputs."""
+    is_image = _has_images(data)
+    if data.test.is_text or not len(data.test) or not (is_image or len(data.shape) == 2):
         return None
     labels = _labels(data.test)
-    picked = _examples(data, columns)
-    shown, examples = list(picked), list(picked.values())
-    across, down = (0.42, 0.42 * data.shape[1] / data.shape[2]) if image else (0.5, 0.4)
+    by_class = _pick_examples(data, columns)
+    shown, examples = list(by_class), list(by_class.values())
+    width, height = (0.42, 0.42 * data.shape[1] / data.shape[2]) if is_image else (0.5, 0.4)
     names = class_names(data, shown)
-    with style():
-        title = f"{short(data.name)}: examples by {'novel ' if data.novel else ''}class"
+    with theme():
+        title = f"{shorten(data.name)}: examples by {'novel ' if data.novel else ''}class"
         if len(shown) < (classes := len(np.unique(labels)) if data.novel else data.classes):
             title += f"\n({len(shown)} of {classes:,} classes)"
-        if not image and data.shape[0] > CHANNELS:
-            title += f"\n(the first {CHANNELS} of {data.shape[0]} channels)"
-        size = (columns * across + 0.4 + 0.085 * max(map(len, names)), len(shown) * down + 0.6)
-        figure, axes = chart(title, size)
-        if image:
-            limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _range(examples)
-            centers, _ = _show_images(axes, [list(row) for row in examples], limits, columns)
+        if not is_image and data.shape[0] > MAX_CHANNELS:
+            title += f"\n(first {MAX_CHANNELS} of {data.shape[0]} channels)"
+        size = (columns * width + 0.4 + 0.085 * max(map(len, names)), len(shown) * height + 0.6)
+        figure, axes = create_axes(title, size)
+        if is_image:
+            limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _value_range(examples)
+            centers, _ = _draw_images(axes, [list(row) for row in examples], limits, columns)
         else:
-            centers = _show_windows(axes, examples, columns)
+            centers = _draw_series(axes, examples, columns)
         axes.set_yticks(centers, names, fontsize=9)
         axes.set_xticks([])
-        bare(axes)
+        hide_frame(axes)
     return figure
 
 
-def sheet_rows(data: Data, columns: int = 10) -> list[tuple[str, int, str]]:
-    """The same as figures: class, number and all values of each example."""
-    picked = _examples(data, columns)
+def example_rows(data: Data, columns: int = 10) -> list[tuple[str, int, str]]:
+    """The same as a table: class, number and all values of each example."""
+    by_class = _pick_examples(data, columns)
     return [
         (name, number, " ".join(f"{value:.4g}" for value in example.flatten()))
-        for name, examples in zip(class_names(data, picked), picked.values(), strict=True)
+        for name, examples in zip(class_names(data, by_class), by_class.values(), strict=True)
         for number, example in enumerate(examples)
     ]
 
 
-def _examples(data: Data, columns: int) -> dict[int, NDArray[Any]]:
+def _pick_examples(data: Data, columns: int) -> dict[int, NDArray[Any]]:
     """The first test samples of each class."""
     labels = _labels(data.test)
     return {
-        int(label): _inputs(data.test, np.flatnonzero(labels == label)[:columns]) for label in np.unique(labels)[:ROWS]
+        int(label): _inputs(data.test, np.flatnonzero(labels == label)[:columns])
+        for label in np.unique(labels)[:MAX_CLASSES]
     }
 
 
-def made_picture(
+def plot_image_grid(
     data: Data, title: str, rows: Mapping[str, Mapping[int, NDArray[Any]]], each: int = 1
 ) -> Figure | None:
-    """Images that a method made for this data, by row and class, `each` of them; blank where a row has none.
+    """Synthetic images by row and class, up to `each` per cell; None if there are none or the data has no images.
 
-    None where there are none, or where they are no images.
-
-    They are brought back from what nets see to the range of pixels, and cut off at its ends; where the data is no
-    pixels, the lowest value of all is black and the highest white.
+    Images are converted from normalized inputs back to pixels and clipped to their range. If the data does not hold
+    pixels, the lowest value of all images is black and the highest white.
     """
-    labels = range(min(data.classes, ROWS))
+    labels = range(min(data.classes, MAX_CLASSES))
     cells = [
         [image / data.test.scale + data.test.shift for image in images.get(label, ())[:each]]
         for images in rows.values()
         for label in labels
     ]
-    if not _pictorial(data) or not any(cells):
+    if not _has_images(data) or not any(cells):
         return None
-    limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _range([image for cell in cells for image in cell])
+    limits = (
+        (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _value_range([image for cell in cells for image in cell])
+    )
     padded: list[NDArray[Any] | None] = [image for cell in cells for image in [*cell, *[None] * (each - len(cell))]]
     columns = len(labels) * each
     names = class_names(data, labels)
-    across, letter = 0.36, 0.07
-    down = across * data.shape[1] / data.shape[2]
-    upright = max(map(len, names)) * letter > across * each
-    with style():
+    width, letter = 0.36, 0.07
+    height = width * data.shape[1] / data.shape[2]
+    rotated = max(map(len, names)) * letter > width * each
+    with theme():
         if data.classes > len(labels):
             title += f"\n({len(labels)} of {data.classes:,} classes)"
-        head = max(map(len, names)) * letter if upright else 0.2
-        size = (columns * across + 0.4 + letter * max(map(len, rows)), len(rows) * down + 0.5 + head)
-        figure, axes = chart(title, size)
+        head = max(map(len, names)) * letter if rotated else 0.2
+        size = (columns * width + 0.4 + letter * max(map(len, rows)), len(rows) * height + 0.5 + head)
+        figure, axes = create_axes(title, size)
         lines = [padded[start : start + columns] for start in range(0, len(padded), columns)]
-        heights, places = _show_images(axes, lines, limits, columns, each)
-        axes.set_yticks(heights, list(rows), fontsize=9)
-        centers = [float(np.mean(places[start : start + each])) for start in range(0, columns, each)]
-        axes.set_xticks(centers, names, fontsize=9, rotation=90 if upright else 0)
+        row_centers, column_centers = _draw_images(axes, lines, limits, columns, each)
+        axes.set_yticks(row_centers, list(rows), fontsize=9)
+        centers = [float(np.mean(column_centers[start : start + each])) for start in range(0, columns, each)]
+        axes.set_xticks(centers, names, fontsize=9, rotation=90 if rotated else 0)
         axes.xaxis.tick_top()
-        bare(axes)
+        hide_frame(axes)
     return figure
 
 
-def cloud_picture(title: str, clouds: Mapping[str, Cloud]) -> Figure:
-    """Clouds side by side: a color for each class, diamonds for own samples, stars for prototypes."""
-    with style():
-        figure, panels = charts(title, list(clouds), (3.6, 3.4))
+def plot_embeddings(title: str, clouds: Mapping[str, Cloud]) -> Figure:
+    """Embeddings side by side: a color per class, diamonds for own samples, stars for prototypes."""
+    with theme():
+        figure, panels = create_panels(title, list(clouds), (3.6, 3.4))
         for axes, cloud in zip(panels, clouds.values(), strict=True):
-            for number, label in enumerate(np.unique(cloud.star_labels)):
+            for number, label in enumerate(np.unique(cloud.prototype_labels)):
                 color = COLORS[number % len(COLORS)]
                 for own, marker, size in ((False, "o", 9), (True, "D", 20)):
-                    here = cloud.points[(cloud.labels == label) & (cloud.own == own)]
+                    points = cloud.points[(cloud.labels == label) & (cloud.own == own)]
                     edge = INK if own else "none"
                     axes.scatter(
-                        here[:, 0],
-                        here[:, 1],
+                        points[:, 0],
+                        points[:, 1],
                         s=size,
                         marker=marker,
                         color=color,
@@ -176,48 +177,56 @@ def cloud_picture(title: str, clouds: Mapping[str, Cloud]) -> Figure:
                         linewidths=0.6,
                         alpha=0.8,
                     )
-                star = cloud.stars[cloud.star_labels == label]
+                prototype = cloud.prototypes[cloud.prototype_labels == label]
                 axes.scatter(
-                    star[:, 0], star[:, 1], s=190, marker="*", color=color, edgecolors=INK, linewidths=0.9, zorder=3
+                    prototype[:, 0],
+                    prototype[:, 1],
+                    s=190,
+                    marker="*",
+                    color=color,
+                    edgecolors=INK,
+                    linewidths=0.9,
+                    zorder=3,
                 )
             axes.set(xticks=[], yticks=[])
-            bare(axes)
+            hide_frame(axes)
     return figure
 
 
-def rows_picture(
-    title: str, blocks: Sequence[tuple[Mapping[str, NDArray[Any]], Sequence[str]]], span: tuple[float, float]
+def plot_image_rows(
+    title: str, blocks: Sequence[tuple[Mapping[str, NDArray[Any]], Sequence[str]]], limits: tuple[float, float]
 ) -> Figure:
-    """Blocks of named rows of images, each block with a word under every column; `span` is what black and white are."""
+    """Blocks of named rows of images, with notes under the columns; `limits` are the values of black and white."""
     from matplotlib.figure import Figure
 
     columns = max(len(row) for rows, _ in blocks for row in rows.values())
     height, width = next(iter(blocks[0][0].values())).shape[2:]
-    across, down = 0.5, 0.5 * height / width
+    image_width, image_height = 0.5, 0.5 * height / width
     names = [name for rows, _ in blocks for name in rows]
-    tall = [len(rows) * down + (0.25 if notes else 0.05) for rows, notes in blocks]
-    with style():
-        size = (columns * across + 0.4 + 0.085 * max(map(len, names)), sum(tall) + 0.5)
+    block_heights = [len(rows) * image_height + (0.25 if notes else 0.05) for rows, notes in blocks]
+    with theme():
+        size = (columns * image_width + 0.4 + 0.085 * max(map(len, names)), sum(block_heights) + 0.5)
         figure = Figure(figsize=size)
         figure.suptitle(title, x=0.08 / size[0], ha="left", color=INK, fontsize=11)
-        grid = figure.add_gridspec(len(blocks), 1, height_ratios=tall)
-        for place, (rows, notes) in enumerate(blocks):
-            axes = figure.add_subplot(grid[place])
-            heights, places = _show_images(axes, [list(row) for row in rows.values()], span, columns)
-            axes.set_yticks(heights, list(rows), fontsize=9)
-            axes.set_xticks(places[: len(notes)], list(notes), fontsize=8)
-            bare(axes)
+        grid = figure.add_gridspec(len(blocks), 1, height_ratios=block_heights)
+        for index, (rows, notes) in enumerate(blocks):
+            axes = figure.add_subplot(grid[index])
+            images = [list(row) for row in rows.values()]
+            row_centers, column_centers = _draw_images(axes, images, limits, columns)
+            axes.set_yticks(row_centers, list(rows), fontsize=9)
+            axes.set_xticks(column_centers[: len(notes)], list(notes), fontsize=8)
+            hide_frame(axes)
     return figure
 
 
-def _show_images(
+def _draw_images(
     axes: Axes,
     rows: Sequence[Sequence[NDArray[Any] | None]],
     limits: tuple[float, float],
     columns: int,
     group: int = 0,
 ) -> tuple[list[float], list[float]]:
-    """One image made of all of them, with white between, more of it between groups; the centers of rows and columns."""
+    """Draw all images on one canvas, with wider gaps between groups; returns the centers of rows and columns."""
     channels, height, width = next(image.shape for row in rows for image in row if image is not None)
     low, high = limits
     gap = max(1, width // 12)
@@ -233,20 +242,20 @@ def _show_images(
     return [top + (height - 1) / 2 for top in tops], [left + (width - 1) / 2 for left in lefts]
 
 
-def _show_windows(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) -> list[float]:
-    """Small line plots, a row for each class, all on one scale; where the rows' centers are."""
-    low, high = _range([windows[:, :CHANNELS] for windows in examples])
-    steps = np.linspace(0, 0.9, examples[0].shape[2])
-    for row, windows in enumerate(examples):
-        for column, window in enumerate(windows):
-            for channel, color in zip(window[:CHANNELS], COLORS, strict=False):
-                height = row + 0.95 - 0.9 * (channel - low) / (high - low)
-                axes.plot(column + steps, height, color=color, linewidth=0.6)
+def _draw_series(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) -> list[float]:
+    """Draw small line plots, one row per class, all on one scale; returns the centers of the rows."""
+    low, high = _value_range([series[:, :MAX_CHANNELS] for series in examples])
+    x = np.linspace(0, 0.9, examples[0].shape[2])
+    for row, class_examples in enumerate(examples):
+        for column, example in enumerate(class_examples):
+            for channel, color in zip(example[:MAX_CHANNELS], COLORS, strict=False):
+                y = row + 0.95 - 0.9 * (channel - low) / (high - low)
+                axes.plot(column + x, y, color=color, linewidth=0.6)
     axes.set(xlim=(-0.05, columns), ylim=(len(examples), 0))
     return [row + 0.5 for row in range(len(examples))]
 
 
-def _pictorial(data: Data) -> bool:
+def _has_images(data: Data) -> bool:
     return len(data.shape) == 3 and data.shape[0] in (1, 3)
 
 
@@ -255,25 +264,25 @@ def _labels(samples: Samples) -> NDArray[np.int64]:
     return labels.cpu().numpy()
 
 
-def _inputs(samples: Samples, numbers: NDArray[np.int64]) -> NDArray[Any]:
-    """Inputs as they are stored, pixels as bytes."""
-    rows = torch.from_numpy(numbers).to(samples.y.device)
+def _inputs(samples: Samples, indices: NDArray[np.int64]) -> NDArray[Any]:
+    """Inputs as stored, with pixels as bytes."""
+    rows = torch.from_numpy(indices).to(samples.y.device)
     inputs: NDArray[Any] = samples.x[rows if samples.rows is None else samples.rows[rows]].cpu().numpy()
     return inputs
 
 
-def _range(examples: Sequence[NDArray[Any]]) -> tuple[float, float]:
+def _value_range(examples: Sequence[NDArray[Any]]) -> tuple[float, float]:
     low, high = min(float(each.min()) for each in examples), max(float(each.max()) for each in examples)
     return low, high if high > low else low + 1
 
 
 def class_names(data: Data, labels: Iterable[int]) -> list[str]:
-    """What to call the classes: their names where those are known, or else their numbers."""
-    known: Sequence[str] = getattr(data, "names", ())
-    return [short(known[label]) if label < len(known) else str(label) for label in labels]
+    """Names of the classes if known, else their numbers."""
+    known: Sequence[str] = getattr(data, "class_names", ())
+    return [shorten(known[label]) if label < len(known) else str(label) for label in labels]
 
 
-def _rounded(count: float) -> int:
-    """Down to one digit that counts; 1 at least."""
+def _round_down(count: float) -> int:
+    """Round down to one significant digit, at least 1."""
     digit = 10 ** max(0, math.floor(math.log10(max(1, count))))
     return max(1, int(count // digit * digit))

@@ -1,4 +1,4 @@
-"""Run directories as a report sees them: put together by method, one run for each seed."""
+"""Reads run directories for reports and groups them by method, one run per seed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fewer.errors import FewerError, RunError
-from fewer.experiments.recipes import RECIPE
-from fewer.plugins import in_file
-from fewer.report.figures import MB, Interval, interval
+from fewer.experiments.recipes import RECIPE_FILE
+from fewer.plugins import needs_import
+from fewer.report.metrics import MB, Interval, interval
 from fewer.runs.directory import EVENTS, RunDirectory
-from fewer.runs.settings import OUTSIDE, Settings
+from fewer.runs.settings import HOW_TO_RUN, Settings
 from fewer.runs.statistics import half_width
 from fewer.wire.ledger import EVALUATION, Entry
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from fewer.methods import Method
 
 _METHOD = ("method", "rounds", "cohort", "method_options")
-"""Settings that say which method, and of it what; the method's own settings tell the same, resolved."""
+"""Settings that choose the method; the description of the method holds the same, resolved."""
 _SEEDS = ("seed", "data_seed")
-_LOOKING = ("evaluate_every",)
-"""Settings of how a run is watched, on which no figure depends."""
+_EVALUATION = ("evaluate_every",)
+"""Settings of evaluation, which change no result."""
 LEDGER = "ledger.csv"
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run directory tells."""
+    """The content of a run directory."""
 
     path: Path
     description: Mapping[str, Any]
@@ -43,145 +43,151 @@ class Run:
 
     @classmethod
     def open(cls, path: Path) -> Run:
-        """RunError where the directory is no run, or is damaged."""
+        """Read a run directory; RunError if it is not one, or is damaged."""
         directory = RunDirectory.open(path)
         history = directory.history()
         try:
             lines = (path / EVENTS).read_text().splitlines() if history else []
         except (OSError, ValueError) as error:
             raise RunError(f"{path} is damaged: {EVENTS} cannot be read ({error})") from error
-        return cls(path, directory.description, history, list(_events(lines)))
+        return cls(path, directory.description, history, list(_parse_events(lines)))
 
     @property
-    def name(self) -> str:
-        """The name of the method."""
-        told = (str(event["method"]) for event in self.events if event["event"] == "start" and "method" in event)
-        return next(told, str(self.settings["method"]))
+    def method_name(self) -> str:
+        """Name of the method."""
+        names = (str(event["method"]) for event in self.events if event["event"] == "start" and "method" in event)
+        return next(names, str(self.settings["method"]))
 
     @property
-    def kind(self) -> type[Method] | None:
-        """The method's class; None where it is gone, or in a file: whoever looks at a run does not run its code."""
+    def method_class(self) -> type[Method] | None:
+        """Class of the method; None if it is not installed, or lives in a file: reports do not execute user files."""
         from fewer.methods import find
 
         name = str(self.settings["method"])
         try:
-            return None if in_file(name) else find(name)
-        except FewerError:  # a plug-in that is gone
+            return None if needs_import(name) else find(name)
+        except FewerError:  # a plugin that is no longer installed
             return None
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """All settings but the method's own."""
+        """All settings except the method's own."""
         settings: Mapping[str, Any] = self.description["settings"]
         return settings
 
     @property
     def seed(self) -> int:
-        """Of everything random."""
+        """Seed of the run."""
         return int(self.settings["seed"])
 
     @property
     def data_seed(self) -> int:
-        """Of the division of the data."""
+        """Seed of the partition."""
         return self.seed if self.settings["data_seed"] is None else int(self.settings["data_seed"])
 
     @property
     def accuracy(self) -> float | None:
-        """The last that was measured."""
-        return next((line["accuracy"] for line in reversed(self.history) if "accuracy" in line), None)
+        """Last measured accuracy."""
+        return next((entry["accuracy"] for entry in reversed(self.history) if "accuracy" in entry), None)
 
     @property
     def global_accuracy(self) -> float | None:
-        """The same, with each client's model judged on all clients' test samples; known when a run has finished."""
-        found: float | None = self.history[-1].get("global_accuracy", None if self.unfinished else self.accuracy)
-        return found
+        """Accuracy of each client's model on all clients' test samples; known once a run has finished."""
+        default = None if self.unfinished else self.accuracy
+        accuracy: float | None = self.history[-1].get("global_accuracy", default)
+        return accuracy
 
     @cached_property
     def traffic(self) -> Counter[tuple[str, str]]:
-        """Bytes of learning by direction and kind, in the rounds that have ended."""
-        found: Counter[tuple[str, str]] = Counter()
-        for entry in self._messages():
-            found[entry.direction, entry.kind] += entry.bytes
-        return found
+        """Training bytes by direction and kind, over the completed rounds."""
+        traffic: Counter[tuple[str, str]] = Counter()
+        for entry in self._training_messages():
+            traffic[entry.direction, entry.kind] += entry.bytes
+        return traffic
 
     @cached_property
     def hops(self) -> Counter[tuple[int, int, str]]:
-        """How often a message of a kind went on from one client to another: it is sent, and right then received."""
-        found: Counter[tuple[int, int, str]] = Counter()
-        for one, other in pairwise(self._messages()):
-            alike = (one.round, one.kind, one.bytes) == (other.round, other.kind, other.bytes)
-            if alike and (one.direction, other.direction) == ("up", "down"):
-                found[one.client, other.client, one.kind] += 1
-        return found
+        """Relayed messages by source, target and kind. A relayed message goes up and at once down again."""
+        hops: Counter[tuple[int, int, str]] = Counter()
+        for sent, received in pairwise(self._training_messages()):
+            same = (sent.round, sent.kind, sent.bytes) == (received.round, received.kind, received.bytes)
+            if same and (sent.direction, received.direction) == ("up", "down"):
+                hops[sent.client, received.client, sent.kind] += 1
+        return hops
 
-    def _messages(self) -> Iterator[Entry]:
-        """The messages of learning, in the order in which they went; RunError where the ledger is damaged."""
+    def _training_messages(self) -> Iterator[Entry]:
+        """Training messages in the order they were sent; RunError if the ledger is damaged."""
         done = len(self.history)
         try:
             with (self.path / LEDGER).open(newline="") as file:
                 lines = csv.reader(file)
                 next(lines, None)
-                for number, client, way, kind, size in lines:
-                    if int(number) > done:  # a round under way, of which not all is there yet
+                for number, client, direction, kind, size in lines:
+                    if int(number) > done:  # a round in progress, not complete yet
                         return
                     if not kind.startswith(EVALUATION):
-                        yield Entry(int(number), int(client), "up" if way == "up" else "down", kind, int(size))
+                        yield Entry(int(number), int(client), "up" if direction == "up" else "down", kind, int(size))
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: {LEDGER} cannot be read ({error})") from error
 
     @property
-    def breaks(self) -> int:
-        """How often the run was stopped or killed before its end, and went on."""
+    def interruptions(self) -> int:
+        """How often the run was stopped or killed before its end and then resumed."""
         return sum(event["event"] == "resume" and event.get("round", 0) < len(self.history) for event in self.events)
 
     @property
-    def packed(self) -> tuple[float, float] | None:
-        """MB up and down that the carrier made of all messages, where it says so."""
+    def transport_megabytes(self) -> tuple[float, float] | None:
+        """MB up and down of all messages on the wire, if the runtime records them."""
         if not any("packed_up" in event for event in self.events):
             return None
-        up, down = (sum(event.get(f"packed_{way}", 0) for event in self.events) / MB for way in ("up", "down"))
+        up, down = (
+            sum(event.get(f"packed_{direction}", 0) for event in self.events) / MB for direction in ("up", "down")
+        )
         return up, down
 
     @property
     def unfinished(self) -> str:
-        """How far a run has come and why it stopped, if it did; empty for a finished one."""
+        """How far an unfinished run has come, and why it stopped; empty for a finished one."""
         planned, done = self.description["method"]["rounds"], len(self.history)
         if done == planned:
             return ""
         reason = self.events[-1].get("reason") if self.events else None
-        return f"has come to round {done} of {planned}" + (f", then stopped: {reason}" if reason else "")
+        return f"is at round {done} of {planned}" + (f"; it stopped: {reason}" if reason else "")
 
     @property
-    def missing(self) -> list[Mapping[str, Any]]:
-        """The answers that were absent. Of a round that was begun anew, what happened last."""
-        found: dict[tuple[int, int | None, str | None], Mapping[str, Any]] = {}
+    def absences(self) -> list[Mapping[str, Any]]:
+        """Events of absent answers. If a round was repeated after a resume, only its last attempt counts."""
+        absences: dict[tuple[int, int | None, str | None], Mapping[str, Any]] = {}
         for event in self.events:
             if event["event"] == "absent":
-                found[event.get("round", 0), event.get("client"), event.get("handler")] = event
-            elif event["event"] in ("start", "resume"):  # rounds after the last checkpoint are done again
-                found = {key: one for key, one in found.items() if key[0] <= event.get("round", 0)}
-        return list(found.values())
+                absences[event.get("round", 0), event.get("client"), event.get("handler")] = event
+            elif event["event"] in ("start", "resume"):  # rounds after the last checkpoint are repeated
+                done = event.get("round", 0)
+                absences = {key: absence for key, absence in absences.items() if key[0] <= done}
+        return list(absences.values())
 
     @property
-    def absent(self) -> Counter[str]:
-        """How many answers were absent, by reason."""
-        return Counter(str(event.get("why", "?")) for event in self.missing)
+    def absent_counts(self) -> Counter[str]:
+        """Number of absent answers by reason."""
+        return Counter(str(event.get("reason", "?")) for event in self.absences)
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The settings on which the figures depend, but for the method's own and the seeds."""
-        hidden = (*OUTSIDE, *_METHOD, *_SEEDS, *_LOOKING)
+    def task_settings(self) -> dict[str, Any]:
+        """Settings that affect results, except the method's own and the seeds."""
+        hidden = (*HOW_TO_RUN, *_METHOD, *_SEEDS, *_EVALUATION)
         return {key: value for key, value in self.settings.items() if key not in hidden}
 
     @property
-    def division(self) -> dict[str, Any]:
-        """The settings that say what data there is and how it is divided."""
+    def data_settings(self) -> dict[str, Any]:
+        """Settings of the data and its partition."""
         fields = Settings.model_fields
-        return {key: value for key, value in self.facts.items() if key in fields and fields[key].title == "Data"}
+        return {
+            key: value for key, value in self.task_settings.items() if key in fields and fields[key].title == "Data"
+        }
 
     @property
-    def data(self) -> str:
-        """The data, how many clients it is divided among, and how."""
+    def data_summary(self) -> str:
+        """Name of the data, number of clients and partition."""
         name, clients = self.description["data"]["name"], self.description["data"]["clients"]
         if "data" in self.description["own"]:
             return f"{name}, {clients} clients"
@@ -192,162 +198,161 @@ class Run:
 
 @dataclass(frozen=True)
 class TablePosition:
-    """Where runs stand in the table of a recipe."""
+    """The cell of a recipe's table that runs belong to."""
 
     row: str
     column: str
     paper: float | None
-    """The paper's figure, in %."""
+    """The paper's value, in %."""
     mean: str
-    """What the recipe's accuracy is the mean over: samples or clients."""
+    """What the recipe averages accuracy over: samples or clients."""
     quick: bool
     about: str
 
     @classmethod
-    def of(cls, run: Run) -> TablePosition | None:
-        """None where a run is not of a recipe."""
+    def find(cls, run: Run) -> TablePosition | None:
+        """Position of a run; None if it does not belong to a recipe."""
         try:
-            told = json.loads((run.path.resolve().parents[1] / RECIPE).read_text())
+            recipe = json.loads((run.path.resolve().parents[1] / RECIPE_FILE).read_text())
             key = f"{run.path.resolve().parent.name}/{run.path.resolve().name.rpartition('-seed')[0]}"
-            cell = told["cells"][key]
-            return cls(
-                **cell, mean=told["mean"], quick=told["quick"], about=f"{told['title']}. Paper: {told['paper']}."
-            )
+            about = f"{recipe['title']}. Paper: {recipe['paper']}."
+            return cls(**recipe["cells"][key], mean=recipe["mean"], quick=recipe["quick"], about=about)
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             return None
 
-    def measured(self, runs: Sequence[Run]) -> Interval | None:
-        """Our figure, as the recipe has it."""
+    def measure(self, runs: Sequence[Run]) -> Interval | None:
+        """Our accuracy, averaged as the recipe says."""
         if self.mean == "samples":
             return RunGroup(self.row, runs).accuracy
-        ends = [list(run.history[-1].get("clients", {}).values()) for run in runs]
-        return interval([interval(each).mean for each in ends]) if all(ends) else None
+        by_client = [list(run.history[-1].get("clients", {}).values()) for run in runs]
+        return interval([interval(values).mean for values in by_client]) if all(by_client) else None
 
 
 @dataclass(frozen=True)
 class RunGroup:
-    """The runs of one method with the same settings, in the order of their seeds."""
+    """Runs of one method with the same settings, in the order of their seeds."""
 
     label: str
     runs: Sequence[Run]
 
     @property
-    def name(self) -> str:
-        """The name of the method."""
-        return self.runs[0].name
+    def method_name(self) -> str:
+        """Name of the method."""
+        return self.runs[0].method_name
 
     @property
-    def place(self) -> TablePosition | None:
-        """Where its runs stand in the table of a recipe, if they are of one."""
-        return TablePosition.of(self.runs[0])
+    def table_position(self) -> TablePosition | None:
+        """Cell of a recipe's table that the runs belong to, if any."""
+        return TablePosition.find(self.runs[0])
 
     @property
     def finished(self) -> bool:
-        """Whether all of its runs have come to their ends."""
+        """True if all runs have finished."""
         return not any(run.unfinished for run in self.runs)
 
     @property
     def accuracy(self) -> Interval | None:
-        """Over the seeds that were evaluated; its interval is over groups where runs were judged on groups."""
+        """Accuracy over the evaluated seeds; if runs were evaluated on groups, the interval is over groups."""
         groups = [accuracy for run in self.runs for accuracy in run.history[-1].get("groups", ())]
-        found = _over([run.accuracy for run in self.runs])
-        return Interval(found.mean, half_width(groups)) if found and groups else found
+        over_seeds = _known_interval([run.accuracy for run in self.runs])
+        return Interval(over_seeds.mean, half_width(groups)) if over_seeds and groups else over_seeds
 
     @property
-    def over(self) -> str:
-        """What the accuracy is the mean of."""
+    def averaged_over(self) -> str:
+        """What the accuracy is averaged over."""
         groups = sum(len(run.history[-1].get("groups", ())) for run in self.runs)
         return f"{groups} {self.units}" if groups else "1 seed" if len(self.runs) == 1 else f"{len(self.runs)} seeds"
 
     @property
     def units(self) -> str | None:
-        """What its runs were judged on one by one and is no client, if there is such a thing: groups, or tasks."""
-        judged = [run.history[-1] for run in self.runs if "groups" in run.history[-1]]
-        return None if not judged else "tasks" if "tasks" in judged[0] else "groups"
+        """What runs were evaluated on instead of clients: "groups" or "tasks"; None for clients."""
+        last = [run.history[-1] for run in self.runs if "groups" in run.history[-1]]
+        return None if not last else "tasks" if "tasks" in last[0] else "groups"
 
     @property
     def traffic(self) -> dict[tuple[str, str], float]:
-        """Bytes of learning by direction and kind, mean over seeds."""
+        """Training bytes by direction and kind, mean over seeds."""
         total = sum((run.traffic for run in self.runs), Counter())
         return {key: size / len(self.runs) for key, size in total.items()}
 
     @property
     def global_accuracy(self) -> Interval | None:
-        """Over the seeds that were evaluated."""
-        return _over([run.global_accuracy for run in self.runs])
+        """Global accuracy over the evaluated seeds."""
+        return _known_interval([run.global_accuracy for run in self.runs])
 
-    def mean(self, figure: str) -> float:
-        """The mean of a figure of the last round."""
-        return interval([run.history[-1][figure] for run in self.runs]).mean
+    def last_mean(self, metric: str) -> float:
+        """Mean over seeds of a metric in the last round."""
+        return interval([run.history[-1][metric] for run in self.runs]).mean
 
     @property
     def megabytes(self) -> tuple[float, float]:
-        """Sent up and down, mean over seeds."""
-        return self.mean("up") / MB, self.mean("down") / MB
+        """MB sent up and down, mean over seeds."""
+        return self.last_mean("up") / MB, self.last_mean("down") / MB
 
     @property
     def rounds(self) -> str:
-        """How many rounds were run, and of how many where that is fewer."""
+        """Number of completed rounds, and of planned rounds if there are more."""
         done = sorted({len(run.history) for run in self.runs})
         planned = self.runs[0].description["method"]["rounds"]
         text = f"{done[0]}" if len(done) == 1 else f"{done[0]} to {done[-1]}"
         return text if done == [planned] else f"{text} of {planned}"
 
     @property
-    def absent(self) -> Counter[str]:
-        """How many answers were absent in all runs, by reason."""
-        return sum((run.absent for run in self.runs), Counter())
+    def absent_counts(self) -> Counter[str]:
+        """Number of absent answers in all runs, by reason."""
+        return sum((run.absent_counts for run in self.runs), Counter())
 
 
-def gather(paths: Sequence[Path]) -> tuple[list[RunGroup], list[Path]]:
-    """Runs by method, in the order in which the methods first appear; and the runs in which no round has ended yet.
+def group_runs(paths: Sequence[Path]) -> tuple[list[RunGroup], list[Path]]:
+    """Group runs by method, in order of appearance; also return the runs without a completed round.
 
-    Runs whose settings differ in more than the seed are never put together, nor are two runs with the same seed.
+    Only runs that differ in nothing but the seed share a group, and a group has at most one run per seed.
     """
-    all = [Run.open(path) for path in {path.resolve(): path for path in paths}.values()]
-    if not all:
-        raise RunError("no runs to report on (expected: run directories)")
-    runs = [run for run in all if run.history]
+    opened = [Run.open(path) for path in {path.resolve(): path for path in paths}.values()]
+    if not opened:
+        raise RunError("no runs to report on: pass one or more run directories")
+    runs = [run for run in opened if run.history]
     if not runs:
-        raise RunError(f"{all[0].path} has no figures yet: no round has ended")
+        raise RunError(f"{opened[0].path} has no completed round yet")
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        what = json.dumps([run.name, run.facts, run.description["method"]], sort_keys=True)
-        again = 0
-        while any(run.seed == other.seed for other in groups.get(f"{what} {again}", ())):
-            again += 1
-        groups.setdefault(f"{what} {again}", []).append(run)
-    found = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
-    labels = _labels([group[0] for group in found])
-    early = [run.path for run in all if not run.history]
-    return [RunGroup(label, group) for label, group in zip(labels, found, strict=True)], early
+        key = json.dumps([run.method_name, run.task_settings, run.description["method"]], sort_keys=True)
+        number = 0
+        while any(run.seed == other.seed for other in groups.get(f"{key} {number}", ())):
+            number += 1
+        groups.setdefault(f"{key} {number}", []).append(run)
+    by_seed = [sorted(group, key=lambda run: run.seed) for group in groups.values()]
+    labels = _make_labels([group[0] for group in by_seed])
+    empty = [run.path for run in opened if not run.history]
+    return [RunGroup(label, group) for label, group in zip(labels, by_seed, strict=True)], empty
 
 
-def _labels(runs: Sequence[Run]) -> list[str]:
-    """The methods' names; where one is there twice, with a setting or two by which they differ, or else a number."""
+def _make_labels(runs: Sequence[Run]) -> list[str]:
+    """Names of the methods; if one appears twice, with up to two settings that differ, or else a number."""
     labels: list[str] = []
     for run in runs:
-        same = [{**other.facts, **other.description["method"]} for other in runs if other.name == run.name]
-        told = {**run.facts, **run.description["method"]}
-        parts = [f"{key}={told[key]}" for key in differing(same)]
-        label = " ".join([run.name, *parts]) if len(parts) <= 2 else run.name
-        numbered = (label, *(f"{label} ({number})" for number in range(2, len(runs) + 1)))
-        labels.append(next(each for each in numbered if each not in labels))
+        same_method = [other for other in runs if other.method_name == run.method_name]
+        same = [{**other.task_settings, **other.description["method"]} for other in same_method]
+        settings = {**run.task_settings, **run.description["method"]}
+        parts = [f"{key}={settings[key]}" for key in differing_settings(same)]
+        label = " ".join([run.method_name, *parts]) if len(parts) <= 2 else run.method_name
+        candidates = (label, *(f"{label} ({number})" for number in range(2, len(runs) + 1)))
+        labels.append(next(candidate for candidate in candidates if candidate not in labels))
     return labels
 
 
-def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of the settings that are not the same in all."""
+def differing_settings(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the settings whose values are not all the same."""
     return [key for key in settings[0] if any(each.get(key) != settings[0][key] for each in settings)]
 
 
-def _over(values: Sequence[float | None]) -> Interval | None:
+def _known_interval(values: Sequence[float | None]) -> Interval | None:
     known = [value for value in values if value is not None]
     return interval(known) if known else None
 
 
-def _events(lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """What happened; a line that a kill cut short is left out."""
+def _parse_events(lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Events of a run, without lines that a kill cut short."""
     for line in lines:
         try:
             event = json.loads(line)

@@ -1,14 +1,14 @@
-"""How all pictures look: one style, readable when small, and for each method a look of its own, the same everywhere.
+"""How pictures look: one theme, readable at small sizes, and a line style for each method.
 
-Colors are those of Okabe and Ito, which people with color-blindness can tell apart, without the yellow that is lost
-on white, and with the color of the ink for black. On a dark page `DARK` has another for some of them. matplotlib is
-imported when a picture is drawn; its global settings stay as they are.
+Colors are from the color-blind-safe palette of Okabe and Ito, without yellow (too pale on white) and with `INK` for
+black. `DARK` replaces some of them on dark pages. matplotlib is imported only when a picture is drawn; its global
+settings do not change.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
@@ -18,19 +18,16 @@ if TYPE_CHECKING:
 
 DPI = 200
 SIZE = (4.8, 3.2)
-"""Of a plain chart, in inches: small, so that its letters are large where it is shown."""
+"""Size of a plain chart in inches; small, so that its text is large where it is shown."""
 INK, FAINT = "#222222", "#d8d8d8"
 BLUE = "#0072B2"
-
 ORANGE, GREEN, PINK, RED, SKY = "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
 
 COLORS = (BLUE, ORANGE, GREEN, PINK, RED, SKY, INK)
 DARK = {INK: "#e8e8e8", FAINT: "#45494b", BLUE: "#4da3d9", RED: "#ee7722", "#ffffff": "#181a1b"}
-"""What takes the place of a color where the page is dark; the others do on both."""
+"""Replacement colors for dark pages; the other colors work on both."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-DASHES = ("--", ":", "-.")
-_SOLID = ("fedavg", "fedprox", "fedbn", "metafed", "fedmk", "fedgen", "local")
-"""Methods that are often compared: each has a color that none of the others has, and a whole line."""
+DASHES = ("-", "--", ":", "-.")
 
 _SETTINGS: Any = {
     "figure.dpi": DPI,
@@ -51,7 +48,7 @@ _SETTINGS: Any = {
     "grid.color": FAINT,
     "grid.linewidth": 0.6,
     "text.color": INK,
-    "text.parse_math": False,  # names may contain dollars
+    "text.parse_math": False,  # names may contain dollar signs
     "xtick.color": INK,
     "ytick.color": INK,
     "lines.linewidth": 1.8,
@@ -61,83 +58,77 @@ _SETTINGS: Any = {
     "legend.fontsize": 9,
     "legend.handlelength": 2.8,
     "legend.columnspacing": 1.5,
-    "svg.fonttype": "none",  # letters stay letters, which can be read, found and scaled
+    "svg.fonttype": "none",  # text stays text: it can be searched and scaled
     "svg.hashsalt": "fewer",
 }
 
 
-class Look(NamedTuple):
-    """By what a method is known in a picture."""
+class LineStyle(NamedTuple):
+    """Color, marker and dash pattern of a line."""
 
     color: str
     marker: str
     dash: str
 
 
-_DASHED = {
-    "fedavg-moved": Look(BLUE, "o", "--"),
-    "fedmk-paper": Look(INK, "X", "--"),
-    "feddistill": Look(GREEN, "^", "--"),
-    "feddistill-logits": Look(SKY, "P", "-."),
-    "fedensemble": Look(PINK, "D", "-."),
-    "fedmeta": Look(RED, "v", "--"),
-    "fedavg-meta": Look(SKY, "P", "--"),
-    "reptile": Look(GREEN, "^", "-."),
-    "per-fedavg": Look(ORANGE, "s", "--"),
-    "alone": Look(INK, "X", ":"),
-    "frl": Look(RED, "v", "-."),
-    "frl-deploy": Look(PINK, "D", "--"),
-    "frl-scratch": Look(INK, "X", "-."),
-    "frl-fine-tuning": Look(BLUE, "o", "-."),
-    "frl-per-fedavg": Look(ORANGE, "s", "-."),
-    "frl-lasting": Look(PINK, "v", "-."),
-    "frl-warm": Look(GREEN, "P", "-."),
-    "f2l": Look(RED, "v", ":"),
-    "fl-maml": Look(ORANGE, "s", ":"),
-    "fl-proto": Look(GREEN, "^", ":"),
-    "fedfsl": Look(BLUE, "o", ":"),
-    "local-maml": Look(SKY, "P", ":"),
-    "local-proto": Look(PINK, "D", ":"),
-}
-"""The others that come with the package: those that are compared with each other have colors of their own."""
+def assign_styles(methods: Iterable[str], known: Mapping[str, LineStyle] | None = None) -> dict[str, LineStyle]:
+    """Give each method its own line style, in addition to the `known` ones.
 
-
-def look(method: str) -> Look:
-    """The look of a method, which depends on its name alone."""
-    if method in _SOLID:
-        place = _SOLID.index(method)
-        return Look(COLORS[place], MARKERS[place], "-")
-    if method in _DASHED:
-        return _DASHED[method]
-    number, color = divmod(crc32(method.encode()), len(COLORS))
-    number, dash = divmod(number, len(DASHES))
-    return Look(COLORS[color], MARKERS[number % len(MARKERS)], DASHES[dash])
-
-
-def looks(methods: Mapping[str, str]) -> dict[str, Look]:
-    """A look for each label, given its method: the method's own for the first of its labels.
-
-    Further labels of it keep the color, and have a line and a marker that the first has not.
+    A hash of the name picks the color; the next free color follows if another method has it. Every seven methods all
+    colors are in use, and the next seven get another dash pattern and marker.
     """
-    found: dict[str, Look] = {}
+    styles = dict(known or {})
+    for method in methods:
+        if method in styles:
+            continue
+        cycle = len(styles) // len(COLORS)
+        used = {style.color for style in list(styles.values())[cycle * len(COLORS) :]}
+        start = crc32(method.encode())
+        index = next(i % len(COLORS) for i in range(start, start + len(COLORS)) if COLORS[i % len(COLORS)] not in used)
+        styles[method] = LineStyle(COLORS[index], MARKERS[(index + cycle) % len(MARKERS)], DASHES[cycle % len(DASHES)])
+    return styles
+
+
+def assign_label_styles(
+    methods: Mapping[str, str], known: Mapping[str, LineStyle] | None = None
+) -> dict[str, LineStyle]:
+    """Give each label a line style, given its method.
+
+    The first label of a method has the method's style. Its other labels keep the color and get a dash pattern and a
+    marker that are still free.
+    """
+    by_method = assign_styles(methods.values(), known)
+    used = {by_method[method] for method in methods.values()}
+    styles: dict[str, LineStyle] = {}
     for label, method in methods.items():
-        color, marker, dash = look(method)
-        again = sum(other == method for other in list(methods.values())[: len(found)])
-        lines = ["-", *DASHES]
-        dash = lines[(lines.index(dash) + again) % len(lines)]
-        marker = MARKERS[(MARKERS.index(marker) + again) % len(MARKERS)]
-        found[label] = Look(color, marker, dash)
-    return found
+        style = by_method[method]
+        if method in [methods[other] for other in styles]:
+            variants = _variants(style)
+            style = next(
+                (variant for variant in variants if variant not in used), variants[len(styles) % len(variants)]
+            )
+            used.add(style)
+        styles[label] = style
+    return styles
 
 
-def on_fill(share: float) -> str:
-    """The color of letters on a field of viridis, 0 dark to 1 light; it does not change with that of the page."""
-    return "#000000" if share > 0.55 else "#fefefe"
+def _variants(style: LineStyle) -> list[LineStyle]:
+    """All other styles of the same color; neighbors differ in both dash pattern and marker."""
+    marker, dash = MARKERS.index(style.marker), DASHES.index(style.dash)
+    return [
+        LineStyle(style.color, MARKERS[(marker + step) % len(MARKERS)], DASHES[(dash + step) % len(DASHES)])
+        for step in range(1, len(MARKERS) * len(DASHES))
+    ]
+
+
+def text_color(value: float) -> str:
+    """Text color on a viridis background, from 0 (dark) to 1 (light); the same in both themes."""
+    return "#000000" if value > 0.55 else "#fefefe"
 
 
 @contextmanager
-def style() -> Iterator[None]:
-    """Draw in our style, whatever the user's own is; that one is back afterwards."""
+def theme() -> Iterator[None]:
+    """Draw in our theme, then restore the user's matplotlib settings."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -147,25 +138,25 @@ def style() -> Iterator[None]:
 
 
 def png(figure: Figure) -> bytes:
-    """A picture as a PNG file; the same picture gives the same bytes."""
+    """Render a picture as PNG; the same picture gives the same bytes."""
     file = io.BytesIO()
-    with style():
-        _settle(figure)
+    with theme():
+        _fix_layout(figure)
         figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
     return file.getvalue()
 
 
 def svg(figure: Figure) -> bytes:
-    """A picture as an SVG file; the same picture gives the same bytes."""
+    """Render a picture as SVG; the same picture gives the same bytes."""
     file = io.BytesIO()
-    with style():
-        _settle(figure)
+    with theme():
+        _fix_layout(figure)
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     return file.getvalue()
 
 
-def _settle(figure: Figure) -> None:
-    """Find out once where everything goes, not for every file anew."""
+def _fix_layout(figure: Figure) -> None:
+    """Compute the layout once instead of for every file."""
     if figure.get_layout_engine():
         figure.draw_without_rendering()
         figure.set_layout_engine("none")

@@ -1,4 +1,4 @@
-"""The pictures that a recipe asks for: of the figures of its table, and of what its study found."""
+"""The pictures of a recipe: its table as a plot, and the images of its study."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from typing import TYPE_CHECKING
 
 from fewer.experiments.recipes import Cell, Recipe
 from fewer.experiments.studies import Study
-from fewer.report.audit import picture
-from fewer.report.charts import column_picture, curve_picture
-from fewer.report.figures import Histories, Interval, curve
+from fewer.report.audit import draw_images
+from fewer.report.charts import plot_columns, plot_curves
 from fewer.report.files import write_files
-from fewer.report.pictures import cloud_picture
-from fewer.report.style import looks, png
+from fewer.report.metrics import Histories, Interval, accuracy_curve
+from fewer.report.pictures import plot_embeddings
+from fewer.report.style import assign_label_styles, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def recipe_picture(plan: Recipe, cells: Sequence[Cell]) -> Figure | None:
-    """None where the recipe asks for none."""
+def plot_recipe(plan: Recipe, cells: Sequence[Cell]) -> Figure | None:
+    """Draw the plot that a recipe asks for; None if it asks for none."""
     if plan.figure is None:
         return None
     tuned = {row.name: row.tune for row in plan.row}
-    methods = {cell.row: cell.ours.method for cell in sorted(cells, key=lambda cell: not tuned[cell.row])}
-    of = looks(methods)  # what is tuned has the method's own look
+    tuned_first = sorted(cells, key=lambda cell: not tuned[cell.row])  # a tuned row has the method's own style
+    styles = assign_label_styles({cell.row: cell.ours.method for cell in tuned_first})
     columns = list(dict.fromkeys(cell.column for cell in cells))
     if plan.figure == "columns":
         rounds = plan.by_round if isinstance(plan.by_round, list) else [0]
-        panels = {f"{number} rounds" if number else "": _after(cells, number) for number in rounds}
-        return column_picture(plan.title, panels, of)
+        panels = {f"{number} rounds" if number else "": _accuracies_after(cells, number) for number in rounds}
+        return plot_columns(plan.title, panels, styles)
     histories: dict[str, Histories] = {
         column: {cell.row: cell.ours.curves for cell in cells if cell.column == column} for column in columns
     }
-    return curve_picture(plan.title, histories, "round" if plan.figure == "rounds" else "megabytes", of)
+    return plot_curves(plan.title, histories, "round" if plan.figure == "rounds" else "megabytes", styles)
 
 
-def _after(cells: Sequence[Cell], number: int) -> dict[str, dict[str, Interval]]:
-    """By row and column, the accuracy after so many rounds, or after the last (0)."""
-    found: dict[str, dict[str, Interval]] = {}
+def _accuracies_after(cells: Sequence[Cell], rounds: int) -> dict[str, dict[str, Interval]]:
+    """Accuracy by row and column after this many rounds; 0 means after the last."""
+    accuracies: dict[str, dict[str, Interval]] = {}
     for cell in cells:
-        by_round = {point.round: point.accuracy for point in curve(cell.ours.curves)}
-        known = Interval(cell.ours.accuracy, cell.ours.ci95) if not number else by_round.get(number)
-        if known:
-            found.setdefault(cell.row, {})[cell.column] = known
-    return found
+        by_round = {point.round: point.accuracy for point in accuracy_curve(cell.ours.curves)}
+        accuracy = by_round.get(rounds) if rounds else Interval(cell.ours.accuracy, cell.ours.ci95)
+        if accuracy:
+            accuracies.setdefault(cell.row, {})[cell.column] = accuracy
+    return accuracies
 
 
 def write_study(study: Study, stem: Path) -> None:
-    """Write the pictures of a study beside its page, as STEM-NAME.png."""
-    files = {sheet.name: picture(sheet).figure for sheet in study.sheets}
-    files |= {one.name: cloud_picture(one.title, one.clouds) for one in study.maps}
-    write_files(stem.parent, {f"{stem.name}-{name}.png": png(figure) for name, figure in files.items()})
+    """Write the pictures of a study next to its page, as STEM-NAME.png."""
+    figures = {images.name: draw_images(images).figure for images in study.images}
+    figures |= {plot.name: plot_embeddings(plot.title, plot.clouds) for plot in study.cloud_plots}
+    write_files(stem.parent, {f"{stem.name}-{name}.png": png(figure) for name, figure in figures.items()})

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fewer.runs.engine import resume as resume
     from fewer.runs.engine import run as run
     from fewer.runs.result import Result as Result
-    from fewer.runs.result import load as load
+    from fewer.runs.result import open_run as open_run
     from fewer.runs.settings import Settings as Settings
 
 _HOMES = {
@@ -18,13 +18,13 @@ _HOMES = {
     "resume": "engine",
     "run": "engine",
     "Result": "result",
-    "load": "result",
+    "open_run": "result",
     "Settings": "settings",
 }
 __all__ = [*_HOMES]
 
 
-def __getattr__(name: str) -> Any:  # settings must not wait for torch
+def __getattr__(name: str) -> Any:  # importing the settings must not load torch
     if name not in _HOMES:
         raise AttributeError(f"module 'fewer.runs' has no attribute '{name}'")
     return getattr(import_module(f"fewer.runs.{_HOMES[name]}"), name)

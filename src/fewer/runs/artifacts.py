@@ -1,4 +1,4 @@
-"""What a run leaves that prepared a model for groups: one file, all that a group needs; it keeps a copy."""
+"""The file that a preparation leaves for later groups, and the copy that each deployment keeps."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from typing import Any
 import safetensors.torch
 
 from fewer.methods import Method
-from fewer.methods.frl import HEAD, FewRounds, Prepared
-from fewer.methods.frl_deploy import FILE, FRLDeploy, file_of, vocabulary
+from fewer.methods.frl import HEAD, FewRounds, PreparingMethod
+from fewer.methods.frl_deploy import PREPARED_FILE, FRLDeploy, find_prepared_file, vocabulary_checksum
 from fewer.runs.result import Result
 from fewer.runtime.store import write_durably
 
+START = "start.safetensors"
+"""A deployment's own copy of the prepared model, in its run directory."""
 
-def write_prepared(result: Result, where: Path) -> Path | None:
-    """The prepared model in the directory of its run, with net and settings; None where a run prepared none."""
+
+def write_prepared(result: Result, folder: Path) -> Path | None:
+    """Writes the prepared model with its net and options to the run directory; None if the method prepares none."""
     method, settings = result.method, result.settings
-    if not isinstance(method, Prepared):
+    if not isinstance(method, PreparingMethod):
         return None
-    own = {name: getattr(method, name) for name in FewRounds.model_fields if name not in Method.model_fields}
-    facts = {
+    options = {name: getattr(method, name) for name in FewRounds.model_fields if name not in Method.model_fields}
+    metadata = {
         "method": method.name,
         "rounds": method.deploy_rounds or method.group_rounds,
-        "method_options": own,
+        "method_options": options,
         "model": {"model": settings.model, "norm": settings.norm, "model_options": settings.model_options},
         "input": list(result.task.shape),
-        "vocabulary": vocabulary(result.data),
+        "vocabulary": vocabulary_checksum(result.data),
     }
     weights = {name: tensor.cpu().contiguous() for name, tensor in method.broadcast(result.state).items()}
     encoder = {name: tensor for name, tensor in weights.items() if not name.startswith(HEAD)}
-    write_durably(where / FILE, safetensors.torch.save(encoder, {"fewer": json.dumps(facts)}))
-    return where / FILE
+    write_durably(folder / PREPARED_FILE, safetensors.torch.save(encoder, {"fewer": json.dumps(metadata)}))
+    return folder / PREPARED_FILE
 
 
-START = "start.safetensors"
-"""A group's own copy, in the directory of its run, of the prepared model that it began from."""
-
-
-def keep_start(method: Method, where: Path) -> None:
-    """Copy what a group begins from, so that its run can go on and be used wherever that file goes."""
+def copy_start_model(method: Method, folder: Path) -> None:
+    """Copies the prepared model of a deployment to its run directory, so that the run does not need the original."""
     if isinstance(method, FRLDeploy):
-        write_durably(where / START, file_of(Path(method.prepared)).read_bytes())
+        write_durably(folder / START, find_prepared_file(Path(method.prepared)).read_bytes())
 
 
-def settled(settings: Mapping[str, Any], where: Path) -> dict[str, Any]:
-    """The settings of the run in a directory, with its own copy of what it began from, if it has one."""
-    if not (where / START).exists():
+def resolve_start_model(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings of a run, with the path of its own copy of the prepared model if it has one."""
+    if not (folder / START).exists():
         return dict(settings)
-    return {**settings, "method_options": {**settings["method_options"], "prepared": str((where / START).resolve())}}
+    options = {**settings["method_options"], "prepared": str((folder / START).resolve())}
+    return {**settings, "method_options": options}

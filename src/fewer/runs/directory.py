@@ -1,19 +1,19 @@
-"""The run directory: settings, append-only records, and a checkpoint that is whole at any moment.
+"""The run directory: settings, append-only records, and a checkpoint that is valid at any moment.
 
-    settings.json            what was run, resolved, with its hash; fingerprints of environment and data
-    events.jsonl             what happened, line by line: start, absent answers, resume, stop, finish
-    metrics.jsonl            one line a round
-    ledger.csv               one line a message: round, client, direction, kind, bytes
-    checkpoint.safetensors   state after the last whole round, and how long the records were then
-    prepared.safetensors     the model that the run prepared for groups, if that is what it does
-    start.safetensors        the prepared model that a group began from, if that is what it is
-    hops/                    what was passed from client to client in the round under way, if the method does that
-    clients/                 what each client remembers (where clients are simulated)
-    lock                     held by the process that writes, with its number
+    settings.json            the resolved settings and their hash, the environment, the data's fingerprint
+    events.jsonl             start, absent clients, resume, stop, finish; one line each
+    metrics.jsonl            one line per round
+    ledger.csv               one line per message: round, client, direction, kind, bytes
+    checkpoint.safetensors   the state after the last finished round, and the lengths of the records then
+    prepared.safetensors     the model that the run prepared for groups, if it is a preparation
+    start.safetensors        the prepared model that the run started from, if it is a deployment
+    hops/                    messages relayed in the current round, if the method relays
+    clients/                 each client's private state, if clients are simulated
+    lock                     held by the writing process, with its process id
 
-A checkpoint names the lengths of metrics and ledger. What was written after it belongs to a round that did not end,
-and is cut off when the run goes on: so a resumed run leaves the same figures as an unbroken one. Events are never cut:
-they tell what happened, the stop and the resumption too.
+A checkpoint names the lengths of metrics.jsonl and ledger.csv. Anything after them belongs to an unfinished round and is
+cut off on resume, so a resumed run leaves the same records as an uninterrupted one. Events are never cut: they include
+the stop and the resumption.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import IO, Any
 
 from fewer.errors import RunError
 from fewer.runs.files import EVENTS as EVENTS
-from fewer.runs.files import FIGURES, FORMAT, LOCK, SETTINGS, describe
+from fewer.runs.files import FORMAT, LOCK, RECORDS, SETTINGS, read_description
 from fewer.runtime.ring import Journal
-from fewer.runtime.store import forget_after, hold, write_durably
+from fewer.runtime.store import drop_after, lock_file, write_durably
 from fewer.wire import Tree, pack, unpack
 from fewer.wire.ledger import Entry
 
@@ -38,7 +38,7 @@ HOPS = "hops"
 
 
 class RunDirectory:
-    """One run on disk. Only the process that holds the lock writes."""
+    """One run on disk. Only the process that holds the lock writes to it."""
 
     def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
         self.path = path
@@ -48,34 +48,34 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, description: Mapping[str, Any]) -> RunDirectory:
-        """A new directory for a run that has not begun."""
-        must_be_new(path)
+        """Creates the directory of a new run."""
+        check_unused(path)
         try:
             (path / "clients").mkdir(parents=True, exist_ok=True)
-            _describe(path, {"format": FORMAT, **description})
+            _write_description(path, {"format": FORMAT, **description})
         except OSError as error:
-            raise RunError(f"{path} cannot be made: {error.strerror}") from error
+            raise RunError(f"{path} cannot be created: {error.strerror}") from error
         return cls.open(path)
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """A directory that a run left; RunError where it is none."""
-        return cls(path, describe(path))
+        """Opens the directory of an existing run; RunError if it is not one."""
+        return cls(path, read_description(path))
 
     @property
     def clients(self) -> Path:
-        """Where the clients' own state lies."""
+        """The folder of the clients' private state."""
         return self.path / "clients"
 
     @property
     def journal(self) -> Journal:
-        """Where the hops of an unfinished pass lie."""
+        """The record of messages relayed in the current round."""
         return Journal(self.path / HOPS)
 
     # --- writing --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> RunDirectory:
-        self._lock = hold(self.path / LOCK)
+        self._lock = lock_file(self.path / LOCK)
         if self._lock is None:
             raise RunError(f"{self.path} is in use by another process")
         try:
@@ -84,7 +84,7 @@ class RunDirectory:
             self._lock.flush()
         except OSError as error:
             self._lock.close()
-            raise self._full(error) from error
+            raise self._write_error(error) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -94,16 +94,16 @@ class RunDirectory:
         if self._lock:
             self._lock.close()
 
-    def go_back(self) -> dict[str, Any] | None:
-        """The last checkpoint, with everything that was written after it removed; None before the first round."""
+    def rewind(self) -> dict[str, Any] | None:
+        """Returns the last checkpoint, or None, after removing everything that was written since."""
         path = self.path / "checkpoint.safetensors"
         try:
-            kept = unpack(path.read_bytes()) if path.exists() else None
+            checkpoint = unpack(path.read_bytes()) if path.exists() else None
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: checkpoint.safetensors cannot be read ({error})") from error
-        for name in FIGURES:
+        for name in RECORDS:
             file = self._records[name] = (self.path / name).open("ab", buffering=0)
-            length = kept["lengths"][name] if kept else 0
+            length = checkpoint["lengths"][name] if checkpoint else 0
             if file.tell() < length:
                 raise RunError(f"{self.path} is damaged: {name} is shorter than the checkpoint says")
             file.truncate(length)
@@ -111,72 +111,72 @@ class RunDirectory:
         if not self._records["ledger.csv"].tell():
             self._write("ledger.csv", ",".join(Entry._fields) + "\n")
         self._records[EVENTS] = (self.path / EVENTS).open("ab", buffering=0)
-        round = kept["round"] if kept else 0
-        forget_after(self.clients, round, self.journal.finished(round + 1))
-        return kept
+        round = checkpoint["round"] if checkpoint else 0
+        drop_after(self.clients, round, self.journal.finished_clients(round + 1))
+        return checkpoint
 
-    def describe(self, **parts: Any) -> None:
-        """Tell something else in settings.json, of what no number depends on."""
+    def update_description(self, **parts: Any) -> None:
+        """Changes entries of settings.json that no number depends on."""
         self.description = {**self.description, **parts}
         try:
-            _describe(self.path, self.description)
+            _write_description(self.path, self.description)
         except OSError as error:
-            raise self._full(error) from error
+            raise self._write_error(error) from error
 
-    def event(self, what: str, **details: Any) -> None:
-        """Write down that something happened."""
+    def log_event(self, what: str, **details: Any) -> None:
+        """Appends a line to events.jsonl."""
         self._write(EVENTS, json.dumps({"time": round(time.time(), 3), "event": what, **details}) + "\n")
 
-    def metrics(self, line: Mapping[str, Any]) -> None:
-        """Write down the figures of a round."""
-        self._write("metrics.jsonl", json.dumps(line) + "\n")
+    def log_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Appends the metrics of a round to metrics.jsonl."""
+        self._write("metrics.jsonl", json.dumps(metrics) + "\n")
 
-    def messages(self, entries: Iterable[Entry]) -> None:
-        """Write down the messages of a round."""
+    def log_messages(self, entries: Iterable[Entry]) -> None:
+        """Appends the messages of a round to ledger.csv."""
         self._write("ledger.csv", "".join(",".join(map(str, entry)) + "\n" for entry in entries))
 
     def checkpoint(self, **content: Tree) -> None:
-        """Make a finished round last: the records first, then the state that names their length."""
+        """Saves a finished round: first the records, then the state, which names their lengths."""
         try:
-            for name in FIGURES:
+            for name in RECORDS:
                 os.fsync(self._records[name].fileno())
-            lengths = {name: self._records[name].tell() for name in FIGURES}
+            lengths = {name: self._records[name].tell() for name in RECORDS}
             write_durably(self.path / "checkpoint.safetensors", pack({**content, "lengths": lengths}))
             self.journal.clear()
         except OSError as error:
-            raise self._full(error) from error
+            raise self._write_error(error) from error
 
     def _write(self, name: str, text: str) -> None:
-        left = memoryview(text.encode())
+        remaining = memoryview(text.encode())
         try:
-            while left:
-                left = left[self._records[name].write(left) :]
+            while remaining:
+                remaining = remaining[self._records[name].write(remaining) :]
         except OSError as error:
-            raise self._full(error) from error
+            raise self._write_error(error) from error
 
-    def _full(self, error: OSError) -> RunError:
+    def _write_error(self, error: OSError) -> RunError:
         return RunError(
-            f"{self.path} cannot be written ({error.strerror}); the checkpoint before is whole. "
-            f"Mend that, then: fewer resume {self.path}"
+            f"{self.path} cannot be written: {error.strerror}. The last checkpoint is intact. "
+            f"Fix the cause, then run: fewer resume {self.path}"
         )
 
     # --- reading --------------------------------------------------------------------------------------------
 
     def read(self) -> dict[str, Any]:
-        """The last checkpoint, for whoever only looks."""
+        """The last checkpoint, without taking the lock."""
         path = self.path / "checkpoint.safetensors"
         try:
-            kept: dict[str, Any] = unpack(path.read_bytes())
+            checkpoint: dict[str, Any] = unpack(path.read_bytes())
         except FileNotFoundError:
-            raise RunError(f"{self.path} has no checkpoint yet: no round has ended") from None
+            raise RunError(f"{self.path} has no checkpoint yet: its first round has not ended") from None
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: checkpoint.safetensors cannot be read ({error})") from error
-        return kept
+        return checkpoint
 
     def history(self) -> list[dict[str, Any]]:
-        """The figures of all rounds so far; half a line, which a full disk or a kill left, is none."""
+        """The metrics of all rounds so far. An incomplete last line is ignored."""
         file = self.path / "metrics.jsonl"
-        if not file.exists() and not (self.path / "checkpoint.safetensors").exists():  # it has only just begun
+        if not file.exists() and not (self.path / "checkpoint.safetensors").exists():  # the run has just started
             return []
         try:
             *lines, _ = file.read_text().split("\n")
@@ -185,19 +185,19 @@ class RunDirectory:
             raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error
 
 
-def must_be_new(path: Path) -> None:
-    """RunError where a run cannot begin here, since something is there."""
+def check_unused(path: Path) -> None:
+    """Raises RunError if `path` exists and is not empty."""
     if path.exists() and not _unused(path):
-        raise RunError(f"{path} is there already (another --out, or: fewer resume {path})")
+        raise RunError(f"{path} exists already: choose another --out, or run fewer resume {path}")
 
 
-def _describe(path: Path, description: Mapping[str, Any]) -> None:
+def _write_description(path: Path, description: Mapping[str, Any]) -> None:
     write_durably(path / SETTINGS, json.dumps(description, indent=2, default=str).encode())
 
 
 def _unused(path: Path) -> bool:
-    """Whether a directory is empty, or has only what a run leaves that was killed before it began."""
+    """True if a directory is empty, or holds only what a run killed at its start leaves behind."""
     if not path.is_dir():
         return False
-    found = {entry.name for entry in path.iterdir()}
-    return found <= {"clients", "settings.json.part"} and not any((path / "clients").glob("*"))
+    entries = {entry.name for entry in path.iterdir()}
+    return entries <= {"clients", "settings.json.part"} and not any((path / "clients").glob("*"))

@@ -1,4 +1,4 @@
-"""A job: what settings name, built and checked, ready to run."""
+"""An experiment: the method, task and data that settings name, built and validated."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from torch import nn
 
 from fewer.data import ArrayData, Data, load
-from fewer.data.text import own_vectors, word_vectors
+from fewer.data.text import compute_word_vectors, load_word_vectors
 from fewer.errors import DataError, SettingError, unknown
 from fewer.methods import Method, find, names
-from fewer.models import Task, maker, weights_of
+from fewer.models import Task, get_weights, net_factory
 from fewer.registry import MODELS
 from fewer.runs.settings import Settings, settings_hash
 from fewer.runtime.streams import global_streams
@@ -27,32 +27,32 @@ Model = str | nn.Module | Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that a run needs, built and checked."""
+    """Everything that a run needs."""
 
     method: Method
     task: Task
     data: Data
     settings: Settings
     own: tuple[str, ...] = ()
-    """Parts that came as Python objects, which a run directory cannot bring back by itself."""
+    """Parts given as Python objects, which must be given again on resume."""
 
     @property
     def hash(self) -> str:
-        """Of all settings on which the numbers depend."""
+        """The hash of all settings that numbers depend on."""
         return settings_hash(self.settings, self.method)
 
 
 def parse_settings(settings: Mapping[str, Any]) -> Settings:
-    """Settings from plain values; SettingError for the first that is wrong. Files are named by their whole paths."""
-    whole = {name: _whole(name, value) for name, value in settings.items()}
+    """Settings from plain values; SettingError for the first invalid one. Paths become absolute."""
+    resolved = {name: _resolve_path(name, value) for name, value in settings.items()}
     try:
-        return Settings(**whole)
+        return Settings(**resolved)
     except ValidationError as error:
         raise setting_error(error, "", list(Settings.model_fields)) from error
 
 
-def _whole(name: str, value: Any) -> Any:
-    """FILE.py:Name and FORMAT:PATH with the whole path, where there is such a file: a run may go on from elsewhere."""
+def _resolve_path(name: str, value: Any) -> Any:
+    """FILE.py:Name and FORMAT:PATH with an absolute path if the file exists, so that a run can resume anywhere."""
     if name not in ("method", "model", "data") or not isinstance(value, str) or ":" not in value:
         return value
     first, last = value.split(":", 1) if name == "data" else value.rsplit(":", 1)
@@ -65,7 +65,7 @@ def _whole(name: str, value: Any) -> Any:
 def build_experiment(
     settings: Settings, method: Method | None = None, data: Data | None = None, model: Model | None = None
 ) -> Experiment:
-    """Build what the settings name; what is given here as an object takes the place of what they name."""
+    """Builds what the settings name. Objects given here replace what the settings name."""
     if method is None:
         method = make_method(find(settings.method), settings)
     own = tuple(name for name, given in (("data", data), ("model", model)) if given is not None)
@@ -75,16 +75,16 @@ def build_experiment(
         own = tuple(name for name in own if name != "data")
     data = method.prepare_data(data)
     if method.cohort is not None and method.cohort > len(data):
-        raise SettingError(f"active = {method.cohort}, but there are {len(data)} clients (allowed: 1 … {len(data)})")
+        raise SettingError(f"cohort = {method.cohort}, but there are only {len(data)} clients (allowed: 1 … {len(data)})")
     if method.novel and not data.novel:
         raise SettingError(
-            f"{method.name} is judged on novel classes, but data '{data.name}' does not divide its classes "
-            "(--data-option split=BASE/VALIDATION/NOVEL, as 20/5/16)"
+            f"{method.name} is evaluated on novel classes, but data '{data.name}' does not split its classes: "
+            "pass --data-option split=BASE/VALIDATION/NOVEL, such as 20/5/16"
         )
     if data.novel and not method.novel:
-        known = [name for name in names() if find(name).novel]
+        able = [name for name in names() if find(name).novel]
         raise SettingError(
-            f"data '{data.name}' is tested on novel classes, {method.name} on known ones (allowed: {', '.join(known)})"
+            f"data '{data.name}' tests novel classes, which {method.name} cannot predict (allowed: {', '.join(able)})"
         )
     device = make_device(settings.device)
     task = make_task(settings.model if model is None else model, settings, data, device)
@@ -92,7 +92,7 @@ def build_experiment(
 
 
 def make_method(kind: type[Method], settings: Settings) -> Method:
-    """The method with the settings meant for it."""
+    """The method with its options from the settings."""
     chosen = {name: value for name in ("rounds", "cohort") if (value := getattr(settings, name)) is not None}
     try:
         return kind(**chosen | settings.method_options)
@@ -101,18 +101,18 @@ def make_method(kind: type[Method], settings: Settings) -> Method:
 
 
 def setting_error(error: ValidationError, prefix: str, known: list[str]) -> SettingError:
-    """The first thing that is wrong, in one line; a name that does not exist before one that is missing."""
-    first = min(error.errors(), key=lambda one: one["type"] == "missing")
+    """The first problem in one line; unknown names come before missing ones."""
+    first = min(error.errors(), key=lambda problem: problem["type"] == "missing")
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return unknown(f"setting of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
+        return unknown(f"option of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
     if first["type"] == "missing":
         return SettingError(f"{prefix}{name} is missing")
     return SettingError(f"{prefix}{name} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
 
 
 def load_data(settings: Settings) -> Data:
-    """The named data, divided as the settings say."""
+    """The data that the settings name, partitioned among clients."""
     return load(
         settings.data,
         directory=settings.data_dir,
@@ -132,66 +132,71 @@ def load_data(settings: Settings) -> Data:
 
 
 def make_device(name: str) -> torch.device:
-    """The named device, if it is there."""
+    """The named device; SettingError if it is not available."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SettingError(f"device = '{name}' cannot be used here: {_reason(error)}") from error
+        raise SettingError(f"device = '{name}' is not available: {_reason(error)}") from error
     return device
 
 
 def make_task(model: Model, settings: Settings, data: Data, device: torch.device) -> Task:
-    """What is learned on this data with this model, tried out on one sample."""
-    given = None
+    """The task of training this model on this data. The model is tried on one sample."""
+    initial = None
     if isinstance(model, nn.Module):
         make: Callable[[], nn.Module] = partial(copy.deepcopy, model)
-        given = weights_of(model)
+        initial = get_weights(model)
     else:
         factory = model if not isinstance(model, str) else MODELS.find(model)
-        facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocabulary}
-        make = maker(factory, facts, _options(settings, data))
-    task = Task(data.shape, data.classes, make, device, given)
-    _try_out(task, data)
+        facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocab_size}
+        make = net_factory(factory, facts, _model_options(settings, data))
+    task = Task(data.shape, data.classes, make, device, initial)
+    _try_model(task, data)
     return task
 
 
-def _options(settings: Settings, data: Data) -> dict[str, Any]:
-    """The options of the net; word vectors are named by their file, or `own`: from the training text itself."""
+def _model_options(settings: Settings, data: Data) -> dict[str, Any]:
+    """The options of the net. `vectors` is a file of word vectors, or `own` to compute them from the training text."""
     options = dict(settings.model_options)
     if isinstance(options.get("vectors"), str):
         if not data.tokens:
-            raise SettingError(f"vectors = {options['vectors']}, but data '{data.name}' is no text")
+            raise SettingError(f"vectors = {options['vectors']}, but data '{data.name}' is not text")
         if options["vectors"] == "own":
             if not isinstance(data, ArrayData):
-                raise SettingError(f"vectors = own, but data '{data.name}' is not in arrays (allowed: a file)")
-            rows = data.source.x[torch.from_numpy(data.train.rows).sort().values].numpy()  # however they are divided
-            options["vectors"] = own_vectors(rows, len(data.tokens), int(options.pop("width", 100)))
+                raise SettingError(
+                    f"vectors = own needs data in arrays, which '{data.name}' is not: name a file of vectors"
+                )
+            rows = data.source.x[
+                torch.from_numpy(data.train.rows).sort().values
+            ].numpy()  # independent of the partition
+            options["vectors"] = compute_word_vectors(rows, len(data.tokens), int(options.pop("width", 100)))
         else:
-            options["vectors"] = word_vectors(Path(options["vectors"]), data.tokens)
+            options["vectors"] = load_word_vectors(Path(options["vectors"]), data.tokens)
     return options
 
 
-def _try_out(task: Task, data: Data) -> None:
+def _try_model(task: Task, data: Data) -> None:
+    """Runs the model on one sample, so that mistakes show before training."""
     if not len(data.test):
         raise DataError(f"data '{data.name}' has no test samples")
     try:
         with global_streams("net"):
-            made = task.make()
-    except Exception as error:  # whatever a user's own model does, its maker is told in one line
-        raise SettingError(f"the model cannot be made: {_reason(error)}") from error
-    if not isinstance(made, nn.Module):
-        raise SettingError(f"the model is {type(made).__name__} (allowed: a torch.nn.Module, or what makes one)")
-    if not any(parameter.requires_grad for parameter in made.parameters()):
-        raise SettingError("the model has no weights to learn (allowed: parameters with requires_grad)")
+            net = task.build_net()
+    except Exception as error:  # a user's own model may raise anything
+        raise SettingError(f"the model cannot be built: {_reason(error)}") from error
+    if not isinstance(net, nn.Module):
+        raise SettingError(f"the model is of type {type(net).__name__} (allowed: a torch.nn.Module, or what returns one)")
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        raise SettingError("the model has no trainable parameters (requires_grad)")
     try:
         with torch.no_grad():
-            scores = made.to(task.device).eval()(data.test.slice(0, 1)[0].to(task.device))
+            scores = net.to(task.device).eval()(data.test.slice(0, 1)[0].to(task.device))
     except Exception as error:
-        raise SettingError(f"the model does not take inputs of shape {data.shape}: {_reason(error)}") from error
+        raise SettingError(f"the model rejects inputs of shape {data.shape}: {_reason(error)}") from error
     if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or scores.shape[1] < data.classes:
         shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        raise SettingError(f"the model gives {shape} for one sample (allowed: 1 × at least {data.classes} classes)")
+        raise SettingError(f"the model returns {shape} for one sample (allowed: 1 × at least {data.classes} classes)")
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What lies in a run directory, for whoever only looks: found without torch, and without the lock."""
+"""Reads a run directory without torch and without its lock."""
 
 from __future__ import annotations
 
@@ -9,39 +9,40 @@ from typing import Any
 
 from fewer.errors import RunError
 
-FORMAT = 1
+FORMAT = 2
 PARTS = {"settings", "hash", "own", "method", "data", "environment"}
-"""What settings.json tells of a run."""
+"""Entries that settings.json must have."""
 SETTINGS = "settings.json"
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.csv"
 LOCK = "lock"
-FIGURES = (METRICS, LEDGER)
+RECORDS = (METRICS, LEDGER)
+"""The files whose lengths a checkpoint names."""
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """What settings.json tells; RunError where the directory is no run, or of another version."""
+def read_description(path: Path) -> dict[str, Any]:
+    """The content of settings.json; RunError if the directory is not a run or has another format."""
     try:
         description: dict[str, Any] = json.loads((path / "settings.json").read_text())
-        found = description["format"]
-        if found == FORMAT and (missing := PARTS - description.keys()):
+        version = description["format"]
+        if version == FORMAT and (missing := PARTS - description.keys()):
             raise ValueError(f"no '{min(missing)}' in it")
     except FileNotFoundError:
-        what = "has no settings.json" if path.is_dir() else "does not exist"
-        raise RunError(f"{path} is not a run of Fewer: it {what}") from None
+        problem = "has no settings.json" if path.is_dir() else "does not exist"
+        raise RunError(f"{path} is not a run directory: it {problem}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{path} is damaged: settings.json cannot be read ({error})") from error
-    if found != FORMAT:
-        raise RunError(f"{path} has format {found}; this version of Fewer reads format {FORMAT}")
+    if version != FORMAT:
+        raise RunError(f"{path} has format {version}; this version of Fewer reads format {FORMAT}")
     return description
 
 
 def in_use(path: Path) -> bool:
-    """Whether a process writes this run, or has just begun to."""
+    """True if a process is writing to this run."""
     try:
         with (path / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # given back at once; who wants it now asks again
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released at once; a process that wants it now retries
     except BlockingIOError:
         return True
     except OSError:
@@ -50,26 +51,25 @@ def in_use(path: Path) -> bool:
 
 
 def writer(path: Path) -> int:
-    """The process of this machine that writes a run; RunError where there is none that is surely it.
+    """The id of the process that writes a run; RunError if it cannot be identified on this machine.
 
-    The number in the lock may be of another machine, or of a process that is gone and whose number is another's now:
-    so the process must have that very file open.
+    The id in the lock may be from another machine, or may have been reused. So the process must have the lock open.
     """
     if not in_use(path):
-        raise RunError(f"{path} is not going on")
+        raise RunError(f"{path} is not running")
     lock = path / LOCK
     try:
         number = int(lock.read_text())
         files = list(Path(f"/proc/{number}/fd").iterdir())
     except (OSError, ValueError):
-        raise RunError(f"{path} is written by a process that cannot be found here: stop it where it runs") from None
+        raise RunError(f"{path} is written by a process that is not on this machine: stop it there") from None
     if not any(_same(file, lock) for file in files):
-        raise RunError(f"{path} is written by another process than {number}, which its lock names")
+        raise RunError(f"{path} is written by another process than {number}, the one in its lock")
     return number
 
 
 def _same(file: Path, lock: Path) -> bool:
     try:
         return file.samefile(lock)
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in the meantime
         return False

@@ -1,8 +1,8 @@
-"""Runs between machines: the server's side, and a client's. The same engine, the same methods, another carrier.
+"""Runs between machines: the server's side and a client's side. Engine and methods are the same as on one machine.
 
-The server tells its clients the settings of the run; a client builds from them what `fewer run` would, with its own
-data, and answers. What belongs to a client stays in its own folder, by run. A server that goes on with a run says
-how many rounds count, and what a client remembers from later ones is forgotten, as on one machine.
+The server sends its clients the settings of the run. A client builds the experiment from them, as `fewer run` would,
+but with its own data, and answers. A client's private state stays in its own folder, by run. When a server resumes a
+run, it says which rounds are complete, and clients delete their state from later rounds, as on one machine.
 """
 
 from __future__ import annotations
@@ -27,155 +27,160 @@ from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingErr
 from fewer.methods import find
 from fewer.runs import trackers
 from fewer.runs.directory import HOPS
-from fewer.runs.engine import Connect, Progress, build_handler_server, common, resume, start
+from fewer.runs.engine import Connect, Progress, build_handler_server, resume, runtime_options, start_run
 from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings
 from fewer.runs.result import Result
-from fewer.runtime.flower.clients import Flower, surely
-from fewer.runtime.flower.credentials import LOCAL, Credentials
-from fewer.runtime.flower.link import Link, LinkLost
+from fewer.runtime.flower.clients import Flower, retry_until_answered
+from fewer.runtime.flower.credentials import LOCAL_HOSTS, Credentials
 from fewer.runtime.flower.node import Node
 from fewer.runtime.flower.programs import Program, free_port
+from fewer.runtime.flower.superlink import SuperLink, SuperLinkLost
 from fewer.runtime.handlers import Call, HandlerServer, Reply
 from fewer.runtime.keys import Keys, PinnedKeys
 from fewer.runtime.ring import Journal
-from fewer.runtime.store import forget_after, write_durably
+from fewer.runtime.store import drop_after, write_durably
 
-NOTE = "machines.json"
-"""In a run's directory: its number, and that of the session."""
-AGAIN = 5
-"""How often a run is begun anew on a SuperLink that has lost it, before that is an error."""
+RUN_ID = "machines.json"
+"""File in a run's directory with the run's id and the number of its session."""
+MAX_RESTARTS = 5
+"""How often a run restarts after the SuperLink has lost it, before that is an error."""
 
 
-# --- the server ------------------------------------------------------------------------------------------
+# --- the server -----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class FlowerServer:
-    """Runs jobs on clients elsewhere, who come to `host`:`port`: `with Server(…) as there: there.start(job, out)`.
+    """Runs experiments with remote clients: `with FlowerServer(…) as server: server.start(experiment, out)`.
 
-    What of that port may be open to whom is told in docs/machines.md.
+    Clients connect to `host`:`port`. docs/machines.md says which parts of that port may be reachable, and by whom.
     """
 
     credentials: Credentials
     host: str = "127.0.0.1"
     port: int = 8443
-    patience: float = 600.0
-    """Seconds to wait for all clients; then it begins with those who are there, if they are a quorum."""
-    say: Callable[[str], None] = lambda text: None
+    timeout: float = 600.0
+    """Seconds to wait for all clients. After that, the run starts if enough clients for a quorum are online."""
+    log: Callable[[str], None] = lambda text: None
+    """Called with each log line."""
     track: Sequence[str] | None = None
-    """Trackers; None for those that a run has that goes on."""
+    """Trackers; None for no trackers, or those of a resumed run."""
 
     def __enter__(self) -> Self:
-        trackers.find(self.track or ())  # before anybody comes
-        self.link = Link(self.credentials, self.host, self.port).__enter__()
-        self.say(f"listening on {self.host}:{self.port}")
-        if self.host not in LOCAL:
-            self.say("who reaches this port can start and stop runs without a key: let clients at /v1/fleet/ alone")
+        trackers.find(self.track or ())  # reports a wrong name before any client joins
+        self.superlink = SuperLink(self.credentials, self.host, self.port).__enter__()
+        self.log(f"listening on {self.host}:{self.port}")
+        if self.host not in LOCAL_HOSTS:
+            self.log(
+                "warning: anyone who can reach this port can start and stop runs without a key; "
+                "let clients reach /v1/fleet/ only"
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.link.__exit__(*error)
+        self.superlink.__exit__(*error)
 
     def start(self, experiment: Experiment, out: Path, progress: Progress | None = None) -> Result:
-        """Begin a run."""
-        self.check(experiment)
-        begin = partial(start, experiment, out, progress, self._opening(out), self.track or ())
-        return self._steadily(begin, self._again(out, progress))
+        """Starts a run."""
+        self.check_experiment(experiment)
+        attempt = partial(start_run, experiment, out, progress, self._connect_to(out), self.track or ())
+        return self._run_with_restarts(attempt, self._resume_attempt(out, progress))
 
     def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
-        """Go on with a run."""
-        again = self._again(out, progress, **changed)  # the directory keeps its trackers, and settings as they were
-        return self._steadily(partial(again, track=self.track), again)
+        """Resumes a run."""
+        retry = self._resume_attempt(out, progress, **changed)  # keeps the trackers in the run's directory
+        return self._run_with_restarts(partial(retry, track=self.track), retry)
 
-    def _again(self, out: Path, progress: Progress | None, **changed: Any) -> Callable[..., Result]:
-        return partial(resume, out, progress=progress, connect=self._opening(out), **changed)
+    def _resume_attempt(self, out: Path, progress: Progress | None, **changed: Any) -> Callable[..., Result]:
+        return partial(resume, out, progress=progress, connect=self._connect_to(out), **changed)
 
-    def _steadily(self, begin: Callable[[], Result], again: Callable[[], Result]) -> Result:
-        """A run to its end, also where the SuperLink loses it in between."""
-        for _ in range(AGAIN):
+    def _run_with_restarts(self, attempt: Callable[[], Result], retry: Callable[[], Result]) -> Result:
+        """Completes a run, even if the SuperLink loses it on the way."""
+        for _ in range(MAX_RESTARTS):
             try:
-                return begin()
-            except LinkLost as lost:
-                self.say(f"{lost}; going on from the last checkpoint")
-            begin = again
-        return begin()
+                return attempt()
+            except SuperLinkLost as lost:
+                self.log(f"{lost}; resuming from the last checkpoint")
+            attempt = retry
+        return attempt()
 
-    def check(self, experiment: Experiment) -> None:
-        """SettingError where this job cannot be run between machines, or not with these."""
-        _no_files(
-            _shared(experiment),
+    def check_experiment(self, experiment: Experiment) -> None:
+        """Raises SettingError if this experiment cannot run between machines, or not with these clients."""
+        _reject_files(
+            _shared_settings(experiment),
             ("method", "model"),
             ("method_options", "model_options"),
-            ": clients on other machines do not have it",
+            "which clients on other machines do not have",
         )
         if (keys := list(self.credentials.public_keys)) != list(range(len(experiment.data))):
             raise SettingError(
                 f"clients = {len(experiment.data)}, but {self.credentials.folder} has keys of {len(keys)}: {keys}"
             )
 
-    def _opening(self, out: Path) -> Connect:
-        """Begins a session of the run on the SuperLink, and waits for the clients."""
+    def _connect_to(self, out: Path) -> Connect:
+        """Starts a session of the run on the SuperLink and waits for the clients."""
 
-        def open_clients(experiment: Experiment, folder: Path, done: int) -> Flower:
-            self.check(experiment)
-            self.link.begin_run(json.dumps(_told(experiment, out, done)))
-            clients = Flower(**common(experiment), handlers=build_handler_server(experiment, folder), link=self.link)
-            self._wait(clients)
+        def connect(experiment: Experiment, folder: Path, done: int) -> Flower:
+            self.check_experiment(experiment)
+            self.superlink.start_run(json.dumps(_describe_session(experiment, out, done)))
+            handlers = build_handler_server(experiment, folder)
+            clients = Flower(**runtime_options(experiment), handlers=handlers, superlink=self.superlink)
+            self._wait_for_clients(clients)
             return clients
 
-        return open_clients
+        return connect
 
-    def _wait(self, clients: Flower) -> None:
-        """Until all are there; or the time is up, and enough are."""
-        end, told = time.monotonic() + self.patience, -1
-        while (there := len(surely(self.link.there))) < len(clients):
-            if there != told:
-                self.say(f"{there} of {len(clients)} clients are there")
-                told = there
+    def _wait_for_clients(self, clients: Flower) -> None:
+        """Waits until all clients are online, or until the timeout has passed and there is a quorum."""
+        end, last_logged = time.monotonic() + self.timeout, -1
+        while (online := len(retry_until_answered(self.superlink.online_clients))) < len(clients):
+            if online != last_logged:
+                self.log(f"{online} of {len(clients)} clients are online")
+                last_logged = online
             if time.monotonic() > end:
-                needed = clients.rules.needed(len(clients))
-                if there < needed:
-                    raise QuorumLost(f"{there} of {len(clients)} clients are there, {needed} needed")
+                needed = clients.rules.min_answers(len(clients))
+                if online < needed:
+                    raise QuorumLost(f"{online} of {len(clients)} clients are online, {needed} needed")
                 return
             time.sleep(0.5)
-        self.say(f"all {there} clients are there")
+        self.log(f"all {online} clients are online")
 
 
-def _shared(experiment: Experiment) -> dict[str, Any]:
-    """The settings as clients are told them: without the names of files that the server alone reads."""
+def _shared_settings(experiment: Experiment) -> dict[str, Any]:
+    """The settings that clients receive: without the names of files that only the server reads."""
     settings = experiment.settings.model_dump(mode="json")
     return {**settings, "method_options": {**settings["method_options"], **dict.fromkeys(experiment.method.files, "")}}
 
 
-def _no_files(settings: Mapping[str, Any], names: Sequence[str], groups: Sequence[str], reason: str) -> None:
-    """SettingError for the first of these settings, or of groups of them, that names a file."""
-    given = [(name, settings[name]) for name in names]
-    given += [pair for group in groups for pair in settings[group].items()]
-    for name, value in given:
-        for word in _words(value):
-            if ":" in word or ".." in word or word.startswith("/") or (name == "vectors" and word != "own"):
-                raise SettingError(f"{name} = {word} lies in a file{reason}")
+def _reject_files(settings: Mapping[str, Any], names: Sequence[str], groups: Sequence[str], reason: str) -> None:
+    """Raises SettingError if one of these settings, or an option in one of these groups, names a file."""
+    pairs = [(name, settings[name]) for name in names]
+    pairs += [pair for group in groups for pair in settings[group].items()]
+    for name, value in pairs:
+        for string in _find_strings(value):
+            if ":" in string or ".." in string or string.startswith("/") or (name == "vectors" and string != "own"):
+                raise SettingError(f"{name} = {string} names a file, {reason}")
 
 
-def _words(value: Any) -> Iterator[str]:
-    """All texts in a setting."""
+def _find_strings(value: Any) -> Iterator[str]:
+    """All strings in a setting."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _words(part)
+            yield from _find_strings(part)
 
 
-def _told(experiment: Experiment, out: Path, done: int) -> dict[str, Any]:
-    """What clients are told of a job."""
-    path = out / NOTE
-    note: dict[str, Any] = {"run": secrets.token_hex(8), "session": 0}
+def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str, Any]:
+    """What clients receive at the start of a session: the run's id, its settings, and facts about its data."""
+    path = out / RUN_ID
+    session: dict[str, Any] = {"run": secrets.token_hex(8), "session": 0}
     if path.exists():
-        note = json.loads(path.read_text())
-    note["session"] += 1
-    write_durably(path, json.dumps(note).encode())
+        session = json.loads(path.read_text())
+    session["session"] += 1
+    write_durably(path, json.dumps(session).encode())
     test = experiment.data.test
-    facts = {
+    data_info = {
         "clients": len(experiment.data),
         "shape": list(experiment.data.shape),
         "classes": experiment.data.classes,
@@ -185,165 +190,174 @@ def _told(experiment: Experiment, out: Path, done: int) -> dict[str, Any]:
         "dtype": str(test.x.dtype),
         "fingerprint": experiment.data.fingerprint(),
     }
-    spared = sorted(Journal(out / HOPS).finished(done + 1))
-    return {**note, "done": done, "spared": spared, "settings": _shared(experiment), "facts": facts}
+    return {
+        **session,
+        "done": done,
+        "finished_clients": sorted(Journal(out / HOPS).finished_clients(done + 1)),
+        "settings": _shared_settings(experiment),
+        "data_info": data_info,
+    }
 
 
-# --- a client --------------------------------------------------------------------------------------------------
+# --- a client -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SingleClientData(Data):
-    """The data of one client, in the form that the server's has; it does not know anybody else's."""
+    """The data of one client, in the format of the server's data. The other clients' data is unknown."""
 
-    alone = True
-    own: ArrayData
+    has_common_test = False
+    data: ArrayData
+    """The client's samples, as data of a single client."""
     clients: int
     classes: int
 
     def __post_init__(self) -> None:
-        for name in ("name", "shape", "tokens", "in_time", "test"):
-            object.__setattr__(self, name, getattr(self.own, name))
+        for name in ("name", "shape", "tokens", "time_ordered", "test"):
+            object.__setattr__(self, name, getattr(self.data, name))
 
     def __len__(self) -> int:
         return self.clients
 
-    def client(self, number: int) -> ClientData:
-        """What it holds."""
-        return self.own.client(0)
+    def client(self, index: int) -> ClientData:
+        """The client's samples, whatever its number."""
+        return self.data.client(0)
 
-    def size(self, number: int) -> int:
-        """How many training samples it has."""
-        return self.own.size(0)
+    def size(self, index: int) -> int:
+        """The number of training samples."""
+        return self.data.size(0)
 
     def fingerprint(self) -> str:
-        """Of its own."""
-        return self.own.fingerprint()
+        """A checksum of the client's samples."""
+        return self.data.fingerprint()
 
     def to(self, device: torch.device) -> SingleClientData:
-        """The same data on another device."""
-        return replace(self, own=self.own.to(device))
+        """Copies the data to a device."""
+        return replace(self, data=self.data.to(device))
 
 
 @dataclass
 class ClientDaemon:
-    """A client's place: what it brings along, and what it has built of the job that it is at."""
+    """A client that takes part in runs: its own configuration, and the experiment it is working on."""
 
     folder: Path
-    """What it remembers, by run."""
+    """The client's private state, by run."""
     data: str | None = None
-    """Its own data, FORMAT:PATH or a set's name; None for its part of the set that the server names."""
+    """The client's own data, FORMAT:PATH or the name of a data set; None for its part of the server's data set."""
     data_options: Mapping[str, Any] = field(default_factory=dict)
     data_dir: Path | None = None
     device: str = "cpu"
     keys: Keys | None = None
-    """For what it passes to other clients."""
-    say: Callable[[str], None] = lambda text: None
+    """Keys for sealed messages to other clients."""
+    log: Callable[[str], None] = lambda text: None
+    """Called with each log line."""
     method: str | None = None
-    """The only one that it takes part in; None for any that a server chooses."""
+    """The only method that the client takes part in; None for any method."""
     _experiment: str = ""
-    _site: HandlerServer | None = None
+    _handlers: HandlerServer | None = None
 
     def join(self, address: str, keys: Path) -> None:
-        """Answer a server until stopped. What is wrong with what it brings along is said now, not in a run."""
+        """Answers a server until stopped. Reports a wrong device or wrong data now, before any run."""
         torch.set_num_threads(1)
         make_device(self.device)
         if self.data:
             read(self.data, self.data_dir, **self.data_options)
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what it remembers tells of its data
-        Node(address, keys, self.folder, self.say).serve(self.answer)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the client's state reveals its data
+        Node(address, keys, self.folder, self.log).serve(self.answer)
 
     def answer(self, experiment: str, call: Call, blob: bytes) -> Reply:
-        """The reply to one question of a job."""
-        if experiment != self._experiment or self._site is None:
+        """Answers one question of an experiment."""
+        if experiment != self._experiment or self._handlers is None:
             try:
-                self._site, self._experiment = self._build(json.loads(experiment), call.client), experiment
+                self._handlers = self._build_handlers(json.loads(experiment), call.client)
+                self._experiment = experiment
             except FewerError as error:
-                self.say(str(error))
+                self.log(str(error))
                 return Reply(b"", "unable", str(error))
             except (ValueError, KeyError, TypeError, AttributeError):
-                return Reply(b"", "refused", "not a job")
-        reply = self._site.answer(call, blob)
+                return Reply(b"", "refused", "not an experiment")
+        reply = self._handlers.answer(call, blob)
         outcome = f"{reply.failure}: {reply.detail}" if reply.failure else f"{len(reply.blob)} bytes"
-        self.say(f"round {call.round}  {call.handler}  {reply.seconds:.1f} s  {outcome}")
+        self.log(f"round {call.round}  {call.handler}  {reply.seconds:.1f} s  {outcome}")
         return reply
 
-    def _build(self, told: Mapping[str, Any], client: int) -> HandlerServer:
-        """Where questions of this job are answered; forgets what came after the rounds that count."""
-        folder = self.folder / "runs" / f"{int(str(told['run']), 16):016x}"
+    def _build_handlers(self, description: Mapping[str, Any], client: int) -> HandlerServer:
+        """Builds the experiment that the server describes. Deletes state from rounds that are not complete."""
+        folder = self.folder / "runs" / f"{int(str(description['run']), 16):016x}"
         path = folder / "session"
-        last = int(path.read_text()) if path.exists() else 0
-        session, done = int(told["session"]), int(told["done"])
-        if session < last:
-            raise RunError(f"session {session} of a run whose session {last} has begun")
-        experiment = self._build_experiment(told["settings"], told["facts"])
-        if session > last:
-            forget_after(folder, done, [int(one) for one in told["spared"]])
+        last_session = int(path.read_text()) if path.exists() else 0
+        session, done = int(description["session"]), int(description["done"])
+        if session < last_session:
+            raise RunError(f"session {session} of this run is over; session {last_session} has started")
+        experiment = self._build_experiment(description["settings"], description["data_info"])
+        if session > last_session:
+            drop_after(folder, done, [int(finished) for finished in description["finished_clients"]])
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(path, str(session).encode())
-        self.say(
-            f"client {client} of {len(experiment.data)}: {experiment.method.name}, {experiment.data.size(client)} samples"
-        )
+        size = experiment.data.size(client)
+        self.log(f"client {client} of {len(experiment.data)}: {experiment.method.name}, {size} samples")
         return build_handler_server(experiment, folder, self.keys, folder.name)
 
-    def _build_experiment(self, settings: Mapping[str, Any], facts: Mapping[str, Any]) -> Experiment:
-        names, groups, reason = (
-            ["method", "model"],
-            ["method_options", "model_options"],
-            ", which is not taken from a server",
-        )
+    def _build_experiment(self, settings: Mapping[str, Any], data_info: Mapping[str, Any]) -> Experiment:
+        names, groups = ["method", "model"], ["method_options", "model_options"]
+        reason = "which this client does not accept from a server"
         if not self.data:
             names, groups = [*names, "data"], [*groups, "data_options"]
-        _no_files(settings, names, groups, reason)
+        _reject_files(settings, names, groups, reason)
         for name in find(settings["method"]).files:
-            if named := settings["method_options"].get(name):
-                raise SettingError(f"{name} = {named} lies in a file{reason}")
+            if file := settings["method_options"].get(name):
+                raise SettingError(f"{name} = {file} names a file, {reason}")
         if self.method not in (None, settings["method"]):
-            raise SettingError(f"method = {settings['method']}: this client takes part in {self.method} alone")
-        here = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
-        asked = parse_settings({**settings, **here})
+            raise SettingError(f"method = {settings['method']}, but this client takes part in {self.method} only")
+        local_settings = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
+        parsed = parse_settings({**settings, **local_settings})
         if self.data:
-            return build_experiment(asked, data=self._own(facts, asked.max_length, asked.validation))
-        experiment = build_experiment(asked)
-        if (found := experiment.data.fingerprint()) != facts["fingerprint"]:
-            raise DataError(f"data '{asked.data}' is another here (fingerprint {found}, not {facts['fingerprint']})")
+            return build_experiment(parsed, data=self._load_own_data(data_info, parsed.max_length, parsed.validation))
+        experiment = build_experiment(parsed)
+        if (fingerprint := experiment.data.fingerprint()) != data_info["fingerprint"]:
+            raise DataError(
+                f"data '{parsed.data}' differs from the server's "
+                f"(fingerprint {fingerprint}, expected {data_info['fingerprint']})"
+            )
         return experiment
 
-    def _own(self, facts: Mapping[str, Any], length: int, validation: float) -> SingleClientData:
-        """Its own data, normalized as the server's, or with its vocabulary."""
+    def _load_own_data(self, data_info: Mapping[str, Any], max_length: int, validation: float) -> SingleClientData:
+        """The client's own data, normalized like the server's and with the server's vocabulary."""
         assert self.data
         raw = read(self.data, self.data_dir, **self.data_options)
-        if facts["tokens"]:
-            tokens = tuple(facts["tokens"])
+        if data_info["tokens"]:
+            tokens = tuple(data_info["tokens"])
 
-            def encoded(x: Inputs) -> Inputs:
-                return text.encode(x, tokens, length) if isinstance(x, list) else x
+            def encode_text(x: Inputs) -> Inputs:
+                return text.encode(x, tokens, max_length) if isinstance(x, list) else x
 
-            test = raw.test and (encoded(raw.test[0]), raw.test[1])
-            raw = replace(raw, x=encoded(raw.x), test=test, tokens=tokens)
-        own = federate(raw, clients=1, partition="iid", validation=validation, name=self.data)
-        if list(own.shape) != facts["shape"] or str(own.source.x.dtype) != facts["dtype"]:
+            test = raw.test and (encode_text(raw.test[0]), raw.test[1])
+            raw = replace(raw, x=encode_text(raw.x), test=test, tokens=tokens)
+        data = federate(raw, clients=1, partition="iid", validation=validation, name=self.data)
+        if list(data.shape) != data_info["shape"] or str(data.source.x.dtype) != data_info["dtype"]:
             raise DataError(
-                f"data '{self.data}' has inputs of {own.source.x.dtype} {own.shape}; "
-                f"the task takes {facts['dtype']} {tuple(facts['shape'])}"
+                f"data '{self.data}' has inputs of {data.source.x.dtype} {data.shape}, "
+                f"but the task needs {data_info['dtype']} {tuple(data_info['shape'])}"
             )
-        if own.classes > facts["classes"]:
-            raise DataError(f"data '{self.data}' has {own.classes} classes; the task has {facts['classes']}")
+        if data.classes > data_info["classes"]:
+            raise DataError(f"data '{self.data}' has {data.classes} classes, but the task has {data_info['classes']}")
 
-        def like(samples: Samples) -> Samples:
-            return replace(samples, shift=facts["shift"], scale=facts["scale"])
+        def normalize(samples: Samples) -> Samples:
+            return replace(samples, shift=data_info["shift"], scale=data_info["scale"])
 
         return SingleClientData(
-            replace(own, source=like(own.source), common=like(own.common)), facts["clients"], facts["classes"]
+            replace(data, source=normalize(data.source), common=normalize(data.common)),
+            data_info["clients"],
+            data_info["classes"],
         )
 
 
-def acquaint(folders: Sequence[Path]) -> None:
-    """Let clients in these folders, by number, make their own keys for sealing and pin those of the others."""
+def exchange_keys(folders: Sequence[Path]) -> None:
+    """Creates a sealing key in each client's folder, and pins all public keys in all folders."""
     keys = [PinnedKeys(folder) for folder in folders]
-    public = {client: one.create() for client, one in enumerate(keys)}
-    for one in keys:
-        one.trust(public)
+    public_keys = {client: client_keys.create() for client, client_keys in enumerate(keys)}
+    for client_keys in keys:
+        client_keys.trust(public_keys)
 
 
 # --- all on one machine ---------------------------------------------------------------------------------------
@@ -355,28 +369,26 @@ def local_cluster(
     clients: int,
     device: str = "cpu",
     data_dir: Path | None = None,
-    patience: float = FlowerServer.patience,
-    say: Callable[[str], None] = lambda text: None,
+    timeout: float = FlowerServer.timeout,
+    log: Callable[[str], None] = lambda text: None,
     track: Sequence[str] | None = None,
 ) -> Iterator[FlowerServer]:
-    """A server on loopback, and clients in processes of their own, with their folders and keys in `home`.
+    """A server on loopback, and clients in their own processes. Their folders and keys are in `home`.
 
-    Keys that are there are used again.
+    Existing keys are reused.
     """
-    trackers.find(track or ())  # before keys are made
+    trackers.find(track or ())  # reports a wrong name before any key is created
     keys = home / "keys"
     credentials = Credentials.open(keys) if (keys / "ca.key").exists() else Credentials.create(keys, clients)
-    acquaint([credentials.client(client) for client in credentials.public_keys])
-    server = FlowerServer(credentials, port=free_port(), patience=patience, say=say, track=track)
-    words = ["join", f"127.0.0.1:{server.port}", "--device", device]
+    exchange_keys([credentials.client_folder(client) for client in credentials.public_keys])
+    server = FlowerServer(credentials, port=free_port(), timeout=timeout, log=log, track=track)
+    arguments = ["join", f"127.0.0.1:{server.port}", "--device", device]
     if data_dir:
-        words += ["--data-dir", str(data_dir)]
+        arguments += ["--data-dir", str(data_dir)]
     with ExitStack() as stack:
         for client in credentials.public_keys:
-            store = home / f"client-{client}"
-            program = Program(
-                "fewer.cli:main", [*words, "--key", str(credentials.client(client)), "--store", str(store)], store
-            )
+            key, store = credentials.client_folder(client), home / f"client-{client}"
+            program = Program("fewer.cli:main", [*arguments, "--key", str(key), "--store", str(store)], store)
             program.start()
             stack.callback(program.stop)
         yield stack.enter_context(server)

@@ -1,4 +1,4 @@
-"""What a run leaves: figures, and models to use."""
+"""The result of a run: metrics, and models to use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from fewer.data import Data, Samples
-from fewer.data.federated import inputs_of, labels_of
+from fewer.data.federated import convert_inputs, convert_labels
 from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import Client, Method, find, names
 from fewer.methods.base import ContextFactory
@@ -20,12 +20,12 @@ from fewer.models import Task, Weights, load_weights
 from fewer.runs.directory import RunDirectory
 from fewer.runs.settings import Settings
 from fewer.runs.trackers import scalars
-from fewer.runs.views import Shown
+from fewer.runs.views import Viewable
 
 
 @dataclass
-class Result(Shown):
-    """A finished run, or one that is under way. It shows itself in a notebook; see also `plot` and `to_pandas`."""
+class Result(Viewable):
+    """A run, finished or not. It displays itself in a notebook; see also `plot`, `to_pandas` and `report`."""
 
     view: ClassVar[str] = "run"
 
@@ -35,19 +35,19 @@ class Result(Shown):
     settings: Settings = field(repr=False)
     state: Any = field(repr=False)
     folder: Path | None = field(default=None, repr=False)
-    """Where the clients' own state lies, if it was kept."""
+    """The clients' private state, if it was kept."""
     history: list[dict[str, Any]] = field(default_factory=list, repr=False)
-    """Figures of each round: accuracy, loss, bytes up and down so far, seconds so far."""
+    """The metrics of each round: accuracy, loss, and the bytes (up, down) and seconds so far."""
     seconds: float = 0.0
 
     @property
     def scores(self) -> dict[str, Any]:
-        """The figures after the last round."""
+        """The metrics after the last round."""
         return self.history[-1] if self.history else {}
 
     def records(self) -> list[dict[str, Any]]:
-        """The figures of each round, without those by client."""
-        return [{"round": line["round"], **scalars(line)} for line in self.history]
+        """The metrics of each round, without those by client."""
+        return [{"round": metrics["round"], **scalars(metrics)} for metrics in self.history]
 
     @property
     def accuracy(self) -> float:
@@ -56,10 +56,12 @@ class Result(Shown):
 
     @property
     def model(self) -> nn.Module:
-        """The trained global model, ready to use."""
+        """The trained global model, in evaluation mode."""
         weights = self.method.global_weights(self.state)
         if weights is None:
-            raise SettingError(f"{self.method.name} has no global model: ask for a client's (0 … {len(self.data) - 1})")
+            raise SettingError(
+                f"{self.method.name} has no global model: use personal_model(client) with client 0 … {len(self.data) - 1}"
+            )
         return self.method.build_model(self._net, weights).eval()
 
     def _net(self, weights: Weights) -> nn.Module:
@@ -68,11 +70,11 @@ class Result(Shown):
         return net
 
     def personal_model(self, client: int) -> nn.Module:
-        """The model of one client, ready to use."""
+        """The model of one client, in evaluation mode."""
         if not 0 <= client < len(self.data):
             raise SettingError(f"client = {client} (allowed: 0 … {len(self.data) - 1})")
         if self.settings.runtime == "flower":
-            raise RunError(f"the model of client {client} is where that client is, and nowhere else")
+            raise RunError(f"the model of client {client} exists only on that client's machine")
         if self.folder is None:
             raise RunError("clients' models are kept only in a run directory: run with out=DIR")
         contexts = ContextFactory(self.data, self.task, self.settings.seed, self.folder)
@@ -80,8 +82,8 @@ class Result(Shown):
         assert isinstance(context, Client)
         return self.method.personal_model(context, self.method.broadcast(self.state)).eval()
 
-    def like(self, x: Tensor, name: str) -> Samples:
-        """Inputs in the form of those that the model was trained on, normalized alike."""
+    def to_samples(self, x: Tensor, name: str) -> Samples:
+        """Raw inputs as samples that the model takes, normalized like the training data."""
         if tuple(x.shape[1:]) != self.data.shape:
             raise DataError(
                 f"data '{name}' has inputs of shape {tuple(x.shape[1:])}; the model takes {self.data.shape}"
@@ -91,15 +93,15 @@ class Result(Shown):
         return replace(self.data.test, x=x, y=torch.zeros(len(x), dtype=torch.int64), rows=None)
 
     def adapt(self, x: Samples | ArrayLike | Tensor, y: ArrayLike | Tensor) -> nn.Module:
-        """The model of a client that was never met, from its own inputs and labels, ready to use.
+        """The model of a new client, adapted to its inputs and labels, in evaluation mode.
 
-        Arrays are normalized as the data of the run was; the method must be one that learns to adapt.
+        Arrays are normalized like the training data. The method must be one that learns to adapt.
         """
         if not isinstance(self.method, NewClients):
-            known = [name for name in names() if issubclass(find(name), NewClients)]
-            raise SettingError(f"{self.method.name} has not learned to adapt to new data (allowed: {', '.join(known)})")
-        samples = x if isinstance(x, Samples) else self.like(inputs_of(x, "x"), "x")
-        labels = torch.from_numpy(labels_of(y, "y"))
+            able = [name for name in names() if issubclass(find(name), NewClients)]
+            raise SettingError(f"{self.method.name} does not adapt to new data (allowed: {', '.join(able)})")
+        samples = x if isinstance(x, Samples) else self.to_samples(convert_inputs(x, "x"), "x")
+        labels = torch.from_numpy(convert_labels(y, "y"))
         if not len(labels) or len(labels) != len(samples.x):
             raise DataError(
                 f"{len(samples.x)} inputs and {len(labels)} labels to adapt to (allowed: as many, at least 1)"
@@ -108,31 +110,32 @@ class Result(Shown):
             raise DataError(f"a label of {int(labels.max())} to adapt to (allowed: 0 … {self.data.classes - 1})")
         from fewer.runs.engine import one_thread
 
-        shared = self.method.broadcast(self.state)
+        weights = self.method.broadcast(self.state)
         net = self.task.net()
-        load_weights(net, self.method.initialization(shared))
-        own = replace(samples, y=labels).to(self.task.device)
+        load_weights(net, self.method.initialization(weights))
+        support = replace(samples, y=labels).to(self.task.device)
         with one_thread():
-            self.method.adapt(net, own, shared)
+            self.method.adapt(net, support, weights)
         return net.eval()
 
 
-def open_result(path: str | Path, method: Method | None = None, data: Data | None = None, model: Any = None) -> Result:
-    """The result of a run from its directory, as far as it has come."""
-    from fewer.runs.artifacts import settled
-    from fewer.runs.engine import initial_state, restore
+def open_run(path: str | Path, *, method: Method | None = None, data: Data | None = None, model: Any = None) -> Result:
+    """The result of the run in a directory, as far as it has come: history, model, clients' models.
+
+    Pass `method`, `data` and `model` again if they were Python objects.
+    """
+    from fewer.runs.artifacts import resolve_start_model
+    from fewer.runs.engine import initial_state, restore_state
     from fewer.runs.experiment import build_experiment, parse_settings
 
     directory = RunDirectory.open(Path(path))
     for part, given in (("data", data), ("model", model)):
         if part in directory.description["own"] and given is None:
-            raise RunError(f"{path} was run with a {part} of your own: fewer.load(path, {part}=…) from Python")
-    kept = directory.read()
-    experiment = build_experiment(
-        parse_settings(settled(directory.description["settings"], directory.path)), method, data, model
-    )
-    state = restore(type(initial_state(experiment)), kept["state"], directory.path)
-    history = directory.history()[: kept["round"]]
+            raise RunError(f"{path} was run with your own {part}: pass it to fewer.open_run(path, {part}=…)")
+    checkpoint = directory.read()
+    settings = parse_settings(resolve_start_model(directory.description["settings"], directory.path))
+    experiment = build_experiment(settings, method, data, model)
+    state = restore_state(type(initial_state(experiment)), checkpoint["state"], directory.path)
     return Result(
         experiment.method,
         experiment.task,
@@ -140,19 +143,6 @@ def open_result(path: str | Path, method: Method | None = None, data: Data | Non
         experiment.settings,
         state,
         directory.clients,
-        history,
-        kept["seconds"],
+        directory.history()[: checkpoint["round"]],
+        checkpoint["seconds"],
     )
-
-
-def load(
-    path: str | Path,
-    *,
-    client: int | None = None,
-    method: Method | None = None,
-    data: Data | None = None,
-    model: Any = None,
-) -> nn.Module:
-    """The trained model of a run, or one client's personal model, in evaluation mode."""
-    result = open_result(path, method, data, model)
-    return result.model if client is None else result.personal_model(client)

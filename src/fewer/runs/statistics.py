@@ -1,4 +1,4 @@
-"""How sure a mean over seeds is, and how figures are written."""
+"""Confidence intervals, and how numbers are formatted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % confidence interval of the mean (Student's t); None from a single value."""
+    """Half-width of the 95 % confidence interval of the mean (Student's t); None for a single value."""
     if len(values) < 2:
         return None
     from scipy.special import stdtrit
@@ -17,5 +17,5 @@ def half_width(values: Sequence[float]) -> float | None:
 
 
 def amount(value: float) -> str:
-    """Three figures, or all of a large number's."""
+    """A number with three significant digits, or all integer digits if it is large."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -1,12 +1,12 @@
-"""Results that show themselves, in a notebook or as a figure.
+"""Results that display themselves, in a notebook or as a figure.
 
-How they look is the business of the report, which lies above this floor: it is found by name, in the entry-point group
-`fewer.views`, when something is to be shown.
+The views belong to `fewer.report`, a higher floor, so they are looked up by name when something is displayed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fewer.errors import SettingError
@@ -18,33 +18,43 @@ if TYPE_CHECKING:
 By = Literal["round", "megabytes", "seconds", "client"]
 
 
-class Shown(ABC):
-    """What can show itself."""
+class Viewable(ABC):
+    """A result that can display itself."""
 
     view: ClassVar[str]
-    """The name of what shows it."""
+    """The name of its view."""
 
     @abstractmethod
     def records(self) -> list[dict[str, Any]]:
-        """The figures as plain rows, which `to_pandas` puts into a table."""
+        """The metrics as plain rows, one dict per row of `to_pandas`."""
 
     def plot(self, by: By = "round") -> Figure:
-        """A figure of the accuracy by round, by megabytes sent, by seconds or by client."""
+        """A figure of the accuracy by round, by megabytes sent, by seconds, or by client."""
         figure: Figure = self._view().plot(by)
         return figure
 
     def to_pandas(self) -> Any:
-        """The figures as a pandas DataFrame."""
-        try:
-            from pandas import DataFrame
-        except ImportError:
-            raise SettingError("to_pandas needs pandas: pip install 'fewer[notebook]'") from None
-        return DataFrame(self.records())
+        """The metrics as a pandas DataFrame."""
+        return to_data_frame(self.records())
+
+    def report(self, out: str | Path = "report") -> Path:
+        """Writes an HTML report to the directory `out` and returns the path of the page."""
+        page: Path = self._view().report(Path(out))
+        return page
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """What a notebook displays."""
         text: str = self._view().html()
         return text
 
     def _view(self) -> Any:
         return VIEWS[self.view](self)
+
+
+def to_data_frame(records: list[dict[str, Any]]) -> Any:
+    """Rows as a pandas DataFrame; SettingError if pandas is not installed."""
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise SettingError("to_pandas needs pandas: pip install 'fewer[notebook]'") from None
+    return DataFrame(records)

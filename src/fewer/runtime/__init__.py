@@ -1,4 +1,4 @@
-"""Carries questions to clients and answers back: in this process, or in worker processes."""
+"""Runtimes: they deliver calls to clients and return the answers, in this process or in worker processes."""
 
 from fewer.runtime.clients import Absent, Answer, Answers, Clients, Each, Faults, Rules
 from fewer.runtime.handlers import HandlerServer, Unable, on_client, on_ring, on_server

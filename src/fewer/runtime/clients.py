@@ -1,4 +1,4 @@
-"""The server's side: `Clients`, through which alone a method reaches anybody."""
+"""The server's side: `Clients`, the only way for a method to reach clients."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import numpy as np
 import torch
 
 from fewer.errors import QuorumLost, RunError, SettingError
-from fewer.runtime.handlers import Call, Reply, stream_of
-from fewer.runtime.ring import Journal, Pass
+from fewer.runtime.handlers import Call, Reply, stream_name
+from fewer.runtime.ring import Journal, RelayRun
 from fewer.runtime.streams import seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
 from fewer.wire.ledger import EVALUATION
 
-PANEL = 100
-"""At most so many clients are asked when all of them are to be measured."""
+MAX_EVAL_COHORT = 100
+"""The largest number of clients that an evaluation asks."""
 
-TRIES = 3
-"""How often the server's own work is begun anew when a worker dies at it."""
+MAX_ATTEMPTS = 3
+"""How often the server's own work is attempted if its worker processes die."""
 
 AbsenceReason = Literal["dropped", "late", "refused", "failed", "unable", "lost"]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one client sent: `answer["model"]`, `answer.client`."""
+    """The answer of one client: `answer["model"]`, `answer.client`."""
 
     client: int
     fields: Mapping[str, Any]
@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Absent:
-    """A client that was asked and whose answer cannot be used, and why."""
+    """A client that was asked but gave no usable answer, and the reason."""
 
     client: int
     reason: AbsenceReason
@@ -49,7 +49,7 @@ class Absent:
 
 
 class Answers(list[Answer]):
-    """The answers that came, in the order in which the clients were asked; `absent` has the others."""
+    """The answers, in the order in which the clients were asked. `absent` lists the missing ones."""
 
     def __init__(self, answers: Iterable[Answer], absent: Sequence[Absent]) -> None:
         super().__init__(answers)
@@ -65,35 +65,35 @@ class Each:
 
 @dataclass(frozen=True)
 class Faults:
-    """Faults put in on purpose: each is the chance that it hits a client that is asked in a round."""
+    """Injected faults. Each value is the probability that the fault hits a client in a round."""
 
     drop: float = 0.0
-    """The question arrives, no answer comes."""
+    """The question arrives, but no answer comes back."""
     slow: float = 0.0
-    """The client does its work, but its answer comes after the deadline."""
+    """The client does its work, but its answer misses the deadline."""
     corrupt: float = 0.0
-    """The answer is damaged on its way."""
+    """The answer is damaged in transit."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When a round counts."""
+    """The conditions under which a round counts."""
 
     quorum: float = 0.0
-    """The share of the asked clients that must answer; one answer is needed in any case."""
+    """The fraction of the cohort that must answer. At least one answer is always required."""
     deadline: float | None = None
-    """Seconds that a client may take for one question; what comes later is late."""
+    """Seconds that a client may take for one question; a later answer counts as late."""
     limit: int = 1 << 30
-    """Bytes that one message may have."""
+    """The maximum size of a message in bytes."""
 
-    def needed(self, asked: int) -> int:
-        """How many of so many clients must answer."""
+    def min_answers(self, asked: int) -> int:
+        """The number of answers required from `asked` clients."""
         return max(1, math.ceil(self.quorum * asked - 1e-9))
 
 
 @dataclass
 class Clients(ABC):
-    """Everyone who can be asked. Subclasses only carry calls; everything that must agree between them is here."""
+    """All clients of a run. A subclass only delivers calls; everything else is the same in every runtime."""
 
     population: int
     seed: int
@@ -102,42 +102,45 @@ class Clients(ABC):
     ledger: Ledger = field(default_factory=Ledger)
     round: int = 0
     evaluating: bool = False
-    judged: bool = True
-    """Whether the round under way is evaluated after it."""
+    will_evaluate: bool = True
+    """True if the current round ends with an evaluation."""
     on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
-    """Called for each absent answer, with the handler's name."""
+    """Called for each absent client, with the handler's name."""
     on_progress: Callable[[int, int], None] = lambda done, asked: None
+    """Called after each answer, with the number of answers so far and the number of clients asked."""
     journal: Journal | None = None
-    """Where the hops of a pass are kept until its round is over."""
-    _passed: tuple[int, int] = field(default=(0, 0), repr=False)
-    """A round, and how many calls its passes have made so far."""
+    """Records the hops of a ring until its round is over."""
+    _relay_calls: tuple[int, int] = field(default=(0, 0), repr=False)
+    """A round, and the number of relay calls in it so far."""
 
-    # --- choosing -------------------------------------------------------------------------------------------
+    # --- sampling -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self.population
 
     def sample(self, count: int, purpose: str = "sample", among: Sequence[int] | None = None) -> list[int]:
-        """`count` different clients, of all or `among` these, drawn from the round's stream.
+        """Draws `count` distinct clients from all clients, or from `among`, with the round's random stream.
 
         The cost does not grow with the population.
         """
-        some = range(self.population) if among is None else among
-        if not 1 <= count <= len(some):
-            raise SettingError(f"active = {count} clients a round, but there are {len(some)} (allowed: 1 … all)")
-        draw = np.random.default_rng(seed_of(self.seed, self.round, purpose))
-        return [some[place] for place in draw.choice(len(some), count, replace=False)]
+        candidates = range(self.population) if among is None else among
+        if not 1 <= count <= len(candidates):
+            raise SettingError(
+                f"cohort = {count}, but there are {len(candidates)} clients (allowed: 1 … {len(candidates)})"
+            )
+        rng = np.random.default_rng(seed_of(self.seed, self.round, purpose))
+        return [candidates[index] for index in rng.choice(len(candidates), count, replace=False)]
 
     def eval_cohort(self, among: Sequence[int] | None = None) -> list[int]:
-        """The clients to measure on, of all or `among` these: each of them, or of many always the same hundred."""
-        some = range(self.population) if among is None else among
-        if len(some) <= PANEL:
-            return list(some)
-        draw = np.random.default_rng(seed_of(self.seed, "panel"))
-        return sorted(some[place] for place in draw.choice(len(some), PANEL, replace=False))
+        """The clients to evaluate on: all clients, or all `among`. Of more than 100, always the same 100."""
+        candidates = range(self.population) if among is None else among
+        if len(candidates) <= MAX_EVAL_COHORT:
+            return list(candidates)
+        rng = np.random.default_rng(seed_of(self.seed, "panel"))
+        return sorted(candidates[index] for index in rng.choice(len(candidates), MAX_EVAL_COHORT, replace=False))
 
     def stream(self, purpose: str) -> torch.Generator:
-        """The server's own random stream of this round."""
+        """The server's random stream for this round and purpose."""
         return stream(self.seed, self.round, "coordinator", purpose)
 
     # --- asking ---------------------------------------------------------------------------------------------
@@ -145,111 +148,112 @@ class Clients(ABC):
     def ask(
         self, who: Sequence[int], handler: Callable[..., Any], *, returns: Schema, **fields: Field | Each
     ) -> Answers:
-        """Send `fields` to each client, run `handler` there, and give back what came.
+        """Sends `fields` to the clients in `who`, runs `handler` on each, and returns their answers.
 
-        `returns` says what an answer must look like (a tensor or model like this one, `int`, `Number(int, 0)`,
-        `Shaped((None, 28, 28))`); another one is refused. An answer that is missing, late or refused is in
-        `answers.absent`; QuorumLost where too few are left.
+        `returns` is the schema of an answer: an example tensor or model, `int`, `Number(int, 0)`, or
+        `Shaped((None, 28, 28))`. An answer that does not match is refused. `answers.absent` lists the clients that are
+        missing, late or refused. Raises QuorumLost if too few clients answer.
         """
         kind = (EVALUATION if self.evaluating else "") + handler.__name__
-        messages = self._messages(kind, who, fields)
-        fates = {client: self._fate(client, stream_of(handler)) for client in who}
-        asked = [client for client in who if fates[client] != "drop"]
-        good: dict[int, Answer] = {}
-        absent = {client: Absent(client, "dropped") for client in who if fates[client] == "drop"}
+        messages = self._encode_messages(kind, who, fields)
+        faults = {client: self._draw_fault(client, stream_name(handler)) for client in who}
+        asked = [client for client in who if faults[client] != "drop"]
+        answers: dict[int, Answer] = {}
+        absent = {client: Absent(client, "dropped") for client in who if faults[client] == "drop"}
         calls = [(Call(client, handler.__name__, self.round), messages[client]) for client in asked]
         sizes: dict[int, int] = {}
         unsent = set()
-        for done, (call, reply) in enumerate(self._carry(calls), 1):
-            if reply and not reply.asked:
+        for done, (call, reply) in enumerate(self._deliver_calls(calls), 1):
+            if reply and not reply.sent:
                 unsent.add(call.client)
-            got, sizes[call.client] = self._receive(call, reply, fates[call.client], returns)
-            if isinstance(got, Answer):
-                good[call.client] = got
+            outcome, sizes[call.client] = self._read_reply(call, reply, faults[call.client], returns)
+            if isinstance(outcome, Answer):
+                answers[call.client] = outcome
             else:
-                absent[call.client] = got
+                absent[call.client] = outcome
             self.on_progress(done, len(asked))
-        for client in who:  # in the order asked, so that the ledger is the same wherever the clients ran
+        for client in who:  # in the order of `who`, so that the ledger is the same in every runtime
             if client not in unsent:
                 self.ledger.add(self.round, client, "down", kind, len(messages[client]))
         for client in who:
             if sizes.get(client):
                 self.ledger.add(self.round, client, "up", kind, sizes[client])
         missing = [absent[client] for client in who if client in absent]
-        self._tell(missing, handler.__name__, len(good), len(who))
-        return Answers((good[client] for client in who if client in good), missing)
+        self._check_quorum(missing, handler.__name__, len(answers), len(who))
+        return Answers((answers[client] for client in who if client in answers), missing)
 
     def relay(
         self, order: Sequence[int], handler: Callable[..., Any], holders: Sequence[int] = (), sealed: bool = True
     ) -> list[int]:
-        """Bring a message from client to client: each gets what the one before made, and makes the next of it.
+        """Passes a message from client to client: each receives what the one before returned. Returns the new holders.
 
-        `trail` says who holds a message to begin with, the last one last; without any the first client's handler gets
-        no fields. Comes back with who holds one now. Each message is sealed for the one who gets it, unless that is
-        not wanted. A client that does not take is passed over; QuorumLost where too few took.
+        `holders` are the clients that have a message at the start, the latest last. Without holders, the handler of the
+        first client gets no fields. Each message is sealed for its receiver unless `sealed` is False. The relay skips a
+        client that does not take the message. Raises QuorumLost if too few clients take it.
         """
-        begun = self._passed[1] if self._passed[0] == self.round else 0
-        way = Pass(self, handler.__name__, stream_of(handler), sealed, list(holders), begun)
-        way.along(order)
-        self._passed = self.round, way.calls
+        calls = self._relay_calls[1] if self._relay_calls[0] == self.round else 0
+        relay = RelayRun(self, handler.__name__, stream_name(handler), sealed, list(holders), calls)
+        relay.run(order)
+        self._relay_calls = self.round, relay.calls
         try:
-            self._tell([Absent(*one) for one in way.absent], handler.__name__, way.taken, len(order))
+            absent = [Absent(client, reason, detail) for client, reason, detail in relay.absent]
+            self._check_quorum(absent, handler.__name__, relay.taken, len(order))
         except QuorumLost:
             if self.journal:
-                self.journal.clear()  # the next attempt is to find out anew who is there
+                self.journal.clear()  # the next attempt must find out again which clients answer
             raise
-        return way.holders
+        return relay.holders
 
-    def _tell(self, absent: Sequence[Absent], handler: str, good: int, asked: int) -> None:
-        """Say who is absent; QuorumLost where too few are left, or in measuring nobody."""
-        for one in absent:
-            self.on_absent(one, handler)
-        unable = all(one.reason == "unable" for one in absent)
-        needed, rule = self.rules.needed(asked), f"quorum {self.rules.quorum:g}"
-        if self.evaluating:  # where all say that they cannot, the method knows better what to say of it
-            needed, rule = 0 if unable else 1, "measuring"
-        if good < needed:
-            raise QuorumLost(_quorum_text(self.round, good, asked, needed, rule, absent), unable)
+    def _check_quorum(self, absent: Sequence[Absent], handler: str, answered: int, asked: int) -> None:
+        """Reports absent clients. Raises QuorumLost if too few clients answered; an evaluation needs one answer."""
+        for client in absent:
+            self.on_absent(client, handler)
+        unable = all(client.reason == "unable" for client in absent)
+        needed, rule = self.rules.min_answers(asked), f"quorum {self.rules.quorum:g}"
+        if self.evaluating:  # if all clients are unable, the method gives a better error
+            needed, rule = 0 if unable else 1, "evaluation"
+        if answered < needed:
+            raise QuorumLost(_quorum_message(self.round, answered, asked, needed, rule, absent), unable)
 
     def map_on_server(
         self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field
     ) -> list[dict[str, Any]]:
-        """The server's own work, one call of `handler` for each item, over the workers there are.
+        """Runs `handler` once per item on the server's own workers. Results are in the order of the items.
 
-        Nothing is counted, since nothing leaves the server. Results come in the order of the items.
+        Nothing leaves the server, so the ledger counts no bytes.
         """
         message = encode(handler.__name__, fields)
         results: dict[int, dict[str, Any]] = {}
-        for _ in range(TRIES):
-            left = [number for number in range(len(items)) if number not in results]
-            calls = [(Call(-1 - number, handler.__name__, self.round, items[number]), message) for number in left]
-            for call, reply in self._carry(calls):
+        for _ in range(MAX_ATTEMPTS):
+            missing = [index for index in range(len(items)) if index not in results]
+            calls = [(Call(-1 - index, handler.__name__, self.round, items[index]), message) for index in missing]
+            for call, reply in self._deliver_calls(calls):
                 if reply is None:
                     continue
                 if reply.failure:
-                    raise RuntimeError(f"'{handler.__name__}' of the server failed: {reply.detail}")
+                    raise RuntimeError(f"server handler '{handler.__name__}' failed: {reply.detail}")
                 try:
                     results[-1 - call.client] = decode(reply.blob)[1]
                 except Refused as refused:
                     raise RunError(
-                        f"'{handler.__name__}' gave figures that cannot be used: {refused.reason}"
+                        f"server handler '{handler.__name__}' returned invalid values: {refused.reason}"
                     ) from refused
             if len(results) == len(items):
-                return [results[number] for number in range(len(items))]
-        raise RunError(f"the worker processes died {TRIES} times at '{handler.__name__}' (out of memory?)")
+                return [results[index] for index in range(len(items))]
+        raise RunError(f"the worker processes died {MAX_ATTEMPTS} times in '{handler.__name__}' (out of memory?)")
 
-    # --- carrying -------------------------------------------------------------------------------------------
+    # --- delivery -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
-        """Deliver each call and yield its reply, in any order; None where the carrier lost it."""
+    def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+        """Delivers each call and yields its reply, in any order; None if the reply is lost."""
 
     def transport_bytes(self) -> dict[str, int]:
-        """Bytes that the carrier has made of all messages, where it packs them its own way."""
+        """Bytes of all messages as the transport packs them, if it adds its own packaging."""
         return {}
 
     def close(self) -> None:  # noqa: B027
-        """Give back what the runtime holds. Safe to call twice."""
+        """Releases all resources. Safe to call twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -257,11 +261,11 @@ class Clients(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _deadline(self, call: Call) -> float | None:
-        """Seconds that this call may take: measuring, and the server's own work, take as long as they take."""
+    def _call_deadline(self, call: Call) -> float | None:
+        """Seconds that this call may take. Evaluation and the server's own work have no deadline."""
         return None if self.evaluating or call.client < 0 else self.rules.deadline
 
-    def _messages(self, kind: str, who: Sequence[int], fields: Mapping[str, Field | Each]) -> dict[int, bytes]:
+    def _encode_messages(self, kind: str, who: Sequence[int], fields: Mapping[str, Field | Each]) -> dict[int, bytes]:
         if not any(isinstance(value, Each) for value in fields.values()):
             return dict.fromkeys(who, encode(kind, fields))  # type: ignore[arg-type]
         return {
@@ -272,8 +276,8 @@ class Clients(ABC):
             for client in who
         }
 
-    def _fate(self, client: int, stream: str) -> str | None:
-        """Which of the injected faults hits this client now, if any."""
+    def _draw_fault(self, client: int, stream: str) -> str | None:
+        """The injected fault that hits this client now, if any."""
         if self.evaluating or self.faults == Faults():
             return None
         draws = np.random.default_rng(seed_of(self.seed, self.round, client, "fault", stream)).random(3)
@@ -282,42 +286,42 @@ class Clients(ABC):
                 return fault
         return None
 
-    def _deliver(self, client: int, fate: str | None, blob: bytes) -> bytes:
-        """The client's message as it arrives: damaged if the injected fault says so."""
-        if fate != "corrupt":
+    def _inject_damage(self, client: int, fault: str | None, blob: bytes) -> bytes:
+        """The client's message as it arrives: damaged if the injected fault is `corrupt`."""
+        if fault != "corrupt":
             return blob
         return _damage(blob, np.random.default_rng(seed_of(self.seed, self.round, client, "damage")))
 
-    def _receive(
-        self, call: Call, reply: Reply | None, fate: str | None, returns: Schema
+    def _read_reply(
+        self, call: Call, reply: Reply | None, fault: str | None, returns: Schema
     ) -> tuple[Answer | Absent, int]:
-        """What became of one call, and how many bytes came back."""
-        client, deadline = call.client, self._deadline(call)
+        """The outcome of one call, and the number of bytes that came back."""
+        client, deadline = call.client, self._call_deadline(call)
         if reply is None:
             return Absent(client, "lost", "its worker process died"), 0
         if reply.failure:
             return Absent(client, reply.failure, reply.detail), 0
-        blob = self._deliver(client, fate, reply.blob)
-        if fate == "slow" or (deadline is not None and reply.seconds > deadline):
-            return Absent(client, "late", f"after {reply.seconds:.1f} s" if fate is None else ""), len(blob)
+        blob = self._inject_damage(client, fault, reply.blob)
+        if fault == "slow" or (deadline is not None and reply.seconds > deadline):
+            return Absent(client, "late", f"after {reply.seconds:.1f} s" if fault is None else ""), len(blob)
         try:
             return Answer(client, decode(blob, returns, self.rules.limit)[1]), len(blob)
         except Refused as refused:
             return Absent(client, "refused", refused.reason), len(blob)
 
 
-def _damage(blob: bytes, draw: np.random.Generator) -> bytes:
-    """A message as a bad line delivers it: cut short, or with some of its bytes changed."""
-    if draw.random() < 0.5:
-        return blob[: int(draw.integers(len(blob)))]
+def _damage(blob: bytes, rng: np.random.Generator) -> bytes:
+    """A message after a bad connection: truncated, or with some bytes changed."""
+    if rng.random() < 0.5:
+        return blob[: int(rng.integers(len(blob)))]
     data = bytearray(blob)
-    for place in draw.integers(len(data), size=8):
-        data[place] ^= int(draw.integers(1, 256))
+    for position in rng.integers(len(data), size=8):
+        data[position] ^= int(rng.integers(1, 256))
     return bytes(data)
 
 
-def _quorum_text(round: int, came: int, asked: int, needed: int, rule: str, absent: Sequence[Absent]) -> str:
-    """One line: how many answered, how many were needed, and the commonest reasons."""
-    reasons = Counter(one.reason + (f" ({one.detail})" if one.detail else "") for one in absent)
-    told = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-    return f"round {round}: {came} of {asked} clients answered, {needed} needed ({rule}): {told}"
+def _quorum_message(round: int, answered: int, asked: int, needed: int, rule: str, absent: Sequence[Absent]) -> str:
+    """One line with the number of answers, the number needed, and the most common reasons."""
+    reasons = Counter(client.reason + (f" ({client.detail})" if client.detail else "") for client in absent)
+    common = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+    return f"round {round}: {answered} of {asked} clients answered, {needed} needed ({rule}): {common}"

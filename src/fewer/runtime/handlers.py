@@ -1,4 +1,4 @@
-"""The client's side: turns an encoded question into an encoded answer. The same in every runtime."""
+"""The client's side: decodes a question, runs its handler, and encodes the answer. Every runtime uses this code."""
 
 from __future__ import annotations
 
@@ -17,249 +17,250 @@ from fewer.runtime.keys import Keys
 from fewer.runtime.store import Store
 from fewer.runtime.streams import seed_globals
 from fewer.wire import Refused, decode, encode
-from fewer.wire.sealing import Head, look, seal, unseal
+from fewer.wire.sealing import Header, parse_sealed, seal, unseal
 
 P = ParamSpec("P")
 S = TypeVar("S")
-M = TypeVar("M")
+C = TypeVar("C")
 R = TypeVar("R")
 
 
 class Unable(Exception):
-    """Raised in a handler when this client cannot do what it was asked, for a reason worth telling."""
+    """Raise this in a handler if the client cannot do the work. The server sees the reason."""
 
 
-Handler = Callable[Concatenate[S, M, P], R]
-Where = Literal["client", "ring", "server"]
+# --- decorators -----------------------------------------------------------------------------------------------
+
+Handler = Callable[Concatenate[S, C, P], R]
+"""A handler: `handler(self, context, **fields)`."""
+Side = Literal["client", "ring", "server"]
 
 
-def _mark(where: Where, stream: str | None) -> Callable[[Handler[S, M, P, R]], Handler[S, M, P, R]]:
-    def decorate(handler: Handler[S, M, P, R]) -> Handler[S, M, P, R]:
-        handler.__fewer__ = where  # type: ignore[attr-defined]
-        handler.__stream__ = stream or handler.__name__  # type: ignore[attr-defined]
-        return handler
+class HandlerDecorator:
+    """Marks a method as a handler. Only marked handlers can be called, so a message cannot name anything else.
 
-    return decorate
-
-
-@overload
-def on_client(handler: Handler[S, M, P, R]) -> Handler[S, M, P, R]: ...
-@overload
-def on_client(*, stream: str) -> Callable[[Handler[S, M, P, R]], Handler[S, M, P, R]]: ...
-def on_client(handler: Any = None, *, stream: str | None = None) -> Any:
-    """Marks a handler that runs on a client: `handler(self, client, **fields)` returns a dict of fields.
-
-    Only marked handlers can be asked for, so a message can name nothing else. `stream` names the handler's random
-    stream, by default its own name. Give it when you rename a handler and its numbers must stay the same.
+    `stream` names the handler's random stream; the default is the handler's own name. Give it if you rename a handler
+    and its numbers must stay the same.
     """
-    mark = _mark("client", stream)
-    return mark if handler is None else mark(handler)
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+
+    @overload
+    def __call__(self, handler: Handler[S, C, P, R]) -> Handler[S, C, P, R]: ...
+    @overload
+    def __call__(self, *, stream: str) -> Callable[[Handler[S, C, P, R]], Handler[S, C, P, R]]: ...
+    def __call__(self, handler: Any = None, *, stream: str | None = None) -> Any:
+        """Marks the handler: `@on_client` or `@on_client(stream="train")`."""
+
+        def decorate(handler: Any) -> Any:
+            handler.__side__ = self.side
+            handler.__stream__ = stream or handler.__name__
+            return handler
+
+        return decorate if handler is None else decorate(handler)
 
 
-@overload
-def on_ring(handler: Handler[S, M, P, R]) -> Handler[S, M, P, R]: ...
-@overload
-def on_ring(*, stream: str) -> Callable[[Handler[S, M, P, R]], Handler[S, M, P, R]]: ...
-def on_ring(handler: Any = None, *, stream: str | None = None) -> Any:
-    """Marks a client handler that only `clients.relay` can reach; what it returns goes to the next client."""
-    mark = _mark("ring", stream)
-    return mark if handler is None else mark(handler)
+on_client = HandlerDecorator("client")
+"""Marks a handler that runs on a client: `handler(self, client, **fields)` returns a dict of fields."""
+
+on_ring = HandlerDecorator("ring")
+"""Marks a client handler that only `clients.relay` can call. The next client receives what it returns."""
+
+on_server = HandlerDecorator("server")
+"""Marks a handler that runs on the server's own workers. `clients.map_on_server` calls it."""
 
 
-@overload
-def on_server(handler: Handler[S, M, P, R]) -> Handler[S, M, P, R]: ...
-@overload
-def on_server(*, stream: str) -> Callable[[Handler[S, M, P, R]], Handler[S, M, P, R]]: ...
-def on_server(handler: Any = None, *, stream: str | None = None) -> Any:
-    """Marks a handler that runs on the server's own workers, called by `clients.map_on_server`."""
-    mark = _mark("server", stream)
-    return mark if handler is None else mark(handler)
-
-
-def stream_of(handler: Callable[..., Any]) -> str:
+def stream_name(handler: Callable[..., Any]) -> str:
     """The name of a handler's random stream."""
     return getattr(handler, "__stream__", handler.__name__)
 
 
-SEEN, LETTER = "ring_seen", "ring_letter"
-"""Under these names a client's store has the number of the last sealed message that it opened, and what it passes on."""
+# --- calls and replies ----------------------------------------------------------------------------------------
 
 Failure = Literal["refused", "failed", "unable", "late", "lost"]
 
-LAST = 99_999_999
-"""No round is later."""
+FETCH_OUTGOING = "fetch outgoing"
+"""A call with this handler name asks a client for its outgoing message, sealed for the next client."""
 
-GIVE = "pass on"
-"""Asks a client for the message it has made for whoever comes next: the one call that names no handler."""
+LAST_OPENED, OUTGOING = "ring_last_opened", "ring_outgoing"
+"""Names in a client's store: the number of the last sealed message it opened, and its outgoing message."""
+
+LAST_ROUND = 99_999_999
+"""No run has a later round."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A call that is part of a message's way from client to client."""
+    """One step of a message from client to client."""
 
-    other: int
-    """Whom to give to, or whom it came from; -1 where it came from nobody."""
+    peer: int
+    """The client to seal for, or the client that the message comes from; -1 for the first message of a ring."""
     kind: str
-    """The handler that the message is for."""
+    """The handler that receives the message."""
     number: int
-    """Of the message, rising within a round."""
+    """The number of the message; increases within a round."""
     sealed: bool
 
 
 @dataclass(frozen=True)
 class Call:
-    """Who is asked what, in which round; its message travels beside it."""
+    """A call of one handler on one client. The encoded message travels next to it."""
 
     client: int
-    """The client's number; for work of the server's own, below zero."""
+    """The client's number; negative for work on the server."""
     handler: str
     round: int
     item: Mapping[str, int] = field(default_factory=dict)
-    """Which piece of the server's own work."""
+    """The item of `clients.map_on_server`."""
     hop: Hop | None = None
-    """Set where a message is passed from client to client."""
+    """Set if the call is part of `clients.relay`."""
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Call:
-        """A call from what `asdict` made of it."""
-        hop = told.get("hop")
-        return cls(**{**told, "hop": hop and Hop(**hop)})
+    def from_dict(cls, values: Mapping[str, Any]) -> Call:
+        """Restores a call from the result of `asdict`."""
+        hop = values.get("hop")
+        return cls(**{**values, "hop": hop and Hop(**hop)})
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An encoded answer, or why there is none; and how long it took."""
+    """An encoded answer, or the reason why there is none."""
 
     blob: bytes
     failure: Failure | None = None
     detail: str = ""
     seconds: float = 0.0
-    asked: bool = True
-    """Whether the question was sent at all."""
+    sent: bool = True
+    """False if the question was never sent."""
+
+
+# --- running handlers -----------------------------------------------------------------------------------------
 
 
 class ContextProvider(Protocol):
-    """Makes the object that a handler gets as `me` (a client) or `here` (the server, client below 0)."""
+    """Makes the object that a handler gets as its first argument: a `Client`, or the `Server` for negative numbers."""
 
     @property
     def keys(self) -> Keys:
         """Keys for sealed messages."""
 
     def store(self, client: int, round: int) -> Store:
-        """What a client remembers."""
+        """The client's private state."""
 
     def __call__(self, client: int, round: int) -> Any:
         """The client's data, store and streams for this round."""
 
-    def keep(self, client: int, error: str) -> None:
-        """Write down, where the client is, what went wrong there: it may hold private data, so it is never sent."""
+    def log_error(self, client: int, error: str) -> None:
+        """Logs a traceback on the client's own disk. It may contain private data, so it is never sent."""
 
 
 @dataclass(frozen=True)
 class HandlerServer:
-    """Answers calls: `program` holds the handlers, `place` gives each call its client."""
+    """Answers calls: `program` holds the handlers, `contexts` makes their first argument."""
 
     program: object
     contexts: ContextProvider
     seed: int
     device: torch.device
     limit: int
-    context: bytes = b""
-    """Which run this is, where clients have the same keys in several: what was sealed in one is refused in another."""
+    seal_context: bytes = b""
+    """Identifies the run. A client that uses one key in several runs refuses messages sealed in another run."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The message that came last, and what it says."""
+    """The last message and its decoded fields."""
 
     def answer(self, call: Call, blob: bytes) -> Reply:
-        """Run one handler on one message. Whatever goes wrong in there is a reply too."""
-        begun = time.perf_counter()
+        """Runs one handler on one message. Every error becomes a reply too."""
+        start = time.perf_counter()
 
-        def reply(blob: bytes = b"", **what: Any) -> Reply:
-            return Reply(blob, **what, seconds=time.perf_counter() - begun)
+        def make_reply(blob: bytes = b"", **failure: Any) -> Reply:
+            return Reply(blob, **failure, seconds=time.perf_counter() - start)
 
         try:
-            if call.handler == GIVE and call.hop:
-                return reply(self._give(call))
-            handler = self._handler(call)
-            fields = self._fields(self._open(call, blob) if call.hop and call.hop.other >= 0 else blob)
-            if call.hop and call.hop.other < 0 and fields:
-                raise Refused("a message from nobody")
+            if call.handler == FETCH_OUTGOING and call.hop:
+                return make_reply(self._read_outgoing(call))
+            handler = self._find_handler(call)
+            fields = self._decode_fields(self._open_message(call, blob) if call.hop and call.hop.peer >= 0 else blob)
+            if call.hop and call.hop.peer < 0 and fields:
+                raise Refused("a message without a sender")
             if call.client < 0:
                 fields |= call.item
-            _check_names(handler, fields)
-            seed_globals(self.seed, call.round, call.client, stream_of(handler))
+            _check_signature(handler, fields)
+            seed_globals(self.seed, call.round, call.client, stream_name(handler))
             answer = handler(self.contexts(call.client, call.round), **fields)
             if call.hop:
-                self._put_out(call, answer)
-                return reply()
-            return reply(encode(call.handler, answer))
+                self._store_outgoing(call, answer)
+                return make_reply()
+            return make_reply(encode(call.handler, answer))
         except Refused as refused:
-            return reply(failure="refused", detail=refused.reason)
+            return make_reply(failure="refused", detail=refused.reason)
         except Unable as unable:
-            return reply(failure="unable", detail=str(unable))
-        except (Exception, SystemExit) as error:  # a client that breaks is a missing answer, not the end of the run
-            self.contexts.keep(call.client, f"round {call.round}, {call.handler}\n{traceback.format_exc()}\n")
+            return make_reply(failure="unable", detail=str(unable))
+        except (Exception, SystemExit) as error:  # a client that crashes is a missing answer, not the end of the run
+            self.contexts.log_error(call.client, f"round {call.round}, {call.handler}\n{traceback.format_exc()}\n")
             last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{PurePath(last.filename).name}:{last.lineno}"
-            return reply(failure="failed", detail=f"{type(error).__name__} at {where}")
+            location = f"{PurePath(last.filename).name}:{last.lineno}"
+            return make_reply(failure="failed", detail=f"{type(error).__name__} at {location}")
 
-    def _handler(self, call: Call) -> Callable[..., Mapping[str, Any]]:
+    def _find_handler(self, call: Call) -> Callable[..., Mapping[str, Any]]:
         handler = getattr(self.program, call.handler, None)
-        wanted = "server" if call.client < 0 else "ring" if call.hop else "client"
-        if getattr(handler, "__fewer__", None) != wanted:
-            raise Refused(f"'{call.handler}' is not something that can be asked of a {wanted}")
+        side: Side = "server" if call.client < 0 else "ring" if call.hop else "client"
+        if getattr(handler, "__side__", None) != side:
+            raise Refused(f"'{call.handler}' is not an @on_{side} handler")
         return cast(Callable[..., Mapping[str, Any]], handler)
 
-    # --- passing on -----------------------------------------------------------------------------------------
+    # Messages from client to client.
 
-    def _open(self, call: Call, blob: bytes) -> bytes:
-        """The message that another client made for this one; Refused where it is another, or came before."""
+    def _open_message(self, call: Call, blob: bytes) -> bytes:
+        """Opens the message from another client. Raises Refused if its header is wrong or it is a replay."""
         assert call.hop
         if not call.hop.sealed:
             return blob
-        sealed = look(blob)
-        head = sealed.head
-        if head != Head(call.hop.other, call.client, call.handler, call.round, call.hop.number):
-            raise Refused(f"a sealed message of another kind: {head}")
+        sealed = parse_sealed(blob)
+        header = sealed.header
+        if header != Header(call.hop.peer, call.client, call.handler, call.round, call.hop.number):
+            raise Refused(f"a sealed message with an unexpected header: {header}")
         store = self.contexts.store(call.client, call.round)
-        seen = self.contexts.store(call.client, LAST).get(SEEN)  # of whatever round: the carrier says which one it is
-        if seen is not None and (head.round, head.number) <= tuple(seen):
-            raise Refused(f"a sealed message that was there already (round {head.round}, number {head.number})")
+        # The relay chooses the round of the call, so look at the messages of all rounds.
+        last_opened = self.contexts.store(call.client, LAST_ROUND).get(LAST_OPENED)
+        if last_opened is not None and (header.round, header.number) <= tuple(last_opened):
+            raise Refused(f"a replayed sealed message (round {header.round}, number {header.number})")
         keys = self.contexts.keys
-        private, sender = keys.private(call.client), keys.public(call.client, head.sender)
-        message = unseal(sealed, private, sender, self.context)
-        store.put(SEEN, (head.round, head.number))
+        private, sender = keys.private(call.client), keys.public(call.client, header.sender)
+        message = unseal(sealed, private, sender, self.seal_context)
+        store.put(LAST_OPENED, (header.round, header.number))
         return message
 
-    def _put_out(self, call: Call, answer: Mapping[str, Any]) -> None:
-        """Keep an answer where whoever comes next can be given it."""
+    def _store_outgoing(self, call: Call, answer: Mapping[str, Any]) -> None:
+        """Stores the answer until the relay fetches it for the next client."""
         try:
             blob = encode(call.handler, answer)
-        except Refused as refused:  # its own answer: nothing is wrong with the message that it got
+        except Refused as refused:  # the client's own answer is at fault, not the message it received
             raise ValueError(refused.reason) from refused
-        letter = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-        self.contexts.store(call.client, call.round).put(LETTER, letter)
+        outgoing = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        self.contexts.store(call.client, call.round).put(OUTGOING, outgoing)
 
-    def _give(self, call: Call) -> bytes:
-        """The answer that this client made last, for another one; sealed, if so asked."""
+    def _read_outgoing(self, call: Call) -> bytes:
+        """The client's last answer, sealed for the peer if the call says so."""
         assert call.hop
-        letter = self.contexts.store(call.client, call.round).get(LETTER)
-        if letter is None:
-            raise Unable("nothing to pass on")
+        outgoing = self.contexts.store(call.client, call.round).get(OUTGOING)
+        if outgoing is None:
+            raise Unable("no outgoing message")
         if not call.hop.sealed:
-            return bytes(letter.numpy())
-        keys, to = self.contexts.keys, call.hop.other
-        head = Head(call.client, to, call.hop.kind, call.round, call.hop.number)
-        private, receiver = keys.private(call.client), keys.public(call.client, to)
-        return seal(bytes(letter.numpy()), head, private, receiver, self.context)
+            return bytes(outgoing.numpy())
+        keys, peer = self.contexts.keys, call.hop.peer
+        header = Header(call.client, peer, call.hop.kind, call.round, call.hop.number)
+        private, receiver = keys.private(call.client), keys.public(call.client, peer)
+        return seal(bytes(outgoing.numpy()), header, private, receiver, self.seal_context)
 
-    def _fields(self, blob: bytes) -> dict[str, Any]:
-        """What the message says, a copy for each call; a message that many get is decoded once."""
+    def _decode_fields(self, blob: bytes) -> dict[str, Any]:
+        """A copy of the message's fields. A message that goes to many clients is decoded once."""
         if self._last.get("blob") is not blob:
             self._last["fields"] = decode(blob, limit=self.limit)[1]
             self._last["blob"] = blob
-        return {name: self._copy(value) for name, value in self._last["fields"].items()}
+        return {name: self._copy_to_device(value) for name, value in self._last["fields"].items()}
 
-    def _copy(self, value: Any) -> Any:
+    def _copy_to_device(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.to(self.device, copy=True)
         if isinstance(value, dict):
@@ -270,8 +271,10 @@ class HandlerServer:
 _signature = lru_cache(inspect.signature)
 
 
-def _check_names(handler: Callable[..., Any], fields: Mapping[str, Any]) -> None:
+def _check_signature(handler: Callable[..., Any], fields: Mapping[str, Any]) -> None:
     try:
         _signature(handler.__func__).bind(None, None, **fields)  # type: ignore[attr-defined]
     except TypeError as error:
-        raise Refused(f"fields {sorted(fields)} do not fit '{handler.__name__}': {error}") from error
+        raise Refused(
+            f"fields {sorted(fields)} do not match the parameters of '{handler.__name__}': {error}"
+        ) from error

@@ -1,4 +1,4 @@
-"""All clients in this process, one after the other."""
+"""The inline runtime: all clients in this process, one after the other."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from fewer.runtime.clients import Clients
 from fewer.runtime.handlers import Call, HandlerServer, Reply
-from fewer.runtime.streams import kept_streams
+from fewer.runtime.streams import preserve_global_rng
 
 
 @dataclass
 class Inline(Clients):
-    """The plainest runtime: a call is a function call, with the same encoding as everywhere."""
+    """The simplest runtime: a call is a function call, with the same encoding as in every runtime."""
 
     handlers: HandlerServer = field(kw_only=True)
 
-    def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
-        with kept_streams():
+    def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+        with preserve_global_rng():
             for call, message in calls:
                 yield call, self.handlers.answer(call, message)

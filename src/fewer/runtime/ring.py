@@ -1,11 +1,15 @@
-"""Passing on: a message goes from client to client, and each makes the next one of it. Nobody is asked, nobody averages.
+"""The relay: it forwards a message from client to client, and each client turns it into the next message.
 
-Two calls make a hop. `give`: the client that holds the message seals it for the next one. `take`: the next one opens it,
-works, and keeps what it made to give on. The carrier in between moves bytes that it cannot read, and sees three things:
-that a client does not take (it is dead or late: the message goes past it, to the one after), that a client refuses what
-it was given or can make nothing of it (then the one who held a message before gives its own instead, and if it takes
-that, the other one is passed over, else itself), and that a holder is gone or refuses to give (the same). Whoever was
-passed over is part of the next pass again.
+One hop takes two calls. `FETCH_OUTGOING` asks the holder of the message to seal it for the next client. The handler
+call hands the sealed message to that client, which opens it, trains, and stores its own outgoing message. The relay
+forwards bytes that it cannot read. It reacts to three events:
+
+- The next client crashes or is late. The relay skips it and offers the message to the client after it.
+- The next client refuses the message, or is unable to use it. The relay offers it the message of the previous holder.
+  If the client accepts that one, the last holder is at fault and is skipped; otherwise the client itself is.
+- The holder is gone or refuses to seal. The relay falls back to the previous holder, as above.
+
+A skipped client takes part again in the next round.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fewer.runtime.handlers import GIVE, Call, Hop, Reply
+from fewer.runtime.handlers import FETCH_OUTGOING, Call, Hop, Reply
 from fewer.runtime.store import write_durably
 from fewer.wire import encode, pack, unpack
 
@@ -25,40 +29,40 @@ if TYPE_CHECKING:
     from fewer.runtime.clients import AbsenceReason, Clients
 
 
-DOUBTED = ("refused", "unable")
-"""Where a client answers so, the fault can be its own or that of the message."""
+DISPUTED = ("refused", "unable")
+"""After such a failure, either the client or the message it received may be at fault."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """What the calls of a pass gave, each as it came, so that a pass that was broken off goes on at the same hop."""
+    """The replies of a relay run, stored as they arrive, so that an interrupted run resumes at the same hop."""
 
     folder: Path
 
     def get(self, round: int, number: int) -> Reply | None:
-        """The reply to this call of the round, if it came before the break."""
+        """The reply to this call of the round, if it arrived before the interruption."""
         path = self._path(round, number)
         if not path.exists():
             return None
-        kept = unpack(path.read_bytes())
-        blob = bytes(kept.pop("blob").numpy())
-        return Reply(blob, kept["failure"], kept["detail"], kept["seconds"], kept.get("asked", True))
+        record = unpack(path.read_bytes())
+        blob = bytes(record["blob"].numpy())
+        return Reply(blob, record["failure"], record["detail"], record["seconds"], record["sent"])
 
-    def put(self, round: int, number: int, taker: int | None, reply: Reply) -> None:
-        """Keep a reply, and who worked for it; whoever only gives changes nothing at home."""
+    def put(self, round: int, number: int, finished: int | None, reply: Reply) -> None:
+        """Stores a reply. `finished` is the client whose work in this round the reply completes, if any."""
         self.folder.mkdir(parents=True, exist_ok=True)
         blob = torch.frombuffer(bytearray(reply.blob), dtype=torch.uint8) if reply.blob else torch.empty(0).byte()
-        kept = {"taker": taker, "failure": reply.failure, "detail": reply.detail, "seconds": reply.seconds}
-        kept["asked"] = reply.asked
-        write_durably(self._path(round, number), pack({**kept, "blob": blob}))
+        record = {"failure": reply.failure, "detail": reply.detail, "seconds": reply.seconds, "sent": reply.sent}
+        write_durably(self._path(round, number), pack({"finished": finished, **record, "blob": blob}))
 
-    def finished(self, round: int) -> set[int]:
-        """Clients whose work of this round is over: what they remember belongs to it."""
-        takers = (unpack(path.read_bytes())["taker"] for path in self.folder.glob(f"{round:08d}-*.safetensors"))
-        return {taker for taker in takers if taker is not None}
+    def finished_clients(self, round: int) -> set[int]:
+        """Clients that have finished this round: their stored state belongs to it."""
+        paths = self.folder.glob(f"{round:08d}-*.safetensors")
+        clients = (unpack(path.read_bytes())["finished"] for path in paths)
+        return {client for client in clients if client is not None}
 
     def clear(self) -> None:
-        """Forget all: the round is over."""
+        """Deletes all records when the round is over."""
         for path in self.folder.glob("*.safetensors"):
             path.unlink()
 
@@ -67,101 +71,104 @@ class Journal:
 
 
 @dataclass
-class Pass:
-    """One way of a message along some clients, as the carrier sees it."""
+class RelayRun:
+    """One pass of a message along a sequence of clients, as the relay sees it."""
 
     clients: Clients
     handler: str
     stream: str
-    """The name of the handler's random stream, which draws injected faults."""
+    """The name of the handler's random stream, from which injected faults are drawn."""
     sealed: bool
     holders: list[int]
-    """Who holds a message that can be passed on, the last one last."""
+    """Clients with an outgoing message, the latest last."""
     calls: int = 0
-    """Calls of this round so far."""
+    """Calls in this round so far."""
     taken: int = 0
+    """Clients that took the message in time."""
     absent: list[tuple[int, AbsenceReason, str]] = field(default_factory=list)
 
-    def along(self, order: Sequence[int]) -> None:
-        """From one to the next."""
+    def run(self, order: Sequence[int]) -> None:
+        """Forwards the message along all clients in this order."""
         for done, client in enumerate(order, 1):
-            fate = self.clients._fate(client, self.stream)
-            if fate == "drop":
+            fault = self.clients._draw_fault(client, self.stream)
+            if fault == "drop":
                 self.absent.append((client, "dropped", ""))
-            elif self._reach(client, late=fate == "slow"):
-                self.holders = [*(one for one in self.holders if one != client), client]
+            elif self._deliver_to(client, late=fault == "slow"):
+                self.holders = [*(holder for holder in self.holders if holder != client), client]
                 self.taken += 1
             self.clients.on_progress(done, len(order))
 
-    def _reach(self, client: int, late: bool) -> bool:
-        """Whether this client took the message, in time. If it takes from neither of two holders, the fault is its."""
-        doubted: list[tuple[int, AbsenceReason, str]] = []
-        reply = self._offer(client, again=True)
-        if reply and reply.failure in DOUBTED and self.holders:
-            doubted = [(self.holders.pop(), "refused", f"by client {client}: {reply.detail}")]
-            reply = self._offer(client)
+    def _deliver_to(self, client: int, late: bool) -> bool:
+        """True if this client takes the message in time. A client that refuses two holders is itself at fault."""
+        disputed: list[tuple[int, AbsenceReason, str]] = []
+        reply = self._offer_message(client, may_retry=True)
+        if reply and reply.failure in DISPUTED and self.holders:
+            disputed = [(self.holders.pop(), "refused", f"by client {client}: {reply.detail}")]
+            reply = self._offer_message(client)
         if reply is None or reply.failure:
-            self.holders += [holder for holder, _, _ in doubted]
+            self.holders += [holder for holder, _, _ in disputed]
             self.absent += [(client, reply.failure, reply.detail)] if reply and reply.failure else []
             return False
-        self.absent += doubted
-        limit = self.clients.rules.deadline
-        if late or (limit is not None and reply.seconds > limit):
+        self.absent += disputed
+        deadline = self.clients.rules.deadline
+        if late or (deadline is not None and reply.seconds > deadline):
             self.absent.append((client, "late", "" if late else f"after {reply.seconds:.1f} s"))
             return False
         return True
 
-    def _offer(self, client: int, again: bool = False) -> Reply | None:
-        """What the client says to the message of the last holder; None where nobody may give to it.
+    def _offer_message(self, client: int, may_retry: bool = False) -> Reply | None:
+        """The client's reply to the message of the latest holder; None if two holders refuse to seal for it.
 
-        `again` says that it may yet be offered another.
+        `may_retry` is True if the client may get another holder's message after this one.
         """
-        blob = self._give(client)
-        return None if blob is None else self._take(client, blob, again)
+        blob = self._fetch_outgoing(client)
+        return None if blob is None else self._hand_over(client, blob, may_retry)
 
-    def _give(self, to: int) -> bytes | None:
-        """What the last holder has for this client, of nobody an empty message; None where nobody may give to it.
+    def _fetch_outgoing(self, receiver: int) -> bytes | None:
+        """The latest holder's message for the receiver, or an empty message if there is no holder.
 
-        If two holders refuse to give to it, the fault is its own; if one does, that one's.
+        If one holder refuses to seal for the receiver, that holder is at fault. If two refuse, the receiver is, and the
+        result is None.
         """
-        unwilling: list[tuple[int, AbsenceReason, str]] = []
+        refusing: list[tuple[int, AbsenceReason, str]] = []
         blob = encode(self.handler, {})
         while self.holders:
             holder = self.holders[-1]
-            reply = self._call(holder, GIVE, Hop(to, self.handler, self.calls, self.sealed))
+            reply = self._make_call(holder, FETCH_OUTGOING, Hop(receiver, self.handler, self.calls, self.sealed))
             if not reply.failure:
                 self.clients.ledger.add(self.clients.round, holder, "up", self.handler, len(reply.blob))
-                blob = self.clients._deliver(holder, self.clients._fate(holder, self.stream), reply.blob)
+                blob = self.clients._inject_damage(holder, self.clients._draw_fault(holder, self.stream), reply.blob)
                 break
             self.holders.pop()
             if reply.failure != "refused":
-                self.absent.append((holder, reply.failure, f"when it was to give: {reply.detail}"))
-            elif unwilling:
-                self.holders += [holder, unwilling[0][0]]
-                self.absent.append((to, "refused", f"by clients {unwilling[0][0]} and {holder}: {reply.detail}"))
+                self.absent.append((holder, reply.failure, f"while sending its message: {reply.detail}"))
+            elif refusing:
+                self.holders += [holder, refusing[0][0]]
+                self.absent.append((receiver, "refused", f"by clients {refusing[0][0]} and {holder}: {reply.detail}"))
                 return None
             else:
-                unwilling = [(holder, "refused", f"to give to client {to}: {reply.detail}")]
-        self.absent += unwilling
+                refusing = [(holder, "refused", f"to send to client {receiver}: {reply.detail}")]
+        self.absent += refusing
         return blob
 
-    def _take(self, client: int, blob: bytes, again: bool) -> Reply:
+    def _hand_over(self, client: int, blob: bytes, may_retry: bool) -> Reply:
+        """Calls the handler of the client with the fetched message."""
         holder = self.holders[-1] if self.holders else -1
         hop = Hop(holder, self.handler, self.calls - 1, self.sealed)
-        reply = self._call(client, self.handler, hop, blob, again and bool(self.holders))
-        if self.holders and reply.asked:
+        reply = self._make_call(client, self.handler, hop, blob, may_retry and bool(self.holders))
+        if self.holders and reply.sent:
             self.clients.ledger.add(self.clients.round, client, "down", self.handler, len(blob))
         return reply
 
-    def _call(self, client: int, handler: str, hop: Hop, blob: bytes = b"", again: bool = False) -> Reply:
-        """One call, or what it gave before the run was broken off."""
+    def _make_call(self, client: int, handler: str, hop: Hop, blob: bytes = b"", may_retry: bool = False) -> Reply:
+        """Makes one call, or returns its reply from the journal if it was made before an interruption."""
         round, journal, number = self.clients.round, self.clients.journal, self.calls
         self.calls += 1
-        if journal and (kept := journal.get(round, number)) is not None:
-            return kept
-        ((_, reply),) = self.clients._carry([(Call(client, handler, round, hop=hop), blob)])
+        if journal and (recorded := journal.get(round, number)) is not None:
+            return recorded
+        ((_, reply),) = self.clients._deliver_calls([(Call(client, handler, round, hop=hop), blob)])
         reply = reply or Reply(b"", "lost", "its worker process died")
         if journal:
-            over = handler != GIVE and not (again and reply.failure in DOUBTED)
-            journal.put(round, number, client if over else None, reply)
+            final = handler != FETCH_OUTGOING and not (may_retry and reply.failure in DISPUTED)
+            journal.put(round, number, client if final else None, reply)
         return reply

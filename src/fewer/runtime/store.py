@@ -1,4 +1,4 @@
-"""A client's private state, kept on its own disk, by client, name and round."""
+"""The private state of clients on disk, by client, name and round."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fewer.wire import Tree, pack, unpack
 
 
 def write_durably(path: Path, blob: bytes) -> None:
-    """Write a file so that a crash at any moment leaves the old content or the new, never a mixture."""
+    """Writes a file atomically. A crash at any moment leaves either the old content or the new."""
     draft = path.with_name(path.name + ".part")
     try:
         with draft.open("wb") as file:
@@ -32,10 +32,10 @@ def write_durably(path: Path, blob: bytes) -> None:
         os.close(folder)
 
 
-def hold(path: Path) -> IO[str] | None:
-    """A file that no other process can hold until it is closed; None where one does."""
+def lock_file(path: Path) -> IO[str] | None:
+    """Locks a file until it is closed. Returns None if another process holds the lock."""
     lock = path.open("a+")
-    for _ in range(20):  # the children of a killed process hold it for a moment longer
+    for _ in range(20):  # the children of a killed process hold the lock a little longer
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -48,22 +48,22 @@ def hold(path: Path) -> IO[str] | None:
 
 @dataclass(frozen=True)
 class Store:
-    """What one client remembers between rounds. Nothing of it is read until it is asked for.
+    """The state that one client keeps between rounds. Values are read from disk only on `get`.
 
-    Each value is a file named by the round that wrote it. The value before the current round stays until a later
-    round writes: a run that is killed in the middle goes back to it.
+    Each value is a file named by the round that wrote it. The version before the current round stays until a later
+    round writes. A run that was killed in the middle of a round resumes from that version.
     """
 
     folder: Path
     round: int
 
     def get(self, name: str) -> Tree:
-        """The value last put under this name, or None."""
+        """The latest value under this name, or None."""
         versions = self._versions(name)
         return unpack(self._path(name, versions[-1]).read_bytes()) if versions else None
 
     def put(self, name: str, value: Tree) -> None:
-        """Keep a value (tensors, numbers, text, containers of them) under this name."""
+        """Stores a value (tensors, numbers, text, containers of them) under this name."""
         self.folder.mkdir(parents=True, exist_ok=True)
         older = [version for version in self._versions(name) if version < self.round]
         write_durably(self._path(name, self.round), pack(value))
@@ -72,23 +72,26 @@ class Store:
 
     def _path(self, name: str, version: int) -> Path:
         if not name.isidentifier():
-            raise ValueError(f"'{name}' cannot name what is kept (allowed: letters, digits and _)")
+            raise ValueError(f"'{name}' is not a valid store name (allowed: letters, digits and _)")
         return self.folder / f"{name}.{version:08d}.safetensors"
 
     def _versions(self, name: str) -> list[int]:
-        found = (int(path.name.split(".")[-2]) for path in self.folder.glob(f"{name}.*.safetensors"))
-        return sorted(version for version in found if version <= self.round)
+        rounds = (int(path.name.split(".")[-2]) for path in self.folder.glob(f"{name}.*.safetensors"))
+        return sorted(version for version in rounds if version <= self.round)
 
 
-def folder_of(root: Path, client: int) -> Path:
-    """Where a client's state lies; a thousand clients to a directory at most."""
+def client_folder(root: Path, client: int) -> Path:
+    """The folder of a client's state. A directory holds at most a thousand clients."""
     return root / f"{client // 1000:03d}" / f"{client:06d}"
 
 
-def forget_after(root: Path, round: int, spared: Collection[int] = ()) -> None:
-    """Remove what clients put after this round: the run goes on from there. Those spared keep what they put."""
-    kept = {folder_of(root, client) for client in spared}
+def drop_after(root: Path, round: int, keep: Collection[int] = ()) -> None:
+    """Deletes all state that clients stored after this round, from which the run resumes.
+
+    The clients in `keep` have finished the next round already; they keep what they stored.
+    """
+    kept_folders = {client_folder(root, client) for client in keep}
     for path in root.glob("*/*/**/*.safetensors"):
-        own = root.joinpath(*path.relative_to(root).parts[:2])
-        if int(path.name.split(".")[-2]) > round and own not in kept:
+        folder = root.joinpath(*path.relative_to(root).parts[:2])
+        if int(path.name.split(".")[-2]) > round and folder not in kept_folders:
             path.unlink()

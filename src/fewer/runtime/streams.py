@@ -1,4 +1,4 @@
-"""Random streams: every draw comes from (seed, round, client, purpose), so it is the same wherever it runs."""
+"""Random streams. A draw depends only on (seed, round, client, purpose), so all runtimes give the same results."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def seed_of(*key: int | str) -> int:
 
 
 def stream(*key: int | str) -> torch.Generator:
-    """A torch generator (on the CPU, so that every device draws alike) for this key."""
+    """A torch generator for this key. It is on the CPU, so that every device draws the same numbers."""
     return torch.Generator().manual_seed(seed_of(*key))
 
 
 def seed_globals(*key: int | str) -> None:
-    """Make the global generators of torch, NumPy and Python those of the key.
+    """Seeds the global generators of torch, NumPy and Python from the key.
 
-    Dropout and users' own code draw from the global ones: this keeps them reproducible too.
+    Dropout and users' own code draw from the global generators. This makes them reproducible too.
     """
     seed = seed_of(*key)
     torch.default_generator.manual_seed(seed)
@@ -36,8 +36,8 @@ def seed_globals(*key: int | str) -> None:
 
 
 @contextmanager
-def kept_streams() -> Iterator[None]:
-    """Whatever is drawn inside, outside the global generators of torch, NumPy and Python are as before."""
+def preserve_global_rng() -> Iterator[None]:
+    """Restores the global generators of torch, NumPy and Python on exit."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield
@@ -49,7 +49,7 @@ def kept_streams() -> Iterator[None]:
 
 @contextmanager
 def global_streams(*key: int | str) -> Iterator[None]:
-    """Inside, the global generators are those of the key; outside, as before."""
-    with kept_streams():
+    """Seeds the global generators from the key, and restores them on exit."""
+    with preserve_global_rng():
         seed_globals(*key)
         yield

@@ -1,7 +1,8 @@
-"""What travels between clients and server: messages, codecs, checks, and the count of bytes."""
+"""The wire format between clients and server: messages, codecs, checks, and byte counts."""
 
 from fewer.choices import Codec
-from fewer.wire.codecs import CODECS
+from fewer.registry import CODECS
+from fewer.wire.codecs import TensorCodec
 from fewer.wire.ledger import Direction, Ledger
 from fewer.wire.message import Coded, Field, Number, Refused, Schema, Shaped, Value, decode, encode
 from fewer.wire.tree import Tree, pack, unpack
@@ -17,6 +18,7 @@ __all__ = [
     "Refused",
     "Schema",
     "Shaped",
+    "TensorCodec",
     "Tree",
     "Value",
     "decode",

@@ -1,50 +1,122 @@
-"""How a floating-point tensor is written on the wire. Integer tensors always travel as they are."""
+"""Codecs: how floating-point tensors are written on the wire. Integer tensors always travel unchanged."""
 
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fewer.choices import Codec
-
-CODECS: tuple[Codec, ...] = get_args(Codec)
-
-_CAST = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_LEVELS = 255
-_LOWEST = {"int8": -128, "uint8": 0}
+from fewer.errors import unknown
+from fewer.registry import CODECS
 
 
-def stored_dtype(dtype: torch.dtype, codec: Codec | None) -> torch.dtype:
-    """The dtype on the wire of a tensor of this dtype under this codec."""
-    if codec is None or not dtype.is_floating_point:
-        return dtype
-    return _CAST.get(codec) or (torch.int8 if codec == "int8" else torch.uint8)
+class TensorCodec(ABC):
+    """Writes a floating-point tensor with `dtype` on the wire, and reads it back."""
+
+    name: ClassVar[str]
+    dtype: ClassVar[torch.dtype]
+    """The dtype on the wire."""
+    scaled: ClassVar[bool] = False
+    """True if the message header holds a scale and an offset for each tensor."""
+
+    @classmethod
+    @abstractmethod
+    def encode(cls, values: Tensor) -> tuple[Tensor, list[float]]:
+        """The tensor to send; and, if `scaled`, its scale and offset."""
+
+    @classmethod
+    @abstractmethod
+    def decode(cls, stored: Tensor, scaling: list[float], dtype: torch.dtype) -> Tensor:
+        """The values that `encode` wrote, as `dtype`."""
 
 
-def is_affine(dtype: torch.dtype, codec: Codec | None) -> bool:
-    """Whether the codec writes such a tensor as levels of one scale and offset."""
-    return codec in _LOWEST and dtype.is_floating_point
+class CastCodec(TensorCodec):
+    """Casts to another floating-point dtype."""
+
+    @classmethod
+    def encode(cls, values: Tensor) -> tuple[Tensor, list[float]]:
+        """The tensor, cast."""
+        return values.to(cls.dtype), []
+
+    @classmethod
+    def decode(cls, stored: Tensor, scaling: list[float], dtype: torch.dtype) -> Tensor:
+        """The tensor, cast back."""
+        return stored.to(dtype)
 
 
-def quantize(values: Tensor, codec: Codec) -> tuple[Tensor, float, float]:
-    """Levels, scale and offset with values ≈ levels · scale + offset; off by at most scale / 2."""
-    lowest = _LOWEST[codec]
-    if values.numel() == 0:
-        return values.to(stored_dtype(values.dtype, codec)), 1.0, 0.0
-    wide = values.double()
-    low, high = (bound.item() for bound in torch.aminmax(wide))
-    scale = (high - low) / _LEVELS  # 0 if all are equal: then the offset alone says what they are
-    levels = ((wide - low) / (scale or 1.0)).round_().clamp_(0, _LEVELS).add_(lowest)
-    return levels.to(stored_dtype(values.dtype, codec)), scale, low - lowest * scale
+class AffineCodec(TensorCodec):
+    """Quantizes to 256 levels between the smallest and the largest value: values ≈ levels · scale + offset.
+
+    The error is at most scale / 2.
+    """
+
+    scaled = True
+    steps: ClassVar[int] = 255
+
+    @classmethod
+    def encode(cls, values: Tensor) -> tuple[Tensor, list[float]]:
+        """Levels, scale and offset."""
+        if values.numel() == 0:
+            return values.to(cls.dtype), [1.0, 0.0]
+        lowest = torch.iinfo(cls.dtype).min
+        wide = values.double()
+        low, high = (bound.item() for bound in torch.aminmax(wide))
+        scale = (high - low) / cls.steps  # 0 if all values are equal: then the offset alone gives the value
+        levels = ((wide - low) / (scale or 1.0)).round_().clamp_(0, cls.steps).add_(lowest)
+        return levels.to(cls.dtype), [scale, low - lowest * scale]
+
+    @classmethod
+    def decode(cls, stored: Tensor, scaling: list[float], dtype: torch.dtype) -> Tensor:
+        """The quantized values."""
+        scale, offset = scaling
+        return (stored.double() * scale + offset).to(dtype)
 
 
-def dequantize(levels: Tensor, scale: float, offset: float, dtype: torch.dtype) -> Tensor:
-    """The values that `quantize` wrote."""
-    return (levels.double() * scale + offset).to(dtype)
+@CODECS.register("float32")
+class Float32Codec(CastCodec):
+    """4 bytes per value; exact for float32 tensors."""
+
+    dtype = torch.float32
+
+
+@CODECS.register("float16")
+class Float16Codec(CastCodec):
+    """2 bytes per value, 11 significant bits, magnitudes up to 65504."""
+
+    dtype = torch.float16
+
+
+@CODECS.register("bfloat16")
+class BFloat16Codec(CastCodec):
+    """2 bytes per value, 8 significant bits, the range of float32."""
+
+    dtype = torch.bfloat16
+
+
+@CODECS.register("int8")
+class Int8Codec(AffineCodec):
+    """1 byte per value, levels -128 … 127."""
+
+    dtype = torch.int8
+
+
+@CODECS.register("uint8")
+class UInt8Codec(AffineCodec):
+    """1 byte per value, levels 0 … 255."""
+
+    dtype = torch.uint8
+
+
+def find_codec(name: str) -> type[TensorCodec]:
+    """The codec with this name; SettingError if none is registered."""
+    if name not in CODECS:
+        raise unknown("codec", name, CODECS)
+    codec: type[TensorCodec] = CODECS[name]
+    return codec
 
 
 def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""The bytes that were encoded, by round, client, direction and kind."""
+"""Byte counts of all messages, by round, client, direction and kind."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal, NamedTuple
 Direction = Literal["down", "up"]
 
 EVALUATION = "evaluate/"
-"""Kinds that begin so are traffic of measuring, not of learning: listed, but in no total."""
+"""Prefix of kinds that belong to evaluation. The ledger lists such messages, but leaves them out of the totals."""
 
 
 class Entry(NamedTuple):
-    """One message: who got or sent how many bytes, in which round and for what."""
+    """One message: its round, client, direction, kind and size."""
 
     round: int
     client: int
@@ -24,18 +24,18 @@ class Entry(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Counts every message once. Entries stay here until they are taken away to be written down."""
+    """Counts every message once. Entries stay here until `take` removes them."""
 
     total: Counter[Direction] = field(default_factory=Counter)
     entries: list[Entry] = field(default_factory=list)
 
     def add(self, round: int, client: int, direction: Direction, kind: str, size: int) -> None:
-        """Count one message of `size` bytes."""
+        """Counts one message of `size` bytes."""
         self.entries.append(Entry(round, client, direction, kind, size))
         if not kind.startswith(EVALUATION):
             self.total[direction] += size
 
     def take(self) -> list[Entry]:
-        """The entries since the last call; totals stay."""
+        """Removes and returns the entries since the last call. The totals stay."""
         entries, self.entries = self.entries, []
         return entries

@@ -1,41 +1,41 @@
-// Some runs side by side: curves with one color for each method, and what they differ in.
+// Several runs side by side: their curves, and the settings in which they differ.
 
-import { ask, follow } from "./app.js";
+import { follow, request } from "./app.js";
 import { curves, swatch } from "./chart.js";
-import { badge, duration, h, megabytes, percent, plain, table } from "./dom.js";
+import { badge, formatDuration, formatMegabytes, formatPercent, formatValue, h, table } from "./dom.js";
 
-export async function comparison(asked) {
-  const ids = asked.get("compare").split(",").filter(Boolean);
-  const { runs, differing, most, report } = await ask(`compare?ids=${ids.map(encodeURIComponent).join(",")}`);
-  if (!runs.length) throw new Error("There are no such runs here.");
-  const points = new Map(await Promise.all(runs.map(async ({ id }) => [id, (await ask(`runs/${id}/curve`)).points])));
+export async function createComparisonView(query) {
+  const ids = query.get("compare").split(",").filter(Boolean);
+  const { runs, differing, max_runs: maxRuns, report } = await request(`compare?ids=${ids.map(encodeURIComponent).join(",")}`);
+  if (!runs.length) throw new Error("No such runs: they may have been moved or deleted.");
+  const points = new Map(await Promise.all(runs.map(async ({ id }) => [id, (await request(`runs/${id}/curve`)).points])));
   const rows = new Map(runs.map((row) => [row.id, row]));
-  const drawn = curves();
-  const figures = h("div", {});
+  const chart = curves();
+  const results = h("div", {});
 
-  // Of names in the same folders the last part says enough.
+  // The last part of a name is enough if all runs are in the same folder.
   const folders = new Set(runs.map(({ name }) => name.split("/").slice(0, -1).join("/")));
   const label = ({ name }) => (folders.size === 1 ? name.split("/").at(-1) : name);
 
   function show() {
-    drawn.update([...rows.values()].map((row) => ({ ...row, label: label(row), points: points.get(row.id) })));
-    figures.replaceChildren(table("The runs that are compared", ["run", "state", "round", "accuracy", "sent", "time"], [...rows.values()].map((row) => [
+    chart.update([...rows.values()].map((row) => ({ ...row, label: label(row), points: points.get(row.id) })));
+    results.replaceChildren(table("Compared runs", ["run", "state", "round", "accuracy", "sent", "time"], [...rows.values()].map((row) => [
       h("span", { class: "key" }, swatch(row), " ", h("a", { href: `/?run=${row.id}` }, label(row))),
       badge(row.state),
       `${row.round}/${row.rounds}`,
-      percent(row.accuracy),
-      megabytes(row.up + row.down),
-      duration(row.seconds),
+      formatPercent(row.accuracy),
+      formatMegabytes(row.up + row.down),
+      formatDuration(row.seconds),
     ]), true));
   }
 
-  async function changed({ rows: some }) {
-    for (const row of some) {
-      const { marker, dash } = rows.get(row.id);
+  async function onChange({ rows: changedRows }) {
+    for (const row of changedRows) {
+      const { marker, dash } = rows.get(row.id); // these differ between runs of one method
       rows.set(row.id, { ...row, marker, dash });
-      points.set(row.id, (await ask(`runs/${row.id}/curve`)).points);
+      points.set(row.id, (await request(`runs/${row.id}/curve`)).points);
     }
-    if (some.length) show();
+    if (changedRows.length) show();
   }
 
   show();
@@ -44,17 +44,17 @@ export async function comparison(asked) {
     crumb: h("a", { href: "/" }, "all runs"),
     elements: [
       h("h1", {}, runs.length === 1 ? "One run" : `${runs.length} runs compared`),
-      ids.length > runs.length ? h("p", { class: "note" }, `Of ${ids.length} chosen runs ${runs.length} are shown: ${most} at most, and none that is damaged or gone. `,
-        "For all of them: ", h("code", {}, "fewer report RUN…")) : "",
-      drawn.element, figures,
+      ids.length > runs.length ? h("p", { class: "note" }, `${runs.length} of ${ids.length} selected runs are shown: at most ${maxRuns}, without damaged or deleted ones. `,
+        "To see all of them, use ", h("code", {}, "fewer report RUN…")) : "",
+      chart.element, results,
       report ? h("p", {}, h("a", { href: `/api/runs/${runs[0].id}/report?together=1`, target: "_blank", rel: "noopener" },
-        "The report of their comparison, with means over seeds")) : "",
-      h("section", {}, h("h2", {}, "What they differ in"), differing.length
-        ? table("Settings that differ", ["setting", ...runs.map(label)], differing.map(({ name, values }) => [name, ...values.map(plain)]))
-        : h("p", {}, "In no setting that more than one of them has."), h("p", { class: "small" },
-        "Settings that only one of them has, as most of a method's own, are on its page.")),
+        "Report of this comparison, with means over seeds")) : "",
+      h("section", {}, h("h2", {}, "Differences"), differing.length
+        ? table("Settings that differ", ["setting", ...runs.map(label)], differing.map(({ name, values }) => [name, ...values.map(formatValue)]))
+        : h("p", {}, "The settings that these runs share do not differ."), h("p", { class: "small" },
+        "Settings that only one run has, such as most method options, are on its page.")),
     ],
-    begin: () => follow(runs.map(({ id }) => id)),
-    changed,
+    onStart: () => follow(runs.map(({ id }) => id)),
+    onChange,
   };
 }

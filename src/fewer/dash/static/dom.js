@@ -1,4 +1,4 @@
-// Elements and words. Text from runs is only ever put in as text.
+// DOM helpers and formatting. Text from runs is only ever inserted as text, never as HTML.
 
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -18,7 +18,7 @@ export function svg(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Rows under heads; a cell is text or an element, and the first of a row is its head. */
+/** A table; a cell is text or an element, and the first cell of a row is its header. */
 export function table(caption, heads, rows, numbers = false) {
   const body = rows.map(([first, ...cells]) =>
     h("tr", {}, h("th", { scope: "row" }, first), cells.map((cell) => h("td", {}, cell))));
@@ -27,55 +27,55 @@ export function table(caption, heads, rows, numbers = false) {
       h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), h("tbody", {}, body)));
 }
 
-/** A setting's value as text. */
-export const plain = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
+/** The value of a setting as text. */
+export const formatValue = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
 
-export const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(2)} %`);
+export const formatPercent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(2)} %`);
 
-const digits = (value) => (value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
+const formatNumber = (value) => (value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
 
-export const megabytes = (count) => (count === undefined ? "–" : `${digits(count / 1e6)} MB`);
+export const formatMegabytes = (count) => (count === undefined ? "–" : `${formatNumber(count / 1e6)} MB`);
 
-export const whole = (count) => count.toLocaleString("en");
+export const formatCount = (count) => count.toLocaleString("en");
 
-export function duration(seconds) {
+export function formatDuration(seconds) {
   if (seconds === undefined) return "–";
-  const all = Math.round(seconds);
-  const two = (number) => String(number).padStart(2, "0");
-  if (all < 60) return `${digits(seconds)} s`;
-  if (all < 3600) return `${Math.floor(all / 60)} min ${two(all % 60)} s`;
-  return `${Math.floor(all / 3600)} h ${two(Math.floor((all % 3600) / 60))} min`;
+  const total = Math.round(seconds);
+  const pad = (number) => String(number).padStart(2, "0");
+  if (total < 60) return `${formatNumber(seconds)} s`;
+  if (total < 3600) return `${Math.floor(total / 60)} min ${pad(total % 60)} s`;
+  return `${Math.floor(total / 3600)} h ${pad(Math.floor((total % 3600) / 60))} min`;
 }
 
-export function ago(stamp) {
-  const seconds = Math.max(0, Date.now() / 1000 - stamp);
+function formatAge(timestamp) {
+  const seconds = Math.max(0, Date.now() / 1000 - timestamp);
   if (seconds < 5) return "now";
   if (seconds < 60) return `${Math.floor(seconds / 5) * 5} s ago`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min ago`;
   if (seconds < 86400) return `${Math.floor(seconds / 3600)} h ago`;
-  return new Date(1000 * stamp).toLocaleDateString("en", { year: "numeric", month: "short", day: "numeric" });
+  return new Date(1000 * timestamp).toLocaleDateString("en", { year: "numeric", month: "short", day: "numeric" });
 }
 
-export const clock = (stamp) => new Date(1000 * stamp).toLocaleString("sv");
+export const formatTime = (timestamp) => new Date(1000 * timestamp).toLocaleString("sv");
 
-export const since = (stamp) =>
-  h("time", { datetime: new Date(1000 * stamp).toISOString(), title: clock(stamp), "data-stamp": stamp }, ago(stamp));
+export const age = (timestamp) =>
+  h("time", { datetime: new Date(1000 * timestamp).toISOString(), title: formatTime(timestamp), "data-timestamp": timestamp }, formatAge(timestamp));
 
 setInterval(() => {
-  for (const each of document.querySelectorAll("time[data-stamp]")) each.textContent = ago(Number(each.dataset.stamp));
+  for (const each of document.querySelectorAll("time[data-timestamp]")) each.textContent = formatAge(Number(each.dataset.timestamp));
 }, 5000);
 
-const SIGNS = { running: "●", starting: "◌", stopped: "■", broken: "✕", finished: "✓", damaged: "!" };
-export const MEANINGS = {
-  running: "a process is at it",
-  starting: "a process is being started",
-  stopped: "it was stopped, or could not go on",
-  broken: "its process ended without a word: killed, or the machine went down",
+const SYMBOLS = { running: "●", starting: "◌", stopped: "■", crashed: "✕", finished: "✓", damaged: "!" };
+export const STATE_TEXTS = {
+  running: "a process is running it",
+  starting: "a process is starting",
+  stopped: "it was stopped, or could not continue",
+  crashed: "its process was killed, or the machine went down",
   finished: "all rounds are done",
   damaged: "it cannot be read",
 };
 
 export const badge = (state) =>
-  h("span", { class: `badge ${state}`, title: MEANINGS[state] }, h("span", { "aria-hidden": "true" }, SIGNS[state]), ` ${state}`);
+  h("span", { class: `badge ${state}`, title: STATE_TEXTS[state] }, h("span", { "aria-hidden": "true" }, SYMBOLS[state]), ` ${state}`);
 
-export const reason = (text) => (text.startsWith("KeyboardInterrupt") ? "interrupted (Ctrl-C, or the stop button)" : text);
+export const formatReason = (text) => (text.startsWith("KeyboardInterrupt") ? "interrupted (Ctrl-C or the Stop button)" : text);

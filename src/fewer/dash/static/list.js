@@ -1,11 +1,11 @@
-// The list of runs: sifted, sorted, in pages; rows change in place while runs go on.
+// The list of runs: filtered, sorted, in pages; rows update in place while runs proceed.
 
-import { ask, follow, go } from "./app.js";
+import { follow, navigate, request } from "./app.js";
 import { swatch } from "./chart.js";
-import { badge, duration, h, megabytes, MEANINGS, percent, since, whole } from "./dom.js";
+import { age, badge, formatCount, formatDuration, formatMegabytes, formatPercent, h, STATE_TEXTS } from "./dom.js";
 
 const LIMIT = 50;
-export const chosen = new Map(); // runs to compare, by id, on whatever page they are
+const selected = new Map(); // runs to compare, by id, across all pages
 
 const COLUMNS = [
   ["name", "run", ""],
@@ -19,17 +19,17 @@ const COLUMNS = [
   ["changed", "changed", "wide"],
 ];
 
-export async function list(asked) {
+export async function createListView(query) {
   const settings = {
-    find: asked.get("find") ?? "",
-    state: asked.get("state") ?? "",
-    sort: asked.get("sort") ?? "changed",
-    down: asked.get("down") ?? "1",
-    from: Number(asked.get("from") ?? 0) || 0,
+    find: query.get("find") ?? "",
+    state: query.get("state") ?? "",
+    sort: query.get("sort") ?? "changed",
+    down: query.get("down") ?? "1",
+    from: Number(query.get("from") ?? 0) || 0,
   };
-  const load = () => ask(`runs?${new URLSearchParams({ ...settings, limit: LIMIT })}`);
+  const load = () => request(`runs?${new URLSearchParams({ ...settings, limit: LIMIT })}`);
   let page = await load();
-  const lines = new Map();
+  const rows = new Map();
 
   const address = (changes) => {
     const next = new URLSearchParams();
@@ -39,17 +39,17 @@ export async function list(asked) {
     return `/?${next}`.replace(/\?$/, "");
   };
 
-  const look = h("button", { class: "plain", onclick: reload, hidden: true });
-  const news = h("p", { class: "news", role: "status" }, look);
+  const show = h("button", { class: "plain", onclick: reload, hidden: true });
+  const updates = h("p", { class: "updates", role: "status" }, show);
   const body = h("tbody", {});
-  const pages = h("nav", { class: "pages", "aria-label": "Pages of the list" });
+  const pages = h("nav", { class: "pages", "aria-label": "Pages" });
   const compare = h("a", { class: "button" });
-  const states = h("select", { id: "state", onchange: (event) => go(address({ state: event.target.value })) });
+  const states = h("select", { id: "state", onchange: (event) => navigate(address({ state: event.target.value })) });
   const search = h("input", { id: "find", type: "search", value: settings.find, placeholder: "method, data, name …" });
-  let typing = 0;
+  let timer = 0;
   search.addEventListener("input", () => {
-    clearTimeout(typing);
-    typing = setTimeout(async () => {
+    clearTimeout(timer);
+    timer = setTimeout(async () => {
       settings.find = search.value;
       settings.from = 0;
       history.replaceState(null, "", address({}));
@@ -57,16 +57,16 @@ export async function list(asked) {
     }, 200);
   });
 
-  function count() {
-    const options = [["", `all (${whole(page.total)})`], ...Object.entries(page.counts)
+  function showStates() {
+    const options = [["", `all (${formatCount(page.total)})`], ...Object.entries(page.counts)
       .filter(([state, number]) => number || state === settings.state)
-      .map(([state, number]) => [state, `${state} (${whole(number)})`])];
+      .map(([state, number]) => [state, `${state} (${formatCount(number)})`])];
     states.replaceChildren(...options.map(([value, text]) =>
-      h("option", { value, selected: value === settings.state, title: MEANINGS[value] }, text)));
+      h("option", { value, selected: value === settings.state, title: STATE_TEXTS[value] }, text)));
   }
 
-  function choose() {
-    const ids = [...chosen.keys()];
+  function showSelection() {
+    const ids = [...selected.keys()];
     compare.textContent = ids.length ? `Compare ${ids.length}` : "Compare …";
     compare.setAttribute("aria-disabled", !ids.length);
     if (ids.length) {
@@ -74,63 +74,63 @@ export async function list(asked) {
       compare.removeAttribute("title");
     } else {
       compare.removeAttribute("href");
-      compare.title = "Tick runs in the list first";
+      compare.title = "Select runs in the list first";
     }
-    forget.hidden = !ids.length;
+    clear.hidden = !ids.length;
   }
-  const forget = h("button", { class: "plain", onclick: () => {
-    chosen.clear();
+  const clear = h("button", { class: "plain", onclick: () => {
+    selected.clear();
     for (const box of body.querySelectorAll("input")) box.checked = false;
-    choose();
-  } }, "Choose none");
+    showSelection();
+  } }, "Clear selection");
 
-  function line(row) {
-    const tick = h("input", { type: "checkbox", checked: chosen.has(row.id), "aria-label": `Compare ${row.name}`,
+  function createRow(row) {
+    const checkbox = h("input", { type: "checkbox", checked: selected.has(row.id), "aria-label": `Compare ${row.name}`,
       disabled: row.state === "damaged", onchange: (event) => {
-        if (event.target.checked) chosen.set(row.id, row);
-        else chosen.delete(row.id);
-        choose();
+        if (event.target.checked) selected.set(row.id, row);
+        else selected.delete(row.id);
+        showSelection();
       } });
     const cells = COLUMNS.map(([, head, kind]) => h(head === "run" ? "th" : "td", { class: kind || null, scope: head === "run" ? "row" : null }));
-    const element = h("tr", {}, h("td", { class: "tick" }, tick), cells);
+    const element = h("tr", {}, h("td", { class: "tick" }, checkbox), cells);
     const [last, ...folders] = row.name.split("/").reverse();
     const folder = folders.reverse().join("/");
     const link = h("a", { href: `/?run=${row.id}`, class: "open", "aria-label": row.name }, last);
-    const beneath = h("span", { class: "beneath narrow" });
-    cells[0].append(link, beneath, folder ? h("span", { class: "beneath folder" }, `in ${folder}`) : "");
+    const subline = h("span", { class: "subline narrow" });
+    cells[0].append(link, subline, folder ? h("span", { class: "subline folder" }, `in ${folder}`) : "");
     const update = (now) => {
       const sent = now.up === undefined ? undefined : now.up + now.down;
-      beneath.replaceChildren(swatch(now), ` ${now.method}, ${now.data}`);
+      subline.replaceChildren(swatch(now), ` ${now.method}, ${now.data}`);
       cells[1].replaceChildren(swatch(now), ` ${now.method}`);
-      cells[2].replaceChildren(now.clients ? `${now.data}, ${whole(now.clients)} clients` : now.data);
+      cells[2].replaceChildren(now.clients ? `${now.data}, ${formatCount(now.clients)} clients` : now.data);
       cells[3].replaceChildren(badge(now.state));
-      cells[4].replaceChildren(now.rounds ? rounds(now) : "–");
-      cells[5].replaceChildren(percent(now.accuracy));
-      cells[6].replaceChildren(megabytes(sent));
-      cells[7].replaceChildren(duration(now.seconds));
-      cells[8].replaceChildren(since(now.changed));
+      cells[4].replaceChildren(now.rounds ? progress(now) : "–");
+      cells[5].replaceChildren(formatPercent(now.accuracy));
+      cells[6].replaceChildren(formatMegabytes(sent));
+      cells[7].replaceChildren(formatDuration(now.seconds));
+      cells[8].replaceChildren(age(now.changed));
     };
     update(row);
     return { element, update };
   }
 
   function fill() {
-    lines.clear();
-    for (const row of page.rows) lines.set(row.id, line(row));
-    body.replaceChildren(...[...lines.values()].map((one) => one.element));
+    rows.clear();
+    for (const row of page.rows) rows.set(row.id, createRow(row));
+    body.replaceChildren(...[...rows.values()].map(({ element }) => element));
     if (!page.rows.length) {
-      const words = page.total ? "No run is like that." : `There are no runs under ${page.root} yet. One begins with: fewer run fedavg`;
-      body.append(h("tr", {}, h("td", { colspan: COLUMNS.length + 1, class: "none" }, words)));
+      const text = page.total ? "No matching runs." : `No runs under ${page.root} yet. Start one with: fewer run fedavg`;
+      body.append(h("tr", {}, h("td", { colspan: COLUMNS.length + 1, class: "none" }, text)));
     }
-    const last = Math.min(settings.from + LIMIT, page.found);
-    const turn = (text, from, there) => there ? h("a", { href: address({ from }) }, text) : h("span", { class: "off" }, text);
+    const last = Math.min(settings.from + LIMIT, page.matches);
+    const turn = (text, from, enabled) => enabled ? h("a", { href: address({ from }) }, text) : h("span", { class: "off" }, text);
     pages.replaceChildren(turn("Newer", Math.max(0, settings.from - LIMIT), settings.from > 0),
-      h("span", {}, page.found ? `${whole(settings.from + 1)} to ${whole(last)} of ${whole(page.found)}` : "none"),
-      turn("Older", settings.from + LIMIT, last < page.found));
-    if (settings.sort !== "changed") for (const [each, text] of [[0, "Before"], [2, "After"]]) pages.children[each].textContent = text;
-    count();
-    choose();
-    look.hidden = true;
+      h("span", {}, page.matches ? `${formatCount(settings.from + 1)} to ${formatCount(last)} of ${formatCount(page.matches)}` : "none"),
+      turn("Older", settings.from + LIMIT, last < page.matches));
+    if (settings.sort !== "changed") for (const [each, text] of [[0, "Previous"], [2, "Next"]]) pages.children[each].textContent = text;
+    showStates();
+    showSelection();
+    show.hidden = true;
   }
 
   async function reload() {
@@ -140,12 +140,12 @@ export async function list(asked) {
   }
 
   const heads = COLUMNS.map(([sort, head, kind]) => {
-    const now = sort && settings.sort === sort;
-    const down = now ? settings.down !== "1" : !["name", "method"].includes(sort);
-    const order = now ? (settings.down === "1" ? "descending" : "ascending") : sort ? "none" : null;
-    const arrow = now ? (settings.down === "1" ? " ↓" : " ↑") : "";
-    const inside = sort ? h("a", { href: address({ sort, down: down ? "1" : "0" }) }, head, h("span", { "aria-hidden": "true" }, arrow)) : head;
-    return h("th", { scope: "col", class: kind || null, "aria-sort": order }, inside);
+    const active = sort && settings.sort === sort;
+    const down = active ? settings.down !== "1" : !["name", "method"].includes(sort);
+    const order = active ? (settings.down === "1" ? "descending" : "ascending") : sort ? "none" : null;
+    const arrow = active ? (settings.down === "1" ? " ↓" : " ↑") : "";
+    const content = sort ? h("a", { href: address({ sort, down: down ? "1" : "0" }) }, head, h("span", { "aria-hidden": "true" }, arrow)) : head;
+    return h("th", { scope: "col", class: kind || null, "aria-sort": order }, content);
   });
   body.addEventListener("keydown", (event) => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
@@ -160,34 +160,34 @@ export async function list(asked) {
     title: "Runs",
     elements: [
       h("h1", {}, "Runs"),
-      h("p", { class: "root" }, page.root, page.read_only ? " (read only)" : ""),
+      h("p", { class: "root" }, page.root, page.read_only ? " (read-only)" : ""),
       h("div", { class: "tools" },
-        h("span", { class: "field" }, h("label", { for: "find" }, "Find"), search),
+        h("span", { class: "field" }, h("label", { for: "find" }, "Search"), search),
         h("span", { class: "field" }, h("label", { for: "state" }, "State"), states),
-        h("span", { class: "grow" }), forget, compare),
-      news,
-      h("table", { class: "runs" }, h("caption", { class: "hidden" }, "Runs. Arrow keys go from one to the next."),
+        h("span", { class: "grow" }), clear, compare),
+      updates,
+      h("table", { class: "runs" }, h("caption", { class: "hidden" }, "Runs. Use the arrow keys to move between them."),
         h("thead", {}, h("tr", {}, h("th", { scope: "col", class: "tick" }, h("span", { class: "hidden" }, "compare")), heads)), body),
       pages,
     ],
-    begin() {
+    onStart() {
       fill();
       follow(page.rows.map((row) => row.id));
     },
-    changed(message) {
-      for (const row of message.rows) lines.get(row.id)?.update(row);
-      const more = Math.max(message.came - page.came, message.total - page.total);
+    onChange(message) {
+      for (const row of message.rows) rows.get(row.id)?.update(row);
+      const more = Math.max(message.discovered - page.discovered, message.total - page.total);
       const same = JSON.stringify(message.counts) === JSON.stringify(page.counts);
       page.counts = message.counts;
-      look.hidden = more <= 0 && message.total === page.total;
-      look.textContent = more > 0 ? `${whole(more)} new ${more === 1 ? "run" : "runs"}: show` : "Some runs are gone: look again";
-      if (!same && document.activeElement !== states) count();
+      show.hidden = more <= 0 && message.total === page.total;
+      show.textContent = more > 0 ? `Show ${formatCount(more)} new ${more === 1 ? "run" : "runs"}` : "Some runs were removed: reload";
+      if (!same && document.activeElement !== states) showStates();
     },
   };
 }
 
-/** How far a run has come, in words and as a bar. */
-export function rounds(row) {
-  return h("span", { class: "rounds" }, h("progress", { max: row.rounds, value: row.round, "aria-label": "rounds done" }),
+/** Completed rounds, as a bar and as text. */
+export function progress(row) {
+  return h("span", { class: "rounds" }, h("progress", { max: row.rounds, value: row.round, "aria-label": "completed rounds" }),
     ` ${row.round}/${row.rounds}`);
 }

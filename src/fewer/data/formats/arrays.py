@@ -1,4 +1,4 @@
-"""Arrays in npz archives: plain ones, and those of MedMNIST."""
+"""npz archives: plain arrays, or MedMNIST."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MEDMNIST = tuple(f"{part}_{kind}" for part in ("train", "val", "test") for kind
 
 @FORMATS.register("npz")
 @reader("an npz archive of plain arrays")
-def npz(path: Path, join_validation: bool = True) -> RawDataset:
-    """Arrays x, y and, if there are any, client, x_test, y_test and client_test; or an archive of MedMNIST.
+def read_npz(path: Path, join_validation: bool = True) -> RawDataset:
+    """Arrays x and y, and optionally client, x_test, y_test and client_test; or a MedMNIST archive.
 
-    MedMNIST comes with validation samples, which are trained on as well unless `join_validation` is false.
+    MedMNIST has validation samples. They join the training samples, or are dropped if `join_validation` is false.
     """
     if not zipfile.is_zipfile(path):
-        raise DataError(f"{path} is not an npz archive, or is cut short")
+        raise DataError(f"{path} is not an npz archive, or is truncated")
     with np.load(path, allow_pickle=False) as archive:
         arrays = {name: archive[name] for name in archive.files if name in (*_PLAIN, *_MEDMNIST)}
         present = ", ".join(sorted(archive.files)) or "none"
@@ -33,16 +33,16 @@ def npz(path: Path, join_validation: bool = True) -> RawDataset:
         if name not in arrays:
             raise DataError(f"{path} has no array '{name}' (it has: {present})")
     if medmnist:
-        return _medmnist(arrays, path, join_validation)
+        return _read_medmnist(arrays, path, join_validation)
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path} has only one of 'x_test' and 'y_test' (it has: {present})")
     test = (arrays["x_test"], as_labels(arrays["y_test"], path)) if "x_test" in arrays else None
     return RawDataset(arrays["x"], as_labels(arrays["y"], path), test, arrays.get("client"), arrays.get("client_test"))
 
 
-def _medmnist(arrays: dict[str, Array], path: Path, join_validation: bool) -> RawDataset:
+def _read_medmnist(arrays: dict[str, Array], path: Path, join_validation: bool) -> RawDataset:
     train, validation, test = (
-        (_channels_first(arrays[f"{part}_images"]), as_labels(arrays[f"{part}_labels"], f"{path} ({part})"))
+        (_move_channels_first(arrays[f"{part}_images"]), as_labels(arrays[f"{part}_labels"], f"{path} ({part})"))
         for part in ("train", "val", "test")
     )
     if not join_validation:
@@ -50,5 +50,5 @@ def _medmnist(arrays: dict[str, Array], path: Path, join_validation: bool) -> Ra
     return RawDataset(np.concatenate([train[0], validation[0]]), np.concatenate([train[1], validation[1]]), test)
 
 
-def _channels_first(images: Array) -> Array:
+def _move_channels_first(images: Array) -> Array:
     return np.ascontiguousarray(np.moveaxis(images, -1, 1)) if images.ndim == 4 else images

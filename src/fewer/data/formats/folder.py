@@ -1,4 +1,4 @@
-"""Images in folders: a folder for each class, and above them, if there are several, one for each domain."""
+"""Folders of images: one folder per class, optionally inside one folder per domain."""
 
 from __future__ import annotations
 
@@ -18,68 +18,68 @@ _SPLITS = {"train", "val", "test"}
 
 @FORMATS.register("folder")
 @reader("folders of images")
-def folder(path: Path, size: int = 32, gray: bool = False, depth: int | None = None) -> RawDataset:
-    """Images in class/image or domain/class/image, resized to `size` × `size`; a domain is a client.
+def read_folder(path: Path, size: int = 32, gray: bool = False, depth: int | None = None) -> RawDataset:
+    """Images in class/image or domain/class/image, resized to `size` × `size`; a client is a domain.
 
-    `depth` says which it is (1 or 2 folders; more below them do not matter); without, it is what all images agree in.
-    If the uppermost folders are train and test (or val), they are that, and neither classes nor domains.
+    `depth` tells which: 1 or 2 folders above each image; deeper ones are ignored. By default it is inferred, and all
+    images must agree. Top-level folders named train and test (or val) are splits, not classes or domains.
     """
     if size < 1:
-        raise SettingError(f"size = {size} (allowed: 1 or more)")
+        raise SettingError(f"size must be >= 1, got {size}")
     if depth not in (None, 1, 2):
-        raise SettingError(f"depth = {depth} (allowed: 1 for class/image, 2 for domain/class/image)")
-    files = _images(path)
-    places = [file.relative_to(path).parts[:-1] for file in files]
-    tested = np.zeros(len(files), bool)
-    tops = {place[0] for place in places if place}
-    if "train" in tops and tops <= _SPLITS and len(tops) > 1:
-        tested = np.array([place[:1] == ("test" if "test" in tops else "val",) for place in places])
-        places = [place[1:] for place in places]
-    depth = depth or _depth(places, path)
-    for file, place in zip(files, places, strict=True):
-        if len(place) < depth:
-            raise DataError(f"{file} is not in a folder of a class (expected: {depth} folders above each image)")
-    names, y = np.unique(np.array([place[depth - 1] for place in places]), return_inverse=True)
+        raise SettingError(f"depth must be 1 (class/image) or 2 (domain/class/image), got {depth}")
+    files = _find_images(path)
+    folders = [file.relative_to(path).parts[:-1] for file in files]
+    is_test = np.zeros(len(files), bool)
+    top_folders = {parts[0] for parts in folders if parts}
+    if "train" in top_folders and top_folders <= _SPLITS and len(top_folders) > 1:
+        is_test = np.array([parts[:1] == ("test" if "test" in top_folders else "val",) for parts in folders])
+        folders = [parts[1:] for parts in folders]
+    depth = depth or _infer_depth(folders, path)
+    for file, parts in zip(files, folders, strict=True):
+        if len(parts) < depth:
+            raise DataError(f"{file} is not in a class folder (expected: {depth} folders above each image)")
+    class_names, y = np.unique(np.array([parts[depth - 1] for parts in folders]), return_inverse=True)
     y = y.reshape(-1).astype(np.int64)
-    domain = np.array([place[0] for place in places]) if depth == 2 else None
+    domains = np.array([parts[0] for parts in folders]) if depth == 2 else None
     with ThreadPoolExecutor() as pool:
-        x = np.stack(list(pool.map(partial(_pixels, size=size, gray=gray), files)))
+        x = np.stack(list(pool.map(partial(_read_pixels, size=size, gray=gray), files)))
     return RawDataset(
-        x[~tested],
-        y[~tested],
-        (x[tested], y[tested]) if tested.any() else None,
-        None if domain is None else domain[~tested],
-        None if domain is None or not tested.any() else domain[tested],
-        tuple(names.tolist()),
+        x[~is_test],
+        y[~is_test],
+        (x[is_test], y[is_test]) if is_test.any() else None,
+        None if domains is None else domains[~is_test],
+        None if domains is None or not is_test.any() else domains[is_test],
+        tuple(class_names.tolist()),
     )
 
 
-def _images(path: Path) -> list[Path]:
+def _find_images(path: Path) -> list[Path]:
     from PIL import Image
 
-    known = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in known and file.is_file()]
+    suffixes = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in suffixes and file.is_file()]
     if not files:
         raise DataError(f"no images in {path} (expected: class/image or domain/class/image)")
     return files
 
 
-def _depth(places: list[tuple[str, ...]], path: Path) -> int:
-    depths = {len(place) for place in places}
+def _infer_depth(folders: list[tuple[str, ...]], path: Path) -> int:
+    depths = {len(parts) for parts in folders}
     if len(depths) > 1 or not depths <= {1, 2}:
-        found = ", ".join(map(str, sorted(depths)))
-        raise DataError(f"images in {path} are {found} folders deep (allowed: all 1, all 2, or say which with depth)")
+        listed = ", ".join(map(str, sorted(depths)))
+        raise DataError(f"images in {path} are {listed} folders deep (expected: all 1 or all 2); set depth")
     return depths.pop()
 
 
-def _pixels(file: Path, size: int, gray: bool) -> Array:
+def _read_pixels(file: Path, size: int, gray: bool) -> Array:
     from PIL import Image
 
     try:
         with Image.open(file) as image:
             image.draft("L" if gray else "RGB", (size, size))
-            small = image.convert("L" if gray else "RGB").resize((size, size), Image.Resampling.BILINEAR)
+            resized = image.convert("L" if gray else "RGB").resize((size, size), Image.Resampling.BILINEAR)
     except Exception as error:
         raise DataError(f"{file} is a broken image: {error}") from error
-    pixels = np.asarray(small)
+    pixels = np.asarray(resized)
     return pixels if gray else np.moveaxis(pixels, -1, 0)

@@ -1,4 +1,4 @@
-"""MovieLens 100k: which film a user sees next."""
+"""MovieLens 100k: the film that a user watches next."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.formats.readers import inside, members, reader
+from fewer.data.formats.readers import find_inside, iter_members, reader
 from fewer.data.raw_dataset import RawDataset
-from fewer.data.recommendation import of_users
+from fewer.data.recommendation import per_user
 from fewer.errors import DataError, unknown
 from fewer.registry import FORMATS
 
@@ -44,73 +44,70 @@ FEATURES = (
     "time: log(1 + seconds since the last film) / 10",
     "time: log(1 + seconds since the first film) / 10",
 )
-"""What the 103 features are. All are known before the film is chosen: none describes the film to foretell."""
+"""The 103 features. All are known before the user chooses: none describes the film to predict."""
 
 
 @FORMATS.register("movielens")
 @reader("MovieLens 100k (u.data, u.item, u.user)")
-def movielens(
+def read_movielens(
     path: Path, items: str = "films", own_classes: bool = False, max_items: int = 0, min_records: int = 0
 ) -> RawDataset:
-    """Films in the order in which each user rated them: a client is a user, a class is a film.
+    """Films in the order in which each user rated them; a client is a user, a class is a film.
 
-    The features are those of `FEATURES`. They follow the recommendation task of FedMeta (Chen et al., 2018), where
-    a record of 103 features describes what was used last, the user and the time, as far as these files say so.
-    A user rates a film once, so that nobody can learn from it which one comes next; with `items = genres` the class is
-    the film's set of genres (drama, comedy + romance …), which comes again. `own`, `most` and `least` are those of
-    `of_users`.
+    The features are `FEATURES`. They follow the recommendation task of FedMeta (Chen et al., 2018), where 103 features
+    describe the last item, the user and the time, as far as these files provide them.
+
+    A user rates a film only once, so a user's own films do not predict the next. With `items = genres`, a class is a
+    film's set of genres (drama, comedy + romance …), which recurs. `own_classes`, `max_items` and `min_records` are
+    those of `per_user`.
     """
     if items not in ("films", "genres"):
         raise unknown("items of movielens", items, ("films", "genres"))
-    path = inside(path, "ml-100k.zip", "ml-100k")
+    path = find_inside(path, "ml-100k.zip", "ml-100k")
     needed = ("u.data", "u.item", "u.user")
     files = {
-        name.rpartition("/")[2]: raw.decode("latin-1")
-        for name, raw in members(path, lambda name: name.rpartition("/")[2] in needed)
+        name.rpartition("/")[2]: content.decode("latin-1")
+        for name, content in iter_members(path, lambda name: name.rpartition("/")[2] in needed)
     }
     for name in needed:
         if name not in files:
             raise DataError(f"no {name} in {path}")
-    genres, years, titles = _films(_table(files["u.item"], "|", 5 + len(_GENRES), f"{path}: u.item"))
-    users = _users(_table(files["u.user"], "|", 5, f"{path}: u.user"))
-    user, film, rating, time = _ratings(files["u.data"], len(users), len(titles), path)
-    past = _past(user, film, rating, time, genres, years)
-    x = np.concatenate([past[:, :-2], users[user], _moment(time), past[:, -2:]], axis=1)
+    genres, years, titles = _parse_films(_parse_table(files["u.item"], "|", 5 + len(_GENRES), f"{path}: u.item"))
+    users = _parse_users(_parse_table(files["u.user"], "|", 5, f"{path}: u.user"))
+    user, film, rating, time = _parse_ratings(files["u.data"], len(users), len(titles), path)
+    history = _compute_history(user, film, rating, time, genres, years)
+    x = np.concatenate([history[:, :-2], users[user], _encode_time(time), history[:, -2:]], axis=1)
     if items == "films":
-        return of_users(
-            RawDataset(x, film, client_ids=user + 1, names=titles, in_time=True), own_classes, max_items, min_records
-        )
-    sets, kind = np.unique(genres, axis=0, return_inverse=True)
-    names = tuple(" + ".join(np.array(_GENRES)[held > 0]) for held in sets)
-    return of_users(
-        RawDataset(x, kind.reshape(-1)[film], client_ids=user + 1, names=names, in_time=True),
-        own_classes,
-        max_items,
-        min_records,
-    )
+        y, class_names = film, titles
+    else:
+        genre_sets, film_sets = np.unique(genres, axis=0, return_inverse=True)
+        y = film_sets.reshape(-1)[film]
+        class_names = tuple(" + ".join(np.array(_GENRES)[flags > 0]) for flags in genre_sets)
+    raw = RawDataset(x, y, client_ids=user + 1, class_names=class_names, time_ordered=True)
+    return per_user(raw, own_classes, max_items, min_records)
 
 
-def _table(content: str, separator: str, columns: int, where: str) -> list[list[str]]:
+def _parse_table(content: str, separator: str, columns: int, where: str) -> list[list[str]]:
     rows = [line.split(separator) for line in content.splitlines() if line.strip()]
     for number, row in enumerate(rows, 1):
         if len(row) != columns:
-            raise DataError(f"{where}, line {number} has {len(row)} columns where {columns} belong")
+            raise DataError(f"{where}, line {number} has {len(row)} columns, expected {columns}")
     return rows
 
 
-def _films(rows: list[list[str]]) -> tuple[Floats, Floats, tuple[str, ...]]:
-    """Genres, decades after 1950 (0 where the year is not known) and titles."""
+def _parse_films(rows: list[list[str]]) -> tuple[Floats, Floats, tuple[str, ...]]:
+    """Returns genres, decades after 1950 (0 if the year is unknown) and titles."""
     if [row[0] for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:
-        raise DataError("u.item does not number its films 1, 2, 3, …")
+        raise DataError("film ids in u.item must be 1, 2, 3, …")
     years = [(int(row[2][-4:]) - 1950) / 10 if row[2] else 0.0 for row in rows]
     genres = np.array([row[5:] for row in rows]).astype(np.float32)
     return genres, np.array(years, np.float32), tuple(row[1] for row in rows)
 
 
-def _users(rows: list[list[str]]) -> Floats:
-    """Age, sex and occupation."""
+def _parse_users(rows: list[list[str]]) -> Floats:
+    """Returns features of age, sex and occupation."""
     if [row[0] for row in rows] != [str(number) for number in range(1, len(rows) + 1)]:
-        raise DataError("u.user does not number its users 1, 2, 3, …")
+        raise DataError("user ids in u.user must be 1, 2, 3, …")
     users = np.zeros((len(rows), 3 + len(_OCCUPATIONS)), np.float32)
     for user, (_, age, sex, occupation, _) in zip(users, rows, strict=True):
         user[0] = int(age) / 50
@@ -119,22 +116,22 @@ def _users(rows: list[list[str]]) -> Floats:
     return users
 
 
-def _ratings(content: str, users: int, films: int, path: Path) -> tuple[NDArray[np.int64], ...]:
-    """Users and films from 0 on, ratings and times, sorted by user and time."""
-    rows = _table(content, "\t", 4, f"{path}: u.data")
+def _parse_ratings(content: str, users: int, films: int, path: Path) -> tuple[NDArray[np.int64], ...]:
+    """Returns users and films (numbered from 0), ratings and times, sorted by user and time."""
+    rows = _parse_table(content, "\t", 4, f"{path}: u.data")
     if rows and not rows[0][0].isdecimal():  # some copies have a header
         rows = rows[1:]
     if not rows:
         raise DataError(f"{path}: u.data has no ratings")
     user, film, rating, time = np.array(rows).astype(np.int64).T
-    for what, values, last in (("user", user, users), ("film", film, films), ("rating", rating, _RATINGS[-1])):
+    for field, values, last in (("user", user, users), ("film", film, films), ("rating", rating, _RATINGS[-1])):
         if values.min() < 1 or values.max() > last:
-            raise DataError(f"{path}: u.data has {what} {values.min()} or {values.max()} (allowed: 1 to {last})")
+            raise DataError(f"{path}: u.data has {field} {values.min()} or {values.max()} (allowed: 1 to {last})")
     order = np.lexsort((time, user))
     return user[order] - 1, film[order] - 1, rating[order], time[order]
 
 
-def _past(
+def _compute_history(
     user: NDArray[np.int64],
     film: NDArray[np.int64],
     rating: NDArray[np.int64],
@@ -142,22 +139,22 @@ def _past(
     genres: Floats,
     years: Floats,
 ) -> Floats:
-    """What is known of each user's films before each film, and last the times since the last and the first of them."""
+    """Computes features of a user's films before each one. The last two are times since the last and first film."""
     rows = np.arange(len(user))
     first = np.searchsorted(user, user)
     before = (rows - first)[:, None]
     known = (before > 0).astype(np.float32)
     last = np.maximum(rows - 1, 0)
-    rated = np.eye(len(_RATINGS))[rating[last] - 1]
-    seen = np.cumsum(np.column_stack([genres[film], rating]), axis=0, dtype=np.float64)
-    so_far = (seen[last] - seen[first] + np.column_stack([genres[film], rating])[first]) / np.maximum(before, 1)
-    so_far[:, -1] /= _RATINGS[-1]
-    since = np.log1p(np.column_stack([time - time[last], time - time[first]]).clip(0)) / 10
-    past = np.column_stack([genres[film[last]], years[film[last]], rated, so_far])
-    return np.column_stack([known * past, np.log1p(before) / 5, known * since]).astype(np.float32)
+    last_rating = np.eye(len(_RATINGS))[rating[last] - 1]
+    totals = np.cumsum(np.column_stack([genres[film], rating]), axis=0, dtype=np.float64)
+    means = (totals[last] - totals[first] + np.column_stack([genres[film], rating])[first]) / np.maximum(before, 1)
+    means[:, -1] /= _RATINGS[-1]
+    elapsed = np.log1p(np.column_stack([time - time[last], time - time[first]]).clip(0)) / 10
+    history = np.column_stack([genres[film[last]], years[film[last]], last_rating, means])
+    return np.column_stack([known * history, np.log1p(before) / 5, known * elapsed]).astype(np.float32)
 
 
-def _moment(time: NDArray[np.int64]) -> Floats:
-    """Hour and day of the week, in universal time."""
-    hours, days = time % _DAY // _HOUR, (time // _DAY + 3) % 7  # the first day of 1970 was a Thursday
+def _encode_time(time: NDArray[np.int64]) -> Floats:
+    """One-hot hour and day of the week, in UTC."""
+    hours, days = time % _DAY // _HOUR, (time // _DAY + 3) % 7  # January 1, 1970 was a Thursday
     return np.column_stack([np.eye(24)[hours], np.eye(7)[days]]).astype(np.float32)

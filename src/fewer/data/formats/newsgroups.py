@@ -1,4 +1,4 @@
-"""20 Newsgroups by date: posts without what gives their group away."""
+"""20 Newsgroups by date: posts stripped of what reveals their group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.readers import inside, members, reader
+from fewer.data.formats.readers import find_inside, iter_members, reader
 from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError
 from fewer.registry import FORMATS
@@ -19,36 +19,36 @@ _ADDRESS = re.compile(r"[^\s<>()\",:;]+@[^\s<>()\",:;]+")
 
 
 @FORMATS.register("newsgroups")
-@reader("20 Newsgroups (20news-bydate.tar.gz or what it holds)")
-def newsgroups(path: Path) -> RawDataset:
-    """Posts without headers, quotes and signatures; a class is a group, a client the address of the sender."""
-    path = inside(path, "20news-bydate.tar.gz")
+@reader("20 Newsgroups (20news-bydate.tar.gz or its contents)")
+def read_newsgroups(path: Path) -> RawDataset:
+    """Posts without headers, quotes and signatures; a class is a group, a client is a sender's address."""
+    path = find_inside(path, "20news-bydate.tar.gz")
     texts: dict[str, list[str]] = {"train": [], "test": []}
     groups: dict[str, list[str]] = {"train": [], "test": []}
     senders: dict[str, list[str]] = {"train": [], "test": []}
-    for name, raw in sorted(members(path, lambda name: name.count("/") >= 2)):
+    for name, content in sorted(iter_members(path, lambda name: name.count("/") >= 2)):
         folder, group, _ = name.split("/")[-3:]
         part = folder.rpartition("-")[2]
         if part not in texts:
             raise DataError(f"{path} has '{name}' (expected: 20news-bydate-train/group/post and 20news-bydate-test)")
-        head, _, body = raw.decode("latin-1").replace("\r\n", "\n").partition("\n\n")
+        head, _, body = content.decode("latin-1").replace("\r\n", "\n").partition("\n\n")
         texts[part].append(_FOOTER.split(_QUOTE.sub("", body), maxsplit=1)[0].strip())
         groups[part].append(group)
-        senders[part].append(_sender(head))
-    names = sorted({*groups["train"], *groups["test"]})
-    y, test_y = (np.array([names.index(group) for group in groups[part]], np.int64) for part in ("train", "test"))
+        senders[part].append(_parse_sender(head))
+    class_names = sorted({*groups["train"], *groups["test"]})
+    y, test_y = (np.array([class_names.index(group) for group in groups[part]], np.int64) for part in ("train", "test"))
     return RawDataset(
         texts["train"],
         y,
         (texts["test"], test_y),
         np.array(senders["train"]),
         np.array(senders["test"]),
-        tuple(names),
+        tuple(class_names),
     )
 
 
-def _sender(head: str) -> str:
-    found = _SENDER.search(head)
-    line = found[1].strip() if found else ""
+def _parse_sender(head: str) -> str:
+    match = _SENDER.search(head)
+    line = match[1].strip() if match else ""
     address = _ADDRESS.search(line)
     return (address[0] if address else line or "unknown").lower()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.readers import inside, members, reader
+from fewer.data.formats.readers import find_inside, iter_members, reader
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError, SettingError
 from fewer.registry import FORMATS
@@ -15,45 +15,46 @@ from fewer.registry import FORMATS
 
 @FORMATS.register("omniglot")
 @reader("Omniglot (images_background.zip and images_evaluation.zip)")
-def omniglot(path: Path, size: int = 28, invert: bool = True) -> RawDataset:
-    """A directory with both official archives, packed or not: background to train on, evaluation to test on.
+def read_omniglot(path: Path, size: int = 28, invert: bool = True) -> RawDataset:
+    """A directory with both official archives, zipped or unpacked: train on background, test on evaluation.
 
-    The classes of evaluation go on after those of background, a client is a drawer, and images are `size` × `size`.
-    With `invert` strokes are white on black, as in MNIST; without, black on white, as in the files.
+    Labels of evaluation classes follow those of background classes. A client is a drawer. Images are `size` × `size`.
+    `invert` makes strokes white on black, as in MNIST; the files have black on white.
     """
     if size < 1:
-        raise SettingError(f"size = {size} (allowed: 1 or more)")
-    x, y, drawer, names = _characters(path, "images_background", size, invert)
-    test_x, test_y, test_drawer, more = _characters(path, "images_evaluation", size, invert)
-    return RawDataset(x, y, (test_x, test_y + len(names)), drawer, test_drawer, (*names, *more))
+        raise SettingError(f"size must be >= 1, got {size}")
+    x, y, drawers, class_names = _read_characters(path, "images_background", size, invert)
+    test_x, test_y, test_drawers, test_names = _read_characters(path, "images_evaluation", size, invert)
+    test = test_x, test_y + len(class_names)
+    return RawDataset(x, y, test, drawers, test_drawers, (*class_names, *test_names))
 
 
-def _characters(path: Path, part: str, size: int, invert: bool) -> tuple[Array, Array, Array, list[str]]:
-    """Images, classes, drawers and the names of the classes, in the order of the names."""
-    source = inside(path, f"{part}.zip", part)
+def _read_characters(path: Path, part: str, size: int, invert: bool) -> tuple[Array, Array, Array, list[str]]:
+    """Reads images, labels, drawers and class names, sorted by class name."""
+    source = find_inside(path, f"{part}.zip", part)
     if source == path:
         raise DataError(f"no {part}.zip in {path}")
-    files = sorted(members(source, lambda name: name.endswith(".png")))
+    files = sorted(iter_members(source, lambda name: name.endswith(".png")))
     x = np.empty((len(files), size, size), np.uint8)
-    places: list[str] = []
+    characters: list[str] = []
     drawers = np.empty(len(files), np.int64)
-    for row, (name, raw) in enumerate(files):
+    for row, (name, content) in enumerate(files):
         *_, alphabet, character, file = ("", "", *name.split("/"))
-        number = file.removesuffix(".png").rpartition("_")[2]
-        if not alphabet or not number.isdecimal():
+        drawer = file.removesuffix(".png").rpartition("_")[2]
+        if not alphabet or not drawer.isdecimal():
             raise DataError(f"{source} has '{name}' (expected: Alphabet/characterNN/NNNN_drawer.png)")
-        places.append(f"{alphabet}/{character}")
-        drawers[row] = int(number)
-        x[row] = _image(raw, size, f"{source}: {name}")
-    names, classes = np.unique(np.array(places), return_inverse=True)
-    return 255 - x if invert else x, classes.reshape(-1).astype(np.int64), drawers, names.tolist()
+        characters.append(f"{alphabet}/{character}")
+        drawers[row] = int(drawer)
+        x[row] = _decode_image(content, size, f"{source}: {name}")
+    class_names, y = np.unique(np.array(characters), return_inverse=True)
+    return 255 - x if invert else x, y.reshape(-1).astype(np.int64), drawers, class_names.tolist()
 
 
-def _image(raw: bytes, size: int, where: str) -> Array:
+def _decode_image(content: bytes, size: int, where: str) -> Array:
     from PIL import Image
 
     try:
-        image = Image.open(BytesIO(raw), formats=("PNG",)).convert("L")
+        image = Image.open(BytesIO(content), formats=("PNG",)).convert("L")
     except Exception as error:
         raise DataError(f"{where} is a broken image: {error}") from error
     return np.asarray(image.resize((size, size), Image.Resampling.BOX))

@@ -1,4 +1,4 @@
-"""Plays in plain text: each role of each play is a client, and the task is to foretell the next character."""
+"""Plays in plain text. A client is a role of a play; the task is to predict the next character."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fewer.data.formats.readers import contents, inside, members, reader, text
+from fewer.data.formats.readers import decode_text, find_inside, iter_members, read_contents, reader
 from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError, SettingError
 from fewer.registry import FORMATS
@@ -19,9 +19,9 @@ from fewer.registry import FORMATS
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 """The 80 characters of LEAF, in its order."""
 WINDOW = 80
-"""How many characters the next one is foretold from."""
-NOBODY = -1
-"""The client of windows that reach from one role into the next, which are nobody's and not to be used."""
+"""Characters from which the next one is predicted."""
+NO_CLIENT = -1
+"""Client id of windows that reach from one role into the next. They are not used."""
 
 _PLAIN = str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "-", "–": "-"})
 _TABLE = np.full(128, ALPHABET.index(" "), np.uint8)
@@ -29,59 +29,59 @@ _TABLE[[ord(character) for character in ALPHABET]] = np.arange(len(ALPHABET))
 
 
 @FORMATS.register("plays")
-@reader("plays (text files, a directory or an archive of them)")
-def plays(path: Path, min_samples: int = 200) -> RawDataset:
-    """Windows of 80 characters and the character after each, for all roles of `minimum` characters or more.
+@reader("plays (a text file, or a directory or archive of text files)")
+def read_plays(path: Path, min_characters: int = 200) -> RawDataset:
+    """Windows of 80 characters and the next one, for roles of `min_characters` characters or more.
 
-    Inputs are a view of the text, which is held only once: row i is the 80 characters from place i on. Clients are
-    role numbers in the order of `roles`; rows that reach into the next role belong to `NOBODY`.
+    Inputs are views on a single copy of the text: row i is the 80 characters from position i on. Client ids are
+    positions in `read_roles`. Rows that reach into the next role belong to `NO_CLIENT`.
     """
-    if min_samples <= WINDOW:
-        raise SettingError(f"minimum = {min_samples} (allowed: more than {WINDOW})")
-    parts = [encode(speech) for speech in roles(path, min_samples).values()]
+    if min_characters <= WINDOW:
+        raise SettingError(f"min_characters must be > {WINDOW}, got {min_characters}")
+    parts = [encode_characters(speech) for speech in read_roles(path, min_characters).values()]
     if not parts:
         raise DataError(
-            f"{path} has no role of {min_samples} characters or more (expected: NAME. on a line, then a speech)"
+            f"{path} has no role of {min_characters} characters or more (expected: NAME. on a line, then a speech)"
         )
-    flat = torch.from_numpy(np.concatenate(parts))
-    small = np.min_scalar_type(-len(parts))
+    characters = torch.from_numpy(np.concatenate(parts))
+    dtype = np.min_scalar_type(-len(parts))
     client_ids = np.concatenate(
-        [np.repeat(np.array([role, NOBODY], small), [len(part) - WINDOW, WINDOW]) for role, part in enumerate(parts)]
+        [np.repeat(np.array([role, NO_CLIENT], dtype), [len(part) - WINDOW, WINDOW]) for role, part in enumerate(parts)]
     )
-    rows = len(flat) - WINDOW
+    rows = len(characters) - WINDOW
     return RawDataset(
-        flat.unfold(0, WINDOW, 1)[:rows],
-        flat[WINDOW:].numpy(),
+        characters.unfold(0, WINDOW, 1)[:rows],
+        characters[WINDOW:].numpy(),
         client_ids=client_ids[:rows],
-        names=tuple(ALPHABET),
+        class_names=tuple(ALPHABET),
         tokens=tuple(ALPHABET),
-        in_time=True,
+        time_ordered=True,
     )
 
 
-def encode(characters: str) -> NDArray[np.uint8]:
-    """The place of each character in the alphabet; those that it lacks count as spaces."""
+def encode_characters(characters: str) -> NDArray[np.uint8]:
+    """Encodes characters as positions in `ALPHABET`. Unknown characters become spaces."""
     codes = np.frombuffer(characters.translate(_PLAIN).encode("utf-32-le", "surrogatepass"), np.uint32)
     return _TABLE[np.where(codes < len(_TABLE), codes, ord(" "))]
 
 
-def roles(path: Path, min_samples: int = 200) -> dict[str, str]:
-    """All that each role says, by the names of play and role, for those who say `minimum` characters or more."""
-    path = inside(path, "plays.tar.gz")
+def read_roles(path: Path, min_characters: int = 200) -> dict[str, str]:
+    """Reads the text of each role, by play/role, for roles of `min_characters` characters or more."""
+    path = find_inside(path, "plays.tar.gz")
     if path.name.endswith((".txt", ".txt.gz")):
-        files = [(path.name, contents(path))]
+        files = [(path.name, read_contents(path))]
     else:
-        files = sorted(members(path, lambda name: name.endswith(".txt")))
-    spoken: dict[str, list[str]] = {}
-    for name, raw in files:
+        files = sorted(iter_members(path, lambda name: name.endswith(".txt")))
+    speeches: dict[str, list[str]] = {}
+    for name, content in files:
         play = name.rpartition("/")[2].partition(".txt")[0]
-        for role, speech in _speeches(text(raw, name)):
-            spoken.setdefault(f"{play}/{role}", []).append(speech)
-    joined = {role: "\n".join(speeches) + "\n" for role, speeches in spoken.items()}
-    return {role: speech for role, speech in joined.items() if len(speech) >= min_samples}
+        for role, speech in _parse_speeches(decode_text(content, name)):
+            speeches.setdefault(f"{play}/{role}", []).append(speech)
+    texts = {role: "\n".join(parts) + "\n" for role, parts in speeches.items()}
+    return {role: text for role, text in texts.items() if len(text) >= min_characters}
 
 
-# --- the form of a play ---------------------------------------------------------------------------------------
+# --- layout of a play -----------------------------------------------------------------------------------------
 
 _START = re.compile(r"^[ \t]*(?:ACT|SCENE|PROLOGUE|INDUCTION)\b", re.IGNORECASE | re.MULTILINE)
 _MOVES = r"(?:Enter|Re-enter|Exit|Exeunt)\b"
@@ -96,23 +96,25 @@ _BARE_NAME = re.compile(r"[A-Z][A-Z'-]+(?: [A-Z'-]+){0,3}")
 _HEADING = re.compile(r"(?:ACT|SCENE|SONG|EPILOGUE|THE END)\b|(?:Act|Scene) [IVXL\d]+\b")
 _NUMBER = re.compile(r"[IVXL\d]+\.")
 _DIRECTION = "\x01"
-"""Stands for a stage direction that fills its lines."""
+"""Marks a stage direction on lines of its own."""
 
 
-def _speeches(play: str) -> list[tuple[str, str]]:
-    """Who says what, in order. Whatever stands before the first act (title, persons of the play) is left out.
+def _parse_speeches(play: str) -> list[tuple[str, str]]:
+    """Returns (role, speech) pairs in order. Text before the first act (title, list of characters) is skipped.
 
-    A speech ends at an empty line, unless there is but a stage direction between that and what follows.
+    A speech ends at an empty line, unless only a stage direction separates it from the following text.
     """
     start = _START.search(play)
     play = _IN_LINES.sub("", _WHOLE_LINES.sub(_DIRECTION, play[start.start() if start else 0 :]))
-    lines_of = ([line.strip() for line in block.split("\n") if line.strip()] for block in re.split(r"\n\s*\n", play))
-    blocks = [lines for lines in lines_of if lines]
-    names = _names(blocks)
+    split_blocks = (
+        [line.strip() for line in block.split("\n") if line.strip()] for block in re.split(r"\n\s*\n", play)
+    )
+    blocks = [lines for lines in split_blocks if lines]
+    names = _find_names(blocks)
     speeches: list[tuple[str, list[str]]] = []
     speaking = False
-    for before, block in pairwise([[""], *blocks]):
-        speaking = speaking and _DIRECTION in (before[-1], block[0])
+    for previous, block in pairwise([[""], *blocks]):
+        speaking = speaking and _DIRECTION in (previous[-1], block[0])
         for line in block:
             if line in names:
                 speeches.append((" ".join(line.removesuffix(".").split()), []))
@@ -124,16 +126,16 @@ def _speeches(play: str) -> list[tuple[str, str]]:
     return [(role, "\n".join(lines)) for role, lines in speeches if lines]
 
 
-def _names(blocks: list[list[str]]) -> set[str]:
-    """Lines that name who speaks: the first ones of blocks, in the form that is the most frequent in the play."""
+def _find_names(blocks: list[list[str]]) -> set[str]:
+    """Finds the lines that name a speaker: first lines of blocks, in the form most frequent in the play."""
     first = Counter(block[0] for block in blocks if len(block) > 1 and not _HEADING.match(block[0]))
     dotted = {line for line in first if _NAME.fullmatch(line) and not _NUMBER.fullmatch(line)}
     bare = {line for line in first if _BARE_NAME.fullmatch(line)}
     capitals = {line for line in dotted if all(word in (word.upper(), "and", "of", "the") for word in line.split())}
-    if _total(first, bare) > _total(first, dotted):
+    if _count_lines(first, bare) > _count_lines(first, dotted):
         return bare | capitals
-    return capitals if 2 * _total(first, capitals) > _total(first, dotted) else dotted
+    return capitals if 2 * _count_lines(first, capitals) > _count_lines(first, dotted) else dotted
 
 
-def _total(counts: Counter[str], lines: set[str]) -> int:
+def _count_lines(counts: Counter[str], lines: set[str]) -> int:
     return sum(counts[line] for line in lines)

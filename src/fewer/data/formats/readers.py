@@ -1,4 +1,4 @@
-"""What all readers share: members of archives, whole files, class numbers, and errors of one line."""
+"""Shared by all readers: archive members, file contents, class labels, and one-line errors."""
 
 from __future__ import annotations
 
@@ -20,95 +20,91 @@ from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.errors import DataError, FewerError, unknown
 
 P = ParamSpec("P")
-Read = Callable[Concatenate[Path, P], RawDataset]
+Reader = Callable[Concatenate[Path, P], RawDataset]
 
 MAX_CLASSES = 1 << 20
-"""Whole numbers below this are class numbers; larger ones are names."""
+"""Integers below this are class labels; larger ones are class names."""
 
 
-def reader(what: str) -> Callable[[Read[P]], Read[P]]:
-    """Make a function a reader of `what`: whatever goes wrong in it is one line, and what it returns fits together."""
+def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
+    """Decorates a reader: every failure becomes a one-line `DataError`, and the result is checked."""
 
-    def wrap(read: Read[P]) -> Read[P]:
+    def decorate(read: Reader[P]) -> Reader[P]:
         allowed = list(inspect.signature(read).parameters)[1:]
 
         @wraps(read)
-        def guarded(path: Path, /, *args: P.args, **options: P.kwargs) -> RawDataset:
+        def read_checked(path: Path, /, *args: P.args, **options: P.kwargs) -> RawDataset:
             for name in options:
                 if name not in allowed:
                     raise unknown("option", name, allowed)
             path = Path(path)
             try:
                 if not path.exists():
-                    raise DataError(f"there is no {path} (expected: {what})")
-                return _checked(read(path, *args, **options), path)
+                    raise DataError(f"{path} does not exist (expected: {description})")
+                raw = read(path, *args, **options)
+                _check_dataset(raw, path)
+                return raw
             except FewerError:
                 raise
-            except Exception as error:  # damaged or hostile files raise any of dozens of kinds
+            except Exception as error:  # damaged or hostile files raise many kinds of errors
                 reason = " ".join(str(error).split()) or type(error).__name__
-                raise DataError(f"{path} cannot be read as {what}: {reason}") from error
+                raise DataError(f"cannot read {path} as {description}: {reason}") from error
 
-        return guarded
+        return read_checked
 
-    return wrap
+    return decorate
 
 
-def _checked(raw: RawDataset, path: Path) -> RawDataset:
-    """The same data, if every input has a label (and a client), and every label is a class."""
-    _together(raw.x, raw.y, raw.client_ids, raw.names, f"{path} (training)")
+def _check_dataset(raw: RawDataset, path: Path) -> None:
+    """Checks that every input has a label (and a client id), and every label is a class."""
+    _check_part(raw.x, raw.y, raw.client_ids, raw.class_names, f"{path} (training)")
     if raw.test is not None:
-        _together(*raw.test, raw.test_client_ids, raw.names, f"{path} (test)")
+        _check_part(*raw.test, raw.test_client_ids, raw.class_names, f"{path} (test)")
         shapes = [tuple(x.shape[1:]) for x in (raw.x, raw.test[0]) if not isinstance(x, list)]
         if len(set(shapes)) > 1:
             raise DataError(f"{path} has training inputs of shape {shapes[0]}, but test inputs of shape {shapes[1]}")
-    return raw
 
 
-def _together(x: Inputs, y: Array, client_ids: Array | None, names: Sequence[str], where: str) -> None:
+def _check_part(x: Inputs, y: Array, client_ids: Array | None, class_names: Sequence[str], where: str) -> None:
     if not len(x):
         raise DataError(f"{where} has no samples")
     if len(x) != len(y):
         raise DataError(f"{where} has {len(x)} inputs and {len(y)} labels")
     if client_ids is not None and len(client_ids) != len(x):
-        raise DataError(f"{where} has {len(x)} inputs and {len(client_ids)} clients")
-    last = len(names) or MAX_CLASSES
-    wrong = np.flatnonzero((y < 0) | (y >= last))
-    if len(wrong):
-        raise DataError(f"{where} has label {y[wrong[0]]} in sample {wrong[0]} (allowed: 0 to {last - 1})")
+        raise DataError(f"{where} has {len(x)} inputs and {len(client_ids)} client ids")
+    classes = len(class_names) or MAX_CLASSES
+    invalid = np.flatnonzero((y < 0) | (y >= classes))
+    if len(invalid):
+        raise DataError(f"{where} has label {y[invalid[0]]} in sample {invalid[0]} (allowed: 0 to {classes - 1})")
 
 
 # --- files ----------------------------------------------------------------------------------------------------
 
 
-def inside(path: Path, *names: str) -> Path:
-    """The first of these files or folders that is in a directory; the path itself if none is."""
+def find_inside(path: Path, *names: str) -> Path:
+    """Returns the first of these files or folders that exists in a directory, or the path itself."""
     return next((path / name for name in names if (path / name).exists()), path)
 
 
-def contents(path: Path) -> bytes:
-    """All of a file, unpacked if its name ends in .gz."""
-    raw = path.read_bytes()
-    return gzip.decompress(raw) if path.suffix == ".gz" else raw
+def read_contents(path: Path) -> bytes:
+    """Reads a file, and decompresses it if its name ends in .gz."""
+    content = path.read_bytes()
+    return gzip.decompress(content) if path.suffix == ".gz" else content
 
 
-def text(raw: bytes, where: object) -> str:
-    """UTF-8, with or without a byte order mark, and with any ends of lines."""
+def decode_text(content: bytes, where: object) -> str:
+    """Decodes UTF-8, with or without a byte order mark, and with Unix or Windows line ends."""
     try:
-        return raw.decode("utf-8-sig").replace("\r\n", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8 text: {error}") from error
 
 
-def everything(name: str) -> bool:
-    """Want every member."""
-    return True
+def iter_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """Yields names and contents of the wanted files in a directory, tar or zip archive. Writes nothing to disk.
 
-
-def members(path: Path, wanted: Callable[[str], bool] = everything) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the wanted files of a directory, a tar or a zip archive; nothing is written to disk.
-
-    A zip archive within a zip archive counts as a part of it. Members that climb out of the archive, links and
-    devices are refused, whether they are wanted or not.
+    A zip archive inside a zip archive is read too. Any link, device or member with a path outside the archive is an
+    error, wanted or not.
     """
     if path.is_dir():
         for file in sorted(path.rglob("*")):
@@ -116,12 +112,12 @@ def members(path: Path, wanted: Callable[[str], bool] = everything) -> Iterator[
             if wanted(name) and file.is_file():
                 yield name, file.read_bytes()
     elif zipfile.is_zipfile(path):
-        yield from _zip_members(path, str(path), wanted, nested=True)
+        yield from _iter_zip_members(path, str(path), wanted, nested=True)
     else:
-        packed = _is_gzip(path)
-        with gzip.open(path) if packed else path.open("rb") as stream:
-            yield from _tar_members(stream, "r:" if packed else "r:*", str(path), wanted)
-            while stream.read(1 << 20):  # only at its end does a packed file show that it is whole
+        compressed = _is_gzip(path)
+        with gzip.open(path) if compressed else path.open("rb") as stream:
+            yield from _iter_tar_members(stream, "r:" if compressed else "r:*", str(path), wanted)
+            while stream.read(1 << 20):  # gzip checks integrity only at the end of the file
                 pass
 
 
@@ -130,12 +126,12 @@ def _is_gzip(path: Path) -> bool:
         return file.read(2) == b"\x1f\x8b"
 
 
-def _tar_members(
+def _iter_tar_members(
     stream: gzip.GzipFile | BufferedReader, mode: Literal["r:", "r:*"], where: str, wanted: Callable[[str], bool]
 ) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(fileobj=stream, mode=mode) as archive:
         for member in archive:
-            _refuse_outside(member.name, where)
+            _check_member_path(member.name, where)
             if not (member.isreg() or member.isdir()):
                 raise DataError(f"{where} has a link or device '{member.name}' (allowed: files and directories)")
             if member.isreg() and wanted(member.name):
@@ -144,50 +140,51 @@ def _tar_members(
                 yield member.name, file.read()
 
 
-def _zip_members(
+def _iter_zip_members(
     file: Path | IO[bytes], where: str, wanted: Callable[[str], bool], nested: bool
 ) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
-            _refuse_outside(member.filename, where)
+            _check_member_path(member.filename, where)
             if stat.S_ISLNK(member.external_attr >> 16):
                 raise DataError(f"{where} has a link '{member.filename}' (allowed: files and directories)")
             if nested and member.filename.endswith(".zip"):
                 inner = f"{where} ({member.filename})"
-                yield from _zip_members(BytesIO(archive.read(member)), inner, wanted, nested=False)
+                yield from _iter_zip_members(BytesIO(archive.read(member)), inner, wanted, nested=False)
             elif not member.is_dir() and wanted(member.filename):
                 yield member.filename, archive.read(member)
 
 
-def _refuse_outside(name: str, where: str) -> None:
-    plain = name.replace("\\", "/")
-    if plain.startswith("/") or ".." in PurePosixPath(plain).parts or plain[1:2] == ":":
-        raise DataError(f"{where} has a member '{name}' that climbs out of it (allowed: paths below the archive)")
+def _check_member_path(name: str, where: str) -> None:
+    path = name.replace("\\", "/")
+    if path.startswith("/") or ".." in PurePosixPath(path).parts or path[1:2] == ":":
+        raise DataError(f"{where} has a member '{name}' outside the archive (allowed: relative paths without ..)")
 
 
 # --- labels ---------------------------------------------------------------------------------------------------
 
 
-def numbered(labels: Sequence[str] | Sequence[int], where: object) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Class numbers, and names if the labels are not whole numbers already."""
+def number_labels(labels: Sequence[str] | Sequence[int], where: object) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Converts labels to class labels. Also returns class names if the labels are not integers already."""
     try:
         values = np.array(labels).astype(np.float64)
     except ValueError:
         values = None
     if values is None or ((values < 0) | (values >= MAX_CLASSES)).any():
-        names, numbers = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
-        return numbers.reshape(-1).astype(np.int64), tuple(names.tolist())
-    if (broken := np.flatnonzero(values % 1 != 0)).size:
-        raise DataError(f"{where} has label {labels[broken[0]]} (allowed: whole numbers or names)")
+        names, indices = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
+        return indices.reshape(-1).astype(np.int64), tuple(names.tolist())
+    if (fractional := np.flatnonzero(values % 1 != 0)).size:
+        raise DataError(f"{where} has label {labels[fractional[0]]} (allowed: integers or names)")
     return values.astype(np.int64), ()
 
 
 def as_labels(values: Any, where: object) -> NDArray[np.int64]:
-    """An array of whole numbers, flat or of one column."""
+    """Converts an array of integers, flat or with one column, to int64."""
     array = np.asarray(values)
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1 or array.dtype.kind not in "iufb" or not np.array_equal(array, array.astype(np.int64)):
-        shape = f"shape {array.shape}, type {array.dtype}"
-        raise DataError(f"{where} has labels of {shape} (allowed: one whole number for each sample)")
+        raise DataError(
+            f"{where} has labels of shape {array.shape}, type {array.dtype} (expected: one integer per sample)"
+        )
     return array.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Activities from body-worn sensors: PAMAP2, UCI HAR and HAPT; each subject is a client."""
+"""Activity recognition from body-worn sensors: PAMAP2, UCI HAR and HAPT. A client is a subject."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.formats.readers import inside, members, reader
+from fewer.data.formats.readers import find_inside, iter_members, reader
 from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError, SettingError
 from fewer.registry import FORMATS
@@ -17,7 +17,7 @@ from fewer.registry import FORMATS
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
 
-_BASIC = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "lying")
+_ACTIVITIES = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "lying")
 _TRANSITIONS = ("stand to sit", "sit to stand", "sit to lie", "lie to sit", "stand to lie", "lie to stand")
 _PAMAP2 = {
     1: "lying",
@@ -43,124 +43,132 @@ _PAMAP2_COLUMNS = 54
 _HEART_RATE = 2
 _UNITS = (3, 20, 37)
 """First columns of the three inertial units: temperature, two accelerometers, gyroscope, magnetometer, orientation."""
-_CHANNELS = (_HEART_RATE, *(start + place for start in _UNITS for place in range(13)))
-"""All but the orientation, which the makers of PAMAP2 call invalid."""
+_CHANNELS = (_HEART_RATE, *(start + offset for start in _UNITS for offset in range(13)))
+"""All channels but orientation, which the authors of PAMAP2 call invalid."""
 
 
 @FORMATS.register("pamap2")
 @reader("PAMAP2 (Protocol/subjectNNN.dat)")
-def pamap2(path: Path, window: int = 128, stride: int = 64, standard: bool = True) -> RawDataset:
-    """Windows of heart rate and three inertial units (40 channels, 100 Hz) in which one activity goes on.
+def read_pamap2(path: Path, window: int = 128, stride: int = 64, standardize: bool = True) -> RawDataset:
+    """Windows of heart rate and three inertial units (40 channels, 100 Hz), each within one activity.
 
-    Missing values are interpolated in time. Classes are the activities that occur, in the order of their numbers.
-    With `standard` each channel has mean 0 and deviation 1 over all windows, as the units differ widely.
+    Missing values are interpolated in time. Classes are the activities that occur, in the order of their ids.
+    `standardize` gives each channel mean 0 and standard deviation 1 over all windows, as the units differ widely.
     """
-    _check(window, stride)
-    files = sorted(inside(path, "Protocol", "PAMAP2_Dataset/Protocol").glob("subject*.dat"))
+    _check_window(window, stride)
+    files = sorted(find_inside(path, "Protocol", "PAMAP2_Dataset/Protocol").glob("subject*.dat"))
     if not files:
-        raise DataError(f"no subjectNNN.dat in {path} (expected: Protocol/subject101.dat and so on)")
-    x, activity, subject = [], [], []
+        raise DataError(f"no subjectNNN.dat in {path} (expected: Protocol/subject101.dat, …)")
+    x, activities, subjects = [], [], []
     for file in files:
-        number = file.stem.removeprefix("subject")
-        if not number.isdecimal():
-            raise DataError(f"{file} does not say whose it is (expected: subjectNNN.dat)")
-        table = _numbers(file.read_bytes(), str(file))
+        subject = file.stem.removeprefix("subject")
+        if not subject.isdecimal():
+            raise DataError(f"{file} does not name a subject (expected: subjectNNN.dat)")
+        table = _parse_numbers(file.read_bytes(), str(file))
         if table.shape[1] != _PAMAP2_COLUMNS:
-            raise DataError(f"{file} has {table.shape[1]} columns (allowed: {_PAMAP2_COLUMNS})")
-        starts, found = _pure(table[:, 1].astype(np.int64), window, stride)
-        x.append(_cut(_interpolated(table[:, _CHANNELS], str(file)), starts[found > 0], window))
-        activity.append(found[found > 0])
-        subject.append(np.full(len(activity[-1]), int(number)))
-    inputs, activities = np.concatenate(x), np.concatenate(activity)
-    present, y = np.unique(activities, return_inverse=True)
-    if strange := sorted(set(present.tolist()) - _PAMAP2.keys()):
-        raise DataError(f"{path} has activity {strange[0]} (allowed: {', '.join(map(str, _PAMAP2))})")
-    if standard and len(inputs):
+            raise DataError(f"{file} has {table.shape[1]} columns, expected {_PAMAP2_COLUMNS}")
+        starts, activity = _find_windows(table[:, 1].astype(np.int64), window, stride)
+        x.append(_cut_windows(_interpolate(table[:, _CHANNELS], str(file)), starts[activity > 0], window))
+        activities.append(activity[activity > 0])
+        subjects.append(np.full(len(activities[-1]), int(subject)))
+    inputs = np.concatenate(x)
+    present, y = np.unique(np.concatenate(activities), return_inverse=True)
+    if invalid := sorted(set(present.tolist()) - _PAMAP2.keys()):
+        raise DataError(f"{path} has activity {invalid[0]} (allowed: {', '.join(map(str, _PAMAP2))})")
+    if standardize and len(inputs):
         inputs -= inputs.mean(axis=(0, 2), keepdims=True, dtype=np.float64).astype(np.float32)
         inputs /= np.maximum(inputs.std(axis=(0, 2), keepdims=True, dtype=np.float64), 1e-6).astype(np.float32)
-    names = tuple(_PAMAP2[number] for number in present.tolist())
     return RawDataset(
-        inputs, y.reshape(-1).astype(np.int64), client_ids=np.concatenate(subject), names=names, in_time=True
+        inputs,
+        y.reshape(-1).astype(np.int64),
+        client_ids=np.concatenate(subjects),
+        class_names=tuple(_PAMAP2[activity] for activity in present.tolist()),
+        time_ordered=True,
     )
 
 
 @FORMATS.register("har")
 @reader("UCI HAR (UCI HAR Dataset with its Inertial Signals)")
-def har(path: Path) -> RawDataset:
-    """Windows of 128 readings of nine signals, as they come; test subjects are others than training subjects."""
-    path = inside(path, "UCI HAR Dataset", "UCI HAR Dataset.zip", "har.zip")
+def read_har(path: Path) -> RawDataset:
+    """Windows of 128 readings of nine signals, unchanged; test subjects differ from training subjects."""
+    path = find_inside(path, "UCI HAR Dataset", "UCI HAR Dataset.zip", "har.zip")
     wanted = re.compile(r"(?:.*/)?(?:train|test)/(?:Inertial Signals/\w+|[yY]_\w+|subject_\w+)\.txt")
     files = {
-        name.rpartition("/")[2]: raw
-        for name, raw in members(path, lambda name: wanted.fullmatch(name) is not None and "__MACOSX" not in name)
+        name.rpartition("/")[2]: content
+        for name, content in iter_members(
+            path, lambda name: wanted.fullmatch(name) is not None and "__MACOSX" not in name
+        )
     }
     signals = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
 
-    def table(name: str) -> Floats:
+    def read_table(name: str) -> Floats:
         if name not in files:
             raise DataError(f"no {name} in {path}")
-        return _numbers(files[name], f"{path}: {name}")
+        return _parse_numbers(files[name], f"{path}: {name}")
 
     parts = []
     for part in ("train", "test"):
-        channels = [table(f"{signal}_{part}.txt") for signal in signals]
+        channels = [read_table(f"{signal}_{part}.txt") for signal in signals]
         if len({channel.shape for channel in channels}) > 1:
             raise DataError(f"{path} has {part} signals of unequal lengths")
-        labels, subjects = (table(f"{kind}_{part}.txt")[:, 0].astype(np.int64) for kind in ("y", "subject"))
+        labels, subjects = (read_table(f"{kind}_{part}.txt")[:, 0].astype(np.int64) for kind in ("y", "subject"))
         parts.append((np.stack(channels, axis=1), labels - 1, subjects))
-    (x, y, subject), (test_x, test_y, test_subject) = parts
-    return RawDataset(x, y, (test_x, test_y), subject, test_subject, _BASIC, in_time=True)
+    (x, y, subjects), (test_x, test_y, test_subjects) = parts
+    return RawDataset(x, y, (test_x, test_y), subjects, test_subjects, _ACTIVITIES, time_ordered=True)
 
 
 @FORMATS.register("hapt")
 @reader("HAPT (RawData with acc_expNN_userNN.txt, gyro_expNN_userNN.txt and labels.txt)")
-def hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool = False) -> RawDataset:
-    """Windows of accelerometer and gyroscope (6 channels, 50 Hz), each within one labeled stretch of time.
+def read_hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool = False) -> RawDataset:
+    """Windows of accelerometer and gyroscope (6 channels, 50 Hz), each within one labeled interval.
 
-    With `transitions` the six changes of posture are classes too.
+    `transitions` adds the six changes of posture as classes.
     """
-    _check(window, stride)
-    path = inside(path, "RawData", "HAPT Data Set.zip", "HAPT Data Set/RawData")
+    _check_window(window, stride)
+    path = find_inside(path, "RawData", "HAPT Data Set.zip", "HAPT Data Set/RawData")
     wanted = re.compile(r"(?:.*/)?(?:RawData/)?(?:(?:acc|gyro)_exp\d+_user\d+|labels)\.txt")
-    files = {name.rpartition("/")[2]: raw for name, raw in members(path, lambda name: bool(wanted.fullmatch(name)))}
+    files = {
+        name.rpartition("/")[2]: content
+        for name, content in iter_members(path, lambda name: bool(wanted.fullmatch(name)))
+    }
     if "labels.txt" not in files:
         raise DataError(f"no labels.txt in {path}")
-    labels = _numbers(files["labels.txt"], f"{path}: labels.txt").astype(np.int64)
+    labels = _parse_numbers(files["labels.txt"], f"{path}: labels.txt").astype(np.int64)
     if labels.shape[1] != 5:
         raise DataError(
             f"{path}: labels.txt has {labels.shape[1]} columns (expected: experiment user activity start end)"
         )
-    names = _BASIC + _TRANSITIONS
-    x, y, subject = [], [], []
+    class_names = _ACTIVITIES + _TRANSITIONS
+    x, y, subjects = [], [], []
     for experiment, user in sorted({(row[0], row[1]) for row in labels.tolist()}):
-        series = _experiment(files, f"exp{experiment:02}_user{user:02}.txt", path)
+        series = _read_experiment(files, f"exp{experiment:02}_user{user:02}.txt", path)
         for _, _, activity, first, last in labels[(labels[:, :2] == (experiment, user)).all(axis=1)].tolist():
-            if not (1 <= activity <= len(names) and 1 <= first <= last <= len(series)):
+            if not (1 <= activity <= len(class_names) and 1 <= first <= last <= len(series)):
                 row = f"{experiment} {user} {activity} {first} {last}"
                 raise DataError(
                     f"{path}: labels.txt has '{row}' (allowed: activities 1 to 12, within {len(series)} rows)"
                 )
-            if activity <= len(_BASIC) or transitions:
+            if activity <= len(_ACTIVITIES) or transitions:
                 starts = np.arange(first - 1, last - window + 1, stride)
-                x.append(_cut(series, starts, window))
+                x.append(_cut_windows(series, starts, window))
                 y.append(np.full(len(starts), activity - 1))
-                subject.append(np.full(len(starts), user))
+                subjects.append(np.full(len(starts), user))
     return RawDataset(
         np.concatenate(x),
         np.concatenate(y),
-        client_ids=np.concatenate(subject),
-        names=names if transitions else _BASIC,
-        in_time=True,
+        client_ids=np.concatenate(subjects),
+        class_names=class_names if transitions else _ACTIVITIES,
+        time_ordered=True,
     )
 
 
-def _experiment(files: dict[str, bytes], name: str, path: Path) -> Floats:
-    """Both sensors of one experiment side by side."""
+def _read_experiment(files: dict[str, bytes], name: str, path: Path) -> Floats:
+    """Reads both sensors of one experiment: (time, channels)."""
     parts = []
     for kind in ("acc", "gyro"):
         if f"{kind}_{name}" not in files:
             raise DataError(f"no {kind}_{name} in {path}")
-        parts.append(_numbers(files[f"{kind}_{name}"], f"{path}: {kind}_{name}"))
+        parts.append(_parse_numbers(files[f"{kind}_{name}"], f"{path}: {kind}_{name}"))
     if parts[0].shape != parts[1].shape or parts[0].shape[1] != 3:
         raise DataError(f"{path}: acc_{name} and gyro_{name} have shapes {parts[0].shape} and {parts[1].shape}")
     return np.concatenate(parts, axis=1)
@@ -169,43 +177,43 @@ def _experiment(files: dict[str, bytes], name: str, path: Path) -> Floats:
 # --- series and windows ---------------------------------------------------------------------------------------
 
 
-def _check(window: int, stride: int) -> None:
+def _check_window(window: int, stride: int) -> None:
     if window < 1 or stride < 1:
-        raise SettingError(f"window = {window}, stride = {stride} (allowed: 1 or more)")
+        raise SettingError(f"window and stride must be >= 1, got {window} and {stride}")
 
 
-def _numbers(raw: bytes, where: str) -> Floats:
-    """A table of numbers separated by spaces."""
-    if not raw.strip():
+def _parse_numbers(content: bytes, where: str) -> Floats:
+    """Parses a table of numbers separated by spaces."""
+    if not content.strip():
         raise DataError(f"{where} is empty")
     try:
-        return np.loadtxt(BytesIO(raw), np.float32, ndmin=2, comments=None)
+        return np.loadtxt(BytesIO(content), np.float32, ndmin=2, comments=None)
     except ValueError as error:
         raise DataError(f"{where} is not a table of numbers: {error}") from error
 
 
-def _interpolated(series: Floats, where: str) -> Floats:
-    """The same series with what is missing filled in, straight between neighbors in time."""
+def _interpolate(series: Floats, where: str) -> Floats:
+    """Fills missing values by linear interpolation in time."""
     rows = np.arange(len(series))
     for column, values in enumerate(series.T):
-        there = np.isfinite(values)
-        if not there.any():
-            raise DataError(f"{where} has no values at all in channel {column}")
-        if not there.all():
-            series[~there, column] = np.interp(rows[~there], rows[there], values[there])
+        present = np.isfinite(values)
+        if not present.any():
+            raise DataError(f"{where} has no values in channel {column}")
+        if not present.all():
+            series[~present, column] = np.interp(rows[~present], rows[present], values[present])
     return series
 
 
-def _pure(activity: Integers, window: int, stride: int) -> tuple[Integers, Integers]:
-    """Starts of the windows in which only one activity goes on, and that activity."""
+def _find_windows(activity: Integers, window: int, stride: int) -> tuple[Integers, Integers]:
+    """Returns the starts of all windows within a single activity, and that activity."""
     starts = np.arange(0, len(activity) - window + 1, stride)
     changes = np.concatenate([[0], np.cumsum(activity[1:] != activity[:-1])])
     starts = starts[changes[starts] == changes[starts + window - 1]]
     return starts, activity[starts]
 
 
-def _cut(series: Floats, starts: Integers, window: int) -> Floats:
-    """Windows as (windows, channels, time)."""
+def _cut_windows(series: Floats, starts: Integers, window: int) -> Floats:
+    """Cuts windows out of a series: (windows, channels, time)."""
     if not len(starts):
         return np.zeros((0, series.shape[1], window), np.float32)
     return np.lib.stride_tricks.sliding_window_view(series, window, axis=0)[starts]

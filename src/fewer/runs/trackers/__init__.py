@@ -1,7 +1,8 @@
-"""Trackers: where else the figures of a run go while it goes on. Nothing that a run does depends on them.
+"""Trackers send the metrics of a run elsewhere, such as to TensorBoard. No number depends on them.
 
-A tracker is anything in the entry-point group `fewer.trackers` that is called as `kind(about, history)` when a run
-begins or goes on, with the figures of the rounds that are over, and then has `round(figures)` and `close(reason)`.
+A tracker class is called as `Tracker(run_info, history)` when a run starts or resumes, with the metrics of the finished
+rounds. Then its `round(metrics)` is called after each round, and `close(reason)` at the end. Other packages add trackers
+through the entry-point group `fewer.trackers`.
 """
 
 from __future__ import annotations
@@ -18,111 +19,112 @@ from fewer.registry import TRACKERS
 
 _LOG = logging.getLogger("fewer")
 
-Figures = Mapping[str, Any]
-"""Of one round, as a line of metrics.jsonl has them."""
+Metrics = Mapping[str, Any]
+"""The metrics of one round: a line of metrics.jsonl."""
 
 
 @dataclass(frozen=True)
-class About:
-    """What a tracker is told of a run."""
+class RunInfo:
+    """What a tracker knows about a run."""
 
     path: Path
-    """Its directory."""
+    """The run directory."""
     method: str
     hash: str
-    """Of all settings on which the numbers depend."""
+    """The hash of all settings that numbers depend on."""
     settings: Mapping[str, Any]
-    """All settings, those of the method among them."""
+    """All settings, including the method's options."""
 
 
 class Tracker(Protocol):
     """Follows one run."""
 
-    def round(self, figures: Figures) -> None:
-        """A round has ended."""
+    def round(self, metrics: Metrics) -> None:
+        """Called after each round."""
 
     def close(self, reason: str) -> None:
-        """The run has ended; why it stopped before its last round, if it did."""
+        """Called at the end; `reason` says why a run stopped early, and is empty otherwise."""
 
 
-Kind = Callable[[About, Sequence[Figures]], Tracker]
+TrackerClass = Callable[[RunInfo, Sequence[Metrics]], Tracker]
 
 
 def names() -> list[str]:
-    """All trackers that are known: plug-ins add theirs to the entry-point group `fewer.trackers`."""
+    """All registered trackers."""
     return list(TRACKERS)
 
 
-def find(chosen: Sequence[str]) -> dict[str, Kind]:
-    """The trackers of these names; SettingError where one is not known or what it needs is not installed."""
-    found: dict[str, Kind] = {}
-    for name in chosen:
+def find(requested: Sequence[str]) -> dict[str, TrackerClass]:
+    """The tracker classes with these names; SettingError if one is unknown or needs a missing package."""
+    classes: dict[str, TrackerClass] = {}
+    for name in requested:
         if name not in TRACKERS:
             raise unknown("tracker", name, names())
         try:
-            found[name] = TRACKERS[name]
+            classes[name] = TRACKERS[name]
         except ImportError as error:
             raise SettingError(
                 f"tracker '{name}' needs {error.name}, which is not installed (pip install 'fewer[track]')"
             ) from error
-    return found
+    return classes
 
 
-def kept(chosen: Sequence[str]) -> dict[str, Kind]:
-    """The trackers that followed a run before. One that is no longer to be had is left behind: the run goes on."""
-    found: dict[str, Kind] = {}
-    for name in chosen:
+def find_installed(recorded: Sequence[str]) -> dict[str, TrackerClass]:
+    """The tracker classes that a run used before. A missing one is skipped with a warning."""
+    classes: dict[str, TrackerClass] = {}
+    for name in recorded:
         try:
-            found |= find([name])
+            classes |= find([name])
         except SettingError as error:
-            _LOG.warning(f"tracker '{name}' follows no longer: {error}")
-    return found
+            _LOG.warning(f"tracker '{name}' is no longer used: {error}")
+    return classes
 
 
 @contextmanager
-def following(
-    kinds: Mapping[str, Kind], about: About, history: Sequence[Figures], asked: bool = True
-) -> Iterator[Callable[[Figures], None]]:
-    """Whom to tell of each round. A tracker that fails is told of no more; the run goes on.
+def follow(
+    classes: Mapping[str, TrackerClass], info: RunInfo, history: Sequence[Metrics], requested: bool = True
+) -> Iterator[Callable[[Metrics], None]]:
+    """Starts trackers and yields a function to call with the metrics of each round.
 
-    Only where it was `asked` for by name just now, it is a mistake if it cannot even begin.
+    A tracker that fails is dropped with a warning, and the run continues. If the user `requested` the trackers just
+    now, one that cannot start is an error.
     """
-    there: dict[str, Tracker] = {}
-    for name, kind in kinds.items():
+    active: dict[str, Tracker] = {}
+    for name, tracker_class in classes.items():
         try:
-            there[name] = kind(about, history)
+            active[name] = tracker_class(info, history)
         except Exception as error:
-            if asked:
-                raise SettingError(f"tracker '{name}' cannot begin: {_reason(error)}") from error
-            _LOG.warning(f"tracker '{name}' follows no longer: {_reason(error)}")
+            if requested:
+                raise SettingError(f"tracker '{name}' cannot start: {_reason(error)}") from error
+            _LOG.warning(f"tracker '{name}' is no longer used: {_reason(error)}")
 
-    def tell(what: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(there.items()):
+    def call_all(action: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(active.items()):
             try:
-                what(tracker)
+                action(tracker)
             except Exception as error:
-                del there[name]
-                _LOG.warning(f"tracker '{name}' follows no longer: {_reason(error)}")
+                del active[name]
+                _LOG.warning(f"tracker '{name}' is no longer used: {_reason(error)}")
 
     reason = ""
     try:
-        yield lambda figures: tell(lambda tracker: tracker.round(figures))
+        yield lambda metrics: call_all(lambda tracker: tracker.round(metrics))
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        tell(lambda tracker: tracker.close(reason))
+        call_all(lambda tracker: tracker.close(reason))
 
 
-def scalars(figures: Figures) -> dict[str, float]:
-    """The plain numbers among the figures of a round, and those of named parts as `part/name`; not those by client."""
-    found: dict[str, float] = {}
-    for name, value in figures.items():
+def scalars(metrics: Metrics) -> dict[str, float]:
+    """The numbers among the metrics; nested ones as `group/name`, without those by client."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
         if isinstance(value, int | float) and name != "round":
-            found[name] = float(value)
+            numbers[name] = float(value)
         elif isinstance(value, Mapping) and not any(str(key).isdigit() for key in value):
-            found |= {f"{name}/{key}": each for key, each in scalars(value).items()}
-    return found
+            numbers |= {f"{name}/{key}": number for key, number in scalars(value).items()}
+    return numbers
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""MLflow: settings and figures by round, in MLFLOW_TRACKING_URI or, without it, in mlflow.db beside the run.
+"""MLflow: settings, and metrics by round, sent to MLFLOW_TRACKING_URI or to mlflow.db next to the run.
 
-Nothing is told to anyone else: MLflow's own telemetry is switched off.
+MLflow's own telemetry is switched off.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 
 from fewer.registry import TRACKERS
-from fewer.runs.trackers import About, Figures, scalars
+from fewer.runs.trackers import Metrics, RunInfo, scalars
 
 EXPERIMENT = "fewer"
 RUN = "fewer.run"
-"""The tag by which the MLflow run of a run directory is found again when that goes on."""
-MOST = 500
-"""Characters that MLflow takes for a setting."""
+"""The tag that links an MLflow run to its run directory."""
+MAX_CHARACTERS = 500
+"""MLflow's limit for the value of a setting."""
 
 
 @TRACKERS.register("mlflow")
 class MLflow:
-    """One MLflow run for one run directory, however often that is broken off."""
+    """One MLflow run per run directory, also after resuming."""
 
-    def __init__(self, about: About, history: Sequence[Figures]) -> None:
+    def __init__(self, info: RunInfo, history: Sequence[Metrics]) -> None:
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        path = about.path.resolve()
+        path = info.path.resolve()
         where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{path.parent / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=where)
         known = self._client.get_experiment_by_name(EXPERIMENT)
         experiment = known.experiment_id if known else self._client.create_experiment(EXPERIMENT)
         quoted = f"{path}".replace("'", "")
-        query = f"tags.`{RUN}` = '{quoted}'"  # without a round behind it, it is another run in the same place
+        query = f"tags.`{RUN}` = '{quoted}'"  # a run without history is a new one in the same place
         found = self._client.search_runs([experiment], query, max_results=1) if history else []
         if found:
             self._run: str = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
         else:
-            tags = {RUN: quoted, "fewer.method": about.method, "fewer.hash": about.hash}
+            tags = {RUN: quoted, "fewer.method": info.method, "fewer.hash": info.hash}
             self._run = self._client.create_run(experiment, tags=tags, run_name=path.name).info.run_id
-            params = [Param(name, str(value)[:MOST]) for name, value in about.settings.items()]
-            for start in range(0, len(params), 100):  # more are not taken at once
+            params = [Param(name, str(value)[:MAX_CHARACTERS]) for name, value in info.settings.items()]
+            for start in range(0, len(params), 100):  # MLflow's limit per call
                 self._client.log_batch(self._run, params=params[start : start + 100])
         done = max((metric.step for metric in self._client.get_metric_history(self._run, "up")), default=0)
-        for figures in history:
-            if figures["round"] > done:
-                self.round(figures)
+        for metrics in history:
+            if metrics["round"] > done:
+                self.round(metrics)
 
-    def round(self, figures: Figures) -> None:
-        """All scalars of a round."""
+    def round(self, metrics: Metrics) -> None:
+        """Logs all scalars of a round."""
         now = int(1000 * time.time())
-        metrics = [Metric(name, value, now, figures["round"]) for name, value in scalars(figures).items()]
-        self._client.log_batch(self._run, metrics=metrics)
+        logged = [Metric(name, value, now, metrics["round"]) for name, value in scalars(metrics).items()]
+        self._client.log_batch(self._run, metrics=logged)
 
     def close(self, reason: str) -> None:
-        """It has ended, well or not."""
+        """Marks the run as finished or stopped."""
         if reason:
             self._client.set_tag(self._run, "fewer.stopped", reason)
         self._client.set_terminated(self._run, "KILLED" if reason else "FINISHED")

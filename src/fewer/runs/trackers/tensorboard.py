@@ -1,6 +1,6 @@
 """TensorBoard: scalars by round in RUN/tensorboard; `tensorboard --logdir runs` shows all runs side by side.
 
-Events are written at once and by no thread, so that a run that is killed has them, and workers can be forked.
+Events are written synchronously, so a killed run has them and workers can be forked.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fewer.registry import TRACKERS
-from fewer.runs.trackers import About, Figures, scalars
+from fewer.runs.trackers import Metrics, RunInfo, scalars
 
 FOLDER = "tensorboard"
 
 
 @TRACKERS.register("tensorboard")
 class TensorBoard:
-    """Writes one file for each time that a run begins or goes on; the last one has all rounds and takes precedence."""
+    """Writes one file per start or resume. The last file has all rounds and takes precedence."""
 
-    def __init__(self, about: About, history: Sequence[Figures]) -> None:
-        folder = about.path / FOLDER
+    def __init__(self, info: RunInfo, history: Sequence[Metrics]) -> None:
+        folder = info.path / FOLDER
         folder.mkdir(exist_ok=True)
         number = len(list(folder.iterdir()))
         self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{number}.fewer"
         self._write(Event(file_version="brain.Event:2"))
-        if number:  # whatever an earlier file has from the first round on does not count
+        if number:  # discards all rounds of earlier files
             self._write(Event(step=1, session_log=SessionLog(status=SessionLog.START)))
         else:
-            text = "\n".join(f"    {name} = {json.dumps(value, default=str)}" for name, value in about.settings.items())
-            told = _text("settings", f"{about.method} {about.hash}\n\n{text}")
-            self._write(Event(step=0, summary=Summary(value=[told])))
-        for figures in history:
-            self.round(figures)
+            text = "\n".join(f"    {name} = {json.dumps(value, default=str)}" for name, value in info.settings.items())
+            summary = _text("settings", f"{info.method} {info.hash}\n\n{text}")
+            self._write(Event(step=0, summary=Summary(value=[summary])))
+        for metrics in history:
+            self.round(metrics)
 
-    def round(self, figures: Figures) -> None:
-        """All scalars of a round."""
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(figures).items()]
-        self._write(Event(step=figures["round"], summary=Summary(value=values)))
+    def round(self, metrics: Metrics) -> None:
+        """Writes all scalars of a round."""
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(metrics).items()]
+        self._write(Event(step=metrics["round"], summary=Summary(value=values)))
 
     def close(self, reason: str) -> None:
-        """No more comes."""
+        """Writes why the run stopped early, if it did."""
         if reason:
             self._write(Event(summary=Summary(value=[_text("stopped", reason)])))
 

@@ -1,15 +1,15 @@
-"""Clients on machines of their own. Flower's SuperLink and SuperNodes carry our messages; that is all they do.
+"""The Flower runtime: clients on their own machines, with Flower's SuperLink and SuperNodes as transport only.
 
-Both programs run as they come, with TLS and a key for each client, and both in Flower's `process` isolation: they hand
-work to whoever holds a secret, and start no program themselves. We hold it. So the server's loop stays in the
-process of the command, and a client answers with the package that it has installed: nothing that a server sends is
-ever run as code (the app that Flower wants to be sent has no code in it), and no process is started for a message.
+Both programs run unmodified, with TLS and one key per client. Both use Flower's `process` isolation: they hand out
+work to anyone who holds a secret, and start no other program. Fewer holds that secret. So the server's loop stays in
+the process of the command, and a client answers with its own installed package. No client ever runs code from a server
+(the app that Flower must send contains no code), and no message starts a process.
 
-    credentials.py   the authority, the server's certificate, the clients' keys
-    programs.py      Flower's programs as children, quiet and offline
-    executor.py      taking work from them
-    envelope.py      our calls and replies as Flower's messages
-    link.py          the server's side: a SuperLink and one run on it
+    credentials.py   the certificate authority, the server's certificate, the clients' keys
+    programs.py      Flower's programs as child processes, quiet and offline
+    executor.py      takes work from them
+    envelope.py      calls and replies as Flower messages
+    superlink.py     the server's side: a SuperLink and one run on it
     node.py          a client's side: a SuperNode and the loop that answers
     clients.py       the runtime
 """
@@ -26,21 +26,21 @@ QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
-"""No word to the outside, nothing fetched from there."""
-os.environ.update(QUIET)  # before anything of Flower's is imported
+"""Turns off telemetry, update checks and package installation."""
+os.environ.update(QUIET)  # before any import of Flower
 
 
-def without_proxy(*hosts: str) -> None:
-    """Reach these straight, whatever proxy the environment names: it would not find this machine's own programs."""
+def bypass_proxy(*hosts: str) -> None:
+    """Connects to these hosts directly. A proxy from the environment could not reach programs on this machine."""
     for name in ("no_proxy", "NO_PROXY"):
-        given = [host for host in os.environ.get(name, "").split(",") if host]
-        os.environ[name] = ",".join(dict.fromkeys([*given, *hosts]))
+        existing = [host for host in os.environ.get(name, "").split(",") if host]
+        os.environ[name] = ",".join(dict.fromkeys([*existing, *hosts]))
 
 
-without_proxy("localhost", "127.0.0.1", "::1")
+bypass_proxy("localhost", "127.0.0.1", "::1")
 
 
-def need_flower() -> None:
-    """SettingError where the extra is not installed."""
+def require_flower() -> None:
+    """Raises SettingError if Flower is not installed."""
     if find_spec("flwr") is None:
-        raise SettingError("this needs Flower, which is not installed (pip install 'fewer[flower]')")
+        raise SettingError("this command needs Flower, which is not installed (pip install 'fewer[flower]')")

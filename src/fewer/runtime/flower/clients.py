@@ -1,4 +1,4 @@
-"""The runtime: asks each client over its SuperNode, and does the server's own work here."""
+"""The runtime: asks each client through its SuperNode, and does the server's own work in this process."""
 
 from __future__ import annotations
 
@@ -7,74 +7,74 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fewer.runtime.flower.link import Again, Asked, Link, LinkLost
+from fewer.runtime.flower.superlink import NoResponse, Question, SuperLink, SuperLinkLost
 from fewer.runtime.handlers import Call, Reply
 from fewer.runtime.inline import Inline
 
 T = TypeVar("T")
 
 TRANSIT = 20.0
-"""Seconds beyond a deadline for a message to get to a client and back: a SuperNode looks for one every 3 seconds."""
-PAUSE = 0.1
-"""Seconds between two looks for replies."""
-SILENCE = 120.0
-"""Seconds after which a SuperLink that does not answer is taken to be lost."""
-LOOK = 2.0
-"""Seconds between two looks for clients that are gone."""
+"""Seconds on top of a deadline for the way to a client and back. A SuperNode polls for messages every 3 seconds."""
+POLL_INTERVAL = 0.1
+"""Seconds between two polls for replies."""
+RESPONSE_TIMEOUT = 120.0
+"""Seconds after which a SuperLink that does not answer counts as lost."""
+ONLINE_CHECK_INTERVAL = 2.0
+"""Seconds between two checks of which clients are online."""
 
 
 @dataclass
 class Flower(Inline):
-    """Clients behind a SuperLink. The numbers and the ledger are those of `Inline`, bit for bit."""
+    """Clients behind a SuperLink. The results and the ledger are those of `Inline`, bit for bit."""
 
-    link: Link = field(kw_only=True)
+    superlink: SuperLink = field(kw_only=True)
 
-    def _carry(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
-        yield from super()._carry([one for one in calls if one[0].client < 0])
-        there = surely(self.link.there)
+    def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+        yield from super()._deliver_calls([(call, blob) for call, blob in calls if call.client < 0])
+        online = retry_until_answered(self.superlink.online_clients)
         questions = []
         for call, blob in calls:
-            if call.client in there:
-                questions.append((Asked(call, there[call.client]), blob))
+            if call.client in online:
+                questions.append((Question(call, online[call.client]), blob))
             elif call.client >= 0:
-                yield call, Reply(b"", "lost", "not online", asked=False)
-        limits = [limit for asked, _ in questions if (limit := self._deadline(asked.call)) is not None]
-        seconds = max(limits) + TRANSIT if limits else None
-        waiting = self.link.push(questions, None if seconds is None else seconds + TRANSIT)
-        begun = looked = time.monotonic()
-        while waiting:
-            for number, reply in self.link.pull(waiting).items():
-                if number in waiting:
-                    yield waiting.pop(number).call, reply
+                yield call, Reply(b"", "lost", "not online", sent=False)
+        deadlines = [limit for question, _ in questions if (limit := self._call_deadline(question.call)) is not None]
+        timeout = max(deadlines) + TRANSIT if deadlines else None
+        pending = self.superlink.send_questions(questions, None if timeout is None else timeout + TRANSIT)
+        start = last_check = time.monotonic()
+        while pending:
+            for message_id, reply in self.superlink.receive_replies(pending).items():
+                if message_id in pending:
+                    yield pending.pop(message_id).call, reply
             now = time.monotonic()
-            if seconds is not None and now > begun + seconds:
-                for asked in waiting.values():
-                    yield asked.call, Reply(b"", "late", f"no answer after {now - begun:.0f} s")
+            if timeout is not None and now > start + timeout:
+                for question in pending.values():
+                    yield question.call, Reply(b"", "late", f"no answer after {now - start:.0f} s")
                 return
-            if now > looked + LOOK:
-                there, looked = surely(self.link.there), now
-                for number, asked in list(waiting.items()):
-                    found = there.get(asked.call.client)
-                    if found is not None and found != asked.there:
-                        yield waiting.pop(number).call, Reply(b"", "lost", "its node was started anew")
-            time.sleep(PAUSE)
+            if now > last_check + ONLINE_CHECK_INTERVAL:
+                online, last_check = retry_until_answered(self.superlink.online_clients), now
+                for message_id, question in list(pending.items()):
+                    current = online.get(question.call.client)
+                    if current is not None and current != question.client:
+                        yield pending.pop(message_id).call, Reply(b"", "lost", "its node was restarted")
+            time.sleep(POLL_INTERVAL)
 
     def transport_bytes(self) -> dict[str, int]:
         """Bytes of the messages as Flower packs them."""
-        return {f"packed_{way}": size for way, size in self.link.packed.items()}
+        return {f"packed_{direction}": size for direction, size in self.superlink.packed.items()}
 
     def close(self) -> None:
-        """End the run on the SuperLink, which goes on for the next one."""
-        self.link.end_run()
+        """Ends the run on the SuperLink, which keeps running for the next one."""
+        self.superlink.end_run()
 
 
-def surely(ask: Callable[[], T]) -> T:
-    """What the SuperLink says, however often it must be asked; LinkLost where it lives and says nothing."""
-    end = time.monotonic() + SILENCE
+def retry_until_answered(request: Callable[[], T]) -> T:
+    """Repeats a request until the SuperLink answers. Raises SuperLinkLost if it stays silent."""
+    end = time.monotonic() + RESPONSE_TIMEOUT
     while True:
         try:
-            return ask()
-        except Again as error:
+            return request()
+        except NoResponse as error:
             if time.monotonic() > end:
-                raise LinkLost("Flower's SuperLink does not answer") from error
-            time.sleep(PAUSE)
+                raise SuperLinkLost("Flower's SuperLink does not answer") from error
+            time.sleep(POLL_INTERVAL)

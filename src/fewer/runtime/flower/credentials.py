@@ -1,11 +1,11 @@
-"""Who is who between machines: an authority of our own, the server's certificate, a key for each client.
+"""Credentials for runs between machines: our own certificate authority, the server's certificate, a key per client.
 
-    DIR/ca.crt, ca.key            the authority that signs the certificate
-    DIR/server.crt, server.key    the server's certificate, for the names by which clients reach it
-    DIR/client-N/node.key          client N's private key (ECDSA, P-384), node.pub the public one
-    DIR/client-N/ca.crt            what it knows the server by
+    DIR/ca.crt, ca.key             the authority that signs the certificate
+    DIR/server.crt, server.key     the server's certificate, for the names by which clients reach it
+    DIR/client-N/node.key          the private key of client N (ECDSA, P-384); node.pub is the public key
+    DIR/client-N/ca.crt            the authority by which the client recognizes the server
 
-The folder of a client goes to its machine; the server needs of it node.pub alone.
+Move each client's folder to its machine. The server needs only its node.pub.
 """
 
 from __future__ import annotations
@@ -26,94 +26,96 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fewer.errors import RunError
 
-LOCAL = ("localhost", "127.0.0.1", "::1")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 CA_DAYS = 3650
-_PART = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
-_NAME = re.compile(rf"(\*\.)?{_PART}(\.{_PART})*")
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_HOST_NAME = re.compile(rf"(\*\.)?{_LABEL}(\.{_LABEL})*")
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """The server's directory of keys."""
+    """The server's folder of keys."""
 
     folder: Path
 
     @classmethod
     def create(cls, folder: Path, clients: int, hosts: Sequence[str] = (), days: int = 825) -> Credentials:
-        """New keys for a server that is reached by these names, and for its clients."""
+        """Creates keys for a server with these host names, and for its clients."""
         if (folder / "ca.key").exists():
-            raise RunError(f"{folder} holds keys already (choose another directory; keys are never written over)")
+            raise RunError(f"{folder} already contains keys (choose another directory; keys are never overwritten)")
         for host in hosts:
-            _host(host)  # what is wrong with it is told before anything is written
+            _parse_host(host)  # reports a wrong name before anything is written
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP384R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Fewer authority")])
-        authority = _certificate(name, name, key, key.public_key(), CA_DAYS, ())
+        authority = _sign_certificate(name, name, key, key.public_key(), CA_DAYS, ())
         _write_private(folder / "ca.key", key)
-        _write(folder / "ca.crt", authority.public_bytes(serialization.Encoding.PEM))
-        made = cls(folder)
-        made.certify(hosts, days)
+        _write_file(folder / "ca.crt", authority.public_bytes(serialization.Encoding.PEM))
+        credentials = cls(folder)
+        credentials.issue_certificate(hosts, days)
         for client in range(clients):
-            made.add_client(client)
-        return made
+            credentials.add_client(client)
+        return credentials
 
     @classmethod
     def open(cls, folder: Path) -> Credentials:
-        """Those that are there; RunError where something is missing."""
+        """The credentials in an existing folder. Raises RunError if something is missing or has expired."""
         for name in ("ca.crt", "server.crt", "server.key"):
             if not (folder / name).is_file():
-                raise RunError(f"{folder} has no {name} (make keys with: fewer keys init {folder} --clients N)")
-        end = _read(folder / "server.crt").not_valid_after_utc
+                raise RunError(f"{folder} has no {name} (create keys with: fewer keys init {folder} --clients N)")
+        end = _read_certificate(folder / "server.crt").not_valid_after_utc
         if end < datetime.datetime.now(datetime.UTC):
             raise RunError(
-                f"{folder / 'server.crt'} expired on {end:%Y-%m-%d} (a new one: fewer keys renew {folder} --host NAME)"
+                f"{folder / 'server.crt'} expired on {end:%Y-%m-%d} "
+                f"(renew it with: fewer keys renew {folder} --host NAME)"
             )
         return cls(folder)
 
-    def certify(self, hosts: Sequence[str], days: float) -> None:
-        """A new certificate for the server, under the same authority: clients need nothing new."""
-        names = [_host(name) for name in dict.fromkeys([*hosts, *LOCAL])]
-        authority, path = _read(self.folder / "ca.crt"), self.folder / "ca.key"
+    def issue_certificate(self, hosts: Sequence[str], days: float) -> None:
+        """Issues a new certificate for the server. The authority stays the same, so clients need nothing new."""
+        names = [_parse_host(host) for host in dict.fromkeys([*hosts, *LOCAL_HOSTS])]
+        authority, path = _read_certificate(self.folder / "ca.crt"), self.folder / "ca.key"
         try:
             signer = serialization.load_pem_private_key(path.read_bytes(), None)
         except (ValueError, TypeError) as error:
-            raise RunError(f"{path} is not a private key: {_first(error)}") from error
+            raise RunError(f"{path} is not a private key: {_first_line(error)}") from error
         if not isinstance(signer, ec.EllipticCurvePrivateKey):
-            raise RunError(f"{path} is not a key of the kind that an authority has here (ECDSA)")
+            raise RunError(f"{path} is not an ECDSA key")
         key = ec.generate_private_key(ec.SECP384R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Fewer server")])
-        signed = _certificate(name, authority.subject, signer, key.public_key(), days, names)
+        certificate = _sign_certificate(name, authority.subject, signer, key.public_key(), days, names)
         _write_private(self.folder / "server.key", key)
-        _write(self.folder / "server.crt", signed.public_bytes(serialization.Encoding.PEM))
+        _write_file(self.folder / "server.crt", certificate.public_bytes(serialization.Encoding.PEM))
 
     def check_host(self, host: str) -> None:
-        """RunError where the certificate is not for this name of the server."""
-        named = _read(self.folder / "server.crt").extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        if _host(host) not in list(named.value):
+        """Raises RunError if the certificate does not cover this name of the server."""
+        certificate = _read_certificate(self.folder / "server.crt")
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        if _parse_host(host) not in list(names.value):
             raise RunError(
-                f"the certificate in {self.folder} is not for {host} "
-                f"(fewer keys renew {self.folder} --host {host}, and --host for each other name that clients use)"
+                f"the certificate in {self.folder} is not valid for {host} (renew it with: fewer keys renew "
+                f"{self.folder} --host {host}, and --host for each other name that clients use)"
             )
 
     def add_client(self, client: int) -> Path:
-        """The folder of one more client."""
-        folder = self.client(client)
+        """Creates the key of one client. Returns its folder."""
+        folder = self.client_folder(client)
         folder.mkdir()
         key = ec.generate_private_key(ec.SECP384R1())
         _write_private(folder / "node.key", key)
         public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        _write(folder / "node.pub", public + b"\n")
-        _write(folder / "ca.crt", (self.folder / "ca.crt").read_bytes())
+        _write_file(folder / "node.pub", public + b"\n")
+        _write_file(folder / "ca.crt", (self.folder / "ca.crt").read_bytes())
         return folder
 
-    def client(self, number: int) -> Path:
-        """What belongs to a client."""
-        return self.folder / f"client-{number}"
+    def client_folder(self, client: int) -> Path:
+        """The folder with a client's keys."""
+        return self.folder / f"client-{client}"
 
     @property
     def public_keys(self) -> dict[int, bytes]:
-        """The clients' public keys by number, in the form in which Flower names them."""
-        found: dict[int, bytes] = {}
+        """The clients' public keys by number, in Flower's format."""
+        keys: dict[int, bytes] = {}
         for path in self.folder.glob("client-*/node.pub"):
             if not (number := re.fullmatch(r"client-(\d+)", path.parent.name)):
                 continue
@@ -122,14 +124,14 @@ class Credentials:
             except ValueError as error:
                 raise RunError(f"{path} is not a public key: {error}") from error
             if not isinstance(key, ec.EllipticCurvePublicKey):
-                raise RunError(f"{path} is not a key of the kind that clients have (ECDSA, P-384)")
-            found[int(number[1])] = key.public_bytes(
+                raise RunError(f"{path} is not an ECDSA key (P-384)")
+            keys[int(number[1])] = key.public_bytes(
                 serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
             )
-        return dict(sorted(found.items()))
+        return dict(sorted(keys.items()))
 
 
-def _certificate(
+def _sign_certificate(
     subject: x509.Name,
     issuer: x509.Name,
     signer: ec.EllipticCurvePrivateKey,
@@ -137,7 +139,7 @@ def _certificate(
     days: float,
     names: Sequence[x509.GeneralName],
 ) -> x509.Certificate:
-    """Signed; for names it is a server's, for none an authority's."""
+    """A signed certificate: for a server if names are given, for an authority otherwise."""
     now = datetime.datetime.now(datetime.UTC)
     end = now + datetime.timedelta(days=days)
     builder = (
@@ -151,7 +153,7 @@ def _certificate(
         .add_extension(x509.BasicConstraints(ca=not names, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
-        .add_extension(_usage(authority=not names), critical=True)
+        .add_extension(_key_usage(authority=not names), critical=True)
     )
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
@@ -159,7 +161,7 @@ def _certificate(
     return builder.sign(signer, SHA256())
 
 
-def _usage(authority: bool) -> x509.KeyUsage:
+def _key_usage(authority: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not authority,
         key_cert_sign=authority,
@@ -173,35 +175,35 @@ def _usage(authority: bool) -> x509.KeyUsage:
     )
 
 
-def _host(name: str) -> x509.GeneralName:
-    """A name or address, as a certificate has it; RunError where it is neither."""
+def _parse_host(name: str) -> x509.GeneralName:
+    """A host name or IP address for a certificate. Raises RunError if it is neither."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
         pass
-    if not _NAME.fullmatch(name) or name.rpartition(".")[2].isdecimal():
-        raise RunError(f"'{name}' is no name or address of a machine (allowed: server.example.org, 10.0.0.7, …)")
+    if not _HOST_NAME.fullmatch(name) or name.rpartition(".")[2].isdecimal():
+        raise RunError(f"'{name}' is not a host name or IP address (allowed: server.example.org, 10.0.0.7, …)")
     return x509.DNSName(name)
 
 
-def _read(path: Path) -> x509.Certificate:
+def _read_certificate(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
-        raise RunError(f"{path} is not a certificate: {_first(error)}") from error
+        raise RunError(f"{path} is not a certificate: {_first_line(error)}") from error
 
 
-def _first(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
 def _write_private(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
-    form = serialization.PrivateFormat.OpenSSH if path.name == "node.key" else serialization.PrivateFormat.PKCS8
-    _write(path, key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()), 0o600)
+    file_format = serialization.PrivateFormat.OpenSSH if path.name == "node.key" else serialization.PrivateFormat.PKCS8
+    _write_file(path, key.private_bytes(serialization.Encoding.PEM, file_format, serialization.NoEncryption()), 0o600)
 
 
-def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Never readable by others for a moment if it is not to be so at all."""
+def _write_file(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Writes a new file with this mode from the start, so that a private file is never readable by others."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Our calls and replies as Flower's messages: a few plain values in one record, the encoded bytes in another."""
+"""Calls and replies as Flower messages: a few plain values in one record, the encoded bytes in another."""
 
 from __future__ import annotations
 
@@ -15,43 +15,45 @@ from fewer.wire import Refused
 from fewer.wire.message import MAX_REASON
 
 TYPE = "query.fewer"
-"""Flower's name for the kind of message."""
+"""Flower's type of all messages."""
 
 
-def question(call: Call, blob: bytes) -> RecordDict:
+def pack_question(call: Call, blob: bytes) -> RecordDict:
     """A call with its message."""
-    return _content({"call": json.dumps(asdict(call))}, blob)
+    return _pack_content({"call": json.dumps(asdict(call))}, blob)
 
 
 def read_question(content: RecordDict) -> tuple[Call, bytes]:
-    """What was asked; Refused where it is no question of ours."""
-    values, blob = _open(content)
+    """The call and its message. Raises Refused if the content is not a question of Fewer."""
+    values, blob = _read_content(content)
     try:
-        call = Call.of(json.loads(str(values["call"])))
+        call = Call.from_dict(json.loads(str(values["call"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused("not a question") from error
     hop = call.hop or Hop(0, "", 0, True)
-    numbers, names = (call.client, call.round, hop.other, hop.number), (call.handler, hop.kind)
-    if any(type(one) is not int for one in numbers) or any(type(one) is not str for one in names) or call.client < 0:
+    numbers, names = (call.client, call.round, hop.peer, hop.number), (call.handler, hop.kind)
+    if any(type(number) is not int for number in numbers) or any(type(name) is not str for name in names):
+        raise Refused("not a question to a client")
+    if call.client < 0:
         raise Refused("not a question to a client")
     if hop.sealed is not True:
-        raise Refused("between machines, what is passed on is sealed")
+        raise Refused("messages from client to client must be sealed between machines")
     return call, blob
 
 
-def answer(reply: Reply) -> RecordDict:
+def pack_answer(reply: Reply) -> RecordDict:
     """A reply."""
     values = {"failure": reply.failure or "", "detail": reply.detail, "seconds": reply.seconds}
-    return _content(values, reply.blob)
+    return _pack_content(values, reply.blob)
 
 
 def read_answer(message: Message) -> Reply:
-    """What came back; whatever a node sends that is no answer of ours is a refused one."""
+    """The reply in a Flower message. Anything that is not a valid answer becomes a refused reply."""
     if message.has_error():
         gone = message.error.code == ErrorCode.NODE_UNAVAILABLE
         return Reply(b"", "lost", "its node is gone" if gone else message.error.reason or str(message.error.code))
     try:
-        values, blob = _open(message.content)
+        values, blob = _read_content(message.content)
         failure, detail, seconds = values["failure"], values["detail"], values["seconds"]
     except (Refused, KeyError):
         return Reply(b"", "refused", "not an answer")
@@ -60,23 +62,24 @@ def read_answer(message: Message) -> Reply:
     reason: Failure | None = next((known for known in get_args(Failure) if known == failure), None)
     if failure and not reason:
         return Reply(b"", "refused", "not an answer")
-    told = "".join(sign for sign in detail[:MAX_REASON] if sign.isprintable())  # it is shown on a terminal
-    return Reply(blob, reason, told, seconds)
+    # The terminal shows the detail, so it must not contain control characters.
+    printable = "".join(character for character in detail[:MAX_REASON] if character.isprintable())
+    return Reply(blob, reason, printable, seconds)
 
 
-def size(message: Message) -> int:
-    """Bytes of a message as Flower packs it, ours among them."""
+def message_size(message: Message) -> int:
+    """Bytes of a message as Flower packs it, including the payload."""
     return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
 
 
-def _content(values: dict[str, Any], blob: bytes) -> RecordDict:
-    # In an array, since Flower cuts those into chunks and anything else into none.
+def _pack_content(values: dict[str, Any], blob: bytes) -> RecordDict:
+    # The bytes go into an array, because Flower splits only arrays into chunks.
     record = ArrayRecord({"blob": Array("uint8", (len(blob),), "fewer", blob)})
-    return RecordDict({"about": ConfigRecord(values), "message": record})
+    return RecordDict({"header": ConfigRecord(values), "payload": record})
 
 
-def _open(content: RecordDict) -> tuple[ConfigRecord, bytes]:
-    values, record = content.get("about"), content.get("message")
+def _read_content(content: RecordDict) -> tuple[ConfigRecord, bytes]:
+    values, record = content.get("header"), content.get("payload")
     if not isinstance(values, ConfigRecord) or not isinstance(record, ArrayRecord) or list(record) != ["blob"]:
-        raise Refused("not a message of ours")
+        raise Refused("not a message of Fewer")
     return values, record["blob"].data

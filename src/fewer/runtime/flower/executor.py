@@ -1,4 +1,4 @@
-"""Taking work from a SuperLink or SuperNode in the place of Flower's own executor."""
+"""Takes work from a SuperLink or SuperNode, as Flower's own executor would."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from flwr.supercore.runtime import RuntimeHttpClient
 from fewer.runtime.flower.programs import secret_file
 
 logging.getLogger("flwr").setLevel(logging.ERROR)
-SHORT, LONG = 0.05, 0.2
-"""Seconds between two looks for what the SuperNode is just fetching: at first, and at most."""
+MIN_PAUSE, MAX_PAUSE = 0.05, 0.2
+"""Seconds between two polls for content that the SuperNode is still fetching."""
 
 
-def executor(address: str, home: Path, root: bytes | None) -> RuntimeHttpClient:
-    """Who is given work by the program whose home this is; `root` is the authority it is known by, None without TLS."""
+def connect_executor(address: str, home: Path, root_certificate: bytes | None) -> RuntimeHttpClient:
+    """A client that the program with this home gives work to. Pass no certificate for a connection without TLS."""
     secret = secret_file(home).read_bytes()
     signing = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={"/flwr.proto.Runtime/AcquireTask"})
     version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-    return RuntimeHttpClient.from_server_address(address, root is None, root, [version, signing])
+    return RuntimeHttpClient.from_server_address(
+        address, root_certificate is None, root_certificate, [version, signing]
+    )
 
 
-def beats(http: RuntimeHttpClient) -> bool:
-    """Tell a SuperLink or SuperNode that its task is in good hands; False where it did not hear."""
+def send_heartbeat(http: RuntimeHttpClient) -> bool:
+    """Tells a SuperLink or SuperNode that its task is still running. False if the message did not arrive."""
     try:
         return http.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
     except httpx.HTTPError:
@@ -47,60 +49,60 @@ def beats(http: RuntimeHttpClient) -> bool:
 # --- a client's questions --------------------------------------------------------------------------------------
 
 
-def look(http: RuntimeHttpClient) -> str:
-    """The token of a question that waits at the SuperNode; "" where none does."""
+def acquire_question(http: RuntimeHttpClient) -> str:
+    """The token of a question that waits at the SuperNode; "" if there is none."""
     try:
         return http.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])).token
-    except httpx.HTTPError:  # it is not there yet, or not any more
+    except httpx.HTTPError:  # the SuperNode has not started yet, or has ended
         return ""
 
 
-class GivenUp(Exception):
-    """The SuperNode has dropped a question; `token` is of the one that came after it, or ""."""
+class QuestionDropped(Exception):
+    """The SuperNode dropped a question. `newer_token` belongs to the question after it, or is ""."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, newer_token: str) -> None:
         super().__init__()
-        self.token = token
+        self.newer_token = newer_token
 
 
-class Patient(RuntimeHttpClient):
-    """Pulls a question, and waits while the SuperNode has not got all of it; GivenUp where it never will.
+class PollingClient(RuntimeHttpClient):
+    """Pulls a question, and waits until the SuperNode has all of it. Raises QuestionDropped if it never will.
 
-    A SuperNode makes a task of a message first and fetches its content then. If the run has ended meanwhile (its
-    server was killed, and another is there), it drops the message without a word and leaves the task. It fetches
-    one message at a time, so when there is another task, it has dropped this one.
+    A SuperNode first makes a task for a message, then fetches its content. If the run ends in between (its server was
+    killed and a new one started), the SuperNode silently drops the message but leaves the task. It fetches one message
+    at a time, so a newer task means that it has dropped this one.
     """
 
-    another: Callable[[], str]
-    """Looks for a newer task."""
+    find_newer_task: Callable[[], str]
+    """Returns the token of a newer task, or ""."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self._newer, self._wait, self._lock = "", SHORT, Lock()  # pieces are pulled by several threads
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._newer_token, self._wait, self._lock = "", MIN_PAUSE, Lock()  # several threads pull objects
 
     def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
-        """The message, without its content."""
-        while not (found := super().PullMessages(request)).messages_list:
+        """The message without its content."""
+        while not (response := super().PullMessages(request)).messages_list:
             self._pause()
-        return found
+        return response
 
     def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
-        """A piece of its content."""
+        """One object of the message's content."""
         while True:
             try:
-                found = super().PullObject(request)
+                response = super().PullObject(request)
             except httpx.HTTPStatusError as error:
-                if error.response.status_code == httpx.codes.UNAUTHORIZED:  # it has ended the task itself
-                    raise GivenUp("") from error
+                if error.response.status_code == httpx.codes.UNAUTHORIZED:  # the SuperNode has ended the task itself
+                    raise QuestionDropped("") from error
                 raise
-            if found.object_available:
-                return found
+            if response.object_available:
+                return response
             self._pause()
 
     def _pause(self) -> None:
         with self._lock:
-            self._newer = self._newer or self.another()
-            if self._newer:
-                raise GivenUp(self._newer)
-            self._wait = min(1.1 * self._wait, LONG)
+            self._newer_token = self._newer_token or self.find_newer_task()
+            if self._newer_token:
+                raise QuestionDropped(self._newer_token)
+            self._wait = min(1.1 * self._wait, MAX_PAUSE)
         time.sleep(self._wait)

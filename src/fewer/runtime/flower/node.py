@@ -18,56 +18,62 @@ from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, 
 
 from fewer.errors import RunError
 from fewer.runtime.flower import envelope
-from fewer.runtime.flower.executor import GivenUp, Patient, beats, executor, look
+from fewer.runtime.flower.executor import (
+    PollingClient,
+    QuestionDropped,
+    acquire_question,
+    connect_executor,
+    send_heartbeat,
+)
 from fewer.runtime.flower.programs import Program, free_port, secret_file
 from fewer.runtime.handlers import Call, Reply
 from fewer.wire import Refused
 
-PAUSE = 0.2
-"""Seconds between two looks for a question."""
-LOST = 60.0
-"""Seconds without a question after which a message that the SuperNode lost is taken to be waited for in vain."""
-_FAILED = re.compile(r"Failed to (?:send|receive) message \w+: (.*)")
-LONGEST = 30.0
-"""Seconds between two attempts to join, at most."""
+POLL_INTERVAL = 0.2
+"""Seconds between two polls for a question."""
+RESTART_AFTER = 60.0
+"""Seconds without a new question after which a SuperNode that lost a message is restarted."""
+MAX_WAIT = 30.0
+"""Maximum number of seconds between two attempts to join."""
+_LOST_MESSAGE = re.compile(r"Failed to (?:send|receive) message \w+: (.*)")
 
-Answering = Callable[[str, Call, bytes], Reply]
-"""Answers a call with its message, of a job (as text)."""
+AnswerCallback = Callable[[str, Call, bytes], Reply]
+"""Answers a call with its message. The first argument is the experiment, as text."""
 
 
 @dataclass
 class Node:
-    """Joins a server at `address` with the keys in a folder, and answers until it is stopped."""
+    """Joins the server at `address` with the keys in a folder, and answers until it is stopped."""
 
     address: str
     keys: Path
     home: Path
-    say: Callable[[str], None] = lambda text: None
-    """Told what happens."""
+    log: Callable[[str], None] = lambda text: None
+    """Called with each log line."""
 
-    def serve(self, answering: Answering) -> None:
-        """Answer questions for ever. A SuperNode that ends (no server yet, a key in use) is started again."""
+    def serve(self, answer: AnswerCallback) -> None:
+        """Answers questions forever. Restarts a SuperNode that ends (no server yet, key in use)."""
         for name in ("node.key", "ca.crt"):
             if not (self.keys / name).is_file():
-                raise RunError(f"{self.keys} has no {name} (expected: the folder client-N that `fewer keys init` made)")
+                raise RunError(f"{self.keys} has no {name} (expected: a folder client-N from `fewer keys init`)")
         if parse_address(self.address) is None:
-            raise RunError(f"{self.address} is no address of a server (expected: HOST:PORT)")
+            raise RunError(f"'{self.address}' is not the address of a server (expected: HOST:PORT)")
         wait = 1.0
         while True:
-            program, port = self._program()
+            program, port = self._make_program()
             program.start()
-            begun = time.monotonic()
+            start = time.monotonic()
             try:
-                reason = self._answer_all(program, port, answering)
+                reason = self._answer_until_exit(program, port, answer)
             finally:
                 program.stop()
-            if time.monotonic() - begun > LONGEST:
+            if time.monotonic() - start > MAX_WAIT:
                 wait = 1.0
-            self.say(f"not joined: {reason}; again in {wait:.0f} s")
+            self.log(f"not joined: {reason}; trying again in {wait:.0f} s")
             time.sleep(wait)
-            wait = min(2 * wait, LONGEST)
+            wait = min(2 * wait, MAX_WAIT)
 
-    def _program(self) -> tuple[Program, int]:
+    def _make_program(self) -> tuple[Program, int]:
         home, port = self.home.resolve() / "flower", free_port()
         arguments = ["--superlink", self.address, "--root-certificates", self.keys.resolve() / "ca.crt"]
         arguments += ["--auth-supernode-private-key", self.keys.resolve() / "node.key"]
@@ -75,68 +81,70 @@ class Node:
         arguments += ["--host", "127.0.0.1", "--port", port]
         return Program("flwr.supernode.cli:flower_supernode", list(map(str, arguments)), home), port
 
-    def _answer_all(self, program: Program, port: int, answering: Answering) -> str:
-        """Answer what comes until the SuperNode ends, or an answer cannot be given to it; why."""
-        http = executor(f"127.0.0.1:{port}", program.home, None)
-        joined: bool | None = None
-        lost, since = "", 0.0
+    def _answer_until_exit(self, program: Program, port: int, answer: AnswerCallback) -> str:
+        """Answers questions until the SuperNode ends or an answer is lost. Returns the reason."""
+        http = connect_executor(f"127.0.0.1:{port}", program.home, None)
+        connected: bool | None = None
+        loss, loss_time = "", 0.0
         try:
             while program.pid is not None:
-                said = program.said()
-                if (now := _joined(said)) not in (None, joined):
-                    joined = now
-                    where = self.address
-                    self.say(f"joined {where}" if joined else f"no server at {where}: trying again and again")
-                if lost != (lost := _lost(said)):
-                    since = time.monotonic()
-                if lost and time.monotonic() > since + LOST:  # who asked sees that it came anew, and waits no more
-                    return f"a message was lost on its way ({lost})"
-                token = look(http)
+                lines = program.log_lines()
+                if (now_connected := _find_connection(lines)) not in (None, connected):
+                    connected = now_connected
+                    self.log(f"joined {self.address}" if connected else f"no server at {self.address}; still trying")
+                if loss != (loss := _find_loss(lines)):
+                    loss_time = time.monotonic()
+                # After a restart, the server sees a new SuperNode and stops waiting for the lost message.
+                if loss and time.monotonic() > loss_time + RESTART_AFTER:
+                    return f"a message was lost ({loss})"
+                token = acquire_question(http)
                 if not token:
-                    time.sleep(PAUSE)
+                    time.sleep(POLL_INTERVAL)
                 while token:
                     try:
-                        token = self._answer(port, token, answering, partial(look, http))
-                    except Exception as error:  # a SuperNode without its answer would wait for it for ever
+                        token = self._answer_question(port, token, answer, partial(acquire_question, http))
+                    except Exception as error:  # the SuperNode would wait for this answer forever
                         return f"an answer was lost ({type(error).__name__})"
-            return _reason(program.last_words())
+            return _explain_exit(program.exit_reason())
         finally:
             http.close()
 
-    def _answer(self, port: int, token: str, answering: Answering, another: Callable[[], str]) -> str:
-        """One question, from its token to its reply; the token of another that came where this one was given up."""
+    def _answer_question(
+        self, port: int, token: str, answer: AnswerCallback, find_newer_task: Callable[[], str]
+    ) -> str:
+        """Answers the question with this token. Returns the token of a newer question if this one was dropped."""
         signing = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), RuntimeTokenHttpInterceptor(token)
-        http = Patient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
-        http.another = another
-        heart = HeartbeatSender(lambda: beats(http))
-        heart.start()
+        http = PollingClient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
+        http.find_newer_task = find_newer_task
+        heartbeat = HeartbeatSender(lambda: send_heartbeat(http))
+        heartbeat.start()
         try:
             try:
                 message, context, _, _ = pull_task_input(http)
-            except GivenUp as given_up:
-                if given_up.token:  # otherwise the SuperNode has ended the task itself
+            except QuestionDropped as dropped:
+                if dropped.newer_token:  # otherwise the SuperNode has ended the task itself
                     push_task_output(http, None, SubStatus.FAILED, "")
-                return given_up.token
+                return dropped.newer_token
             try:
                 call, blob = envelope.read_question(message.content)
-                reply = answering(str(context.run_config.get("job", "")), call, blob)
+                reply = answer(str(context.run_config.get("experiment", "")), call, blob)
             except Refused as refused:
                 reply = Reply(b"", "refused", refused.reason)
-            except Exception as error:  # a full disk, say: it is told, and the next question may go well
-                self.say(f"{type(error).__name__}: {error}")
+            except Exception as error:  # for example, a full disk: report it, and the next question may succeed
+                self.log(f"{type(error).__name__}: {error}")
                 reply = Reply(b"", "failed", type(error).__name__)
-            push_message(http, Message(envelope.answer(reply), reply_to=message), context)
+            push_message(http, Message(envelope.pack_answer(reply), reply_to=message), context)
             push_task_output(http, context, SubStatus.COMPLETED, "")
             return ""
         finally:
-            if heart.is_running:
-                heart.stop()
+            if heartbeat.is_running:
+                heartbeat.stop()
             http.close()
 
 
-def _joined(said: Sequence[str]) -> bool | None:
-    """Whether the SuperNode reaches a server, by what it said last: by itself it tries for ever, in its log."""
-    for line in reversed(said):
+def _find_connection(lines: Sequence[str]) -> bool | None:
+    """Whether the SuperNode is connected, according to its log. It retries forever, and only its log shows it."""
+    for line in reversed(lines):
         if "Connection attempt failed" in line:
             return False
         if "SuperNode ID" in line or "Connection successful" in line:
@@ -144,21 +152,21 @@ def _joined(said: Sequence[str]) -> bool | None:
     return None
 
 
-def _lost(said: Sequence[str]) -> str:
-    """Why the SuperNode lost a message, unless it has been given another since: then nobody waits for that one."""
-    for line in reversed(said):
+def _find_loss(lines: Sequence[str]) -> str:
+    """Why the SuperNode lost a message; "" if it has received a new one since, so that the server no longer waits."""
+    for line in reversed(lines):
         if "Receiving: " in line:
             break
-        if found := _FAILED.search(line):
-            return found[1]
+        if match := _LOST_MESSAGE.search(line):
+            return match[1]
     return ""
 
 
-def _reason(told: str) -> str:
-    """Why the SuperNode could not join, in our words."""
-    if "[code: 2004]" in told:
-        return "the server does not take this key (it is not registered, or in use at this moment)"
-    if "CERTIFICATE_VERIFY_FAILED" in told:
-        reason = told.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
-        return f"the server's certificate is not to be trusted ({reason})"
-    return told
+def _explain_exit(reason: str) -> str:
+    """Translates Flower's reason why the SuperNode could not join."""
+    if "[code: 2004]" in reason:
+        return "the server does not accept this key (it is not registered, or is in use right now)"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        detail = reason.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
+        return f"the server's certificate cannot be trusted ({detail})"
+    return reason

@@ -1,4 +1,4 @@
-"""Flower's programs as children: quiet, offline, with a home of their own, and gone when we are."""
+"""Flower's programs as child processes: quiet, offline, with their own home, and stopped when the parent ends."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from fewer.runtime.flower import QUIET
 
 _LIBC = ctypes.CDLL(None)
 _COLOR = re.compile(r"\x1b\[\d*m")
-_CHATTER = re.compile(r"^(INFO|WARNING|For more information|The SuperNode could not)|Z (INFO|WARNING) ")
-PATIENCE = 5.0
-"""Seconds that a program gets to end in peace."""
+_NOISE = re.compile(r"^(INFO|WARNING|For more information|The SuperNode could not)|Z (INFO|WARNING) ")
+STOP_TIMEOUT = 5.0
+"""Seconds that a program gets to stop before it is killed."""
 
 
 @dataclass
 class Program:
-    """One of Flower's programs: `entry` is module:function, as in its package."""
+    """A program in a child process. `entry` is module:function, as in the program's package."""
 
     entry: str
     arguments: Sequence[str]
     home: Path
-    """What it keeps on disk is here, and its log: NAME.log."""
-    _from: int = 0
-    """How long the log was at the start."""
+    """The folder for the program's files and its log, NAME.log."""
+    _log_start: int = 0
+    """Length of the log when the program started."""
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
     def log(self) -> Path:
-        """What it printed."""
+        """The file with the program's output."""
         return self.home / f"{self.entry.rpartition(':')[2]}.log"
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if it runs."""
+        """The process id; None if the program is not running."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Start it; it ends when the thread that called this does."""
+        """Starts the program. It ends when the calling thread does."""
         module, _, function = self.entry.partition(":")
         code = f"import sys; sys.argv[0] = {function!r}; from {module} import {function}; {function}()"
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            self._from = log.tell()
+            self._log_start = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code, *self.arguments],
                 stdin=subprocess.DEVNULL,
@@ -59,35 +59,35 @@ class Program:
                 stderr=log,
                 env={**os.environ, **QUIET, "FLWR_HOME": str(self.home)},
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-                start_new_session=True,  # Ctrl-C is for us: we end it when we are done
+                start_new_session=True,  # Ctrl-C is for the parent, which stops the program in its own time
             )
 
     def stop(self) -> None:
-        """End it and wait until it is gone."""
+        """Stops the program and waits until it is gone."""
         if self._process is None:
             return
         self._process.terminate()
         try:
-            self._process.wait(PATIENCE)
+            self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._process = None
 
-    def said(self) -> list[str]:
-        """The lines that it has printed since its start, as far as they tell something; the last hundred of them."""
+    def log_lines(self) -> list[str]:
+        """The last hundred non-empty lines of output since the program started."""
         try:
             with self.log.open("rb") as log:
-                log.seek(max(self._from, log.seek(0, os.SEEK_END) - (1 << 14)))
+                log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - (1 << 14)))
                 lines = _COLOR.sub("", log.read().decode(errors="replace")).splitlines()
         except OSError:
             return []
         return [line.strip() for line in lines if line.strip()][-100:]
 
-    def last_words(self) -> str:
-        """Why it ended, as far as it told."""
-        telling = [line for line in self.said() if not _CHATTER.search(line)]
-        return telling[-1] if telling else f"see {self.log}"
+    def exit_reason(self) -> str:
+        """The last informative line of output, or the path of the log."""
+        informative = [line for line in self.log_lines() if not _NOISE.search(line)]
+        return informative[-1] if informative else f"see {self.log}"
 
 
 def _die_with_parent() -> None:
@@ -95,8 +95,8 @@ def _die_with_parent() -> None:
 
 
 def secret_file(folder: Path) -> Path:
-    """A file with a secret that only this user can read: who has it is given work by the program."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # messages lie beside it
+    """A file with a secret, readable by this user only. Flower's programs give work to anyone who holds it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the folder also holds messages
     path = folder / "secret"
     if not path.exists():
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -105,7 +105,7 @@ def secret_file(folder: Path) -> Path:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses."""
+    """A free port on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

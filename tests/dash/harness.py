@@ -1,4 +1,4 @@
-"""Runs that were never run, as files, and a dashboard on them in a thread."""
+"""Handmade run directories, and a dashboard on them in a thread."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import fewer
-from fewer.dash.server import listen, opened
+from fewer.dash.server import create_server, listen
+from fewer.runs.files import FORMAT
 
 SETTINGS = {"seed": 0, "runtime": "inline", "data": "digits"}
-HEED = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background are deaf to it
+HEED = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # processes in the background ignore Ctrl-C
 
 
-def text_of(method: str, rounds: int = 10, own: list[str] | None = None, **settings: Any) -> str:
+def describe_run(method: str, rounds: int = 10, own: list[str] | None = None, **settings: Any) -> str:
     about = {
-        "format": 1,
+        "format": FORMAT,
         "settings": {**SETTINGS, "method": method, **settings},
         "hash": "abc",
         "own": own or [],
@@ -36,21 +37,21 @@ def text_of(method: str, rounds: int = 10, own: list[str] | None = None, **setti
     return json.dumps(about)
 
 
-def figures(number: int, accuracy: float | None = 0.5) -> dict[str, Any]:
+def metrics(number: int, accuracy: float | None = 0.5) -> dict[str, Any]:
     known = {} if accuracy is None else {"accuracy": accuracy, "loss": 1.0}
     return {"round": number, "absent": 0, **known, "up": 1000 * number, "down": 2000 * number, "seconds": 0.5 * number}
 
 
-def write(
+def write_run(
     path: Path, method: str = "fedavg", done: int = 3, events: list[dict[str, Any]] | None = None, **more: Any
 ) -> Path:
     """A run directory."""
     path.mkdir(parents=True)
-    (path / "settings.json").write_text(text_of(method, **more))
-    lines = [figures(number, 0.1 * number) for number in range(1, done + 1)]
+    (path / "settings.json").write_text(describe_run(method, **more))
+    lines = [metrics(number, 0.1 * number) for number in range(1, done + 1)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = [{"time": 1.0, "event": "start", "method": method}, *(events or [])]
-    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in told))
+    all_events = [{"time": 1.0, "event": "start", "method": method}, *(events or [])]
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in all_events))
     messages = "".join(f"{number},0,up,train,1000\n{number},0,down,evaluate/score,9\n" for number in range(1, done + 1))
     (path / "ledger.csv").write_text("round,client,direction,kind,bytes\n" + messages)
     (path / "lock").touch()
@@ -61,8 +62,8 @@ STOPPED = {"time": 2.0, "event": "stop", "round": 3, "reason": "KeyboardInterrup
 FINISHED = {"time": 2.0, "event": "finish", "round": 3}
 
 
-class HandlerServer:
-    """A dashboard, as a browser or anything else asks it."""
+class DashboardClient:
+    """Sends requests to a dashboard."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -81,9 +82,9 @@ class HandlerServer:
         return response.status, json.loads(text) if is_json else text, response.headers
 
     def get(self, path: str) -> Any:
-        status, found, _ = self.ask(f"/api/{path}")
-        assert status == 200, found
-        return found
+        status, answer, _ = self.ask(f"/api/{path}")
+        assert status == 200, answer
+        return answer
 
     def post(self, path: str) -> tuple[int, Any]:
         return self.ask(f"/api/{path}", "POST", {"Origin": self.address})[:2]
@@ -93,14 +94,14 @@ class HandlerServer:
 
 
 @contextmanager
-def serving(root: Path, **options: Any) -> Iterator[HandlerServer]:
+def serving(root: Path, **options: Any) -> Iterator[DashboardClient]:
     """A dashboard on a directory, in a thread."""
     with listen("127.0.0.1", 0) as listening:
-        server = opened(root, listening, **options)
+        server = create_server(root, listening, **options)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
-            yield HandlerServer(listening.getsockname()[1])
+            yield DashboardClient(listening.getsockname()[1])
         finally:
             server.should_exit = True
             thread.join(10)
@@ -108,10 +109,10 @@ def serving(root: Path, **options: Any) -> Iterator[HandlerServer]:
 
 
 @contextmanager
-def begun(path: Path, cue: Event | None = None) -> Iterator[BaseProcess]:
-    """A real run, long enough to be watched, in a process of its own; it may wait for its cue.
+def running(path: Path, cue: Event | None = None) -> Iterator[BaseProcess]:
+    """A real run in its own process, long enough to be watched; it may wait for its cue.
 
-    The process has torch from the beginning, and all open sockets: so it is to be made before there is a server.
+    The process inherits torch and all open sockets, so start it before the server.
     """
 
     def work() -> None:

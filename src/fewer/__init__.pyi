@@ -1,0 +1,66 @@
+# Written by tools/make_stub.py from the registry of methods.
+from fewer import data as data
+from fewer import methods as methods
+from fewer import models as models
+from fewer.audit import audit as audit
+from fewer.errors import DataError as DataError
+from fewer.errors import FewerError as FewerError
+from fewer.errors import QuorumLost as QuorumLost
+from fewer.errors import RunError as RunError
+from fewer.errors import SettingError as SettingError
+from fewer.experiments import Comparison as Comparison
+from fewer.experiments import Tuning as Tuning
+from fewer.experiments import compare as compare
+from fewer.experiments import tune as tune
+from fewer.methods import Client as Client
+from fewer.methods import Method as Method
+from fewer.methods import ModelState as ModelState
+from fewer.methods import PersonalMethod as PersonalMethod
+from fewer.methods import Server as Server
+from fewer.methods.alone import Alone as Alone
+from fewer.methods.f2l import F2L as F2L
+from fewer.methods.fedavg import FedAvg as FedAvg
+from fewer.methods.fedavg import FedAvgAugmented as FedAvgAugmented
+from fewer.methods.fedavg_meta import FedAvgMeta as FedAvgMeta
+from fewer.methods.fedbn import FedBN as FedBN
+from fewer.methods.feddistill import FedDistill as FedDistill
+from fewer.methods.feddistill import FedDistillLogits as FedDistillLogits
+from fewer.methods.fedensemble import FedEnsemble as FedEnsemble
+from fewer.methods.fedfsl import FedFSL as FedFSL
+from fewer.methods.fedgen import FedGen as FedGen
+from fewer.methods.fedmeta import FedMeta as FedMeta
+from fewer.methods.fedmk import FedMK as FedMK
+from fewer.methods.fedmk import FedMKPaper as FedMKPaper
+from fewer.methods.fedprox import FedProx as FedProx
+from fewer.methods.fl_maml import FLMAML as FLMAML
+from fewer.methods.fl_maml import LocalMAML as LocalMAML
+from fewer.methods.fl_proto import FLProto as FLProto
+from fewer.methods.fl_proto import LocalProto as LocalProto
+from fewer.methods.frl import FRL as FRL
+from fewer.methods.frl_baselines import FRLFineTuning as FRLFineTuning
+from fewer.methods.frl_baselines import FRLMetaHead as FRLMetaHead
+from fewer.methods.frl_baselines import FRLPerFedAvg as FRLPerFedAvg
+from fewer.methods.frl_baselines import FRLScratch as FRLScratch
+from fewer.methods.frl_baselines import FRLWarmStart as FRLWarmStart
+from fewer.methods.frl_deploy import FRLDeploy as FRLDeploy
+from fewer.methods.local import Local as Local
+from fewer.methods.metafed import MetaFed as MetaFed
+from fewer.methods.per_fedavg import PerFedAvg as PerFedAvg
+from fewer.methods.reptile import Reptile as Reptile
+from fewer.models import Task as Task
+from fewer.runs import Result as Result
+from fewer.runs import Settings as Settings
+from fewer.runs import open_run as open_run
+from fewer.runs import resume as resume
+from fewer.runs import run as run
+from fewer.runs.inference import deploy as deploy
+from fewer.runtime import Clients as Clients
+from fewer.runtime import Unable as Unable
+from fewer.runtime import on_client as on_client
+from fewer.runtime import on_ring as on_ring
+from fewer.runtime import on_server as on_server
+
+__version__: str
+_PACKAGES: tuple[str, ...]
+
+def _homes() -> dict[str, str]: ...

@@ -1,0 +1,381 @@
+"""The server's side: our own SuperLink, and one run on it."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import IO, Any, NamedTuple, Self, cast
+
+import httpx
+from flwr.app import Message
+from flwr.cli.build import build_fab_from_files
+from flwr.common.constant import SubStatus
+from flwr.common.serde import fab_to_proto, run_from_proto, user_config_to_proto
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest, UnregisterNodeRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullAppMessagesRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+)
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control import ControlHttpClient
+from flwr.supercore.fab import Fab
+from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, inflate_object_from_contents
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid import HttpGrid
+
+from fewer.errors import RunError
+from fewer.runtime.flower import bypass_proxy, envelope
+from fewer.runtime.flower.credentials import Credentials
+from fewer.runtime.flower.executor import connect_executor, send_heartbeat
+from fewer.runtime.flower.programs import Program, secret_file
+from fewer.runtime.handlers import Call, Reply
+from fewer.runtime.store import lock_file
+from fewer.wire import Direction
+
+START_TIMEOUT = 120.0
+"""Seconds that a SuperLink gets to answer after its start."""
+APP = b"""
+[project]
+name = "fewer"
+version = "1.0.0"
+description = "No code: both sides run the package that they have installed."
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fewer"
+
+[tool.flwr.app.components]
+serverapp = "fewer.runtime.flower.superlink:SuperLink"
+clientapp = "fewer.runtime.flower.node:Node"
+
+[tool.flwr.app.config]
+experiment = ""
+"""
+
+
+class SuperLinkLost(RunError):
+    """The SuperLink ended or dropped our run. A new attempt resumes from our checkpoint."""
+
+
+class NoResponse(Exception):
+    """The SuperLink did not answer; repeat the request."""
+
+
+class RemoteClient(NamedTuple):
+    """A client whose SuperNode is online."""
+
+    node: int
+    since: str
+    """When the SuperNode connected. A different time means that it has restarted and lost its question."""
+
+
+class Question(NamedTuple):
+    """A call that waits for its reply."""
+
+    call: Call
+    client: RemoteClient
+
+
+class PartialReply(NamedTuple):
+    """A reply of which some objects may still be missing."""
+
+    message: str
+    missing: list[str]
+    objects: dict[str, bytes]
+
+
+@dataclass
+class SuperLink:
+    """Starts the SuperLink, submits the run, and transports its messages. It listens on `host` only."""
+
+    credentials: Credentials
+    host: str = "127.0.0.1"
+    port: int = 8443
+    packed: Counter[Direction] = field(default_factory=Counter)
+    """Bytes of the run's messages as Flower packs them."""
+    _lock: IO[str] | None = field(default=None, repr=False)
+    _program: Program | None = field(default=None, repr=False)
+    _grid: HttpGrid | None = field(default=None, repr=False)
+    _heartbeat: HeartbeatSender | None = field(default=None, repr=False)
+    _partial_replies: dict[str, PartialReply] = field(default_factory=dict, repr=False)
+
+    @property
+    def address(self) -> str:
+        """The address of the SuperLink for programs on this machine."""
+        return f"127.0.0.1:{self.port}" if self.host == "0.0.0.0" else f"{self.host}:{self.port}"
+
+    # --- the program ----------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        host, _, _ = self.address.rpartition(":")
+        self.credentials.check_host(host)
+        bypass_proxy(host)
+        keys, home = self.credentials.folder.resolve(), self.credentials.folder.resolve() / "flower"
+        arguments = ["--ssl-ca-certfile", keys / "ca.crt", "--ssl-certfile", keys / "server.crt"]
+        arguments += ["--ssl-keyfile", keys / "server.key", "--enable-supernode-auth"]
+        arguments += ["--host", self.host, "--port", self.port, "--database", home / "superlink.db"]
+        arguments += ["--isolation", "process", "--superexec-auth-secret-file", secret_file(home)]
+        arguments += ["--disable-runtime-dependency-installation"]
+        self._program = Program("flwr.superlink.cli:flower_superlink", list(map(str, arguments)), home)
+        self._lock = lock_file(home / "lock")
+        if self._lock is None:
+            raise RunError(f"another server uses the keys in {self.credentials.folder}")
+        try:
+            self._start_program()
+            self._register_clients()
+        except BaseException:
+            self._stop_program()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_run()
+        self._stop_program()
+
+    def _stop_program(self) -> None:
+        assert self._program and self._lock
+        self._program.stop()
+        self._lock.close()
+
+    def _start_program(self) -> None:
+        """Starts the program and waits until it answers."""
+        assert self._program
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.host, self.port))
+            except OSError as error:
+                raise RunError(f"cannot listen on {self.host}:{self.port}: {error.strerror}") from error
+        self._program.start()
+        end = time.monotonic() + START_TIMEOUT
+        while True:
+            with suppress(httpx.TransportError), self._open_control() as control:
+                control.ListNodes(ListNodesRequest())
+                return
+            if self._program.pid is None or time.monotonic() > end:
+                reason = self._program.exit_reason()
+                self._program.stop()
+                raise RunError(f"Flower's SuperLink does not start on {self.host}:{self.port}: {reason}")
+            time.sleep(0.2)
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the SuperLink; None if it is not running."""
+        return self._program.pid if self._program else None
+
+    def _register_clients(self) -> None:
+        """Admits exactly the clients whose public keys are in the credentials folder."""
+        with self._open_control() as control:
+            nodes = control.ListNodes(ListNodesRequest()).nodes_info
+            registered = {node.public_key: node for node in nodes if not node.unregistered_at}
+            keys = {key: client for client, key in self.credentials.public_keys.items()}
+            for key in keys.keys() - registered.keys():
+                try:
+                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=f"client-{keys[key]}"))
+                except httpx.HTTPStatusError as error:
+                    folder = self.credentials.folder
+                    raise RunError(
+                        f"client {keys[key]}: Flower does not accept a key again after its node.pub was removed "
+                        f"(create a new key; or delete {folder / 'flower'} to register all keys in {folder} again)"
+                    ) from error
+            for key in registered.keys() - keys.keys():
+                control.UnregisterNode(UnregisterNodeRequest(node_id=registered[key].node_id))
+
+    @contextmanager
+    def _open_control(self) -> Iterator[ControlHttpClient]:
+        http = ControlHttpClient.from_server_address(
+            self.address, False, self._root_certificate, [RuntimeVersionHttpInterceptor(component_name="flwr-cli")]
+        )
+        try:
+            yield http
+        finally:
+            http.close()
+
+    @property
+    def _root_certificate(self) -> bytes:
+        return (self.credentials.folder / "ca.crt").read_bytes()
+
+    # --- the run --------------------------------------------------------------------------------------------
+
+    def start_run(self, experiment: str) -> None:
+        """Submits a run. Every client receives `experiment` with its first question."""
+        self.end_run()  # a previous attempt may have failed before it had a runtime
+        if self.pid is None:
+            self._start_program()
+        self.packed.clear()
+        self._partial_replies.clear()
+        try:
+            self._submit_run(experiment)
+        except httpx.HTTPError as error:
+            raise SuperLinkLost(f"Flower's SuperLink does not accept the run ({error})") from error
+
+    def _submit_run(self, experiment: str) -> None:
+        fab, _ = build_fab_from_files({"pyproject.toml": APP})
+        with self._open_control() as control:
+            response = control.StartRun(
+                StartRunRequest(
+                    fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
+                    override_config=user_config_to_proto({"experiment": experiment}),
+                )
+            )
+        if not response.HasField("run_id"):
+            raise RunError("Flower's SuperLink does not accept the run")
+        self._grid = HttpGrid(self.address, False, self._root_certificate, token=self._claim_task(response.run_id))
+        # We retry ourselves: Flower's retries would interrupt this process.
+        self._grid._retry_invoker = None  # type: ignore[assignment]
+        task = self._grid._runtime_client.PullTaskInput(PullTaskInputRequest())
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
+            task.task_id,
+            task.run.run_id,
+            task.context.node_id,
+        )
+        self._grid.set_run(run_from_proto(task.run))
+        self._heartbeat = HeartbeatSender(partial(send_heartbeat, self._grid._runtime_client))
+        self._heartbeat.start()
+
+    def _claim_task(self, run: int) -> str:
+        """The token that makes this process the server of the run."""
+        http = connect_executor(self.address, self.credentials.folder / "flower", self._root_certificate)
+        try:
+            while True:
+                response = http.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
+                if not response.token:
+                    raise RunError("Flower's SuperLink has lost the run that it accepted")
+                if response.task.run_id == run:
+                    return response.token
+                # The task of a run that was submitted but never started; it expires without our help.
+        finally:
+            http.close()
+
+    def end_run(self) -> None:
+        """Ends the run on the SuperLink."""
+        if self._grid is None:
+            return
+        output = PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details="")
+        with suppress(httpx.HTTPError):
+            self._grid._runtime_client.PushTaskOutput(output)
+        if self._heartbeat and self._heartbeat.is_running:
+            self._heartbeat.stop()
+        self._grid.close()
+        self._grid = None
+
+    # --- its messages ---------------------------------------------------------------------------------------
+
+    def online_clients(self) -> dict[int, RemoteClient]:
+        """The clients that are online, by number."""
+        numbers = {key: client for client, key in self.credentials.public_keys.items()}
+        with self._open_grid() as grid:
+            nodes = list(grid.get_nodes())
+        return {
+            numbers[node.public_key]: RemoteClient(node.node_id, node.last_activated_at)
+            for node in nodes
+            if node.public_key in numbers
+        }
+
+    def send_questions(self, questions: Sequence[tuple[Question, bytes]], ttl: float | None) -> dict[str, Question]:
+        """Sends questions that expire after `ttl` seconds. Returns them by message id."""
+        if not questions:
+            return {}
+        messages = [
+            Message(
+                envelope.pack_question(question.call, blob),
+                question.client.node,
+                envelope.TYPE,
+                ttl=ttl,
+                group_id=str(question.call.round),
+            )
+            for question, blob in questions
+        ]
+        # Never ask twice: the client would build on the state that it stored the first time.
+        with self._open_grid_once() as grid:
+            message_ids = list(grid.push_messages(messages))
+        self.packed["down"] += sum(map(envelope.message_size, messages))
+        return {message_id: question for message_id, (question, _) in zip(message_ids, questions, strict=True)}
+
+    def receive_replies(self, pending: Iterable[str]) -> Mapping[str, Reply]:
+        """The replies that are complete, by the id of the question.
+
+        A SuperLink announces a reply before all of it has arrived, and its sender may be slow or gone. So this method
+        never waits: it looks at an incomplete reply again in the next call.
+        """
+        question_ids = list(pending)
+        with self._open_grid_once() as grid:  # the SuperLink announces a reply only once
+            unannounced = [question_id for question_id in question_ids if question_id not in self._partial_replies]
+            response = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=unannounced))
+            for announced, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+                metadata = (
+                    announced.metadata
+                )  # checked by the SuperLink; a client could write anything into the message
+                object_ids = dict.fromkeys(node.object_id for node in iterate_object_tree(tree))
+                self._partial_replies[metadata.reply_to_message_id] = PartialReply(
+                    metadata.message_id, list(object_ids), {}
+                )
+            self._partial_replies = {
+                key: self._partial_replies[key] for key in question_ids if key in self._partial_replies
+            }
+            replies = {
+                question_id: reply
+                for question_id, partial_reply in self._partial_replies.items()
+                if (reply := self._complete_reply(grid, partial_reply))
+            }
+        for question_id in replies:
+            del self._partial_replies[question_id]
+        return replies
+
+    def _complete_reply(self, grid: HttpGrid, partial_reply: PartialReply) -> Reply | None:
+        """Pulls the missing objects of a reply. None if some have not arrived yet."""
+        http = grid._runtime_client
+        sender: dict[str, Any] = {"node": grid.node, "run_id": grid.run.run_id}
+        while partial_reply.missing:
+            response = http.PullObject(PullObjectRequest(object_id=partial_reply.missing[0], **sender))
+            if not response.object_found:
+                return Reply(b"", "lost", "its answer is incomplete")
+            if not response.object_available:
+                return None
+            partial_reply.objects[partial_reply.missing.pop(0)] = response.object_content
+        http.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=partial_reply.message, **sender))
+        size = sum(map(len, partial_reply.objects.values()))
+        try:
+            message = cast(Message, inflate_object_from_contents(partial_reply.message, partial_reply.objects))
+            reply = envelope.read_answer(message)
+        except Exception:  # a SuperLink checks only the headers of objects; a client can put anything into the rest
+            return Reply(b"", "refused", "not a message")
+        self.packed["up"] += size if message.has_content() else 0
+        return reply
+
+    @contextmanager
+    def _open_grid_once(self) -> Iterator[HttpGrid]:
+        """The grid, for requests that must not be repeated."""
+        try:
+            with self._open_grid() as grid:
+                yield grid
+        except NoResponse as error:
+            raise SuperLinkLost("Flower's SuperLink does not answer") from error
+
+    @contextmanager
+    def _open_grid(self) -> Iterator[HttpGrid]:
+        """The grid. Raises NoResponse if a request may be repeated, SuperLinkLost if SuperLink or run are gone."""
+        assert self._grid
+        try:
+            yield self._grid
+        except httpx.TransportError as error:
+            if self.pid is None:
+                raise SuperLinkLost("Flower's SuperLink has ended") from error
+            raise NoResponse from error
+        except httpx.HTTPStatusError as error:
+            raise SuperLinkLost(f"Flower's SuperLink has dropped the run ({error.response.status_code})") from error
+        except ObjectPushError as error:  # for example, its disk is full
+            raise SuperLinkLost(f"Flower's SuperLink cannot store a message: {error}") from error

@@ -1,0 +1,42 @@
+"""The published results in docs/results: they parse, use known names, and their hashes follow from their settings."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fewer.experiments import recipes
+from fewer.methods import find
+from fewer.runs.experiment import make_method
+from fewer.runs.settings import settings_hash
+
+RESULTS = Path(__file__).parents[1] / "docs/results"
+FILES = sorted(RESULTS.glob("*/*.json"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_published_result_has_known_names_and_hashes_of_its_settings(file: Path) -> None:
+    content = json.loads(file.read_text())
+    plan, cells = recipes.read_results(content)
+    assert cells and content["command"].startswith("fewer reproduce ")
+    name = content["command"].split()[2]
+    assert plan == recipes.load_recipe(name) and file.stem.startswith(name.split("/")[1])
+    page = file.with_suffix(".md").read_text()
+    for cell in cells:
+        method = find(cell.ours.method)
+        assert method.name == cell.ours.method
+        assert cell.ours.settings.keys() == method.model_fields.keys(), (cell.row, cell.column)
+        assert all(trial.settings.keys() <= method.model_fields.keys() for trial in cell.ours.trials)
+        settings = recipes.cell_settings(plan, cell)
+        assert settings_hash(settings, make_method(method, settings)) == cell.ours.hash, (cell.row, cell.column)
+        assert f"`{cell.ours.hash}`" in page and f"| {cell.row} |" in page
+        assert f"{100 * cell.ours.accuracy:.2f}" in page
+    assert f"Made by `{content['command']}`" in page and "settings hashes were recomputed" in page
+
+
+def test_other_published_files_parse() -> None:
+    assert len(FILES) == 28
+    checks = json.loads((RESULTS / "checks.json").read_text())
+    assert checks.keys() <= {f"{file.parent.name}/{file.stem}" for file in FILES}
+    for name in ("benchmarks", "benchmarks-machines"):
+        assert json.loads((RESULTS / f"{name}.json").read_text())["metrics"]

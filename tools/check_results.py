@@ -1,0 +1,167 @@
+"""Re-runs the cheapest cell of every published result and compares it with the published numbers.
+
+    FEWER_DATA=DIR python tools/check_results.py [NAME…] [--out docs/results/checks.json]
+
+For each result in docs/results it runs the first seed of the cell with the fewest recorded seconds, with the recorded
+method options (a tuned row is not tuned again). It compares the accuracy of every evaluated round and of every client
+or group exactly. Bytes may differ by the length of names in messages; the difference is recorded.
+
+Floating-point results differ between processors. `--reference` names an output of the same check that another version
+of the code made on this machine; the digests of all accuracies must then be equal.
+
+Results that the output file lists with the same settings hash are skipped, so an interrupted check resumes. At the end
+the footers of the pages are written from the output file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fewer.experiments import recipes
+from fewer.experiments.compare import read_unit_accuracies
+from fewer.experiments.recipes import Cell
+from fewer.runs.engine import start_run
+from fewer.runs.experiment import build_experiment
+from fewer.runs.result import Result
+
+FOOTER = "\n---\n\n"
+RENAMED = (
+    "Key names in this result were renamed after it was made; no number changed. The settings hashes were recomputed "
+    "from the recorded settings, which give the originally published hashes under the old names."
+)
+
+
+def load_checks(path: Path) -> dict[str, Any]:
+    """Load the finished checks by the name of the result."""
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def add_footer(page: str, check: Mapping[str, Any] | None) -> str:
+    """Return the page with a footer that says what was verified."""
+    return page.partition(FOOTER)[0].rstrip("\n") + "\n" + FOOTER + f"{RENAMED} {describe_check(check)}\n"
+
+
+def describe_check(check: Mapping[str, Any] | None) -> str:
+    """Say in words what a check found."""
+    if check is None:
+        return "No cell was re-run with the renamed code yet."
+    text = f"The cell *{check['row']}, {check['column']}, seed {check['seed']}* was re-run with the renamed code"
+    compared = [f"{check['rounds_compared']} evaluated rounds"] if check["rounds_compared"] > 1 else []
+    compared += [f"{check['units_compared']} clients or groups"] if check["units_compared"] else []
+    accuracy = "accuracy" + (f" (final, and of {' and '.join(compared)})" if compared else "")
+    published, new = (f"{100 * check['accuracy'][key]:.2f} %" for key in ("published", "new"))
+    if check["agrees"]:
+        return f"{text}: {accuracy} agrees exactly with the published numbers. {_describe_bytes(check)}"
+    if check.get("agrees_with_reference"):
+        return (
+            f"{text} and, on the same machine, with the code before the renaming: {accuracy} agrees exactly. On that "
+            f"machine both give {new} where {published} is published, so the difference is not due to the renaming: "
+            f"floating-point results depend on the processor. {_describe_bytes(check)}"
+        )
+    return f"{text} and does not agree: {new} where {published} is published."
+
+
+def _describe_bytes(check: Mapping[str, Any]) -> str:
+    up, down = check["bytes_up"], check["bytes_down"]
+    if up["new"] == up["published"] and down["new"] == down["published"]:
+        return "The bytes sent are the published ones."
+    changes = [f"{total['new'] - total['published']:+,} of {total['published']:,}" for total in (up, down)]
+    return f"Traffic differs by the length of renamed fields: {changes[0]} bytes up, {changes[1]} bytes down."
+
+
+def check_cell(content: Mapping[str, Any], index: int, reference: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Run the first seed of a cell and compare it with what is recorded."""
+    plan, cells = recipes.read_results(content)
+    cell, begun = cells[index], time.perf_counter()
+    ours = cell.ours
+    result = start_run(build_experiment(recipes.cell_settings(plan, cell)), None, None)
+    accuracy, units = recipes.MEASURES[plan.mean](result), read_unit_accuracies(result.scores)
+    curve = [[entry["round"], entry["accuracy"]] for entry in result.history if "accuracy" in entry]
+    recorded = [[entry["round"], entry["accuracy"]] for entry in ours.curves[0]] if ours.curves else []
+    different = {
+        "accuracy": accuracy != ours.accuracies[0],
+        "curve": bool(recorded) and curve != recorded,
+        "unit_accuracies": bool(ours.unit_accuracies) and units != ours.unit_accuracies[0],
+    }
+    check = {
+        "row": cell.row,
+        "column": cell.column,
+        "seed": ours.seeds[0],
+        "hash": ours.hash,
+        "seconds": round(time.perf_counter() - begun, 1),
+        "published_seconds": round(ours.seconds, 1),
+        "machine": f"{recipes.describe_machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "accuracy": {"published": ours.accuracies[0], "new": accuracy},
+        "rounds_compared": len(curve),
+        "units_compared": len(units),
+        "agrees": not any(different.values()),
+        "different": [name for name, differs in different.items() if differs],
+        "digest": hash_accuracies(accuracy, curve, units),
+        "bytes_up": _compare_bytes(cell, result, "up"),
+        "bytes_down": _compare_bytes(cell, result, "down"),
+    }
+    if reference is not None:
+        check["agrees_with_reference"] = check["digest"] == reference["digest"]
+    return check
+
+
+def hash_accuracies(accuracy: float, curve: list[list[Any]], units: Mapping[str, float]) -> str:
+    """Hash the final accuracy, the accuracy of all evaluated rounds, and those of all clients or groups."""
+    return hashlib.sha256(json.dumps([accuracy, curve, units], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _compare_bytes(cell: Cell, result: Result, direction: str) -> dict[str, int]:
+    """Return the published and the new total; a result without curves has only the mean over its seeds."""
+    mean = cell.ours.mb_up if direction == "up" else cell.ours.mb_down
+    published = cell.ours.curves[0][-1][direction] if cell.ours.curves else round(1e6 * mean)
+    return {"published": published, "new": result.scores[direction]}
+
+
+def format_check(name: str, check: Mapping[str, Any]) -> str:
+    """Format a check as one line of a table."""
+    traffic = [check[key]["new"] - check[key]["published"] for key in ("bytes_up", "bytes_down")]
+    agrees = "yes" if check["agrees"] else "no: " + " ".join(check["different"])
+    reference = {True: "yes", False: "NO", None: "–"}[check.get("agrees_with_reference")]
+    cell = f"{check['row']}, {check['column']}"
+    return f"{name} | {cell} | {check['seconds']} | {agrees} | {reference} | {traffic[0]:+d} | {traffic[1]:+d}"
+
+
+def main() -> None:
+    """Check all results, cheapest first."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="results such as fedmk/table3 [default: all]")
+    parser.add_argument("--results", type=Path, default=Path("docs/results"))
+    parser.add_argument("--out", type=Path, help="[default: checks.json among the results]")
+    parser.add_argument("--reference", type=Path, help="output of this check with another version of the code")
+    parser.add_argument("--footers", action="store_true", help="only rewrite the footers of the pages")
+    args = parser.parse_args()
+    out = args.out or args.results / "checks.json"
+    done, references = load_checks(out), load_checks(args.reference) if args.reference else {}
+    todo = []
+    for path in [] if args.footers else sorted(args.results.glob("*/*.json")):
+        name = f"{path.parent.name}/{path.stem}"
+        content = json.loads(path.read_text())
+        index = min(range(len(content["cells"])), key=lambda i: content["cells"][i]["ours"]["seconds"])
+        ours = content["cells"][index]["ours"]
+        if (not args.names or name in args.names) and (name not in done or done[name]["hash"] != ours["hash"]):
+            todo.append((ours["seconds"], name, content, index))
+    print("result | cell | seconds | agrees with published | with reference | bytes up | bytes down")
+    for _, name, content, index in sorted(todo, key=lambda item: item[:2]):
+        done[name] = check_cell(content, index, references.get(name))
+        out.write_text(json.dumps(dict(sorted(done.items())), indent=1, ensure_ascii=False) + "\n")
+        print(format_check(name, done[name]), flush=True)
+    for path in sorted(args.results.glob("*/*.json")):
+        page = path.with_suffix(".md")
+        page.write_text(add_footer(page.read_text(), done.get(f"{path.parent.name}/{path.stem}")))
+
+
+if __name__ == "__main__":
+    main()
