@@ -2,5 +2,5 @@
 
 import os
 
-for library in ("OMP", "MKL", "OPENBLAS"):  # one thread in every process
+for library in ("OMP", "MKL", "OPENBLAS"):  # one thread per process
     os.environ[f"{library}_NUM_THREADS"] = "1"

@@ -1,4 +1,4 @@
-"""Many runs that were never run, and a dashboard on them in a process of its own."""
+"""Many simulated run directories, and a dashboard on them in a separate process."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 METHODS = ("fedavg", "fedprox", "fedbn", "fedmk", "local")
-LONG = "run-0"
-WATCHED = "run-1"
+LONG_RUN = "run-0"
+FOLLOWED_RUN = "run-1"
 
 
-class Ask(NamedTuple):
-    """A dashboard that is asked."""
+class Dashboard(NamedTuple):
+    """The address of a dashboard; calling it sends a request."""
 
     address: str
 
     def __call__(self, path: str) -> tuple[float, Any]:
-        """Seconds, and the answer."""
+        """Return the seconds and the response."""
         begun = time.perf_counter()
         with urllib.request.urlopen(f"{self.address}api/{path}") as answer:
             text = answer.read()
         return time.perf_counter() - begun, json.loads(text)
 
 
-def made(root: Path, runs: int, events: int, long: int) -> None:
-    """So many run directories with so many events each, and many more in the first."""
+def make_runs(root: Path, runs: int, events: int, long_events: int) -> None:
+    """Write `runs` run directories with `events` events each, and `long_events` more in the first."""
     absent = (
-        json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "reason": "late", "handler": "train"}) + "\n"
+        json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "reason": "late", "handler": "train"})
+        + "\n"
     )
-    figures = "".join(_line(number) for number in range(1, 51))
+    metrics = "".join(_make_line(number) for number in range(1, 51))
     ledger = "round,client,direction,kind,bytes\n" + "1,3,up,train,106400\n" * events
     for number in range(runs):
         run = root / f"run-{number}"
         run.mkdir()
         method = METHODS[number % len(METHODS)]
-        about = {
+        description = {
             "format": 2,
             "settings": {"method": method, "seed": number, "runtime": "inline"},
             "hash": "",
@@ -50,51 +51,51 @@ def made(root: Path, runs: int, events: int, long: int) -> None:
             "data": {"name": "digits", "clients": 10, "fingerprint": ""},
             "environment": {},
         }
-        (run / "settings.json").write_text(json.dumps(about))
-        (run / "metrics.jsonl").write_text(figures)
+        (run / "settings.json").write_text(json.dumps(description))
+        (run / "metrics.jsonl").write_text(metrics)
         (run / "ledger.csv").write_text(ledger)
         (run / "events.jsonl").write_text(absent * events)
         (run / "lock").touch()
-    with (root / LONG / "events.jsonl").open("a") as file:
-        file.write(absent * long)
+    with (root / LONG_RUN / "events.jsonl").open("a") as file:
+        file.write(absent * long_events)
 
 
-def _line(number: int) -> str:
-    figures = {"round": number, "accuracy": number / 100, "loss": 1.0, "up": number, "down": number, "seconds": number}
-    return json.dumps(figures) + "\n"
+def _make_line(number: int) -> str:
+    metrics = {"round": number, "accuracy": number / 100, "loss": 1.0, "up": number, "down": number, "seconds": number}
+    return json.dumps(metrics) + "\n"
 
 
 @contextmanager
-def served(root: Path) -> Iterator[Ask]:
-    """A dashboard on them, ready to be asked."""
+def serve(root: Path) -> Iterator[Dashboard]:
+    """Start a dashboard on these runs."""
     program = Path(sys.executable).with_name("fewer")
     command = [str(program), "dash", str(root), "--port", "0", "--read-only"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout
         try:
-            yield Ask(process.stdout.readline().split()[-1])
+            yield Dashboard(process.stdout.readline().split()[-1])
         finally:
             process.terminate()
 
 
-def long_run(ask: Ask) -> str:
-    """What the run with most events is called."""
-    return _id(ask, LONG)
+def find_long_run(dashboard: Dashboard) -> str:
+    """Return the id of the run with the most events."""
+    return _find_id(dashboard, LONG_RUN)
 
 
-def _id(ask: Ask, name: str) -> str:
-    rows = ask(f"runs?find={name}&sort=name&down=0&limit=200")[1]["rows"]
+def _find_id(dashboard: Dashboard, name: str) -> str:
+    rows = dashboard(f"runs?find={name}&sort=name&down=0&limit=200")[1]["rows"]
     return next(str(row["id"]) for row in rows if row["name"] == name)
 
 
-def follow(root: Path, ask: Ask) -> float:
-    """Seconds from the end of a round until whoever follows the run is told."""
-    address = f"{ask.address}api/follow?ids={_id(ask, WATCHED)}"
+def measure_follow(root: Path, dashboard: Dashboard) -> float:
+    """Return the seconds from the end of a round until a follower of the run receives it."""
+    address = f"{dashboard.address}api/follow?ids={_find_id(dashboard, FOLLOWED_RUN)}"
     with urllib.request.urlopen(address) as stream:
         stream.readline()
         begun = time.perf_counter()
-        with (root / WATCHED / "metrics.jsonl").open("a") as file:
-            file.write(_line(51))
-        while WATCHED.encode() not in stream.readline():
+        with (root / FOLLOWED_RUN / "metrics.jsonl").open("a") as file:
+            file.write(_make_line(51))
+        while FOLLOWED_RUN.encode() not in stream.readline():
             pass
         return time.perf_counter() - begun

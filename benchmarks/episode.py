@@ -1,9 +1,9 @@
-"""An episode of FRL through Fewer, and the bare passes over the net that it needs.
+"""An episode of FRL through Fewer, and the bare forward and backward passes that it needs.
 
-`python -m benchmarks.episode SIDE EPISODES` runs one side (inline, pool or bare) in a process of its own and prints a
-line of JSON for each episode. Ten clients with 300 samples of two classes each, Conv-4 on 3×32×32, R = 3, GPAL: in each
-round a client passes forward over its support of 150 for the prototypes and forward and backward over it in steps of 60;
-at the end forward and backward over its 150 queries.
+`python -m benchmarks.episode SIDE EPISODES` runs one side (inline, pool or bare) in a separate process and prints a
+line of JSON per episode. Ten clients have 300 samples of two classes each; Conv-4 on 3×32×32, R = 3, GPAL. In each
+round a client computes prototypes by a forward pass over its 150 support samples, and trains on them in batches of 60.
+At the end it computes the gradient on its 150 queries.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fewer.methods.base import Scores
 from fewer.methods.frl import FRL
 from fewer.models.images import Conv4
 
-CLIENTS, SAMPLES, CLASSES, ROUNDS, BATCH = 10, 300, 20, 3, 60
+CLIENTS, SAMPLES, CLASSES, ROUNDS, BATCH_SIZE = 10, 300, 20, 3, 60
 SIDES: dict[str, dict[str, Any]] = {"inline": {}, "pool": {"runtime": "pool", "workers": 2}}
 
 
 class Timed(FRL):
-    """FRL without groups to be judged on."""
+    """FRL without evaluation groups."""
 
     name: ClassVar[str] = "timed"
 
@@ -41,29 +41,29 @@ class Timed(FRL):
         return {"accuracy": 0.0}
 
 
-class Episodes(work.Turns):
-    """One line for each episode, not for each round."""
+class EpisodePrinter(work.RoundPrinter):
+    """Prints one line per episode instead of one per round."""
 
-    def on_round_end(self, figures: Mapping[str, Any]) -> None:
-        if figures["round"] % (ROUNDS + 1) == 0:
-            super().on_round_end(figures)
+    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
+        if metrics["round"] % (ROUNDS + 1) == 0:
+            super().on_round_end(metrics)
 
 
-def federation() -> ArrayData:
-    """Two classes a client, as noise: what is learned does not matter here."""
+def make_data() -> ArrayData:
+    """Make noise with two classes per client; the accuracy does not matter here."""
     draw = np.random.default_rng(0)
     x = draw.integers(0, 256, (CLIENTS, SAMPLES, 3, 32, 32), np.uint8)
     pairs = [(x[client], 2 * client + np.arange(SAMPLES) % 2) for client in range(CLIENTS)]
     return from_clients(pairs, test=(x[0][:10], np.zeros(10, np.int64)))
 
 
-def bare(x: Tensor, y: Tensor, clients: int = CLIENTS) -> None:
-    """The passes of one episode of so many clients, with nothing around them."""
+def run_bare_passes(x: Tensor, y: Tensor, clients: int = CLIENTS) -> None:
+    """Run only the forward and backward passes of one episode."""
     net, x = Conv4((3, 32, 32), CLASSES).train(), x.to(memory_format=torch.channels_last)
     parameters = list(net.encoder.parameters())
     half = SAMPLES // 2
 
-    def step(batch: Tensor, labels: Tensor) -> None:
+    def compute_gradient(batch: Tensor, labels: Tensor) -> None:
         features = net.encoder(batch)
         torch.autograd.grad(F.cross_entropy(features[:, :2], labels), parameters)
 
@@ -71,13 +71,13 @@ def bare(x: Tensor, y: Tensor, clients: int = CLIENTS) -> None:
         for _ in range(ROUNDS):
             with torch.no_grad():
                 net.encoder(x[:half])
-            for at in range(0, half, BATCH):
-                step(x[at : min(at + BATCH, half)], y[at : min(at + BATCH, half)])
-        step(x[half:], y[half:])
+            for at in range(0, half, BATCH_SIZE):
+                compute_gradient(x[at : min(at + BATCH_SIZE, half)], y[at : min(at + BATCH_SIZE, half)])
+        compute_gradient(x[half:], y[half:])
 
 
-def peak(repeats: int = 20, size: int = 1024) -> float:
-    """What one thread gets out of a matrix product here, in GFLOP/s: the best of some."""
+def measure_peak(repeats: int = 20, size: int = 1024) -> float:
+    """Measure the best speed of a matrix product on one thread, in GFLOP/s."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     times = []
     for _ in range(repeats):
@@ -88,18 +88,18 @@ def peak(repeats: int = 20, size: int = 1024) -> float:
 
 
 def main() -> None:
-    """One side, episode by episode."""
+    """Run one side and print each episode."""
     torch.set_num_threads(1)
     side, count = sys.argv[1], int(sys.argv[2])
-    turns = Episodes()
+    printer = EpisodePrinter()
     if side == "bare":
         x, y = torch.randn(SAMPLES, 3, 32, 32), torch.arange(SAMPLES) % 2
         for number in range(1, count + 1):
-            bare(x, y)
-            turns.round({"round": number * (ROUNDS + 1), "accuracy": 0.0})
+            run_bare_passes(x, y)
+            printer.on_round_end({"round": number * (ROUNDS + 1), "accuracy": 0.0})
         return
-    method = Timed(rounds=count * (ROUNDS + 1), cohort=CLIENTS, group_rounds=ROUNDS, batch_size=BATCH)
-    fewer.run(method, federation(), model="conv4", progress=turns, **SIDES[side])
+    method = Timed(rounds=count * (ROUNDS + 1), cohort=CLIENTS, group_rounds=ROUNDS, batch_size=BATCH_SIZE)
+    fewer.run(method, make_data(), model="conv4", progress=printer, **SIDES[side])
 
 
 if __name__ == "__main__":

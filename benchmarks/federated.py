@@ -1,6 +1,6 @@
-"""The same work through Fewer's public API, and a population of any size, as processes of their own.
+"""The workload through Fewer's public API, and a population of any size, each in a separate process.
 
-`python -m benchmarks.federated work ROUNDS SETTINGS [DIR]` and `… population ROUNDS SETTINGS COUNT METHOD`, with the
+`python -m benchmarks.federated work ROUNDS SETTINGS [DIR]` or `… population ROUNDS SETTINGS COUNT METHOD`, with the
 settings of the run as JSON.
 """
 
@@ -26,21 +26,21 @@ class Drawn(fewer.FedAvg):
     name: ClassVar[str] = "drawn"
 
     def sample_cohort(self, clients: fewer.Clients) -> list[int]:
-        return work.cohort(clients.round)
+        return work.sample_cohort(clients.round)
 
     def numbers(self, client: fewer.Client) -> Tensor:
-        return work.batches(client.round, client.id, len(client.train))
+        return work.sample_batches(client.round, client.id, len(client.train))
 
 
-def federation(directory: str | None = None) -> ArrayData:
-    """The data of `work` as Fewer holds it."""
-    x, y, test_x, test_y, client_ids = work.arrays(directory)
-    normal = (work.MEAN, work.DEVIATION)
+def load_workload(directory: str | None = None) -> ArrayData:
+    """Load the data of `work` as Fewer data."""
+    x, y, test_x, test_y, client_ids = work.load_arrays(directory)
+    normal = (work.MEAN, work.STD)
     return fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids, normalization=normal, name="work")
 
 
 class Population(Data):
-    """Any number of clients; the samples of each are made from its number when they are asked for."""
+    """Any number of clients. A client's samples are generated from its id on request."""
 
     name = "population"
     shape = (1, 28, 28)
@@ -48,9 +48,9 @@ class Population(Data):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.test = self.made(count)
+        self.test = self.make_samples(count)
 
-    def made(self, number: int) -> Samples:
+    def make_samples(self, number: int) -> Samples:
         draw = np.random.default_rng(number)
         x = draw.standard_normal((100, *self.shape), np.float32)
         return Samples(torch.from_numpy(x), torch.from_numpy(draw.integers(0, self.classes, 100)))
@@ -62,7 +62,7 @@ class Population(Data):
         return 100
 
     def client(self, number: int) -> ClientData:
-        samples = self.made(number)
+        samples = self.make_samples(number)
         return ClientData(samples, samples, self.test)
 
     def fingerprint(self) -> str:
@@ -70,18 +70,18 @@ class Population(Data):
 
 
 def main() -> None:
-    """Run one of the two, round by round."""
-    turns = work.Turns()
+    """Run one of the two and print each round."""
+    printer = work.RoundPrinter()
     task, rounds, text, *rest = sys.argv[1:]
     settings: dict[str, Any] = json.loads(text)
     if task == "work":
         method = Drawn(
-            rounds=int(rounds), cohort=work.DEFAULT_COHORT, lr=work.LR, local_steps=work.STEPS, batch_size=work.BATCH
+            rounds=int(rounds), cohort=work.COHORT, lr=work.LR, local_steps=work.LOCAL_STEPS, batch_size=work.BATCH_SIZE
         )
-        fewer.run(method, federation(*rest), model=work.net(), progress=turns, **settings)
+        fewer.run(method, load_workload(*rest), model=work.build_net(), progress=printer, **settings)
     else:
-        few = find(rest[1])(rounds=int(rounds), cohort=work.DEFAULT_COHORT, steps=5)  # type: ignore[call-arg]
-        fewer.run(few, Population(int(rest[0])), evaluate_every=int(rounds), progress=turns, **settings)
+        small = find(rest[1])(rounds=int(rounds), cohort=work.COHORT, local_steps=5)  # type: ignore[call-arg]
+        fewer.run(small, Population(int(rest[0])), evaluate_every=int(rounds), progress=printer, **settings)
 
 
 if __name__ == "__main__":

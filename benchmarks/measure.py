@@ -1,4 +1,4 @@
-"""Measuring: repetitions in turn, processes with their memory, figures with their goals."""
+"""Measuring tools: alternating repetitions, processes with their memory, measurements with goals."""
 
 from __future__ import annotations
 
@@ -16,41 +16,44 @@ from typing import Any
 
 import psutil
 
-SAMPLE = 0.2
-"""Seconds between two looks at the memory of a process."""
+MEMORY_INTERVAL = 0.2
+"""Seconds between two memory samples of a process."""
 
 
 @dataclass(frozen=True)
-class Figure:
+class Measurement:
     """One measured number, with its goal if it has one."""
 
-    what: str
+    name: str
     value: float
     unit: str
-    most: float | None = None
-    least: float | None = None
+    at_most: float | None = None
+    at_least: float | None = None
     detail: str = ""
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is met; None without one."""
-        if self.most is None and self.least is None:
+        """True if the goal is met; None without a goal."""
+        if self.at_most is None and self.at_least is None:
             return None
-        return (self.most is None or self.value <= self.most) and (self.least is None or self.value >= self.least)
+        low_enough = self.at_most is None or self.value <= self.at_most
+        return low_enough and (self.at_least is None or self.value >= self.at_least)
 
-    def line(self) -> str:
-        """The figure as a line of a table."""
-        goal = "" if self.met is None else f"<= {self.most:g}" if self.most is not None else f">= {self.least:g}"
+    def format_line(self) -> str:
+        """Format the measurement as a line of a table."""
+        goal = ""
+        if self.met is not None:
+            goal = f"<= {self.at_most:g}" if self.at_most is not None else f">= {self.at_least:g}"
         verdict = {None: "", True: "ok", False: "missed"}[self.met]
-        return f"  {self.what:<44} {self.value:>8.4g} {self.unit:<3} {goal:<8} {verdict:<7} {self.detail}".rstrip()
+        return f"  {self.name:<44} {self.value:>8.4g} {self.unit:<3} {goal:<8} {verdict:<7} {self.detail}".rstrip()
 
-    def row(self) -> dict[str, Any]:
-        """The figure as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Convert the measurement to plain values."""
         return {**asdict(self), "met": self.met}
 
 
 def alternate(repeats: int, *sides: Callable[[], float]) -> list[list[float]]:
-    """The results of all sides, taken in turn so that a busy machine hits them alike."""
+    """Run all sides in turn, so that a busy machine slows them equally; return the results of each."""
     results: list[list[float]] = [[] for _ in sides]
     for _ in range(repeats):
         for side, result in zip(sides, results, strict=True):
@@ -58,16 +61,16 @@ def alternate(repeats: int, *sides: Callable[[], float]) -> list[list[float]]:
     return results
 
 
-def ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median over repetitions of one side's ratio to the other."""
-    return median(a / b for a, b in zip(above, below, strict=True))
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Return the median over repetitions of the ratio of two sides."""
+    return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 class Process:
-    """A module in a new interpreter, which prints a line of JSON for each round (`work.Turns`)."""
+    """A module in a new interpreter, which prints a line of JSON per round (`work.RoundPrinter`)."""
 
     def __init__(self, module: str, *arguments: str, waits: bool = False) -> None:
-        self.what = " ".join([module, *arguments])
+        self.command = " ".join([module, *arguments])
         self.rounds: list[dict[str, Any]] = []
         self.peak = self.seconds = 0.0
         self.begun = time.perf_counter()
@@ -77,37 +80,37 @@ class Process:
             stdout=subprocess.PIPE,
             text=True,
         )
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._sample_memory, daemon=True).start()
 
-    def go(self) -> None:
-        """Let it begin its next round; the first it begins unasked."""
+    def start_round(self) -> None:
+        """Start the next round. The first round starts without this."""
         assert self.child.stdin
         if self.rounds:
             self.child.stdin.write("\n")
             self.child.stdin.flush()
 
-    def wait(self) -> None:
-        """Wait until the round has ended."""
+    def wait_for_round(self) -> None:
+        """Wait until the round ends."""
         assert self.child.stdout
         line = self.child.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.what} ended early")
+            raise SystemExit(f"{self.command} exited early")
         self.rounds.append(json.loads(line))
 
-    def end(self) -> None:
-        """Let it run to its end, and take the time from launch to exit."""
+    def finish(self) -> None:
+        """Wait until the process exits, and measure the time from launch to exit."""
         self.child.communicate()
         self.seconds = time.perf_counter() - self.begun
         if self.child.returncode:
-            raise SystemExit(f"{self.what} failed")
+            raise SystemExit(f"{self.command} failed")
 
     @property
     def times(self) -> list[float]:
-        """Seconds of each round but the first, which has the start in it."""
-        return [line["seconds"] for line in self.rounds[1:]]
+        """Seconds of each round except the first, which includes the start."""
+        return [entry["seconds"] for entry in self.rounds[1:]]
 
-    def _watch(self) -> None:
-        """Sample the resident memory of the process and all its children, in MB: `peak` is the most at once."""
+    def _sample_memory(self) -> None:
+        """Sample the resident memory of the process and its children; `peak` is the maximum in MB."""
         with suppress(psutil.Error):
             root = psutil.Process(self.child.pid)
             while self.child.returncode is None:
@@ -116,16 +119,16 @@ class Process:
                     with suppress(psutil.Error):
                         total += process.memory_info().rss / 2**20
                 self.peak = max(self.peak, total)
-                time.sleep(SAMPLE)
+                time.sleep(MEMORY_INTERVAL)
 
 
-def in_turn(rounds: int, *sides: Sequence[Process]) -> None:
-    """Rounds of all sides in turn, the processes of one side at the same time; then all run to their ends."""
+def run_in_turn(rounds: int, *sides: Sequence[Process]) -> None:
+    """Run rounds of all sides in turn, the processes of one side concurrently; then let all processes finish."""
     for _ in range(rounds):
         for side in sides:
             for process in side:
-                process.go()
+                process.start_round()
             for process in side:
-                process.wait()
+                process.wait_for_round()
     for process in chain(*sides):
-        process.end()
+        process.finish()

@@ -1,4 +1,4 @@
-"""The benchmarks: each gives figures."""
+"""The benchmarks. Each returns measurements."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks import work
-from benchmarks.episode import CLIENTS, SAMPLES, peak
-from benchmarks.episode import bare as passes
-from benchmarks.measure import Figure, Process, alternate, in_turn, ratio
+from benchmarks.episode import CLIENTS, SAMPLES, measure_peak, run_bare_passes
+from benchmarks.measure import Measurement, Process, alternate, median_ratio, run_in_turn
 from fewer.learning.flops import count_flops
 from fewer.methods.fedmk import FedMK
 from fewer.runs.engine import start_run
@@ -32,68 +31,87 @@ ROUNDS = 25
 POOL = {"runtime": "pool", "workers": 2}
 
 
-def overhead(directory: str | None) -> list[Figure]:
-    """A round: inline against the bare loop."""
-    ours = _fewer(ROUNDS + 1, {}, directory, waits=True)
-    bare = _bare(ROUNDS + 1, directory, waits=True)
-    in_turn(ROUNDS, [ours], [bare])
-    apart = max(abs(a["accuracy"] - b["accuracy"]) for a, b in zip(ours.rounds, bare.rounds, strict=True))
+def overhead(directory: str | None) -> list[Measurement]:
+    """The time of a round: inline against the bare loop."""
+    ours = _start_fewer(ROUNDS + 1, {}, directory, waits=True)
+    bare = _start_bare_loop(ROUNDS + 1, directory, waits=True)
+    run_in_turn(ROUNDS, [ours], [bare])
+    difference = max(abs(a["accuracy"] - b["accuracy"]) for a, b in zip(ours.rounds, bare.rounds, strict=True))
     return [
-        _compared("inline / bare loop, a round", ours.times, bare.times, most=1.1),
-        Figure(
-            "accuracy apart, at most", apart, "", most=0.002, detail=f"({ours.rounds[-1]['accuracy']:.4f} at the end)"
+        _measure_ratio("inline / bare loop, a round", ours.times, bare.times, at_most=1.1),
+        Measurement(
+            "largest accuracy difference",
+            difference,
+            "",
+            at_most=0.002,
+            detail=f"({ours.rounds[-1]['accuracy']:.4f} at the end)",
         ),
     ]
 
 
-def pool(directory: str | None) -> list[Figure]:
-    """A round: inline against a pool of two."""
-    one, two, *twins = (_fewer(ROUNDS + 1, how, directory, waits=True) for how in ({}, POOL, {}, {}))
-    in_turn(ROUNDS, [one], [two], twins)
-    found = _compared("inline / pool of 2, a round", one.times, two.times, least=1.8)
-    room = 2 * ratio(one.times, [max(both) for both in zip(*(twin.times for twin in twins), strict=True)])
-    return [found, Figure("two inline runs at once / one, rounds done", room, "x", detail="(what the cores have free)")]
+def pool(directory: str | None) -> list[Measurement]:
+    """The time of a round: inline against a pool of two."""
+    inline, pooled, *twins = (
+        _start_fewer(ROUNDS + 1, settings, directory, waits=True) for settings in ({}, POOL, {}, {})
+    )
+    run_in_turn(ROUNDS, [inline], [pooled], twins)
+    speedup = _measure_ratio("inline / pool of 2, a round", inline.times, pooled.times, at_least=1.8)
+    available = 2 * median_ratio(
+        inline.times, [max(both) for both in zip(*(twin.times for twin in twins), strict=True)]
+    )
+    detail = "(what the cores have free)"
+    return [speedup, Measurement("two inline runs at once / one, rounds done", available, "x", detail=detail)]
 
 
-def whole(directory: str | None) -> list[Figure]:
+def end_to_end(directory: str | None) -> list[Measurement]:
     """15 rounds from launch to exit: a pool of two with a run directory against the bare loop."""
     memory = []
 
-    def ours() -> float:
+    def run_fewer() -> float:
         with tempfile.TemporaryDirectory() as folder:
-            process = _fewer(15, {**POOL, "out": f"{folder}/run"}, directory)
-            process.end()
+            process = _start_fewer(15, {**POOL, "out": f"{folder}/run"}, directory)
+            process.finish()
         memory.append(process.peak)
         return process.seconds
 
-    def bare() -> float:
-        process = _bare(15, directory)
-        process.end()
+    def run_bare() -> float:
+        process = _start_bare_loop(15, directory)
+        process.finish()
         return process.seconds
 
-    mine, theirs = alternate(3, ours, bare)
+    ours, bare = alternate(3, run_fewer, run_bare)
     return [
-        _compared("pool of 2 / bare loop, launch to exit", mine, theirs, most=0.8),
-        Figure("pool of 2, memory of all processes", median(memory), "MB", most=900),
+        _measure_ratio("pool of 2 / bare loop, launch to exit", ours, bare, at_most=0.8),
+        Measurement("pool of 2, memory of all processes", median(memory), "MB", at_most=900),
     ]
 
 
-def help(directory: str | None) -> list[Figure]:
+def help(directory: str | None) -> list[Measurement]:
     """`fewer --help` from launch to exit."""
 
-    def timed(*command: str) -> float:
+    def measure_command(*command: str) -> float:
         begun = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return time.perf_counter() - begun
 
     program = Path(sys.executable).with_name("fewer")
-    ours, empty = alternate(7, partial(timed, str(program), "--help"), partial(timed, sys.executable, "-c", "pass"))
-    return [Figure("fewer --help", median(ours), "s", most=0.5, detail=f"({ratio(ours, empty):.0f} x an empty Python)")]
+    ours, empty = alternate(
+        7, partial(measure_command, str(program), "--help"), partial(measure_command, sys.executable, "-c", "pass")
+    )
+    return [
+        Measurement(
+            "fewer --help",
+            median(ours),
+            "s",
+            at_most=0.5,
+            detail=f"({median_ratio(ours, empty):.0f} x an empty Python)",
+        )
+    ]
 
 
-def population(directory: str | None) -> list[Figure]:
-    """A round and memory: 10 active of 100 clients against 10 of 100,000."""
-    figures = []
+def population(directory: str | None) -> list[Measurement]:
+    """The time of a round and memory: a cohort of 10 of 100 clients against 10 of 100,000."""
+    measurements = []
     for method in ("fedavg", "local"):
         with tempfile.TemporaryDirectory() as folder:
             few, many = (
@@ -108,202 +126,216 @@ def population(directory: str | None) -> list[Figure]:
                 )
                 for count in (100, 100_000)
             )
-            in_turn(ROUNDS, [few], [many])
-        figures += [
-            _compared(f"{method}: 100,000 / 100 clients, a round", many.times, few.times, most=1.1),
-            Figure(f"{method}: 100,000 − 100 clients, memory", many.peak - few.peak, "MB", most=50),
+            run_in_turn(ROUNDS, [few], [many])
+        measurements += [
+            _measure_ratio(f"{method}: 100,000 / 100 clients, a round", many.times, few.times, at_most=1.1),
+            Measurement(f"{method}: 100,000 − 100 clients, memory", many.peak - few.peak, "MB", at_most=50),
         ]
-    return figures
+    return measurements
 
 
-def wire(directory: str | None) -> list[Figure]:
-    """A model of 105 KB, encoded and decoded."""
-    model = dict(work.net().state_dict())
+def wire(directory: str | None) -> list[Measurement]:
+    """Encoding and decoding a model of 105 KB."""
+    model = dict(work.build_net().state_dict())
     blob = encode("train", {"model": model, "size": 1})
     size = sum(tensor.nbytes for tensor in model.values())
-    plain = torch.empty(size, dtype=torch.uint8)
+    buffer = torch.empty(size, dtype=torch.uint8)
 
-    def timed(action: Callable[[], object]) -> float:
+    def measure_microseconds(action: Callable[[], object]) -> float:
         begun = time.perf_counter()
         for _ in range(100):
             action()
         return (time.perf_counter() - begun) / 100 * 1e6
 
-    writing, reading, copying = alternate(
+    encoding, decoding, copying = alternate(
         25,
-        partial(timed, lambda: encode("train", {"model": model, "size": 1})),
-        partial(timed, lambda: decode(blob, {"model": model, "size": int})),
-        partial(timed, plain.clone),
+        partial(measure_microseconds, lambda: encode("train", {"model": model, "size": 1})),
+        partial(measure_microseconds, lambda: decode(blob, {"model": model, "size": int})),
+        partial(measure_microseconds, buffer.clone),
     )
     return [
-        Figure("encode", median(writing), "µs", detail=f"({ratio(writing, copying):.0f} x a plain copy)"),
-        Figure("decode and check", median(reading), "µs", detail=f"({ratio(reading, copying):.0f} x a plain copy)"),
-        Figure("framing", 100 * (len(blob) / size - 1), "%", most=1, detail=f"({len(blob)} bytes for {size})"),
+        Measurement("encode", median(encoding), "µs", detail=f"({median_ratio(encoding, copying):.0f} x a plain copy)"),
+        Measurement(
+            "decode and check", median(decoding), "µs", detail=f"({median_ratio(decoding, copying):.0f} x a plain copy)"
+        ),
+        Measurement("framing", 100 * (len(blob) / size - 1), "%", at_most=1, detail=f"({len(blob)} bytes for {size})"),
     ]
 
 
-def condense(directory: str | None) -> list[Figure]:
-    """FedMK's bi-level step: 5 inner steps on 64 of 200 images of D̂, then 256 real samples."""
+def condense(directory: str | None) -> list[Measurement]:
+    """FedMK's bi-level step: 5 inner steps on 64 of 200 images of D̂, then the loss on 256 real samples."""
     method = FedMK(inner_steps=5, inner_batch_size=64, augment=False, sample_weights="none")
-    data = work.arrays(directory)
-    x = torch.from_numpy(data.x[:256]).float().div_(255).sub_(work.MEAN).div_(work.DEVIATION).view(-1, 1, 28, 28)
+    data = work.load_arrays(directory)
+    x = torch.from_numpy(data.x[:256]).float().div_(255).sub_(work.MEAN).div_(work.STD).view(-1, 1, 28, 28)
     y = torch.from_numpy(data.y[:256]).long()
     images = (2 * torch.rand(200, 1, 28, 28) - 1).requires_grad_()
     labels = torch.arange(200) % 10
-    net = work.net()
+    net = work.build_net()
     first: dict[str, Tensor] = dict(net.named_parameters())
     weights, stream = list(net.parameters()), torch.Generator().manual_seed(0)
 
-    def ours() -> None:
-        reached = method.inner_loop(net, first, images, labels, stream)
-        torch.autograd.grad(method.outer_loss(net, reached, x, y, torch.ones(10)), images)
+    def take_step() -> None:
+        adapted = method.inner_loop(net, first, images, labels, stream)
+        torch.autograd.grad(method.outer_loss(net, adapted, x, y, torch.ones(10)), images)
 
-    def inner() -> tuple[Tensor, ...]:
-        part = images[:64]
-        return torch.autograd.grad(F.cross_entropy(net(part), labels[:64]), weights, create_graph=True)
+    def inner_pass() -> tuple[Tensor, ...]:
+        batch = images[:64]
+        return torch.autograd.grad(F.cross_entropy(net(batch), labels[:64]), weights, create_graph=True)
 
-    def outer() -> None:
+    def outer_pass() -> None:
         torch.autograd.grad(F.cross_entropy(net(x), y), weights)
 
-    def back() -> float:
-        gradients = inner()
-        return _seconds(lambda: torch.autograd.grad(gradients, [images, *weights], grad_outputs=weights))
+    def second_order_pass() -> float:
+        gradients = inner_pass()
+        return _measure_seconds(lambda: torch.autograd.grad(gradients, [images, *weights], grad_outputs=weights))
 
-    def bare() -> float:
-        return sum(_seconds(inner) + back() for _ in range(method.inner_steps)) + _seconds(outer)
+    def sum_of_passes() -> float:
+        inner = sum(_measure_seconds(inner_pass) + second_order_pass() for _ in range(method.inner_steps))
+        return inner + _measure_seconds(outer_pass)
 
-    for warm in (ours, inner, outer, back):
-        warm()
-    mine, theirs = alternate(25, partial(_seconds, ours), bare)
+    for warm_up in (take_step, inner_pass, outer_pass, second_order_pass):
+        warm_up()
+    steps, passes = alternate(25, partial(_measure_seconds, take_step), sum_of_passes)
     return [
-        Figure("bi-level step", 1e3 * median(mine), "ms"),
-        _compared("bi-level step / sum of its passes", mine, theirs, most=1.5),
+        Measurement("bi-level step", 1e3 * median(steps), "ms"),
+        _measure_ratio("bi-level step / sum of its passes", steps, passes, at_most=1.5),
     ]
 
 
-def metagrad(directory: str | None) -> list[Figure]:
-    """A second-order step of MAML against a plain training step on the same samples, and against cloned modules."""
-    figures = []
+def metagrad(directory: str | None) -> list[Measurement]:
+    """A second-order MAML step against a plain training step on the same samples, and against cloned modules."""
+    measurements = []
     for net in ("conv4", "lstm"):
         command = [sys.executable, "-m", "benchmarks.metagrad", net, "1", "15"]
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        figures += [
-            _compared(f"{net}: second-order / plain step", found["ours"], found["plain"], most=3),
-            _compared(f"{net}: first-order / plain step", found["first order"], found["plain"]),
-            _compared(f"{net}: second-order / cloned modules", found["ours"], found["cloned"], most=1.0),
+        seconds = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        measurements += [
+            _measure_ratio(f"{net}: second-order / plain step", seconds["fewer"], seconds["plain"], at_most=3),
+            _measure_ratio(f"{net}: first-order / plain step", seconds["first order"], seconds["plain"]),
+            _measure_ratio(f"{net}: second-order / cloned modules", seconds["fewer"], seconds["cloned"], at_most=1.0),
         ]
-    return figures
+    return measurements
 
 
-def episode(directory: str | None) -> list[Figure]:
-    """An episode of FRL (10 clients, 300 samples each, Conv-4, R = 3, 32×32) against the bare passes that it needs."""
-    inline, two, bare = (Process("benchmarks.episode", side, "3", waits=True) for side in ("inline", "pool", "bare"))
-    in_turn(3, [inline], [bare], [two])
+def episode(directory: str | None) -> list[Measurement]:
+    """An episode of FRL (10 clients, 300 samples each, Conv-4, R = 3, 32×32) against its bare passes."""
+    inline, pooled, bare = (Process("benchmarks.episode", side, "3", waits=True) for side in ("inline", "pool", "bare"))
+    run_in_turn(3, [inline], [bare], [pooled])
     with count_flops() as tally:
-        passes(torch.randn(SAMPLES, 3, 32, 32), torch.arange(SAMPLES) % 2, clients=1)
-    work_of_all = 1e-9 * CLIENTS * tally.flops
-    reached = work_of_all / median(bare.times)
-    share = f"({reached:.0f} GFLOP/s, a matrix product of 1024² {peak():.0f})"
+        run_bare_passes(torch.randn(SAMPLES, 3, 32, 32), torch.arange(SAMPLES) % 2, clients=1)
+    gflop = 1e-9 * CLIENTS * tally.flops
+    speed = gflop / median(bare.times)
+    detail = f"({speed:.0f} GFLOP/s, a matrix product of 1024² {measure_peak():.0f})"
     return [
-        Figure("an episode inline", median(inline.times), "s"),
-        _compared("inline / bare passes", inline.times, bare.times, most=1.3),
-        _compared("pool of 2 / bare passes", two.times, bare.times, most=0.75),
-        Figure("bare passes", work_of_all, "GF", detail=share),
+        Measurement("an episode inline", median(inline.times), "s"),
+        _measure_ratio("inline / bare passes", inline.times, bare.times, at_most=1.3),
+        _measure_ratio("pool of 2 / bare passes", pooled.times, bare.times, at_most=0.75),
+        Measurement("bare passes", gflop, "GF", detail=detail),
     ]
 
 
-def machines(directory: str | None) -> list[Figure]:
-    """A round of FedAvg with three clients between machines (Flower, on loopback) against inline: what is added."""
-    from fewer.runs.machines import local_cluster  # only here: it needs Flower
+def machines(directory: str | None) -> list[Measurement]:
+    """What Flower (on loopback) adds to an inline round of FedAvg with three clients."""
+    from fewer.runs.machines import local_cluster  # needs Flower
 
     settings = {"method": "fedavg", "data": "digits", "clients": 3, "rounds": 12, "evaluate_every": 12}
 
-    def rounds(seconds: Sequence[float]) -> list[float]:
-        """Not the first, and not the last with its report."""
+    def round_times(seconds: Sequence[float]) -> list[float]:
+        """Return the times of all rounds except the first, and the last with its report."""
         return [after - before for before, after in pairwise(seconds)][:-1]
 
     with tempfile.TemporaryDirectory() as folder:
         inline = start_run(build_experiment(parse_settings(settings)), Path(folder) / "inline")
         begun = time.perf_counter()
         with local_cluster(Path(folder) / "cluster", 3) as server:
-            there = server.start(
+            remote = server.start(
                 build_experiment(parse_settings({**settings, "runtime": "flower"})), Path(folder) / "flower"
             )
-        before = time.perf_counter() - begun - there.seconds
-        packed = json.loads((Path(folder) / "flower/events.jsonl").read_text().splitlines()[-1])
+        startup = time.perf_counter() - begun - remote.seconds
+        last_event = json.loads((Path(folder) / "flower/events.jsonl").read_text().splitlines()[-1])
         lines = (Path(folder) / "flower/ledger.csv").read_text().splitlines()[1:]
-    mine, theirs = (rounds([line["seconds"] for line in run.history]) for run in (there, inline))
+    over_flower, inline_times = (round_times([entry["seconds"] for entry in run.history]) for run in (remote, inline))
     sent = sum(int(line.rpartition(",")[2]) for line in lines)
-    extra = (packed["packed_up"] + packed["packed_down"] - sent) / len(lines)
-    detail = f"({median(mine):.3g} s / {median(theirs):.3g} s; {min(mine):.2g} to {max(mine):.2g} s)"
+    overhead_bytes = (last_event["packed_up"] + last_event["packed_down"] - sent) / len(lines)
+    medians = median(over_flower), median(inline_times)
+    detail = f"({medians[0]:.3g} s / {medians[1]:.3g} s; {min(over_flower):.2g} to {max(over_flower):.2g} s)"
     return [
-        Figure("a round over Flower − a round inline", median(mine) - median(theirs), "s", most=6, detail=detail),
-        Figure("from launch to the first round", before, "s", detail="(SuperLink, three SuperNodes, three clients)"),
-        Figure(
-            "Flower's own bytes in a message",
-            extra,
+        Measurement(
+            "a round over Flower − a round inline",
+            median(over_flower) - median(inline_times),
+            "s",
+            at_most=6,
+            detail=detail,
+        ),
+        Measurement(
+            "from launch to the first round", startup, "s", detail="(SuperLink, three SuperNodes, three clients)"
+        ),
+        Measurement(
+            "Flower's overhead per message",
+            overhead_bytes,
             "B",
             detail=f"({len(lines)} messages, {sent / len(lines):.0f} B each)",
         ),
     ]
 
 
-def _seconds(action: Callable[[], object]) -> float:
+def _measure_seconds(action: Callable[[], object]) -> float:
     begun = time.perf_counter()
     action()
     return time.perf_counter() - begun
 
 
-def _bare(rounds: int, directory: str | None, waits: bool = False) -> Process:
+def _start_bare_loop(rounds: int, directory: str | None, waits: bool = False) -> Process:
     return Process("benchmarks.work", str(rounds), *([directory] if directory else []), waits=waits)
 
 
-def _fewer(rounds: int, settings: dict[str, Any], directory: str | None, waits: bool = False) -> Process:
-    where = [directory] if directory else []
-    return Process("benchmarks.federated", "work", str(rounds), json.dumps(settings), *where, waits=waits)
+def _start_fewer(rounds: int, settings: dict[str, Any], directory: str | None, waits: bool = False) -> Process:
+    arguments = [directory] if directory else []
+    return Process("benchmarks.federated", "work", str(rounds), json.dumps(settings), *arguments, waits=waits)
 
 
-def _compared(what: str, above: list[float], below: list[float], **goal: float) -> Figure:
-    detail = f"({median(above):.3g} s / {median(below):.3g} s)"
-    return Figure(what, ratio(above, below), "x", detail=detail, **goal)
+def _measure_ratio(name: str, numerators: list[float], denominators: list[float], **goal: float) -> Measurement:
+    detail = f"({median(numerators):.3g} s / {median(denominators):.3g} s)"
+    return Measurement(name, median_ratio(numerators, denominators), "x", detail=detail, **goal)
 
 
-def dash(directory: str | None) -> list[Figure]:
-    """The dashboard on 1,000 runs with 1,000,000 events in all, half of them in one run: answers over HTTP."""
-    from benchmarks.dashboard import follow, long_run, made, served
+def dash(directory: str | None) -> list[Measurement]:
+    """Response times of the dashboard on 1,000 runs with 1,000,000 events, half of them in one run."""
+    from benchmarks.dashboard import find_long_run, make_runs, measure_follow, serve
 
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        made(root, runs=1000, events=500, long=500_000)
-        with served(root) as ask:
-            cold, _ = ask("runs")
-            warm, listing = alternate(15, lambda: ask("runs?from=500")[0], lambda: ask("runs?sort=accuracy&find=7")[0])
-            at = f"runs/{long_run(ask)}"
-            first = [ask(f"{at}/events?limit=50")[0] for _ in range(15)]
+        make_runs(root, runs=1000, events=500, long_events=500_000)
+        with serve(root) as request:
+            cold, _ = request("runs")
+            paged, filtered = alternate(
+                15, lambda: request("runs?from=500")[0], lambda: request("runs?sort=accuracy&find=7")[0]
+            )
+            run = f"runs/{find_long_run(request)}"
+            newest = [request(f"{run}/events?limit=50")[0] for _ in range(15)]
             slices: list[float] = []
-            whole = False
-            while not whole:
-                took, told = ask(f"{at}/tally")
-                slices.append(took)
-                whole = told["complete"]
-            told_after = [follow(root, ask) for _ in range(5)]
+            complete = False
+            while not complete:
+                seconds, tally = request(f"{run}/tally")
+                slices.append(seconds)
+                complete = tally["complete"]
+            follow_times = [measure_follow(root, request) for _ in range(5)]
     return [
-        Figure("first list of all, nothing known", cold, "s", most=3),
-        Figure("a page of the list", 1000 * median(warm), "ms", most=100),
-        Figure("a sifted and sorted page", 1000 * median(listing), "ms", most=100),
-        Figure("newest of 500,000 events", 1000 * median(first), "ms", most=100),
-        Figure(
-            "faults and ledger of it, one answer",
+        Measurement("first list of all runs, nothing cached", cold, "s", at_most=3),
+        Measurement("a page of the list", 1000 * median(paged), "ms", at_most=100),
+        Measurement("a filtered and sorted page", 1000 * median(filtered), "ms", at_most=100),
+        Measurement("newest of 500,000 events", 1000 * median(newest), "ms", at_most=100),
+        Measurement(
+            "faults and ledger of that run, one answer",
             1000 * max(slices),
             "ms",
-            most=1000,
+            at_most=1000,
             detail=f"({len(slices)} answers)",
         ),
-        Figure("a round written until a follower is told", median(told_after), "s", most=2),
+        Measurement("from the end of a round to its follower", median(follow_times), "s", at_most=2),
     ]
 
 
-SUITE: dict[str, Callable[[str | None], list[Figure]]] = {
-    one.__name__: one
-    for one in (overhead, pool, whole, help, population, wire, condense, metagrad, episode, machines, dash)
+SUITE: dict[str, Callable[[str | None], list[Measurement]]] = {
+    benchmark.__name__: benchmark
+    for benchmark in (overhead, pool, end_to_end, help, population, wire, condense, metagrad, episode, machines, dash)
 }

@@ -1,8 +1,9 @@
-"""The work that is timed, and the bare loop that does it: nothing but NumPy and torch.
+"""The workload, and a bare loop in NumPy and torch that runs it.
 
-FedAvg with 20 clients, Dirichlet(0.5) on half of the training images, 10 clients a round, 20 SGD steps of 32, the full
-test set each round. Cohorts and batches are functions of round and client alone, so all who run it must agree.
-`python -m benchmarks.work ROUNDS [DIR]` runs the bare loop as a process of its own.
+FedAvg with 20 clients, Dirichlet(0.5) on half of the training images, a cohort of 10, 20 local steps with batches of
+32, and the full test set each round. Cohorts and batches depend on round and client only, so all implementations must
+agree.
+`python -m benchmarks.work ROUNDS [DIR]` runs the bare loop in a separate process.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-CLIENTS, DEFAULT_COHORT, STEPS, BATCH, LR, ALPHA = 20, 10, 20, 32, 0.1, 0.5
-MEAN, DEVIATION = 0.1307, 0.3081
+CLIENTS, COHORT, LOCAL_STEPS, BATCH_SIZE, LR, ALPHA = 20, 10, 20, 32, 0.1, 0.5
+MEAN, STD = 0.1307, 0.3081
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
 Array = NDArray[Any]
 
 
-class Turns:
-    """Progress of a run: prints each round as a line of JSON, then waits for a line, unless its input has ended."""
+class RoundPrinter:
+    """A progress callback. It prints each round as a line of JSON, then waits for a line until stdin is closed."""
 
     def __init__(self) -> None:
         self.begun = time.perf_counter()
@@ -38,15 +39,15 @@ class Turns:
 
     def on_answer(self, round: int, done: int, asked: int) -> None: ...
 
-    def on_round_end(self, figures: Mapping[str, Any]) -> None:
+    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
         seconds = time.perf_counter() - self.begun
-        print(json.dumps({"seconds": seconds, "accuracy": figures.get("accuracy")}), flush=True)
+        print(json.dumps({"seconds": seconds, "accuracy": metrics.get("accuracy")}), flush=True)
         sys.stdin.readline()
         self.begun = time.perf_counter()
 
 
 class Arrays(NamedTuple):
-    """Images as bytes, labels, and the client of each training sample."""
+    """Images as uint8, labels, and the client of each training sample."""
 
     x: Array
     y: Array
@@ -55,15 +56,15 @@ class Arrays(NamedTuple):
     client_ids: Array
 
 
-def arrays(directory: str | None = None) -> Arrays:
-    """Half of MNIST's training images and all test images from DIR/mnist, or a synthetic set of the same shape."""
-    x, y, test_x, test_y = _mnist(Path(directory) / "mnist") if directory else _synthetic()
+def load_arrays(directory: str | None = None) -> Arrays:
+    """Load half of MNIST's training images and all test images from DIR/mnist, or synthetic ones of that shape."""
+    x, y, test_x, test_y = _load_mnist(Path(directory) / "mnist") if directory else _make_synthetic()
     half = np.random.default_rng(0).permutation(len(x))[: len(x) // 2]
-    return Arrays(x[half], y[half], test_x, test_y, _owners(y[half]))
+    return Arrays(x[half], y[half], test_x, test_y, _assign_clients(y[half]))
 
 
-def net() -> nn.Sequential:
-    """Fewer's small CNN with group norm."""
+def build_net() -> nn.Sequential:
+    """Build Fewer's small CNN with group norm."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 6, 3, 2, 1),
@@ -79,106 +80,108 @@ def net() -> nn.Sequential:
     )
 
 
-def cohort(round: int) -> list[int]:
-    """Who trains in this round."""
-    return [int(client) for client in np.random.default_rng(round).choice(CLIENTS, DEFAULT_COHORT, replace=False)]
+def sample_cohort(round: int) -> list[int]:
+    """Sample the clients of a round."""
+    return [int(client) for client in np.random.default_rng(round).choice(CLIENTS, COHORT, replace=False)]
 
 
-def batches(round: int, client: int, count: int) -> Tensor:
-    """Which of its `count` samples a client trains on (steps × batch)."""
-    return torch.randint(count, (STEPS, BATCH), generator=torch.Generator().manual_seed(round * 1000 + client))
+def sample_batches(round: int, client: int, count: int) -> Tensor:
+    """Sample the indices of a client's batches (steps × batch size) among its `count` samples."""
+    return torch.randint(
+        count, (LOCAL_STEPS, BATCH_SIZE), generator=torch.Generator().manual_seed(round * 1000 + client)
+    )
 
 
-def bare(given: Arrays) -> Iterator[float]:
-    """The plain torch loop: the accuracy after each round, for ever."""
-    x, test_x = _floats(given.x), _floats(given.test_x)
-    y, test_y = (torch.from_numpy(labels.astype(np.int64)) for labels in (given.y, given.test_y))
-    own = [torch.from_numpy(np.flatnonzero(given.client_ids == client)) for client in range(CLIENTS)]
-    data = [(x[rows], y[rows]) for rows in own]
+def run_bare_loop(arrays: Arrays) -> Iterator[float]:
+    """Run FedAvg as a plain torch loop without end; yield the accuracy after each round."""
+    x, test_x = _normalize(arrays.x), _normalize(arrays.test_x)
+    y, test_y = (torch.from_numpy(labels.astype(np.int64)) for labels in (arrays.y, arrays.test_y))
+    rows = [torch.from_numpy(np.flatnonzero(arrays.client_ids == client)) for client in range(CLIENTS)]
+    data = [(x[indices], y[indices]) for indices in rows]
     del x, y
-    model, local = net(), net()
-    theirs, ours = list(model.parameters()), list(local.parameters())
+    global_net, local_net = build_net(), build_net()
+    global_weights, local_weights = list(global_net.parameters()), list(local_net.parameters())
     round = 0
     while True:
         round += 1
-        asked = cohort(round)
-        total = sum(len(data[client][1]) for client in asked)
-        sums = [torch.zeros_like(weight) for weight in theirs]
-        for client in asked:
-            _copy(theirs, ours)
-            _train(local, *data[client], batches(round, client, len(data[client][1])))
+        cohort = sample_cohort(round)
+        total = sum(len(data[client][1]) for client in cohort)
+        sums = [torch.zeros_like(weight) for weight in global_weights]
+        for client in cohort:
+            _copy(global_weights, local_weights)
+            _train(local_net, *data[client], sample_batches(round, client, len(data[client][1])))
             with torch.no_grad():
-                for sum_, weight in zip(sums, ours, strict=True):
-                    sum_.add_(weight, alpha=len(data[client][1]) / total)
-        _copy(sums, theirs)
-        yield _test(model, test_x, test_y)
+                for weighted_sum, weight in zip(sums, local_weights, strict=True):
+                    weighted_sum.add_(weight, alpha=len(data[client][1]) / total)
+        _copy(sums, global_weights)
+        yield _test(global_net, test_x, test_y)
 
 
-def _train(model: nn.Module, x: Tensor, y: Tensor, numbers: Tensor) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    for rows in numbers:
+def _train(net: nn.Module, x: Tensor, y: Tensor, batches: Tensor) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    for rows in batches:
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
 
 @torch.no_grad()
-def _copy(source: list[Any], target: list[Any]) -> None:
-    for one, other in zip(source, target, strict=True):
-        other.copy_(one)
+def _copy(sources: list[Any], targets: list[Any]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source)
 
 
 @torch.no_grad()
-def _test(model: nn.Module, x: Tensor, y: Tensor) -> float:
+def _test(net: nn.Module, x: Tensor, y: Tensor) -> float:
     chunks = zip(torch.split(x, 1000), torch.split(y, 1000), strict=True)
-    return sum(int((model(one).argmax(1) == labels).sum()) for one, labels in chunks) / len(y)
+    return sum(int((net(images).argmax(1) == labels).sum()) for images, labels in chunks) / len(y)
 
 
-def _floats(images: Array) -> Tensor:
-    return torch.from_numpy(((images[:, None].astype(np.float32) / 255) - MEAN) / DEVIATION)
+def _normalize(images: Array) -> Tensor:
+    return torch.from_numpy(((images[:, None].astype(np.float32) / 255) - MEAN) / STD)
 
 
-def _owners(y: Array) -> Array:
-    """The client of each sample: each class in proportions from Dirichlet(0.5), at least ten samples a client."""
+def _assign_clients(y: Array) -> Array:
+    """Assign each sample to a client: each class by Dirichlet(0.5), with at least ten samples per client."""
     draw = np.random.default_rng(0)
     while True:
-        owners = np.empty(len(y), np.int64)
+        clients = np.empty(len(y), np.int64)
         for label in range(10):
             rows = draw.permutation(np.flatnonzero(y == label))
-            shares = np.cumsum(draw.dirichlet([ALPHA] * CLIENTS))[:-1]
-            for client, part in enumerate(np.split(rows, (shares * len(rows)).astype(int))):
-                owners[part] = client
-        if np.bincount(owners, minlength=CLIENTS).min() >= 10:
-            return owners
+            fractions = np.cumsum(draw.dirichlet([ALPHA] * CLIENTS))[:-1]
+            for client, part in enumerate(np.split(rows, (fractions * len(rows)).astype(int))):
+                clients[part] = client
+        if np.bincount(clients, minlength=CLIENTS).min() >= 10:
+            return clients
 
 
-def _mnist(folder: Path) -> list[Array]:
-    found = []
+def _load_mnist(folder: Path) -> list[Array]:
+    arrays = []
     for name in FILES:
         raw = gzip.decompress((folder / f"{name}.gz").read_bytes())
         shape = [int.from_bytes(raw[4 + 4 * i : 8 + 4 * i], "big") for i in range(raw[3])]
-        found.append(np.frombuffer(bytearray(raw), np.uint8, offset=4 + 4 * raw[3]).reshape(shape))
-    return found
+        arrays.append(np.frombuffer(bytearray(raw), np.uint8, offset=4 + 4 * raw[3]).reshape(shape))
+    return arrays
 
 
-def _synthetic() -> list[Array]:
-    """Ten bright patterns on black, of which each image has some pixels: as well conditioned as MNIST."""
+def _make_synthetic() -> list[Array]:
+    """Make images with some pixels of one of ten bright patterns on black; they train as well as MNIST."""
     draw = np.random.default_rng(1)
     patterns = (draw.random((10, 28, 28)) < 0.2).astype(np.uint8) * 200
-    found: list[Array] = []
+    arrays: list[Array] = []
     for count in (60000, 10000):
         y = draw.integers(0, 10, count, np.uint8)
-        found += [patterns[y] * (draw.integers(0, 256, (count, 28, 28), np.uint8) < 30), y]
-    return found
+        arrays += [patterns[y] * (draw.integers(0, 256, (count, 28, 28), np.uint8) < 30), y]
+    return arrays
 
 
 def main() -> None:
-    """The bare loop, round by round."""
+    """Run the bare loop and print each round."""
     torch.set_num_threads(1)
     rounds, *directory = sys.argv[1:]
-    turns = Turns()
-    for accuracy in islice(bare(arrays(*directory)), int(rounds)):
-        turns.round({"accuracy": accuracy})
+    printer = RoundPrinter()
+    for accuracy in islice(run_bare_loop(load_arrays(*directory)), int(rounds)):
+        printer.on_round_end({"accuracy": accuracy})
 
 
 if __name__ == "__main__":

@@ -618,7 +618,7 @@ def test_a_directory_of_runs_and_comparisons_is_reported_completely(tmp_path: Pa
     shutil.copytree(runs / "local-0", tmp_path / "all/compared/local-seed0")
     output = call("report", tmp_path / "all", "--out", tmp_path / "report").stdout
     page = Page(tmp_path / "report/report.html")
-    assert page.row("fedavg") and page.row("local") and "files of its pictures are in" in output
+    assert page.row("fedavg") and page.row("local") and "files of plots in" in output
 
 
 def test_a_report_without_a_picture_is_written(tmp_path: Path, runs: Path) -> None:
@@ -669,7 +669,7 @@ def test_invalid_run_directories_are_errors(tmp_path: Path, runs: Path) -> None:
     (broken / "metrics.jsonl").unlink()
     with pytest.raises(RunError, match="metrics.jsonl cannot be read"):  # a checkpoint tells of rounds
         write_report([broken], out)
-    (broken / "settings.json").write_text('{"format": 1}')
+    (broken / "settings.json").write_text('{"format": 2}')
     with pytest.raises(RunError, match="settings.json cannot be read"):
         write_report([broken], out)
     assert not out.exists()

@@ -110,13 +110,13 @@ def test_sampling(digits: Data, tmp_path: Path) -> None:
             drawn += clients.sample(3)
         counts = np.bincount(drawn, minlength=6)
         assert counts.min() > 70 and counts.max() < 130  # each of the six in about half of the rounds
-        with pytest.raises(SettingError, match="cohort = 7, but there are 6 clients"):
+        with pytest.raises(SettingError, match="cohort = 7, but there are only 6 clients"):
             clients.sample(7)
         assert clients.eval_cohort() == list(range(6))
 
 
 def test_a_cohort_larger_than_the_population(digits: Data) -> None:
-    with pytest.raises(SettingError, match="cohort = 7, but there are 6 clients"):
+    with pytest.raises(SettingError, match="cohort = 7, but there are only 6 clients"):
         fewer.run(FedAvg(cohort=7), digits)
 
 

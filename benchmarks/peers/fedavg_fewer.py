@@ -1,4 +1,4 @@
-"""Fewer: its FedAvg with the harness's cohorts, batches, model and data; --procs 2 is a pool of 2 workers."""
+"""Fewer's FedAvg with the harness's cohorts, batches, model and data; --procs 2 uses a pool of 2 workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Drawn(fewer.FedAvg):
-    """FedAvg whose clients and batches of a round are the harness's."""
+    """FedAvg with the harness's cohorts and batches."""
 
     name: ClassVar[str] = "drawn"
 
@@ -23,11 +23,11 @@ class Drawn(fewer.FedAvg):
         return list(C.cohort(clients.round - 1))
 
     def numbers(self, client: fewer.Client) -> Tensor:
-        drawn: Tensor = C.batches(client.round - 1, client.id, len(client.train))
-        return drawn
+        indices: Tensor = C.batches(client.round - 1, client.id, len(client.train))
+        return indices
 
     def report(self, state: Any, clients: fewer.Clients, data: Any) -> dict[str, Any]:
-        """Nothing after the last round: the workload has only the common test."""
+        """Return nothing after the last round: the workload has only the common test."""
         return {}
 
 
@@ -40,8 +40,8 @@ class Clock:
 
     def on_answer(self, round: int, done: int, asked: int) -> None: ...
 
-    def on_round_end(self, figures: Mapping[str, Any]) -> None:
-        self.log.round(figures["accuracy"])
+    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
+        self.log.round(metrics["accuracy"])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Fewer: its second-order MAML gradient, on the net, task, check and timing of the harness's metagrad.py."""
+"""Fewer's second-order MAML gradient, with the net, task, check and timing of the harness's metagrad.py."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any
 
 import metagrad as M  # type: ignore[import-not-found]
 
-from fewer.learning.adapt import trainable_weights, meta_gradient
+from fewer.learning.adapt import meta_gradient, trainable_weights
 
 
-def ours(net: Any, task: Any, steps: int) -> list[Any]:
+def fewer_gradient(net: Any, task: Any, steps: int) -> list[Any]:
     sx, sy, qx, qy = task
-    found = meta_gradient(net, trainable_weights(net), [(sx, sy)] * steps, (qx, qy), M.LR, first_order=False)
-    return list(found.weights.values())
+    gradient = meta_gradient(net, trainable_weights(net), [(sx, sy)] * steps, (qx, qy), M.LR, first_order=False)
+    return list(gradient.weights.values())
 
 
 def main() -> None:
     net, task = M.conv4(), M.task()
     for steps in (1, 5):
-        theirs, mine = M.bare(net, task, steps), ours(net, task, steps)
-        apart = max(float((a - b).abs().max()) for a, b in zip(theirs, mine, strict=True))
-        top = max(float(t.abs().max()) for t in theirs)
-        assert apart < 1e-3 * top + 1e-7, (steps, apart, top)
+        reference, ours = M.bare(net, task, steps), fewer_gradient(net, task, steps)
+        error = max(float((a - b).abs().max()) for a, b in zip(reference, ours, strict=True))
+        largest = max(float(t.abs().max()) for t in reference)
+        assert error < 1e-3 * largest + 1e-7, (steps, error, largest)
         times: list[float] = []
         begun = time.time()
         for number in range(M.WARM + M.MAXN):
             start = time.perf_counter()
-            ours(net, task, steps)
+            fewer_gradient(net, task, steps)
             if number >= M.WARM:
                 times.append(1e3 * (time.perf_counter() - start))
             if len(times) >= 5 and time.time() - begun > M.BUDGET:
                 break
         line = {"workload": f"metagrad-{steps}", "ms_median": round(statistics.median(times), 2), "n": len(times)}
-        print("PEER " + json.dumps({**line, "rel_err": round(apart / top, 8)}), flush=True)
+        print("PEER " + json.dumps({**line, "rel_err": round(error / largest, 8)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -271,13 +271,13 @@ def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, opened: Open) -
         expect(page.locator(".message")).to_contain_text("Started process")
         wait_for(lambda: page.evaluate(done) > before)
         expect(page.locator(".state")).to_contain_text("● running")
-        expect(page.get_by_role("region", name="Log of fewer resume")).to_contain_text("goes on after round")
+        expect(page.get_by_role("region", name="Log of fewer resume")).to_contain_text("resumes after round")
         page.get_by_role("button", name="Stop").click()
         expect(page.locator(".state")).to_contain_text("■ stopped")
         events = page.get_by_role("region", name="Events, newest first").locator("tbody td:nth-child(2)")
         expect(events).to_have_text(["stop", "resume", "stop", "start"])
         id = site.row("mine")["id"]
-        wait_for(lambda: any("Stopped. Go on with" in line for line in site.get(f"runs/{id}/log")["lines"]))
+        wait_for(lambda: any("Stopped. Resume with" in line for line in site.get(f"runs/{id}/log")["lines"]))
     expect(page.locator("#connection")).to_have_text("Connection lost. Reconnecting …")
 
 

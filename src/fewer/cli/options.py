@@ -31,7 +31,7 @@ def complete_models(incomplete: str) -> list[str]:
 
 
 def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[Command], Command]:
-    """Adds an option for each setting. The command receives those that the user gave as the dict `given`.
+    """Adds an option for each setting. The command receives the given ones as the dict `given`.
 
     `texts` replace help texts of options that mean something else in this command.
     """

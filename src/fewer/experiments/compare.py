@@ -100,7 +100,7 @@ ProgressFactory = Callable[[str], Progress | None]
 """Makes the progress display of a run from its label, such as "fedavg seed 1"."""
 
 
-class Entry(NamedTuple):
+class ComparedMethod(NamedTuple):
     """A method to compare: its label and experiment, and the method itself if it was given as an object."""
 
     label: str
@@ -150,7 +150,7 @@ def compare(
 
 def _entries(
     methods: Sequence[Method | str], data: Data | str, model: Model, settings: Mapping[str, Any]
-) -> list[Entry]:
+) -> list[ComparedMethod]:
     """The experiment of each method, built before the first run so that mistakes show early."""
     common = {name: value for name, value in settings.items() if name not in ("method_options", "rounds", "cohort")}
     overrides = {name: value for name in ("rounds", "cohort") if (value := settings.get(name)) is not None}
@@ -166,7 +166,7 @@ def _entries(
             chosen = {**common, **overrides, "method_options": options[find(given).name]}
             experiments.append(describe_experiment(given, data, model, chosen))
     labels = _labels([experiment.method for experiment in experiments])
-    return [Entry(*entry) for entry in zip(labels, experiments, objects, strict=True)]
+    return [ComparedMethod(*entry) for entry in zip(labels, experiments, objects, strict=True)]
 
 
 def _override(method: Method, overrides: Mapping[str, Any]) -> Method:

@@ -293,9 +293,9 @@ class Method(BaseModel):
         """The hyperparameters that `--tune` searches. Default: `tunable`."""
         return self.tunable
 
-    def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
+    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Method, Data]:
         """The method and data of a tuning trial, which never sees test data. Default: holds out training samples."""
-        return self, data.hold_out(share, seed)
+        return self, data.hold_out(fraction, seed)
 
     # The trained models.
 

@@ -113,7 +113,7 @@ class FewShot(Method):
         """Draws the clients that are asked in this round."""
         return clients.sample(len(clients) if self.cohort is None else self.cohort)
 
-    def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
+    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Method, Data]:
         """A tuning trial is evaluated on validation classes."""
         return self.model_copy(update={"eval_classes": "validation"}), data
 

@@ -133,17 +133,17 @@ class EvaluatedOnGroups(Method):
 
     def draw_group(self, samples: Samples, unseen: Sequence[int], num_unseen: int, seed: int, number: int) -> Group:
         """Draws the group of this number: the same for all methods and rounds."""
-        draw = np.random.default_rng(seed_of(seed, "group", number))
+        rng = np.random.default_rng(seed_of(seed, "group", number))
         labels = samples.labels.cpu().numpy()
         seen = np.setdiff1d(labels, unseen)
         classes = [
-            *draw.choice(list(unseen), num_unseen, replace=False),
-            *draw.choice(seen, self.way - num_unseen, False),
+            *rng.choice(list(unseen), num_unseen, replace=False),
+            *rng.choice(seen, self.way - num_unseen, False),
         ]
         rows = np.concatenate(
-            [draw.permutation(np.flatnonzero(labels == label))[: self.samples_per_class] for label in classes]
+            [rng.permutation(np.flatnonzero(labels == label))[: self.samples_per_class] for label in classes]
         )
-        parts = PARTITIONERS[self.partition](labels[rows], PartitionSpec(self.partition, self.group_size), draw)
+        parts = PARTITIONERS[self.partition](labels[rows], PartitionSpec(self.partition, self.group_size), rng)
         generator = stream(seed, "group", number)
         splits = [
             split_support_query(
@@ -156,7 +156,7 @@ class EvaluatedOnGroups(Method):
         shuffled = torch.cat(query_rows)[order]
         return Group([support for support, _ in splits if len(support)], replace(samples, rows=shuffled))
 
-    def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
+    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Method, Data]:
         """Tunes on training classes that are held out as unseen."""
         fewer_groups = {"eval_groups": min(self.eval_groups, TUNING_GROUPS)}
-        return self.model_copy(update=fewer_groups), data.hold_out_classes(share, seed)
+        return self.model_copy(update=fewer_groups), data.hold_out_classes(fraction, seed)

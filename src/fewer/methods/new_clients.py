@@ -73,7 +73,7 @@ class NewClients(Method):
         """Splits the clients into training, validation and new ones, by the seed of the run."""
         return _split_clients(len(clients), CLIENT_FRACTIONS, clients.seed)
 
-    def tuning_split(self, data: Data, share: float, seed: int) -> tuple[Method, Data]:
+    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Method, Data]:
         """Tunes on the validation clients."""
         return self.model_copy(update={"eval_clients": "validation"}), data
 

@@ -126,13 +126,13 @@ class Clients(ABC):
         candidates = range(self.population) if among is None else among
         if not 1 <= count <= len(candidates):
             raise SettingError(
-                f"cohort = {count}, but there are {len(candidates)} clients (allowed: 1 … {len(candidates)})"
+                f"cohort = {count}, but there are only {len(candidates)} clients (allowed: 1 … {len(candidates)})"
             )
         rng = np.random.default_rng(seed_of(self.seed, self.round, purpose))
         return [candidates[index] for index in rng.choice(len(candidates), count, replace=False)]
 
     def eval_cohort(self, among: Sequence[int] | None = None) -> list[int]:
-        """The clients to evaluate on: all clients, or all `among`. Of more than 100, always the same 100."""
+        """The clients to evaluate on: all of them, or all `among`. If there are more than 100, always the same 100."""
         candidates = range(self.population) if among is None else among
         if len(candidates) <= MAX_EVAL_COHORT:
             return list(candidates)

@@ -125,7 +125,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Reply:
-    """An encoded answer, or the reason why there is none."""
+    """An encoded answer, or the reason why it is missing."""
 
     blob: bytes
     failure: Failure | None = None

@@ -1,15 +1,15 @@
 """Sealed messages: end-to-end encryption from one client to another through an untrusted relay.
 
 The relay can neither read, change, forge nor replay a sealed message. Each message is encrypted with ChaCha20-Poly1305
-under a key that is used once. HKDF (SHA-256) derives that key from two X25519 exchanges with the receiver's key: one of
-an ephemeral key of the sender, one of the sender's static key. So only the receiver can read the message, and only the
-sender can have written it (the one-way pattern K of the Noise protocols).
+under a key that is used once. HKDF (SHA-256) derives that key from two X25519 exchanges with the receiver's key: one
+with an ephemeral key of the sender, one with the sender's static key. So only the receiver can read the message, and
+only the sender can have written it (the one-way pattern K of the Noise protocols).
 
 The header names sender, receiver, kind, round and number. The relay can read it, but the seal authenticates it. The
 seal also covers the context, which identifies the run. Both sides know the context, so it is never sent.
 
 Layout: `FWS1`, header length (4 bytes), header as JSON, ephemeral public key (32 bytes), ciphertext with its tag
-(16 bytes). Fingerprints tell whose key is whose; they must not come from the relay.
+(16 bytes). Clients recognize each other's keys by fingerprints, which must not come from the relay.
 """
 
 from __future__ import annotations

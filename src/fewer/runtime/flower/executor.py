@@ -50,7 +50,7 @@ def send_heartbeat(http: RuntimeHttpClient) -> bool:
 
 
 def acquire_question(http: RuntimeHttpClient) -> str:
-    """The token of a question that waits at the SuperNode; "" if there is none."""
+    """The token of a question that waits at the SuperNode, or ""."""
     try:
         return http.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])).token
     except httpx.HTTPError:  # the SuperNode has not started yet, or has ended
