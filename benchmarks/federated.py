@@ -28,7 +28,7 @@ class Drawn(fewer.FedAvg):
     def sample_cohort(self, clients: fewer.Clients) -> list[int]:
         return work.sample_cohort(clients.round)
 
-    def numbers(self, client: fewer.Client) -> Tensor:
+    def batch_indices(self, client: fewer.Client) -> Tensor:
         return work.sample_batches(client.round, client.id, len(client.train))
 
 

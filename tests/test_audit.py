@@ -187,7 +187,9 @@ def test_total_variation_and_psnr_by_arithmetic() -> None:
 # --- the command --------------------------------------------------------------------------------------------------
 
 FAST = ["--steps", "2", "--starts", "1"]
-SMALL = [f"--method-option={setting}" for setting in ("matching_steps=3", "outer_steps=1", "server_steps=5", "per_class=4")]
+SMALL = [
+    f"--method-option={setting}" for setting in ("matching_steps=3", "outer_steps=1", "server_steps=5", "per_class=4")
+]
 
 
 @pytest.fixture(scope="module")

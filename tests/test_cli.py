@@ -49,7 +49,9 @@ def test_json_on_standard_output_is_only_json(tmp_path: Path) -> None:
 
 def test_toml_and_flags(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
-    file.write_text('method = "fedprox"\ndata = "digits"\nclients = 5\nrounds = 3\nnorm = "batch"\n[method_options]\nmu = 0.5\n')
+    file.write_text(
+        'method = "fedprox"\ndata = "digits"\nclients = 5\nrounds = 3\nnorm = "batch"\n[method_options]\nmu = 0.5\n'
+    )
     call("run", "--settings", file, "--rounds", "1", "-o", "lr=0.05", "--out", tmp_path / "run")
     kept = json.loads((tmp_path / "run/settings.json").read_text())
     assert kept["settings"]["clients"] == 5 and kept["settings"]["norm"] == "batch"
@@ -62,12 +64,21 @@ def test_toml_and_flags(tmp_path: Path) -> None:
         (["run", "fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'? (allowed: "),
         (["run", "fedavg", "--data", "digit"], "unknown data 'digit', did you mean 'digits'?"),
         (["run", "fedavg", "--data", "npy:x"], "unknown data format 'npy', did you mean 'npz'?"),
-        (["run", "fedavg", "--data", "npz:none.npz"], "no 'none.npz' here, and no data directory: pass --data-dir or set FEWER_DATA"),
+        (
+            ["run", "fedavg", "--data", "npz:none.npz"],
+            "no 'none.npz' here, and no data directory: pass --data-dir or set FEWER_DATA",
+        ),
         (["run", "fedavg", *DIGITS, "--cohort", "7"], "cohort = 7, but there are only 6 clients (allowed: 1 … 6)"),
-        (["run", "fedavg", *DIGITS, "-o", "local_step=1"], "unknown option of fedavg 'local_step', did you mean 'local_steps'?"),
+        (
+            ["run", "fedavg", *DIGITS, "-o", "local_step=1"],
+            "unknown option of fedavg 'local_step', did you mean 'local_steps'?",
+        ),
         (["run", "fedavg", *DIGITS, "-o", "lr=-1"], "fedavg: lr = -1: input should be greater than 0"),
         (["run", "fedavg", *DIGITS, "-o", "lr"], "option 'lr' is not of the form name=value"),
-        (["run", "fedavg", *DIGITS, "-o", "codec=int4"], "codec = 'int4': unknown codec 'int4', did you mean 'int8'? (allowed: bfloat16"),
+        (
+            ["run", "fedavg", *DIGITS, "-o", "codec=int4"],
+            "codec = 'int4': unknown codec 'int4', did you mean 'int8'? (allowed: bfloat16",
+        ),
         (["run", "fedavg", *DIGITS, "--drop", "1.5"], "drop = 1.5: input should be less than or equal to 1"),
         (
             ["run", "fedavg", *DIGITS, "--partition", "odd"],
@@ -84,7 +95,10 @@ def test_toml_and_flags(tmp_path: Path) -> None:
         (["run", "none.py:Mine"], "no file 'none.py' (in 'none.py:Mine'; expected: FILE.py:Name)"),
         (["run", "--settings", "none.toml"], "none.toml cannot be read: No such file"),
         (["resume", "nowhere"], "nowhere is not a run directory: it does not exist"),
-        (["compare", "fedavg", "fedprox", *DIGITS, "-o", "nu=1"], "option 'nu': none of the methods has it (fedavg, fedprox)"),
+        (
+            ["compare", "fedavg", "fedprox", *DIGITS, "-o", "nu=1"],
+            "option 'nu': none of the methods has it (fedavg, fedprox)",
+        ),
         (["predict", "nowhere", "--data", "digits"], "nowhere is not a run directory"),
         (["methods", "fedmax"], "unknown method 'fedmax'"),
     ],

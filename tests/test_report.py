@@ -318,7 +318,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fewer.run(Bold(rounds=3, cohort=4), data, out=folder / "bold", drop=0.3)
     own = from_arrays(data.source.x, data.source.y, clients=3, partition="iid", name="<i>own</i>")
     fewer.run(FedAvg(rounds=1, cohort=3), own, out=folder / "own")
-    small = {"per_class": 3, "matching_steps": 1, "outer_steps": 0, "server_steps": 1, "pseudo_weight": 0, "codec": "float32"}
+    small = {
+        "per_class": 3,
+        "matching_steps": 1,
+        "outer_steps": 0,
+        "server_steps": 1,
+        "pseudo_weight": 0,
+        "codec": "float32",
+    }
     fewer.run(FedMK(rounds=3, cohort=4, **small), data, out=folder / "fedmk")
     held = fewer.data.load("digits", clients=5, alpha=1.0, validation=0.2)
     fewer.run(MetaFed(rounds=3, local_steps=2), held, out=folder / "metafed", drop=0.2)

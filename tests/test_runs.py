@@ -249,7 +249,7 @@ def test_ones_own_model_as_class_and_as_object(digits: Data, tmp_path: Path) -> 
     by_object = fewer.run(FedAvg(rounds=1, cohort=3, lr=1e-9), digits, model=start)
     assert torch.allclose(by_object.state.model["layer.weight"], torch.tensor(0.25))
     with pytest.raises(RunError, match="with your own model"):
-        fewer.open_run(tmp_path / "class").model
+        _ = fewer.open_run(tmp_path / "class").model
     net = fewer.open_run(tmp_path / "class", model=Net).model
     x, _ = digits.test.slice(0, 5)
     assert not net.training and torch.equal(net(x), by_class.model(x))
@@ -265,7 +265,7 @@ def test_a_model_that_does_not_fit(digits: Data) -> None:
 def test_load_gives_the_trained_models(digits: Data, tmp_path: Path) -> None:
     result = fewer.run(Local(rounds=2, cohort=6), digits, out=tmp_path / "local")
     with pytest.raises(SettingError, match="local has no global model"):
-        fewer.open_run(tmp_path / "local").model
+        _ = fewer.open_run(tmp_path / "local").model
     with pytest.raises(SettingError, match=r"client = 6 \(allowed: 0 … 5\)"):
         fewer.open_run(tmp_path / "local").personal_model(6)
     x, y = digits.client(2).test.slice(0, 1000)

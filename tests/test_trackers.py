@@ -16,7 +16,7 @@ from fewer.data import Data
 from fewer.errors import SettingError
 from fewer.registry import TRACKERS
 from fewer.runs.directory import RunDirectory
-from fewer.runs.trackers import RunInfo, Metrics, scalars
+from fewer.runs.trackers import Metrics, RunInfo, scalars
 from tests.examples import Stop, Stopping
 from tests.test_cli import DIGITS, call
 

@@ -1,7 +1,7 @@
-"""Hooks of the docs site: pages that are made of the code when the site is built, so that they say what it does.
+"""Hooks of the docs site. They generate reference pages from the code when the site is built.
 
-A page with a comment `<!-- made of the code: NAME -->` has there what `MAKERS[NAME]` makes. Where the docs are read
-without the site, the comment is not seen, and the text around it says which command tells the same.
+A comment `<!-- made of the code: NAME -->` in a page is replaced by the output of `GENERATORS[NAME]`. Without the site,
+the comment is invisible, and the text around it names the command that prints the same.
 """
 
 from __future__ import annotations
@@ -27,44 +27,49 @@ from fewer.runs.settings import Settings
 
 MARK = re.compile(r"<!-- made of the code: (\w+) -->")
 RESULTS, REST = "results/", "…"
-"""Places in the navigation: of all results, and of pages that it does not name."""
+"""Placeholders in the navigation: for all results, and for pages that it does not list."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put all results into the navigation, by paper, and every page that it does not name."""
+    """Add all results, by paper, and every unlisted page to the navigation."""
     root = Path(config.docs_dir)
     pages = sorted(page.relative_to(root).as_posix() for page in root.rglob("*.md"))
     papers = groupby((page for page in pages if page.startswith(RESULTS)), lambda page: page.split("/")[1])
-    results = [{paper: list(some)} for paper, some in papers]
-    rest = [page for page in pages if not page.startswith(RESULTS) and page not in set(_named(config.nav))]
-    config.nav = _filled(config.nav, {RESULTS: results, REST: rest})
+    results = [{paper: list(paper_pages)} for paper, paper_pages in papers]
+    rest = [page for page in pages if not page.startswith(RESULTS) and page not in set(_listed_pages(config.nav))]
+    config.nav = _fill_placeholders(config.nav, {RESULTS: results, REST: rest})
     return config
 
 
-def _named(nav: Any) -> Iterator[str]:
+def _listed_pages(nav: Any) -> Iterator[str]:
     if isinstance(nav, str):
         yield nav
     else:
         for part in nav.values() if isinstance(nav, dict) else nav:
-            yield from _named(part)
+            yield from _listed_pages(part)
 
 
-def _filled(nav: Any, places: Mapping[str, list[Any]]) -> Any:
-    """The navigation with what belongs into its places: a section of its own, or more entries of a section."""
+def _fill_placeholders(nav: Any, entries: Mapping[str, list[Any]]) -> Any:
+    """Replace the placeholders in the navigation: a whole section, or entries of a section."""
     if isinstance(nav, dict):
-        return {title: places[part] if part == RESULTS else _filled(part, places) for title, part in nav.items()}
+        return {
+            title: entries[part] if part == RESULTS else _fill_placeholders(part, entries)
+            for title, part in nav.items()
+        }
     if isinstance(nav, list):
-        return [one for part in nav for one in (places[REST] if part == REST else [_filled(part, places)])]
+        return [
+            item for part in nav for item in (entries[REST] if part == REST else [_fill_placeholders(part, entries)])
+        ]
     return nav
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in what is made of the code."""
-    return MARK.sub(lambda mark: "\n".join(MAKERS[mark[1]]()), markdown)
+    """Replace the comments of a page by generated text."""
+    return MARK.sub(lambda mark: "\n".join(GENERATORS[mark[1]]()), markdown)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """The index of the search as a script, which a page can load that was opened as a file."""
+    """Write the search index as a script too, which pages opened as files can load."""
     index = Path(config.site_dir) / "search/search_index.json"
     index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
 
@@ -80,30 +85,31 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def _commands() -> Iterator[str]:
-    """Every command with its arguments and options; the settings that many share, once."""
+    """List every command with its arguments and options; list the shared settings once."""
     shared = {option.name: option for option in _options(_command("run")) if option.name in Settings.model_fields}
     yield from ("## Settings of a run", "", "Commands that train take these settings. So do TOML files (`--settings`)")
     yield "and, with underscores, `fewer.run`."
     for group in dict.fromkeys(field.title for field in Settings.model_fields.values()):
         yield from ("", f"### {group}")
         yield from _table(
-            ("option", "meaning"), [_told(one) for one in shared.values() if one.rich_help_panel == group]
+            ("option", "meaning"),
+            [_describe_option(option) for option in shared.values() if option.rich_help_panel == group],
         )
-    everything = list(_all(_command()))
-    for panel in dict.fromkeys(panel for panel, _, _ in everything):
+    commands = list(_walk_commands(_command()))
+    for panel in dict.fromkeys(panel for panel, _, _ in commands):
         yield from ("", f"## {panel}")
-        for _, name, command in (one for one in everything if one[0] == panel):
-            yield from ("", f"### {name}", *_prose(command.help or ""), "", "```text")
+        for _, name, command in (entry for entry in commands if entry[0] == panel):
+            yield from ("", f"### {name}", *_render_help(command.help or ""), "", "```text")
             yield " ".join([name, *command.collect_usage_pieces(click.Context(command))])
             yield "```"
-            same = [one.name for one in _options(command) if _same(one, shared)]
-            own = [one for one in _options(command) if not _same(one, shared) and not one.hidden]
+            same = [option.name for option in _options(command) if _is_shared(option, shared)]
+            own = [option for option in _options(command) if not _is_shared(option, shared) and not option.hidden]
             if own:
-                yield from _table(("option", "meaning"), [_told(one) for one in own])
+                yield from _table(("option", "meaning"), [_describe_option(option) for option in own])
             if same:
-                without = [f"`{one.opts[0]}`" for name, one in shared.items() if name not in same]
-                but = f", except {', '.join(without)}" if without else ""
-                yield f"It also takes the [settings of a run](#settings-of-a-run){but}."
+                without = [f"`{option.opts[0]}`" for name, option in shared.items() if name not in same]
+                exceptions = f", except {', '.join(without)}" if without else ""
+                yield f"It also takes the [settings of a run](#settings-of-a-run){exceptions}."
 
 
 def _command(name: str | None = None) -> click.Command:
@@ -112,35 +118,37 @@ def _command(name: str | None = None) -> click.Command:
     return group if name is None else group.commands[name]
 
 
-def _all(group: click.Command, before: str = "fewer", panel: str = "") -> Iterator[tuple[str, str, click.Command]]:
-    """Panel, whole name and command, of commands and of those below them."""
+def _walk_commands(
+    group: click.Command, prefix: str = "fewer", panel: str = ""
+) -> Iterator[tuple[str, str, click.Command]]:
+    """Yield panel, full name and command, for all commands and subcommands."""
     for name, command in getattr(group, "commands", {}).items():
-        where = panel or command.rich_help_panel
+        command_panel = panel or command.rich_help_panel
         if isinstance(command, click.Group):
-            yield from _all(command, f"{before} {name}", where)
+            yield from _walk_commands(command, f"{prefix} {name}", command_panel)
         else:
-            yield where, f"{before} {name}", command
+            yield command_panel, f"{prefix} {name}", command
 
 
 def _options(command: click.Command) -> list[Any]:
-    return [one for one in command.params if isinstance(one, click.Option)]
+    return [parameter for parameter in command.params if isinstance(parameter, click.Option)]
 
 
-def _same(one: Any, shared: Mapping[str, Any]) -> bool:
-    return one.name in shared and one.help == shared[one.name].help
+def _is_shared(option: Any, shared: Mapping[str, Any]) -> bool:
+    return option.name in shared and option.help == shared[option.name].help
 
 
-def _told(one: Any) -> tuple[str, str]:
-    """An option, and what it is for."""
-    text = Text.from_markup(one.help or "").plain
-    if one.show_default and one.default not in (None, False, True, ()) and "[default" not in text:
-        text += f" [default: {one.default}]"
-    flags = "/".join([*one.opts, *one.secondary_opts])
-    return f"`{flags}`" if one.is_flag else f"`{flags} {one.metavar}`", text
+def _describe_option(option: Any) -> tuple[str, str]:
+    """Return the flags of an option and their meaning."""
+    text = Text.from_markup(option.help or "").plain
+    if option.show_default and option.default not in (None, False, True, ()) and "[default" not in text:
+        text += f" [default: {option.default}]"
+    flags = "/".join([*option.opts, *option.secondary_opts])
+    return f"`{flags}`" if option.is_flag else f"`{flags} {option.metavar}`", text
 
 
-def _prose(help: str) -> Iterator[str]:
-    """A command's text; what is dim in it are examples."""
+def _render_help(help: str) -> Iterator[str]:
+    """Render a command's help; its dim parts are examples."""
     for part in inspect.cleandoc(help).split("\n\n"):
         if "[dim]" in part:
             yield from ("", "```text", Text.from_markup(part).plain, "```")
@@ -152,25 +160,25 @@ def _prose(help: str) -> Iterator[str]:
 
 
 def _methods() -> Iterator[str]:
-    """Every method: what it does, its options, and what its file says about the paper."""
-    yield from _table(("method", "class", "what it does"), [_overview(name) for name in names()])
-    yield from ("Every method has these options:", *_settings(Method, Method.model_fields))
+    """List every method: what it does, its options, and what its file says about the paper."""
+    yield from _table(("method", "class", "what it does"), [_summarize_method(name) for name in names()])
+    yield from ("Every method has these options:", *_option_table(Method, Method.model_fields))
     for name in names():
         kind = find(name)
         yield from ("", f"## {name}", "", inspect.cleandoc(kind.__doc__ or ""))
-        own = [key for key in kind.model_fields if _own(kind, key)]
-        yield from _settings(kind, own)
+        own = [key for key in kind.model_fields if _is_own_option(kind, key)]
+        yield from _option_table(kind, own)
         if kind.tunable:
             search_space = "; ".join(
                 f"`{key}` from {', '.join(f'{v:g}' for v in grid)}" for key, grid in kind.tunable.items()
             )
             yield f"`--tune` chooses {search_space}."
         yield from ("", f'??? note "Paper and departures (`{kind.__module__}`)"')
-        yield from (f"    {line}" for line in _lists_apart(inspect.getdoc(sys.modules[kind.__module__]) or ""))
+        yield from (f"    {line}" for line in _separate_lists(inspect.getdoc(sys.modules[kind.__module__]) or ""))
 
 
-def _lists_apart(text: str) -> Iterator[str]:
-    """The lines of a docstring, with the empty line that the site needs before a list."""
+def _separate_lists(text: str) -> Iterator[str]:
+    """Yield the lines of a docstring, with the empty line that the site needs before a list."""
     before, in_list = "", False
     for line in text.splitlines():
         if line.startswith("- "):
@@ -181,24 +189,27 @@ def _lists_apart(text: str) -> Iterator[str]:
         before, in_list = line, in_list and bool(line)
 
 
-def _overview(name: str) -> tuple[str, str, str]:
-    """A method's name with a link, its class, and the first sentence of its docstring."""
+def _summarize_method(name: str) -> tuple[str, str, str]:
+    """Return a method's name with a link, its class, and the first sentence of its docstring."""
     kind = find(name)
     return f"[`{name}`](#{name})", f"`fewer.{kind.__name__}`", inspect.cleandoc(kind.__doc__ or "").splitlines()[0]
 
 
-def _own(kind: type[Method], key: str) -> bool:
-    """Whether a method has this setting, or another default of it, beyond what every method has."""
+def _is_own_option(kind: type[Method], key: str) -> bool:
+    """Return whether a method adds this option or changes its default."""
     return key not in Method.model_fields or kind.model_fields[key].default != Method.model_fields[key].default
 
 
-def _settings(kind: Any, keys: Iterable[str]) -> Iterator[str]:
+def _option_table(kind: Any, keys: Iterable[str]) -> Iterator[str]:
     schema, fields = kind.model_json_schema()["properties"], kind.model_fields
-    rows = [(f"`{key}`", _kind(schema[key]), _default(schema[key]), fields[key].description) for key in keys]
+    rows = [
+        (f"`{key}`", _describe_type(schema[key]), _describe_default(schema[key]), fields[key].description)
+        for key in keys
+    ]
     yield from _table(("option", "values", "default", "meaning"), rows) if rows else ()
 
 
-def _default(schema: Mapping[str, Any]) -> str:
+def _describe_default(schema: Mapping[str, Any]) -> str:
     return f"`{json.dumps(schema['default']).strip(chr(34))}`" if "default" in schema else "required"
 
 
@@ -214,10 +225,10 @@ TYPES = {
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def _kind(schema: Mapping[str, Any]) -> str:
-    """What a setting takes: its choices, or its type with its bounds."""
+def _describe_type(schema: Mapping[str, Any]) -> str:
+    """Describe the values of an option: its choices, or its type with its bounds."""
     if "anyOf" in schema:
-        return " or ".join(map(_kind, schema["anyOf"]))
+        return " or ".join(map(_describe_type, schema["anyOf"]))
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     bounds = " and ".join(f"{word} {schema[key]:g}" for key, word in BOUNDS.items() if key in schema)
@@ -225,18 +236,18 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 
 def _recipes() -> Iterator[str]:
-    """Every recipe: what it runs, at which size, and where its result is."""
+    """List every recipe: what it runs, at which size, and where its result is."""
     results = Path(__file__).parents[1] / "docs/results"
     for name in recipes.list_recipes():
         plan = recipes.load_recipe(name)
         yield from ("", f"## {name}", "", f"**{plan.title}.** {plan.about.strip()}", "", f"*{plan.paper}.*")
-        rows, columns = ("; ".join(one.name for one in some) for some in (plan.row, plan.column))
+        rows, columns = ("; ".join(item.name for item in items) for items in (plan.row, plan.column))
         seeds = "one seed" if plan.seeds == 1 else f"{plan.seeds} seeds"
         yield from ("", f"Rows: {rows}. Columns: {columns}; {seeds}.", "", "```text")
         yield from (f"fewer reproduce {name}", "```", "")
-        if done := sorted(results.glob(f"{name}*.md")):
-            links = [f"[{page.stem}](../{page.relative_to(results.parent).as_posix()})" for page in done]
+        if pages := sorted(results.glob(f"{name}*.md")):
+            links = [f"[{page.stem}](../{page.relative_to(results.parent).as_posix()})" for page in pages]
             yield f"Results: {', '.join(links)}."
 
 
-MAKERS = {"commands": _commands, "methods": _methods, "recipes": _recipes}
+GENERATORS = {"commands": _commands, "methods": _methods, "recipes": _recipes}

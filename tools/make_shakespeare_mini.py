@@ -1,7 +1,7 @@
 """Makes src/fewer/data/embedded/shakespeare-mini.tar.gz: python tools/make_shakespeare_mini.py DIR.
 
-DIR is the folder shksprdata/texts of the package `shakespeare` 0.6 (Open Shakespeare), whose texts of the plays are
-those of Project Gutenberg, in the public domain.
+DIR is the folder shksprdata/texts of the package `shakespeare` 0.6 (Open Shakespeare). Its texts of the plays come from
+Project Gutenberg and are in the public domain.
 """
 
 import gzip

@@ -28,6 +28,7 @@ from fewer.audit import Audit
 from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.experiments import recipes
 from fewer.experiments.recipes import Cell, Recipe
+from fewer.methods import find
 from fewer.report import plot_recipe
 from fewer.report.style import png
 from fewer.runs.experiment import make_method
@@ -185,6 +186,18 @@ AUDIT = {
     "share": "fraction",
     "of": "total",
 }
+BENCHMARKS = {
+    "whole": "end_to_end",
+    "what": "name",
+    "most": "at_most",
+    "least": "at_least",
+    "accuracy apart, at most": "largest accuracy difference",
+    "first list of all, nothing known": "first list of all runs, nothing cached",
+    "a sifted and sorted page": "a filtered and sorted page",
+    "faults and ledger of it, one answer": "faults and ledger of that run, one answer",
+    "a round written until a follower is told": "from the end of a round to its follower",
+    "Flower's own bytes in a message": "Flower's overhead per message",
+}
 TEXTS = {
     "## On training samples that nobody was given": "## Accuracy on unused training samples",
     "colours: classes": "colors: classes",
@@ -325,13 +338,26 @@ def rename_study(
     return {{**cells, **columns}[key]: rename_audit(value) for key, value in study.items()}
 
 
+def rename_benchmarks(old: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the keys and names of benchmark results."""
+
+    def rename(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {BENCHMARKS.get(key, key): rename(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [rename(item) for item in value]
+        return BENCHMARKS.get(value, value.replace("parties", "clients")) if isinstance(value, str) else value
+
+    return {**{key: value for key, value in old.items() if key != "figures"}, "metrics": rename(old["figures"])}
+
+
 # --- hashes -----------------------------------------------------------------------------------------------------
 
 
 def hash_with_old_names(plan: Recipe, cell: Cell) -> str:
     """Compute the hash of a cell as it was before the renaming, from its settings under the new names."""
     settings = recipes.cell_settings(plan, cell)
-    method = make_method(recipes.find(settings.method), settings)
+    method = make_method(find(settings.method), settings)
     values = settings.model_dump(mode="json", exclude={*HOW_TO_RUN, "rounds", "cohort", "method_options"})
     old_settings = {new: old for old, new in SETTINGS.items()}
     inside = {old_settings.get(name, name): value for name, value in values.items()}
@@ -393,7 +419,7 @@ def convert(source: Path, target: Path, checks: Mapping[str, Any]) -> int:
     """Rename one result and write its JSON, page and picture; return the number of its cells."""
     old = json.loads(source.read_text())
     if "recipe" not in old:
-        shutil.copyfile(source, target)
+        target.write_text(json.dumps(rename_benchmarks(old), indent=2) + "\n")
         return 0
     renamed = rename_recipe(old["recipe"])
     recipe = update_texts(renamed, old["command"].split()[2])
@@ -409,7 +435,7 @@ def convert(source: Path, target: Path, checks: Mapping[str, Any]) -> int:
         if hash_with_old_names(plan, cell) != cell.ours.hash:
             raise SystemExit(f"{source}: {cell.row}, {cell.column}: the settings do not give the published hash")
         settings = recipes.cell_settings(plan, cell)
-        hashes[cell.ours.hash] = settings_hash(settings, make_method(recipes.find(settings.method), settings))
+        hashes[cell.ours.hash] = settings_hash(settings, make_method(find(settings.method), settings))
         values["ours"]["hash"] = hashes[cell.ours.hash]
     if "study" in old:
         content["study"] = rename_study(old["study"], rows, columns, hashes)

@@ -22,7 +22,7 @@ class Drawn(fewer.FedAvg):
     def sample_cohort(self, clients: fewer.Clients) -> list[int]:
         return list(C.cohort(clients.round - 1))
 
-    def numbers(self, client: fewer.Client) -> Tensor:
+    def batch_indices(self, client: fewer.Client) -> Tensor:
         indices: Tensor = C.batches(client.round - 1, client.id, len(client.train))
         return indices
 

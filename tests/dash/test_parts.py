@@ -493,7 +493,11 @@ def test_only_the_process_that_holds_a_run_is_its_writer(tmp_path: Path) -> None
         writer(run)
     with RunDirectory.open(run), RunDirectory.open(other):
         assert in_use(run) and writer(run) == os.getpid()
-        for text, word in (("", "not on this machine"), ("x", "not on this machine"), ("99999999", "not on this machine")):
+        for text, word in (
+            ("", "not on this machine"),
+            ("x", "not on this machine"),
+            ("99999999", "not on this machine"),
+        ):
             (run / "lock").write_text(text)
             with pytest.raises(RunError, match=word):
                 writer(run)

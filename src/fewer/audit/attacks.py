@@ -206,7 +206,7 @@ class _AttackedRun:
             "nearest neighbor. Clients with the closest images come first."
         )
         closest_first = sorted(blocks, key=lambda client: min(ratios[client]))
-        images = AttackImages(
+        picture = AttackImages(
             "copies",
             "Synthetic images and the nearest real ones",
             caption,
@@ -214,7 +214,7 @@ class _AttackedRun:
             self.low,
             self.high,
         )
-        return metrics, images if blocks else None
+        return metrics, picture if blocks else None
 
     def unseen_samples(self, client: int, label: int) -> Tensor:
         """Test samples of a class: the common ones, or the client's own if the partition is natural."""

@@ -270,7 +270,7 @@ def reproduce(
     """
     from fewer.cli.progress import show_progress
     from fewer.experiments import recipes
-    from fewer.report import png, plot_recipe, write_study
+    from fewer.report import plot_recipe, png, write_study
 
     if listed or name is None:
         for recipe, title in recipes.list_recipes().items():

@@ -64,7 +64,7 @@ def inspect(
     """
     import numpy as np
 
-    from fewer.report import plot_partition, plot_examples
+    from fewer.report import plot_examples, plot_partition
     from fewer.runs.experiment import load_data, parse_settings
 
     started = time.monotonic()

@@ -114,8 +114,8 @@ def split_support_query(
 ) -> tuple[Samples, Samples]:
     """Splits samples into a support set to adapt on and a query set to evaluate on.
 
-    The support set is random, or the first samples in time if `generator` is None. Of two samples or more, each set
-    gets at least one. `by_class` applies the fraction within each class.
+    The support set is random, or the first samples in time if `generator` is None. Each set gets at
+    least one sample if there are two. `by_class` applies the fraction within each class.
     """
     if not 0 < support_fraction < 1:
         raise SettingError(f"support_fraction must be > 0 and < 1, got {support_fraction:g}")

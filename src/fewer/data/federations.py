@@ -17,10 +17,10 @@ class Federations(ArrayData):
     """Data whose clients are federations. Each holds all samples of its members."""
 
     members: ArrayData = field(kw_only=True)
-    """The data with every member as a client of its own, ordered by federation."""
+    """The same data with every member as a client, ordered by federation."""
 
     def members_of(self, client: int) -> ArrayData:
-        """The members of one federation, each as a client of its own."""
+        """The members of one federation, as clients."""
         first, last = _federation_bounds(len(self.members), len(self))[client : client + 2]
 
         def slice_parts(parts: Parts) -> Parts:

@@ -82,7 +82,7 @@ def load(
     also accept these:
 
     - `classes`: keep only these classes ("0-9,20").
-    - `unseen_classes`: nobody trains on these classes. All their samples are test samples.
+    - `unseen_classes`: no client trains on these classes. All their samples are test samples.
     - `split`: split the classes into base, validation and novel ones (20/5/16).
     """
     PartitionSpec(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).validate(seed)

@@ -77,7 +77,7 @@ def _factorize_ppmi(rows: NDArray[np.int64], vocab_size: int, width: int) -> Ten
 
 
 def load_word_vectors(path: Path, tokens: Sequence[str]) -> Tensor:
-    """Loads the vectors of `tokens` from a text file: a word and its values per line, as in GloVe and fastText.
+    """Loads the vectors of `tokens` from a text file with one word and its values per line, as in GloVe and fastText.
 
     Words missing from the file get small random vectors, always the same. The padding token gets a zero vector.
     """

@@ -23,7 +23,7 @@ from fewer.errors import SettingError, unknown
 from fewer.learning.prototypes import prototype_logits
 from fewer.learning.score import Counts, score
 from fewer.methods.base import EVAL_BATCH, ContextFactory, Server
-from fewer.methods.frl import FewRounds, PreparingMethod, use_batch_statistics, compute_features
+from fewer.methods.frl import FewRounds, PreparingMethod, compute_features, use_batch_statistics
 from fewer.models import split_net
 from fewer.runs.engine import one_thread
 from fewer.runs.experiment import load_data

@@ -370,7 +370,7 @@ class PersonalMethod(Method):
         return scores
 
     def report(self, state: Any, clients: Clients, data: Data) -> Scores:
-        """Additional metrics after the last round: accuracy by client, and on the common test set if clients have it."""
+        """Additional metrics after the last round: accuracy by client, and on the common test set if there is one."""
         scores = self.ask_scores(state, clients)
         counts = list(self.ask_counts(state, clients, global_test=True).values())
         global_accuracy = pool_counts(counts)["accuracy"] if any(count.total for count in counts) else None

@@ -11,9 +11,9 @@
     clients/                 each client's private state, if clients are simulated
     lock                     held by the writing process, with its process id
 
-A checkpoint names the lengths of metrics.jsonl and ledger.csv. Anything after them belongs to an unfinished round and is
-cut off on resume, so a resumed run leaves the same records as an uninterrupted one. Events are never cut: they include
-the stop and the resumption.
+A checkpoint names the lengths of metrics.jsonl and ledger.csv. Resuming truncates both files to these lengths, because
+later lines belong to an unfinished round. A resumed run therefore leaves the same records as an uninterrupted one.
+events.jsonl is never truncated: it also records when the run stopped and resumed.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def resume(
     connect = connect or _connect_here(experiment.settings)
     if (fingerprint := experiment.data.fingerprint()) != recorded["data"]["fingerprint"]:
         raise RunError(
-            f"{path} was run on other data: its fingerprint is {recorded['data']['fingerprint']}, now it is {fingerprint}"
+            f"{path} was run on other data: fingerprint {recorded['data']['fingerprint']}, this data has {fingerprint}"
         )
     with directory:
         if track is not None:

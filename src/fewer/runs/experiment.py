@@ -75,7 +75,9 @@ def build_experiment(
         own = tuple(name for name in own if name != "data")
     data = method.prepare_data(data)
     if method.cohort is not None and method.cohort > len(data):
-        raise SettingError(f"cohort = {method.cohort}, but there are only {len(data)} clients (allowed: 1 … {len(data)})")
+        raise SettingError(
+            f"cohort = {method.cohort}, but there are only {len(data)} clients (allowed: 1 … {len(data)})"
+        )
     if method.novel and not data.novel:
         raise SettingError(
             f"{method.name} is evaluated on novel classes, but data '{data.name}' does not split its classes: "
@@ -186,7 +188,9 @@ def _try_model(task: Task, data: Data) -> None:
     except Exception as error:  # a user's own model may raise anything
         raise SettingError(f"the model cannot be built: {_reason(error)}") from error
     if not isinstance(net, nn.Module):
-        raise SettingError(f"the model is of type {type(net).__name__} (allowed: a torch.nn.Module, or what returns one)")
+        raise SettingError(
+            f"the model is of type {type(net).__name__} (allowed: a torch.nn.Module, or what returns one)"
+        )
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise SettingError("the model has no trainable parameters (requires_grad)")
     try:

@@ -60,7 +60,7 @@ class Result(Viewable):
         weights = self.method.global_weights(self.state)
         if weights is None:
             raise SettingError(
-                f"{self.method.name} has no global model: use personal_model(client) with client 0 … {len(self.data) - 1}"
+                f"{self.method.name} has no global model: use personal_model(client), client 0 … {len(self.data) - 1}"
             )
         return self.method.build_model(self._net, weights).eval()
 

@@ -1,8 +1,8 @@
 """Trackers send the metrics of a run elsewhere, such as to TensorBoard. No number depends on them.
 
 A tracker class is called as `Tracker(run_info, history)` when a run starts or resumes, with the metrics of the finished
-rounds. Then its `round(metrics)` is called after each round, and `close(reason)` at the end. Other packages add trackers
-through the entry-point group `fewer.trackers`.
+rounds. The engine then calls `round(metrics)` after each round, and `close(reason)` at the end. Other packages add
+trackers through the entry-point group `fewer.trackers`.
 """
 
 from __future__ import annotations
