@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 By = Literal["round", "megabytes", "seconds"]
 Styles = Mapping[str, LineStyle]
 _X_LABELS = {"round": "round", "megabytes": "MB sent, up and down", "seconds": "seconds, including evaluation"}
-TITLES: dict[str, str] = {
+TITLES: dict[By, str] = {
     "round": "Accuracy by round",
     "megabytes": "Accuracy by traffic",
     "seconds": "Accuracy by time",

@@ -23,7 +23,7 @@ from fewer.runs.statistics import amount
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ALL_TITLES = {**TITLES, "client": "Accuracy by client"}
+_ALL_TITLES = {**{str(by): title for by, title in TITLES.items()}, "client": "Accuracy by client"}
 
 
 class View(ABC):
