@@ -111,6 +111,10 @@ def test_compare_takes_objects_data_and_models(my_data: ArrayData, tmp_path: Pat
     frame = table.to_pandas()
     assert frame["method"].tolist() == table.labels
     assert table.plot().axes and "fedprox" in table._repr_html_()
+    row = table.rows[2]
+    line = str(table).splitlines()[2].split()
+    assert line[:5] == ["fedprox", f"{100 * row.accuracy:.2f}", "±", f"{100 * (row.ci95 or 0):.2f}", "%"]
+    assert line[5:7] == ["2", "rounds"] and repr(table).startswith("Comparison(labels=['fedavg lr=0.1'")
     assert table.report(tmp_path / "report").read_text().count("fedprox")
     again = fewer.compare(methods, data=my_data, model=MyNet, rounds=2, seeds=2, out=tmp_path / "runs")
     assert again.rows == table.rows  # taken from the run directories
@@ -129,7 +133,7 @@ def test_compare_names_the_mistake(my_data: ArrayData) -> None:
         fewer.compare([FedProx(), "fedavg"], my_data, method_options={"mu": 0.1})
     with pytest.raises(SettingError, match="clients belongs to the data"):
         fewer.compare(["fedavg"], my_data, clients=3)
-    with pytest.raises(SettingError, match="rounds = 0"):
+    with pytest.raises(SettingError, match="fedavg: rounds must be > 0, got 0"):
         fewer.compare([FedAvg()], my_data, model=MyNet, rounds=0)
 
 

@@ -539,19 +539,19 @@ def test_clients_with_nothing_or_one_class_break_nothing(kind: type[FedAvg], tmp
     [
         (
             ["feddistill", "-o", "distill_weight=-1"],
-            "feddistill: distill_weight = -1: input should be greater than or equal to 0",
+            "feddistill: distill_weight must be >= 0, got -1",
         ),
         (
             ["fedgen", "-o", "generator_weight=-1"],
-            "fedgen: generator_weight = -1: input should be greater than or equal to 0",
+            "fedgen: generator_weight must be >= 0, got -1",
         ),
         (
             ["fedgen", "-o", "generator_decay=1.1"],
-            "fedgen: generator_decay = 1.1: input should be less than or equal to 1",
+            "fedgen: generator_decay must be <= 1, got 1.1",
         ),
         (
             ["fedgen", "-o", "generator_batch_size=1"],
-            "generator_batch_size = 1: input should be greater than or equal to 2",
+            "generator_batch_size must be >= 2, got 1",
         ),
         (["fedensemble", "-o", "weight=1"], "unknown option of fedensemble 'weight'"),
     ],

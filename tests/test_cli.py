@@ -73,16 +73,16 @@ def test_toml_and_flags(tmp_path: Path) -> None:
             ["run", "fedavg", *DIGITS, "-o", "local_step=1"],
             "unknown option of fedavg 'local_step', did you mean 'local_steps'?",
         ),
-        (["run", "fedavg", *DIGITS, "-o", "lr=-1"], "fedavg: lr = -1: input should be greater than 0"),
+        (["run", "fedavg", *DIGITS, "-o", "lr=-1"], "fedavg: lr must be > 0, got -1"),
         (["run", "fedavg", *DIGITS, "-o", "lr"], "option 'lr' is not of the form name=value"),
         (
             ["run", "fedavg", *DIGITS, "-o", "codec=int4"],
             "codec = 'int4': unknown codec 'int4', did you mean 'int8'? (allowed: bfloat16",
         ),
-        (["run", "fedavg", *DIGITS, "--drop", "1.5"], "drop = 1.5: input should be less than or equal to 1"),
+        (["run", "fedavg", *DIGITS, "--drop", "1.5"], "drop must be <= 1, got 1.5"),
         (
             ["run", "fedavg", *DIGITS, "--partition", "odd"],
-            "partition = 'odd': input should be 'iid', 'dirichlet', 'dirichlet-pairs'",
+            "partition must be 'iid', 'dirichlet', 'dirichlet-pairs'",
         ),
         (
             ["run", "fedavg", "--data", "digits", "--clients", "60", "--alpha", "0.01"],

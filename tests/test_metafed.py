@@ -1206,8 +1206,8 @@ def test_a_federation_that_diverges_is_unable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["-o", "ignore_threshold=2"], "metafed: ignore_threshold = 2: input should be less than or equal to 1"),
-        (["-o", "stages=three"], "metafed: stages = 'three': input should be 'both', 'accumulate' or 'personalize'"),
+        (["-o", "ignore_threshold=2"], "metafed: ignore_threshold must be <= 1, got 2"),
+        (["-o", "stages=three"], "metafed: stages must be 'both', 'accumulate' or 'personalize', got 'three'"),
         (["-o", "nets=cnn,alexnett"], "unknown model 'alexnett', did you mean 'alexnet'?"),
         (["-o", "nets=cnn,lenet5"], "nets: lenet5 does not take inputs of shape (1, 8, 8)"),
         (

@@ -535,7 +535,7 @@ def _print_comparison(comparison: Comparison) -> None:
         table.add_column(head, justify="right")
     for label, row in zip(comparison.labels, comparison.rows, strict=True):
         cells = [
-            f"{100 * row.accuracy:.2f}" + ("" if row.ci95 is None else f" ± {100 * row.ci95:.2f}"),
+            row.format_accuracy(),
             f"{100 * row.global_accuracy:.2f}",
             str(row.rounds),
             amount(row.mb_up),

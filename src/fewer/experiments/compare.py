@@ -20,7 +20,7 @@ from fewer.runs.engine import Progress, describe_experiment, resume, start_run
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data, setting_error
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
-from fewer.runs.statistics import half_width
+from fewer.runs.statistics import amount, half_width
 from fewer.runs.views import Viewable
 
 MB = 1e6
@@ -67,6 +67,10 @@ class Row:
     unit_accuracies: list[dict[str, float]] = field(default_factory=list)
     """For each seed, the accuracy of each group, or of each client if there are no groups."""
 
+    def format_accuracy(self) -> str:
+        """The accuracy in %, with its confidence interval."""
+        return f"{100 * self.accuracy:.2f}" + ("" if self.ci95 is None else f" ± {100 * self.ci95:.2f}")
+
 
 @dataclass(frozen=True)
 class Comparison(Viewable):
@@ -74,10 +78,10 @@ class Comparison(Viewable):
 
     view: ClassVar[str] = "comparison"
 
-    rows: list[Row]
+    rows: list[Row] = field(repr=False)
     labels: list[str]
     """The label of each row: the method's name, with its distinguishing options if two methods share it."""
-    settings: dict[str, Any]
+    settings: dict[str, Any] = field(repr=False)
     """The settings that all runs share."""
     clients: int
     runs: list[Path] = field(default_factory=list)
@@ -90,6 +94,15 @@ class Comparison(Viewable):
             {"method": label, **{name: getattr(row, name) for name in names}, "seeds": len(row.seeds)}
             for label, row in zip(self.labels, self.rows, strict=True)
         ]
+
+    def __str__(self) -> str:
+        """One line per method: accuracy, traffic and time."""
+        width = max(map(len, self.labels))
+        return "\n".join(
+            f"{label:{width}}  {row.format_accuracy()} %  {row.rounds} rounds  "
+            f"{amount(row.mb_up)} MB up  {amount(row.mb_down)} MB down  {row.seconds:.1f} s"
+            for label, row in zip(self.labels, self.rows, strict=True)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""

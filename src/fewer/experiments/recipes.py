@@ -387,8 +387,7 @@ def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Map
 
 
 def _format_accuracy(cell: Cell) -> str:
-    ours = f"{100 * cell.ours.accuracy:.2f}" + (f" ± {100 * cell.ours.ci95:.2f}" if cell.ours.ci95 is not None else "")
-    return ours + (f" / {cell.paper:.2f}" if cell.paper is not None else "")
+    return cell.ours.format_accuracy() + (f" / {cell.paper:.2f}" if cell.paper is not None else "")
 
 
 _ALT_TEXTS = {

@@ -24,6 +24,14 @@ from fewer.runtime.streams import global_streams
 
 Model = str | nn.Module | Callable[..., nn.Module]
 
+COMPARISONS = {
+    "greater than or equal to": ">=",
+    "less than or equal to": "<=",
+    "greater than": ">",
+    "less than": "<",
+}
+"""Pydantic's words and the signs that error messages use."""
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -110,7 +118,14 @@ def setting_error(error: ValidationError, prefix: str, known: list[str]) -> Sett
         return unknown(f"option of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
     if first["type"] == "missing":
         return SettingError(f"{prefix}{name} is missing")
-    return SettingError(f"{prefix}{name} = {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}")
+    message = first["msg"].replace("Input should", "must")
+    for words, sign in COMPARISONS.items():
+        message = message.replace(words, sign)
+    if message == first["msg"]:  # the message of a method's own validator
+        return SettingError(f"{prefix}{name} = {first['input']!r}: {message}")
+    if first["type"] != "literal_error":
+        message = message.partition(",")[0]
+    return SettingError(f"{prefix}{name} {message}, got {first['input']!r}")
 
 
 def load_data(settings: Settings) -> Data:
