@@ -608,7 +608,7 @@ def test_no_client_with_queries_gets_one_line() -> None:
 def test_too_few_clients_get_one_line() -> None:
     with pytest.raises(SettingError, match="cannot split 4 clients by fractions"):
         fewer.run(FedMeta(rounds=1), federation(PAIRS[:4]), model=linear())
-    with pytest.raises(SettingError, match=r"cohort = 9, but there are 8 clients \(allowed: 1 … 8\)"):
+    with pytest.raises(SettingError, match=r"cohort = 9, but there are only 8 clients \(allowed: 1 … 8\)"):
         fewer.run(FedMeta(rounds=1, cohort=9), federation(), model=linear())
 
 

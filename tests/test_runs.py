@@ -310,7 +310,7 @@ def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=20)
     assert time.monotonic() - begun < 3
     assert process.returncode == 130
-    assert f"Go on with: fewer resume {path}" in errors and "Traceback" not in errors
+    assert f"Resume with: fewer resume {path}" in errors and "Traceback" not in errors
     wait_for(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers), 5)
     done = left(path)["round"]
     again = subprocess.Popen([*FEWER, "resume", str(path)], stderr=subprocess.PIPE, text=True)

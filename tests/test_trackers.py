@@ -198,7 +198,7 @@ def test_a_server_follows_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(machines, "start_run", begin)
     monkeypatch.setattr(machines, "resume", go_on)
-    monkeypatch.setattr(machines.FlowerServer, "check", lambda self, experiment: None)
+    monkeypatch.setattr(machines.FlowerServer, "check_experiment", lambda self, experiment: None)
     nobody: Any = None
     followed = machines.FlowerServer(nobody, track=["tensorboard"])
     assert followed.start(nobody, tmp_path) == "over"  # type: ignore[comparison-overlap]
