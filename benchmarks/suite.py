@@ -23,7 +23,7 @@ from benchmarks.episode import CLIENTS, SAMPLES, measure_peak, run_bare_passes
 from benchmarks.measure import Measurement, Process, alternate, median_ratio, run_in_turn
 from fewer.learning.flops import count_flops
 from fewer.methods.fedmk import FedMK
-from fewer.runs.engine import start_run
+from fewer.runs.engine import run_experiment
 from fewer.runs.experiment import build_experiment, parse_settings
 from fewer.wire import decode, encode
 
@@ -244,7 +244,7 @@ def machines(directory: str | None) -> list[Measurement]:
         return [after - before for before, after in pairwise(seconds)][:-1]
 
     with tempfile.TemporaryDirectory() as folder:
-        inline = start_run(build_experiment(parse_settings(settings)), Path(folder) / "inline")
+        inline = run_experiment(build_experiment(parse_settings(settings)), Path(folder) / "inline")
         begun = time.perf_counter()
         with local_cluster(Path(folder) / "cluster", 3) as server:
             remote = server.start(

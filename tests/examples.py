@@ -100,9 +100,9 @@ class SlowToScore(Local):
     """Trains quickly, but is slow to evaluate."""
 
     @on_client
-    def score(self, client: Client, model: Weights, global_test: bool) -> dict[str, float]:
+    def score(self, client: Client, model: Weights, use_global_test: bool) -> dict[str, float]:
         time.sleep(2.2 if client.id == 0 else 0)
-        return super().score(client, model, global_test)
+        return super().score(client, model, use_global_test)
 
 
 class Stop(Exception):

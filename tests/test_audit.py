@@ -231,7 +231,7 @@ def test_audit_of_a_run_without_synthetic_data(runs: Path) -> None:
 def test_a_copy_is_found(runs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     data = open_run(runs / "fedmk").data
     sent = {client: data.client(client).train.pick(torch.arange(10)) for client in range(6)}
-    monkeypatch.setattr(FedMK, "condensed", lambda self, state: sent)
+    monkeypatch.setattr(FedMK, "synthetic_data", lambda self, state: sent)
     call("audit", runs / "fedmk", *FAST, "--out", tmp_path)
     findings = json.loads((tmp_path / "audit.json").read_text())["metrics"]
     assert findings["copies"]["median"] == 0 and findings["copies"]["near_copies"] == 1
@@ -261,12 +261,12 @@ def test_errors_are_one_line(runs: Path, tmp_path: Path) -> None:
     assert "is not a run directory" in call("audit", tmp_path / "none", code=2).stderr
     shutil.copytree(runs / "fedavg", tmp_path / "moved")
     file = tmp_path / "moved/settings.json"
-    description = json.loads(file.read_text())
-    file.write_text(json.dumps(description | {"data": description["data"] | {"fingerprint": "0"}}))
+    metadata = json.loads(file.read_text())
+    file.write_text(json.dumps(metadata | {"data": metadata["data"] | {"fingerprint": "0"}}))
     assert "has changed since" in call("audit", tmp_path / "moved", code=2).stderr
-    file.write_text(json.dumps(description | {"own": ["data"]}))
+    file.write_text(json.dumps(metadata | {"objects": ["data"]}))
     assert "data of your own" in call("audit", tmp_path / "moved", code=2).stderr
-    file.write_text(json.dumps(description | {"settings": description["settings"] | {"data": "npz:gone.npz"}}))
+    file.write_text(json.dumps(metadata | {"settings": metadata["settings"] | {"data": "npz:gone.npz"}}))
     error = call("audit", tmp_path / "moved", "--data-dir", tmp_path, code=2).stderr
     assert "gone.npz" in error and error.count("\n") == 1
 
@@ -311,7 +311,9 @@ def test_distance_is_within_a_class_and_relative_to_its_typical_distance() -> No
 
 
 def test_synthetic_images_are_clipped_to_pixel_values(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FedMK, "condensed", lambda *_: {0: (torch.full((1, 1, 8, 8), 99.0), torch.zeros(1).long())})
+    monkeypatch.setattr(
+        FedMK, "synthetic_data", lambda *_: {0: (torch.full((1, 1, 8, 8), 99.0), torch.zeros(1).long())}
+    )
     attacked = _AttackedRun(open_run(runs / "fedmk"), [0], 1)
     assert attacked.synthetic[0][0].max() == attacked.high < 99
 
@@ -395,7 +397,7 @@ def test_distance_of_synthetic_data_by_arithmetic() -> None:
         sent = {client: (torch.tensor(images).view(-1, 1, 1, 1), torch.tensor(labels))}
         test = Samples(torch.tensor([[[-1.0]], [[3.0]]]), torch.zeros(2))
         return SimpleNamespace(
-            method=SimpleNamespace(condensed=lambda _: sent), state=None, data=SimpleNamespace(test=test)
+            method=SimpleNamespace(synthetic_data=lambda _: sent), state=None, data=SimpleNamespace(test=test)
         )
 
     # black to white is 4; class 0: {0, 2} to {2, 2}: 1 / 4; class 1: {0} to {3}: 3 / 4; class 2 is in one alone

@@ -24,7 +24,7 @@ from fewer.methods.base import ContextFactory
 from fewer.methods.feddistill import FedDistillLogits, FedDistillState
 from fewer.methods.fedensemble import Ensemble
 from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights
-from fewer.runtime import HandlerServer, on_client, stream
+from fewer.runtime import HandlerRunner, on_client, stream
 from fewer.wire import decode, pack, unpack
 from tests.test_cli import DIGITS, call
 from tests.test_methods import Array, Bench, Wiretap, close, data_bytes
@@ -62,7 +62,7 @@ def bench(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[An
     data = federation(pairs)
     task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), pretrained=get_weights(net))
     contexts = ContextFactory(data, task, SEED, folder)
-    handlers = HandlerServer(method, contexts, SEED, torch.device("cpu"), 1 << 20)
+    handlers = HandlerRunner(method, contexts, SEED, torch.device("cpu"))
     return Bench(method, task, Wiretap(len(data), SEED, handlers=handlers), contexts, method.init(task, SEED))
 
 
@@ -203,7 +203,7 @@ def test_feddistill_logits_sends_no_model(tmp_path: Path) -> None:
         assert decode(blob)[1]["model"] == {} and data_bytes(blob) == 4 * CLASSES * CLASSES + CLASSES
     assert work.state.model == {}
     result = fewer.run(FedDistillLogits(rounds=1), federation(), model=linear(), seed=SEED)
-    assert {"personal_accuracy", "global_accuracy"} <= result.scores.keys()
+    assert {"personal_accuracy", "global_accuracy"} <= result.metrics.keys()
     with pytest.raises(SettingError, match="feddistill-logits has no global model"):
         _ = result.model
 
@@ -237,7 +237,7 @@ def test_fedensemble_is_judged_by_its_mean_logits(tmp_path: Path) -> None:
     total = sum(logits[1:], logits[0])
     likely = np.array([softmax(row / 3)[label] for row, label in zip(total, y.tolist(), strict=True)])
     assert result.accuracy == pytest.approx((total.argmax(1) == y.numpy()).mean())
-    assert result.scores["loss"] == pytest.approx(-np.log(likely).mean(), rel=1e-4)
+    assert result.metrics["loss"] == pytest.approx(-np.log(likely).mean(), rel=1e-4)
     mean = result.task.net().eval()
     load_weights(mean, result.state.model)
     assert (mean(x).argmax(1).numpy() != total.argmax(1)).any()  # the mean model would say something else

@@ -460,7 +460,7 @@ def test_hold_out_takes_test_samples_from_training_alone() -> None:
 def test_hold_out_never_reads_the_test_samples() -> None:
     x, y = arrays()
     data = from_arrays(x, y, clients=4, test=(x + 10_000, y))
-    damaged = replace(data, common=Samples(torch.full_like(data.common.x, torch.nan), data.common.y))
+    damaged = replace(data, global_test=Samples(torch.full_like(data.global_test.x, torch.nan), data.global_test.y))
     one, other = (each.hold_out(0.3, seed=0) for each in (data, damaged))
     assert one.fingerprint() == other.fingerprint()
     assert bool(torch.isfinite(other.test.slice(0, len(other.test))[0]).all())

@@ -129,10 +129,10 @@ def test_one_sample_of_a_class_has_no_mutual_information_within_it_but_has_acros
     assert float(torch.autograd.grad(within, server_model)[0].abs().max()) < 1e-12
     across = mutual_information(server_model, client_model, confidences, y, across=True)
     assert float(torch.autograd.grad(across, server_model)[0].abs().max()) > 1e-3
-    (note,) = F2L(shot=1).notes()
+    (note,) = F2L(shot=1).setting_warnings()
     assert "mi_scope = across" in note
     for fine in ({"mi_scope": "across"}, {"shot": 5}, {"mi_weight": 0}, {"learn_from": "task"}):
-        assert not F2L(**{"shot": 1, **fine}).notes()
+        assert not F2L(**{"shot": 1, **fine}).setting_warnings()
 
 
 def test_distillation_is_the_paper_s_double_sum() -> None:
@@ -524,10 +524,10 @@ def test_every_method_learns_to_classify_novel_classes(kind: type[FewShot], data
         settings["fine_tune_lr"] = 0.3
     result = run(kind(**settings), data)
     assert result.accuracy > 0.55, result.accuracy  # chance is a third
-    assert result.scores["tasks"] == 40 and result.scores["absent"] == 0
-    groups = result.scores["groups"]
+    assert result.metrics["tasks"] == 40 and result.metrics["absent"] == 0
+    groups = result.metrics["groups"]
     assert len(groups) == 40 and sum(groups) / 40 == pytest.approx(result.accuracy)
-    assert result.scores["best_round"] in (2, 4, 6) and set(result.scores["clients"]) == {"0", "1", "2", "3"}
+    assert result.metrics["best_round"] in (2, 4, 6) and set(result.metrics["clients"]) == {"0", "1", "2", "3"}
 
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML, LocalProto])
@@ -554,8 +554,8 @@ def test_a_resumed_run_ends_as_an_unbroken_one_and_a_pool_as_one_process(
         run(method, data, out=tmp_path / "broken", progress=Breaks())
     again = fewer.resume(tmp_path / "broken", method=method, data=data, model=net)
     for other in (pool, again):
-        assert other.scores["accuracy"] == whole.scores["accuracy"]
-        assert other.scores["best_round"] == whole.scores["best_round"]
+        assert other.metrics["accuracy"] == whole.metrics["accuracy"]
+        assert other.metrics["best_round"] == whole.metrics["best_round"]
         assert other.state.best_model.keys() == whole.state.best_model.keys()
         assert all(torch.equal(tensor, whole.state.best_model[name]) for name, tensor in other.state.best_model.items())
 
@@ -581,15 +581,15 @@ def test_the_best_model_on_validation_classes_is_evaluated_with_the_client_model
     settings = FAST | {"tasks": 8, "lr": 0.01, "fine_tune_lr": 0.3, "test_tasks": 40}
     spoilt = run(Worse(**settings, rounds=4), data, out=tmp_path / "spoilt")
     two = run(F2L(**settings, rounds=2), data)
-    assert two.scores["best_round"] == 0 and two.scores["validation_accuracy"] is None  # there was one to choose from
-    assert spoilt.scores["best_round"] == 2
-    assert spoilt.scores["accuracy"] == two.scores["accuracy"]
-    assert spoilt.scores["client"] == two.scores["client"] and spoilt.scores["server"] == two.scores["server"]
+    assert two.metrics["best_round"] == 0 and two.metrics["validation_accuracy"] is None  # there was one to choose from
+    assert spoilt.metrics["best_round"] == 2
+    assert spoilt.metrics["accuracy"] == two.metrics["accuracy"]
+    assert spoilt.metrics["client"] == two.metrics["client"] and spoilt.metrics["server"] == two.metrics["server"]
 
 
 def test_the_chosen_predictor_gives_the_accuracy(data: ArrayData) -> None:
     client_model, server_model = (
-        run(F2L(**FAST, rounds=2, predictor=predictor), data).scores for predictor in ("client", "server")
+        run(F2L(**FAST, rounds=2, predictor=predictor), data).metrics for predictor in ("client", "server")
     )
     assert client_model["accuracy"] == client_model["client"] and server_model["accuracy"] == server_model["server"]
     assert client_model["server"] == server_model["server"]  # the same tasks, the same models
@@ -620,7 +620,7 @@ def test_tasks_are_the_same_for_all_methods_and_of_the_right_classes(data: Array
 def test_a_tuning_trial_uses_only_validation_classes(data: ArrayData) -> None:
     method, same = F2L(**FAST | {"rounds": 2, "validate_every": 1}).tuning_split(data, 0.2, 0)
     assert same is data
-    scores = run(method, data).scores
+    scores = run(method, data).metrics
     assert scores["accuracy"] == scores["validation_accuracy"]
 
 
@@ -682,9 +682,9 @@ def test_a_client_with_too_few_classes_is_skipped_with_a_warning(
     uneven = federate(RawDataset(raw.x, raw.y, client_ids=owner, split=raw.split), partition="natural", name="uneven")
     monkeypatch.setattr("fewer.runs.engine._WARNED", set())
     result = run(F2L(**FAST, rounds=2), uneven)
-    assert result.scores["absent"] == 1 and result.scores["tasks"] == 9
+    assert result.metrics["absent"] == 1 and result.metrics["tasks"] == 9
     assert caplog.messages == [
-        "f2l: skipped: client 2: base: 3-way 2-shot needs 3 classes with 2 + 2 samples each, got 2"
+        "f2l: skipped client 2: base: 3-way 2-shot needs 3 classes with 2 + 2 samples each, got 2"
     ]
     with pytest.raises(fewer.errors.QuorumLost, match="needs 3 classes"):
         run(F2L(**FAST | {"shot": 40}, rounds=1), uneven)
@@ -693,7 +693,7 @@ def test_a_client_with_too_few_classes_is_skipped_with_a_warning(
 def test_without_validation_classes_the_last_model_is_used_and_without_novel_classes_there_is_an_error() -> None:
     raw = clouds()
     few = federate(RawDataset(raw.x, raw.y, split=(BASE, 2, VALIDATION - 2 + NOVEL)), clients=2, partition="iid")
-    assert run(FLProto(**FAST, rounds=4), few).scores["best_round"] == 4
+    assert run(FLProto(**FAST, rounds=4), few).metrics["best_round"] == 4
     none = federate(RawDataset(raw.x, raw.y, split=(BASE, VALIDATION + NOVEL - 2, 2)), clients=2, partition="iid")
     with pytest.raises(SettingError, match="no client has 3 novel classes with 2 \\+ 2 samples"):
         run(FLProto(**FAST, rounds=1), none)
@@ -748,7 +748,7 @@ def test_clients_send_the_encoder_or_encoder_and_head(data: ArrayData) -> None:
         state = kind(**FAST).init(make_client(data, Path("/nowhere")).task, 0)
         assert sum(tensor.numel() for tensor in state.model.values()) == encoder + head
     local = run(LocalProto(**FAST, rounds=1), data)
-    assert not local.state.model and local.scores["up"] < 4 * 4 * 2000
+    assert not local.state.model and local.metrics["up"] < 4 * 4 * 2000
 
 
 def test_logistic_regression_separates_clusters() -> None:
@@ -850,7 +850,7 @@ def test_text_methods_solve_tasks_of_novel_classes(kind: type[FewShot]) -> None:
         RawDataset(texts, labels, split=(BASE, VALIDATION, NOVEL)), clients=2, partition="iid", max_length=5
     )
     result = fewer.run(kind(**FAST, rounds=1), text, model="text-bilstm", model_options={"width": 8})
-    assert result.scores["tasks"] == 8
+    assert result.metrics["tasks"] == 8
 
 
 def test_word_vectors_of_the_text_itself_put_words_of_one_kind_together(

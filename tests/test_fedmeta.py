@@ -419,12 +419,12 @@ def test_new_clients_are_evaluated_on_their_queries_after_adapting(eval_clients:
     evaluated = groups.test if eval_clients == "new" else groups.validation
     w = result.state.model["weight"].double().numpy()
     pooled, by_client = accuracy(w, [client % 10 for client in evaluated], steps, 2.0, 0.4)
-    assert result.scores["clients"].keys() == {str(client) for client in evaluated}
-    assert {str(int(client) % 10) for client in result.scores["clients"]} == by_client.keys()
+    assert result.metrics["clients"].keys() == {str(client) for client in evaluated}
+    assert {str(int(client) % 10) for client in result.metrics["clients"]} == by_client.keys()
     if len(by_client) == len(evaluated):  # else some pair of arrays is there twice
         assert result.accuracy == pytest.approx(pooled)
-    assert all(value == by_client[str(int(client) % 10)] for client, value in result.scores["clients"].items())
-    assert result.scores["fairness"] == fairness(list(result.scores["clients"].values()))
+    assert all(value == by_client[str(int(client) % 10)] for client, value in result.metrics["clients"].items())
+    assert result.metrics["fairness"] == fairness(list(result.metrics["clients"].values()))
 
 
 @pytest.mark.parametrize(
@@ -571,7 +571,7 @@ def test_clients_with_one_sample_one_class_or_nothing_break_neither_round_nor_ev
     chosen = method.model_copy(update={"eval_clients": eval_clients})
     result = fewer.run(chosen, federation(pairs), model=linear(), seed=SEED, out=tmp_path)
     evaluated = groups.test if eval_clients == "new" else groups.validation
-    assert result.scores["clients"].keys() == {str(client) for client in evaluated[2:]}
+    assert result.metrics["clients"].keys() == {str(client) for client in evaluated[2:]}
     assert all(torch.isfinite(tensor).all() for tensor in chosen.broadcast(result.state).values())
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     reported = {(event["client"], event["detail"]) for event in events if event.get("reason") == "unable"}
@@ -594,7 +594,7 @@ def test_a_client_with_impossible_counts_is_ignored() -> None:
     pairs = [PAIRS[client % 10] for client in range(40)]
     first, *others = split_clients(40, seed=SEED).test
     result = fewer.run(Liar(rounds=1), federation(pairs), model=linear(), seed=SEED)
-    assert result.scores["clients"].keys() == {str(client) for client in others} and result.accuracy <= 1
+    assert result.metrics["clients"].keys() == {str(client) for client in others} and result.accuracy <= 1
 
 
 def test_no_client_with_queries_gets_one_line() -> None:
@@ -675,14 +675,14 @@ def test_bytes_are_those_of_the_algorithm() -> None:
         method = FedMeta(rounds=1, cohort=5, algorithm=algorithm)
         result = fewer.run(method, "digits", clients=12)
         size = 4 * sum(p.numel() for p in result.task.net().parameters()) * (2 if algorithm == "meta-sgd" else 1)
-        up[algorithm] = result.scores["up"]
-        assert 5 * size < result.scores["up"] < 5 * size * 1.05 + 5000
+        up[algorithm] = result.metrics["up"]
+        assert 5 * size < result.metrics["up"] < 5 * size * 1.05 + 5000
     assert up["maml"] == up["fomaml"] < up["meta-sgd"]
 
 
 def test_a_float16_gradient_costs_half_and_still_learns() -> None:
     one, two = (fewer.run(FedMeta(rounds=1, codec=codec), "digits", clients=12) for codec in ("float32", "float16"))
-    assert two.scores["up"] < 0.6 * one.scores["up"]
+    assert two.metrics["up"] < 0.6 * one.metrics["up"]
 
 
 # --- a new client's own model ----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from fewer.methods.base import Client, ContextFactory, Server
 from fewer.methods.fedavg import FedAvgAugmented
 from fewer.methods.fedmk import FedMK, FedMKPaper, FedMKState, Knowledge, class_balance, concatenate_images
 from fewer.models import EncoderHead, SmallCNN, Task, Weights, get_weights, load_weights
-from fewer.runtime import HandlerServer, Inline, Unable, on_client, stream
+from fewer.runtime import HandlerRunner, Inline, Unable, on_client, stream
 from fewer.wire import Refused, Shaped, decode, encode
 
 torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def server(folder: Path, task: Task | None = None) -> Server:
 
 
 def inline(method: FedMK, folder: Path, **what: Any) -> Inline:
-    handlers = HandlerServer(method, place_of(folder), SEED, torch.device("cpu"), 1 << 24)
+    handlers = HandlerRunner(method, place_of(folder), SEED, torch.device("cpu"))
     return Inline(len(DATA), SEED, handlers=handlers, **what)
 
 
@@ -593,7 +593,7 @@ def test_bytes_are_those_of_the_images(tmp_path: Path) -> None:
         result = run(tmp_path / codec, FedMK(rounds=1, cohort=4, **{**SMALL, "codec": codec}))
         images = sum(len(some) for known in result.state.knowledge.values() for some in known.values())
         assert images == 2 * (2 + 3 + 3 + 1)
-        up = result.scores["up"]
+        up = result.metrics["up"]
         assert images * 64 * width < up < images * 64 * width + 4 * 700
 
 
@@ -689,7 +689,7 @@ def test_absent_clients_and_a_client_without_enough_samples_leave_the_round_whol
     result = run(tmp_path, FedMK(rounds=3, cohort=4, **{**SMALL, "min_samples": 3}), drop=0.3)
     assert 3 not in result.state.knowledge  # two samples only
     assert "unable" in (tmp_path / "events.jsonl").read_text()
-    assert math.isfinite(result.scores["loss"])
+    assert math.isfinite(result.metrics["loss"])
 
 
 def test_wrong_settings_get_one_line(tmp_path: Path) -> None:

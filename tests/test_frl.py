@@ -26,6 +26,7 @@ from fewer.experiments.recipes import load_recipe, row_settings
 from fewer.experiments.studies import _embed_member, embed_samples
 from fewer.experiments.tune import coordinate_search, tune_experiment
 from fewer.learning import Counts, weighted_mean
+from fewer.learning.evaluate import MAX_LOSS, count_correct
 from fewer.learning.prototypes import (
     class_positions,
     class_prototypes,
@@ -33,7 +34,6 @@ from fewer.learning.prototypes import (
     merge_prototypes,
     prototype_logits,
 )
-from fewer.learning.score import MAX_LOSS, count_correct
 from fewer.learning.sgd import epoch_batches
 from fewer.methods import find, frl
 from fewer.methods.base import ContextFactory
@@ -538,7 +538,7 @@ def test_by_default_groups_have_as_many_unseen_classes_as_there_are() -> None:
             assert (sorted(unseen), num_unseen) == ([6, 7, 8, 9], 4)
             return super().draw_group(samples, unseen, num_unseen, seed, number)
 
-    scores = fewer.run(Watched(**{**GROUPS, "way": 5}), digits()).scores
+    scores = fewer.run(Watched(**{**GROUPS, "way": 5}), digits()).metrics
     assert len(scores["groups"]) == 3 and scores["accuracy"] == pytest.approx(np.mean(scores["groups"]))
     for wrong in ({"way": 11}, {"unseen_classes": 5, "way": 5}):
         with pytest.raises(SettingError, match="the test data has 4 and 6"):
@@ -616,7 +616,7 @@ def test_a_trial_with_impossible_groups_is_reported() -> None:
 
 
 def test_groups_that_diverge_are_logged_and_count_as_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    scores = fewer.run(FRLScratch(lr=1e30, head="linear", **GROUPS), digits()).scores
+    scores = fewer.run(FRLScratch(lr=1e30, head="linear", **GROUPS), digits()).metrics
     assert scores["groups"] == [0, 0, 0]
     assert "frl-scratch: the models of 3 of 3 groups diverged" in caplog.text
 
@@ -1137,7 +1137,7 @@ def test_a_finer_search_leaves_no_setting_where_it_may_not_be(monkeypatch: pytes
         tried.append(experiment.method.gamma)
         return SimpleNamespace(accuracy=experiment.method.gamma)
 
-    monkeypatch.setattr(sys.modules[tune_experiment.__module__], "start_run", gone)
+    monkeypatch.setattr(sys.modules[tune_experiment.__module__], "run_experiment", gone)
     experiment = build_experiment(
         parse_settings({"method": "frl", "method_options": {**GROUPS, "way": 1}}), FRL(**{**GROUPS, "way": 1}), digits()
     )
@@ -1149,7 +1149,7 @@ def test_a_members_embedding_is_that_after_its_own_training() -> None:
     result = fewer.run(method, digits())
     cloud, everything, _ = _embed_member(result, 1, 2, 40)
     server: Any = ContextFactory(result.data, result.task, 0, Path())(-1, 0)
-    drawn = method.draw_group(server.common, [6, 7, 8, 9], 1, 0, 1)
+    drawn = method.draw_group(server.global_test, [6, 7, 8, 9], 1, 0, 1)
     assert set(cloud.labels.tolist()) == set(drawn.queries.labels.tolist())
     assert len({6, 7, 8, 9} & set(cloud.labels.tolist())) == 1
     end = method.simulate_group(server, result.state.initial, drawn.supports, 1, 3)[1]
@@ -1170,7 +1170,7 @@ def test_classes_set_apart_are_for_testing_only() -> None:
     data = fewer.data.load(
         "digits", clients=5, partition="iid", data_options={"classes": "0-3,5", "unseen_classes": [8, 9]}
     )
-    every = torch.cat([whole.source.y[whole.train.rows], whole.common.labels])
+    every = torch.cat([whole.source.y[whole.train.rows], whole.global_test.labels])
     trained = torch.cat([data.client(client).train.labels for client in range(5)])
     assert set(trained.tolist()) == {0, 1, 2, 3, 5} and data.unseen_classes == {8, 9} and data.classes == 10
     for label in (8, 9):

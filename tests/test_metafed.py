@@ -44,8 +44,8 @@ from fewer.methods.metafed import FEDERATION, distill_weight_for
 from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights, norm_weight_names
 from fewer.runs.experiment import make_method, parse_settings
 from fewer.runs.settings import Settings
-from fewer.runtime import Absent, HandlerServer, Inline, Unable, on_client, on_ring, seed_of, stream
-from fewer.runtime.clients import Faults, Rules
+from fewer.runtime import Absent, HandlerRunner, Inline, Unable, on_client, on_ring, seed_of, stream
+from fewer.runtime.clients import Faults, RoundRules
 from fewer.runtime.handlers import FETCH_OUTGOING, Call, Hop, Reply
 from fewer.runtime.keys import PinnedKeys
 from fewer.wire import Refused, decode, encode, pack, unpack
@@ -152,7 +152,7 @@ def bench(
     data = method.prepare_data(data)
     task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), pretrained=get_weights(net))
     contexts = ContextFactory(data, task, SEED, folder)
-    handlers = HandlerServer(method, contexts, SEED, torch.device("cpu"), 1 << 20)
+    handlers = HandlerRunner(method, contexts, SEED, torch.device("cpu"))
     return Work(
         method, Carrier(len(data), SEED, handlers=handlers, fates=fates or {}), contexts, method.init(task, SEED)
     )
@@ -176,7 +176,7 @@ def steps(method: MetaFed, client: int, round: int, purpose: str) -> list[tuple[
 
 
 def descent(model: Model, batches: Sequence[tuple[Array, Any]], lr: float, teacher: Model | None, lam: float) -> Model:
-    """Scores = C A x; the derivative of cross-entropy by them is (softmax − one-hot) / n; that of the mean square of
+    """Metrics = C A x; the derivative of cross-entropy by them is (softmax − one-hot) / n; that of the mean square of
     A x − A_t x over features and samples is 2 (A x − A_t x) / (n · features)."""
     a, c = model
     for x, y in batches:
@@ -752,7 +752,7 @@ class Sleepy(MetaFed):
 
 def test_a_federation_that_misses_the_deadline_is_late(tmp_path: Path) -> None:
     work = bench(Sleepy(**SMALL), linear(), tmp_path)
-    work.clients.rules = Rules(deadline=1.2)
+    work.clients.rules = RoundRules(deadline=1.2)
     work.rounds(1)
     assert work.missed == [(2, "late")] and work.state.holders == [0, 1, 3] and work.hops[-1] == (1, 3)
 
@@ -823,7 +823,7 @@ def test_a_sealed_message_is_taken_once(tmp_path: Path) -> None:
 
 def test_a_message_of_another_run_is_refused(tmp_path: Path) -> None:
     work, take, blob = sealed_ring(tmp_path)
-    another = replace(work.clients.handlers, seal_context=b"another run")
+    another = replace(work.clients.handlers, run_id=b"another run")
     reply = another.answer(take, blob)
     assert reply.failure == "refused" and "the seal is broken" in reply.detail
     give = Call(1, FETCH_OUTGOING, 2, hop=Hop(2, "accumulate", 5, True))
@@ -1064,7 +1064,7 @@ def test_two_levels_equal_the_inner_method_and_distillation(inside: str, tmp_pat
     inside_data = two.members_of(1)
     task = Task((FEATURES,), CLASSES, lambda: linear(), pretrained=second)
     contexts = ContextFactory(inside_data, task, seed, tmp_path / "taught")
-    members = Inline(len(inside_data), seed, handlers=HandlerServer(star, contexts, seed, torch.device("cpu"), 1 << 20))
+    members = Inline(len(inside_data), seed, handlers=HandlerRunner(star, contexts, seed, torch.device("cpu")))
     state = star.init(task, seed)
     for members.round in (3, 4):
         state = star.round(state, members)
@@ -1088,7 +1088,7 @@ def test_groups_resume_and_run_anywhere(inside: str, tmp_path: Path) -> None:
     }
     assert ends(tmp_path / "whole") == ends(tmp_path / "pool") == ends(tmp_path / "broken")
     assert members["whole"] == members["pool"] == members["broken"] and bool(members["whole"]) == (inside == "fedbn")
-    ring = result.scores["ring"]
+    ring = result.metrics["ring"]
     assert set(ring) == {"0", "1"} and all(one["up"] > 0 and one["down"] > 0 for one in ring.values())
 
 
@@ -1135,7 +1135,7 @@ def test_other_methods_work_inside(inside: str) -> None:
         rounds=1, local_steps=2, federations=2, inner_method=inside, inner_options=INNER_OPTIONS.get(inside, {})
     )
     result = fewer.run(method, data, seed=0)
-    assert result.history[-1]["absent"] == 0 and all(one["up"] > 0 for one in result.scores["ring"].values())
+    assert result.history[-1]["absent"] == 0 and all(one["up"] > 0 for one in result.metrics["ring"].values())
 
 
 # --- different nets -------------------------------------------------------------------------------------------------
@@ -1145,10 +1145,10 @@ def test_federations_with_different_nets_learn_from_each_other(digits: Data, tmp
     method = MetaFed(rounds=3, lr=0.1, local_steps=3, nets=("cnn", "mlp"), distill_threshold=1.0)
     result = fewer.run(method, digits, seed=1, out=tmp_path / "run")
     assert [type(result.personal_model(client)).__name__ for client in range(6)] == ["SmallCNN", "MLP"] * 3
-    assert [result.scores["ring"][str(client)]["adopted"] for client in range(6)] == [0] * 6  # never adopted
+    assert [result.metrics["ring"][str(client)]["adopted"] for client in range(6)] == [0] * 6  # never adopted
     assert [line["absent"] for line in result.history] == [0, 0, 0]
     three = MetaFed(rounds=3, lr=0.1, local_steps=3, nets=("cnn", "mlp", "mlp"), distill_threshold=1.0)
-    ring = fewer.run(three, digits, seed=1).scores["ring"]
+    ring = fewer.run(three, digits, seed=1).metrics["ring"]
     assert [ring[str(client)]["adopted"] for client in range(6)] == [
         0,
         0,

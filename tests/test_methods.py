@@ -18,7 +18,7 @@ import fewer
 from fewer.choices import Norm
 from fewer.data import ArrayData, from_clients
 from fewer.errors import SettingError
-from fewer.learning import draw_batches, score, sgd, weighted_mean
+from fewer.learning import draw_batches, evaluate_net, sgd, weighted_mean
 from fewer.methods import Client, Method
 from fewer.methods.base import ContextFactory
 from fewer.methods.fedavg import FedAvg
@@ -26,7 +26,7 @@ from fewer.methods.fedbn import FedBN
 from fewer.methods.fedprox import FedProx
 from fewer.methods.local import Local
 from fewer.models import SmallCNN, Task, Weights, get_weights, load_weights, norm_weight_names
-from fewer.runtime import HandlerServer, Inline, stream
+from fewer.runtime import HandlerRunner, Inline, stream
 from fewer.runtime.handlers import Call, Reply
 from fewer.wire import Refused, decode
 
@@ -52,7 +52,7 @@ def linear() -> nn.Module:
 
 
 def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
-    """Three clients with 3, 5 and 2 samples, and a common test set."""
+    """Three clients with 3, 5 and 2 samples, and a global test set."""
     return from_clients(pairs, test=TEST)
 
 
@@ -142,7 +142,7 @@ def bench(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[An
     data = federation(pairs)
     task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), pretrained=get_weights(net))
     contexts = ContextFactory(data, task, SEED, folder)
-    handlers = HandlerServer(method, contexts, SEED, torch.device("cpu"), 1 << 20)
+    handlers = HandlerRunner(method, contexts, SEED, torch.device("cpu"))
     return Bench(method, task, Wiretap(len(data), SEED, handlers=handlers), contexts, method.init(task, SEED))
 
 
@@ -489,7 +489,7 @@ def test_sgd_leaves_frozen_weights_alone() -> None:
 def test_score_counts_and_adds_up() -> None:
     net = linear().train()
     x, y = torch.from_numpy(TEST[0]), torch.from_numpy(TEST[1])
-    whole, parts = score(net, [(x, y)]), score(net, [(x[:4], y[:4]), (x[4:], y[4:])])
+    whole, parts = evaluate_net(net, [(x, y)]), evaluate_net(net, [(x[:4], y[:4]), (x[4:], y[4:])])
     assert whole.total == parts.total == 11 and whole.correct == parts.correct
     assert whole.correct == int(((TEST[0] @ WEIGHT.T).argmax(axis=1) == TEST[1]).sum())
     assert abs(whole.loss - parts.loss) < 1e-5 and not net.training

@@ -240,7 +240,7 @@ def test_windows_in_time_do_not_leak_into_the_test(kind: str) -> None:
     for mine in held_clients:
         assert 0 < len(mine.validation) < len(mine.train)
     held = data.hold_out(0.2, 0)
-    left, held_out = held.train.rows, held.common.rows.numpy()  # type: ignore[union-attr]
+    left, held_out = held.train.rows, held.global_test.rows.numpy()  # type: ignore[union-attr]
     assert len(left) == 480 and sorted([*left, *held_out]) == sorted(data.train.rows)
     for number in range(4):  # settings are chosen on the same clients, later in time
         assert left[left // 250 == number].max() < held_out[held_out // 250 == number].min()
@@ -255,7 +255,7 @@ def test_natural_clients_hold_out_their_last_rows_whatever_the_classes() -> None
     assert [data.train.rows_of(client).tolist() for client in range(2)] == [[*range(36)], [*range(60, 96)]]
     held = data.hold_out(0.2, 0)
     assert [held.train.rows_of(client).tolist() for client in range(2)] == [[*range(29)], [*range(60, 89)]]
-    assert held.common.rows.tolist() == [*range(29, 36), *range(89, 96)]  # type: ignore[union-attr]
+    assert held.global_test.rows.tolist() == [*range(29, 36), *range(89, 96)]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet"])
@@ -267,7 +267,7 @@ def test_time_ordered_clients_hold_out_the_last_rows_of_each_class(kind: str) ->
     )
     data = federate(replace(raw, test=(raw.x[:8], labels[:8])), clients=4, partition=kind)  # type: ignore[arg-type]
     held = data.hold_out(0.2, 0)
-    rows = held.common.rows.numpy()  # type: ignore[union-attr]
+    rows = held.global_test.rows.numpy()  # type: ignore[union-attr]
     last = [*range(40, 50), 54, *range(87, 95), 99]
     assert sorted(rows) == [start + row for start in (0, 100, 200) for row in last]
     for client in range(4):
@@ -276,7 +276,7 @@ def test_time_ordered_clients_hold_out_the_last_rows_of_each_class(kind: str) ->
             == data.train.rows_of(client).tolist()
         )
     again = group_clients(data, 2).hold_out(0.2, 0)
-    assert sorted(again.common.rows.tolist()) == sorted(rows)  # type: ignore[union-attr]
+    assert sorted(again.global_test.rows.tolist()) == sorted(rows)  # type: ignore[union-attr]
 
 
 def test_the_test_samples_do_not_depend_on_the_seed_nor_the_pixels_on_them() -> None:

@@ -18,7 +18,7 @@ from fewer.data.recommendation import generate_usage, per_user
 from fewer.data.sources import read
 from fewer.errors import DataError, SettingError
 from fewer.experiments import recipes
-from fewer.learning.score import MAX_LOSS, count_correct
+from fewer.learning.evaluate import MAX_LOSS, count_correct
 from fewer.methods.alone import Alone, MostUsed, NaiveBayes, recency_scores
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.models import get_weights
@@ -231,5 +231,5 @@ def test_local_classes_beat_guessing_on_usage() -> None:
     data: ArrayData = fewer.data.load("usage", partition="natural", data_options={"own_classes": True})
     set_: dict[str, Any] = {"support_fraction": 0.8, "query_fraction": 0.2}
     result = fewer.run(Alone(lr=0.3, **set_), data, model="logistic")
-    assert result.scores["clients"].keys() == {str(client) for client in groups.test}
+    assert result.metrics["clients"].keys() == {str(client) for client in groups.test}
     assert result.accuracy > 1.5 / len(data.class_names)

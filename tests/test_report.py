@@ -237,7 +237,9 @@ def test_synthetic_images_are_shown_by_row_and_class_in_the_pixel_range(digits: 
     seen, labels = digits.test.slice(0, 50)
     three = seen[labels == 3][:2].numpy()
     beyond = np.full((1, 1, 8, 8), 1e3, np.float32)
-    figure = plot_image_grid(digits, "Made", {"client 4": {3: three}, "client 7": {0: beyond, 2: -beyond}}, each=2)
+    figure = plot_image_grid(
+        digits, "Made", {"client 4": {3: three}, "client 7": {0: beyond, 2: -beyond}}, max_per_class=2
+    )
     assert figure
     axes = figure.axes[0]
     shown = np.asarray(axes.images[0].get_array())[..., 0]
@@ -414,8 +416,8 @@ def test_a_report_shows_synthetic_images(tmp_path: Path, runs: Path) -> None:
     assert "not shown" not in page.text
     result = open_run(runs / "fedmk")
     by_client, by_round = result.method.image_grids(result.state)
-    assert list(by_client.rows) == [f"client {client}" for client in range(4)] and by_client.each == 2
-    assert list(by_round.rows) == ["round 1", "round 2", "round 3"] and by_round.each == 1
+    assert list(by_client.rows) == [f"client {client}" for client in range(4)] and by_client.max_per_class == 2
+    assert list(by_round.rows) == ["round 1", "round 2", "round 3"] and by_round.max_per_class == 1
     for client, row in enumerate(by_client.rows.values()):
         sent = {label: images for label, images in result.state.knowledge[client].items() if len(images)}
         assert sent and {str(label) for label in row} == sent.keys()
@@ -525,12 +527,12 @@ def test_user_data_is_not_shown(tmp_path: Path, runs: Path) -> None:
     assert "The data is not shown" not in page.text
 
 
-def changed(tmp_path: Path, run: Path, **description: Any) -> Path:
+def changed(tmp_path: Path, run: Path, **metadata: Any) -> Path:
     """A copy of a run with another settings.json."""
     copy = tmp_path / f"copy-{len(list(tmp_path.iterdir()))}"
     shutil.copytree(run, copy)
     about = json.loads((copy / "settings.json").read_text())
-    for part, values in description.items():
+    for part, values in metadata.items():
         about[part] = {**about[part], **values}
     (copy / "settings.json").write_text(json.dumps(about))
     return copy
@@ -589,7 +591,7 @@ def test_absent_answers_of_a_repeated_round_count_once(tmp_path: Path, runs: Pat
 
 
 def make_run(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = (), path: Path = Path("run")) -> Run:
-    about = {"settings": {"method": "fedavg", "seed": 0}, "method": {"rounds": len(history)}, "own": []}
+    about = {"settings": {"method": "fedavg", "seed": 0}, "method": {"rounds": len(history)}, "objects": []}
     return Run(path, about, history, events)
 
 
@@ -695,8 +697,8 @@ def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, roun
     for seed, end in enumerate(ends):
         each = [line(1, end / 2, int(mb * 250_000)), line(2, end, int(mb * 500_000))]
         history = [{**one, "seconds": seconds * one["round"] / 2} for one in each]
-        description = {"settings": {**settings, "seed": seed}, "method": {"rounds": rounds}, "own": []}
-        runs.append(Run(Path(f"{label}-{seed}"), description, history, []))
+        metadata = {"settings": {**settings, "seed": seed}, "method": {"rounds": rounds}, "objects": []}
+        runs.append(Run(Path(f"{label}-{seed}"), metadata, history, []))
     return RunGroup(label, runs)
 
 

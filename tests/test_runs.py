@@ -270,7 +270,7 @@ def test_load_gives_the_trained_models(digits: Data, tmp_path: Path) -> None:
         fewer.open_run(tmp_path / "local").personal_model(6)
     x, y = digits.client(2).test.slice(0, 1000)
     right = (fewer.open_run(tmp_path / "local").personal_model(2)(x).argmax(1) == y).float().mean()
-    assert float(right) == pytest.approx(result.scores["clients"]["2"])
+    assert float(right) == pytest.approx(result.metrics["clients"]["2"])
 
 
 def test_settings_are_kept_and_hashed(digits: Data, tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_settings_of_an_object_are_given_to_the_object(digits: Data) -> None:
 def test_a_deadline_does_not_cut_the_evaluation_short(digits: Data) -> None:
     for runtime in ("inline", "pool"):
         result = fewer.run(SlowToScore(rounds=1, cohort=2), digits, runtime=runtime, deadline=2)
-        assert len(result.scores["clients"]) == 6
+        assert len(result.metrics["clients"]) == 6
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,10 @@ def test_bytes_by_arithmetic(digits: Data, tmp_path: Path) -> None:
     rows = [row for row in ledger(tmp_path / "run") if not row[3].startswith("evaluate/")]
     assert len(rows) == 2 * 3 * 2
     assert all(0 < int(row[4]) - 4 * count < 800 for row in rows)  # the weights, and a small header
-    assert sum(int(row[4]) for row in rows if row[2] == "up") == result.scores["up"]
-    assert sum(int(row[4]) for row in rows if row[2] == "down") == result.scores["down"]
+    assert sum(int(row[4]) for row in rows if row[2] == "up") == result.metrics["up"]
+    assert sum(int(row[4]) for row in rows if row[2] == "down") == result.metrics["down"]
     half = fewer.run(FedAvg(rounds=2, cohort=3, codec="float16"), digits)
-    assert result.scores["up"] - half.scores["up"] == pytest.approx(2 * 3 * 2 * count, abs=6 * 20)
+    assert result.metrics["up"] - half.metrics["up"] == pytest.approx(2 * 3 * 2 * count, abs=6 * 20)
 
 
 def test_a_float16_model_arrives_as_float16(digits: Data, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_client_without_data_says_so(tmp_path: Path) -> None:
     assert [(e["client"], e["reason"], e["detail"]) for e in events if e["event"] == "absent"] == [
         (1, "unable", "no training data")
     ]
-    assert set(result.scores["clients"]) == {"0", "2"}
+    assert set(result.metrics["clients"]) == {"0", "2"}
 
 
 class Prying(FedAvg):

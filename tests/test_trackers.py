@@ -173,7 +173,7 @@ def test_a_run_that_goes_on_is_followed_without_being_told_again(
     fewer.resume(run, track=[])  # takes the place of what was kept, for good
     assert not noted.told and json.loads((run / "settings.json").read_text()) == {**before, "track": []}
     run = broken("lost")
-    RunDirectory.open(run).update_description(track=["absent", "gone", "noted"])
+    RunDirectory.open(run).update_metadata(track=["absent", "gone", "noted"])
     noted.told.clear()
     noted.fails = "begin"
     assert len(fewer.resume(run).history) == 3 and not noted.told
@@ -196,7 +196,7 @@ def test_a_server_follows_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked.append(("resume", given.get("track")))
         return "over"
 
-    monkeypatch.setattr(machines, "start_run", begin)
+    monkeypatch.setattr(machines, "run_experiment", begin)
     monkeypatch.setattr(machines, "resume", go_on)
     monkeypatch.setattr(machines.FlowerServer, "check_experiment", lambda self, experiment: None)
     nobody: Any = None

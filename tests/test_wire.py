@@ -28,7 +28,7 @@ from fewer.models import SmallCNN, get_weights
 from fewer.wire import (
     CODECS,
     Codec,
-    Coded,
+    Encoded,
     Field,
     Ledger,
     Number,
@@ -63,7 +63,7 @@ def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
 
 def sent(value: Tensor, codec: Codec | None = None) -> Tensor:
     """The tensor as it arrives."""
-    kind, fields = decode(encode("k", {"t": Coded(value, codec)}), {"t": value})
+    kind, fields = decode(encode("k", {"t": Encoded(value, codec)}), {"t": value})
     assert kind == "k" and fields.keys() == {"t"}
     arrived = fields["t"]
     assert isinstance(arrived, Tensor) and arrived.dtype == value.dtype and arrived.shape == value.shape
@@ -104,7 +104,7 @@ def test_codecs_are_registered() -> None:
 def test_an_unknown_codec_is_an_error_with_the_nearest_name() -> None:
     text = r"unknown codec 'int4', did you mean 'int8'\? \(allowed: bfloat16, float16, float32, int8, uint8\)"
     with pytest.raises(SettingError, match=text):
-        encode("k", {"t": Coded(torch.ones(2), "int4")})
+        encode("k", {"t": Encoded(torch.ones(2), "int4")})
     with pytest.raises(ValidationError, match=text):
         FedAvg(codec="int4")
 
@@ -128,7 +128,7 @@ def test_quantized_ends_are_exact(codec: Codec) -> None:
 @pytest.mark.parametrize(("codec", "lowest"), [("int8", -128), ("uint8", 0)])
 def test_quantized_uses_all_levels(codec: Codec, lowest: int) -> None:
     value = torch.arange(256, dtype=torch.float32) / 4 - 3
-    blob = encode("k", {"t": Coded(value, codec)})
+    blob = encode("k", {"t": Encoded(value, codec)})
     levels = safetensors.torch.load(blob)[{"int8": "t:I8", "uint8": "t:U8"}[codec]]
     assert torch.equal(levels.int(), torch.arange(256, dtype=torch.int32) + lowest)
     assert torch.equal(sent(value, codec), value)
@@ -168,7 +168,7 @@ def test_negative_zero(codec: Codec | None) -> None:
 def test_model_round_trip_keeps_names_order_and_integers(codec: Codec | None) -> None:
     model = get_weights(SmallCNN((1, 28, 28), 10, "batch"))
     model["encoder.1.num_batches_tracked"] += 300
-    arrived = decode(encode("k", {"model": Coded(model, codec)}), {"model": model})[1]["model"]
+    arrived = decode(encode("k", {"model": Encoded(model, codec)}), {"model": model})[1]["model"]
     assert list(arrived) == list(model)
     for name, tensor in model.items():
         assert arrived[name].shape == tensor.shape and arrived[name].dtype == tensor.dtype
@@ -227,7 +227,7 @@ def test_framing_of_a_model_is_below_one_percent(norm: Norm) -> None:
     weights = get_weights(net)
     payload = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     assert 26_434 * 4 <= payload <= 26_434 * 4 + 44 * 4 + 16
-    assert payload < len(encode("train", {"model": Coded(weights, "float32")})) <= payload * 1.01
+    assert payload < len(encode("train", {"model": Encoded(weights, "float32")})) <= payload * 1.01
 
 
 def test_framing_of_one_tensor_is_below_one_percent() -> None:
@@ -236,7 +236,7 @@ def test_framing_of_one_tensor_is_below_one_percent() -> None:
 
 @pytest.mark.parametrize(("codec", "bytes_each"), [("float32", 4), ("float16", 2), ("bfloat16", 2), ("int8", 1)])
 def test_codec_decides_the_size(codec: Codec, bytes_each: int) -> None:
-    blob = encode("k", {"t": Coded(numbers(torch.float32, 25_600), codec)})
+    blob = encode("k", {"t": Encoded(numbers(torch.float32, 25_600), codec)})
     assert 0 < len(blob) - 25_600 * bytes_each < 300
 
 
@@ -295,9 +295,9 @@ LIKE = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
         ({"a": torch.tensor([1.0, -math.inf])}, None, "'a' is not finite"),
         ({"a": {"w": torch.tensor(math.inf)}}, None, "'a' is not finite"),
         ({"a": torch.tensor(math.nan, dtype=torch.bfloat16)}, None, "'a' is not finite"),
-        ({"a": Coded(torch.tensor([1e5]), "float16")}, {"a": torch.zeros(1)}, "'a' is not finite"),
-        ({"a": Coded(torch.tensor([3.4028e38]), "bfloat16")}, None, "'a' is not finite"),
-        ({"a": Coded(torch.tensor([1e39], dtype=torch.float64), "float32")}, None, "'a' is not finite"),
+        ({"a": Encoded(torch.tensor([1e5]), "float16")}, {"a": torch.zeros(1)}, "'a' is not finite"),
+        ({"a": Encoded(torch.tensor([3.4028e38]), "bfloat16")}, None, "'a' is not finite"),
+        ({"a": Encoded(torch.tensor([1e39], dtype=torch.float64), "float32")}, None, "'a' is not finite"),
     ],
 )
 def test_refused_with_its_reason(fields: dict[str, Field], schema: Schema | None, reason: str) -> None:
@@ -308,7 +308,7 @@ def test_refused_with_its_reason(fields: dict[str, Field], schema: Schema | None
 @pytest.mark.parametrize("codec", ["int8", "uint8"])
 def test_quantizing_what_is_not_finite_is_refused_at_once(codec: Codec) -> None:
     with pytest.raises(Refused, match="'a' is not finite"):
-        encode("k", {"a": Coded(torch.tensor([0.0, math.inf]), codec)})
+        encode("k", {"a": Encoded(torch.tensor([0.0, math.inf]), codec)})
 
 
 @pytest.mark.parametrize(
@@ -394,8 +394,8 @@ def apart(blob: bytes) -> Parts:
 
 
 BATCH: dict[str, Field] = {
-    "model": Coded({"w": numbers(torch.float32, 3, 4), "b": numbers(torch.float32, 4), "n": torch.tensor(7)}, "int8"),
-    "images": Coded(numbers(torch.float32, 2, 1, 3, 3), "float16"),
+    "model": Encoded({"w": numbers(torch.float32, 3, 4), "b": numbers(torch.float32, 4), "n": torch.tensor(7)}, "int8"),
+    "images": Encoded(numbers(torch.float32, 2, 1, 3, 3), "float16"),
     "labels": torch.tensor([3, 4]),
     "size": 12,
     "loss": 0.25,
@@ -445,7 +445,7 @@ def test_checksum_sees_a_changed_header() -> None:
 
 
 def test_no_single_bit_changes_what_is_understood() -> None:
-    blob = encode("k", {"a": Coded(torch.arange(4.0), "int8"), "size": 3})
+    blob = encode("k", {"a": Encoded(torch.arange(4.0), "int8"), "size": 3})
     kind, fields = decode(blob)
     for place in range(len(blob)):
         for bit in range(8):
@@ -664,7 +664,7 @@ def relaid(blob: bytes, draw: random.Random) -> bytes:
 
 def spliced(blob: bytes, draw: random.Random) -> bytes:
     """The header of one message before the data of another."""
-    other = encode("other", draw.choice([BATCH, {"size": 3}, {"t": Coded(numbers(torch.float32, 5), "uint8")}]))
+    other = encode("other", draw.choice([BATCH, {"size": 3}, {"t": Encoded(numbers(torch.float32, 5), "uint8")}]))
     first, second = (one[8 + int.from_bytes(one[:8], "little") :] for one in (blob, other))
     return draw.choice(
         [other[: len(other) - len(second)] + first, blob[: len(blob) - len(first)] + second, blob + other]
@@ -770,10 +770,10 @@ def test_ledger_totals_by_direction_without_evaluation() -> None:
 
 def test_ledger_take_gives_each_entry_once_and_keeps_totals() -> None:
     ledger = Ledger()
-    assert ledger.take() == [] and ledger.total["up"] == 0
+    assert ledger.drain() == [] and ledger.total["up"] == 0
     ledger.add(1, 2, "up", "train", 7)
     ledger.add(1, 4, "up", "evaluate/score", 9)
-    first = ledger.take()
+    first = ledger.drain()
     assert first == [(1, 2, "up", "train", 7), (1, 4, "up", "evaluate/score", 9)]
     assert (first[0].round, first[0].client, first[0].direction, first[0].kind, first[0].bytes) == (
         1,
@@ -783,8 +783,8 @@ def test_ledger_take_gives_each_entry_once_and_keeps_totals() -> None:
         7,
     )
     ledger.add(2, 2, "up", "train", 8)
-    assert ledger.take() == [(2, 2, "up", "train", 8)]
-    assert ledger.take() == []
+    assert ledger.drain() == [(2, 2, "up", "train", 8)]
+    assert ledger.drain() == []
     assert ledger.total["up"] == 15
 
 

@@ -28,7 +28,7 @@ import torch
 from fewer.experiments import recipes
 from fewer.experiments.compare import read_unit_accuracies
 from fewer.experiments.recipes import Cell
-from fewer.runs.engine import start_run
+from fewer.runs.engine import run_experiment
 from fewer.runs.experiment import build_experiment
 from fewer.runs.result import Result
 
@@ -62,9 +62,9 @@ def describe_check(check: Mapping[str, Any] | None) -> str:
         return f"{text}: {accuracy} agrees exactly with the published numbers. {_describe_bytes(check)}"
     if check.get("agrees_with_reference"):
         return (
-            f"{text} and, on the same machine, with the code before the renaming: {accuracy} agrees exactly. On that "
-            f"machine both give {new} where {published} is published, so the difference is not due to the renaming: "
-            f"floating-point results depend on the processor. {_describe_bytes(check)}"
+            f"{text} and, on the same machine, with the code before the renaming: {accuracy} agrees exactly. Both give "
+            f"{new} on that machine, where {published} is published: floating-point results depend on the processor. "
+            f"{_describe_bytes(check)}"
         )
     return f"{text} and does not agree: {new} where {published} is published."
 
@@ -82,8 +82,8 @@ def check_cell(content: Mapping[str, Any], index: int, reference: Mapping[str, A
     plan, cells = recipes.read_results(content)
     cell, begun = cells[index], time.perf_counter()
     ours = cell.ours
-    result = start_run(build_experiment(recipes.cell_settings(plan, cell)), None, None)
-    accuracy, units = recipes.MEASURES[plan.mean](result), read_unit_accuracies(result.scores)
+    result = run_experiment(build_experiment(recipes.cell_settings(plan, cell)), None, None)
+    accuracy, units = recipes.MEASURES[plan.mean](result), read_unit_accuracies(result.metrics)
     curve = [[entry["round"], entry["accuracy"]] for entry in result.history if "accuracy" in entry]
     recorded = [[entry["round"], entry["accuracy"]] for entry in ours.curves[0]] if ours.curves else []
     different = {
@@ -122,7 +122,7 @@ def _compare_bytes(cell: Cell, result: Result, direction: str) -> dict[str, int]
     """Return the published and the new total; a result without curves has only the mean over its seeds."""
     mean = cell.ours.mb_up if direction == "up" else cell.ours.mb_down
     published = cell.ours.curves[0][-1][direction] if cell.ours.curves else round(1e6 * mean)
-    return {"published": published, "new": result.scores[direction]}
+    return {"published": published, "new": result.metrics[direction]}
 
 
 def format_check(name: str, check: Mapping[str, Any]) -> str:

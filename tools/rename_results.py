@@ -32,7 +32,7 @@ from fewer.methods import find
 from fewer.report import plot_recipe
 from fewer.report.style import png
 from fewer.runs.experiment import make_method
-from fewer.runs.settings import HOW_TO_RUN, settings_hash
+from fewer.runs.settings import RUNTIME_SETTINGS, settings_hash
 
 # --- old name -> new name ---------------------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ def hash_with_old_names(plan: Recipe, cell: Cell) -> str:
     """Compute the hash of a cell as it was before the renaming, from its settings under the new names."""
     settings = recipes.cell_settings(plan, cell)
     method = make_method(find(settings.method), settings)
-    values = settings.model_dump(mode="json", exclude={*HOW_TO_RUN, "rounds", "cohort", "method_options"})
+    values = settings.model_dump(mode="json", exclude={*RUNTIME_SETTINGS, "rounds", "cohort", "method_options"})
     old_settings = {new: old for old, new in SETTINGS.items()}
     inside = {old_settings.get(name, name): value for name, value in values.items()}
     inside["data_set"] = {_old_name(DATA, name): value for name, value in values["data_options"].items()}

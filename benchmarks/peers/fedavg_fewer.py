@@ -26,7 +26,7 @@ class Drawn(fewer.FedAvg):
         indices: Tensor = C.batches(client.round - 1, client.id, len(client.train))
         return indices
 
-    def report(self, state: Any, clients: fewer.Clients, data: Any) -> dict[str, Any]:
+    def evaluate_final(self, state: Any, clients: fewer.Clients, data: Any) -> dict[str, Any]:
         """Return nothing after the last round: the workload has only the common test."""
         return {}
 

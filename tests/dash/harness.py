@@ -24,12 +24,12 @@ SETTINGS = {"seed": 0, "runtime": "inline", "data": "digits"}
 HEED = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # processes in the background ignore Ctrl-C
 
 
-def describe_run(method: str, rounds: int = 10, own: list[str] | None = None, **settings: Any) -> str:
+def describe_run(method: str, rounds: int = 10, objects: list[str] | None = None, **settings: Any) -> str:
     about = {
         "format": FORMAT,
         "settings": {**SETTINGS, "method": method, **settings},
         "hash": "abc",
-        "own": own or [],
+        "objects": objects or [],
         "method": {"rounds": rounds, "lr": 0.1},
         "data": {"name": settings.get("data", "digits"), "clients": 6, "fingerprint": "f"},
         "environment": {"python": "3.11"},

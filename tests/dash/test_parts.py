@@ -552,7 +552,7 @@ def test_a_process_that_ignores_ctrl_c_is_not_reported_as_stopped(tmp_path: Path
 
 def test_runs_that_cannot_be_resumed_are_refused_with_a_reason(runs: Path) -> None:
     write_run(runs / "flower", runtime="flower", events=[STOPPED])
-    write_run(runs / "own", own=["data"], events=[STOPPED])
+    write_run(runs / "own", objects=["data"], events=[STOPPED])
     (runs / "bad").mkdir()
     (runs / "bad/settings.json").write_text(describe_run("fedavg").replace("settings", "x"))
     words = {
@@ -600,7 +600,7 @@ def test_a_resumed_run_is_independent_of_the_dashboard(tmp_path: Path, monkeypat
         control, "_RESUME_CODE", "import os, sys; print(os.getsid(0) == os.getpid(), sys.flags.safe_path)"
     )
     made = Control()
-    made.resume(run, {"settings": {"runtime": "inline"}, "own": []})
+    made.resume(run, {"settings": {"runtime": "inline"}, "objects": []})
     made._started[run][1].wait(40)
     assert (run / LOG).read_text() == "True True\n"
 
@@ -610,10 +610,10 @@ def test_a_run_is_not_started_twice(runs: Path, monkeypatch: pytest.MonkeyPatch)
     together = threading.Barrier(2, timeout=0.5)
     resume = Control.resume
 
-    def slowly(self: Control, run: Path, description: dict[str, object]) -> int:
+    def slowly(self: Control, run: Path, metadata: dict[str, object]) -> int:
         with suppress(threading.BrokenBarrierError):  # where nobody comes in beside us
             together.wait()
-        return resume(self, run, description)
+        return resume(self, run, metadata)
 
     monkeypatch.setattr(Control, "resume", slowly)
     found: list[tuple[int, dict[str, int]]] = []

@@ -165,8 +165,8 @@ def start_portable_process() -> ProcessPoolExecutor:
 def use_portable_kernels() -> None:
     """Turn off libraries that choose kernels by processor and cache size."""
     torch.set_num_threads(1)
-    torch.backends.mkldnn.set_flags(_enabled=False)
-    torch.backends.nnpack.set_flags(_enabled=False)
+    torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
+    torch.backends.nnpack.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="session")

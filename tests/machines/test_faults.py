@@ -24,7 +24,7 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 
 from fewer.errors import QuorumLost, RunError
-from fewer.runs.engine import start_run
+from fewer.runs.engine import run_experiment
 from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
 from tests.machines.cluster import Cluster, experiment, until
@@ -67,7 +67,7 @@ def absent(run: Path) -> list[tuple[int, int, str]]:
 
 def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
     """True if a run left the same files as an uninterrupted run on one machine."""
-    start_run(experiment(2, runtime="inline", **settings), folder)
+    run_experiment(experiment(2, runtime="inline", **settings), folder)
     one, two = left(folder), left(run)
     return {**one, "clients": {}} == two
 

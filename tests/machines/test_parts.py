@@ -41,9 +41,9 @@ from fewer.cli.machines import _prepare_process
 from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.methods.frl_deploy import FRLDeploy
 from fewer.report import write_report
-from fewer.runs.engine import build_handler_server, resume, start_run
+from fewer.runs.engine import build_handler_runner, resume, run_experiment
 from fewer.runs.machines import ClientDaemon, FlowerServer, _describe_session
-from fewer.runtime import Faults, Rules
+from fewer.runtime import Faults, RoundRules
 from fewer.runtime.flower import bypass_proxy, envelope
 from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
@@ -152,8 +152,8 @@ class FakeSuperLink(SuperLink):
         return self.polls.popleft() if self.polls else {}
 
 
-def deliver(link: SuperLink, clients: Sequence[int], rules: Rules | None = None) -> dict[int, Reply | None]:
-    flower = Flower(4, 0, Faults(), rules or Rules(), handlers=None, superlink=link)  # type: ignore[arg-type]
+def deliver(link: SuperLink, clients: Sequence[int], rules: RoundRules | None = None) -> dict[int, Reply | None]:
+    flower = Flower(4, 0, Faults(), rules or RoundRules(), handlers=None, superlink=link)  # type: ignore[arg-type]
     return {
         call.client: reply for call, reply in flower._deliver_calls([(Call(client, "f", 1), b"") for client in clients])
     }
@@ -181,7 +181,7 @@ def test_what_was_never_sent_is_not_counted() -> None:
     flower = Flower(2, 0, handlers=None, superlink=link)  # type: ignore[arg-type]
     answers = flower.ask([0, 1], score, returns={}, x=1)
     assert [absent.client for absent in answers.absent] == [1]
-    assert [(one.client, one.direction) for one in flower.ledger.take()] == [(0, "down"), (0, "up")]
+    assert [(one.client, one.direction) for one in flower.ledger.drain()] == [(0, "down"), (0, "up")]
 
 
 def test_what_a_ring_never_sent_is_not_counted_either_nor_after_a_break(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_what_a_ring_never_sent_is_not_counted_either_nor_after_a_break(tmp_path
     def lines(link: SuperLink) -> list[tuple[int, str]]:
         flower = Flower(3, 0, handlers=None, superlink=link, journal=Journal(tmp_path))  # type: ignore[arg-type]
         assert flower.relay([1, 2], train, holders=[0]) == [0, 2]
-        return [(one.client, one.direction) for one in flower.ledger.take()]
+        return [(one.client, one.direction) for one in flower.ledger.drain()]
 
     here, fine = {0: RemoteClient(10, "a"), 2: RemoteClient(12, "a")}, Reply(encode("train", {}))
     link = FakeSuperLink([here], [{"0": fine}, {"0": fine}, {"2": fine}])
@@ -264,7 +264,7 @@ def test_a_restarted_node_has_lost_its_question() -> None:
 def test_no_waiting_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TRANSIT", 0.1)
     link = FakeSuperLink([{0: RemoteClient(10, "a")}], [])
-    reply = deliver(link, [0], Rules(deadline=0.1))[0]
+    reply = deliver(link, [0], RoundRules(deadline=0.1))[0]
     assert reply is not None and reply.failure == "late"
     assert link.ttls == [pytest.approx(0.3)]
 
@@ -543,7 +543,7 @@ def ask(daemon: ClientDaemon, description: Any, round: int = 1, client: int = 0)
 
 def test_a_daemon_answers_like_a_handler_server_on_one_machine(tmp_path: Path) -> None:
     reply = ask(ClientDaemon(tmp_path / "store"), session(tmp_path), client=2)
-    here = build_handler_server(experiment(3), tmp_path / "here")
+    here = build_handler_runner(experiment(3), tmp_path / "here")
     model = encode("local_train", {"model": experiment(3).task.initial_weights(3)})
     mine, theirs = decode(reply.blob)[1], decode(here.answer(Call(2, "local_train", 1), model).blob)[1]
     assert reply.failure is None and mine["size"] == theirs["size"]
@@ -605,7 +605,7 @@ def test_a_server_does_not_begin_with_a_file_that_clients_have_not(tmp_path: Pat
 
 
 def test_a_prepared_model_is_the_servers_alone(tmp_path: Path) -> None:
-    start_run(experiment(3, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
+    run_experiment(experiment(3, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
     description = session(
         tmp_path, method="frl-deploy", rounds=1, method_options={"prepared": str(tmp_path / "prepared")}
     )
@@ -623,7 +623,7 @@ def test_a_client_with_its_own_data_lacks_the_common_test_set(tmp_path: Path) ->
     for data in (None, mine(tmp_path)):
         for global_test in (False, True):
             daemon = ClientDaemon(tmp_path / "store", data)
-            question = encode("score", {"model": {}, "global_test": global_test})
+            question = encode("score", {"model": {}, "use_global_test": global_test})
             reply = daemon.answer(json.dumps(description), Call(1, "score", 1), question)
             totals[data is None, global_test] = decode(reply.blob)[1]["total"]
     assert totals[False, True] == 0 and totals[False, False] == 10
@@ -656,7 +656,7 @@ def test_what_is_sealed_belongs_to_its_run(tmp_path: Path) -> None:
     handlers = [
         ClientDaemon(tmp_path / "store")._build_handlers(session(tmp_path / run), 0) for run in ("one", "two", "one")
     ]
-    assert handlers[0].seal_context == handlers[2].seal_context != handlers[1].seal_context and handlers[0].seal_context
+    assert handlers[0].run_id == handlers[2].run_id != handlers[1].run_id and handlers[0].run_id
 
 
 def test_other_data_under_the_same_name_is_reported(tmp_path: Path) -> None:
@@ -759,7 +759,7 @@ def test_a_stopped_local_cluster_says_how_to_resume_and_does(tmp_path: Path, mon
     resumed: list[tuple[Path, dict[str, Any]]] = []
 
     def begin(self: FlowerServer, given: Any, out: Path, progress: Any) -> None:
-        start_run(experiment(2, rounds=1, runtime="inline"), out)
+        run_experiment(experiment(2, rounds=1, runtime="inline"), out)
         raise KeyboardInterrupt
 
     def resume_run(self: FlowerServer, out: Path, progress: Any, **changed: Any) -> None:
@@ -809,7 +809,7 @@ def test_one_server_at_a_time_has_the_keys(tmp_path: Path) -> None:
 
 
 def test_a_clients_model_is_where_the_client_is(tmp_path: Path) -> None:
-    result = start_run(experiment(3, rounds=1, runtime="inline"), tmp_path / "run")
+    result = run_experiment(experiment(3, rounds=1, runtime="inline"), tmp_path / "run")
     with pytest.raises(SettingError, match="cannot move between this machine and remote clients"):
         resume(tmp_path / "run", runtime="flower")
     result.personal_model(0)
@@ -819,7 +819,7 @@ def test_a_clients_model_is_where_the_client_is(tmp_path: Path) -> None:
 
 
 def test_the_report_tells_what_flower_made_of_the_messages(tmp_path: Path) -> None:
-    start_run(experiment(3, rounds=1, runtime="inline"), tmp_path / "run")
+    run_experiment(experiment(3, rounds=1, runtime="inline"), tmp_path / "run")
     with (tmp_path / "run/events.jsonl").open("a") as events:
         events.write(json.dumps({"event": "finish", "packed_up": 2_500_000, "packed_down": 1_000_000}) + "\n")
     page = write_report([tmp_path / "run"], tmp_path / "report")[0]

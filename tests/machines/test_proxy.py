@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 
-from fewer.runs.engine import start_run
+from fewer.runs.engine import run_experiment
 from fewer.runtime.flower.programs import free_port
 from tests.machines.cluster import Cluster, experiment
 from tests.test_baselines import left
@@ -73,6 +73,6 @@ def test_clients_get_through_the_proxy_and_nothing_else_does(proxied: tuple[Clus
         cluster.join(0)
         cluster.join(1)
         server.start(experiment(2, rounds=1), tmp_path / "run")
-    start_run(experiment(2, rounds=1, runtime="inline"), tmp_path / "inline")
+    run_experiment(experiment(2, rounds=1, runtime="inline"), tmp_path / "inline")
     assert {**left(tmp_path / "inline"), "clients": {}} == left(tmp_path / "run")
     assert "/v1/fleet/push-messages" in (tmp_path / "access.log").read_text()

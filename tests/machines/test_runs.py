@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 
 from fewer.methods import names
-from fewer.runs.engine import start_run
+from fewer.runs.engine import run_experiment
 from fewer.runs.machines import FlowerServer
 from fewer.runtime.handlers import OUTGOING
 from tests.machines.cluster import GROUPS, Cluster, experiment, until
@@ -80,9 +80,9 @@ def test_the_numbers_are_those_of_inline(
     cluster, server = clusters(clients)
     settings = SMALL.get(method, {})
     if method == "frl-deploy":
-        start_run(experiment(clients, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
+        run_experiment(experiment(clients, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
         settings = {"method_options": {"prepared": str(tmp_path / "prepared")}}
-    inline = start_run(experiment(clients, method, runtime="inline", **settings), tmp_path / "inline")
+    inline = run_experiment(experiment(clients, method, runtime="inline", **settings), tmp_path / "inline")
     remote = server.start(experiment(clients, method, **settings), tmp_path / "flower")
     one, two = left(tmp_path / "inline"), left(tmp_path / "flower")
     run = json.loads((tmp_path / "flower/machines.json").read_text())["run"]

@@ -128,7 +128,7 @@ class _AttackedRun:
         self.result = result
         self.has_images = len(result.data.shape) == 3 and not result.data.test.is_text
         self.nets = _global_models(result)
-        sent = result.method.condensed(result.state)
+        sent = result.method.synthetic_data(result.state)
         if not self.nets and not sent:
             raise FewerError(
                 f"{result.method.name} has no global model and its clients send no synthetic data: "
@@ -302,7 +302,7 @@ class _AttackedRun:
     # --- membership ---
 
     def membership_scores(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Scores of members and nonmembers by attack, with equal counts per class and client on both sides."""
+        """Metrics of members and nonmembers by attack, with equal counts per class and client on both sides."""
         pairs = {client: pair for client in self.clients if (pair := self.matched_samples(client))}
         if not pairs:
             return
@@ -379,12 +379,12 @@ class _AttackedRun:
 
 def _open_with_data(path: Path, data_dir: Path | None) -> Result:
     """Open a run together with the data that it was run on."""
-    description = RunDirectory.open(path).description
-    if "data" in description["own"]:
+    metadata = RunDirectory.open(path).metadata
+    if "data" in metadata["objects"]:
         raise RunError(f"{path} was run with data of your own, so it cannot be audited from its directory alone")
-    settings = {**description["settings"], **({"data_dir": data_dir} if data_dir else {})}
+    settings = {**metadata["settings"], **({"data_dir": data_dir} if data_dir else {})}
     data = load_data(parse_settings(settings))
-    if data.fingerprint() != description["data"]["fingerprint"]:
+    if data.fingerprint() != metadata["data"]["fingerprint"]:
         raise RunError(f"{data.name} has changed since {path} was run")
     return open_run(path, data=data)
 

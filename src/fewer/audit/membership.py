@@ -87,7 +87,7 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _finite_scores(scores: Tensor) -> NDArray[np.float64]:
-    """Scores as an array, with NaN below everything else."""
+    """Metrics as an array, with NaN below everything else."""
     numbers: NDArray[np.float64] = np.nan_to_num(scores.detach().cpu().double().numpy(), nan=-np.inf)
     return numbers
 

@@ -161,7 +161,7 @@ def deploy(
     [dim]fewer deploy runs/… --data glyphs --data-option classes=0-4 --clients 10 --partition shards[/dim]
     """
     from fewer.cli.progress import show_progress
-    from fewer.runs.engine import start_run
+    from fewer.runs.engine import run_experiment
     from fewer.runs.experiment import build_experiment, parse_settings
     from fewer.runs.inference import deploy_settings
 
@@ -169,7 +169,7 @@ def deploy(
     path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
     RESUME_HINTS.append(f"Resume with: fewer resume {path}")
     with show_progress() as progress:
-        result = start_run(experiment, path, progress(experiment.method.name), track=track or ())
+        result = run_experiment(experiment, path, progress(experiment.method.name), track=track or ())
     print_result(result, path, json_file, report)
 
 
@@ -503,7 +503,7 @@ def _train(
     from fewer.cli.progress import show_progress
     from fewer.experiments import tune_experiment
     from fewer.runs import trackers
-    from fewer.runs.engine import start_run
+    from fewer.runs.engine import run_experiment
     from fewer.runs.experiment import build_experiment, parse_settings
 
     experiment = build_experiment(parse_settings(given))
@@ -517,7 +517,7 @@ def _train(
             print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
         path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
         RESUME_HINTS.append(f"Resume with: fewer resume {path}")
-        result = start_run(experiment, path, progress(experiment.method.name), track=track or ())
+        result = run_experiment(experiment, path, progress(experiment.method.name), track=track or ())
     print_result(result, path, json_file, report)
 
 

@@ -262,7 +262,7 @@ def local_cluster(
         if clients is not None or out is not None:
             raise SettingError("--resume RUN cannot be combined with N, METHOD or --out")
         path = resume
-        old = RunDirectory.open(path).description
+        old = RunDirectory.open(path).metadata
         settings, count, name = parse_settings({**old["settings"], **given}), old["data"]["clients"], path.name
     elif clients is None:
         raise SettingError("N is missing: pass the number of clients, or --resume RUN")

@@ -122,7 +122,7 @@ def print_result(result: Result, path: Path, json_file: Path | None, report: boo
     from fewer.runs.statistics import half_width
 
     page = write_report_page([path], path) if report else None
-    scores = result.scores
+    scores = result.metrics
     content = {
         "method": result.method.name,
         **{name: value for name, value in scores.items() if name != "clients"},

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from fewer.dash.records import Curve, EventTally, parse_line, read_last_lines
 from fewer.errors import FewerError
 from fewer.report.style import DARK, LineStyle, assign_styles
-from fewer.runs.files import EVENTS, METRICS, SETTINGS, in_use, read_description
+from fewer.runs.files import EVENTS, METRICS, SETTINGS, in_use, read_metadata
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class RunEntry:
     row: dict[str, Any] = field(default_factory=dict)
     revision: int = 0
     """Number of the last change, counted over all runs."""
-    description: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def state(self) -> str:
@@ -178,9 +178,9 @@ class Catalog:
         changed = max((version[0] for version in versions if version), default=0) / 1e9
         row: dict[str, Any] = {"id": run.id, "name": run.name, "changed": round(changed, 3)}
         try:
-            if not run.description or versions[:1] != run.versions[:1]:
-                run.description = read_description(run.path)
-            row |= self._describe(run.description, _read_method_name(run.path))
+            if not run.metadata or versions[:1] != run.versions[:1]:
+                run.metadata = read_metadata(run.path)
+            row |= self._describe(run.metadata, _read_method_name(run.path))
         except (FewerError, KeyError, TypeError, AttributeError) as error:
             return {**row, "method": "?", "data": "?", "state": "damaged", "reason": str(error)}
         row |= _read_progress(run.path)
@@ -196,9 +196,9 @@ class Catalog:
             state = "stopped" if last.get("event") == "stop" else "crashed"
         return {**row, "state": state, "reason": str(last.get("reason", "")) if state == "stopped" else ""}
 
-    def _describe(self, description: Mapping[str, Any], method_name: str) -> dict[str, Any]:
+    def _describe(self, metadata: Mapping[str, Any], method_name: str) -> dict[str, Any]:
         """The part of a row that comes from the settings."""
-        settings, data = description["settings"], description["data"]
+        settings, data = metadata["settings"], metadata["data"]
         method = method_name or str(settings["method"]).rpartition(":")[2]
         self.styles = assign_styles([method], self.styles)
         color, marker, dash = self.styles[method]
@@ -212,7 +212,7 @@ class Catalog:
             "clients": data["clients"],
             "seed": settings["seed"],
             "runtime": settings["runtime"],
-            "rounds": description["method"]["rounds"],
+            "rounds": metadata["method"]["rounds"],
         }
 
 

@@ -50,9 +50,9 @@ class Control:
             os.close(handle)
         return pid
 
-    def resume(self, run: Path, description: Mapping[str, Any]) -> int:
+    def resume(self, run: Path, metadata: Mapping[str, Any]) -> int:
         """Start `fewer resume` in its own session, so that it outlives the dashboard, and return its process id."""
-        if reason := why_not_resumable(run, description):
+        if reason := why_not_resumable(run, metadata):
             raise RunError(reason)
         try:
             with (run / LOG).open("ab") as log:
@@ -75,12 +75,12 @@ class Control:
         return start if process and process.poll() is None else None
 
 
-def why_not_resumable(run: Path, description: Mapping[str, Any]) -> str:
+def why_not_resumable(run: Path, metadata: Mapping[str, Any]) -> str:
     """Why the dashboard cannot resume a run; empty if it can."""
-    if description["settings"]["runtime"] == "flower":
+    if metadata["settings"]["runtime"] == "flower":
         return f"its clients are on other machines: use fewer server --resume {run} --keys DIR"
-    if own := description["own"]:
-        return f"it was run with your own {own[0]}: use fewer.resume({str(run)!r}, {own[0]}=…) in Python"
+    if objects := metadata["objects"]:
+        return f"it was run with your own {objects[0]}: use fewer.resume({str(run)!r}, {objects[0]}=…) in Python"
     return ""
 
 

@@ -32,7 +32,7 @@ from fewer.dash.records import parse_line, read_last_lines
 from fewer.errors import FewerError, RunError, SettingError
 from fewer.report.style import assign_label_styles
 from fewer.runs.files import EVENTS, LEDGER
-from fewer.runs.settings import HOW_TO_RUN
+from fewer.runs.settings import RUNTIME_SETTINGS
 
 REPORT = "report/report.html"
 """Path in a run directory of the page that `fewer run` and `fewer resume` write."""
@@ -46,7 +46,7 @@ KEEPALIVE_INTERVAL = 15.0
 MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_COMPARED = 24
 """Maximum number of runs compared at once."""
-HIDDEN_SETTINGS = ("method", "method_options", *HOW_TO_RUN)
+HIDDEN_SETTINGS = ("method", "method_options", *RUNTIME_SETTINGS)
 """Settings left out of comparisons: results do not depend on them, or other settings repeat them."""
 SORT_KEYS: Mapping[str, Callable[[RunEntry], Any]] = {
     "changed": lambda run: run.row["changed"],
@@ -153,21 +153,21 @@ class Dashboard:
         """A run's row, settings and environment."""
         run = self._find_run(request)
         self.catalog.refresh_run(run)
-        description = run.description
+        metadata = run.metadata
         return json_response(
             {
                 "row": run.row,
                 "path": str(run.path),
-                "settings": description.get("settings", {}),
-                "method": description.get("method", {}),
+                "settings": metadata.get("settings", {}),
+                "method": metadata.get("method", {}),
                 "environment": {
-                    "hash": description.get("hash"),
-                    **description.get("environment", {}),
-                    "data": description.get("data"),
-                    "command": " ".join(map(str, description.get("command", []))),
+                    "hash": metadata.get("hash"),
+                    **metadata.get("environment", {}),
+                    "data": metadata.get("data"),
+                    "command": " ".join(map(str, metadata.get("command", []))),
                 },
                 "why_not_resumable": (
-                    why_not_resumable(run.path, description) if run.state != "damaged" else "it is damaged"
+                    why_not_resumable(run.path, metadata) if run.state != "damaged" else "it is damaged"
                 ),
                 "report": (run.path / REPORT).is_file(),
                 "log": (run.path / LOG).is_file(),
@@ -180,7 +180,7 @@ class Dashboard:
         runs = [self.catalog.runs[id] for id in _run_ids(request) if id in self.catalog.runs]
         runs = [run for run in runs if run.row["state"] != "damaged"][:MAX_COMPARED]
         styles = assign_label_styles({run.id: run.row["method"] for run in runs}, self.catalog.styles)
-        settings = [{**run.description["settings"], **run.description["method"]} for run in runs]
+        settings = [{**run.metadata["settings"], **run.metadata["method"]} for run in runs]
         keys = [key for key in dict.fromkeys(key for each in settings for key in each) if _differs(key, settings)]
         siblings = len(runs) > 1 and len({run.path.parent for run in runs}) == 1
         return json_response(
@@ -273,7 +273,7 @@ class Dashboard:
             self.catalog.refresh_run(run)
             if run.state not in ("stopped", "crashed"):
                 raise RunError(f"cannot resume {run.path}: it is {run.state}")
-            process = self.control.resume(run.path, run.description)
+            process = self.control.resume(run.path, run.metadata)
             self.catalog.refresh_run(run)
         return json_response({"process": process})
 

@@ -1,4 +1,4 @@
-"""Federated data: the samples of each client, and a common test set."""
+"""Federated data: the samples of each client, and a global test set."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class Data(ABC):
     tokens: tuple[str, ...] = ()
     """The vocabulary, if inputs are text. Token ids are positions in it."""
     test: Samples
-    """The common test set."""
+    """The global test set."""
     origin: Mapping[str, Any] | None = None
     """Arguments of `load`, so that a run can resume from its directory alone; None for user data."""
     time_ordered: bool = False
     """True if each client's samples are in temporal order."""
     novel: bool = False
     """True if validation and test samples belong to novel classes. `classes` then counts the training classes only."""
-    has_common_test: bool = True
-    """False if only one client's data is known, and the common test set is not."""
+    has_global_test: bool = True
+    """False if only one client's data is known, and the global test set is not."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -98,7 +98,7 @@ class Data(ABC):
 
     @property
     def unseen_classes(self) -> frozenset[int]:
-        """Classes of the common test set that no client trains on."""
+        """Classes of the global test set that no client trains on."""
         return frozenset()
 
     def hold_out_classes(self, fraction: float, seed: int) -> Data:
@@ -116,10 +116,10 @@ class ArrayData(Data):
     """All training and validation samples."""
     train: Parts
     validation: Parts
-    common: Samples
-    """The common test set."""
+    global_test: Samples
+    """The global test set."""
     tests: Parts
-    """Rows of `common` by client."""
+    """Rows of `global_test` by client."""
     origin: Mapping[str, Any] | None = None
     tokens: tuple[str, ...] = ()
     """The vocabulary, if inputs are token ids."""
@@ -139,8 +139,8 @@ class ArrayData(Data):
 
     @cached_property
     def test(self) -> Samples:  # type: ignore[override]
-        """The common test set: the test samples of all clients."""
-        return self.common
+        """The global test set: the test samples of all clients."""
+        return self.global_test
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
@@ -152,7 +152,7 @@ class ArrayData(Data):
             return samples.select(torch.from_numpy(parts.rows_of(index)))
 
         return ClientData(
-            view(self.source, self.train), view(self.source, self.validation), view(self.common, self.tests)
+            view(self.source, self.train), view(self.source, self.validation), view(self.global_test, self.tests)
         )
 
     def size(self, index: int) -> int:
@@ -162,7 +162,7 @@ class ArrayData(Data):
     def fingerprint(self) -> str:
         """A checksum of all arrays and the partition."""
         checksum = 0
-        for samples in (self.source, self.common):
+        for samples in (self.source, self.global_test):
             layout = repr((tuple(samples.x.shape), str(samples.x.dtype), samples.shift, samples.scale))
             checksum = zlib.crc32(layout.encode(), checksum)
             # Windows on one long text overlap: the first value of each row and the last row cover them all.
@@ -176,7 +176,7 @@ class ArrayData(Data):
 
     def to(self, device: torch.device) -> ArrayData:
         """Copies the data to a device."""
-        return replace(self, source=self.source.to(device), common=self.common.to(device))
+        return replace(self, source=self.source.to(device), global_test=self.global_test.to(device))
 
     def hold_out(self, fraction: float, seed: int) -> ArrayData:
         """Replaces the test data by a fraction of each client's training data, for tuning.
@@ -191,8 +191,8 @@ class ArrayData(Data):
             owners = np.repeat(np.arange(len(self)), self.train.sizes)
             train, held_out = (Parts.by_owner(self.train.rows[mask], owners[mask], len(self)) for mask in (~late, late))
         tests = Parts(np.arange(len(held_out.rows)), held_out.offsets)
-        common = replace(self.source, rows=torch.from_numpy(held_out.rows).to(self.source.y.device))
-        return replace(self, train=train, common=common, tests=tests, origin=None)
+        global_test = replace(self.source, rows=torch.from_numpy(held_out.rows).to(self.source.y.device))
+        return replace(self, train=train, global_test=global_test, tests=tests, origin=None)
 
     def _latest_rows(self, row_clients: NDArray[Any], fraction: float) -> NDArray[np.int64]:
         """The latest fraction of each original owner's training rows, spread over its classes.
@@ -212,9 +212,9 @@ class ArrayData(Data):
 
     @cached_property
     def unseen_classes(self) -> frozenset[int]:
-        """Classes of the common test set that no client trains on."""
+        """Classes of the global test set that no client trains on."""
         train_labels = self.source.y.cpu()[torch.from_numpy(self.train.rows)]
-        return frozenset(self.common.labels.tolist()) - frozenset(train_labels.tolist())
+        return frozenset(self.global_test.labels.tolist()) - frozenset(train_labels.tolist())
 
     def hold_out_classes(self, fraction: float, seed: int) -> ArrayData:
         """Like `hold_out`, and also moves all samples of a fraction of the classes to the test set."""
@@ -226,11 +226,13 @@ class ArrayData(Data):
             raise DataError(f"cannot tune on data '{self.name}': clients train on one class only")
         moved = np.isin(labels[data.train.rows], unseen)
         owners = np.repeat(np.arange(len(self)), data.train.sizes)
-        test_rows = data.common.rows
+        test_rows = data.global_test.rows
         assert test_rows is not None
         moved_rows = torch.from_numpy(data.train.rows[moved]).to(test_rows.device)
         train = Parts.by_owner(data.train.rows[~moved], owners[~moved], len(self))
-        return replace(data, train=train, common=replace(data.common, rows=torch.cat([test_rows, moved_rows])))
+        return replace(
+            data, train=train, global_test=replace(data.global_test, rows=torch.cat([test_rows, moved_rows]))
+        )
 
 
 # --- user arrays ----------------------------------------------------------------------------------------------
@@ -334,9 +336,9 @@ def federate(
         held_out = _sort_rows(Parts(validation_rows[held_out.rows], held_out.offsets))
     elif validation:
         train, held_out = hold_out_fraction(train, validation, None if raw.time_ordered else rng)
-    source, common, tokens = _build_samples(raw, labels, test_labels, train, name, vocab_size, max_length)
+    source, global_test, tokens = _build_samples(raw, labels, test_labels, train, name, vocab_size, max_length)
     if raw.test is None:
-        common = replace(source, rows=torch.from_numpy(test_rows))
+        global_test = replace(source, rows=torch.from_numpy(test_rows))
     classes = max(len(raw.class_names), int(max(labels.max(), test_labels.max(initial=0))) + 1)
     if raw.split is not None:
         classes = raw.split[0]
@@ -346,7 +348,7 @@ def federate(
         source,
         train,
         held_out,
-        common,
+        global_test,
         tests,
         origin,
         tokens,
@@ -478,8 +480,8 @@ def _build_samples(
         raise DataError(
             f"data '{name}' has training inputs of {_describe(inputs)}, but test inputs of {_describe(test_inputs)}"
         )
-    common = replace(source, x=test_inputs, y=torch.from_numpy(test_labels))
-    return source, common, tokens
+    global_test = replace(source, x=test_inputs, y=torch.from_numpy(test_labels))
+    return source, global_test, tokens
 
 
 def _check_inputs(x: Any, name: str) -> list[str] | Tensor:

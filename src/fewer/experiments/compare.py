@@ -16,7 +16,7 @@ from fewer.experiments.tune import TRIALS, Trial, pooled_accuracy, tune_experime
 from fewer.methods import Method, find
 from fewer.runs import trackers
 from fewer.runs.directory import RunDirectory
-from fewer.runs.engine import Progress, describe_experiment, resume, start_run
+from fewer.runs.engine import Progress, experiment_from_arguments, resume, run_experiment
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data, setting_error
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
@@ -173,11 +173,11 @@ def _entries(
     experiments = []
     for given, method in zip(methods, objects, strict=True):
         if method is not None:
-            experiments.append(describe_experiment(method, data, model, common))
+            experiments.append(experiment_from_arguments(method, data, model, common))
         else:
             assert isinstance(given, str)
             chosen = {**common, **overrides, "method_options": options[find(given).name]}
-            experiments.append(describe_experiment(given, data, model, chosen))
+            experiments.append(experiment_from_arguments(given, data, model, chosen))
     labels = _labels([experiment.method for experiment in experiments])
     return [ComparedMethod(*entry) for entry in zip(labels, experiments, objects, strict=True)]
 
@@ -270,8 +270,8 @@ class SeedRunner:
         if path:
             self.paths.append(path)
         if path is None or not (path / "settings.json").exists():
-            return start_run(experiment, path, progress, track=self.track)
-        if RunDirectory.open(path).description["hash"] != experiment.hash:
+            return run_experiment(experiment, path, progress, track=self.track)
+        if RunDirectory.open(path).metadata["hash"] != experiment.hash:
             raise RunError(f"{path} holds a run with other settings: choose another --out")
         return resume(
             path, method=method, data=self.data, model=self.model, progress=progress, track=self.track or None
@@ -300,7 +300,7 @@ def read_unit_accuracies(scores: Mapping[str, Any]) -> dict[str, float]:
 
 def _row(experiment: Experiment, results: Sequence[Result], accuracies: list[float], trials: list[Trial]) -> Row:
     method = experiment.method
-    last = [result.scores for result in results]
+    last = [result.metrics for result in results]
     groups = [accuracy for scores in last for accuracy in scores.get("groups", ())]
     return Row(
         method=method.name,

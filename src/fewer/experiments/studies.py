@@ -20,9 +20,9 @@ from fewer.audit.distance import earth_mover, value_range
 from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.data import ArrayData
 from fewer.errors import SettingError, unknown
+from fewer.learning.evaluate import Counts, evaluate_net
 from fewer.learning.prototypes import prototype_logits
-from fewer.learning.score import Counts, score
-from fewer.methods.base import EVAL_BATCH, ContextFactory, Server
+from fewer.methods.base import EVAL_BATCH_SIZE, ContextFactory, Server
 from fewer.methods.frl import FewRounds, PreparingMethod, compute_features, use_batch_statistics
 from fewer.models import split_net
 from fewer.runs.engine import one_thread
@@ -142,7 +142,7 @@ def emd(cells: Sequence[CellRuns], paper: Sequence[float] = ()) -> Study:
 
 def _measure_distance(result: Result, base: Result) -> float:
     low, high = value_range(result.data.test)
-    synthetic, base_synthetic = (run.method.condensed(run.state) for run in (result, base))
+    synthetic, base_synthetic = (run.method.synthetic_data(run.state) for run in (result, base))
     distances = []
     for client in sorted(synthetic.keys() & base_synthetic.keys()):
         (images, labels), (base_images, base_labels) = synthetic[client], base_synthetic[client]
@@ -175,11 +175,13 @@ def _score_unused(result: Result) -> Counts:
     data, full = result.data, load_data(result.settings.model_copy(update={"fraction": 1.0}))
     assert isinstance(full, ArrayData)
     held = np.concatenate([data.train.rows, data.validation.rows])
-    tested = data.common.x if data.common.rows is None else data.common.x[data.common.rows]
+    tested = data.global_test.x if data.global_test.rows is None else data.global_test.x[data.global_test.rows]
     used = {sample.tobytes() for x in (data.source.x[held], tested) for sample in x.numpy()}
     rows = [row for row, sample in enumerate(full.source.x.numpy()) if sample.tobytes() not in used]
     unused = replace(data.source, x=full.source.x[rows], y=full.source.y[rows], rows=None)
-    return score(result.model, (unused.slice(at, at + EVAL_BATCH) for at in range(0, len(unused), EVAL_BATCH)))
+    return evaluate_net(
+        result.model, (unused.slice(at, at + EVAL_BATCH_SIZE) for at in range(0, len(unused), EVAL_BATCH_SIZE))
+    )
 
 
 def embedding(cells: Sequence[CellRuns], group: int = 0, member: int = 0, max_samples: int = 400) -> Study:
@@ -228,7 +230,7 @@ def _embed_member(result: Result, number: int, member: int, max_samples: int) ->
         )
     server = ContextFactory(result.data, result.task, result.settings.seed, Path())(-1, 0)
     assert isinstance(server, Server)
-    drawn = method.draw_group(server.common, *method.unseen_labels(result.data, server.seed), server.seed, number)
+    drawn = method.draw_group(server.global_test, *method.unseen_labels(result.data, server.seed), server.seed, number)
     rounds = method.deploy_rounds or method.group_rounds
     _, end = method.simulate_group(server, method.broadcast(result.state), drawn.supports, number, rounds)
     net, before = method.simulate_group(server, method.broadcast(result.state), drawn.supports, number, rounds - 1)

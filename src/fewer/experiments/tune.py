@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from fewer.data import Data
 from fewer.errors import QuorumLost, RunError
 from fewer.methods import Method
-from fewer.runs.engine import Progress, describe_experiment, start_run
+from fewer.runs.engine import Progress, experiment_from_arguments, run_experiment
 from fewer.runs.experiment import Experiment, Model
 from fewer.runs.result import Result
 from fewer.runs.views import to_data_frame
@@ -64,7 +64,7 @@ def tune(
 
     It takes what `fewer.run` takes, and runs exactly `trials` trials. Test data is never used.
     """
-    experiment = describe_experiment(method, data, model, settings)
+    experiment = experiment_from_arguments(method, data, model, settings)
     best, done = tune_experiment(experiment, trials, progress=progress)
     return Tuning(best.method, done)
 
@@ -76,7 +76,7 @@ def pooled_accuracy(result: Result) -> float:
 
 def mean_client_accuracy(result: Result) -> float:
     """Return the mean over clients of the accuracy of each client's model on its own samples."""
-    return statistics.fmean(result.scores["clients"].values())
+    return statistics.fmean(result.metrics["clients"].values())
 
 
 def tune_experiment(
@@ -102,7 +102,7 @@ def tune_experiment(
     def evaluate(point: Point) -> float:
         if _key(point) not in accuracies:
             try:
-                accuracy: float | None = measure(start_run(_apply_point(tuning_experiment, point), None, progress))
+                accuracy: float | None = measure(run_experiment(_apply_point(tuning_experiment, point), None, progress))
             except QuorumLost:  # every answer was refused: the weights are no longer finite
                 accuracy = None
             accuracies[_key(point)] = accuracy

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from fewer.data import Data, Samples
 from fewer.errors import SettingError
-from fewer.learning.score import count_correct
-from fewer.methods.base import Client, Scores
+from fewer.learning.evaluate import count_correct
+from fewer.methods.base import Client, Metrics
 from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
@@ -93,7 +93,7 @@ class Alone(NewClients):
             return NaiveBayes(x, y, client.task.classes, self.smoothing)
         return super().personal_model(client, model)
 
-    def evaluate(self, state: AloneState, clients: Clients, data: Data) -> Scores:
+    def evaluate(self, state: AloneState, clients: Clients, data: Data) -> Metrics:
         """Evaluates as usual; `last-used` needs samples in time order."""
         if self.learner == "last-used" and not data.time_ordered:
             raise SettingError("learner = last-used needs samples in time order, and this data has no order")
@@ -110,7 +110,7 @@ class Alone(NewClients):
 
 
 def recency_scores(labels: Tensor, first: int, classes: int) -> Tensor:
-    """Scores each class by its last position (from 1; 0: never) before each sample from index `first` on."""
+    """Metrics each class by its last position (from 1; 0: never) before each sample from index `first` on."""
     last_position = torch.zeros(classes, device=labels.device)
     rows = []
     for index, label in enumerate(labels.tolist()):
@@ -120,7 +120,7 @@ def recency_scores(labels: Tensor, first: int, classes: int) -> Tensor:
 
 
 class MostUsed(nn.Module):
-    """Scores each class by log(1 + its number of samples)."""
+    """Metrics each class by log(1 + its number of samples)."""
 
     scores: Tensor
 

@@ -103,7 +103,7 @@ class F2L(FineTuned):
         """Both predictors, the chosen one first."""
         return (self.predictor, *(name for name in self.predictors if name != self.predictor))
 
-    def notes(self) -> Sequence[str]:
+    def setting_warnings(self) -> Sequence[str]:
         """Warns if the mutual information is constant: one sample of a class has none within the class."""
         if self.shot > 1 or self.learn_from == "task" or self.mi_scope == "across" or not self.mi_weight:
             return ()

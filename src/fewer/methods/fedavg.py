@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from fewer.errors import SettingError
 from fewer.learning import draw_batches, sgd, weighted_mean
 from fewer.learning.augment import apply_affine, draw_affine
-from fewer.methods.base import MAX_SIZE, Client, Method, ModelState
+from fewer.methods.base import MAX_SAMPLES, Client, Method, ModelState
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
-from fewer.wire import Codec, Coded, Number
+from fewer.wire import Codec, Encoded, Number
 
 
 @METHODS.register("fedavg")
@@ -56,8 +56,8 @@ class FedAvg(Method):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
-            model=Coded(state.model, self.codec),
-            returns={"model": state.model, "size": Number(int, 1, MAX_SIZE)},
+            model=Encoded(state.model, self.codec),
+            returns={"model": state.model, "size": Number(int, 1, MAX_SAMPLES)},
         )
         return [answer["model"] for answer in answers], [answer["size"] for answer in answers]
 
@@ -66,7 +66,7 @@ class FedAvg(Method):
         """ClientUpdate: trains the global model on the client's data and returns it with the data size."""
         net = client.net(model)
         self.fit(net, client)
-        return {"model": Coded(get_weights(net), self.codec), "size": len(client.train)}
+        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train)}
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − η ∇ℓ(w; b) for each batch b, in place. Override this to change local training."""

@@ -23,12 +23,12 @@ from torch.nn import functional as F
 from fewer.data import Samples
 from fewer.learning import draw_batches, sgd, weighted_mean
 from fewer.learning.flops import MAX_FLOPS
-from fewer.methods.base import MAX_SIZE, Client
+from fewer.methods.base import MAX_SAMPLES, Client
 from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
-from fewer.wire import Codec, Coded, Number
+from fewer.wire import Codec, Encoded, Number
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class FedAvgMeta(NewClients):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
-            model=Coded(state.model, self.codec),
-            returns={"model": state.model, "size": Number(int, 1, MAX_SIZE), "flops": Number(int, 0, MAX_FLOPS)},
+            model=Encoded(state.model, self.codec),
+            returns={"model": state.model, "size": Number(int, 1, MAX_SAMPLES), "flops": Number(int, 0, MAX_FLOPS)},
         )
         models, sizes = [answer["model"] for answer in answers], [answer["size"] for answer in answers]
         flops = state.flops + sum(answer["flops"] for answer in answers)
@@ -94,7 +94,7 @@ class FedAvgMeta(NewClients):
         with self.count_flops_of(client) as counter:
             self.fit(net, client)
         return {
-            "model": Coded(get_weights(net), self.codec),
+            "model": Encoded(get_weights(net), self.codec),
             "size": len(self.client_samples(client)),
             "flops": counter.flops,
         }

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.learning import sgd, weighted_mean
-from fewer.methods.base import MAX_SIZE, Client, ModelState, PersonalMethod
+from fewer.methods.base import MAX_SAMPLES, Client, ModelState, PersonalMethod
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, on_client
-from fewer.wire import Coded, Number, Shaped
+from fewer.wire import Encoded, Number, Shaped
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class FedDistill(FedAvg):
         answers = clients.ask(
             cohort,
             self.distill,
-            model=Coded(state.model, self.codec),
-            teacher=Each({client: Coded(teacher, self.codec) for client, (teacher, _) in teachers.items()}),
+            model=Encoded(state.model, self.codec),
+            teacher=Each({client: Encoded(teacher, self.codec) for client, (teacher, _) in teachers.items()}),
             known=Each({client: known for client, (_, known) in teachers.items()}),
             returns={
                 "model": state.model,
-                "size": Number(int, 1, MAX_SIZE),
+                "size": Number(int, 1, MAX_SAMPLES),
                 "logits": Shaped((classes, classes)),
                 "held": Shaped((classes,), torch.bool),
             },
@@ -116,9 +116,9 @@ class FedDistill(FedAvg):
         sgd(net, client.train.batches(self.batch_indices(client)), self.lr, loss=loss)
         mean_logits = (logit_sums / counts.clamp(min=1)[:, None]).float()
         return {
-            "model": Coded(get_weights(net), self.codec),
+            "model": Encoded(get_weights(net), self.codec),
             "size": len(client.train),
-            "logits": Coded(mean_logits, self.codec),
+            "logits": Encoded(mean_logits, self.codec),
             "held": counts > 0,
         }
 

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fewer.errors import QuorumLost
-from fewer.learning import Counts, draw_batches, score, sgd, weighted_mean
+from fewer.learning import Counts, draw_batches, evaluate_net, sgd, weighted_mean
 from fewer.learning.distill import distill, fit_feature_map
-from fewer.methods.base import COUNTS, EVAL_BATCH, MAX_SIZE, Client, Method
+from fewer.methods.base import COUNTS_SCHEMA, EVAL_BATCH_SIZE, MAX_SAMPLES, Client, Method
 from fewer.models import Task, Weights, get_weights, net_factory
 from fewer.registry import MODELS
 from fewer.runtime import Answers, Clients, Unable, on_client
-from fewer.runtime.streams import global_streams
-from fewer.wire import Codec, Coded, Direction, Number, Schema
+from fewer.runtime.streams import SERVER, global_streams
+from fewer.wire import Codec, Direction, Encoded, Number, Schema
 
 WARM_UP = "begin"
 """Purpose of a federation's first training, before it receives a model."""
@@ -110,7 +110,7 @@ class SingleClient:
     def evaluate(self, model: Weights, net: str) -> Counts:
         """Correct predictions on validation samples; a client without any uses its training samples."""
         samples = self.client.validation if len(self.client.validation) else self.client.train
-        return score(replace_client_net(self.client, net).net(model), samples.chunks(EVAL_BATCH))
+        return evaluate_net(replace_client_net(self.client, net).net(model), samples.chunks(EVAL_BATCH_SIZE))
 
     def _batches(self, purpose: str) -> Iterator[tuple[Tensor, Tensor]]:
         samples, budget = self.client.train, self.budget
@@ -132,7 +132,7 @@ class GroupHandlers:
         """Distills the teacher into the model and returns the model."""
         member = SingleClient(client, net, self.budget)
         weights = member.distill(model, Teacher(teacher, teacher_net, distill_weight))
-        return {"model": Coded(weights, self.budget.codec), "size": len(client.train)}
+        return {"model": Encoded(weights, self.budget.codec), "size": len(client.train)}
 
     @on_client(stream="judge")
     def evaluate(self, client: Client, model: Weights, net: str) -> dict[str, float]:
@@ -143,7 +143,7 @@ class GroupHandlers:
     def send_model(self, client: Client, model: Weights) -> dict[str, Any]:
         """Returns the member's personal model."""
         weights = get_weights(self.inner_method.personal_model(client, model))
-        return {"model": Coded(weights, self.budget.codec), "size": len(client.train)}
+        return {"model": Encoded(weights, self.budget.codec), "size": len(client.train)}
 
 
 @dataclass
@@ -167,7 +167,7 @@ class ClientGroup:
             with global_streams(clients.seed, "start"):
                 state = self.inner_method.init(task, clients.seed)
             for clients.round in self._round_numbers(purpose):
-                with global_streams(clients.seed, clients.round, "coordinator"):
+                with global_streams(clients.seed, clients.round, SERVER):
                     state = self.inner_method.round(state, clients)
         weights = self.inner_method.global_weights(state)
         if weights is None:
@@ -191,8 +191,8 @@ class ClientGroup:
                 answers = clients.ask(
                     range(len(clients)),
                     handlers.local_distill,
-                    model=Coded(model, codec),
-                    teacher=Coded(teacher.model, codec),
+                    model=Encoded(model, codec),
+                    teacher=Encoded(teacher.model, codec),
                     net=self.net,
                     teacher_net=teacher.net,
                     distill_weight=teacher.distill_weight,
@@ -206,7 +206,11 @@ class ClientGroup:
         handlers = GroupHandlers(self.inner_method, self.budget)
         with self._open_members(handlers, self.client.task) as clients:
             answers = clients.ask(
-                range(len(clients)), handlers.evaluate, model=Coded(model, self.budget.codec), net=net, returns=COUNTS
+                range(len(clients)),
+                handlers.evaluate,
+                model=Encoded(model, self.budget.codec),
+                net=net,
+                returns=COUNTS_SCHEMA,
             )
         counts = [Counts(**answer.fields) for answer in answers]
         return Counts(*(sum(column) for column in zip(*counts, strict=True)))
@@ -230,7 +234,7 @@ class ClientGroup:
 
 
 def _model_schema(model: Weights) -> Schema:
-    return {"model": model, "size": Number(int, 1, MAX_SIZE)}
+    return {"model": model, "size": Number(int, 1, MAX_SAMPLES)}
 
 
 def _average_by_size(answers: Answers) -> Weights:

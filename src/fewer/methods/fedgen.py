@@ -38,13 +38,13 @@ from torch.nn import functional as F
 
 from fewer.learning import sgd, weighted_mean
 from fewer.learning.generator import build_generator, train_generator
-from fewer.methods.base import MAX_SIZE, Client, ModelState, Server
+from fewer.methods.base import MAX_SAMPLES, Client, ModelState, Server
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights, all_finite, get_weights, load_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client, on_server
 from fewer.runtime.streams import global_streams
-from fewer.wire import Coded, Number, Shaped
+from fewer.wire import Encoded, Number, Shaped
 
 _LOG = logging.getLogger("fewer")
 HEAD = "head."
@@ -87,17 +87,17 @@ class FedGen(FedAvg):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.train_with_generator,
-            model=Coded(state.model, self.codec),
-            generator=Coded(state.generator, self.codec),
+            model=Encoded(state.model, self.codec),
+            generator=Encoded(state.generator, self.codec),
             class_weights=state.class_weights,
             returns={
                 "model": state.model,
-                "size": Number(int, 1, MAX_SIZE),
+                "size": Number(int, 1, MAX_SAMPLES),
                 "counts": Shaped((len(state.class_weights),), torch.int64),
             },
         )
         models = [answer["model"] for answer in answers]
-        counts = torch.stack([answer["counts"] for answer in answers]).clamp(0, MAX_SIZE).double()
+        counts = torch.stack([answer["counts"] for answer in answers]).clamp(0, MAX_SAMPLES).double()
         model = weighted_mean(models, [answer["size"] for answer in answers])
         class_weights = (counts.sum(0) / counts.sum().clamp(min=1)).float()
         if not class_weights.any():  # no client sent a plausible count
@@ -144,7 +144,7 @@ class FedGen(FedAvg):
         else:
             self.fit(net, client)
         counts = torch.bincount(client.train.labels, minlength=len(class_weights))
-        return {"model": Coded(get_weights(net), self.codec), "size": len(client.train), "counts": counts}
+        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train), "counts": counts}
 
     @on_server(stream="generate")
     def update_generator(

@@ -35,12 +35,12 @@ from fewer.learning import draw_batches, weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import Batch, LearningRate, meta_gradient, trainable_weights
 from fewer.learning.flops import MAX_FLOPS
-from fewer.methods.base import MAX_SIZE, Client
+from fewer.methods.base import MAX_SAMPLES, Client
 from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
-from fewer.wire import Codec, Coded, Number
+from fewer.wire import Codec, Encoded, Number
 
 ALPHA = "α "
 """Prefix of a weight's name: its inner learning rate."""
@@ -116,11 +116,11 @@ class FedMeta(NewClients):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
-            algorithm=Coded(state.algorithm, self.codec),
+            algorithm=Encoded(state.algorithm, self.codec),
             returns={
                 "gradient": state.first_moment,
                 "buffers": buffers,
-                "size": Number(int, 1, MAX_SIZE),
+                "size": Number(int, 1, MAX_SAMPLES),
                 "flops": Number(int, 0, MAX_FLOPS),
             },
         )
@@ -147,7 +147,7 @@ class FedMeta(NewClients):
             train = self.local_meta_steps if self.local_steps else self.compute_meta_gradient
             gradient = train(client, net, algorithm, generator)
         return {
-            "gradient": Coded(gradient, self.codec),
+            "gradient": Encoded(gradient, self.codec),
             "buffers": {name: tensor for name, tensor in get_weights(net).items() if name not in gradient},
             "size": len(self.client_samples(client)),
             "flops": counter.flops,

@@ -68,7 +68,7 @@ from fewer.models import Task, Weights, all_finite, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, Unable, on_client, on_server
 from fewer.runtime.streams import global_streams
-from fewer.wire import Codec, Coded, Shaped
+from fewer.wire import Codec, Encoded, Shaped
 
 _LOG = logging.getLogger("fewer")
 MAX_PIXEL = 1e3
@@ -216,18 +216,20 @@ class FedMK(Method):
         image_history = {**state.image_history, **_snapshot(clients.round, knowledge, new)}
         return FedMKState(result["model"], result["generator"], state.empty, knowledge, image_history)
 
-    def draw_shared_knowledge(self, state: FedMKState, cohort: list[int], stream: torch.Generator) -> dict[int, Coded]:
+    def draw_shared_knowledge(
+        self, state: FedMKState, cohort: list[int], stream: torch.Generator
+    ) -> dict[int, Encoded]:
         """Meta knowledge sharing: for each client, the D̂ of a random other client if `init_from` is "shared"."""
-        shared: dict[int, Coded] = {}
+        shared: dict[int, Encoded] = {}
         for client in cohort:
             others = [other for other in state.knowledge if other != client]
             knowledge = state.empty
             if self.init_from == "shared" and others:
                 knowledge = state.knowledge[others[int(torch.randint(len(others), (), generator=stream))]]
-            shared[client] = Coded(knowledge, self.codec)
+            shared[client] = Encoded(knowledge, self.codec)
         return shared
 
-    def condensed(self, state: FedMKState) -> dict[int, tuple[Tensor, Tensor]]:
+    def synthetic_data(self, state: FedMKState) -> dict[int, tuple[Tensor, Tensor]]:
         """The latest D̂ of every client."""
         return {client: concatenate_images([knowledge]) for client, knowledge in state.knowledge.items()}
 
@@ -257,7 +259,7 @@ class FedMK(Method):
         knowledge = {str(label): images[labels == label] for label in range(client.task.classes)}
         if self.init_from == "own":
             client.store.put("knowledge", knowledge)
-        return {"knowledge": Coded(knowledge, self.codec)}
+        return {"knowledge": Encoded(knowledge, self.codec)}
 
     def eligible_samples(self, client: Client) -> Samples:
         """The samples of all classes with at least `min_samples`."""

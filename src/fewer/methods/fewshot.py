@@ -28,11 +28,11 @@ from fewer.data.episodes import Episode, sample_episode
 from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.learning import weighted_mean
 from fewer.learning.adam import adam_step
-from fewer.methods.base import Client, Method, Scores
+from fewer.methods.base import Client, Method, Metrics
 from fewer.models import EncoderHead, Task, Weights, all_finite, get_weights, load_weights, split_net
 from fewer.models.split import feature_width
 from fewer.runtime import Clients, Unable, on_client, stream
-from fewer.wire import Codec, Coded, Shaped
+from fewer.wire import Codec, Encoded, Shaped
 
 Part = Literal["validation", "test"]
 CURRENT, BEST = "current", "best"
@@ -56,7 +56,7 @@ class FewShotState:
 class FewShot(Method):
     """A method that trains on tasks of base classes and solves tasks of novel classes."""
 
-    novel: ClassVar[bool] = True
+    needs_novel_classes: ClassVar[bool] = True
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.001, 0.003, 0.01)}
@@ -127,7 +127,7 @@ class FewShot(Method):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
-            model=Coded(state.model, self.codec),
+            model=Encoded(state.model, self.codec),
             returns={"model": state.model},
         )
         return self.select_best(replace(state, model=average_models([answer["model"] for answer in answers])), clients)
@@ -154,7 +154,7 @@ class FewShot(Method):
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """Trains on tasks of base classes."""
-        return {"model": Coded(self.fit(client, model), self.codec)}
+        return {"model": Encoded(self.fit(client, model), self.codec)}
 
     @on_client(stream="keep")
     def mark_best(self, client: Client) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class FewShot(Method):
         """The best model so far; before the first selection, the current one."""
         return state.best_model if state.best_round else state.model
 
-    def evaluate(self, state: FewShotState, clients: Clients, data: Data) -> Scores:
+    def evaluate(self, state: FewShotState, clients: Clients, data: Data) -> Metrics:
         """Accuracy on tasks of novel classes for each predictor, with a 95 % confidence interval for the first."""
         accuracies = self.task_accuracies(self.ask_eval_counts(state, clients))
         first = [accuracy for by_task in accuracies[0].values() for accuracy in by_task]
@@ -205,7 +205,7 @@ class FewShot(Method):
             "clients": {str(client): statistics.fmean(by_task) for client, by_task in accuracies[0].items()},
         }
 
-    def report(self, state: FewShotState, clients: Clients, data: Data) -> Scores:
+    def evaluate_final(self, state: FewShotState, clients: Clients, data: Data) -> Metrics:
         """No additional metrics: `evaluate` returns them all."""
         return {}
 
@@ -230,7 +230,7 @@ class FewShot(Method):
         answers = clients.ask(
             eval_cohort,
             self.solve_tasks,
-            model=Coded(model, self.codec),
+            model=Encoded(model, self.codec),
             part=part,
             tasks=tasks,
             best=best,

@@ -41,7 +41,7 @@ from torch.nn import functional as F
 from fewer.data import Data, Samples
 from fewer.data.episodes import split_support_query
 from fewer.errors import DataError, QuorumLost, SettingError
-from fewer.learning import score, sgd, weighted_mean
+from fewer.learning import evaluate_net, sgd, weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import trainable_weights
 from fewer.learning.prototypes import (
@@ -53,13 +53,13 @@ from fewer.learning.prototypes import (
     prototype_logits,
 )
 from fewer.learning.sgd import epoch_batches
-from fewer.methods.base import EVAL_BATCH, MAX_SIZE, Client, Context, Method, Scores, Server
+from fewer.methods.base import EVAL_BATCH_SIZE, MAX_SAMPLES, Client, Context, Method, Metrics, Server
 from fewer.methods.groups import EvaluatedOnGroups
 from fewer.models import Task, Weights, get_weights, load_weights, split_net
 from fewer.models.split import feature_width
 from fewer.registry import METHODS
 from fewer.runtime import Absent, Answer, Clients, Unable, on_client, stream
-from fewer.wire import Codec, Coded, Number, Shaped
+from fewer.wire import Codec, Encoded, Number, Shaped
 
 HEAD = "head."
 """Prefix of the names of a head's weights."""
@@ -149,9 +149,9 @@ class FewRounds(Method):
             answers = clients.ask(cohort, self.hold_out_classes, returns={"classes": one_per_class})
             valid = valid_answers(answers, clients, group.num_classes, "hold_out_classes")
             group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in valid])))
-        fields: dict[str, Any] = {"model": Coded(group.model, self.codec), **self.prototype_payload(group)}
+        fields: dict[str, Any] = {"model": Encoded(group.model, self.codec), **self.prototype_payload(group)}
         upload = self.uploads_prototypes(last)
-        returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SIZE)}
+        returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SAMPLES)}
         if upload:
             returns |= {
                 "classes": one_per_class,
@@ -172,7 +172,7 @@ class FewRounds(Method):
         """The fields with Γ that clients download, if any."""
         if not self.downloads_prototypes(group):
             return {}
-        return {"classes": group.classes, "means": Coded(group.means, self.codec)}
+        return {"classes": group.classes, "means": Encoded(group.means, self.codec)}
 
     def uploads_prototypes(self, last: bool) -> bool:
         """True if clients upload prototypes: always with GPAL, with `distance` in the last round to predict with."""
@@ -228,7 +228,7 @@ class FewRounds(Method):
             client.stream("batches"),
         )
         encoded = ("model", "means") if upload_prototypes else ("model",)
-        return {**update, **{name: Coded(update[name], self.codec) for name in encoded}}
+        return {**update, **{name: Encoded(update[name], self.codec) for name in encoded}}
 
     def fit_support(
         self,
@@ -293,7 +293,7 @@ class FewRounds(Method):
         else:
             classes, means = compute_prototypes(net, support)[:2]
         num_classes = int(torch.cat([classes, held_out.labels]).max()) + 1
-        counts = score(GroupModel(net, classes, means, num_classes), held_out.chunks(EVAL_BATCH))
+        counts = evaluate_net(GroupModel(net, classes, means, num_classes), held_out.chunks(EVAL_BATCH_SIZE))
         return counts.correct / counts.total
 
 
@@ -309,7 +309,7 @@ def valid_answers(answers: Sequence[Answer], clients: Clients, num_classes: int,
             lengths = {len(answer[name]) for name in ("classes", "means", "counts") if name in answer.fields}
             counts = answer.fields.get("counts", classes.new_ones(1))
             ascending = bool((classes.diff() > 0).all() and classes[0] >= 0 and classes[-1] < num_classes)
-            if len(lengths) > 1 or not ascending or int(counts.min()) < 1 or int(counts.max()) > MAX_SIZE:
+            if len(lengths) > 1 or not ascending or int(counts.min()) < 1 or int(counts.max()) > MAX_SAMPLES:
                 clients.on_absent(Absent(answer.client, "refused", "invalid classes or prototypes"), handler)
                 continue
         valid.append(answer)
@@ -353,7 +353,7 @@ def use_batch_statistics(net: nn.Module) -> None:
 def compute_prototypes(net: nn.Module, samples: Samples) -> Prototypes:
     """Line 9: the prototypes of samples, without gradient."""
     use_batch_statistics(net)
-    chunks = [(compute_features(net, x), y) for x, y in samples.chunks(EVAL_BATCH)]
+    chunks = [(compute_features(net, x), y) for x, y in samples.chunks(EVAL_BATCH_SIZE)]
     return class_prototypes(torch.cat([features for features, _ in chunks]), torch.cat([y for _, y in chunks]))
 
 
@@ -508,8 +508,8 @@ class FRL(PreparingMethod):
         answers = clients.ask(
             state.cohort,
             self.answer_queries,
-            model=Coded(state.model, self.codec),
-            returns={"gradient": state.first_moment, "size": Number(int, 1, MAX_SIZE)},
+            model=Encoded(state.model, self.codec),
+            returns={"gradient": state.first_moment, "size": Number(int, 1, MAX_SAMPLES)},
             **self.prototype_payload(state),
         )
         gradient = weighted_mean([answer["gradient"] for answer in answers], [answer["size"] for answer in answers])
@@ -582,7 +582,10 @@ class FRL(PreparingMethod):
             if self.is_meta_learned(name) and tensor.requires_grad
         }
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-        return {"gradient": Coded(dict(zip(parameters, gradients, strict=True)), self.codec), "size": len(client.train)}
+        return {
+            "gradient": Encoded(dict(zip(parameters, gradients, strict=True)), self.codec),
+            "size": len(client.train),
+        }
 
     def support_set(self, client: Client) -> Samples:
         """S_k"""
@@ -604,7 +607,7 @@ class FRL(PreparingMethod):
         """φ"""
         return state.initial
 
-    def evaluate(self, state: FRLState, clients: Clients, data: Data) -> Scores:
+    def evaluate(self, state: FRLState, clients: Clients, data: Data) -> Metrics:
         """Evaluates at the end of an episode; φ does not change within one."""
         return {} if state.cohort else super().evaluate(state, clients, data)
 

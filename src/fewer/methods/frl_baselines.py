@@ -35,12 +35,12 @@ from fewer.data.episodes import split_support_query
 from fewer.errors import SettingError
 from fewer.learning import sgd, weighted_mean
 from fewer.learning.sgd import epoch_batches
-from fewer.methods.base import MAX_SIZE, Client, ModelState
+from fewer.methods.base import MAX_SAMPLES, Client, ModelState
 from fewer.methods.frl import FRL, LRS, FRLState, PreparingMethod, compute_features
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client
-from fewer.wire import Coded, Number
+from fewer.wire import Encoded, Number
 
 
 @METHODS.register("frl-scratch")
@@ -82,8 +82,8 @@ class FRLFineTuning(FRLScratch):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_pretrain,
-            model=Coded(model, self.codec),
-            returns={"model": model, "size": Number(int, 1, MAX_SIZE)},
+            model=Encoded(model, self.codec),
+            returns={"model": model, "size": Number(int, 1, MAX_SAMPLES)},
         )
         return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
 
@@ -92,7 +92,7 @@ class FRLFineTuning(FRLScratch):
         """Trains on all samples of the client."""
         net = client.net(model)
         self.fit(net, client)
-        return {"model": Coded(get_weights(net), self.codec), "size": len(client.train)}
+        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train)}
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """Trains a classifier of all training classes for E epochs, in place. Subclasses override it."""

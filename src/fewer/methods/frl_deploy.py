@@ -46,7 +46,7 @@ class FRLDeploy(FewRounds):
     """A group trains its own global model from a prepared one, in a few rounds."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": LRS}
-    files: ClassVar[tuple[str, ...]] = ("prepared",)
+    file_options: ClassVar[tuple[str, ...]] = ("prepared",)
 
     rounds: PositiveInt = 3
     """Rounds of the group (R)."""

@@ -3,7 +3,7 @@
 Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, Section 4. A group has a few
 classes, most or all of them unseen in preparation. Their samples are divided among its members, evenly or by shards.
 Each member's support set is half of its samples of each class. The group's global model is evaluated on the queries of
-all members. Members are not clients of the run: their samples are from the common test set, so the server simulates
+all members. Members are not clients of the run: their samples are from the global test set, so the server simulates
 the groups.
 """
 
@@ -25,8 +25,8 @@ from fewer.data import Data, Samples
 from fewer.data.episodes import split_support_query
 from fewer.data.partition import PARTITIONERS, PartitionSpec
 from fewer.errors import SettingError
-from fewer.learning import Counts, score
-from fewer.methods.base import EVAL_BATCH, Method, Scores, Server
+from fewer.learning import Counts, evaluate_net
+from fewer.methods.base import EVAL_BATCH_SIZE, Method, Metrics, Server
 from fewer.models import Weights, all_finite
 from fewer.runtime import Clients, on_server, seed_of, stream
 
@@ -69,7 +69,7 @@ class EvaluatedOnGroups(Method):
         self.unseen_labels(data)
         return data
 
-    def evaluate(self, state: Any, clients: Clients, data: Data) -> Scores:
+    def evaluate(self, state: Any, clients: Clients, data: Data) -> Metrics:
         """After a round: the accuracy of the groups' models, as the mean over groups."""
         counts = self.evaluate_groups(state, clients, data)
         return {
@@ -78,7 +78,7 @@ class EvaluatedOnGroups(Method):
             "groups": [count.correct / count.total for count in counts],
         }
 
-    def report(self, state: Any, clients: Clients, data: Data) -> Scores:
+    def evaluate_final(self, state: Any, clients: Clients, data: Data) -> Metrics:
         """Empty: clients of the run have no personal models."""
         return {}
 
@@ -125,10 +125,10 @@ class EvaluatedOnGroups(Method):
         self, server: Server, model: Weights, unseen: Tensor, num_unseen: int, number: int
     ) -> dict[str, Any]:
         """Trains one group's model and counts its correct predictions; a model that diverged has none."""
-        group = self.draw_group(server.common, unseen.tolist(), num_unseen, server.seed, number)
+        group = self.draw_group(server.global_test, unseen.tolist(), num_unseen, server.seed, number)
         net = self.group_model(server, model, group.supports, number)
         finite = all_finite(net.state_dict())
-        counts = score(net, group.queries.chunks(EVAL_BATCH))
+        counts = evaluate_net(net, group.queries.chunks(EVAL_BATCH_SIZE))
         return {**(counts if finite else counts._replace(correct=0))._asdict(), "finite": finite}
 
     def draw_group(self, samples: Samples, unseen: Sequence[int], num_unseen: int, seed: int, number: int) -> Group:

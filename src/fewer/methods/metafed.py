@@ -54,7 +54,7 @@ from fewer.data import Data
 from fewer.data.federations import group_clients
 from fewer.errors import SettingError
 from fewer.learning import Counts
-from fewer.methods.base import Client, Method, PersonalMethod, Scores
+from fewer.methods.base import Client, Method, Metrics, PersonalMethod
 from fewer.methods.federation import (
     WARM_UP,
     ClientGroup,
@@ -69,7 +69,7 @@ from fewer.methods.registry import find
 from fewer.models import Task, Weights, all_finite, norm_weight_names, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client, on_ring
-from fewer.wire import Codec, Coded, Number, Refused
+from fewer.wire import Codec, Encoded, Number, Refused
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FEDERATION = "federation"
@@ -215,7 +215,7 @@ class MetaFed(PersonalMethod):
             trained = federation.local_train(self.merge_keeping_norms(client, model, own["model"]), "taken")
             adopted += 1
         self.save_own(client, federation, own, trained, distill_weight=distill_weight, adopted=adopted)
-        return {"model": Coded(model, self.codec), "net": net}
+        return {"model": Encoded(model, self.codec), "net": net}
 
     # --- building blocks --------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class MetaFed(PersonalMethod):
 
     def outgoing_message(self, client: Client, model: Weights) -> dict[str, Any]:
         """The message to the next federation."""
-        return {"model": Coded(model, self.codec), "net": self.net_name(client)}
+        return {"model": Encoded(model, self.codec), "net": self.net_name(client)}
 
     def check_received(self, client: Client, model: Weights, net: str) -> None:
         """Raises `Refused` if this is not a model of a net in the ring."""
@@ -319,11 +319,11 @@ class MetaFed(PersonalMethod):
         own = client.store.get(FEDERATION)
         return client.net(own["best_model"] if own else client.initial_weights())
 
-    def report(self, state: RingState, clients: Clients, data: Data) -> Scores:
+    def evaluate_final(self, state: RingState, clients: Clients, data: Data) -> Metrics:
         """Additional metrics after the last round, with each federation's ring statistics."""
         answers = clients.ask(clients.eval_cohort(), self.ring_statistics, returns=RING_STATISTICS)
         ring = {str(answer.client): dict(answer.fields) for answer in answers}
-        return super().report(state, clients, data) | {"ring": ring}
+        return super().evaluate_final(state, clients, data) | {"ring": ring}
 
     @on_client(stream="tell")
     def ring_statistics(self, client: Client) -> dict[str, Any]:

@@ -26,9 +26,9 @@ from torch import nn
 from fewer.data import Data, Samples
 from fewer.data.episodes import ThreeWaySplit, split_clients, split_support_query
 from fewer.learning.adapt import Batch, LearningRate, adapt_weights, trainable_weights
+from fewer.learning.evaluate import Counts, evaluate_net
 from fewer.learning.flops import FlopCounter, count_flops
-from fewer.learning.score import Counts, score
-from fewer.methods.base import COUNTS, DEFAULT_COHORT, EVAL_BATCH, Client, Method, Scores, pool_counts
+from fewer.methods.base import COUNTS_SCHEMA, DEFAULT_COHORT, EVAL_BATCH_SIZE, Client, Method, Metrics, pool_counts
 from fewer.models import Weights
 from fewer.runtime import Clients, Unable, on_client, stream
 
@@ -118,12 +118,12 @@ class NewClients(Method):
         self.adapt(net, self.support_and_query(client)[0], model)
         return net
 
-    def evaluate(self, state: Any, clients: Clients, data: Data) -> Scores:
+    def evaluate(self, state: Any, clients: Clients, data: Data) -> Metrics:
         """After a round: each evaluation client's adapted model on its query set, pooled over samples."""
         scores = pool_counts(list(self.ask_query_counts(state, clients).values()))
         return scores | ({"flops": state.flops} if self.count_flops else {})
 
-    def report(self, state: Any, clients: Clients, data: Data) -> Scores:
+    def evaluate_final(self, state: Any, clients: Clients, data: Data) -> Metrics:
         """After the last round: query accuracy by client, and its fairness."""
         counts = self.ask_query_counts(state, clients)
         accuracies = {str(client): count.correct / count.total for client, count in counts.items() if count.total}
@@ -132,7 +132,7 @@ class NewClients(Method):
     def ask_query_counts(self, state: Any, clients: Clients) -> dict[int, Counts]:
         """Asks each evaluation client for its counts and drops impossible ones."""
         cohort = self.eval_cohort_of(clients)
-        answers = clients.ask(cohort, self.answer_queries, model=self.broadcast(state), returns=COUNTS)
+        answers = clients.ask(cohort, self.answer_queries, model=self.broadcast(state), returns=COUNTS_SCHEMA)
         counts = {answer.client: Counts(**answer.fields) for answer in answers}
         return {client: count for client, count in counts.items() if count.correct <= count.total}
 
@@ -140,7 +140,7 @@ class NewClients(Method):
     def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
         """Adapts to the support set and counts correct predictions on the query set."""
         queries = self.support_and_query(client)[1]
-        return score(self.personal_model(client, model), queries.chunks(EVAL_BATCH), self.top_k)._asdict()
+        return evaluate_net(self.personal_model(client, model), queries.chunks(EVAL_BATCH_SIZE), self.top_k)._asdict()
 
 
 def adapt_in_place(net: nn.Module, batches: Sequence[Batch], lr: LearningRate) -> None:

@@ -143,7 +143,7 @@ def _explain_whiskers(groups: Sequence[RunGroup]) -> str:
 
 def build_grid(groups: Sequence[RunGroup]) -> Grid | None:
     """Accuracies by the two settings in which the runs of one method differ; None if there are not exactly two."""
-    settings = [{**group.runs[0].task_settings, **group.runs[0].description["method"]} for group in groups]
+    settings = [{**group.runs[0].task_settings, **group.runs[0].metadata["method"]} for group in groups]
     keys = differing_settings(settings)
     if len(keys) != 2:
         return None
@@ -292,7 +292,7 @@ def _draw_data_and_models(groups: Sequence[RunGroup]) -> tuple[list[Picture], li
         first_runs.setdefault(_data_key(group), group.runs[0])
     loaded: dict[str, Data] = {}
     for index, (key, run) in enumerate(first_runs.items()):
-        if "data" in run.description["own"]:
+        if "data" in run.metadata["objects"]:
             continue
         try:
             loaded[key] = data = _load_data(run)
@@ -320,7 +320,7 @@ def _load_data(run: Run) -> Data:
     from fewer.runs.experiment import load_data, parse_settings
 
     data = load_data(parse_settings(run.settings))
-    if data.fingerprint() != run.description["data"]["fingerprint"]:
+    if data.fingerprint() != run.metadata["data"]["fingerprint"]:
         raise RunError(f"{data.name} has changed since {run.path.name} was run")
     return data
 
@@ -373,12 +373,12 @@ def _draw_synthetic_images(group: RunGroup, data: Data, result: Result, suffix: 
     names = class_names(data, range(data.classes))
     for grid in result.method.image_grids(result.state):
         rows = {name: {label: images.cpu().numpy() for label, images in row.items()} for name, row in grid.rows.items()}
-        if figure := plot_image_grid(data, grid.title, rows, grid.each):
+        if figure := plot_image_grid(data, grid.title, rows, grid.max_per_class):
             values = [
                 (name, names[label], number, " ".join(f"{value:.4g}" for value in image.flatten()))
                 for name, row in rows.items()
                 for label, images in row.items()
-                for number, image in enumerate(images[: grid.each])
+                for number, image in enumerate(images[: grid.max_per_class])
             ]
             yield Picture(
                 f"{grid.name}{suffix}",

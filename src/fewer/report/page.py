@@ -60,9 +60,9 @@ def _render_report(groups: Sequence[RunGroup], sections: Mapping[str, Sequence[s
         ),
         *notes,
     ]
-    environments = list({json.dumps(run.description["environment"]): run for _, run in runs}.values())
+    environments = list({json.dumps(run.metadata["environment"]): run for _, run in runs}.values())
     hashes = [
-        [group.label, str(run.seed), run.description["hash"], run.description["data"]["fingerprint"], run.path.name]
+        [group.label, str(run.seed), run.metadata["hash"], run.metadata["data"]["fingerprint"], run.path.name]
         for group, run in runs
     ]
     after = {"Traffic": _render_traffic(groups), "Clients": _render_worst_clients(groups)}
@@ -83,7 +83,7 @@ def _render_report(groups: Sequence[RunGroup], sections: Mapping[str, Sequence[s
             "Seeds and hashes", render_table(["method", "seed", "settings", "data", "run"], hashes, name="Hashes")
         ),
         "<h2>Environment</h2>",
-        *(render_details(_versions(run), _render_pairs(run.description["environment"])) for run in environments),
+        *(render_details(_versions(run), _render_pairs(run.metadata["environment"])) for run in environments),
         '<p class="small">This page is self-contained. <code>fewer report RUN…</code> also writes each picture as PNG '
         "and SVG, and its values as CSV.</p>",
     ]
@@ -203,11 +203,11 @@ def _all_settings(run: Run) -> dict[str, Any]:
     """All settings of a run, its method's own first, without the seed and the data directory."""
     hidden = ("method", "rounds", "cohort", "method_options", "seed", "data_dir")
     others = {key: value for key, value in run.settings.items() if key not in hidden}
-    return {"method": run.method_name, **run.description["method"], **others}
+    return {"method": run.method_name, **run.metadata["method"], **others}
 
 
 def _versions(run: Run) -> str:
-    return ", ".join(f"{name} {run.description['environment'].get(name, '?')}" for name in ("fewer", "torch", "python"))
+    return ", ".join(f"{name} {run.metadata['environment'].get(name, '?')}" for name in ("fewer", "torch", "python"))
 
 
 def _render_pairs(values: Mapping[str, Any]) -> str:

@@ -69,7 +69,7 @@ def plot_partition(data: Data) -> Figure:
 
 
 def plot_examples(data: Data, columns: int = 10) -> Figure | None:
-    """Examples of each class from the common test set: images or time series; None for other inputs."""
+    """Examples of each class from the global test set: images or time series; None for other inputs."""
     is_image = _has_images(data)
     if data.test.is_text or not len(data.test) or not (is_image or len(data.shape) == 2):
         return None
@@ -117,16 +117,16 @@ def _pick_examples(data: Data, columns: int) -> dict[int, NDArray[Any]]:
 
 
 def plot_image_grid(
-    data: Data, title: str, rows: Mapping[str, Mapping[int, NDArray[Any]]], each: int = 1
+    data: Data, title: str, rows: Mapping[str, Mapping[int, NDArray[Any]]], max_per_class: int = 1
 ) -> Figure | None:
-    """Synthetic images by row and class, up to `each` per cell; None if there are none or the data has no images.
+    """Synthetic images by row and class, up to `max_per_class` per cell; None without images.
 
     Images are converted from normalized inputs back to pixels and clipped to their range. If the data does not hold
     pixels, the lowest value of all images is black and the highest white.
     """
     labels = range(min(data.classes, MAX_CLASSES))
     cells = [
-        [image / data.test.scale + data.test.shift for image in images.get(label, ())[:each]]
+        [image / data.test.scale + data.test.shift for image in images.get(label, ())[:max_per_class]]
         for images in rows.values()
         for label in labels
     ]
@@ -135,12 +135,14 @@ def plot_image_grid(
     limits = (
         (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _value_range([image for cell in cells for image in cell])
     )
-    padded: list[NDArray[Any] | None] = [image for cell in cells for image in [*cell, *[None] * (each - len(cell))]]
-    columns = len(labels) * each
+    padded: list[NDArray[Any] | None] = [
+        image for cell in cells for image in [*cell, *[None] * (max_per_class - len(cell))]
+    ]
+    columns = len(labels) * max_per_class
     names = class_names(data, labels)
     width, letter = 0.36, 0.07
     height = width * data.shape[1] / data.shape[2]
-    rotated = max(map(len, names)) * letter > width * each
+    rotated = max(map(len, names)) * letter > width * max_per_class
     with theme():
         if data.classes > len(labels):
             title += f"\n({len(labels)} of {data.classes:,} classes)"
@@ -148,9 +150,11 @@ def plot_image_grid(
         size = (columns * width + 0.4 + letter * max(map(len, rows)), len(rows) * height + 0.5 + head)
         figure, axes = create_axes(title, size)
         lines = [padded[start : start + columns] for start in range(0, len(padded), columns)]
-        row_centers, column_centers = _draw_images(axes, lines, limits, columns, each)
+        row_centers, column_centers = _draw_images(axes, lines, limits, columns, max_per_class)
         axes.set_yticks(row_centers, list(rows), fontsize=9)
-        centers = [float(np.mean(column_centers[start : start + each])) for start in range(0, columns, each)]
+        centers = [
+            float(np.mean(column_centers[start : start + max_per_class])) for start in range(0, columns, max_per_class)
+        ]
         axes.set_xticks(centers, names, fontsize=9, rotation=90 if rotated else 0)
         axes.xaxis.tick_top()
         hide_frame(axes)

@@ -17,7 +17,7 @@ from fewer.experiments.recipes import RECIPE_FILE
 from fewer.plugins import needs_import
 from fewer.report.metrics import MB, Interval, interval
 from fewer.runs.directory import EVENTS, RunDirectory
-from fewer.runs.settings import HOW_TO_RUN, Settings
+from fewer.runs.settings import RUNTIME_SETTINGS, Settings
 from fewer.runs.statistics import half_width
 from fewer.wire.ledger import EVALUATION, Entry
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fewer.methods import Method
 
 _METHOD = ("method", "rounds", "cohort", "method_options")
-"""Settings that choose the method; the description of the method holds the same, resolved."""
+"""Settings that choose the method; the metadata has the method's options, resolved."""
 _SEEDS = ("seed", "data_seed")
 _EVALUATION = ("evaluate_every",)
 """Settings of evaluation, which change no result."""
@@ -37,7 +37,7 @@ class Run:
     """The content of a run directory."""
 
     path: Path
-    description: Mapping[str, Any]
+    metadata: Mapping[str, Any]
     history: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
 
@@ -50,7 +50,7 @@ class Run:
             lines = (path / EVENTS).read_text().splitlines() if history else []
         except (OSError, ValueError) as error:
             raise RunError(f"{path} is damaged: {EVENTS} cannot be read ({error})") from error
-        return cls(path, directory.description, history, list(_parse_events(lines)))
+        return cls(path, directory.metadata, history, list(_parse_events(lines)))
 
     @property
     def method_name(self) -> str:
@@ -72,7 +72,7 @@ class Run:
     @property
     def settings(self) -> Mapping[str, Any]:
         """All settings except the method's own."""
-        settings: Mapping[str, Any] = self.description["settings"]
+        settings: Mapping[str, Any] = self.metadata["settings"]
         return settings
 
     @property
@@ -148,7 +148,7 @@ class Run:
     @property
     def unfinished(self) -> str:
         """How far an unfinished run has come, and why it stopped; empty for a finished one."""
-        planned, done = self.description["method"]["rounds"], len(self.history)
+        planned, done = self.metadata["method"]["rounds"], len(self.history)
         if done == planned:
             return ""
         reason = self.events[-1].get("reason") if self.events else None
@@ -174,7 +174,7 @@ class Run:
     @property
     def task_settings(self) -> dict[str, Any]:
         """Settings that affect results, except the method's own and the seeds."""
-        hidden = (*HOW_TO_RUN, *_METHOD, *_SEEDS, *_EVALUATION)
+        hidden = (*RUNTIME_SETTINGS, *_METHOD, *_SEEDS, *_EVALUATION)
         return {key: value for key, value in self.settings.items() if key not in hidden}
 
     @property
@@ -188,8 +188,8 @@ class Run:
     @property
     def data_summary(self) -> str:
         """Name of the data, number of clients and partition."""
-        name, clients = self.description["data"]["name"], self.description["data"]["clients"]
-        if "data" in self.description["own"]:
+        name, clients = self.metadata["data"]["name"], self.metadata["data"]["clients"]
+        if "data" in self.metadata["objects"]:
             return f"{name}, {clients} clients"
         partition, alpha = self.settings["partition"], self.settings["alpha"]
         skew = f" (alpha {alpha:g})" if partition in ("dirichlet", "dirichlet-pairs", "quantity") else ""
@@ -293,7 +293,7 @@ class RunGroup:
     def rounds(self) -> str:
         """Number of completed rounds, and of planned rounds if there are more."""
         done = sorted({len(run.history) for run in self.runs})
-        planned = self.runs[0].description["method"]["rounds"]
+        planned = self.runs[0].metadata["method"]["rounds"]
         text = f"{done[0]}" if len(done) == 1 else f"{done[0]} to {done[-1]}"
         return text if done == [planned] else f"{text} of {planned}"
 
@@ -316,7 +316,7 @@ def group_runs(paths: Sequence[Path]) -> tuple[list[RunGroup], list[Path]]:
         raise RunError(f"{opened[0].path} has no completed round yet")
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        key = json.dumps([run.method_name, run.task_settings, run.description["method"]], sort_keys=True)
+        key = json.dumps([run.method_name, run.task_settings, run.metadata["method"]], sort_keys=True)
         number = 0
         while any(run.seed == other.seed for other in groups.get(f"{key} {number}", ())):
             number += 1
@@ -332,8 +332,8 @@ def _make_labels(runs: Sequence[Run]) -> list[str]:
     labels: list[str] = []
     for run in runs:
         same_method = [other for other in runs if other.method_name == run.method_name]
-        same = [{**other.task_settings, **other.description["method"]} for other in same_method]
-        settings = {**run.task_settings, **run.description["method"]}
+        same = [{**other.task_settings, **other.metadata["method"]} for other in same_method]
+        settings = {**run.task_settings, **run.metadata["method"]}
         parts = [f"{key}={settings[key]}" for key in differing_settings(same)]
         label = " ".join([run.method_name, *parts]) if len(parts) <= 2 else run.method_name
         candidates = (label, *(f"{label} ({number})" for number in range(2, len(runs) + 1)))

@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from fewer.errors import RunError
 from fewer.runs.files import EVENTS as EVENTS
-from fewer.runs.files import FORMAT, LOCK, RECORDS, SETTINGS, read_description
+from fewer.runs.files import FORMAT, LOCK, RECORDS, SETTINGS, read_metadata
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import drop_after, lock_file, write_durably
 from fewer.wire import Tree, pack, unpack
@@ -40,19 +40,19 @@ HOPS = "hops"
 class RunDirectory:
     """One run on disk. Only the process that holds the lock writes to it."""
 
-    def __init__(self, path: Path, description: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self.path = path
-        self.description = description
+        self.metadata = metadata
         self._lock: IO[str] | None = None
         self._records: dict[str, FileIO] = {}
 
     @classmethod
-    def create(cls, path: Path, description: Mapping[str, Any]) -> RunDirectory:
+    def create(cls, path: Path, metadata: Mapping[str, Any]) -> RunDirectory:
         """Creates the directory of a new run."""
         check_unused(path)
         try:
             (path / "clients").mkdir(parents=True, exist_ok=True)
-            _write_description(path, {"format": FORMAT, **description})
+            _write_metadata(path, {"format": FORMAT, **metadata})
         except OSError as error:
             raise RunError(f"{path} cannot be created: {error.strerror}") from error
         return cls.open(path)
@@ -60,7 +60,7 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
         """Opens the directory of an existing run; RunError if it is not one."""
-        return cls(path, read_description(path))
+        return cls(path, read_metadata(path))
 
     @property
     def clients(self) -> Path:
@@ -94,7 +94,7 @@ class RunDirectory:
         if self._lock:
             self._lock.close()
 
-    def rewind(self) -> dict[str, Any] | None:
+    def rewind_to_checkpoint(self) -> dict[str, Any] | None:
         """Returns the last checkpoint, or None, after removing everything that was written since."""
         path = self.path / "checkpoint.safetensors"
         try:
@@ -115,11 +115,11 @@ class RunDirectory:
         drop_after(self.clients, round, self.journal.finished_clients(round + 1))
         return checkpoint
 
-    def update_description(self, **parts: Any) -> None:
+    def update_metadata(self, **parts: Any) -> None:
         """Changes entries of settings.json that no number depends on."""
-        self.description = {**self.description, **parts}
+        self.metadata = {**self.metadata, **parts}
         try:
-            _write_description(self.path, self.description)
+            _write_metadata(self.path, self.metadata)
         except OSError as error:
             raise self._write_error(error) from error
 
@@ -135,7 +135,7 @@ class RunDirectory:
         """Appends the messages of a round to ledger.csv."""
         self._write("ledger.csv", "".join(",".join(map(str, entry)) + "\n" for entry in entries))
 
-    def checkpoint(self, **content: Tree) -> None:
+    def save_checkpoint(self, **content: Tree) -> None:
         """Saves a finished round: first the records, then the state, which names their lengths."""
         try:
             for name in RECORDS:
@@ -191,8 +191,8 @@ def check_unused(path: Path) -> None:
         raise RunError(f"{path} exists already: choose another --out, or run fewer resume {path}")
 
 
-def _write_description(path: Path, description: Mapping[str, Any]) -> None:
-    write_durably(path / SETTINGS, json.dumps(description, indent=2, default=str).encode())
+def _write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
+    write_durably(path / SETTINGS, json.dumps(metadata, indent=2, default=str).encode())
 
 
 def _unused(path: Path) -> bool:

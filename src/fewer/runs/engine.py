@@ -1,4 +1,4 @@
-"""The training loop that every method shares: rounds, evaluation, records and checkpoints."""
+"""The training loop of all methods: rounds, evaluation, logs and checkpoints."""
 
 from __future__ import annotations
 
@@ -28,32 +28,36 @@ from fewer.runs.artifacts import copy_start_model, resolve_start_model, write_pr
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import Experiment, Model, build_experiment, parse_settings
 from fewer.runs.result import Result
-from fewer.runs.settings import CHANGEABLE, HOW_TO_RUN, Settings
-from fewer.runtime import Absent, Clients, Faults, Inline, Pool, Rules
-from fewer.runtime.handlers import HandlerServer
+from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings
+from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
+from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
-from fewer.runtime.streams import global_streams
+from fewer.runtime.streams import SERVER, global_streams
 from fewer.wire import Ledger
 
 _LOG = logging.getLogger("fewer")
 _WARNED: set[str] = set()
+"""Warnings that this process has logged."""
 
 
 class Progress(Protocol):
-    """Watches a run."""
+    """Callbacks that display the progress of a run."""
 
-    def on_run_start(self, method: str, done: int, rounds: int) -> None:
-        """A run starts, or resumes after `done` rounds."""
+    def on_run_start(self, method_name: str, finished_rounds: int, rounds: int) -> None:
+        """Called when a run starts, or resumes after `finished_rounds` rounds."""
 
-    def on_answer(self, round: int, done: int, asked: int) -> None:
-        """A client answered; `done` of the `asked` clients have."""
+    def on_answer(self, round: int, answered: int, asked: int) -> None:
+        """Called after each answer of a client: `answered` of `asked` clients have answered so far."""
 
     def on_round_end(self, metrics: Mapping[str, Any]) -> None:
-        """A round ended."""
+        """Called after each round."""
 
 
 Connect = Callable[[Experiment, Path, int], Clients]
-"""`connect(experiment, folder, done)` connects an experiment to its clients, starting after round `done`."""
+"""`connect(experiment, client_folder, finished_rounds)` returns the clients of a run.
+
+`client_folder` is where simulated clients keep their private state.
+"""
 
 
 # --- starting and resuming ------------------------------------------------------------------------------------
@@ -69,29 +73,32 @@ def run(
     track: Sequence[str] = (),
     **settings: Any,
 ) -> Result:
-    """Train: `fewer.run(FedAvg(lr=0.1), data, model=MyNet, seed=1, runtime="pool")`.
+    """Trains a method and returns the result.
 
-    `method` is an object or a name. `data` is a name, or an object made by `fewer.data`. `model` is a name, a class or
-    function that returns an `nn.Module`, or an `nn.Module`, whose weights are the initial ones.
+        fewer.run(FedAvg(lr=0.1), data, model=MyNet, seed=1, runtime="pool")
 
-    `out` is the run directory; without it nothing is kept on disk. `track` names trackers that also receive the
-    metrics, such as `["tensorboard"]`. All other settings are those of the command line, with underscores; `Settings`
-    lists them.
+    - `method`: an object or a name.
+    - `data`: an object made by `fewer.data`, or a name.
+    - `model`: a name, a class or function that returns an `nn.Module`, or an `nn.Module`. Training starts from the
+      weights of an `nn.Module`.
+    - `out`: the run directory. Without it, nothing is kept on disk.
+    - `track`: trackers that also receive the metrics, such as `["tensorboard"]`.
+    - All other arguments are the options of the command line, with underscores. `Settings` lists them.
     """
-    experiment = describe_experiment(method, data, model, settings)
-    return start_run(experiment, None if out is None else Path(out), progress, track=track)
+    experiment = experiment_from_arguments(method, data, model, settings)
+    return run_experiment(experiment, None if out is None else Path(out), progress, track=track)
 
 
-def describe_experiment(
+def experiment_from_arguments(
     method: Method | str, data: Data | str, model: Model, settings: Mapping[str, Any]
 ) -> Experiment:
-    """The experiment that `run` starts, from objects or names."""
+    """Builds an experiment from the arguments of `run`, which are objects or names."""
     settings = dict(settings)
-    for kind, given, group in (("method", method, "Method"), ("data", data, "Data")):
-        if not isinstance(given, str) and (misplaced := _first_of_group(settings, group)):
-            raise SettingError(f"{misplaced} belongs to the {kind}, which is an object here: set it on that object")
+    for kind, argument in (("method", method), ("data", data)):
+        if not isinstance(argument, str) and (conflict := _find_conflict(settings, kind)):
+            raise SettingError(f"{conflict} belongs to the {kind}, which is an object here: set it on that object")
     if isinstance(method, Method):
-        settings |= {"method": _method_address(method), "method_options": method.model_dump(mode="json")}
+        settings |= {"method": _method_spec(method), "method_options": method.model_dump(mode="json")}
     else:
         settings["method"] = method
     if isinstance(data, str):
@@ -108,42 +115,43 @@ def describe_experiment(
     )
 
 
-def _first_of_group(settings: Mapping[str, Any], group: str) -> str | None:
-    """The first setting of a group that cannot accompany an object."""
-    known = Settings.model_fields
-    allowed = ("norm", "model_options", "data_dir")
-    return next(
-        (name for name in settings if name in known and known[name].title == group and name not in allowed), None
-    )
+def _find_conflict(settings: Mapping[str, Any], kind: str) -> str | None:
+    """Returns the first setting that belongs to an object of this kind (method or data)."""
+    allowed = ("norm", "model_options", "data_dir")  # in these groups of settings, but not part of the object
+    fields = Settings.model_fields
+    for name in settings:
+        if name in fields and fields[name].title == kind.capitalize() and name not in allowed:
+            return name
+    return None
 
 
-def _method_address(method: Method) -> str:
-    """Where `resume` finds the method's class: its registered name, or its file."""
+def _method_spec(method: Method) -> str:
+    """Returns the name under which `resume` finds the method's class: its registered name, or FILE.py:Name."""
     if method.name in names() and find(method.name) is type(method):
         return method.name
     try:
         return f"{inspect.getsourcefile(type(method))}:{type(method).__name__}"
     except (TypeError, OSError):
-        return f"(interactive):{type(method).__name__}"
+        return f"(interactive):{type(method).__name__}"  # cannot be found again
 
 
 def _data_settings(data: Data) -> dict[str, Any]:
-    """The settings that load this data again, as far as they are known."""
+    """Returns the settings that load this data again; only its name and size if it was made in Python."""
     if data.origin is None:
         return {"data": f"({data.name})", "clients": len(data)}
     renamed = {"name": "data", "directory": "data_dir", "seed": "data_seed"}
     return {renamed.get(name, name): value for name, value in data.origin.items()}
 
 
-def start_run(
+def run_experiment(
     experiment: Experiment,
     out: Path | None = None,
     progress: Progress | None = None,
     connect: Connect | None = None,
     track: Sequence[str] = (),
 ) -> Result:
-    """Runs an experiment from its first round; `out` is the directory to create for it."""
-    connect = connect or _connect_here(experiment.settings)
+    """Runs an experiment from its first round. `out` is the run directory to create."""
+    connect = connect or _local_connect(experiment.settings)
     tracker_classes = trackers.find(track)
     if track and out is None:
         raise SettingError(f"track = {track[0]} needs a run directory: pass out=DIR")
@@ -151,13 +159,13 @@ def start_run(
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
             return _train(experiment, state, None, Path(folder), progress, connect, {})
-    with RunDirectory.create(out, {**_description(experiment), "track": list(track)}) as directory:
-        copy_start_model(experiment.method, directory.path)
+    with RunDirectory.create(out, {**_run_metadata(experiment), "track": list(track)}) as directory:
+        copy_start_model(experiment.method, directory.path)  # so that the run can resume without the original file
         return _train(experiment, state, directory, directory.clients, progress, connect, tracker_classes)
 
 
 def initial_state(experiment: Experiment) -> Any:
-    """The state before the first round."""
+    """Returns the state before the first round."""
     with one_thread(), global_streams(experiment.settings.seed, "start"):
         return experiment.method.init(experiment.task, experiment.settings.seed)
 
@@ -175,49 +183,58 @@ def resume(
 ) -> Result:
     """Continues a run from its last checkpoint. The result is bit-identical to an uninterrupted run.
 
-    Pass `method`, `data` and `model` again if they were Python objects. `runtime`, `workers`, `device` and `data_dir`
-    may change. So may `quorum`, `deadline`, `drop`, `slow` and `corrupt`, so that a run that lost its quorum can
-    continue. `connect` reaches remote clients. `track` replaces the run's trackers; new ones receive all rounds.
+    - `method`, `data`, `model`: pass them again if they were Python objects.
+    - `connect`: how to reach remote clients, if the run has any.
+    - `track`: replaces the run's trackers. New trackers receive all rounds.
+    - Further arguments change settings. `runtime`, `workers` and `data_dir` never change the numbers. A change of
+      `device`, `quorum`, `deadline`, `drop`, `slow` or `corrupt` may change them. It lets a run continue that stopped
+      because too few clients answered.
     """
     path = Path(path)
     directory = RunDirectory.open(path)
-    recorded = directory.description
-    requested = track is not None
+    recorded = directory.metadata
     tracker_classes = trackers.find_installed(recorded.get("track", ())) if track is None else trackers.find(track)
     changed = {name: value for name, value in settings.items() if value is not None}
-    allowed = (*HOW_TO_RUN, *CHANGEABLE)
+    allowed = (*RUNTIME_SETTINGS, *FAULT_SETTINGS)
     if fixed := sorted(changed.keys() - set(allowed)):
         raise SettingError(f"{fixed[0]} cannot change when a run resumes (allowed: {', '.join(allowed)})")
-    given = {"method": method, "data": data, "model": model}
-    for part in recorded["own"]:
-        if given[part] is None:
+    objects = {"method": method, "data": data, "model": model}
+    for part in recorded["objects"]:
+        if objects[part] is None:
             raise RunError(f"{path} was run with your own {part}: pass it to fewer.resume(path, {part}=…)")
     new_settings = parse_settings({**resolve_start_model(recorded["settings"], path), **changed})
     experiment = build_experiment(new_settings, method, data, model)
-    before, now = recorded["settings"]["runtime"], experiment.settings.runtime
-    if "flower" in (before, now) and before != now:
-        raise SettingError(f"runtime = {now}: a run cannot move between this machine and remote clients")
-    connect = connect or _connect_here(experiment.settings)
+    old_runtime, new_runtime = recorded["settings"]["runtime"], experiment.settings.runtime
+    if "flower" in (old_runtime, new_runtime) and old_runtime != new_runtime:
+        raise SettingError(f"runtime = {new_runtime}: a run cannot switch between simulated and remote clients")
+    connect = connect or _local_connect(experiment.settings)
     if (fingerprint := experiment.data.fingerprint()) != recorded["data"]["fingerprint"]:
         raise RunError(
-            f"{path} was run on other data: fingerprint {recorded['data']['fingerprint']}, this data has {fingerprint}"
+            f"{path} was run on other data: fingerprint {recorded['data']['fingerprint']}, now {fingerprint}"
         )
     with directory:
         if track is not None:
-            directory.update_description(track=list(track))
-        state = initial_state(experiment)
+            directory.update_metadata(track=list(track))
         return _train(
-            experiment, state, directory, directory.clients, progress, connect, tracker_classes, changed, requested
+            experiment,
+            initial_state(experiment),
+            directory,
+            directory.clients,
+            progress,
+            connect,
+            tracker_classes,
+            changed,
+            new_trackers=track is not None,
         )
 
 
-def _description(experiment: Experiment) -> dict[str, Any]:
-    """The content of settings.json."""
+def _run_metadata(experiment: Experiment) -> dict[str, Any]:
+    """Returns the content of settings.json: settings, data, environment and command."""
     data = experiment.data
     return {
         "settings": experiment.settings.model_dump(mode="json"),
         "hash": experiment.hash,
-        "own": list(experiment.own),
+        "objects": list(experiment.objects),
         "method": experiment.method.model_dump(mode="json"),
         "data": {"name": data.name, "clients": len(data), "fingerprint": data.fingerprint()},
         "environment": {
@@ -236,45 +253,46 @@ def _description(experiment: Experiment) -> dict[str, Any]:
 # --- connecting to clients ------------------------------------------------------------------------------------
 
 
-def _connect_here(settings: Settings) -> Connect:
-    """Connects to simulated clients on this machine; SettingError if the clients are remote."""
+def _local_connect(settings: Settings) -> Connect:
+    """Returns the function that makes simulated clients. Raises SettingError if the runtime is remote."""
     if settings.runtime == "flower":
         raise SettingError("runtime = flower is for remote clients: use fewer server, or fewer server --resume RUN")
     return connect_clients
 
 
-def connect_clients(experiment: Experiment, folder: Path, done: int = 0) -> Clients:
-    """The simulated clients of an experiment, in the runtime that its settings name."""
-    handlers = build_handler_server(experiment, folder)
+def connect_clients(experiment: Experiment, client_folder: Path, finished_rounds: int = 0) -> Clients:
+    """Makes the simulated clients of an experiment, in this process (inline) or in a pool of worker processes."""
+    handlers = build_handler_runner(experiment, client_folder)
     options = runtime_options(experiment)
     if experiment.settings.runtime == "inline":
         return Inline(**options, handlers=handlers)
     return Pool(**options, handlers=handlers, workers=experiment.settings.workers, cost=experiment.data.size)
 
 
-def build_handler_server(
-    experiment: Experiment, folder: Path, keys: Keys | None = None, run: str = ""
-) -> HandlerServer:
-    """Answers handler calls of an experiment; `folder` holds the clients' private state.
+def build_handler_runner(
+    experiment: Experiment, client_folder: Path, keys: Keys | None = None, run_id: str = ""
+) -> HandlerRunner:
+    """Builds the object that runs the handlers of an experiment. `client_folder` has the clients' private state.
 
-    `keys` seals messages if the keys are not in `folder`. Such keys outlive a run, so `run` tells runs apart.
+    `keys` encrypt messages from client to client, if they are not in `client_folder`. Several runs may share them, so
+    every message also carries `run_id`.
     """
-    contexts = ContextFactory(experiment.data, experiment.task, experiment.settings.seed, folder, sealing=keys)
-    seed, device = experiment.settings.seed, experiment.task.device
-    return HandlerServer(experiment.method, contexts, seed, device, Rules.limit, run.encode())
+    seed = experiment.settings.seed
+    contexts = ContextFactory(experiment.data, experiment.task, seed, client_folder, sealing_keys=keys)
+    return HandlerRunner(experiment.method, contexts, seed, experiment.task.device, run_id.encode())
 
 
 def runtime_options(experiment: Experiment) -> dict[str, Any]:
-    """The arguments that every runtime takes."""
+    """Returns the arguments that every runtime takes."""
     settings = experiment.settings
     faults = Faults(settings.drop, settings.slow, settings.corrupt)
-    rules = Rules(settings.quorum, settings.deadline)
+    rules = RoundRules(settings.quorum, settings.deadline)
     return {"population": len(experiment.data), "seed": settings.seed, "faults": faults, "rules": rules}
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limits torch to one thread. More threads contend for busy cores, and sums would depend on their number."""
+    """Limits torch to one thread. Floating-point sums depend on the number of threads, and workers share the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -290,24 +308,24 @@ def _train(
     experiment: Experiment,
     state: Any,
     directory: RunDirectory | None,
-    folder: Path,
+    client_folder: Path,
     progress: Progress | None,
     connect: Connect,
     tracker_classes: Mapping[str, trackers.TrackerClass],
     changed: Mapping[str, Any] | None = None,
-    requested: bool = True,
+    new_trackers: bool = True,
 ) -> Result:
-    """Runs all remaining rounds, from the last checkpoint or from `state`.
+    """Runs all remaining rounds, from the last checkpoint, or from `state` if there is none.
 
-    `changed` holds the settings that changed on resume. `requested` is True if the user named the trackers just now.
+    `changed` are the settings that changed on resume. `new_trackers` is False if the run already had these trackers.
     """
     method, settings = experiment.method, experiment.settings
-    if directory and any(name in CHANGEABLE for name in changed or {}):
-        directory.journal.clear()  # its hops belong to a round under the old rules
-    checkpoint = directory.rewind() if directory else None
+    if directory and any(name in FAULT_SETTINGS for name in changed or {}):
+        directory.journal.clear()  # the unfinished round starts again, under the new settings
+    checkpoint = directory.rewind_to_checkpoint() if directory else None
     with ExitStack() as stack:
         stack.enter_context(one_thread())
-        result = Result(method, experiment.task, experiment.data, settings, state, folder if directory else None)
+        result = Result(method, experiment.task, experiment.data, settings, state, client_folder if directory else None)
         if checkpoint and directory:
             result.state = restore_state(type(state), checkpoint["state"], directory.path)
             result.history, result.seconds = directory.history(), checkpoint["seconds"]
@@ -317,25 +335,27 @@ def _train(
             directory.log_event("start", method=method.name, hash=experiment.hash)
         if progress:
             progress.on_run_start(method.name, len(result.history), method.rounds)
-        warn_once(method.name, method.notes())
+        warn_once(method.name, method.setting_warnings())
         finished = len(result.history) == method.rounds
-        if finished and not requested:  # its trackers have everything
+        if finished and not new_trackers:
             return result
-        about = _tracker_info(experiment, folder)
-        track = stack.enter_context(trackers.follow(tracker_classes, about, result.history, requested))
+        run_info = _tracker_info(experiment, client_folder.parent)
+        log_to_trackers = stack.enter_context(
+            trackers.open_trackers(tracker_classes, run_info, result.history, new_trackers)
+        )
         if finished:
             return result
         clients: Clients | None = None
         try:
-            clients = stack.enter_context(connect(experiment, folder, len(result.history)))
+            clients = stack.enter_context(connect(experiment, client_folder, len(result.history)))
             clients.ledger.total.update(checkpoint["ledger"] if checkpoint else {})
             clients.journal = directory.journal if directory else None
             for number in range(len(result.history) + 1, method.rounds + 1):
-                metrics = _round(experiment, clients, number, result, directory, progress)
+                metrics = _run_round(experiment, clients, number, result, directory, progress)
                 if directory:
                     directory.log_metrics(metrics)
-                    directory.log_messages(clients.ledger.take())
-                    directory.checkpoint(
+                    directory.log_messages(clients.ledger.drain())
+                    directory.save_checkpoint(
                         round=number,
                         state=vars(result.state),
                         ledger=dict(clients.ledger.total),
@@ -343,27 +363,28 @@ def _train(
                     )
                 if progress:
                     progress.on_round_end(metrics)
-                track(metrics)
-        except BaseException as error:
+                log_to_trackers(metrics)
+        except BaseException as error:  # Ctrl-C, too
             if directory:
                 transport = clients.transport_bytes() if clients else {}
                 reason = f"{type(error).__name__}: {error}"
                 directory.log_event("stop", round=len(result.history), reason=reason, **transport)
             raise
         if directory:
-            write_prepared(result, directory.path)
+            write_prepared(result, directory.path)  # if the method prepares a model for later groups
             directory.log_event("finish", round=method.rounds, **clients.transport_bytes())
     return result
 
 
-def _tracker_info(experiment: Experiment, folder: Path) -> trackers.RunInfo:
-    excluded = {"method_options", "rounds", "cohort", "data_dir"}
-    settings = experiment.settings.model_dump(mode="json", exclude=excluded)
+def _tracker_info(experiment: Experiment, path: Path) -> trackers.RunInfo:
+    """Returns the name, hash and hyperparameters of a run, for its trackers."""
+    repeated = {"method_options", "rounds", "cohort"}  # they are among the method's fields
+    settings = experiment.settings.model_dump(mode="json", exclude={*repeated, "data_dir"})
     options = experiment.method.model_dump(mode="json")
-    return trackers.RunInfo(folder.parent, experiment.method.name, experiment.hash, {**options, **settings})
+    return trackers.RunInfo(path, experiment.method.name, experiment.hash, {**options, **settings})
 
 
-def _round(
+def _run_round(
     experiment: Experiment,
     clients: Clients,
     number: int,
@@ -376,7 +397,7 @@ def _round(
     started = time.perf_counter()
     absences: list[Absent] = []
 
-    def note_absence(absent: Absent, handler: str) -> None:
+    def record_absence(absent: Absent, handler: str) -> None:
         absences.append(absent)
         if directory:
             details = {"client": absent.client, "reason": absent.reason, "handler": handler, "detail": absent.detail}
@@ -385,21 +406,22 @@ def _round(
     last = number == method.rounds
     clients.round, clients.evaluating = number, False
     clients.will_evaluate = last or number % settings.evaluate_every == 0
-    clients.on_absent = note_absence
+    clients.on_absent = record_absence
     if progress:
-        clients.on_progress = lambda done, asked: progress.on_answer(number, done, asked)
-    with global_streams(settings.seed, number, "coordinator"):
+        clients.on_progress = lambda answered, asked: progress.on_answer(number, answered, asked)
+    with global_streams(settings.seed, number, SERVER):
         state = method.round(result.state, clients)
-    metrics: dict[str, Any] = {"round": number, "absent": len(absences)}
+    absent_in_training = len(absences)
+    metrics: dict[str, Any] = {"round": number, "absent": absent_in_training}
     clients.evaluating = True
     with global_streams(settings.seed, number, "evaluate"):
         if clients.will_evaluate:
             metrics |= method.evaluate(state, clients, experiment.data)
         if last:
-            metrics |= method.report(state, clients, experiment.data)
-    warn_once(method.name, _skipped_clients(absences))
-    if len(absences) > metrics["absent"]:
-        metrics["unmeasured"] = len(absences) - metrics["absent"]  # absent from the evaluation only
+            metrics |= method.evaluate_final(state, clients, experiment.data)
+    warn_once(method.name, _skip_warnings(absences))
+    if len(absences) > absent_in_training:
+        metrics["unmeasured"] = len(absences) - absent_in_training
     result.seconds += time.perf_counter() - started
     metrics |= {**_total_bytes(clients.ledger), "seconds": round(result.seconds, 3)}
     result.state = state
@@ -415,24 +437,24 @@ def warn_once(name: str, texts: Iterable[str]) -> None:
             _LOG.warning(warning)
 
 
-def _skipped_clients(absences: Sequence[Absent]) -> Iterator[str]:
-    """One line per reason for the clients that raised `Unable`."""
+def _skip_warnings(absences: Sequence[Absent]) -> Iterator[str]:
+    """Yields one warning per reason, with the clients that raised `Unable` for it."""
     clients_by_reason: dict[str, set[int]] = {}
     for absent in absences:
         if absent.reason == "unable":
             clients_by_reason.setdefault(absent.detail, set()).add(absent.client)
     for reason, clients in clients_by_reason.items():
         listed = ", ".join(map(str, sorted(clients)[:10])) + (" …" if len(clients) > 10 else "")
-        yield f"skipped: {'client' if len(clients) == 1 else 'clients'} {listed}: {reason}"
+        yield f"skipped {'client' if len(clients) == 1 else 'clients'} {listed}: {reason}"
 
 
 def _total_bytes(ledger: Ledger) -> dict[str, int]:
-    """Bytes sent so far, in both directions."""
+    """Returns the bytes that clients have sent (up) and received (down) so far."""
     return {"up": ledger.total["up"], "down": ledger.total["down"]}
 
 
 def restore_state(state_class: type[Any], content: Mapping[str, Any], path: Path) -> Any:
-    """The state that a checkpoint holds."""
-    if {part.name for part in fields(state_class)} != content.keys():
+    """Rebuilds a state from the content of a checkpoint."""
+    if {field.name for field in fields(state_class)} != content.keys():
         raise RunError(f"{path} was written by another version of this method: its state has other fields")
     return state_class(**content)

@@ -41,7 +41,7 @@ class Experiment:
     task: Task
     data: Data
     settings: Settings
-    own: tuple[str, ...] = ()
+    objects: tuple[str, ...] = ()
     """Parts given as Python objects, which must be given again on resume."""
 
     @property
@@ -76,29 +76,29 @@ def build_experiment(
     """Builds what the settings name. Objects given here replace what the settings name."""
     if method is None:
         method = make_method(find(settings.method), settings)
-    own = tuple(name for name, given in (("data", data), ("model", model)) if given is not None)
+    objects = tuple(name for name, given in (("data", data), ("model", model)) if given is not None)
     if data is None:
         data = load_data(settings)
     elif data.origin is not None:
-        own = tuple(name for name in own if name != "data")
+        objects = tuple(name for name in objects if name != "data")
     data = method.prepare_data(data)
     if method.cohort is not None and method.cohort > len(data):
         raise SettingError(
             f"cohort = {method.cohort}, but there are only {len(data)} clients (allowed: 1 … {len(data)})"
         )
-    if method.novel and not data.novel:
+    if method.needs_novel_classes and not data.novel:
         raise SettingError(
             f"{method.name} is evaluated on novel classes, but data '{data.name}' does not split its classes: "
             "pass --data-option split=BASE/VALIDATION/NOVEL, such as 20/5/16"
         )
-    if data.novel and not method.novel:
-        able = [name for name in names() if find(name).novel]
+    if data.novel and not method.needs_novel_classes:
+        able = [name for name in names() if find(name).needs_novel_classes]
         raise SettingError(
             f"data '{data.name}' tests novel classes, which {method.name} cannot predict (allowed: {', '.join(able)})"
         )
     device = make_device(settings.device)
     task = make_task(settings.model if model is None else model, settings, data, device)
-    return Experiment(method, task, data.to(device), settings, own)
+    return Experiment(method, task, data.to(device), settings, objects)
 
 
 def make_method(kind: type[Method], settings: Settings) -> Method:

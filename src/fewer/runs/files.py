@@ -10,7 +10,7 @@ from typing import Any
 from fewer.errors import RunError
 
 FORMAT = 2
-PARTS = {"settings", "hash", "own", "method", "data", "environment"}
+PARTS = {"settings", "hash", "objects", "method", "data", "environment"}
 """Entries that settings.json must have."""
 SETTINGS = "settings.json"
 EVENTS = "events.jsonl"
@@ -21,12 +21,12 @@ RECORDS = (METRICS, LEDGER)
 """The files whose lengths a checkpoint names."""
 
 
-def read_description(path: Path) -> dict[str, Any]:
+def read_metadata(path: Path) -> dict[str, Any]:
     """The content of settings.json; RunError if the directory is not a run or has another format."""
     try:
-        description: dict[str, Any] = json.loads((path / "settings.json").read_text())
-        version = description["format"]
-        if version == FORMAT and (missing := PARTS - description.keys()):
+        metadata: dict[str, Any] = json.loads((path / "settings.json").read_text())
+        version = metadata["format"]
+        if version == FORMAT and (missing := PARTS - metadata.keys()):
             raise ValueError(f"no '{min(missing)}' in it")
     except FileNotFoundError:
         problem = "has no settings.json" if path.is_dir() else "does not exist"
@@ -35,7 +35,7 @@ def read_description(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is damaged: settings.json cannot be read ({error})") from error
     if version != FORMAT:
         raise RunError(f"{path} has format {version}; this version of Fewer reads format {FORMAT}")
-    return description
+    return metadata
 
 
 def in_use(path: Path) -> bool:

@@ -27,7 +27,7 @@ from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingErr
 from fewer.methods import find
 from fewer.runs import trackers
 from fewer.runs.directory import HOPS
-from fewer.runs.engine import Connect, Progress, build_handler_server, resume, runtime_options, start_run
+from fewer.runs.engine import Connect, Progress, build_handler_runner, resume, run_experiment, runtime_options
 from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings
 from fewer.runs.result import Result
 from fewer.runtime.flower.clients import Flower, retry_until_answered
@@ -35,7 +35,7 @@ from fewer.runtime.flower.credentials import LOCAL_HOSTS, Credentials
 from fewer.runtime.flower.node import Node
 from fewer.runtime.flower.programs import Program, free_port
 from fewer.runtime.flower.superlink import SuperLink, SuperLinkLost
-from fewer.runtime.handlers import Call, HandlerServer, Reply
+from fewer.runtime.handlers import Call, HandlerRunner, Reply
 from fewer.runtime.keys import Keys, PinnedKeys
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import drop_after, write_durably
@@ -83,7 +83,7 @@ class FlowerServer:
     def start(self, experiment: Experiment, out: Path, progress: Progress | None = None) -> Result:
         """Starts a run."""
         self.check_experiment(experiment)
-        attempt = partial(start_run, experiment, out, progress, self._connect_to(out), self.track or ())
+        attempt = partial(run_experiment, experiment, out, progress, self._connect_to(out), self.track or ())
         return self._run_with_restarts(attempt, self._resume_attempt(out, progress))
 
     def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
@@ -123,7 +123,7 @@ class FlowerServer:
         def connect(experiment: Experiment, folder: Path, done: int) -> Flower:
             self.check_experiment(experiment)
             self.superlink.start_run(json.dumps(_describe_session(experiment, out, done)))
-            handlers = build_handler_server(experiment, folder)
+            handlers = build_handler_runner(experiment, folder)
             clients = Flower(**runtime_options(experiment), handlers=handlers, superlink=self.superlink)
             self._wait_for_clients(clients)
             return clients
@@ -149,7 +149,10 @@ class FlowerServer:
 def _shared_settings(experiment: Experiment) -> dict[str, Any]:
     """The settings that clients receive: without the names of files that only the server reads."""
     settings = experiment.settings.model_dump(mode="json")
-    return {**settings, "method_options": {**settings["method_options"], **dict.fromkeys(experiment.method.files, "")}}
+    return {
+        **settings,
+        "method_options": {**settings["method_options"], **dict.fromkeys(experiment.method.file_options, "")},
+    }
 
 
 def _reject_files(settings: Mapping[str, Any], names: Sequence[str], groups: Sequence[str], reason: str) -> None:
@@ -206,7 +209,7 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
 class SingleClientData(Data):
     """The data of one client, in the format of the server's data. The other clients' data is unknown."""
 
-    has_common_test = False
+    has_global_test = False
     data: ArrayData
     """The client's samples, as data of a single client."""
     clients: int
@@ -254,7 +257,7 @@ class ClientDaemon:
     method: str | None = None
     """The only method that the client takes part in; None for any method."""
     _experiment: str = ""
-    _handlers: HandlerServer | None = None
+    _handlers: HandlerRunner | None = None
 
     def join(self, address: str, keys: Path) -> None:
         """Answers a server until stopped. Reports a wrong device or wrong data now, before any run."""
@@ -281,7 +284,7 @@ class ClientDaemon:
         self.log(f"round {call.round}  {call.handler}  {reply.seconds:.1f} s  {outcome}")
         return reply
 
-    def _build_handlers(self, description: Mapping[str, Any], client: int) -> HandlerServer:
+    def _build_handlers(self, description: Mapping[str, Any], client: int) -> HandlerRunner:
         """Builds the experiment that the server describes. Deletes state from rounds that are not complete."""
         folder = self.folder / "runs" / f"{int(str(description['run']), 16):016x}"
         path = folder / "session"
@@ -296,7 +299,7 @@ class ClientDaemon:
             write_durably(path, str(session).encode())
         size = experiment.data.size(client)
         self.log(f"client {client} of {len(experiment.data)}: {experiment.method.name}, {size} samples")
-        return build_handler_server(experiment, folder, self.keys, folder.name)
+        return build_handler_runner(experiment, folder, self.keys, folder.name)
 
     def _build_experiment(self, settings: Mapping[str, Any], data_info: Mapping[str, Any]) -> Experiment:
         names, groups = ["method", "model"], ["method_options", "model_options"]
@@ -304,7 +307,7 @@ class ClientDaemon:
         if not self.data:
             names, groups = [*names, "data"], [*groups, "data_options"]
         _reject_files(settings, names, groups, reason)
-        for name in find(settings["method"]).files:
+        for name in find(settings["method"]).file_options:
             if file := settings["method_options"].get(name):
                 raise SettingError(f"{name} = {file} names a file, {reason}")
         if self.method not in (None, settings["method"]):
@@ -346,7 +349,7 @@ class ClientDaemon:
             return replace(samples, shift=data_info["shift"], scale=data_info["scale"])
 
         return SingleClientData(
-            replace(data, source=normalize(data.source), common=normalize(data.common)),
+            replace(data, source=normalize(data.source), global_test=normalize(data.global_test)),
             data_info["clients"],
             data_info["classes"],
         )

@@ -41,7 +41,7 @@ class Result(Viewable):
     seconds: float = 0.0
 
     @property
-    def scores(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """The metrics after the last round."""
         return self.history[-1] if self.history else {}
 
@@ -52,7 +52,7 @@ class Result(Viewable):
     @property
     def accuracy(self) -> float:
         """Accuracy after the last round."""
-        return float(self.scores["accuracy"])
+        return float(self.metrics["accuracy"])
 
     @property
     def model(self) -> nn.Module:
@@ -130,10 +130,10 @@ def open_run(path: str | Path, *, method: Method | None = None, data: Data | Non
 
     directory = RunDirectory.open(Path(path))
     for part, given in (("data", data), ("model", model)):
-        if part in directory.description["own"] and given is None:
+        if part in directory.metadata["objects"] and given is None:
             raise RunError(f"{path} was run with your own {part}: pass it to fewer.open_run(path, {part}=…)")
     checkpoint = directory.read()
-    settings = parse_settings(resolve_start_model(directory.description["settings"], directory.path))
+    settings = parse_settings(resolve_start_model(directory.metadata["settings"], directory.path))
     experiment = build_experiment(settings, method, data, model)
     state = restore_state(type(initial_state(experiment)), checkpoint["state"], directory.path)
     return Result(

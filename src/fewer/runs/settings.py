@@ -13,9 +13,9 @@ from fewer.choices import Norm, Partition, RuntimeName
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
-HOW_TO_RUN = ("runtime", "workers", "device", "data_dir")
+RUNTIME_SETTINGS = ("runtime", "workers", "device", "data_dir")
 """Settings that no number depends on."""
-CHANGEABLE = ("quorum", "deadline", "drop", "slow", "corrupt")
+FAULT_SETTINGS = ("quorum", "deadline", "drop", "slow", "corrupt")
 """Settings that may also change on resume, so that a run that lost its quorum can continue. The change is logged."""
 
 
@@ -93,7 +93,7 @@ class Settings(BaseModel):
 
 def settings_hash(settings: Settings, method: BaseModel) -> str:
     """A hash of every setting that numbers depend on, however it was given."""
-    content = settings.model_dump(mode="json", exclude={*HOW_TO_RUN, "rounds", "cohort", "method_options"})
+    content = settings.model_dump(mode="json", exclude={*RUNTIME_SETTINGS, "rounds", "cohort", "method_options"})
     content |= {name: _without_folder(content[name]) for name in ("method", "model", "data")}
     content["method_settings"] = method.model_dump(mode="json")
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

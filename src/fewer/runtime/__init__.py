@@ -1,7 +1,7 @@
 """Runtimes: they deliver calls to clients and return the answers, in this process or in worker processes."""
 
-from fewer.runtime.clients import Absent, Answer, Answers, Clients, Each, Faults, Rules
-from fewer.runtime.handlers import HandlerServer, Unable, on_client, on_ring, on_server
+from fewer.runtime.clients import Absent, Answer, Answers, Clients, Each, Faults, RoundRules
+from fewer.runtime.handlers import HandlerRunner, Unable, on_client, on_ring, on_server
 from fewer.runtime.inline import Inline
 from fewer.runtime.pool import Pool
 from fewer.runtime.store import Store
@@ -14,10 +14,10 @@ __all__ = [
     "Clients",
     "Each",
     "Faults",
-    "HandlerServer",
+    "HandlerRunner",
     "Inline",
     "Pool",
-    "Rules",
+    "RoundRules",
     "Store",
     "Unable",
     "on_client",

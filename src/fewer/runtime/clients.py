@@ -15,7 +15,7 @@ import torch
 from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.runtime.handlers import Call, Reply, stream_name
 from fewer.runtime.ring import Journal, RelayRun
-from fewer.runtime.streams import seed_of, stream
+from fewer.runtime.streams import SERVER, seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
 from fewer.wire.ledger import EVALUATION
 
@@ -76,15 +76,13 @@ class Faults:
 
 
 @dataclass(frozen=True)
-class Rules:
+class RoundRules:
     """The conditions under which a round counts."""
 
     quorum: float = 0.0
     """The fraction of the cohort that must answer. At least one answer is always required."""
     deadline: float | None = None
     """Seconds that a client may take for one question; a later answer counts as late."""
-    limit: int = 1 << 30
-    """The maximum size of a message in bytes."""
 
     def min_answers(self, asked: int) -> int:
         """The number of answers required from `asked` clients."""
@@ -98,7 +96,7 @@ class Clients(ABC):
     population: int
     seed: int
     faults: Faults = Faults()
-    rules: Rules = Rules()
+    rules: RoundRules = RoundRules()
     ledger: Ledger = field(default_factory=Ledger)
     round: int = 0
     evaluating: bool = False
@@ -141,7 +139,7 @@ class Clients(ABC):
 
     def stream(self, purpose: str) -> torch.Generator:
         """The server's random stream for this round and purpose."""
-        return stream(self.seed, self.round, "coordinator", purpose)
+        return stream(self.seed, self.round, SERVER, purpose)
 
     # --- asking ---------------------------------------------------------------------------------------------
 
@@ -305,7 +303,7 @@ class Clients(ABC):
         if fault == "slow" or (deadline is not None and reply.seconds > deadline):
             return Absent(client, "late", f"after {reply.seconds:.1f} s" if fault is None else ""), len(blob)
         try:
-            return Answer(client, decode(blob, returns, self.rules.limit)[1]), len(blob)
+            return Answer(client, decode(blob, returns)[1]), len(blob)
         except Refused as refused:
             return Absent(client, "refused", refused.reason), len(blob)
 

@@ -1,4 +1,4 @@
-"""The client's side: decodes a question, runs its handler, and encodes the answer. Every runtime uses this code."""
+"""The client's side of a question: decode it, run its handler, encode the answer. Every runtime uses this code."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ Side = Literal["client", "ring", "server"]
 
 
 class HandlerDecorator:
-    """Marks a method as a handler. Only marked handlers can be called, so a message cannot name anything else.
+    """Marks a function of a method as a handler. Messages can only call marked functions.
 
-    `stream` names the handler's random stream; the default is the handler's own name. Give it if you rename a handler
-    and its numbers must stay the same.
+    Before a handler runs, the global random generators are seeded by (seed, round, client, `stream`). By default,
+    `stream` is the handler's name. Pass it to rename a handler without changing its numbers.
     """
 
     def __init__(self, side: Side) -> None:
@@ -156,16 +156,15 @@ class ContextProvider(Protocol):
 
 
 @dataclass(frozen=True)
-class HandlerServer:
-    """Answers calls: `program` holds the handlers, `contexts` makes their first argument."""
+class HandlerRunner:
+    """Runs handlers on messages. `program` has the handlers, `contexts` makes their first argument."""
 
     program: object
     contexts: ContextProvider
     seed: int
     device: torch.device
-    limit: int
-    seal_context: bytes = b""
-    """Identifies the run. A client that uses one key in several runs refuses messages sealed in another run."""
+    run_id: bytes = b""
+    """Part of every sealed message. A client that uses one key in several runs refuses messages of another run."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The last message and its decoded fields."""
 
@@ -227,7 +226,7 @@ class HandlerServer:
             raise Refused(f"a replayed sealed message (round {header.round}, number {header.number})")
         keys = self.contexts.keys
         private, sender = keys.private(call.client), keys.public(call.client, header.sender)
-        message = unseal(sealed, private, sender, self.seal_context)
+        message = unseal(sealed, private, sender, self.run_id)
         store.put(LAST_OPENED, (header.round, header.number))
         return message
 
@@ -251,12 +250,12 @@ class HandlerServer:
         keys, peer = self.contexts.keys, call.hop.peer
         header = Header(call.client, peer, call.hop.kind, call.round, call.hop.number)
         private, receiver = keys.private(call.client), keys.public(call.client, peer)
-        return seal(bytes(outgoing.numpy()), header, private, receiver, self.seal_context)
+        return seal(bytes(outgoing.numpy()), header, private, receiver, self.run_id)
 
     def _decode_fields(self, blob: bytes) -> dict[str, Any]:
         """A copy of the message's fields. A message that goes to many clients is decoded once."""
         if self._last.get("blob") is not blob:
-            self._last["fields"] = decode(blob, limit=self.limit)[1]
+            self._last["fields"] = decode(blob)[1]
             self._last["blob"] = blob
         return {name: self._copy_to_device(value) for name, value in self._last["fields"].items()}
 

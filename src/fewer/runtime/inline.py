@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fewer.runtime.clients import Clients
-from fewer.runtime.handlers import Call, HandlerServer, Reply
+from fewer.runtime.handlers import Call, HandlerRunner, Reply
 from fewer.runtime.streams import preserve_global_rng
 
 
@@ -14,7 +14,7 @@ from fewer.runtime.streams import preserve_global_rng
 class Inline(Clients):
     """The simplest runtime: a call is a function call, with the same encoding as in every runtime."""
 
-    handlers: HandlerServer = field(kw_only=True)
+    handlers: HandlerRunner = field(kw_only=True)
 
     def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
         with preserve_global_rng():

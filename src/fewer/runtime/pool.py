@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 
 from fewer.runtime.clients import Clients
-from fewer.runtime.handlers import Call, HandlerServer, Reply
+from fewer.runtime.handlers import Call, HandlerRunner, Reply
 
 _LIBC = ctypes.CDLL(None)
 GRACE = 0.5
@@ -75,7 +75,7 @@ class Worker:
 class Pool(Clients):
     """Runs clients in `workers` processes. The results are those of `Inline`, bit for bit."""
 
-    handlers: HandlerServer = field(kw_only=True)
+    handlers: HandlerRunner = field(kw_only=True)
     workers: int = 2
     cost: Callable[[int], float] = lambda client: 0.0
     """The expected cost of a client's work, in any unit."""
@@ -162,7 +162,7 @@ class Pool(Clients):
         self._running.append(self._start_worker())
 
 
-def _run_worker(handlers: HandlerServer, pipe: Connection, inherited: Sequence[Connection], server: int) -> None:
+def _run_worker(handlers: HandlerRunner, pipe: Connection, inherited: Sequence[Connection], server: int) -> None:
     """The main loop of a worker: answers calls until the server is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

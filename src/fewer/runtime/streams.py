@@ -10,6 +10,9 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
+SERVER = "coordinator"
+"""The server's name in the keys of random streams. Another name would change every published number."""
+
 
 def seed_of(*key: int | str) -> int:
     """A 63-bit seed that depends on every part of the key and on nothing else."""

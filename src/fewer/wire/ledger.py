@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Counts every message once. Entries stay here until `take` removes them."""
+    """Counts every message once. Entries stay here until `drain` removes them."""
 
     total: Counter[Direction] = field(default_factory=Counter)
     entries: list[Entry] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Ledger:
         if not kind.startswith(EVALUATION):
             self.total[direction] += size
 
-    def take(self) -> list[Entry]:
+    def drain(self) -> list[Entry]:
         """Removes and returns the entries since the last call. The totals stay."""
         entries, self.entries = self.entries, []
         return entries

@@ -57,7 +57,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Coded:
+class Encoded:
     """A field and the codec for its floating-point tensors."""
 
     value: Tensor | Mapping[str, Tensor]
@@ -65,7 +65,7 @@ class Coded:
 
 
 Plain = bool | int | float | str
-Field = Tensor | Mapping[str, Tensor] | Plain | Coded
+Field = Tensor | Mapping[str, Tensor] | Plain | Encoded
 """A value that can be sent."""
 Value = Any
 """A received value: a tensor, a dict of tensors, or a plain value."""
@@ -115,8 +115,8 @@ def encode(kind: str, fields: Mapping[str, Field]) -> bytes:
     layout: dict[str, Any] = {}
     entries: dict[str, Tensor] = {}
     for name, field in fields.items():
-        codec = field.codec if isinstance(field, Coded) else None
-        field = field.value if isinstance(field, Coded) else field
+        codec = field.codec if isinstance(field, Encoded) else None
+        field = field.value if isinstance(field, Encoded) else field
         if isinstance(field, Tensor):
             layout[name] = {"tensor": _write_tensors(name, {"": field}, codec, entries)}
         elif isinstance(field, Mapping):

@@ -81,7 +81,7 @@ def find_installed(recorded: Sequence[str]) -> dict[str, TrackerClass]:
 
 
 @contextmanager
-def follow(
+def open_trackers(
     classes: Mapping[str, TrackerClass], info: RunInfo, history: Sequence[Metrics], requested: bool = True
 ) -> Iterator[Callable[[Metrics], None]]:
     """Starts trackers and yields a function to call with the metrics of each round.

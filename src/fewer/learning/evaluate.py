@@ -22,7 +22,7 @@ class Counts(NamedTuple):
 
 
 @torch.no_grad()
-def score(net: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], top_k: int = 1) -> Counts:
+def evaluate_net(net: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], top_k: int = 1) -> Counts:
     """Evaluates the net, in evaluation mode. A prediction is correct if the label is among the `top_k` best classes."""
     net.eval()
     sums = Counts(0, 0, 0.0)
