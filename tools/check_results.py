@@ -40,17 +40,17 @@ RENAMED = (
 
 
 def load_checks(path: Path) -> dict[str, Any]:
-    """Load the finished checks by the name of the result."""
+    """Loads the finished checks by the name of the result."""
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
 def add_footer(page: str, check: Mapping[str, Any] | None) -> str:
-    """Return the page with a footer that says what was verified."""
+    """Returns the page with a footer that says what was verified."""
     return page.partition(FOOTER)[0].rstrip("\n") + "\n" + FOOTER + f"{RENAMED} {describe_check(check)}\n"
 
 
 def describe_check(check: Mapping[str, Any] | None) -> str:
-    """Say in words what a check found."""
+    """Says in words what a check found."""
     if check is None:
         return "No cell was re-run with the renamed code yet."
     text = f"The cell *{check['row']}, {check['column']}, seed {check['seed']}* was re-run with the renamed code"
@@ -78,7 +78,7 @@ def _describe_bytes(check: Mapping[str, Any]) -> str:
 
 
 def check_cell(content: Mapping[str, Any], index: int, reference: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Run the first seed of a cell and compare it with what is recorded."""
+    """Runs the first seed of a cell and compares it with what is recorded."""
     plan, cells = recipes.read_results(content)
     cell, begun = cells[index], time.perf_counter()
     ours = cell.ours
@@ -114,19 +114,19 @@ def check_cell(content: Mapping[str, Any], index: int, reference: Mapping[str, A
 
 
 def hash_accuracies(accuracy: float, curve: list[list[Any]], units: Mapping[str, float]) -> str:
-    """Hash the final accuracy, the accuracy of all evaluated rounds, and those of all clients or groups."""
+    """Hashes the final accuracy, the accuracy of all evaluated rounds, and those of all clients or groups."""
     return hashlib.sha256(json.dumps([accuracy, curve, units], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _compare_bytes(cell: Cell, result: Result, direction: str) -> dict[str, int]:
-    """Return the published and the new total; a result without curves has only the mean over its seeds."""
+    """Returns the published and the new total; a result without curves has only the mean over its seeds."""
     mean = cell.ours.mb_up if direction == "up" else cell.ours.mb_down
     published = cell.ours.curves[0][-1][direction] if cell.ours.curves else round(1e6 * mean)
     return {"published": published, "new": result.metrics[direction]}
 
 
 def format_check(name: str, check: Mapping[str, Any]) -> str:
-    """Format a check as one line of a table."""
+    """Formats a check as one line of a table."""
     traffic = [check[key]["new"] - check[key]["published"] for key in ("bytes_up", "bytes_down")]
     agrees = "yes" if check["agrees"] else "no: " + " ".join(check["different"])
     reference = {True: "yes", False: "NO", None: "–"}[check.get("agrees_with_reference")]
@@ -135,7 +135,7 @@ def format_check(name: str, check: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Check all results, cheapest first."""
+    """Checks all results, cheapest first."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="results such as fedmk/table3 [default: all]")
     parser.add_argument("--results", type=Path, default=Path("docs/results"))

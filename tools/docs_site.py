@@ -31,7 +31,7 @@ RESULTS, REST = "results/", "…"
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add all results, by paper, and every unlisted page to the navigation."""
+    """Adds all results, by paper, and every unlisted page to the navigation."""
     root = Path(config.docs_dir)
     pages = sorted(page.relative_to(root).as_posix() for page in root.rglob("*.md"))
     papers = groupby((page for page in pages if page.startswith(RESULTS)), lambda page: page.split("/")[1])
@@ -50,7 +50,7 @@ def _listed_pages(nav: Any) -> Iterator[str]:
 
 
 def _fill_placeholders(nav: Any, entries: Mapping[str, list[Any]]) -> Any:
-    """Replace the placeholders in the navigation: a whole section, or entries of a section."""
+    """Replaces the placeholders in the navigation: a whole section, or entries of a section."""
     if isinstance(nav, dict):
         return {
             title: entries[part] if part == RESULTS else _fill_placeholders(part, entries)
@@ -64,12 +64,12 @@ def _fill_placeholders(nav: Any, entries: Mapping[str, list[Any]]) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the comments of a page by generated text."""
+    """Replaces the comments of a page by generated text."""
     return MARK.sub(lambda mark: "\n".join(GENERATORS[mark[1]]()), markdown)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write the search index as a script too, which pages opened as files can load."""
+    """Writes the search index as a script too, which pages opened as files can load."""
     index = Path(config.site_dir) / "search/search_index.json"
     index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
 
@@ -85,7 +85,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 
 
 def _commands() -> Iterator[str]:
-    """List every command with its arguments and options; list the shared settings once."""
+    """Lists every command with its arguments and options; lists the shared settings once."""
     shared = {option.name: option for option in _options(_command("run")) if option.name in Settings.model_fields}
     yield from ("## Settings of a run", "", "Commands that train take these settings. So do TOML files (`--settings`)")
     yield "and, with underscores, `fewer.run`."
@@ -121,7 +121,7 @@ def _command(name: str | None = None) -> click.Command:
 def _walk_commands(
     group: click.Command, prefix: str = "fewer", panel: str = ""
 ) -> Iterator[tuple[str, str, click.Command]]:
-    """Yield panel, full name and command, for all commands and subcommands."""
+    """Yields panel, full name and command, for all commands and subcommands."""
     for name, command in getattr(group, "commands", {}).items():
         command_panel = panel or command.rich_help_panel
         if isinstance(command, click.Group):
@@ -139,7 +139,7 @@ def _is_shared(option: Any, shared: Mapping[str, Any]) -> bool:
 
 
 def _describe_option(option: Any) -> tuple[str, str]:
-    """Return the flags of an option and their meaning."""
+    """Returns the flags of an option and their meaning."""
     text = Text.from_markup(option.help or "").plain
     if option.show_default and option.default not in (None, False, True, ()) and "[default" not in text:
         text += f" [default: {option.default}]"
@@ -148,7 +148,7 @@ def _describe_option(option: Any) -> tuple[str, str]:
 
 
 def _render_help(help: str) -> Iterator[str]:
-    """Render a command's help; its dim parts are examples."""
+    """Renders a command's help; its dim parts are examples."""
     for part in inspect.cleandoc(help).split("\n\n"):
         if "[dim]" in part:
             yield from ("", "```text", Text.from_markup(part).plain, "```")
@@ -160,7 +160,7 @@ def _render_help(help: str) -> Iterator[str]:
 
 
 def _methods() -> Iterator[str]:
-    """List every method: what it does, its options, and what its file says about the paper."""
+    """Lists every method: what it does, its options, and what its file says about the paper."""
     yield from _table(("method", "class", "what it does"), [_summarize_method(name) for name in names()])
     yield from ("Every method has these options:", *_option_table(Method, Method.model_fields))
     for name in names():
@@ -178,7 +178,7 @@ def _methods() -> Iterator[str]:
 
 
 def _separate_lists(text: str) -> Iterator[str]:
-    """Yield the lines of a docstring, with the empty line that the site needs before a list."""
+    """Yields the lines of a docstring, with the empty line that the site needs before a list."""
     before, in_list = "", False
     for line in text.splitlines():
         if line.startswith("- "):
@@ -190,13 +190,13 @@ def _separate_lists(text: str) -> Iterator[str]:
 
 
 def _summarize_method(name: str) -> tuple[str, str, str]:
-    """Return a method's name with a link, its class, and the first sentence of its docstring."""
+    """Returns a method's name with a link, its class, and the first sentence of its docstring."""
     kind = find(name)
     return f"[`{name}`](#{name})", f"`fewer.{kind.__name__}`", inspect.cleandoc(kind.__doc__ or "").splitlines()[0]
 
 
 def _is_own_option(kind: type[Method], key: str) -> bool:
-    """Return whether a method adds this option or changes its default."""
+    """Returns whether a method adds this option or changes its default."""
     return key not in Method.model_fields or kind.model_fields[key].default != Method.model_fields[key].default
 
 
@@ -226,7 +226,7 @@ BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 
 def _describe_type(schema: Mapping[str, Any]) -> str:
-    """Describe the values of an option: its choices, or its type with its bounds."""
+    """Describes the values of an option: its choices, or its type with its bounds."""
     if "anyOf" in schema:
         return " or ".join(map(_describe_type, schema["anyOf"]))
     if "enum" in schema:
@@ -236,7 +236,7 @@ def _describe_type(schema: Mapping[str, Any]) -> str:
 
 
 def _recipes() -> Iterator[str]:
-    """List every recipe: what it runs, at which size, and where its result is."""
+    """Lists every recipe: what it runs, at which size, and where its result is."""
     results = Path(__file__).parents[1] / "docs/results"
     for name in recipes.list_recipes():
         plan = recipes.load_recipe(name)

@@ -15,7 +15,7 @@ assert raw.test is not None
 
 
 def take_first(x: np.ndarray, y: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first `count` samples of each class, in their original order."""
+    """Returns the first `count` samples of each class, in their original order."""
     rows = np.sort(np.concatenate([np.flatnonzero(y == label)[:count] for label in range(10)]))
     return x[rows], y[rows]
 

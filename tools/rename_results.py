@@ -203,7 +203,7 @@ TEXTS = {
     "colours: classes": "colors: classes",
     "circles: those of the other members": "circles: samples of the other members",
     "Parties of fedavg send no synthetic data: its nearness to real samples is not looked at.": (
-        "Clients of fedavg send no synthetic data, so there is none to compare with real samples."
+        "Clients of fedavg send no synthetic data that could be compared with real samples."
     ),
     "Deep leakage is shown at its strongest, from the gradient of one step on one sample. Parties of this run sent "
     "what 20 steps on 32 samples each gave, which should tell less.": (
@@ -237,7 +237,7 @@ TEXTS = {
 
 
 def rename_options(options: Mapping[str, Any], methods: Iterable[str]) -> dict[str, Any]:
-    """Rename options that are shared by these methods (old names). A key may name its method: `fedmk.matching`."""
+    """Renames options that are shared by these methods (old names). A key may name its method: `fedmk.matching`."""
     renamed = {}
     for key, value in options.items():
         prefix, dot, name = key.rpartition(".")
@@ -253,7 +253,7 @@ def rename_options(options: Mapping[str, Any], methods: Iterable[str]) -> dict[s
 
 
 def rename_settings(settings: Mapping[str, Any], methods: Iterable[str]) -> dict[str, Any]:
-    """Rename the settings of a recipe, a column, a row or `quick`."""
+    """Renames the settings of a recipe, a column, a row or `quick`."""
     renamed: dict[str, Any] = {}
     for key, value in settings.items():
         new = value
@@ -270,7 +270,7 @@ def rename_settings(settings: Mapping[str, Any], methods: Iterable[str]) -> dict
 
 
 def rename_recipe(old: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the keys of a recipe. Its texts stay as they are."""
+    """Renames the keys of a recipe. Its texts stay as they are."""
     methods = [row["method"] for row in old["row"]]
     renamed = rename_settings(old, methods)
     if old.get("mean") == "parties":
@@ -281,7 +281,7 @@ def rename_recipe(old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def update_texts(renamed: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the current recipe of this name, which must differ from the renamed one in its texts only."""
+    """Returns the current recipe of this name, which must differ from the renamed one in its texts only."""
     current = recipes.load_recipe(name).model_dump(mode="json")
 
     def strip(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -301,12 +301,12 @@ def update_texts(renamed: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def name_map(old: Mapping[str, Any], new: Mapping[str, Any], kind: str) -> dict[str, str]:
-    """Map the old names of the rows or columns to the new ones, by position."""
+    """Maps the old names of the rows or columns to the new ones, by position."""
     return {a["name"]: b["name"] for a, b in zip(old[kind], new[kind], strict=True)}
 
 
 def rename_cell(cell: Mapping[str, Any], rows: Mapping[str, str], columns: Mapping[str, str]) -> dict[str, Any]:
-    """Rename the keys of one cell. Its hash stays the old one."""
+    """Renames the keys of one cell. Its hash stays the old one."""
     ours = {ROW.get(key, key): value for key, value in cell["ours"].items()}
     method = ours["method"]
     ours["method"] = METHODS.get(method, method)
@@ -325,7 +325,7 @@ def rename_cell(cell: Mapping[str, Any], rows: Mapping[str, str], columns: Mappi
 def rename_study(
     study: Mapping[str, Any], rows: Mapping[str, str], columns: Mapping[str, str], hashes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Rename the keys of a study: cells or columns, and inside them those of a privacy audit."""
+    """Renames the keys of a study: cells or columns, and inside them those of a privacy audit."""
     cells = {f"{row}, {column}": f"{rows[row]}, {columns[column]}" for row in rows for column in columns}
 
     def rename_audit(value: Any) -> Any:
@@ -339,7 +339,7 @@ def rename_study(
 
 
 def rename_benchmarks(old: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the keys and names of benchmark results."""
+    """Renames the keys and names of benchmark results."""
 
     def rename(value: Any) -> Any:
         if isinstance(value, dict):
@@ -355,7 +355,7 @@ def rename_benchmarks(old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hash_with_old_names(plan: Recipe, cell: Cell) -> str:
-    """Compute the hash of a cell as it was before the renaming, from its settings under the new names."""
+    """Computes the hash of a cell as it was before the renaming, from its settings under the new names."""
     settings = recipes.cell_settings(plan, cell)
     method = make_method(find(settings.method), settings)
     values = settings.model_dump(mode="json", exclude={*RUNTIME_SETTINGS, "rounds", "cohort", "method_options"})
@@ -386,7 +386,7 @@ def _old_name(names: Mapping[str, str], new: str) -> str:
 
 
 def study_section(old_page: str, content: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """Return the section of a page after its table: what the study measured, and its pictures."""
+    """Returns the section of a page after its table: what the study measured, and its pictures."""
     section = old_page.partition("</details>\n")[2]
     for old, new in {**TEXTS, **names}.items():
         section = section.replace(old, new)
@@ -407,7 +407,7 @@ def _render_audits(old_section: str, study: Mapping[str, Any]) -> str:
 
 
 def table_numbers(page: str) -> Counter[str]:
-    """Count the numbers in the tables of a page."""
+    """Counts the numbers in the tables of a page."""
     lines = [line for line in page.splitlines() if line.startswith("|")]
     return Counter(number for line in lines for number in re.findall(r"\d[\d.,]*", line))
 
@@ -416,7 +416,7 @@ def table_numbers(page: str) -> Counter[str]:
 
 
 def convert(source: Path, target: Path, checks: Mapping[str, Any]) -> int:
-    """Rename one result and write its JSON, page and picture; return the number of its cells."""
+    """Renames one result and writes its JSON, page and picture; returns the number of its cells."""
     old = json.loads(source.read_text())
     if "recipe" not in old:
         target.write_text(json.dumps(rename_benchmarks(old), indent=2) + "\n")
@@ -473,7 +473,7 @@ def _difference(page: str, old_page: str) -> dict[str, int]:
 
 
 def main() -> None:
-    """Convert all results."""
+    """Converts all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old_results", type=Path)
     parser.add_argument("results", type=Path, nargs="?", default=Path("docs/results"))

@@ -92,7 +92,7 @@ def audit(
     steps: int = STEPS,
     starts: int = STARTS,
 ) -> Audit:
-    """Attack a run on the samples of up to `clients` clients.
+    """Attacks a run on the samples of up to `clients` clients.
 
     The attacks are: distance of synthetic images to real ones, deep leakage from gradients, and membership inference.
     `steps` and `starts` set the steps and random starts of gradient matching.
@@ -159,7 +159,7 @@ class _AttackedRun:
     # --- synthetic images and the nearest real ones ---
 
     def compare_to_real(self) -> tuple[dict[str, Any], AttackImages | None]:
-        """Compare the distance from synthetic to real images with the distance between real images."""
+        """Compares the distance from synthetic to real images with the distance between real images."""
         ratios: dict[int, list[float]] = {}
         nearest_members: list[bool] = []
         blocks: dict[int, Block] = {}
@@ -217,7 +217,7 @@ class _AttackedRun:
         return metrics, picture if blocks else None
 
     def unseen_samples(self, client: int, label: int) -> Tensor:
-        """Test samples of a class: the common ones, or the client's own if the partition is natural."""
+        """Test samples of a class: from the global test set, or the client's own if the partition is natural."""
         natural = self.result.settings.partition == "natural"
         test = self.result.data.client(client).test if natural else self.result.data.test
         return test.pick(torch.nonzero(test.labels == label).squeeze(1))[0]
@@ -235,7 +235,7 @@ class _AttackedRun:
     # --- deep leakage ---
 
     def restore_from_gradients(self, steps: int, starts: int) -> tuple[dict[str, Any], AttackImages]:
-        """Restore images from gradients: of synthetic images if clients send them, else of real ones."""
+        """Restores images from gradients: of synthetic images if clients send them, else of real ones."""
         client = max(self.clients, key=lambda each: len(set(self.training_samples(each)[1].tolist())))
         x, y = self.training_samples(client)
         order = torch.randperm(len(y), generator=self.stream("targets")).to(y.device)
@@ -362,7 +362,7 @@ class _AttackedRun:
         """Attacks that do not apply to this run, with the reason."""
         name = self.result.method.name
         if not self.synthetic:
-            yield f"Clients of {name} send no synthetic data, so there is none to compare with real samples."
+            yield f"Clients of {name} send no synthetic data that could be compared with real samples."
         if not self.nets:
             yield f"{name} has no global model, so the attacks on gradients and on the loss do not apply."
         elif not self.has_images:
@@ -378,7 +378,7 @@ class _AttackedRun:
 
 
 def _open_with_data(path: Path, data_dir: Path | None) -> Result:
-    """Open a run together with the data that it was run on."""
+    """Opens a run together with the data that it was run on."""
     metadata = RunDirectory.open(path).metadata
     if "data" in metadata["objects"]:
         raise RunError(f"{path} was run with data of your own, so it cannot be audited from its directory alone")

@@ -55,7 +55,7 @@ def restore_images(
     starts: int = 1,
     smooth: float = VARIATION_WEIGHT,
 ) -> tuple[Tensor, Tensor]:
-    """Find images with these labels (batches × samples) that match the observed gradients.
+    """Finds images with these labels (batches × samples) that match the observed gradients.
 
     Returns the images and the mismatch reached (1 − cosine). Only the shape and the value range of `like` are used.
     """

@@ -14,6 +14,6 @@ from fewer.errors import SettingError
 
 
 def need_dash() -> None:
-    """Raise SettingError if the packages of the dashboard are not installed."""
+    """Raises SettingError if the packages of the dashboard are not installed."""
     if find_spec("starlette") is None or find_spec("uvicorn") is None:
         raise SettingError("the dashboard needs Starlette and uvicorn: pip install 'fewer[dash]'")

@@ -76,7 +76,7 @@ class Catalog:
         self._tallies: OrderedDict[str, EventTally] = OrderedDict()
 
     def refresh(self, *, now: bool = False) -> None:
-        """Check for changes, unless that was done a moment ago."""
+        """Checks for changes, unless that was done a moment ago."""
         with self._lock:
             clock = time.monotonic()
             if now or clock - self._last_full >= FULL_INTERVAL:
@@ -93,7 +93,7 @@ class Catalog:
                 self._last_active = time.monotonic()
 
     def refresh_run(self, run: RunEntry) -> None:
-        """Check one run now."""
+        """Checks one run now."""
         with self._lock:
             self._update(run)
 

@@ -51,7 +51,7 @@ class Control:
         return pid
 
     def resume(self, run: Path, metadata: Mapping[str, Any]) -> int:
-        """Start `fewer resume` in its own session, so that it outlives the dashboard, and return its process id."""
+        """Starts `fewer resume` in its own session, so that it outlives the dashboard, and returns its process id."""
         if reason := why_not_resumable(run, metadata):
             raise RunError(reason)
         try:

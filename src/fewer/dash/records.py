@@ -29,7 +29,7 @@ class LinePage(NamedTuple):
 
 
 def read_last_lines(path: Path, count: int, before: int | None = None) -> LinePage:
-    """Read the last complete lines of a file, or the last ones that end at offset `before`."""
+    """Reads the last complete lines of a file, or the last ones that end at offset `before`."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -52,7 +52,7 @@ def read_last_lines(path: Path, count: int, before: int | None = None) -> LinePa
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """Parse a line of JSON; empty if a kill cut it short."""
+    """Parses a line of JSON; empty if a kill cut it short."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -77,7 +77,7 @@ class GrowingFile:
     """The bytes right before the offset, to detect that the file was rewritten."""
 
     def read_new_lines(self) -> tuple[list[bytes], bool]:
-        """Read new complete lines, at most one slice; also return whether all earlier lines are invalid."""
+        """Reads new complete lines, at most one slice; also returns whether all earlier lines are invalid."""
         try:
             with self.path.open("rb") as file:
                 self.size = file.seek(0, os.SEEK_END)
@@ -149,7 +149,7 @@ class EventTally:
         return cls(GrowingFile(run / EVENTS), GrowingFile(run / LEDGER))
 
     def update(self) -> dict[str, Any]:
-        """Read the next slice and return the totals so far."""
+        """Reads the next slice and returns the totals so far."""
         with self.lock:
             lines, rewritten = self.events.read_new_lines()
             if rewritten:

@@ -263,11 +263,11 @@ class Dashboard:
     # --- control ------------------------------------------------------------------------------------------------
 
     def stop(self, request: Request) -> Response:
-        """Stop a run."""
+        """Stops a run."""
         return json_response({"process": self.control.stop(self._find_run(request).path)})
 
     def resume(self, request: Request) -> Response:
-        """Resume a run."""
+        """Resumes a run."""
         run = self._find_run(request)
         with self.resuming:
             self.catalog.refresh_run(run)
@@ -322,7 +322,7 @@ def _dump_json(value: Any) -> str:
 
 
 def _replace_nonfinite(value: Any) -> Any:
-    """Replace NaN and infinity with null."""
+    """Replaces NaN and infinity with null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -389,7 +389,7 @@ def serve(
     read_only: bool = False,
     browse: bool = False,
 ) -> None:
-    """Serve the runs under a directory until interrupted."""
+    """Serves the runs under a directory until interrupted."""
     token = choose_token(host, token_file)
     with listen(host, port) as listening:
         server = create_server(root, listening, token=token, names=[*names, host], read_only=read_only)

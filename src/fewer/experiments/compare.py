@@ -35,7 +35,7 @@ class Row:
     method: str
     """The method's name."""
     accuracy: float
-    """Accuracy: each test sample is predicted by the model of its own client."""
+    """Accuracy: each client's model predicts that client's test samples."""
     ci95: float | None
     """Half-width of the 95 % confidence interval of the accuracy; None with one seed."""
     global_accuracy: float

@@ -103,12 +103,12 @@ class Cell:
 
 
 def list_recipes() -> dict[str, str]:
-    """Return the title of every built-in recipe by its name."""
+    """Returns the title of every built-in recipe by its name."""
     return {name: tomllib.loads(file.read_text())["title"] for name, file in sorted(_recipe_files().items())}
 
 
 def load_recipe(name: str) -> Recipe:
-    """Load a built-in recipe by name, or a recipe file."""
+    """Loads a built-in recipe by name, or a recipe file."""
     known = _recipe_files()
     if name.endswith(".toml"):
         path = Path(name)
@@ -142,7 +142,7 @@ def reproduce(
     watch: ProgressFactory = lambda what: None,
     track: Sequence[str] = (),
 ) -> tuple[Recipe, list[Cell]]:
-    """Run all rows in all columns, or in the columns named. Reuse finished runs in `out` and resume interrupted ones.
+    """Runs all rows in all `columns`, or in these. Reuses finished runs in `out` and resumes interrupted ones.
 
     Trackers in `track` log all runs except tuning trials.
     """
@@ -182,7 +182,7 @@ def _paper_value(row: RecipeRow, column: int) -> float | None:
 
 
 def _describe_layout(plan: Recipe, quick: bool) -> dict[str, Any]:
-    """Describe the table: for each folder of runs its row, its column and the paper's value."""
+    """Describes the table: for each folder of runs its row, its column and the paper's value."""
     cells = {
         f"{slugify(column.name)}/{slugify(row.name)}": {
             "row": row.name,
@@ -200,7 +200,7 @@ def _add_title(watch: ProgressFactory, title: str) -> ProgressFactory:
 
 
 def row_settings(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[str, Any]]:
-    """Return the settings of each row in this column. Shared method options go to the methods that have them."""
+    """Returns the settings of each row in this column. Shared method options go to the methods that have them."""
     layers = [plan.settings, column.model_extra or {}]
     if quick:
         fast = {key: value for key, value in plan.quick.items() if key not in _QUICK_FIELDS}
@@ -223,7 +223,7 @@ def row_settings(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[s
 
 
 def run_study(plan: Recipe, cells: list[Cell], out: Path) -> Study | None:
-    """Run the recipe's study, if it has one, on its runs in `out`."""
+    """Runs the recipe's study, if it has one, on its runs in `out`."""
     if not plan.study:
         return None
     runs = [CellRuns(cell.row, cell.column, _run_folders(cell.row, cell, out)) for cell in cells]
@@ -231,12 +231,12 @@ def run_study(plan: Recipe, cells: list[Cell], out: Path) -> Study | None:
 
 
 def _run_folders(row: str, cell: Cell, out: Path) -> list[Path]:
-    """Return the run directories of a row in the column of `cell`."""
+    """Returns the run directories of a row in the column of `cell`."""
     return [out / slugify(cell.column) / f"{slugify(row)}-seed{seed}" for seed in cell.ours.seeds]
 
 
 def _measure_target_cost(target: str, cell: Cell, out: Path) -> TargetCost:
-    """Return the cost of reaching the best accuracy of the target row in the same column."""
+    """Returns the cost of reaching the best accuracy of the target row in the same column."""
 
     def histories(row: str) -> list[list[dict[str, Any]]]:
         return [RunDirectory.open(folder).history() for folder in _run_folders(row, cell, out)]
@@ -254,7 +254,7 @@ def write_results(
     picture: bytes | None = None,
     study: Study | None = None,
 ) -> list[Path]:
-    """Write the table as Markdown, all data behind it as JSON, and its picture as PNG."""
+    """Writes the table as Markdown, all data behind it as JSON, and its picture as PNG."""
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page, data, image = (stem.with_name(stem.name + kind) for kind in (".md", ".json", ".png"))
@@ -274,7 +274,7 @@ def write_results(
 
 
 def read_results(content: Mapping[str, Any]) -> tuple[Recipe, list[Cell]]:
-    """Read the recipe and the cells from the JSON that `write_results` wrote."""
+    """Reads the recipe and the cells from the JSON that `write_results` wrote."""
     cells = []
     for cell in content["cells"]:
         ours = Row(**{**cell["ours"], "trials": [Trial(**trial) for trial in cell["ours"]["trials"]]})
@@ -284,7 +284,7 @@ def read_results(content: Mapping[str, Any]) -> tuple[Recipe, list[Cell]]:
 
 
 def cell_settings(plan: Recipe, cell: Cell) -> Settings:
-    """Return the settings of the cell's first seed, with the method options that the cell's runs used."""
+    """Returns the settings of the cell's first seed, with the method options that the cell's runs used."""
     column = next(column for column in plan.column if column.name == cell.column)
     rows = {row.name: settings for row, settings in zip(plan.row, row_settings(column, plan, quick=False), strict=True)}
     settings = rows[cell.row]
@@ -299,7 +299,7 @@ def render_markdown(
     image: str | None = None,
     machine: str | None = None,
 ) -> str:
-    """Render our results next to the paper's, and how they were made. `machine` defaults to this machine."""
+    """Renders our results next to the paper's, and how they were made. `machine` defaults to this machine."""
     columns = list(dict.fromkeys(cell.column for cell in cells))
     lines = [f"# {plan.title}", "", plan.about.strip().replace("\n", " "), "", f"Paper: {plan.paper}.", ""]
     if quick:
@@ -334,7 +334,7 @@ def render_markdown(
 
 
 def describe_machine() -> str:
-    """Describe this machine and the versions of Python, torch and Fewer."""
+    """Describes this machine and the versions of Python, torch and Fewer."""
     return (
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
         f"torch {torch.__version__}, Fewer {fewer.__version__}"
@@ -342,7 +342,7 @@ def describe_machine() -> str:
 
 
 def _render_target_costs(plan: Recipe, cells: list[Cell]) -> list[str]:
-    """Render the cost of reaching the target, if the recipe has one."""
+    """Renders the cost of reaching the target, if the recipe has one."""
     costs = [(cell, cell.target_cost) for cell in cells if cell.target_cost is not None]
     if not costs:
         return []
@@ -356,7 +356,7 @@ def _render_target_costs(plan: Recipe, cells: list[Cell]) -> list[str]:
 
 
 def _render_differences(plan: Recipe, cells: list[Cell]) -> list[str]:
-    """Render the differences between each row and its rivals, if the recipe has rivals."""
+    """Renders the differences between each row and its rivals, if the recipe has rivals."""
     if not plan.rivals:
         return []
     units = cells[0].ours.units if cells[0].ours.groups else "clients"
@@ -377,7 +377,7 @@ def _render_differences(plan: Recipe, cells: list[Cell]) -> list[str]:
 
 
 def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Mapping[str, float]]) -> str:
-    """Format the paired differences; a dash for the rival itself, or if no unit was evaluated in both rows."""
+    """Formats the paired differences; a dash for the rival itself, or if no unit was evaluated in both rows."""
     seeds = [[a[unit] - b[unit] for unit in a if unit in b] for a, b in zip(ours, rivals, strict=True)]
     if ours is rivals or not all(seeds):
         return "–"
@@ -398,7 +398,7 @@ _ALT_TEXTS = {
 
 
 def _render_rounds(plan: Recipe, cells: list[Cell]) -> list[str]:
-    """Render a table of the accuracy after the requested rounds for each column."""
+    """Renders a table of the accuracy after the requested rounds for each column."""
     lines = []
     for column in dict.fromkeys(cell.column for cell in cells):
         by_row = {
@@ -433,7 +433,7 @@ def _format_chosen(cell: Cell) -> str:
 
 
 def slugify(text: str) -> str:
-    """Turn a text into a part of a file name."""
+    """Turns a text into a part of a file name."""
     words = "".join(c if (c.isalnum() and c.isascii()) or c == "." else " " for c in text.replace("α", "alpha"))
     return "-".join(words.lower().split())
 

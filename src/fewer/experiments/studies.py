@@ -75,7 +75,7 @@ class Study:
     cloud_plots: list[CloudPlot] = field(default_factory=list)
 
     def render_markdown(self, stem: str) -> str:
-        """Render the lines, then the pictures, which are stored next to the page as STEM-NAME.png."""
+        """Renders the lines, then the pictures, which are stored next to the page as STEM-NAME.png."""
         lines = list(self.lines)
         pictures = [*((image.name, image.title, image.caption) for image in self.images)]
         pictures += [plot[:3] for plot in self.cloud_plots]
@@ -85,7 +85,7 @@ class Study:
 
 
 def parse_study(options: Mapping[str, Any]) -> Callable[[Sequence[CellRuns]], Study]:
-    """Return the study that a recipe names, with its options; raise SettingError for an unknown name or option."""
+    """Returns the study that a recipe names, with its options; raises SettingError for an unknown name or option."""
     arguments = dict(options)
     name = str(arguments.pop("name", ""))
     if name not in STUDIES:
@@ -118,7 +118,7 @@ def leakage(cells: Sequence[CellRuns], clients: int = 10, steps: int = 500, star
 
 
 def emd(cells: Sequence[CellRuns], paper: Sequence[float] = ()) -> Study:
-    """Measure the earth mover's distance between the synthetic data of each column and of the first column.
+    """Measures the earth mover's distance between the synthetic data of each column and of the first column.
 
     It is the mean of the sliced distance over seeds, over clients that sent data in both runs, and over classes. Pixel
     values are scaled so that black is 0 and white is 1.
@@ -156,7 +156,7 @@ def _measure_distance(result: Result, base: Result) -> float:
 
 
 def unused(cells: Sequence[CellRuns]) -> Study:
-    """Measure accuracy on the training samples that no client holds (`fraction`). No setting was chosen on these."""
+    """Measures accuracy on the training samples that no client holds (`fraction`). No setting was chosen on these."""
     lines, metrics = ["", "## Accuracy on unused training samples", "", "| | accuracy, % | samples |"], {}
     lines.append("|---|---|---|")
     for row, column, paths in cells:
@@ -185,7 +185,7 @@ def _score_unused(result: Result) -> Counts:
 
 
 def embedding(cells: Sequence[CellRuns], group: int = 0, member: int = 0, max_samples: int = 400) -> Study:
-    """Draw the embedding of one member of a group after its last local training, by t-SNE (FRL's Figure 3).
+    """Draws the embedding of one member of a group after its last local training, by t-SNE (FRL's Figure 3).
 
     The study also measures the fraction of the group's queries that the embedding puts nearest to the right global
     prototype: for all queries, and for queries of classes that the member does not hold.
@@ -205,7 +205,7 @@ def embedding(cells: Sequence[CellRuns], group: int = 0, member: int = 0, max_sa
 
 
 def embed_samples(result: Result, max_samples: int = 400) -> Cloud | None:
-    """Embed the samples of a run that makes prototypes: one member of its first group, or a whole deployed group.
+    """Embeds the samples of a run that makes prototypes: one member of its first group, or a whole deployed group.
 
     Return None for other methods.
     """
@@ -222,7 +222,7 @@ def embed_samples(result: Result, max_samples: int = 400) -> Cloud | None:
 
 
 def _embed_member(result: Result, number: int, member: int, max_samples: int) -> tuple[Cloud, float, float]:
-    """Embed the group's samples with one member's model, before the last round is averaged."""
+    """Embeds the group's samples with one member's model, before the last round is averaged."""
     method = result.method
     if not isinstance(method, PreparingMethod) or method.head == "linear":
         raise SettingError(

@@ -24,12 +24,12 @@ class TargetCost:
 
 
 def best_accuracy(histories: Sequence[History]) -> float:
-    """Return the highest mean accuracy over seeds of all rounds."""
+    """Returns the highest mean accuracy over seeds of all rounds."""
     return max(accuracy for _, accuracy, _ in _mean_accuracies(histories))
 
 
 def cost_to_reach(histories: Sequence[History], target: float) -> TargetCost:
-    """Return the cost up to the first round whose mean accuracy over seeds is at least `target`."""
+    """Returns the cost up to the first round whose mean accuracy over seeds is at least `target`."""
     for round, accuracy, entries in _mean_accuracies(histories):
         if accuracy >= target:
             mb = statistics.fmean((entry["up"] + entry["down"]) / 1e6 for entry in entries)
@@ -39,7 +39,7 @@ def cost_to_reach(histories: Sequence[History], target: float) -> TargetCost:
 
 
 def _mean_accuracies(histories: Sequence[History]) -> list[tuple[int, float, list[Mapping[str, Any]]]]:
-    """Return round, mean accuracy and all entries for each round in which every run was evaluated."""
+    """Returns round, mean accuracy and all entries for each round in which every run was evaluated."""
     runs = [{int(entry["round"]): entry for entry in history if "accuracy" in entry} for history in histories]
     rounds = sorted(set.intersection(*(set(run) for run in runs)))
     return [

@@ -60,7 +60,7 @@ def tune(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Tuning:
-    """Choose a method's options on held-out training data: `fewer.tune(FedAvg(), data, model=MyNet).method`.
+    """Chooses a method's options on held-out training data: `fewer.tune(FedAvg(), data, model=MyNet).method`.
 
     It takes what `fewer.run` takes, and runs exactly `trials` trials. Test data is never used.
     """
@@ -70,12 +70,12 @@ def tune(
 
 
 def pooled_accuracy(result: Result) -> float:
-    """Return the accuracy over all evaluated samples."""
+    """Returns the accuracy over all evaluated samples."""
     return result.accuracy
 
 
 def mean_client_accuracy(result: Result) -> float:
-    """Return the mean over clients of the accuracy of each client's model on its own samples."""
+    """Returns the mean over clients of the accuracy of each client's model on its own samples."""
     return statistics.fmean(result.metrics["clients"].values())
 
 
@@ -86,7 +86,7 @@ def tune_experiment(
     progress: Progress | None = None,
     measure: Callable[[Result], float] = pooled_accuracy,
 ) -> tuple[Experiment, list[Trial]]:
-    """Run exactly `trials` trials; return the experiment with the best settings, and all trials.
+    """Runs exactly `trials` trials; returns the experiment with the best settings, and all trials.
 
     `trials_file` stores finished trials, so an interrupted search resumes where it stopped.
     """
@@ -119,7 +119,7 @@ def tune_experiment(
 
 
 def _is_valid(experiment: Experiment, point: Point) -> bool:
-    """Return whether the method accepts these settings: a fraction, for example, is at most 1."""
+    """Returns whether the method accepts these settings: a fraction, for example, is at most 1."""
     try:
         type(experiment.method)(**{**experiment.method.model_dump(), **point})
     except ValidationError:
@@ -128,7 +128,7 @@ def _is_valid(experiment: Experiment, point: Point) -> bool:
 
 
 def _load_trials(trials_file: Path, task: str) -> list[Trial]:
-    """Load the finished trials of this task."""
+    """Loads the finished trials of this task."""
     try:
         content = json.loads(trials_file.read_text())
         trials = [Trial(**trial) for trial in content["trials"]]
@@ -146,7 +146,7 @@ def coordinate_search(
     trials: int,
     is_valid: Callable[[Point], bool] = lambda point: True,
 ) -> Point:
-    """Evaluate `trials` points and return the best: each setting over its grid, then ever finer around the best."""
+    """Evaluates `trials` points and returns the best: each setting over its grid, then ever finer around the best."""
     scores: dict[tuple[tuple[str, float], ...], float] = {}
 
     def best() -> Point:
@@ -189,7 +189,7 @@ def _key(point: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
 
 
 def _apply_point(experiment: Experiment, point: Point) -> Experiment:
-    """Return the experiment with these settings of its method."""
+    """Returns the experiment with these settings of its method."""
     settings = experiment.settings.model_copy(
         update={"method_options": {**experiment.settings.method_options, **point}}
     )

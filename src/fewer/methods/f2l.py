@@ -59,7 +59,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass
 class ModelPair:
-    """Both models on a client: φ as a net, ψ as a net without weights of its own, and ψ's private state."""
+    """Both models on a client: φ as a net, ψ as a net without weights, and ψ's private state."""
 
     server_model: nn.Module
     client_model: EncoderHead

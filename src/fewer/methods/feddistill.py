@@ -15,7 +15,7 @@ Departures:
   only logits are sent, and every client keeps its model.
 - The mean G_k(y) is over the clients that hold class y, each with the same weight as in the paper. There, all clients
   hold all classes. A class that no other client holds has no teacher; in the first round no class has one.
-- Not all clients are in a cohort, so "the others" are those that answered in the previous round.
+- Not all clients are in a cohort, so "the others" are the clients that answered in the previous round.
 - Otherwise those of FedAvg.
 """
 

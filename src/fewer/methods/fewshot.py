@@ -7,7 +7,7 @@ the client, so all methods get the same ones. The setting is that of F2L (Wang e
 
 Departures:
 
-- In the `local-*` methods each model solves the tasks of its own client; in the paper, the tasks of all clients.
+- In the `local-*` methods each model solves only its client's tasks; in the paper, the tasks of all clients.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class FewShot(Method):
         return {}
 
     def load_private(self, client: Client, best: bool) -> Any:
-        """The client's private state, current or best; None if there is none."""
+        """The client's private state, current or best; None before its first round."""
         return client.store.get(BEST if best else CURRENT)
 
     def save_private(self, client: Client, private: Any, weights: Weights) -> None:

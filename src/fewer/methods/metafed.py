@@ -353,7 +353,7 @@ def accuracy(counts: Counts) -> float:
 def distill_weight_for(
     distill_weight: float, common_accuracy: float, own_accuracy: float, ignore_threshold: float
 ) -> float:
-    """A federation's λ from the validation accuracies of f and of its own model (Algorithm 2, lines 4 to 8, Eq 4)."""
+    """A federation's λ from the validation accuracies of f and of its model (Algorithm 2, lines 4 to 8, Eq 4)."""
     if common_accuracy <= own_accuracy and common_accuracy < ignore_threshold:
         return 0.0
     return float(distill_weight * 10 ** (min(1.0, 5 * (common_accuracy - own_accuracy)) - 1))

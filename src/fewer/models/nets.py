@@ -30,7 +30,7 @@ def net_factory(
 ) -> Callable[[], nn.Module]:
     """Binds a model to its data and options; the result builds one net per call.
 
-    `facts` describe the data (`shape`, `classes`, `vocabulary`, …). The model gets those that it has parameters for.
+    `facts` describe the data (`shape`, `classes`, `vocabulary`, …). The model gets the ones that its constructor takes.
     """
     parameters = inspect.signature(model).parameters
     for name in options:

@@ -16,7 +16,7 @@ PAGE, METRICS = "audit.html", "audit.json"
 
 
 def write_audit(audit: Audit, out: Path) -> list[Path]:
-    """Write the page, its pictures and all metrics into `out` and return their paths, the page first."""
+    """Writes the page, its pictures and all metrics into `out` and returns their paths, the page first."""
     pictures = [draw_images(images) for images in audit.images]
     rounds = "1 round" if audit.rounds == 1 else f"{audit.rounds} rounds"
     title = f"Privacy audit: {audit.method} on {audit.data} after {rounds}"
@@ -41,7 +41,7 @@ def write_audit(audit: Audit, out: Path) -> list[Path]:
 
 
 def draw_images(images: AttackImages) -> Picture:
-    """Draw the images of an attack."""
+    """Draws the images of an attack."""
     blocks = [({name: row.cpu().numpy() for name, row in block.rows.items()}, block.notes) for block in images.blocks]
     figure = plot_image_rows(images.title, blocks, (images.low, images.high))
     return Picture(images.name, figure, images.caption, f"{images.title}: rows of images.")

@@ -15,30 +15,30 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_COLUMNS = 3
-"""Maximum number of panels side by side."""
+"""Maximum number of subplots side by side."""
 
 
 def create_axes(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
-    """A figure with a single panel."""
-    figure, (axes,) = create_panels(title, [""], size)
+    """A figure with a single subplot."""
+    figure, (axes,) = create_subplots(title, [""], size)
     return figure, axes
 
 
-def create_panels(title: str, names: Sequence[str], size: tuple[float, float] = SIZE) -> tuple[Figure, list[Axes]]:
-    """A figure with one panel per name, in rows, all with the same vertical axis."""
+def create_subplots(title: str, names: Sequence[str], size: tuple[float, float] = SIZE) -> tuple[Figure, list[Axes]]:
+    """A figure with one subplot per name, in rows, all with the same vertical axis."""
     from matplotlib.figure import Figure
 
     columns = min(len(names), MAX_COLUMNS)
     rows = math.ceil(len(names) / columns)
     width, height = (size[0] * (1 + 0.7 * (columns - 1)), size[1] * (1 + 0.85 * (rows - 1)))
     figure = Figure(figsize=(width, height))
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten().tolist()
-    for unused in panels[len(names) :]:
+    subplots = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten().tolist()
+    for unused in subplots[len(names) :]:
         unused.remove()
-    for axes, name in zip(panels, names, strict=False):
+    for axes, name in zip(subplots, names, strict=False):
         axes.set_title(name, fontsize=10)
     figure.suptitle(title, x=0.08 / width, ha="left", color=INK, fontsize=11)
-    return figure, panels[: len(names)]
+    return figure, subplots[: len(names)]
 
 
 def accuracy_limits(accuracies: Iterable[Interval]) -> tuple[float, float]:
@@ -50,7 +50,7 @@ def accuracy_limits(accuracies: Iterable[Interval]) -> tuple[float, float]:
 
 
 def add_legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
-    """Add a legend below the chart, with as many columns as fit."""
+    """Adds a legend below the chart, with as many columns as fit."""
     texts = [shorten(text, 50) for text in handles]
     columns = min(len(texts), max(1, int(14 * figure.get_figwidth() / (max(map(len, texts)) + 7))))
     figure.legend(handles.values(), texts, loc="outside lower center", ncols=columns)

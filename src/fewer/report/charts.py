@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from fewer.report.axes import accuracy_limits, add_legend, create_axes, create_panels, hide_frame, shorten
+from fewer.report.axes import accuracy_limits, add_legend, create_axes, create_subplots, hide_frame, shorten
 from fewer.report.metrics import MB, Histories, Interval, Point, accuracy_curve, client_accuracies
 from fewer.report.style import BLUE, INK, ORANGE, LineStyle, assign_styles, text_color, theme
 
@@ -32,25 +32,25 @@ MAX_BARS = 40
 """Maximum number of bars in a picture."""
 
 
-def plot_curves(title: str, panels: Mapping[str, Histories], by: By, styles: Styles | None = None) -> Figure | None:
-    """Accuracy with 95 % confidence bands over seeds, one panel per set of histories; None before any evaluation."""
+def plot_curves(title: str, subplots: Mapping[str, Histories], by: By, styles: Styles | None = None) -> Figure | None:
+    """Accuracy with 95 % confidence bands over seeds, one subplot per set of histories; None before any evaluation."""
     curves = {
         name: {label: points for label, runs in histories.items() if (points := accuracy_curve(runs))}
-        for name, histories in panels.items()
+        for name, histories in subplots.items()
     }
-    all_points = [points for panel in curves.values() for points in panel.values()]
+    all_points = [points for subplot in curves.values() for points in subplot.values()]
     if not all_points:
         return None
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    styles = styles or assign_styles(label for histories in panels.values() for label in histories)
+    styles = styles or assign_styles(label for histories in subplots.values() for label in histories)
     ends = [getattr(points[-1], by) for points in all_points]
     logarithmic = by != "round" and max(ends) > 20 * min(ends) > 0
     with theme():
-        figure, drawn = create_panels(title, list(curves))
+        figure, drawn = create_subplots(title, list(curves))
         handles: dict[str, Artist] = {}
-        for axes, panel in zip(drawn, curves.values(), strict=True):
-            for label, points in panel.items():
+        for axes, subplot in zip(drawn, curves.values(), strict=True):
+            for label, points in subplot.items():
                 handles[label] = _draw_curve(axes, points, by, styles[label])
             if logarithmic:
                 axes.set_xscale("log")
@@ -79,15 +79,15 @@ def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle) 
     return line
 
 
-def plot_columns(title: str, panels: Mapping[str, Mapping[str, Mapping[str, Interval]]], styles: Styles) -> Figure:
+def plot_columns(title: str, subplots: Mapping[str, Mapping[str, Mapping[str, Interval]]], styles: Styles) -> Figure:
     """Accuracy over the columns of a table: a line for each row, with 95 % confidence bars."""
-    columns = list(dict.fromkeys(name for panel in panels.values() for row in panel.values() for name in row))
+    columns = list(dict.fromkeys(name for subplot in subplots.values() for row in subplot.values() for name in row))
     with theme():
-        figure, drawn = create_panels(title, list(panels))
+        figure, drawn = create_subplots(title, list(subplots))
         handles: dict[str, Artist] = {}
-        for axes, panel in zip(drawn, panels.values(), strict=True):
-            for index, (label, cells) in enumerate(panel.items()):
-                offset = 0.06 * (index - (len(panel) - 1) / 2)  # keeps error bars apart
+        for axes, subplot in zip(drawn, subplots.values(), strict=True):
+            for index, (label, cells) in enumerate(subplot.items()):
+                offset = 0.06 * (index - (len(subplot) - 1) / 2)  # keeps error bars apart
                 x = [columns.index(name) + offset for name in cells]
                 mean = [100 * cell.mean for cell in cells.values()]
                 half = [100 * (cell.half or 0) for cell in cells.values()]
@@ -95,11 +95,11 @@ def plot_columns(title: str, panels: Mapping[str, Mapping[str, Mapping[str, Inte
                 (handles[label],) = axes.plot(x, mean, dash, color=color, marker=marker)
                 if any(half):
                     axes.errorbar(x, mean, half, color=color, linestyle="", capsize=3, linewidth=1.2)
-            width = max(8, 48 // (len(columns) * len(panels)))
+            width = max(8, 48 // (len(columns) * len(subplots)))
             axes.set_xticks(range(len(columns)), [fill(shorten(name), width) for name in columns])
             axes.set_xlim(-0.5, len(columns) - 0.5)
             axes.grid(False, axis="x")
-        all_cells = (cell for panel in panels.values() for row in panel.values() for cell in row.values())
+        all_cells = (cell for subplot in subplots.values() for row in subplot.values() for cell in row.values())
         drawn[0].set(ylabel="accuracy %", ylim=accuracy_limits(all_cells))
         add_legend(figure, handles)
     return figure

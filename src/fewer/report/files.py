@@ -9,7 +9,7 @@ from fewer.errors import RunError
 
 
 def write_files(out: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write files by name into the directory `out` and return their paths."""
+    """Writes files by name into the directory `out` and returns their paths."""
     try:
         for folder in {out, *((out / name).parent for name in files)}:
             folder.mkdir(parents=True, exist_ok=True)

@@ -49,7 +49,7 @@ Gallery = dict[str, list[Picture]]
 
 
 def build_gallery(groups: Sequence[RunGroup]) -> tuple[Gallery, list[str]]:
-    """Draw all pictures that there is data for; also return notes on pictures that are left out."""
+    """Draws all pictures that there is data for; also returns notes on pictures that are left out."""
     styles = _assign_styles(groups)
     gallery: Gallery = {
         "Accuracy": [*_draw_accuracy(groups, styles), *_draw_bars(groups, styles)],
@@ -283,7 +283,7 @@ def _draw_ring(group: RunGroup, suffix: str) -> Iterator[Picture]:
 
 
 def _draw_data_and_models(groups: Sequence[RunGroup]) -> tuple[list[Picture], list[Picture], list[str]]:
-    """Pictures of the data, pictures from the models, and notes on those that are left out."""
+    """Pictures of the data, pictures from the models, and notes on pictures that are left out."""
     data_pictures: list[Picture] = []
     model_pictures: list[Picture] = []
     notes: list[str] = []

@@ -68,18 +68,18 @@ class Picture:
 
 
 def render_page(title: str, parts: Iterable[str]) -> str:
-    """Render a self-contained page with its title as the first heading."""
+    """Renders a self-contained page with its title as the first heading."""
     body = "\n".join([f"<h1>{escape(title)}</h1>", *parts])
     return _TEMPLATE.format(title=escape(title), style=_STYLE, script=_SCRIPT, body=body)
 
 
 def render_note(text: str) -> str:
-    """Render a highlighted note."""
+    """Renders a highlighted note."""
     return f'<p class="note">{escape(text)}</p>'
 
 
 def render_figure(picture: Picture) -> str:
-    """Render a picture with its caption, and a link to its values if they are small enough to embed."""
+    """Renders a picture with its caption, and a link to its values if they are small enough to embed."""
     width, height = _size(picture)
     size = f'width="{width}" height="{height}"'
     if any(axes.images for axes in picture.figure.axes) or len(picture.svg) > MAX_SVG_BYTES:
@@ -105,7 +105,7 @@ def _size(picture: Picture) -> tuple[int, int]:
 
 
 def render_image(picture: Picture) -> str:
-    """Render a picture for a page that is not ours, such as a notebook: on a white background."""
+    """Renders a picture for a page that is not ours, such as a notebook: on a white background."""
     content = b64encode(picture.svg).decode()
     width, height = _size(picture)
     return (
@@ -116,7 +116,7 @@ def render_image(picture: Picture) -> str:
 def render_table(
     heads: Sequence[str], rows: Iterable[Sequence[str]], bold: Sequence[int] = (), name: str = "Table"
 ) -> str:
-    """Render a table; the rows with an index in `bold` are highlighted."""
+    """Renders a table; the rows with an index in `bold` are highlighted."""
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
     body = "".join(
         f"<tr{' class=best' if index in bold else ''}>"
@@ -129,7 +129,7 @@ def render_table(
 
 
 def render_details(title: str, content: str) -> str:
-    """Render content that is collapsed at first."""
+    """Renders content that is collapsed at first."""
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
@@ -139,7 +139,7 @@ def _wrap_scrollable(content: str, name: str) -> str:
 
 
 def _inline_svg(text: str, picture: Picture, size: str) -> str:
-    """Turn an SVG file into a part of the page, with unique ids and colors that follow the theme."""
+    """Turns an SVG file into a part of the page, with unique ids and colors that follow the theme."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;\"]*;? ?", "", text, flags=re.S)
     text = re.sub(r"\s*\n\s*", " ", text).replace("xlink:href", "href")

@@ -28,7 +28,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def format_percent(value: Interval | None) -> str:
-    """Format a mean in %, with its confidence interval."""
+    """Formats a mean in %, with its confidence interval."""
     if value is None:
         return "–"
     return f"{100 * value.mean:.2f}" + ("" if value.half is None else f" ± {100 * value.half:.2f}")

@@ -46,7 +46,7 @@ class View(ABC):
         """The directories of the runs, if they were kept."""
 
     def plot(self, by: str) -> Figure:
-        """Plot accuracy by round, megabytes, seconds or client."""
+        """Plots accuracy by round, megabytes, seconds or client."""
         if by not in _ALL_TITLES:
             raise SettingError(f"by must be one of {', '.join(_ALL_TITLES)}, got {by!r}")
         figure = self._plot(by)
@@ -69,7 +69,7 @@ class View(ABC):
         return f"<p><strong>{title}</strong></p>{self.table()}{render_image(picture)}"
 
     def report(self, out: Path) -> Path:
-        """Write the report of the kept runs, or a page with the table and all plots, into `out`; return its path."""
+        """Writes the report of the kept runs, or a page with the table and all plots, into `out`; returns its path."""
         if runs := self.run_directories():
             return write_report(runs, out)[0]
         if not self._evaluated():

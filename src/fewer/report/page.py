@@ -30,7 +30,7 @@ ACCURACY_MEANING = {
 
 
 def write_report(runs: Sequence[Path], out: Path, pictures: bool = True) -> list[Path]:
-    """Write a page on one or more runs into the directory `out` and return all paths, the page first.
+    """Writes a page on one or more runs into the directory `out` and returns all paths, the page first.
 
     Runs of the same method that differ only in the seed are averaged. Without `pictures` only the page is written. It
     still contains the pictures, and takes half the time.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fewer.data import Data, Samples
 from fewer.experiments.studies import Cloud
-from fewer.report.axes import add_legend, create_axes, create_panels, hide_frame, shorten
+from fewer.report.axes import add_legend, create_axes, create_subplots, hide_frame, shorten
 from fewer.report.style import BLUE, COLORS, INK, theme
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ def plot_image_grid(
 def plot_embeddings(title: str, clouds: Mapping[str, Cloud]) -> Figure:
     """Embeddings side by side: a color per class, diamonds for own samples, stars for prototypes."""
     with theme():
-        figure, panels = create_panels(title, list(clouds), (3.6, 3.4))
-        for axes, cloud in zip(panels, clouds.values(), strict=True):
+        figure, subplots = create_subplots(title, list(clouds), (3.6, 3.4))
+        for axes, cloud in zip(subplots, clouds.values(), strict=True):
             for number, label in enumerate(np.unique(cloud.prototype_labels)):
                 color = COLORS[number % len(COLORS)]
                 for own, marker, size in ((False, "o", 9), (True, "D", 20)):
@@ -230,7 +230,7 @@ def _draw_images(
     columns: int,
     group: int = 0,
 ) -> tuple[list[float], list[float]]:
-    """Draw all images on one canvas, with wider gaps between groups; returns the centers of rows and columns."""
+    """Draws all images on one canvas, with wider gaps between groups; returns the centers of rows and columns."""
     channels, height, width = next(image.shape for row in rows for image in row if image is not None)
     low, high = limits
     gap = max(1, width // 12)
@@ -247,7 +247,7 @@ def _draw_images(
 
 
 def _draw_series(axes: Axes, examples: Sequence[NDArray[Any]], columns: int) -> list[float]:
-    """Draw small line plots, one row per class, all on one scale; returns the centers of the rows."""
+    """Draws small line plots, one row per class, all on one scale; returns the centers of the rows."""
     low, high = _value_range([series[:, :MAX_CHANNELS] for series in examples])
     x = np.linspace(0, 0.9, examples[0].shape[2])
     for row, class_examples in enumerate(examples):

@@ -43,7 +43,7 @@ class Run:
 
     @classmethod
     def open(cls, path: Path) -> Run:
-        """Read a run directory; RunError if it is not one, or is damaged."""
+        """Reads a run directory; RunError if it is not one, or is damaged."""
         directory = RunDirectory.open(path)
         history = directory.history()
         try:

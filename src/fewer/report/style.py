@@ -72,7 +72,7 @@ class LineStyle(NamedTuple):
 
 
 def assign_styles(methods: Iterable[str], known: Mapping[str, LineStyle] | None = None) -> dict[str, LineStyle]:
-    """Give each method its own line style, in addition to the `known` ones.
+    """Gives each method its own line style, in addition to the `known` ones.
 
     A hash of the name picks the color; the next free color follows if another method has it. Every seven methods all
     colors are in use, and the next seven get another dash pattern and marker.
@@ -92,7 +92,7 @@ def assign_styles(methods: Iterable[str], known: Mapping[str, LineStyle] | None 
 def assign_label_styles(
     methods: Mapping[str, str], known: Mapping[str, LineStyle] | None = None
 ) -> dict[str, LineStyle]:
-    """Give each label a line style, given its method.
+    """Gives each label a line style, given its method.
 
     The first label of a method has the method's style. Its other labels keep the color and get a dash pattern and a
     marker that are still free.
@@ -128,7 +128,7 @@ def text_color(value: float) -> str:
 
 @contextmanager
 def theme() -> Iterator[None]:
-    """Draw in our theme, then restore the user's matplotlib settings."""
+    """Draws in our theme, then restores the user's matplotlib settings."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -138,7 +138,7 @@ def theme() -> Iterator[None]:
 
 
 def png(figure: Figure) -> bytes:
-    """Render a picture as PNG; the same picture gives the same bytes."""
+    """Renders a picture as PNG; the same picture gives the same bytes."""
     file = io.BytesIO()
     with theme():
         _fix_layout(figure)
@@ -147,7 +147,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure) -> bytes:
-    """Render a picture as SVG; the same picture gives the same bytes."""
+    """Renders a picture as SVG; the same picture gives the same bytes."""
     file = io.BytesIO()
     with theme():
         _fix_layout(figure)
@@ -156,7 +156,7 @@ def svg(figure: Figure) -> bytes:
 
 
 def _fix_layout(figure: Figure) -> None:
-    """Compute the layout once instead of for every file."""
+    """Computes the layout once instead of for every file."""
     if figure.get_layout_engine():
         figure.draw_without_rendering()
         figure.set_layout_engine("none")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def plot_recipe(plan: Recipe, cells: Sequence[Cell]) -> Figure | None:
-    """Draw the plot that a recipe asks for; None if it asks for none."""
+    """Draws the plot that a recipe asks for; None if it asks for none."""
     if plan.figure is None:
         return None
     tuned = {row.name: row.tune for row in plan.row}
@@ -29,8 +29,8 @@ def plot_recipe(plan: Recipe, cells: Sequence[Cell]) -> Figure | None:
     columns = list(dict.fromkeys(cell.column for cell in cells))
     if plan.figure == "columns":
         rounds = plan.by_round if isinstance(plan.by_round, list) else [0]
-        panels = {f"{number} rounds" if number else "": _accuracies_after(cells, number) for number in rounds}
-        return plot_columns(plan.title, panels, styles)
+        subplots = {f"{number} rounds" if number else "": _accuracies_after(cells, number) for number in rounds}
+        return plot_columns(plan.title, subplots, styles)
     histories: dict[str, Histories] = {
         column: {cell.row: cell.ours.curves for cell in cells if cell.column == column} for column in columns
     }
@@ -49,7 +49,7 @@ def _accuracies_after(cells: Sequence[Cell], rounds: int) -> dict[str, dict[str,
 
 
 def write_study(study: Study, stem: Path) -> None:
-    """Write the pictures of a study next to its page, as STEM-NAME.png."""
+    """Writes the pictures of a study next to its page, as STEM-NAME.png."""
     figures = {images.name: draw_images(images).figure for images in study.images}
     figures |= {plot.name: plot_embeddings(plot.title, plot.clouds) for plot in study.cloud_plots}
     write_files(stem.parent, {f"{stem.name}-{name}.png": png(figure) for name, figure in figures.items()})

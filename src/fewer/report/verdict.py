@@ -15,7 +15,7 @@ MAX_NAMED = 3
 
 
 def verdict(groups: Sequence[RunGroup]) -> list[str]:
-    """Sentences: first who won, or why nobody did; then cost, early lead, worst clients and method descriptions."""
+    """Sentences: first the winner, or why there is no winner; then cost, early lead, worst clients and methods."""
     done = _finished(groups)
     if not done:
         return ["No run has finished yet; these are the results so far."]
@@ -43,7 +43,7 @@ def verdict(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def winner(groups: Sequence[RunGroup]) -> RunGroup | None:
-    """The group that is significantly ahead of all others; None if there is none, or they are not comparable."""
+    """The group that is significantly ahead of all others; None if no group is, or they are not comparable."""
     done = _finished(groups)
     if len(done) < 2 or _why_not_comparable(groups):
         return None

@@ -46,7 +46,7 @@ def copy_start_model(method: Method, folder: Path) -> None:
 
 
 def resolve_start_model(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The settings of a run, with the path of its own copy of the prepared model if it has one."""
+    """The settings of a run, with the path of the prepared model in the run directory, if it has one."""
     if not (folder / START).exists():
         return dict(settings)
     options = {**settings["method_options"], "prepared": str((folder / START).resolve())}

@@ -315,7 +315,7 @@ def _train(
     changed: Mapping[str, Any] | None = None,
     new_trackers: bool = True,
 ) -> Result:
-    """Runs all remaining rounds, from the last checkpoint, or from `state` if there is none.
+    """Runs all remaining rounds, from the last checkpoint, or from `state` before the first one.
 
     `changed` are the settings that changed on resume. `new_trackers` is False if the run already had these trackers.
     """

@@ -71,7 +71,7 @@ class PinnedKeys:
     folder: Path
 
     def create(self) -> bytes:
-        """The public key. Creates the private key if there is none yet."""
+        """Returns the public key. Creates the private key if it does not exist yet."""
         path = self.folder / "seal.key"
         if not path.exists():
             _write_private_key(path, new_key())

@@ -96,7 +96,7 @@ _BARE_NAME = re.compile(r"[A-Z][A-Z'-]+(?: [A-Z'-]+){0,3}")
 _HEADING = re.compile(r"(?:ACT|SCENE|SONG|EPILOGUE|THE END)\b|(?:Act|Scene) [IVXL\d]+\b")
 _NUMBER = re.compile(r"[IVXL\d]+\.")
 _DIRECTION = "\x01"
-"""Marks a stage direction on lines of its own."""
+"""Marks a stage direction on separate lines."""
 
 
 def _parse_speeches(play: str) -> list[tuple[str, str]]:
