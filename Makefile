@@ -1,7 +1,7 @@
-# Every target sets up what it needs: a .venv with the locked versions.
+# Every target first builds what it needs: a .venv with locked versions.
 PYTHON ?= python3
 BIN := .venv/bin
-# One thread for each process: more of them contend for busy cores.
+# One thread per process: more threads would compete for busy cores.
 export OMP_NUM_THREADS = 1
 export MKL_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
@@ -22,7 +22,7 @@ demo: .venv/.installed         ## compare six methods on real images
 	$(BIN)/fewer compare local fedavg fedprox fedbn fedgen fedmk --data fashion-mini --clients 20 --alpha 0.5 --rounds 5 --seeds 3 --runtime pool \
 		-o per_class=15 -o matching_steps=100 -o outer_steps=5 -o server_steps=500
 
-cluster-demo: .venv/.installed ## three clients with keys and TLS, each in its own processes on this machine
+cluster-demo: .venv/.installed ## three clients with keys and TLS, in separate processes on this machine
 	$(BIN)/fewer local-cluster 3 fedmk --data fashion-mini --rounds 2 \
 		-o per_class=10 -o matching_steps=30 -o outer_steps=5 -o server_steps=200
 	$(BIN)/fewer local-cluster 3 metafed --data fashion-mini --validation 0.2 --rounds 2 -o local_steps=50

@@ -12,7 +12,7 @@ from benchmarks.suite import SUITE
 
 
 def main() -> None:
-    """Run the named benchmarks, or all, and print their measurements."""
+    """Runs the named benchmarks, or all, and prints their measurements."""
     names = "\n".join(f"  {name:<12} {run.__doc__}" for name, run in SUITE.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",

@@ -18,40 +18,40 @@ FOLLOWED_RUN = "run-1"
 
 
 class Dashboard(NamedTuple):
-    """The address of a dashboard; calling it sends a request."""
+    """The URL of a dashboard; calling it sends a request."""
 
     address: str
 
     def __call__(self, path: str) -> tuple[float, Any]:
-        """Return the seconds and the response."""
-        begun = time.perf_counter()
-        with urllib.request.urlopen(f"{self.address}api/{path}") as answer:
-            text = answer.read()
-        return time.perf_counter() - begun, json.loads(text)
+        """Returns the seconds and the response."""
+        start = time.perf_counter()
+        with urllib.request.urlopen(f"{self.address}api/{path}") as response:
+            text = response.read()
+        return time.perf_counter() - start, json.loads(text)
 
 
 def make_runs(root: Path, runs: int, events: int, long_events: int) -> None:
-    """Write `runs` run directories with `events` events each, and `long_events` more in the first."""
+    """Writes `runs` run directories with `events` events each, and `long_events` more in the first."""
     absent = (
         json.dumps({"time": 1.0, "event": "absent", "round": 1, "client": 3, "reason": "late", "handler": "train"})
         + "\n"
     )
-    metrics = "".join(_make_line(number) for number in range(1, 51))
+    metrics = "".join(_format_metrics(number) for number in range(1, 51))
     ledger = "round,client,direction,kind,bytes\n" + "1,3,up,train,106400\n" * events
     for number in range(runs):
         run = root / f"run-{number}"
         run.mkdir()
         method = METHODS[number % len(METHODS)]
-        description = {
+        metadata = {
             "format": 2,
             "settings": {"method": method, "seed": number, "runtime": "inline"},
             "hash": "",
-            "own": [],
+            "objects": [],
             "method": {"rounds": 100},
             "data": {"name": "digits", "clients": 10, "fingerprint": ""},
             "environment": {},
         }
-        (run / "settings.json").write_text(json.dumps(description))
+        (run / "settings.json").write_text(json.dumps(metadata))
         (run / "metrics.jsonl").write_text(metrics)
         (run / "ledger.csv").write_text(ledger)
         (run / "events.jsonl").write_text(absent * events)
@@ -60,14 +60,15 @@ def make_runs(root: Path, runs: int, events: int, long_events: int) -> None:
         file.write(absent * long_events)
 
 
-def _make_line(number: int) -> str:
+def _format_metrics(number: int) -> str:
+    """Returns the line of metrics.jsonl for a round."""
     metrics = {"round": number, "accuracy": number / 100, "loss": 1.0, "up": number, "down": number, "seconds": number}
     return json.dumps(metrics) + "\n"
 
 
 @contextmanager
 def serve(root: Path) -> Iterator[Dashboard]:
-    """Start a dashboard on these runs."""
+    """Starts a dashboard on these runs and stops it at the end."""
     program = Path(sys.executable).with_name("fewer")
     command = [str(program), "dash", str(root), "--port", "0", "--read-only"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -79,7 +80,7 @@ def serve(root: Path) -> Iterator[Dashboard]:
 
 
 def find_long_run(dashboard: Dashboard) -> str:
-    """Return the id of the run with the most events."""
+    """Returns the id of the run with the most events."""
     return _find_id(dashboard, LONG_RUN)
 
 
@@ -89,13 +90,13 @@ def _find_id(dashboard: Dashboard, name: str) -> str:
 
 
 def measure_follow(root: Path, dashboard: Dashboard) -> float:
-    """Return the seconds from the end of a round until a follower of the run receives it."""
+    """Returns the seconds from the end of a round until a follower of the run receives it."""
     address = f"{dashboard.address}api/follow?ids={_find_id(dashboard, FOLLOWED_RUN)}"
     with urllib.request.urlopen(address) as stream:
         stream.readline()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with (root / FOLLOWED_RUN / "metrics.jsonl").open("a") as file:
-            file.write(_make_line(51))
+            file.write(_format_metrics(51))
         while FOLLOWED_RUN.encode() not in stream.readline():
             pass
-        return time.perf_counter() - begun
+        return time.perf_counter() - start

@@ -29,8 +29,8 @@ CLIENTS, SAMPLES, CLASSES, ROUNDS, BATCH_SIZE = 10, 300, 20, 3, 60
 SIDES: dict[str, dict[str, Any]] = {"inline": {}, "pool": {"runtime": "pool", "workers": 2}}
 
 
-class Timed(FRL):
-    """FRL without evaluation groups."""
+class UnevaluatedFRL(FRL):
+    """FRL without evaluation groups: only training is timed."""
 
     name: ClassVar[str] = "timed"
 
@@ -50,7 +50,7 @@ class EpisodePrinter(work.RoundPrinter):
 
 
 def make_data() -> ArrayData:
-    """Make noise with two classes per client; the accuracy does not matter here."""
+    """Makes noise images with two classes per client; accuracy does not matter here."""
     draw = np.random.default_rng(0)
     x = draw.integers(0, 256, (CLIENTS, SAMPLES, 3, 32, 32), np.uint8)
     pairs = [(x[client], 2 * client + np.arange(SAMPLES) % 2) for client in range(CLIENTS)]
@@ -58,7 +58,7 @@ def make_data() -> ArrayData:
 
 
 def run_bare_passes(x: Tensor, y: Tensor, clients: int = CLIENTS) -> None:
-    """Run only the forward and backward passes of one episode."""
+    """Runs only the forward and backward passes of one episode."""
     net, x = Conv4((3, 32, 32), CLASSES).train(), x.to(memory_format=torch.channels_last)
     parameters = list(net.encoder.parameters())
     half = SAMPLES // 2
@@ -71,24 +71,25 @@ def run_bare_passes(x: Tensor, y: Tensor, clients: int = CLIENTS) -> None:
         for _ in range(ROUNDS):
             with torch.no_grad():
                 net.encoder(x[:half])
-            for at in range(0, half, BATCH_SIZE):
-                compute_gradient(x[at : min(at + BATCH_SIZE, half)], y[at : min(at + BATCH_SIZE, half)])
+            for start in range(0, half, BATCH_SIZE):
+                end = min(start + BATCH_SIZE, half)
+                compute_gradient(x[start:end], y[start:end])
         compute_gradient(x[half:], y[half:])
 
 
 def measure_peak(repeats: int = 20, size: int = 1024) -> float:
-    """Measure the best speed of a matrix product on one thread, in GFLOP/s."""
+    """Measures the best speed of a matrix product on one thread, in GFLOP/s."""
     a, b = torch.randn(size, size), torch.randn(size, size)
     times = []
     for _ in range(repeats):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         a @ b
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
     return 2e-9 * size**3 / min(times)
 
 
 def main() -> None:
-    """Run one side and print each episode."""
+    """Runs one side and prints each episode."""
     torch.set_num_threads(1)
     side, count = sys.argv[1], int(sys.argv[2])
     printer = EpisodePrinter()
@@ -98,7 +99,7 @@ def main() -> None:
             run_bare_passes(x, y)
             printer.on_round_end({"round": number * (ROUNDS + 1), "accuracy": 0.0})
         return
-    method = Timed(rounds=count * (ROUNDS + 1), cohort=CLIENTS, group_rounds=ROUNDS, batch_size=BATCH_SIZE)
+    method = UnevaluatedFRL(rounds=count * (ROUNDS + 1), cohort=CLIENTS, group_rounds=ROUNDS, batch_size=BATCH_SIZE)
     fewer.run(method, make_data(), model="conv4", progress=printer, **SIDES[side])
 
 

@@ -20,7 +20,7 @@ from fewer.data import ArrayData, ClientData, Data, Samples
 from fewer.methods import find
 
 
-class Drawn(fewer.FedAvg):
+class WorkloadFedAvg(fewer.FedAvg):
     """FedAvg with the cohorts and batches of `work`."""
 
     name: ClassVar[str] = "drawn"
@@ -33,10 +33,12 @@ class Drawn(fewer.FedAvg):
 
 
 def load_workload(directory: str | None = None) -> ArrayData:
-    """Load the data of `work` as Fewer data."""
+    """Loads the arrays of `work` as Fewer data."""
     x, y, test_x, test_y, client_ids = work.load_arrays(directory)
-    normal = (work.MEAN, work.STD)
-    return fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids, normalization=normal, name="work")
+    normalization = (work.MEAN, work.STD)
+    return fewer.data.from_arrays(
+        x, y, test=(test_x, test_y), client_ids=client_ids, normalization=normalization, name="work"
+    )
 
 
 class Population(Data):
@@ -70,12 +72,12 @@ class Population(Data):
 
 
 def main() -> None:
-    """Run one of the two and print each round."""
+    """Runs the workload or the population and prints each round."""
     printer = work.RoundPrinter()
     task, rounds, text, *rest = sys.argv[1:]
     settings: dict[str, Any] = json.loads(text)
     if task == "work":
-        method = Drawn(
+        method = WorkloadFedAvg(
             rounds=int(rounds), cohort=work.COHORT, lr=work.LR, local_steps=work.LOCAL_STEPS, batch_size=work.BATCH_SIZE
         )
         fewer.run(method, load_workload(*rest), model=work.build_net(), progress=printer, **settings)

@@ -40,7 +40,7 @@ class Measurement:
         return low_enough and (self.at_least is None or self.value >= self.at_least)
 
     def format_line(self) -> str:
-        """Format the measurement as a line of a table."""
+        """Formats the measurement as a line of a table."""
         goal = ""
         if self.met is not None:
             goal = f"<= {self.at_most:g}" if self.at_most is not None else f">= {self.at_least:g}"
@@ -48,12 +48,12 @@ class Measurement:
         return f"  {self.name:<44} {self.value:>8.4g} {self.unit:<3} {goal:<8} {verdict:<7} {self.detail}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the measurement to plain values."""
+        """Converts the measurement to plain values."""
         return {**asdict(self), "met": self.met}
 
 
 def alternate(repeats: int, *sides: Callable[[], float]) -> list[list[float]]:
-    """Run all sides in turn, so that a busy machine slows them equally; return the results of each."""
+    """Runs all sides in turn, so that a busy machine slows them equally, and returns the results of each."""
     results: list[list[float]] = [[] for _ in sides]
     for _ in range(repeats):
         for side, result in zip(sides, results, strict=True):
@@ -62,7 +62,7 @@ def alternate(repeats: int, *sides: Callable[[], float]) -> list[list[float]]:
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Return the median over repetitions of the ratio of two sides."""
+    """Returns the median over repetitions of the ratio of two sides."""
     return median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
@@ -73,7 +73,7 @@ class Process:
         self.command = " ".join([module, *arguments])
         self.rounds: list[dict[str, Any]] = []
         self.peak = self.seconds = 0.0
-        self.begun = time.perf_counter()
+        self.started = time.perf_counter()
         self.child = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
@@ -83,14 +83,14 @@ class Process:
         threading.Thread(target=self._sample_memory, daemon=True).start()
 
     def start_round(self) -> None:
-        """Start the next round. The first round starts without this."""
+        """Starts the next round. The first round starts without this."""
         assert self.child.stdin
         if self.rounds:
             self.child.stdin.write("\n")
             self.child.stdin.flush()
 
     def wait_for_round(self) -> None:
-        """Wait until the round ends."""
+        """Waits until the round ends."""
         assert self.child.stdout
         line = self.child.stdout.readline()
         if not line:
@@ -98,9 +98,9 @@ class Process:
         self.rounds.append(json.loads(line))
 
     def finish(self) -> None:
-        """Wait until the process exits, and measure the time from launch to exit."""
+        """Waits until the process exits, and measures the time from launch to exit."""
         self.child.communicate()
-        self.seconds = time.perf_counter() - self.begun
+        self.seconds = time.perf_counter() - self.started
         if self.child.returncode:
             raise SystemExit(f"{self.command} failed")
 
@@ -110,7 +110,7 @@ class Process:
         return [entry["seconds"] for entry in self.rounds[1:]]
 
     def _sample_memory(self) -> None:
-        """Sample the resident memory of the process and its children; `peak` is the maximum in MB."""
+        """Samples the resident memory of the process and its children; `peak` is the maximum in MB."""
         with suppress(psutil.Error):
             root = psutil.Process(self.child.pid)
             while self.child.returncode is None:
@@ -123,7 +123,7 @@ class Process:
 
 
 def run_in_turn(rounds: int, *sides: Sequence[Process]) -> None:
-    """Run rounds of all sides in turn, the processes of one side concurrently; then let all processes finish."""
+    """Runs rounds of all sides in turn, the processes of one side concurrently; then waits for all processes."""
     for _ in range(rounds):
         for side in sides:
             for process in side:

@@ -27,7 +27,7 @@ LR, SUPPORT, QUERIES = 0.1, 25, 75
 
 
 def build_task(name: str) -> tuple[nn.Module, Batch, Batch]:
-    """Build a net, a support batch and a query batch."""
+    """Builds a net, a support batch and a query batch."""
     torch.manual_seed(0)
     if name == "lstm":
         net: nn.Module = CharLSTM((80,), 80, 80)
@@ -39,19 +39,19 @@ def build_task(name: str) -> tuple[nn.Module, Batch, Batch]:
 
 
 def take_plain_step(net: nn.Module, support: Batch, query: Batch) -> None:
-    """Take one training step on all samples together."""
+    """Takes one training step on all samples together."""
     x, y = (torch.cat(both) for both in zip(support, query, strict=True))
     gradients = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
     torch._foreach_add_([p.detach() for p in net.parameters()], gradients, alpha=-0.0)
 
 
 def fewer_gradient(net: nn.Module, support: Batch, query: Batch, steps: int, first_order: bool = False) -> list[Tensor]:
-    """Compute the meta-gradient with Fewer."""
+    """Computes the meta-gradient with Fewer."""
     return list(meta_gradient(net, trainable_weights(net), [support] * steps, query, LR, first_order).weights.values())
 
 
 def cloned_gradient(net: nn.Module, support: Batch, query: Batch, steps: int) -> tuple[Tensor, ...]:
-    """Compute the meta-gradient with a clone whose parameters each inner step replaces by tensors of the graph."""
+    """Computes the meta-gradient with a clone. Each inner step replaces its parameters by tensors of the graph."""
     clone = copy.deepcopy(net)
     slots = [(module, name) for module in clone.modules() for name in list(module._parameters)]
     initial: list[Any] = [module._parameters[name] for module, name in slots]
@@ -66,7 +66,7 @@ def cloned_gradient(net: nn.Module, support: Batch, query: Batch, steps: int) ->
 
 
 def main() -> None:
-    """Check that both implementations give the same gradient, then time all of them in turn."""
+    """Checks that both implementations give the same gradient, then times all of them in turn."""
     torch.set_num_threads(1)
     name, steps, repeats = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     net, support, query = build_task(name)
@@ -77,9 +77,9 @@ def main() -> None:
         raise SystemExit(f"the two meta-gradients differ by {error:.1e}")
 
     def measure_seconds(action: Callable[[], object]) -> float:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         action()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     sides: dict[str, Callable[[], object]] = {
         "plain": partial(take_plain_step, net, support, query),

@@ -90,9 +90,9 @@ def help(directory: str | None) -> list[Measurement]:
     """`fewer --help` from launch to exit."""
 
     def measure_command(*command: str) -> float:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     program = Path(sys.executable).with_name("fewer")
     ours, empty = alternate(
@@ -142,10 +142,10 @@ def wire(directory: str | None) -> list[Measurement]:
     buffer = torch.empty(size, dtype=torch.uint8)
 
     def measure_microseconds(action: Callable[[], object]) -> float:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(100):
             action()
-        return (time.perf_counter() - begun) / 100 * 1e6
+        return (time.perf_counter() - start) / 100 * 1e6
 
     encoding, decoding, copying = alternate(
         25,
@@ -240,17 +240,17 @@ def machines(directory: str | None) -> list[Measurement]:
     settings = {"method": "fedavg", "data": "digits", "clients": 3, "rounds": 12, "evaluate_every": 12}
 
     def round_times(seconds: Sequence[float]) -> list[float]:
-        """Return the times of all rounds except the first, and the last with its report."""
+        """Returns the times of all rounds except the first, and the last, which includes the final evaluation."""
         return [after - before for before, after in pairwise(seconds)][:-1]
 
     with tempfile.TemporaryDirectory() as folder:
         inline = run_experiment(build_experiment(parse_settings(settings)), Path(folder) / "inline")
-        begun = time.perf_counter()
+        start = time.perf_counter()
         with local_cluster(Path(folder) / "cluster", 3) as server:
             remote = server.start(
                 build_experiment(parse_settings({**settings, "runtime": "flower"})), Path(folder) / "flower"
             )
-        startup = time.perf_counter() - begun - remote.seconds
+        startup = time.perf_counter() - start - remote.seconds
         last_event = json.loads((Path(folder) / "flower/events.jsonl").read_text().splitlines()[-1])
         lines = (Path(folder) / "flower/ledger.csv").read_text().splitlines()[1:]
     over_flower, inline_times = (round_times([entry["seconds"] for entry in run.history]) for run in (remote, inline))
@@ -279,9 +279,9 @@ def machines(directory: str | None) -> list[Measurement]:
 
 
 def _measure_seconds(action: Callable[[], object]) -> float:
-    begun = time.perf_counter()
+    start = time.perf_counter()
     action()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def _start_bare_loop(rounds: int, directory: str | None, waits: bool = False) -> Process:

@@ -3,6 +3,7 @@
 FedAvg with 20 clients, Dirichlet(0.5) on half of the training images, a cohort of 10, 20 local steps with batches of
 32, and the full test set each round. Cohorts and batches depend on round and client only, so all implementations must
 agree.
+
 `python -m benchmarks.work ROUNDS [DIR]` runs the bare loop in a separate process.
 """
 
@@ -33,17 +34,17 @@ class RoundPrinter:
     """A progress callback. It prints each round as a line of JSON, then waits for a line until stdin is closed."""
 
     def __init__(self) -> None:
-        self.begun = time.perf_counter()
+        self.start = time.perf_counter()
 
     def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
 
     def on_answer(self, round: int, done: int, asked: int) -> None: ...
 
     def on_round_end(self, metrics: Mapping[str, Any]) -> None:
-        seconds = time.perf_counter() - self.begun
+        seconds = time.perf_counter() - self.start
         print(json.dumps({"seconds": seconds, "accuracy": metrics.get("accuracy")}), flush=True)
         sys.stdin.readline()
-        self.begun = time.perf_counter()
+        self.start = time.perf_counter()
 
 
 class Arrays(NamedTuple):
@@ -57,14 +58,14 @@ class Arrays(NamedTuple):
 
 
 def load_arrays(directory: str | None = None) -> Arrays:
-    """Load half of MNIST's training images and all test images from DIR/mnist, or synthetic ones of that shape."""
+    """Loads half of MNIST's training images and all test images from DIR/mnist, or synthetic ones of that shape."""
     x, y, test_x, test_y = _load_mnist(Path(directory) / "mnist") if directory else _make_synthetic()
     half = np.random.default_rng(0).permutation(len(x))[: len(x) // 2]
     return Arrays(x[half], y[half], test_x, test_y, _assign_clients(y[half]))
 
 
 def build_net() -> nn.Sequential:
-    """Build Fewer's small CNN with group norm."""
+    """Builds Fewer's small CNN with group norm."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 6, 3, 2, 1),
@@ -81,19 +82,19 @@ def build_net() -> nn.Sequential:
 
 
 def sample_cohort(round: int) -> list[int]:
-    """Sample the clients of a round."""
+    """Samples the clients of a round."""
     return [int(client) for client in np.random.default_rng(round).choice(CLIENTS, COHORT, replace=False)]
 
 
 def sample_batches(round: int, client: int, count: int) -> Tensor:
-    """Sample the indices of a client's batches (steps × batch size) among its `count` samples."""
+    """Samples the indices of a client's batches (steps × batch size) among its `count` samples."""
     return torch.randint(
         count, (LOCAL_STEPS, BATCH_SIZE), generator=torch.Generator().manual_seed(round * 1000 + client)
     )
 
 
 def run_bare_loop(arrays: Arrays) -> Iterator[float]:
-    """Run FedAvg as a plain torch loop without end; yield the accuracy after each round."""
+    """Runs FedAvg as an endless plain torch loop and yields the accuracy after each round."""
     x, test_x = _normalize(arrays.x), _normalize(arrays.test_x)
     y, test_y = (torch.from_numpy(labels.astype(np.int64)) for labels in (arrays.y, arrays.test_y))
     rows = [torch.from_numpy(np.flatnonzero(arrays.client_ids == client)) for client in range(CLIENTS)]
@@ -142,7 +143,7 @@ def _normalize(images: Array) -> Tensor:
 
 
 def _assign_clients(y: Array) -> Array:
-    """Assign each sample to a client: each class by Dirichlet(0.5), with at least ten samples per client."""
+    """Assigns each sample to a client: each class by Dirichlet(0.5), with at least ten samples per client."""
     draw = np.random.default_rng(0)
     while True:
         clients = np.empty(len(y), np.int64)
@@ -165,7 +166,7 @@ def _load_mnist(folder: Path) -> list[Array]:
 
 
 def _make_synthetic() -> list[Array]:
-    """Make images with some pixels of one of ten bright patterns on black; they train as well as MNIST."""
+    """Makes images with some pixels of one of ten bright patterns on black. A net learns them as well as MNIST."""
     draw = np.random.default_rng(1)
     patterns = (draw.random((10, 28, 28)) < 0.2).astype(np.uint8) * 200
     arrays: list[Array] = []
@@ -176,7 +177,7 @@ def _make_synthetic() -> list[Array]:
 
 
 def main() -> None:
-    """Run the bare loop and print each round."""
+    """Runs the bare loop and prints each round."""
     torch.set_num_threads(1)
     rounds, *directory = sys.argv[1:]
     printer = RoundPrinter()

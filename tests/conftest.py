@@ -1,4 +1,4 @@
-"""Shared by all tests: one torch thread, and a small real task."""
+"""Shared by all tests: a single torch thread and a small real dataset."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Methods that misbehave on purpose, and a run that is stopped."""
+"""Methods that misbehave on purpose, and a progress callback that stops a run."""
 
 import os
 import random
@@ -80,7 +80,7 @@ class Gambler(FedAvg):
 
 
 class Witness(FedAvg):
-    """Collects the answers in SEEN_ANSWERS."""
+    """Collects all answers in SEEN_ANSWERS."""
 
     def round(self, state: ModelState, clients: Clients) -> ModelState:
         answers = clients.ask(

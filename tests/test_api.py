@@ -1,4 +1,4 @@
-"""The public Python API, as a user guesses it."""
+"""The public Python API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fewer.methods import Method, find, names
 from fewer.registry import CODECS, FORMATS, METHODS, MODELS, Registry
 from tools.make_stub import STUB, stub
 
-DRAW = np.random.default_rng(0)
+RNG = np.random.default_rng(0)
 
 
 class MyNet(nn.Sequential):
@@ -33,11 +33,11 @@ class MyNet(nn.Sequential):
 @pytest.fixture(scope="module")
 def my_data() -> ArrayData:
     y = np.arange(240) % 10
-    x = DRAW.normal(0, 1, (240, 1, 8, 8)).astype(np.float32) + y[:, None, None, None]
+    x = RNG.normal(0, 1, (240, 1, 8, 8)).astype(np.float32) + y[:, None, None, None]
     return fewer.data.from_arrays(x, y, clients=4, alpha=1.0)
 
 
-# --- what there is ------------------------------------------------------------------------------------------------
+# --- public names --------------------------------------------------------------------------------------------------
 
 
 def test_every_method_can_be_imported_from_fewer() -> None:
@@ -48,13 +48,13 @@ def test_every_method_can_be_imported_from_fewer() -> None:
         assert method.name == name
 
 
-def test_dir_shows_the_api_without_torch() -> None:
+def test_dir_lists_the_api_without_importing_torch() -> None:
     code = "import sys, fewer; print(*dir(fewer)); sys.exit('torch' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    listed = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     expected = {"run", "resume", "compare", "tune", "open_run", "audit", "methods", "models", "data", "Client"}
     expected |= {"Clients", "Task", "Unable", "FewerError", "SettingError", "DataError", "RunError", "QuorumLost"}
-    assert expected | {find(name).__name__ for name in names()} <= set(shown)
-    for name in shown:
+    assert expected | {find(name).__name__ for name in names()} <= set(listed)
+    for name in listed:
         assert getattr(fewer, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         fewer.nothing  # type: ignore[attr-defined]  # noqa: B018
@@ -74,7 +74,7 @@ def test_audit_is_a_function_and_a_package() -> None:
 
 
 @pytest.mark.parametrize("registry", [METHODS, MODELS, FORMATS, CODECS])
-def test_the_index_of_names_is_what_the_modules_register(registry: Registry) -> None:
+def test_builtin_names_match_what_the_modules_register(registry: Registry) -> None:
     assert len(registry) > 4
     for name, builtin in registry.builtins.items():
         registered = registry[name]
@@ -83,13 +83,13 @@ def test_the_index_of_names_is_what_the_modules_register(registry: Registry) -> 
 
 
 def test_every_public_method_class_is_registered() -> None:
-    def below(kind: type[Any]) -> set[type[Any]]:
-        return {kind}.union(*(below(child) for child in kind.__subclasses__()))
+    def subclasses(cls: type[Any]) -> set[type[Any]]:
+        return {cls}.union(*(subclasses(child) for child in cls.__subclasses__()))
 
     registered = {find(name) for name in names()}
-    concrete = {kind for kind in below(Method) if not inspect.isabstract(kind)}
-    ours = {kind for kind in concrete if kind.__module__.startswith("fewer.methods.")}
-    assert ours == registered
+    concrete = {cls for cls in subclasses(Method) if not inspect.isabstract(cls)}
+    builtin = {cls for cls in concrete if cls.__module__.startswith("fewer.methods.")}
+    assert builtin == registered
 
 
 def test_builtins_need_no_list_in_pyproject() -> None:
@@ -106,8 +106,8 @@ def test_compare_takes_objects_data_and_models(my_data: ArrayData, tmp_path: Pat
     assert table.labels == ["fedavg lr=0.1", "fedavg lr=0.3", "fedprox", "local"]
     assert [row.settings["lr"] for row in table.rows[:2]] == [0.1, 0.3] and table.rows[2].settings["mu"] == 0.1
     assert {row.rounds for row in table.rows} == {2} and len(table.runs) == 8
-    alone = fewer.run(FedAvg(lr=0.3, rounds=2), my_data, model=MyNet, seed=1)
-    assert table.rows[1].accuracies[1] == alone.accuracy
+    single = fewer.run(FedAvg(lr=0.3, rounds=2), my_data, model=MyNet, seed=1)
+    assert table.rows[1].accuracies[1] == single.accuracy
     frame = table.to_pandas()
     assert frame["method"].tolist() == table.labels
     assert table.plot().axes and "fedprox" in table._repr_html_()
@@ -128,8 +128,8 @@ def test_compare_tunes_objects(my_data: ArrayData, tmp_path: Path) -> None:
     assert table.report(tmp_path / "report").is_file()  # also without run directories
 
 
-def test_compare_names_the_mistake(my_data: ArrayData) -> None:
-    with pytest.raises(SettingError, match="option 'mu': none of the methods has it"):
+def test_compare_reports_wrong_settings(my_data: ArrayData) -> None:
+    with pytest.raises(SettingError, match="option 'mu': no method has it"):
         fewer.compare([FedProx(), "fedavg"], my_data, method_options={"mu": 0.1})
     with pytest.raises(SettingError, match="clients belongs to the data"):
         fewer.compare(["fedavg"], my_data, clients=3)
@@ -149,8 +149,8 @@ def test_open_run_gives_history_and_models(my_data: ArrayData, tmp_path: Path) -
     result = fewer.run(Local(rounds=2), my_data, model=MyNet, out=tmp_path / "run")
     opened = fewer.open_run(tmp_path / "run", data=my_data, model=MyNet)
     assert opened.history == result.history and opened.accuracy == result.accuracy
-    mine, theirs = (run.personal_model(1).state_dict() for run in (opened, result))
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    reloaded, original = (run.personal_model(1).state_dict() for run in (opened, result))
+    assert all(torch.equal(reloaded[name], original[name]) for name in reloaded)
     assert opened.report(tmp_path / "report").is_file()
     with pytest.raises(SettingError, match="local has no global model"):
         opened.model  # noqa: B018

@@ -20,8 +20,8 @@ from fewer.cli.app import app
 DIGITS = ["--data", "digits", "--clients", "6"]
 
 
-def call(*words: str | Path, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+def call(*args: str | Path, code: int = 0) -> Result:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
     assert result.exit_code == code, result.output
     return result
 
@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_run_prints_and_keeps(tmp_path: Path) -> None:
+def test_run_prints_and_saves_its_results(tmp_path: Path) -> None:
     result = call("run", "fedavg", *DIGITS, "--rounds", "2", "--out", tmp_path / "run", "--json", tmp_path / "a.json")
     assert "fedavg: accuracy" in result.stdout and f"Run directory: {tmp_path / 'run'}" in result.stdout
     assert "round 2/2" in result.stderr and "up 0." in result.stderr
@@ -53,20 +53,20 @@ def test_toml_and_flags(tmp_path: Path) -> None:
         'method = "fedprox"\ndata = "digits"\nclients = 5\nrounds = 3\nnorm = "batch"\n[method_options]\nmu = 0.5\n'
     )
     call("run", "--settings", file, "--rounds", "1", "-o", "lr=0.05", "--out", tmp_path / "run")
-    kept = json.loads((tmp_path / "run/settings.json").read_text())
-    assert kept["settings"]["clients"] == 5 and kept["settings"]["norm"] == "batch"
-    assert (kept["method"]["rounds"], kept["method"]["mu"], kept["method"]["lr"]) == (1, 0.5, 0.05)
+    saved = json.loads((tmp_path / "run/settings.json").read_text())
+    assert saved["settings"]["clients"] == 5 and saved["settings"]["norm"] == "batch"
+    assert (saved["method"]["rounds"], saved["method"]["mu"], saved["method"]["lr"]) == (1, 0.5, 0.05)
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("args", "text"),
     [
         (["run", "fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'? (allowed: "),
         (["run", "fedavg", "--data", "digit"], "unknown data 'digit', did you mean 'digits'?"),
         (["run", "fedavg", "--data", "npy:x"], "unknown data format 'npy', did you mean 'npz'?"),
         (
             ["run", "fedavg", "--data", "npz:none.npz"],
-            "no 'none.npz' here, and no data directory: pass --data-dir or set FEWER_DATA",
+            "'none.npz' does not exist, and no data directory is set: pass --data-dir or set FEWER_DATA",
         ),
         (["run", "fedavg", *DIGITS, "--cohort", "7"], "cohort = 7, but there are only 6 clients (allowed: 1 … 6)"),
         (
@@ -97,30 +97,32 @@ def test_toml_and_flags(tmp_path: Path) -> None:
         (["resume", "nowhere"], "nowhere is not a run directory: it does not exist"),
         (
             ["compare", "fedavg", "fedprox", *DIGITS, "-o", "nu=1"],
-            "option 'nu': none of the methods has it (fedavg, fedprox)",
+            "option 'nu': no method has it (methods: fedavg, fedprox)",
         ),
         (["predict", "nowhere", "--data", "digits"], "nowhere is not a run directory"),
         (["methods", "fedmax"], "unknown method 'fedmax'"),
     ],
 )
-def test_a_mistake_gets_one_line(words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_gives_a_one_line_error(
+    args: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEWER_DATA", raising=False)
-    result = call(*words, code=2)
+    result = call(*args, code=2)
     assert result.stderr.startswith("fewer: ") and result.stderr.count("\n") == 1
     assert text in result.stderr
     assert not list(tmp_path.rglob("settings.json"))
 
 
-def test_a_wrong_flag_names_the_right_one() -> None:
+def test_a_misspelled_flag_suggests_the_right_one() -> None:
     result = call("run", "fedavg", "--round", "3", code=2)
     assert "No such option" in result.stderr and "--rounds" in result.stderr
 
 
-def test_compare_prints_one_table_and_goes_on(tmp_path: Path) -> None:
-    words = ["compare", "local", "fedprox", *DIGITS, "--rounds", "2", "--seeds", "2", "-o", "fedprox.mu=0.3"]
+def test_compare_prints_one_table_and_resumes(tmp_path: Path) -> None:
+    args = ["compare", "local", "fedprox", *DIGITS, "--rounds", "2", "--seeds", "2", "-o", "fedprox.mu=0.3"]
     file = tmp_path / "table.json"
-    result = call(*words, "--out", tmp_path / "out", "--json", file)
+    result = call(*args, "--out", tmp_path / "out", "--json", file)
     assert "global %" in result.stdout and "±" in result.stdout
     table = json.loads(file.read_text())
     assert [row["method"] for row in table["rows"]] == ["local", "fedprox"]
@@ -129,17 +131,17 @@ def test_compare_prints_one_table_and_goes_on(tmp_path: Path) -> None:
     first, second = table["rows"][1]["accuracies"]
     assert table["rows"][1]["accuracy"] == pytest.approx((first + second) / 2)
     assert table["rows"][1]["ci95"] == pytest.approx(12.7062 * abs(first - second) / 2, rel=1e-4)
-    again = call(*words, "--out", tmp_path / "out", "--json", file)
+    again = call(*args, "--out", tmp_path / "out", "--json", file)
     assert "round" not in again.stderr.replace("resumes after round 2/2", "")
     assert json.loads(file.read_text()) == table
-    other = call(*words, "--alpha", "0.7", "--out", tmp_path / "out", code=2)
+    other = call(*args, "--alpha", "0.7", "--out", tmp_path / "out", code=2)
     assert "holds a run with other settings" in other.stderr
 
 
 def test_tune_gives_every_method_the_same_trials(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
-    words = ["compare", "fedavg", "fedprox", *DIGITS, "--rounds", "1", "--tune", "--trials", "6"]
-    result = call(*words, "--out", tmp_path / "out", "--json", file)
+    args = ["compare", "fedavg", "fedprox", *DIGITS, "--rounds", "1", "--tune", "--trials", "6"]
+    result = call(*args, "--out", tmp_path / "out", "--json", file)
     rows = json.loads(file.read_text())["rows"]
     assert [len(row["trials"]) for row in rows] == [6, 6]
     for row in rows:
@@ -167,8 +169,8 @@ def test_predict(run: Path, tmp_path: Path) -> None:
     assert f"accuracy {float((expected == data.y).float().mean()):.2%}" in result.stderr
     assert "fedbn has no global model" in call("predict", run, "--data", "digits", code=2).stderr
     np.savez(tmp_path / "odd.npz", x=np.zeros((3, 1, 9, 9), np.uint8))
-    odd = call("predict", run, "--data", f"npz:{tmp_path / 'odd.npz'}", "--client", "1", code=2)
-    assert "has inputs of shape (1, 9, 9); the model takes (1, 8, 8)" in odd.stderr
+    wrong_shape = call("predict", run, "--data", f"npz:{tmp_path / 'odd.npz'}", "--client", "1", code=2)
+    assert "has inputs of shape (1, 9, 9); the model takes (1, 8, 8)" in wrong_shape.stderr
 
 
 def test_export(run: Path, tmp_path: Path) -> None:
@@ -179,8 +181,9 @@ def test_export(run: Path, tmp_path: Path) -> None:
     program = torch.export.load(tmp_path / "e/model.pt2").module()
     x = torch.rand(7, 1, 8, 8)
     assert torch.allclose(program(x), net(x), atol=1e-5)
-    note = json.loads((tmp_path / "e/model.json").read_text())
-    assert note["input"] == ["batch", 1, 8, 8] and note["classes"] == 10
+    metadata = json.loads((tmp_path / "e/model.json").read_text())
+    assert metadata["input"] == ["batch", 1, 8, 8] and metadata["classes"] == 10
+    assert metadata["class_names"] == [str(digit) for digit in range(10)]
 
 
 PLUGIN = '''
@@ -190,7 +193,7 @@ from fewer.models import Task
 from fewer.methods import ModelState
 
 class Zero(FedAvg):
-    """Starts from nothing."""
+    """Starts from zero weights."""
     def init(self, task, seed):
         return ModelState({name: torch.zeros_like(value) for name, value in task.initial_weights(seed).items()})
 
@@ -202,11 +205,11 @@ number = 3
 '''
 
 
-def test_ones_own_method_and_model_from_a_file(tmp_path: Path) -> None:
+def test_user_method_and_model_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine_to_try.py"
     file.write_text(PLUGIN)
-    words = ["run", f"{file}:Zero", "--model", f"{file}:Net", *DIGITS, "--rounds", "2"]
-    call(*words, "--runtime", "pool", "--out", tmp_path / "run")
+    args = ["run", f"{file}:Zero", "--model", f"{file}:Net", *DIGITS, "--rounds", "2"]
+    call(*args, "--runtime", "pool", "--out", tmp_path / "run")
     assert fewer.open_run(tmp_path / "run").model.state_dict()["1.weight"].shape == (10, 64)
     call("resume", tmp_path / "run")
     assert "is not a method" in call("run", f"{file}:number", code=2).stderr
@@ -219,20 +222,20 @@ def test_ones_own_method_and_model_from_a_file(tmp_path: Path) -> None:
     assert "has the same name as another module" in call("run", f"{tmp_path / 'json.py'}:Mine", code=2).stderr
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     code = "import sys, fewer.cli.app; sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'sklearn')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     for command in ("run", "resume", "compare", "methods", "predict", "export"):
         assert call(command, "--help").stdout
 
 
-def test_predicting_for_texts_and_with_options(tmp_path: Path) -> None:
+def test_predict_on_text_with_options(tmp_path: Path) -> None:
     texts = ["good fine nice", "bad poor sad"] * 40
     lines = [json.dumps({"words": text, "kind": n % 2}) for n, text in enumerate(texts)]
     (tmp_path / "t.jsonl").write_text("\n".join(lines))
     data = ["--data", f"jsonl:{tmp_path / 't.jsonl'}", "--data-option", "text=words", "--data-option", "label=kind"]
-    net = ["--model", "text-bilstm", "--model-option", "width=8", "-o", "lr=1.0", "--rounds", "6"]
-    call("run", "fedavg", *data, "--clients", "2", *net, "--no-report", "--out", tmp_path / "run")
+    training = ["--model", "text-bilstm", "--model-option", "width=8", "-o", "lr=1.0", "--rounds", "6"]
+    call("run", "fedavg", *data, "--clients", "2", *training, "--no-report", "--out", tmp_path / "run")
     (tmp_path / "new.jsonl").write_text("\n".join(lines[:6]))
     result = call("predict", tmp_path / "run", "--data", f"jsonl:{tmp_path / 'new.jsonl'}")
     assert [line.split(",")[1] for line in result.stdout.splitlines()[1:]] == ["0", "1"] * 3
@@ -240,14 +243,14 @@ def test_predicting_for_texts_and_with_options(tmp_path: Path) -> None:
     assert "good" in json.loads((tmp_path / "e/model.json").read_text())["tokens"]
 
 
-def test_files_that_cannot_be_written_get_one_line(tmp_path: Path) -> None:
+def test_unwritable_files_give_one_line_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for words in (
+    for args in (
         ["compare", "fedavg", *DIGITS, "--rounds", "1"],
         ["data", "inspect", "digits"],
         ["run", "fedavg", *DIGITS, "--rounds", "1"],
     ):
-        assert call(*words, "--out", tmp_path / "file/x", code=2).stderr.startswith("fewer: ")
+        assert call(*args, "--out", tmp_path / "file/x", code=2).stderr.startswith("fewer: ")
     missing = call("run", "fedavg", *DIGITS, "--json", tmp_path / "none/x.json", "--out", tmp_path / "r", code=2)
     assert "there is no directory" in missing.stderr and not (tmp_path / "r").exists()
     (tmp_path / "a.toml").write_text("method_options = 5\n")
@@ -255,7 +258,7 @@ def test_files_that_cannot_be_written_get_one_line(tmp_path: Path) -> None:
     assert "method_options = 5 in" in wrong and wrong.count("\n") == 1
 
 
-def test_a_run_goes_on_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_from_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     (tmp_path / "here/mine_to_move.py").write_text(PLUGIN)
     monkeypatch.chdir(tmp_path / "here")
@@ -269,17 +272,19 @@ def test_version_help_and_completion() -> None:
     empty = CliRunner().invoke(app, ["run"])
     assert "Train with one method" in empty.output and "fewer methods" in empty.output
     assert "A method's name, or FILE.py:Name." in call("run", "--help").stdout  # the help of an argument
-    words = {"_FEWER_COMPLETE": "complete_bash", "COMP_WORDS": "fewer run fedm", "COMP_CWORD": "2"}
+    variables = {"_FEWER_COMPLETE": "complete_bash", "COMP_WORDS": "fewer run fedm", "COMP_CWORD": "2"}
     code = "import sys; from fewer.cli import main; sys.argv[0] = 'fewer'; main()"
-    shown = subprocess.run([sys.executable, "-c", code], env={**os.environ, **words}, capture_output=True, text=True)
-    assert shown.stdout.split() == ["fedmeta", "fedmk", "fedmk-paper"]
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert completed.stdout.split() == ["fedmeta", "fedmk", "fedmk-paper"]
 
 
-def test_the_method_is_named_in_one_way(tmp_path: Path) -> None:
+def test_the_method_is_only_a_positional_argument(tmp_path: Path) -> None:
     assert "No such option" in call("run", "--method", "fedavg", code=2).stderr
     assert "no METHOD" in call("run", *DIGITS, "--out", tmp_path / "run", code=2).stderr
 
 
-def test_an_old_flag_gets_the_nearest_name_like_any_typo() -> None:
+def test_an_unknown_flag_suggests_the_nearest_name() -> None:
     assert "--clients" in call("run", "fedavg", "--client", "3", code=2).stderr
     assert "--model-option" in call("run", "fedavg", "--model-set", "a=1", code=2).stderr

@@ -1,4 +1,4 @@
-"""The docs are true: commands, code, links and tables of the pages work."""
+"""The docs are correct: the commands, code, links and tables on the pages work."""
 
 import inspect
 import re
@@ -28,7 +28,7 @@ from fewer.registry import FORMATS, METHODS, MODELS
 from fewer.runs.experiment import parse_settings
 from fewer.runs.settings import Settings
 from tests.test_cli import DIGITS, call
-from tests.test_floors import FLOORS
+from tests.test_floors import LAYERS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -36,7 +36,7 @@ PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if "res
 
 
 class MyNet(nn.Sequential):
-    """The reader's own model, for images of 8×8."""
+    """The reader's own model, for 8×8 images."""
 
     def __init__(self) -> None:
         super().__init__(nn.Flatten(), nn.Linear(64, 10))
@@ -108,41 +108,41 @@ def test_the_snippets_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest
 # --- commands ---------------------------------------------------------------------------------------------------
 
 
-def parse_command(words: list[str]) -> tuple[str, dict[str, Any]]:
-    """The name of a command and the arguments given to it; fails if the command does not take them."""
+def parse_command(args: list[str]) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a command and its arguments; fails if the command does not accept them."""
     command, name = typer.main.get_command(app), "fewer"
     while isinstance(command, click.Group):
-        name, *words = words
+        name, *args = args
         command = command.commands[name]
-    words = [word for before, word in pairwise(["", *words]) if word != "…" or before.startswith("--")]
-    given, rest, _ = command.make_parser(click.Context(command)).parse_args(words)
+    args = [arg for before, arg in pairwise(["", *args]) if arg != "…" or before.startswith("--")]
+    parsed, rest, _ = command.make_parser(click.Context(command)).parse_args(args)
     assert not rest, rest
-    return name, {key: value for key, value in given.items() if isinstance(value, str | list | tuple)}
+    return name, {key: value for key, value in parsed.items() if isinstance(value, str | list | tuple)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_every_command_takes_what_a_page_gives_it(page: Path) -> None:
-    for words in (words for block in blocks(page) for words in commands(block)):
-        name, given = parse_command(words)
-        methods, default = given.get("methods", given.get("method")), "frl" if name == "prepare" else "fedavg"
-        settings = {key: value for key, value in given.items() if key in Settings.model_fields and key != "method"}
+def test_every_command_accepts_the_arguments_on_a_page(page: Path) -> None:
+    for args in (args for block in blocks(page) for args in commands(block)):
+        name, parsed = parse_command(args)
+        methods, default = parsed.get("methods", parsed.get("method")), "frl" if name == "prepare" else "fedavg"
+        settings = {key: value for key, value in parsed.items() if key in Settings.model_fields and key != "method"}
         if name in ("run", "compare", "prepare", "server", "local-cluster"):
             chosen = [methods or default] if not isinstance(methods, tuple | list) else list(methods)
             classes = [find(str(ROOT / method) if method.startswith("docs/") else method) for method in chosen]
             assign_options(classes, parse_assignments(settings.pop("method_options", [])))
             pairs = {key: parse_assignments(settings.pop(key, [])) for key in ("data_options", "model_options")}
-            known = parse_settings({**settings, **pairs})
-            assert known.data in fewer.data.NAMES or known.data.partition(":")[0] in FORMATS, known.data
-            assert known.model in MODELS or ".py:" in known.model, known.model
+            checked = parse_settings({**settings, **pairs})
+            assert checked.data in fewer.data.NAMES or checked.data.partition(":")[0] in FORMATS, checked.data
+            assert checked.model in MODELS or ".py:" in checked.model, checked.model
         if name == "methods" and methods:
             find(methods)
-        if name == "reproduce" and (recipe := given.get("name")) and not recipe.endswith(".toml"):
+        if name == "reproduce" and (recipe := parsed.get("name")) and not recipe.endswith(".toml"):
             known_columns = [column.name for column in recipes.load_recipe(recipe).column]
-            assert set(given.get("column") or ()) <= set(known_columns)
+            assert set(parsed.get("column") or ()) <= set(known_columns)
 
 
 SLOW = ("local-cluster", "join", "server")
-"""Commands that tests/machines runs, in separate processes."""
+"""Commands that tests/machines runs in separate processes."""
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     np.savez("mine.npz", x=np.zeros((999, 8, 8), np.uint8), y=np.arange(999) % 2)  # the reader's own file
-    spaces: dict[str, Any] = {"__name__": "page"}
+    namespace: dict[str, Any] = {"__name__": "page"}
     ran = 0
     for block in blocks(page):
         text = block.text.replace("fashion-mini", "digits")
@@ -165,11 +165,11 @@ def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch
         if block.title:
             Path(block.title).write_text(text)
         elif block.language == "python":
-            exec(text, spaces)
-        for words in commands(block._replace(text=text)):
-            if words[0] in SLOW or (words[0] == "reproduce" and "--list" not in words and "--quick" not in words):
+            exec(text, namespace)
+        for args in commands(block._replace(text=text)):
+            if args[0] in SLOW or (args[0] == "reproduce" and "--list" not in args and "--quick" not in args):
                 continue
-            call(*words, *(["--no-report"] if words[0] in ("run", "compare") else []))
+            call(*args, *(["--no-report"] if args[0] in ("run", "compare") else []))
             ran += 1
     for name in set(sys.modules) - before:
         if (Path(getattr(sys.modules[name], "__file__", None) or "/").parent) == tmp_path:
@@ -181,16 +181,16 @@ def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_links_lead_somewhere_without_the_site_too(page: Path) -> None:
+def test_links_lead_to_existing_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
 
 
-def test_a_figure_that_is_a_link_stands_in_the_table_it_leads_to() -> None:
+def test_a_linked_number_is_in_the_table_it_links_to() -> None:
     figure = re.compile(r"\[(-?[\d.]+(?: ± [\d.]+)?)\]\(([^)]+)\)")
-    found = [(page, *match) for page in PAGES for match in figure.findall(page.read_text())]
-    assert len(found) > 20
-    for page, value, target in found:
+    links = [(page, *match) for page in PAGES for match in figure.findall(page.read_text())]
+    assert len(links) > 20
+    for page, value, target in links:
         table = (page.parent / target).read_text()
         assert re.search(rf"(?<![\d.]){re.escape(value)}(?![\d.])", table), (
             f"{page_name(page)}: {value} is not in {target}"
@@ -263,7 +263,7 @@ def data_options() -> set[str]:
 
 
 def all_commands() -> Iterator[click.Command]:
-    """All commands of the program, with those of its groups."""
+    """Yields all commands of the program, including those in groups."""
     groups = [typer.main.get_command(app)]
     for command in groups:
         yield command
@@ -275,8 +275,8 @@ def flags_of(command: click.Command) -> list[str]:
 
 
 def test_the_page_on_layers_lists_them_in_order() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "explanation/house.md").read_text(), re.M)
-    assert len(rows) > 10 and rows == [floor for floor in FLOORS if floor in rows]
+    rows = re.findall(r"^\| `(\w+)` \|", (DOCS / "explanation/layers.md").read_text(), re.M)
+    assert len(rows) > 10 and rows == [layer for layer in LAYERS if layer in rows]
 
 
 # --- the site ---------------------------------------------------------------------------------------------------
@@ -286,13 +286,13 @@ def test_the_page_on_layers_lists_them_in_order() -> None:
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocs", reason="the site needs the extra docs: pip install 'fewer[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
     return folder
 
 
-def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
     """Scripts, styles, images and fonts are local; only links lead elsewhere."""
     pages, styles = list(site.rglob("*.html")), list(site.rglob("*.css"))
     assert len(pages) > 40 and styles
@@ -303,7 +303,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
         loads = [tag for tag in loads if 'rel="canonical"' not in tag]
         assert not loads, f"{page}: {loads}"
         assert not re.search(rf"(?:@import|url\()\s*{outside}", text)
-        assert 'class="mermaid"' not in text  # the theme would fetch a program to draw it
+        assert 'class="mermaid"' not in text  # the theme would load a script to draw it
     for style in styles:
         assert not re.search(rf"(?:@import\s*|url\(){outside}", style.read_text()), style
 
@@ -315,15 +315,15 @@ def test_the_generated_pages_are_complete(site: Path) -> None:
     assert all(name in (site / "reference/recipes.html").read_text() for name in recipes.list_recipes())
     commands = (site / "reference/cli.html").read_text()
     for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
-        for below in getattr(command, "commands", {"": command}):
-            assert f'<h3 id="fewer-{name}{"-" if below else ""}{below}">' in commands
+        for subcommand in getattr(command, "commands", {"": command}):
+            assert f'<h3 id="fewer-{name}{"-" if subcommand else ""}{subcommand}">' in commands
     flags = {flag for command in all_commands() if not hasattr(command, "commands") for flag in flags_of(command)}
     assert not [flag for flag in flags if flag not in commands]
-    assert not [page for page in site.rglob("*.html") if "made of the code:" in page.read_text()]
+    assert not [page for page in site.rglob("*.html") if "<!-- generated:" in page.read_text()]
 
 
 def test_the_site_shows_no_raw_markdown(site: Path) -> None:
-    """Lists and tables of GitHub's Markdown are lists and tables on the site, too."""
+    """Lists and tables in GitHub's Markdown are lists and tables on the site, too."""
     for page in site.rglob("*.html"):
         for paragraph in re.findall(r"<p>(.*?)</p>", page.read_text(), re.S):
             assert not re.search(r"^\s*(?:[-*] |\|.*\|$|```|#+ )", paragraph, re.M), f"{page}: {paragraph}"

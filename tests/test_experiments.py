@@ -11,13 +11,13 @@ from fewer.data import Data
 from fewer.errors import RunError
 from fewer.experiments.tune import Point, coordinate_search, tune_experiment
 from fewer.runs.experiment import build_experiment, parse_settings
-from fewer.runs.statistics import amount, half_width
+from fewer.runs.statistics import format_number, half_width
 
 
-def peak(at: Point, seen: list[Point]) -> Callable[[Point], float]:
+def objective(optimum: Point, evaluated: list[Point]) -> Callable[[Point], float]:
     def evaluate(point: Point) -> float:
-        seen.append(point)
-        return -sum(math.log(point[name] / value) ** 2 for name, value in at.items())
+        evaluated.append(point)
+        return -sum(math.log(point[name] / value) ** 2 for name, value in optimum.items())
 
     return evaluate
 
@@ -26,28 +26,28 @@ GRID = (0.01, 0.03, 0.1, 0.3)
 
 
 @pytest.mark.parametrize("best", [0.05, 0.17, 0.9, 0.003])
-def test_search_closes_in_on_the_best(best: float) -> None:
-    seen: list[Point] = []
-    chosen = coordinate_search(peak({"lr": best}, seen), {"lr": GRID}, {"lr": 0.1}, 10)
-    assert len(seen) == 10 and len({point["lr"] for point in seen}) == 10
-    assert [point["lr"] for point in seen[:4]] == list(GRID)
+def test_search_converges_to_the_best_value(best: float) -> None:
+    evaluated: list[Point] = []
+    chosen = coordinate_search(objective({"lr": best}, evaluated), {"lr": GRID}, {"lr": 0.1}, 10)
+    assert len(evaluated) == 10 and len({point["lr"] for point in evaluated}) == 10
+    assert [point["lr"] for point in evaluated[:4]] == list(GRID)
     assert chosen["lr"] == pytest.approx(best, rel=0.35)
 
 
-def test_search_varies_one_setting_after_the_other() -> None:
-    seen: list[Point] = []
+def test_search_varies_one_setting_at_a_time() -> None:
+    evaluated: list[Point] = []
     search_space = {"lr": GRID, "mu": (0.001, 1.0)}
-    chosen = coordinate_search(peak({"lr": 0.1, "mu": 1.0}, seen), search_space, {"lr": 0.3, "mu": 0.01}, 8)
-    assert len(seen) == 8
-    assert all(point["mu"] == 0.01 for point in seen[:4]) and all(point["lr"] == 0.1 for point in seen[4:6])
+    chosen = coordinate_search(objective({"lr": 0.1, "mu": 1.0}, evaluated), search_space, {"lr": 0.3, "mu": 0.01}, 8)
+    assert len(evaluated) == 8
+    assert all(point["mu"] == 0.01 for point in evaluated[:4]) and all(point["lr"] == 0.1 for point in evaluated[4:6])
     assert chosen["lr"] == pytest.approx(0.1, rel=0.8) and chosen["mu"] == pytest.approx(1.0, rel=0.5)
 
 
 def test_tuning_never_sees_the_test_data(digits: Data) -> None:
     experiment = build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
-    held = digits.hold_out(0.2, 1)
-    rows = {tuple(x.flatten().tolist()) for x in held.test.slice(0, len(held.test))[0]}
-    train = {tuple(x.flatten().tolist()) for p in range(6) for x in digits.client(p).train.slice(0, 9999)[0]}
+    held_out = digits.hold_out(0.2, 1)
+    rows = {tuple(x.flatten().tolist()) for x in held_out.test.slice(0, len(held_out.test))[0]}
+    train = {tuple(x.flatten().tolist()) for client in range(6) for x in digits.client(client).train.slice(0, 9999)[0]}
     assert rows <= train
     tuned, trials = tune_experiment(experiment, 5)
     assert len(trials) == 5
@@ -56,14 +56,14 @@ def test_tuning_never_sees_the_test_data(digits: Data) -> None:
     assert tuned.data is experiment.data
 
 
-def test_half_width_by_hand() -> None:
+def test_half_width_by_arithmetic() -> None:
     assert half_width([0.5]) is None
     # mean 2, standard deviation 1, t(2 degrees, 97.5 %) = 4.30265
     assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.30265 / math.sqrt(3), rel=1e-5)
 
 
 def test_amounts_have_three_digits_and_no_exponent() -> None:
-    assert [amount(value) for value in (0, 2.756, 10.64, 999.4, 999.7, 1293.28)] == [
+    assert [format_number(value) for value in (0, 2.756, 10.64, 999.4, 999.7, 1293.28)] == [
         "0",
         "2.76",
         "10.6",
@@ -73,10 +73,10 @@ def test_amounts_have_three_digits_and_no_exponent() -> None:
     ]
 
 
-def test_search_ends_even_if_nothing_is_left_to_try() -> None:
-    seen: list[Point] = []
-    coordinate_search(peak({"lr": 0.1}, seen), {"lr": GRID}, {"lr": 0.1}, 500)
-    assert 14 < len(seen) <= 500
+def test_search_ends_when_no_points_are_left() -> None:
+    evaluated: list[Point] = []
+    coordinate_search(objective({"lr": 0.1}, evaluated), {"lr": GRID}, {"lr": 0.1}, 500)
+    assert 14 < len(evaluated) <= 500
 
 
 def test_trials_of_another_task_are_not_reused(digits: Data, tmp_path: Path) -> None:

@@ -41,24 +41,24 @@ BASE, VALIDATION, NOVEL = 6, 4, 5
 FAST: dict[str, Any] = {"way": WAY, "shot": SHOT, "queries": QUERIES, "tasks": 2, "test_tasks": 8, "validate_every": 2}
 
 
-def clouds(spread: float = 0.4, per_class: int = 48, lean: float = 0.0) -> RawDataset:
+def make_clusters(spread: float = 0.4, per_class: int = 48, extra_noise: float = 0.0) -> RawDataset:
     """Gaussian clusters, one per class; two input dimensions are pure noise that the encoder must ignore."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     classes = BASE + VALIDATION + NOVEL
-    centers = draw.normal(0, 1, (classes, 6)).astype(np.float32)
+    centers = rng.normal(0, 1, (classes, 6)).astype(np.float32)
     y = np.repeat(np.arange(classes), per_class)
-    x = centers[y] + spread * draw.normal(0, 1, (len(y), 6)).astype(np.float32)
-    noise = (3 + lean) * draw.normal(0, 1, (len(y), 2)).astype(np.float32)
+    x = centers[y] + spread * rng.normal(0, 1, (len(y), 6)).astype(np.float32)
+    noise = (3 + extra_noise) * rng.normal(0, 1, (len(y), 2)).astype(np.float32)
     return RawDataset(np.concatenate([x, noise], 1).astype(np.float32), y, split=(BASE, VALIDATION, NOVEL))
 
 
-def cloud_data(clients: int = 4, **settings: Any) -> ArrayData:
-    return federate(clouds(), clients=clients, partition="iid", name="clouds", **settings)
+def make_data(clients: int = 4, **settings: Any) -> ArrayData:
+    return federate(make_clusters(), clients=clients, partition="iid", name="clouds", **settings)
 
 
 @pytest.fixture(scope="module")
 def data() -> ArrayData:
-    return cloud_data()
+    return make_data()
 
 
 def net() -> MLP:
@@ -69,7 +69,7 @@ def run(method: Method, data: Data, **settings: Any) -> Any:
     return fewer.run(method, data, model=net, evaluate_every=method.rounds, **settings)
 
 
-# --- the losses, as the paper writes them -----------------------------------------------------------------------
+# --- losses as in the paper -------------------------------------------------------------------------------------
 
 
 def literal_mutual_information(h_phi: Tensor, h_psi: Tensor, p_psi: Tensor, y: list[int], across: bool) -> float:
@@ -82,20 +82,20 @@ def literal_mutual_information(h_phi: Tensor, h_psi: Tensor, p_psi: Tensor, y: l
             weight = float(p_psi[i, y[j]]) / sum(float(p_psi[k, y[j]]) for k in same)
 
             def term(k: int, i: int = i) -> float:
-                one, two = h_phi[i] / h_phi[i].norm(), h_psi[k] / h_psi[k].norm()
-                return math.exp(-float((one - two).square().sum()) / 2)
+                phi, psi = h_phi[i] / h_phi[i].norm(), h_psi[k] / h_psi[k].norm()
+                return math.exp(-float((phi - psi).square().sum()) / 2)
 
-            near = range(count) if across else [k for k in range(count) if y[k] == y[i]]
-            total += weight * math.log(term(j) / sum(term(k) for k in near))
+            compared = range(count) if across else [k for k in range(count) if y[k] == y[i]]
+            total += weight * math.log(term(j) / sum(term(k) for k in compared))
     return -total / count
 
 
 def literal_distillation(z_psi: Tensor, z_phi: Tensor, y: list[int]) -> float:
     """Eqs 16 to 19 term by term."""
     total = 0.0
-    for i, own in enumerate(y):
-        ratio = max(math.exp(float(z_phi[i, c])) for c in range(z_phi.shape[1]) if c != own)
-        temperature = 1 / (1 + math.exp(-ratio / math.exp(float(z_phi[i, own]))))
+    for i, label in enumerate(y):
+        ratio = max(math.exp(float(z_phi[i, c])) for c in range(z_phi.shape[1]) if c != label)
+        temperature = 1 / (1 + math.exp(-ratio / math.exp(float(z_phi[i, label]))))
 
         def share(z: Tensor, c: int, i: int = i, temperature: float = temperature) -> float:
             return math.exp(float(z[i, c]) / temperature) / sum(
@@ -107,41 +107,45 @@ def literal_distillation(z_psi: Tensor, z_phi: Tensor, y: list[int]) -> float:
     return total / len(y)
 
 
-def tensors(*shape: int, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("across", [False, True])
-def test_mutual_information_is_the_paper_s_double_sum(across: bool) -> None:
+def test_mutual_information_is_the_papers_double_sum(across: bool) -> None:
     y = [0, 1, 2, 0, 1, 2, 2]  # classes of different size
-    server_model, client_model, confidences = tensors(7, 5), tensors(7, 5, seed=1), tensors(7, 3, seed=2).softmax(1)
-    found = mutual_information(server_model, client_model, confidences, torch.tensor(y), across)
-    assert float(found) == pytest.approx(
+    server_model, client_model, confidences = (
+        random_tensor(7, 5),
+        random_tensor(7, 5, seed=1),
+        random_tensor(7, 3, seed=2).softmax(1),
+    )
+    loss = mutual_information(server_model, client_model, confidences, torch.tensor(y), across)
+    assert float(loss) == pytest.approx(
         literal_mutual_information(server_model, client_model, confidences, y, across), rel=1e-10
     )
 
 
-def test_one_sample_of_a_class_has_no_mutual_information_within_it_but_has_across() -> None:
-    server_model = tensors(4, 5).requires_grad_()
-    client_model, confidences, y = tensors(4, 5, seed=1), tensors(4, 4, seed=2).softmax(1), torch.arange(4)
+def test_with_one_shot_mutual_information_exists_only_across_classes() -> None:
+    server_model = random_tensor(4, 5).requires_grad_()
+    client_model, confidences, y = random_tensor(4, 5, seed=1), random_tensor(4, 4, seed=2).softmax(1), torch.arange(4)
     within = mutual_information(server_model, client_model, confidences, y)
     assert float(within) == pytest.approx(0, abs=1e-12)
     assert float(torch.autograd.grad(within, server_model)[0].abs().max()) < 1e-12
     across = mutual_information(server_model, client_model, confidences, y, across=True)
     assert float(torch.autograd.grad(across, server_model)[0].abs().max()) > 1e-3
-    (note,) = F2L(shot=1).setting_warnings()
-    assert "mi_scope = across" in note
-    for fine in ({"mi_scope": "across"}, {"shot": 5}, {"mi_weight": 0}, {"learn_from": "task"}):
-        assert not F2L(**{"shot": 1, **fine}).setting_warnings()
+    (warning,) = F2L(shot=1).setting_warnings()
+    assert "mi_scope = across" in warning
+    for options in ({"mi_scope": "across"}, {"shot": 5}, {"mi_weight": 0}, {"learn_from": "task"}):
+        assert not F2L(**{"shot": 1, **options}).setting_warnings()
 
 
-def test_distillation_is_the_paper_s_double_sum() -> None:
-    client_model, server_model, y = tensors(6, 4), tensors(6, 4, seed=1), [0, 3, 1, 2, 2, 0]
-    found = distillation(client_model, server_model, torch.tensor(y))
-    assert float(found) == pytest.approx(literal_distillation(client_model, server_model, y), rel=1e-10)
+def test_distillation_is_the_papers_double_sum() -> None:
+    client_model, server_model, y = random_tensor(6, 4), random_tensor(6, 4, seed=1), [0, 3, 1, 2, 2, 0]
+    loss = distillation(client_model, server_model, torch.tensor(y))
+    assert float(loss) == pytest.approx(literal_distillation(client_model, server_model, y), rel=1e-10)
 
 
-def test_a_server_that_is_far_off_does_not_break_distillation() -> None:
+def test_distillation_is_finite_for_extreme_server_scores() -> None:
     server_model = torch.tensor([[500.0, -500.0], [-500.0, 500.0]])
     assert torch.isfinite(distillation(torch.zeros(2, 2), server_model, torch.tensor([1, 1])))
 
@@ -150,7 +154,7 @@ def test_a_server_that_is_far_off_does_not_break_distillation() -> None:
 
 
 def set_encoder(context: int, heads: int = 4, transductive: bool = False) -> SetEncoder:
-    """A `SetEncoder` with random weights; some of its initial weights are zero."""
+    """A `SetEncoder` with noise on its weights, because some initial weights are zero."""
     torch.manual_seed(context)
     encoder = SetEncoder(FEATURES, context, heads, dropout=0.0, transductive=transductive).double()
     with torch.no_grad():
@@ -159,31 +163,31 @@ def set_encoder(context: int, heads: int = 4, transductive: bool = False) -> Set
     return encoder
 
 
-def test_at_first_the_client_model_only_normalizes() -> None:
-    x = tensors(7, FEATURES).float()
+def test_the_initial_client_model_is_layer_norm() -> None:
+    x = random_tensor(7, FEATURES).float()
     assert torch.allclose(SetEncoder(FEATURES, context=5, dropout=0.0)(x), F.layer_norm(x, (FEATURES,)), atol=1e-4)
 
 
-def test_queries_see_the_support_and_themselves_and_no_order() -> None:
+def test_queries_attend_to_the_support_and_themselves_in_any_order() -> None:
     encoder = set_encoder(6)
-    support, queries = tensors(6, FEATURES), tensors(4, FEATURES, seed=1)
+    support, queries = random_tensor(6, FEATURES), random_tensor(4, FEATURES, seed=1)
     together = encoder(torch.cat([support, queries]))
     assert torch.allclose(together[:6], encoder(support))  # the support does not see queries
     for number, query in enumerate(queries):
         alone = encoder(torch.cat([support, query[None]]))[6]
         assert torch.allclose(together[6 + number], alone)
-    mixed = torch.randperm(6)
-    assert torch.allclose(encoder(torch.cat([support[mixed], queries]))[6:], together[6:])
+    order = torch.randperm(6)
+    assert torch.allclose(encoder(torch.cat([support[order], queries]))[6:], together[6:])
     other = encoder(torch.cat([support + 1, queries]))
     assert not torch.allclose(other[6:], together[6:], atol=1e-3)
-    free = set_encoder(6, transductive=True)
-    assert not torch.allclose(free(torch.cat([support, queries]))[6:], together[6:], atol=1e-3)
+    transductive = set_encoder(6, transductive=True)
+    assert not torch.allclose(transductive(torch.cat([support, queries]))[6:], together[6:], atol=1e-3)
 
 
-def test_attention_is_that_of_torch() -> None:
+def test_attention_matches_torch() -> None:
     encoder = set_encoder(3, heads=2)
-    theirs = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, 0.0, batch_first=True, dtype=torch.float64)
-    own = encoder.state_dict()
+    reference = nn.TransformerEncoderLayer(FEATURES, 2, 2 * FEATURES, 0.0, batch_first=True, dtype=torch.float64)
+    weights = encoder.state_dict()
     names = {
         "self_attn.in_proj_weight": "in_proj.weight",
         "self_attn.in_proj_bias": "in_proj.bias",
@@ -198,30 +202,30 @@ def test_attention_is_that_of_torch() -> None:
         "norm2.weight": "norm2.weight",
         "norm2.bias": "norm2.bias",
     }
-    theirs.load_state_dict({name: own[mine] for name, mine in names.items()})
-    x = tensors(5, FEATURES)
-    hidden = torch.tensor([[False] * 3 + [row != 3, row != 4] for row in range(5)])
-    assert torch.allclose(encoder(x), theirs(x[None], src_mask=hidden)[0], atol=1e-10)
+    reference.load_state_dict({name: weights[source] for name, source in names.items()})
+    x = random_tensor(5, FEATURES)
+    mask = torch.tensor([[False] * 3 + [row != 3, row != 4] for row in range(5)])
+    assert torch.allclose(encoder(x), reference(x[None], src_mask=mask)[0], atol=1e-10)
 
 
-def client_case() -> tuple[EncoderHead, Weights, list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor], Any]:
+def make_client_case() -> tuple[EncoderHead, Weights, list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor], Any]:
     client_model = EncoderHead(set_encoder(6, heads=2), FEATURES, 3).double()
-    support, queries = tensors(6, FEATURES), tensors(6, FEATURES, seed=1)
-    y, teacher = torch.tensor([0, 0, 1, 1, 2, 2]), tensors(6, 3, seed=3)
+    support, queries = random_tensor(6, FEATURES), random_tensor(6, FEATURES, seed=1)
+    y, teacher = torch.tensor([0, 0, 1, 1, 2, 2]), random_tensor(6, 3, seed=3)
 
     def loss(scores: Tensor, labels: Tensor) -> Tensor:
-        mine = scores[6:]
-        return 0.3 * F.cross_entropy(mine, labels) + 0.7 * distillation(mine, teacher, labels)
+        query_scores = scores[6:]
+        return 0.3 * F.cross_entropy(query_scores, labels) + 0.7 * distillation(query_scores, teacher, labels)
 
     return client_model, trainable_weights(client_model), [(support, y)], (torch.cat([support, queries]), y), loss
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_the_meta_gradient_of_the_client_model_agrees_with_finite_differences(exact: bool) -> None:
-    client_model, psi, support, query, loss = client_case()
-    found = meta_gradient(client_model, psi, support, query, 0.3, not exact, loss)
+def test_the_meta_gradient_of_the_client_model_matches_finite_differences(exact: bool) -> None:
+    client_model, psi, support, query, loss = make_client_case()
+    meta = meta_gradient(client_model, psi, support, query, 0.3, not exact, loss)
 
-    def after(psi: Weights) -> float:
+    def loss_after_tuning(psi: Weights) -> float:
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in psi.items()}
         inner = F.cross_entropy(functional_call(client_model, leaves, (support[0][0],)), support[0][1])
         gradients = torch.autograd.grad(inner, list(leaves.values()))
@@ -229,17 +233,19 @@ def test_the_meta_gradient_of_the_client_model_agrees_with_finite_differences(ex
         return float(loss(functional_call(client_model, tuned, (query[0],)), query[1]))
 
     direction = {name: torch.randn_like(tensor) for name, tensor in psi.items()}
-    small = 1e-6
-    ends = [after({name: psi[name] + far * direction[name] for name in psi}) for far in (small, -small)]
-    along = sum(float((found.weights[name] * direction[name]).sum()) for name in direction)
-    close = along == pytest.approx((ends[0] - ends[1]) / (2 * small), rel=1e-5, abs=1e-7)
-    assert close == exact
+    step = 1e-6
+    losses = [
+        loss_after_tuning({name: psi[name] + offset * direction[name] for name in psi}) for offset in (step, -step)
+    ]
+    derivative = sum(float((meta.weights[name] * direction[name]).sum()) for name in direction)
+    matches = derivative == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-5, abs=1e-7)
+    assert matches == exact
 
 
 # --- a step of training -----------------------------------------------------------------------------------------
 
 
-def one_task(data: ArrayData, seed: int = 0) -> Episode:
+def draw_task(data: ArrayData, seed: int = 0) -> Episode:
     return sample_episode(data.client(0).train, WAY, SHOT, QUERIES, torch.Generator().manual_seed(seed))
 
 
@@ -255,10 +261,10 @@ def make_client(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
     ("first_order", "learn_from", "zero_head", "client_lr"),
     [(False, "support", False, None), (True, "support", False, 0.0005), (False, "task", True, 0.0005)],
 )
-def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
+def test_one_task_updates_both_models_by_the_papers_equations(
     data: ArrayData, tmp_path: Path, first_order: bool, learn_from: str, zero_head: bool, client_lr: float | None
 ) -> None:
-    """Plain autograd through Eqs 3 to 20, in the order of Algorithm 1; φ moves by gradient descent here, ψ by Adam."""
+    """Plain autograd through Eqs 3 to 20, in the order of Algorithm 1. Here φ is updated by SGD and ψ by Adam."""
     settings = {
         "dropout": 0.0,
         "first_order": first_order,
@@ -270,149 +276,157 @@ def test_one_task_is_one_step_of_each_model_by_the_paper_s_equations(
     settings |= {"mi_weight": 0.3, "kd_weight": 0.8, "mi_scope": "across", "mi_temperature": 0.2}
     method = F2L(**FAST | settings, lr=0.002, client_lr=client_lr, zero_head=zero_head)
     client = make_client(data, tmp_path)
-    pair = method.task_solver(client, client.initial_weights(), best=False)
+    solver = method.task_solver(client, client.initial_weights(), best=False)
     torch.manual_seed(4)
-    pair.private["weights"] = {n: t + 0.1 * torch.randn_like(t) for n, t in pair.private["weights"].items()}
-    task = one_task(data)
-    phi = {name: tensor.clone().requires_grad_() for name, tensor in pair.server_model.named_parameters()}
-    psi = {name: tensor.clone().requires_grad_() for name, tensor in pair.private["weights"].items()}
+    solver.private["weights"] = {
+        name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in solver.private["weights"].items()
+    }
+    task = draw_task(data)
+    phi = {name: tensor.clone().requires_grad_() for name, tensor in solver.server_model.named_parameters()}
+    psi = {name: tensor.clone().requires_grad_() for name, tensor in solver.private["weights"].items()}
 
-    def encoded(x: Tensor) -> Tensor:
+    def encode(x: Tensor) -> Tensor:
         return F.relu(F.linear(x, phi["encoder.1.weight"], phi["encoder.1.bias"]))
 
-    support = encoded(task.support_x)
-    queries = encoded(task.query_x)
+    support = encode(task.support_x)
+    queries = encode(task.query_x)
     teacher = F.linear(queries, phi["head.weight"], phi["head.bias"])[:, task.classes].detach()
     tuned = psi
     for _ in range(2):
-        inner = F.cross_entropy(functional_call(pair.client_model, tuned, (support.detach(),)), task.support_y)
+        inner = F.cross_entropy(functional_call(solver.client_model, tuned, (support.detach(),)), task.support_y)
         gradients = torch.autograd.grad(inner, list(tuned.values()), create_graph=True)
         if first_order:
             gradients = tuple(gradient.detach() for gradient in gradients)
         tuned = {name: tuned[name] - 0.2 * gradient for name, gradient in zip(tuned, gradients, strict=True)}
-    both = torch.cat([support.detach(), queries.detach()])
-    scores = functional_call(pair.client_model, tuned, (both,))[WAY * SHOT :]
+    all_features = torch.cat([support.detach(), queries.detach()])
+    scores = functional_call(solver.client_model, tuned, (all_features,))[WAY * SHOT :]
     client_loss = 0.2 * F.cross_entropy(scores, task.query_y) + 0.8 * distillation(scores, teacher, task.query_y)
     rows = WAY * SHOT if learn_from == "support" else WAY * (SHOT + QUERIES)
-    seen, y = torch.cat([support, queries])[:rows], torch.cat([task.support_y, task.query_y])[:rows]
+    features, y = torch.cat([support, queries])[:rows], torch.cat([task.support_y, task.query_y])[:rows]
     fixed = {name: tensor.detach() for name, tensor in tuned.items()}
     encoder_weights = {name.removeprefix("encoder."): tensor for name, tensor in fixed.items() if "encoder." in name}
-    theirs = functional_call(pair.client_model.encoder, encoder_weights, (seen,))  # h_ψ, which depends on φ too
-    confidences = F.linear(theirs, fixed["head.weight"], fixed["head.bias"]).softmax(1).detach()
-    base = F.cross_entropy(F.linear(seen, phi["head.weight"], phi["head.bias"]), task.classes[y])
-    server_loss = 0.7 * base + 0.3 * mutual_information(seen, theirs, confidences, y, True, 0.2)
-    method.train_on_task(pair, torch.optim.SGD(pair.server_model.parameters(), lr=1.0), task)
-    now = dict(pair.server_model.named_parameters())
+    # The client features h_ψ depend on φ, too.
+    client_features = functional_call(solver.client_model.encoder, encoder_weights, (features,))
+    confidences = F.linear(client_features, fixed["head.weight"], fixed["head.bias"]).softmax(1).detach()
+    base = F.cross_entropy(F.linear(features, phi["head.weight"], phi["head.bias"]), task.classes[y])
+    server_loss = 0.7 * base + 0.3 * mutual_information(features, client_features, confidences, y, True, 0.2)
+    method.train_on_task(solver, torch.optim.SGD(solver.server_model.parameters(), lr=1.0), task)
+    updated = dict(solver.server_model.named_parameters())
     for name, gradient in zip(phi, torch.autograd.grad(server_loss, list(phi.values())), strict=True):
-        assert torch.allclose(phi[name] - now[name], gradient, atol=1e-6), name
+        assert torch.allclose(phi[name] - updated[name], gradient, atol=1e-6), name
     for name, gradient in zip(psi, torch.autograd.grad(client_loss, list(psi.values())), strict=True):
         if zero_head and name.startswith("head."):
-            assert torch.equal(pair.private["weights"][name], psi[name])  # it stays
+            assert torch.equal(solver.private["weights"][name], psi[name])  # not updated
             continue
-        whole = gradient + 0.01 * psi[name]  # with weight decay
-        assert torch.allclose(pair.private["first"][name], 0.1 * whole, atol=1e-6), name
-        after = psi[name] - (client_lr or 0.002) * whole / (whole.abs() + 1e-8)  # Adam's first step
-        assert torch.allclose(pair.private["weights"][name], after, atol=2e-5), name
-    assert pair.private["step"] == 1
+        decayed = gradient + 0.01 * psi[name]  # weight decay
+        assert torch.allclose(solver.private["first"][name], 0.1 * decayed, atol=1e-6), name
+        expected = psi[name] - (client_lr or 0.002) * decayed / (decayed.abs() + 1e-8)  # Adam's first step
+        assert torch.allclose(solver.private["weights"][name], expected, atol=2e-5), name
+    assert solver.private["step"] == 1
 
 
-def test_over_all_orders_of_classes_the_head_s_meta_gradient_is_0_and_all_else_is_as_in_one_order() -> None:
-    """So a zero head may stay zero."""
-    client_model, psi, [(support, y)], (both, _), _ = client_case()
+def test_over_all_class_orders_only_the_heads_meta_gradient_averages_to_0() -> None:
+    """Therefore a zero head can stay zero."""
+    client_model, psi, [(support, y)], (inputs, _), _ = make_client_case()
     psi = {name: tensor * (not name.startswith("head.")) for name, tensor in psi.items()}
-    teacher = tensors(6, 3, seed=3)
-    found = []
+    teacher = random_tensor(6, 3, seed=3)
+    gradients_by_order = []
     for order in itertools.permutations(range(3)):
-        places = torch.tensor(order)[y]
+        permuted = torch.tensor(order)[y]
 
-        def loss(scores: Tensor, labels: Tensor, back: tuple[int, ...] = order) -> Tensor:
-            mine, apart = scores[6:], (scores[6:].softmax(1)[:, back] - teacher.softmax(1)).abs().mean()
-            return F.cross_entropy(mine, labels) + distillation(mine[:, back], teacher, y) + apart
+        def loss(scores: Tensor, labels: Tensor, columns: tuple[int, ...] = order) -> Tensor:
+            query_scores, distance = scores[6:], (scores[6:].softmax(1)[:, columns] - teacher.softmax(1)).abs().mean()
+            return F.cross_entropy(query_scores, labels) + distillation(query_scores[:, columns], teacher, y) + distance
 
-        found.append(
-            meta_gradient(client_model, psi, [(support, places)] * 2, (both, places), 0.3, False, loss).weights
+        gradients_by_order.append(
+            meta_gradient(client_model, psi, [(support, permuted)] * 2, (inputs, permuted), 0.3, False, loss).weights
         )
     for name in psi:
-        gradients = torch.stack([one[name] for one in found])
+        gradients = torch.stack([weights[name] for weights in gradients_by_order])
         if name.startswith("head."):
             assert float(gradients.mean(0).abs().max()) < 1e-12
-            assert name == "head.bias" or float(gradients.abs().max()) > 1e-3  # what one order alone would do
+            assert name == "head.bias" or float(gradients.abs().max()) > 1e-3  # not zero for a single order
         else:
             assert torch.allclose(gradients, gradients[:1], atol=1e-12), name
 
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML, FedFSL])
 @pytest.mark.parametrize("zero_head", [True, False])
-def test_a_zero_head_stays_zero_if_asked(kind: type[FewShot], zero_head: bool, data: ArrayData, tmp_path: Path) -> None:
+def test_zero_head_keeps_the_head_at_zero(
+    kind: type[FewShot], zero_head: bool, data: ArrayData, tmp_path: Path
+) -> None:
     client = make_client(data, tmp_path)
     method = kind(**FAST | {"fine_tune_lr": 0.3, "zero_head": zero_head})
-    learned = method.fit(client, method.initial_weights(client.task, 0))
-    own = client.store.get(CURRENT)["weights"] if kind is F2L else learned
-    assert (float(own["head.weight"].abs().max()) == 0) == zero_head
+    trained = method.fit(client, method.initial_weights(client.task, 0))
+    weights = client.store.get(CURRENT)["weights"] if kind is F2L else trained
+    assert (float(weights["head.weight"].abs().max()) == 0) == zero_head
 
 
-def test_several_meta_gradients_take_the_inner_steps_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    client_model, psi, support, query, loss = client_case()
+def test_several_meta_gradients_share_the_inner_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    client_model, psi, support, query, loss = make_client_case()
 
-    def other(scores: Tensor, labels: Tensor) -> Tensor:
+    def second_loss(scores: Tensor, labels: Tensor) -> Tensor:
         return scores[6:].square().mean()
 
-    alone = [meta_gradient(client_model, psi, support * 2, query, 0.3, False, one) for one in (loss, other)]
-    taken: list[int] = []
+    separate = [
+        meta_gradient(client_model, psi, support * 2, query, 0.3, False, loss_function)
+        for loss_function in (loss, second_loss)
+    ]
+    inner_steps: list[int] = []
     original = adapt._inner_gradients
 
-    def spy(*given: Any, **more: Any) -> Any:
-        taken.append(1)
-        return original(*given, **more)
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        inner_steps.append(1)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(adapt, "_inner_gradients", spy)
-    together = meta_gradients(client_model, psi, support * 2, query, 0.3, False, [loss, other])
-    assert len(taken) == 2
-    for one, same in zip(alone, together, strict=True):
-        assert one.loss == same.loss
+    together = meta_gradients(client_model, psi, support * 2, query, 0.3, False, [loss, second_loss])
+    assert len(inner_steps) == 2
+    for expected, actual in zip(separate, together, strict=True):
+        assert expected.loss == actual.loss
         for part in ("weights", "lrs"):
-            assert all(torch.equal(tensor, getattr(same, part)[name]) for name, tensor in getattr(one, part).items())
+            assert all(
+                torch.equal(tensor, getattr(actual, part)[name]) for name, tensor in getattr(expected, part).items()
+            )
 
 
-def test_fl_maml_s_first_step_has_weight_decay(
-    data: ArrayData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fl_maml_applies_weight_decay(data: ArrayData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     client = make_client(data, tmp_path)
     method = FLMAML(**FAST | {"tasks": 1, "weight_decay": 0.5, "lr": 0.01, "zero_head": False})
     start = {name: tensor + 0.1 for name, tensor in method.initial_weights(client.task, 0).items()}
-    nothing = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
-    monkeypatch.setattr(FLMAML, "task_gradient", lambda *given: nothing)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    monkeypatch.setattr(FLMAML, "task_gradient", lambda *args: zeros)
     for name, tensor in method.fit(client, start).items():
         assert torch.allclose(tensor, start[name] - 0.01 * start[name].sign(), atol=1e-5), name
 
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML])
-def test_a_novel_task_gets_its_own_number_of_steps(
+def test_adapt_steps_sets_the_steps_on_a_novel_task(
     kind: type[FewShot], data: ArrayData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[int] = []
+    step_counts: list[int] = []
 
     def count(net: nn.Module, weights: Weights, batches: list[Any], lr: float) -> Weights:
-        taken.append(len(batches))
+        step_counts.append(len(batches))
         return dict(weights)
 
     monkeypatch.setattr(f"{kind.__module__}.adapt_weights", count)
     client = make_client(data, tmp_path)
     for steps in (None, 5):
         method = kind(**FAST | {"fine_tune_steps": 2, "adapt_steps": steps})
-        method.predict(method.task_solver(client, method.initial_weights(client.task, 0), best=False), one_task(data))
-    assert taken == [2, 5]
+        method.predict(method.task_solver(client, method.initial_weights(client.task, 0), best=False), draw_task(data))
+    assert step_counts == [2, 5]
 
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML])
 def test_solving_a_task_does_not_change_the_solver(kind: type[FewShot], data: ArrayData, tmp_path: Path) -> None:
     client = make_client(data, tmp_path)
     method = kind(**FAST | {"fine_tune_lr": 1.0})
-    again, fresh = (method.task_solver(client, method.initial_weights(client.task, 0), best=False) for _ in range(2))
-    method.predict(again, one_task(data, seed=1))
-    for name, tensor in method.predict(again, one_task(data)).items():
-        assert torch.equal(tensor, method.predict(fresh, one_task(data))[name]), name
-    start = again.private["weights"] if kind is F2L else dict(again.named_parameters())
+    used, fresh = (method.task_solver(client, method.initial_weights(client.task, 0), best=False) for _ in range(2))
+    method.predict(used, draw_task(data, seed=1))
+    for name, tensor in method.predict(used, draw_task(data)).items():
+        assert torch.equal(tensor, method.predict(fresh, draw_task(data))[name]), name
+    start = used.private["weights"] if kind is F2L else dict(used.named_parameters())
     assert float(start["head.weight"].abs().max()) == 0
 
 
@@ -431,18 +445,18 @@ def test_client_models_are_averaged_with_equal_weights(data: ArrayData, tmp_path
     method = F2L(**FAST | {"rounds": 1})
     result = run(method, data, out=tmp_path / "run")
     answers = []
-    for number in range(4):
-        client = make_client(data, tmp_path / "again", number)
+    for client_id in range(4):
+        client = make_client(data, tmp_path / "again", client_id)
         from fewer.runtime.streams import global_streams
 
-        with global_streams(0, 1, number, "train"):
+        with global_streams(0, 1, client_id, "train"):
             answers.append(method.fit(client, client.initial_weights()))
     for name, tensor in result.state.model.items():
         mean = torch.stack([answer[name] for answer in answers]).double().mean(0)
         assert torch.allclose(tensor.double(), mean, atol=1e-6)
 
 
-# --- ψ never leaves ---------------------------------------------------------------------------------------------
+# --- ψ is never sent --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -460,55 +474,55 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return seen
 
 
-def leaves_of(value: Any) -> list[Tensor]:
+def collect_tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for part in value.values() for leaf in leaves_of(part)] if isinstance(value, dict) else []
+    return [leaf for part in value.values() for leaf in collect_tensors(part)] if isinstance(value, dict) else []
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_the_client_model_is_in_no_message(
+def test_no_message_contains_the_client_model(
     data: ArrayData, tmp_path: Path, messages: list[bytes], decoupled: bool
 ) -> None:
     """Searches every encoded message for every private weight and moment of every client and round.
 
     Without decoupling the client model is averaged, so the search must find it.
     """
-    kept: list[Tensor] = []
+    private_tensors: list[Tensor] = []
 
     class Watched(F2L):
         def fit(self, client: Any, model: Weights) -> Weights:
             sent = super().fit(client, model)
-            own = client.store.get(CURRENT) or {n: t for n, t in sent.items() if n.startswith(PSI)}
-            kept.extend(leaves_of(own))
+            state = client.store.get(CURRENT) or {n: t for n, t in sent.items() if n.startswith(PSI)}
+            private_tensors.extend(collect_tensors(state))
             return sent
 
     result = run(Watched(**FAST | {"rounds": 3, "decoupled": decoupled}), data, out=tmp_path / "run")
-    assert len(messages) >= 40 and len(kept) >= 3 * 4 * 14
-    private = {tensor.shape for tensor in kept} - {
+    assert len(messages) >= 40 and len(private_tensors) >= 3 * 4 * 14
+    private_shapes = {tensor.shape for tensor in private_tensors} - {
         tensor.shape for tensor in make_client(data, tmp_path).initial_weights().values()
     }
-    found = 0
-    sent = {name for blob in messages for field in decode(blob)[1].values() for name in _names(field)}
+    matches = 0
+    sent = {name for blob in messages for field in decode(blob)[1].values() for name in _field_names(field)}
     for blob in messages:
-        for tensor in kept:
+        for tensor in private_tensors:
             if tensor.numel() >= FEATURES and float(tensor.abs().sum()) > 0:
-                found += blob.find(tensor.float().numpy().tobytes()[:32]) >= 0
+                matches += blob.find(tensor.float().numpy().tobytes()[:32]) >= 0
         for field in decode(blob)[1].values():
-            found += sum(leaf.shape in private for leaf in leaves_of(field))
+            matches += sum(leaf.shape in private_shapes for leaf in collect_tensors(field))
     if decoupled:
-        assert found == 0
+        assert matches == 0
         assert sent == {*make_client(data, tmp_path).initial_weights(), *F2L.predictors}
         assert not any(CURRENT in file.name for file in (tmp_path / "run").glob("*") if file.is_file())
-        for number in range(4):
-            own: Any = Store(client_folder(tmp_path / "run/clients", number), 3).get(CURRENT)
-            assert own["step"] == 6
+        for client_id in range(4):
+            state: Any = Store(client_folder(tmp_path / "run/clients", client_id), 3).get(CURRENT)
+            assert state["step"] == 6
     else:
-        assert found > 0 and any(name.startswith(PSI) for name in sent)
+        assert matches > 0 and any(name.startswith(PSI) for name in sent)
         assert any(name.startswith(PSI) for name in result.state.model)
 
 
-def _names(field: Any) -> list[str]:
+def _field_names(field: Any) -> list[str]:
     return list(field) if isinstance(field, dict) else []
 
 
@@ -531,17 +545,15 @@ def test_every_method_learns_to_classify_novel_classes(kind: type[FewShot], data
 
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML, LocalProto])
-def test_a_resumed_run_ends_as_an_unbroken_one_and_a_pool_as_one_process(
-    kind: type[FewShot], data: ArrayData, tmp_path: Path
-) -> None:
+def test_pool_and_resume_give_the_same_result(kind: type[FewShot], data: ArrayData, tmp_path: Path) -> None:
     method = kind(**FAST | {"rounds": 4, "validate_every": 1})
-    whole = run(method, data, out=tmp_path / "whole")
+    uninterrupted = run(method, data, out=tmp_path / "uninterrupted")
     pool = run(method, data, runtime="pool", workers=2)
 
     class Stop(Exception):
         pass
 
-    class Breaks:
+    class Interrupt:
         def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
 
         def on_answer(self, round: int, done: int, asked: int) -> None:
@@ -551,20 +563,22 @@ def test_a_resumed_run_ends_as_an_unbroken_one_and_a_pool_as_one_process(
         def on_round_end(self, metrics: Any) -> None: ...
 
     with pytest.raises(Stop):
-        run(method, data, out=tmp_path / "broken", progress=Breaks())
-    again = fewer.resume(tmp_path / "broken", method=method, data=data, model=net)
-    for other in (pool, again):
-        assert other.metrics["accuracy"] == whole.metrics["accuracy"]
-        assert other.metrics["best_round"] == whole.metrics["best_round"]
-        assert other.state.best_model.keys() == whole.state.best_model.keys()
-        assert all(torch.equal(tensor, whole.state.best_model[name]) for name, tensor in other.state.best_model.items())
+        run(method, data, out=tmp_path / "interrupted", progress=Interrupt())
+    resumed = fewer.resume(tmp_path / "interrupted", method=method, data=data, model=net)
+    for other in (pool, resumed):
+        assert other.metrics["accuracy"] == uninterrupted.metrics["accuracy"]
+        assert other.metrics["best_round"] == uninterrupted.metrics["best_round"]
+        assert other.state.best_model.keys() == uninterrupted.state.best_model.keys()
+        assert all(
+            torch.equal(tensor, uninterrupted.state.best_model[name]) for name, tensor in other.state.best_model.items()
+        )
 
 
-def test_the_best_model_on_validation_classes_is_evaluated_with_the_client_models_of_its_round(
+def test_the_best_server_model_is_evaluated_with_the_client_models_of_its_round(
     data: ArrayData, tmp_path: Path
 ) -> None:
     class Worse(F2L):
-        """Ruins all models after round 2, so the evaluated model must be that of round 2."""
+        """Ruins all models after round 2, so the evaluated model must come from round 2."""
 
         def fit(self, client: Any, model: Weights) -> Weights:
             sent = super().fit(client, model)
@@ -579,12 +593,16 @@ def test_the_best_model_on_validation_classes_is_evaluated_with_the_client_model
             return {name: torch.randn_like(tensor) * 3 for name, tensor in weights.items()}
 
     settings = FAST | {"tasks": 8, "lr": 0.01, "fine_tune_lr": 0.3, "test_tasks": 40}
-    spoilt = run(Worse(**settings, rounds=4), data, out=tmp_path / "spoilt")
-    two = run(F2L(**settings, rounds=2), data)
-    assert two.metrics["best_round"] == 0 and two.metrics["validation_accuracy"] is None  # there was one to choose from
-    assert spoilt.metrics["best_round"] == 2
-    assert spoilt.metrics["accuracy"] == two.metrics["accuracy"]
-    assert spoilt.metrics["client"] == two.metrics["client"] and spoilt.metrics["server"] == two.metrics["server"]
+    ruined = run(Worse(**settings, rounds=4), data, out=tmp_path / "ruined")
+    two_rounds = run(F2L(**settings, rounds=2), data)
+    # With one candidate there is no validation.
+    assert two_rounds.metrics["best_round"] == 0 and two_rounds.metrics["validation_accuracy"] is None
+    assert ruined.metrics["best_round"] == 2
+    assert ruined.metrics["accuracy"] == two_rounds.metrics["accuracy"]
+    assert (
+        ruined.metrics["client"] == two_rounds.metrics["client"]
+        and ruined.metrics["server"] == two_rounds.metrics["server"]
+    )
 
 
 def test_the_chosen_predictor_gives_the_accuracy(data: ArrayData) -> None:
@@ -598,21 +616,21 @@ def test_the_chosen_predictor_gives_the_accuracy(data: ArrayData) -> None:
 def test_tasks_are_the_same_for_all_methods_and_of_the_right_classes(data: ArrayData) -> None:
     seen: dict[str, list[tuple[Any, ...]]] = {}
 
-    class SeenF2L(F2L):
+    class RecordingF2L(F2L):
         def predict(self, solver: Any, task: Episode) -> dict[str, Tensor]:
             seen.setdefault(self.name, []).append((*task.classes.tolist(), float(task.query_x.sum())))
             return super().predict(solver, task)
 
-    class SeenProto(FLProto):
+    class RecordingProto(FLProto):
         def predict(self, solver: Any, task: Episode) -> dict[str, Tensor]:
             seen.setdefault(self.name, []).append((*task.classes.tolist(), float(task.query_x.sum())))
             return super().predict(solver, task)
 
-    for kind in (SeenF2L, SeenProto):
+    for kind in (RecordingF2L, RecordingProto):
         run(kind(**FAST | {"validate_every": 1}, rounds=2), data)
-    one, two = seen.values()
-    assert one == two and one[:8] == one[8:16] and len(one) == 24
-    classes = [{c for *classes, _ in part for c in classes} for part in (one[:16], one[16:])]
+    first, second = seen.values()
+    assert first == second and first[:8] == first[8:16] and len(first) == 24
+    classes = [{c for *classes, _ in part for c in classes} for part in (first[:16], first[16:])]
     assert classes[0] <= set(range(BASE, BASE + VALIDATION))
     assert classes[1] <= set(range(BASE + VALIDATION, BASE + VALIDATION + NOVEL))
 
@@ -625,21 +643,21 @@ def test_a_tuning_trial_uses_only_validation_classes(data: ArrayData) -> None:
 
 
 def test_with_one_candidate_validation_is_skipped(data: ArrayData, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    parts: list[str] = []
     original = FewShot.ask_task_counts
 
-    def spy(*given: Any, **more: Any) -> Any:
-        asked.append(given[3])
-        return original(*given, **more)
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        parts.append(args[3])
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(FewShot, "ask_task_counts", spy)
-    for every, wanted in ((2, ["test"]), (1, ["validation", "validation", "test"])):
-        asked.clear()
-        run(FLProto(**FAST | {"validate_every": every}, rounds=2), data)
-        assert asked == wanted
+    for interval, expected in ((2, ["test"]), (1, ["validation", "validation", "test"])):
+        parts.clear()
+        run(FLProto(**FAST | {"validate_every": interval}, rounds=2), data)
+        assert parts == expected
 
 
-def test_a_client_without_private_state_in_the_best_round_has_none_marked_best(data: ArrayData, tmp_path: Path) -> None:
+def test_a_client_without_state_in_the_best_round_has_no_best_state(data: ArrayData, tmp_path: Path) -> None:
     method, client = F2L(**FAST), make_client(data, tmp_path)
     method.mark_best(client)
     client.store.put(CURRENT, {"later": torch.ones(1)})
@@ -660,26 +678,31 @@ def test_dropped_clients_do_not_count_as_clients_without_validation_classes(
 
 
 def test_rows_of_a_comparison_are_measured_in_tasks(tmp_path: Path) -> None:
-    few: dict[str, Any] = {
+    data_settings: dict[str, Any] = {
         "data": "digits",
         "data_options": {"split": "4/3/3"},
         "clients": 3,
         "partition": "iid",
         "rounds": 1,
     }
-    given = {**few, "method_options": {"way": 3, "queries": 2, "tasks": 1, "test_tasks": 6}}
-    found = fewer.compare(["fl-proto", "local-proto"], seeds=2, out=tmp_path, **given)
-    for row in found.rows:
-        assert (row.groups, row.units) == (12, "tasks") and [len(one) for one in row.unit_accuracies] == [6, 6]
+    settings = {**data_settings, "method_options": {"way": 3, "queries": 2, "tasks": 1, "test_tasks": 6}}
+    comparison = fewer.compare(["fl-proto", "local-proto"], seeds=2, out=tmp_path, **settings)
+    for row in comparison.rows:
+        assert (row.groups, row.units) == (12, "tasks") and [len(accuracies) for accuracies in row.unit_accuracies] == [
+            6,
+            6,
+        ]
 
 
 def test_a_client_with_too_few_classes_is_skipped_with_a_warning(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = clouds()
-    owner = np.arange(len(raw.y)) % 3
-    owner[(raw.y < BASE) & (raw.y >= WAY - 1) & (owner == 2)] = 0  # client 2 has two base classes
-    uneven = federate(RawDataset(raw.x, raw.y, client_ids=owner, split=raw.split), partition="natural", name="uneven")
+    raw = make_clusters()
+    client_ids = np.arange(len(raw.y)) % 3
+    client_ids[(raw.y < BASE) & (raw.y >= WAY - 1) & (client_ids == 2)] = 0  # client 2 has two base classes
+    uneven = federate(
+        RawDataset(raw.x, raw.y, client_ids=client_ids, split=raw.split), partition="natural", name="uneven"
+    )
     monkeypatch.setattr("fewer.runs.engine._WARNED", set())
     result = run(F2L(**FAST, rounds=2), uneven)
     assert result.metrics["absent"] == 1 and result.metrics["tasks"] == 9
@@ -690,59 +713,60 @@ def test_a_client_with_too_few_classes_is_skipped_with_a_warning(
         run(F2L(**FAST | {"shot": 40}, rounds=1), uneven)
 
 
-def test_without_validation_classes_the_last_model_is_used_and_without_novel_classes_there_is_an_error() -> None:
-    raw = clouds()
-    few = federate(RawDataset(raw.x, raw.y, split=(BASE, 2, VALIDATION - 2 + NOVEL)), clients=2, partition="iid")
-    assert run(FLProto(**FAST, rounds=4), few).metrics["best_round"] == 4
-    none = federate(RawDataset(raw.x, raw.y, split=(BASE, VALIDATION + NOVEL - 2, 2)), clients=2, partition="iid")
+def test_without_validation_classes_the_last_model_is_used_and_novel_classes_are_required() -> None:
+    raw = make_clusters()
+    few_validation = federate(
+        RawDataset(raw.x, raw.y, split=(BASE, 2, VALIDATION - 2 + NOVEL)), clients=2, partition="iid"
+    )
+    assert run(FLProto(**FAST, rounds=4), few_validation).metrics["best_round"] == 4
+    few_novel = federate(RawDataset(raw.x, raw.y, split=(BASE, VALIDATION + NOVEL - 2, 2)), clients=2, partition="iid")
     with pytest.raises(SettingError, match="no client has 3 novel classes with 2 \\+ 2 samples"):
-        run(FLProto(**FAST, rounds=1), none)
+        run(FLProto(**FAST, rounds=1), few_novel)
 
 
-def test_without_adversary_fedfsl_is_fl_maml_and_with_it_head_and_encoder_pull_apart(
-    data: ArrayData, tmp_path: Path
-) -> None:
+def test_fedfsl_is_fl_maml_plus_an_adversarial_loss(data: ArrayData, tmp_path: Path) -> None:
     settings = FAST | {"rounds": 2, "fine_tune_lr": 0.3}
-    for zero in (True, False):
-        plain, none = (
-            run(FLMAML(**settings, zero_head=zero), data),
-            run(FedFSL(**settings, zero_head=zero, adversarial_weight=0), data),
+    for zero_head in (True, False):
+        maml, fedfsl = (
+            run(FLMAML(**settings, zero_head=zero_head), data),
+            run(FedFSL(**settings, zero_head=zero_head, adversarial_weight=0), data),
         )
-        assert all(torch.equal(tensor, none.state.model[name]) for name, tensor in plain.state.model.items())
+        assert all(torch.equal(tensor, fedfsl.state.model[name]) for name, tensor in maml.state.model.items())
     method = FedFSL(**settings, adversarial_weight=0.7, first_order=False, zero_head=False)
     client = make_client(data, tmp_path)
     received = method.initial_weights(client.task, 0)
-    made = load_n_way_net(client, received, WAY)
+    net = load_n_way_net(client, received, WAY)
     torch.manual_seed(0)
-    theta = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in trainable_weights(made).items()}
-    task = one_task(data)
+    theta = {name: tensor + 0.3 * torch.randn_like(tensor) for name, tensor in trainable_weights(net).items()}
+    task = draw_task(data)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in theta.items()}
 
-    def tuned(weights: Weights) -> Weights:
-        inner = F.cross_entropy(functional_call(made, weights, (task.support_x,)), task.support_y)
+    def fine_tune(weights: Weights) -> Weights:
+        inner = F.cross_entropy(functional_call(net, weights, (task.support_x,)), task.support_y)
         gradients = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
         return {name: weights[name] - 0.3 * gradient for name, gradient in zip(weights, gradients, strict=True)}
 
-    ours = functional_call(made, tuned(leaves), (task.query_x,))
+    scores = functional_call(net, fine_tune(leaves), (task.query_x,))
     start = {name: received[name].clone().requires_grad_() for name in leaves}
-    theirs = functional_call(made, tuned(start), (task.query_x,)).softmax(1).detach()
-    apart = 0.7 * (ours.softmax(1) - theirs).abs().mean()
-    right = F.cross_entropy(ours, task.query_y)
-    found = method.task_gradient(made, theta, received, task)
-    alone = FedFSL(**settings, adversarial_weight=0.7, zero_head=True).task_gradient(
-        made, theta, received, task
-    )  # without the head
-    assert alone.keys() == {name for name in found if name.startswith("encoder.")}
-    assert all(torch.equal(gradient, found[name]) for name, gradient in alone.items())
-    for part, loss in (("encoder.", right + apart), ("head.", right - apart)):
+    received_probabilities = functional_call(net, fine_tune(start), (task.query_x,)).softmax(1).detach()
+    adversarial_loss = 0.7 * (scores.softmax(1) - received_probabilities).abs().mean()
+    query_loss = F.cross_entropy(scores, task.query_y)
+    task_gradients = method.task_gradient(net, theta, received, task)
+    # With a zero head, only the encoder has gradients.
+    encoder_gradients = FedFSL(**settings, adversarial_weight=0.7, zero_head=True).task_gradient(
+        net, theta, received, task
+    )
+    assert encoder_gradients.keys() == {name for name in task_gradients if name.startswith("encoder.")}
+    assert all(torch.equal(gradient, task_gradients[name]) for name, gradient in encoder_gradients.items())
+    for part, loss in (("encoder.", query_loss + adversarial_loss), ("head.", query_loss - adversarial_loss)):
         names = [name for name in leaves if name.startswith(part)]
-        grads = torch.autograd.grad(loss, [leaves[name] for name in names], retain_graph=True)
-        for name, grad in zip(names, grads, strict=True):
-            assert torch.allclose(found[name], grad, atol=1e-6), name
+        expected_gradients = torch.autograd.grad(loss, [leaves[name] for name in names], retain_graph=True)
+        for name, expected_gradient in zip(names, expected_gradients, strict=True):
+            assert torch.allclose(task_gradients[name], expected_gradient, atol=1e-6), name
 
 
 def test_clients_send_the_encoder_or_encoder_and_head(data: ArrayData) -> None:
-    """Bytes by arithmetic: 8 × 8 + 8 weights of the encoder, and a head of 8 × N + N or 8 × |C_b| + |C_b|."""
+    """The encoder has 8 × 8 + 8 weights, the head none, 8 × N + N or 8 × |C_b| + |C_b|."""
     encoder = 8 * FEATURES + FEATURES
     for kind, head in ((FLProto, 0), (FLMAML, FEATURES * WAY + WAY), (F2L, FEATURES * BASE + BASE)):
         state = kind(**FAST).init(make_client(data, Path("/nowhere")).task, 0)
@@ -753,11 +777,11 @@ def test_clients_send_the_encoder_or_encoder_and_head(data: ArrayData) -> None:
 
 def test_logistic_regression_separates_clusters() -> None:
     y = torch.arange(3).repeat(4)
-    features = F.one_hot(y, 3) * 3.0 + 0.1 * tensors(12, 3).float()
+    features = F.one_hot(y, 3) * 3.0 + 0.1 * random_tensor(12, 3).float()
     assert torch.equal(logistic_regression(features[:6], y[:6], features[6:]), y[6:])
 
 
-def test_logistic_regression_is_that_of_scikit_learn() -> None:
+def test_logistic_regression_matches_scikit_learn() -> None:
     from sklearn.linear_model import LogisticRegression
 
     draw = torch.Generator().manual_seed(0)
@@ -766,48 +790,48 @@ def test_logistic_regression_is_that_of_scikit_learn() -> None:
         torch.randn(60, 6, generator=draw),
         torch.arange(3).repeat(4),
     )
-    theirs = LogisticRegression(tol=1e-8).fit(F.normalize(support, dim=1), y).predict(F.normalize(queries, dim=1))
-    assert (logistic_regression(support, y, queries).numpy() == theirs).mean() > 0.97
+    expected = LogisticRegression(tol=1e-8).fit(F.normalize(support, dim=1), y).predict(F.normalize(queries, dim=1))
+    assert (logistic_regression(support, y, queries).numpy() == expected).mean() > 0.97
 
 
 # --- data -------------------------------------------------------------------------------------------------------
 
 
-def test_classes_are_divided_and_each_client_has_its_part_of_all_three(data: ArrayData) -> None:
+def test_each_client_has_base_validation_and_novel_classes(data: ArrayData) -> None:
     assert data.novel and data.classes == BASE and len(data.test) == NOVEL * 48
     groups = (0, BASE), (BASE, BASE + VALIDATION), (BASE + VALIDATION, BASE + VALIDATION + NOVEL)
     seen: list[float] = []
-    for number in range(4):
-        for samples, (low, high) in zip(data.client(number), groups, strict=True):
+    for client in range(4):
+        for samples, (low, high) in zip(data.client(client), groups, strict=True):
             assert len(samples) and low <= int(samples.labels.min()) and int(samples.labels.max()) < high
             seen += samples.slice(0, len(samples))[0][:, 0].tolist()
-    raw = clouds()
-    assert sorted(seen) == sorted(np.asarray(raw.x)[:, 0].tolist())  # all of them, once
+    raw = make_clusters()
+    assert sorted(seen) == sorted(np.asarray(raw.x)[:, 0].tolist())  # every sample once
 
 
-def test_a_split_by_numbers_or_by_names_pools_and_renumbers() -> None:
+def test_a_class_split_by_counts_or_names_pools_and_renumbers() -> None:
     x = np.arange(12, dtype=np.float32)[:, None]
     names = ("b.one", "a.one", "b.two", "c.one")
     raw = RawDataset(x[:8], np.arange(8) % 4, (x[8:], np.arange(4)), class_names=names)
     split = apply_class_split(raw, "b/c/a", "toy")
     assert split.class_names == ("b.one", "b.two", "c.one", "a.one") and split.split == (2, 1, 1) and split.test is None
     assert split.y.tolist() == [0, 3, 1, 2] * 3 and np.asarray(split.x).ravel().tolist() == list(range(12))
-    numbers = apply_class_split(raw, "1/1/1", "toy")  # the last class is dropped
-    assert numbers.y.tolist() == [0, 1, 2] * 3 and numbers.class_names == names[:3]
+    by_counts = apply_class_split(raw, "1/1/1", "toy")  # the last class is dropped
+    assert by_counts.y.tolist() == [0, 1, 2] * 3 and by_counts.class_names == names[:3]
     texts = apply_class_split(RawDataset([f"text {n}" for n in range(4)], np.arange(4)), "2/1/1", "toy")
     assert texts.x == ["text 0", "text 1", "text 2", "text 3"]
     for wrong, reason in (
         ("3/1/1", "must sum to at most 4"),
         ("0/2/2", "at least 1 base class"),
         ("2/2", "must be BASE/VALIDATION/NOVEL"),
-        ("b/b/a", "two parts share one"),
+        ("b/b/a", "two parts share a class"),
         ("b/x/a", "a part matches no class"),
     ):
         with pytest.raises(SettingError, match=reason):
             apply_class_split(raw, wrong, "toy")
 
 
-def test_words_are_known_from_training_text_of_base_classes_alone() -> None:
+def test_the_vocabulary_comes_from_base_classes_only() -> None:
     texts = [f"common base{c}" if c < 2 else f"common secret{c}" for c in range(4) for _ in range(12)]
     raw = RawDataset(texts, np.repeat(np.arange(4), 12), split=(2, 1, 1))
     data = federate(raw, clients=2, partition="iid", max_length=4)
@@ -817,13 +841,13 @@ def test_words_are_known_from_training_text_of_base_classes_alone() -> None:
 def test_fc100_is_cifar100_by_superclass(tmp_path: Path) -> None:
     import pickle
 
-    fine = np.random.default_rng(0).permutation(100)  # fine class f is in coarse class fine[f] // 5
+    order = np.random.default_rng(0).permutation(100)  # fine class f is in coarse class order[f] // 5
     for part in ("train", "test"):
         labels = list(range(100))
         batch = {
             b"data": np.zeros((100, 3072), np.uint8) + np.arange(100, dtype=np.uint8)[:, None],
             b"fine_labels": labels,
-            b"coarse_labels": [int(fine[f]) // 5 for f in labels],
+            b"coarse_labels": [int(order[f]) // 5 for f in labels],
         }
         (tmp_path / part).write_bytes(pickle.dumps(batch, protocol=2))
     meta = {b"fine_label_names": [f"f{n}".encode() for n in range(100)], b"coarse_label_names": [b"c"] * 20}
@@ -835,7 +859,7 @@ def test_fc100_is_cifar100_by_superclass(tmp_path: Path) -> None:
         (tmp_path / part).rename(tmp_path / "cifar100" / part)
     raw = read("fc100", tmp_path)
     assert raw.split == (60, 20, 20) and raw.test is None and len(raw.y) == 200
-    coarse = [int(fine[int(name[1:])]) // 5 for name in raw.class_names]
+    coarse = [int(order[int(name[1:])]) // 5 for name in raw.class_names]
     assert set(coarse[:60]) == {1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19}
     assert set(coarse[60:80]) == {8, 11, 13, 16} and set(coarse[80:]) == {0, 7, 12, 14}
     assert all(raw.class_names[label] == f"f{int(image[0, 0, 0])}" for image, label in zip(raw.x, raw.y, strict=True))
@@ -843,9 +867,9 @@ def test_fc100_is_cifar100_by_superclass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [F2L, FLMAML, FedFSL, LocalMAML, FLProto])
 def test_text_methods_solve_tasks_of_novel_classes(kind: type[FewShot]) -> None:
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(BASE + VALIDATION + NOVEL), 16)
-    texts = [" ".join([f"word{label}", *(f"w{n}" for n in draw.integers(20, size=4))]) for label in labels]
+    texts = [" ".join([f"word{label}", *(f"w{n}" for n in rng.integers(20, size=4))]) for label in labels]
     text = federate(
         RawDataset(texts, labels, split=(BASE, VALIDATION, NOVEL)), clients=2, partition="iid", max_length=5
     )
@@ -853,27 +877,25 @@ def test_text_methods_solve_tasks_of_novel_classes(kind: type[FewShot]) -> None:
     assert result.metrics["tasks"] == 8
 
 
-def test_word_vectors_of_the_text_itself_put_words_of_one_kind_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_word_vectors_of_related_words_are_similar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fewer.data import text
     from fewer.data.text import compute_word_vectors
 
     monkeypatch.setenv("FEWER_CACHE", str(tmp_path))
-    draw = np.random.default_rng(0)
-    kinds = draw.integers(2, size=400)
-    rows = 2 + 8 * kinds[:, None] + draw.integers(8, size=(400, 6))
-    rows[:, 5] = draw.integers(2, size=400)  # filled up, or an unknown word
+    rng = np.random.default_rng(0)
+    topics = rng.integers(2, size=400)
+    rows = 2 + 8 * topics[:, None] + rng.integers(8, size=(400, 6))
+    rows[:, 5] = rng.integers(2, size=400)  # padding or an unknown word
     vectors = compute_word_vectors(rows, 18, 4)
     assert vectors.shape == (18, 4) and float(vectors[:2].abs().max()) == 0
-    likeness = F.normalize(vectors[2:], dim=1) @ F.normalize(vectors[2:], dim=1).T
-    assert float(likeness[:8, :8].mean()) > float(likeness[:8, 8:].mean()) + 0.5
+    similarity = F.normalize(vectors[2:], dim=1) @ F.normalize(vectors[2:], dim=1).T
+    assert float(similarity[:8, :8].mean()) > float(similarity[:8, 8:].mean()) + 0.5
     assert torch.equal(vectors, text._factorize_ppmi(rows[::-1].copy(), 18, 4))
     with pytest.raises(fewer.errors.DataError, match="too small for vectors"):
         compute_word_vectors(rows, 18, 18)
-    with monkeypatch.context() as patch:
-        patch.delattr(text, "_factorize_ppmi")
-        assert torch.equal(vectors, compute_word_vectors(rows, 18, 4))  # kept
+    with monkeypatch.context() as context:
+        context.delattr(text, "_factorize_ppmi")
+        assert torch.equal(vectors, compute_word_vectors(rows, 18, 4))  # from the cache
     assert compute_word_vectors(rows, 18, 3).shape == (18, 3) and len(list(tmp_path.glob("vectors-*[0-9a-f]"))) == 2
 
 
@@ -883,16 +905,16 @@ def test_methods_and_data_that_do_not_match_are_rejected(data: ArrayData) -> Non
     with pytest.raises(SettingError, match="novel classes, which fedavg cannot predict"):
         fewer.run("fedavg", data, model=net, rounds=1)
     with pytest.raises(SettingError, match="split by classes"):
-        cloud_data(validation=0.1)
+        make_data(validation=0.1)
     with pytest.raises(SettingError, match="split and unseen"):
         fewer.data.load("digits", data_options={"split": "4/3/3", "unseen_classes": "1"})
 
 
-def test_the_command_line_runs_it_and_says_what_shot_1_means(
+def test_the_command_line_runs_f2l_and_warns_about_shot_1(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fewer.runs.engine._WARNED", set())
-    given = (
+    args = (
         "--data",
         "digits",
         "--data-option",
@@ -904,13 +926,11 @@ def test_the_command_line_runs_it_and_says_what_shot_1_means(
         "--rounds",
         "1",
     )
-    small = ("-o", "way=3", "-o", "tasks=1", "-o", "test_tasks=3", "--out", str(tmp_path / "run"))
-    output = call("run", "f2l", *given, *small).stdout  # with its report
+    options = ("-o", "way=3", "-o", "tasks=1", "-o", "test_tasks=3", "--out", str(tmp_path / "run"))
+    output = call("run", "f2l", *args, *options).stdout  # writes the report, too
     assert "Mean over 3 tasks" in output and "deploy" not in output
-    inspected = call("data", "inspect", *given[1:8], "--out", tmp_path / "pictures")
+    inspected = call("data", "inspect", *args[1:8], "--out", tmp_path / "pictures")
     assert "classes                 4" in inspected.stdout and (tmp_path / "pictures/digits-examples.png").exists()
     assert len(caplog.messages) == 1 and "mutual information within a class is 0" in caplog.text
-    assert fewer.open_run(tmp_path / "run").model(torch.zeros(1, 1, 8, 8)).shape == (
-        1,
-        4,
-    )  # the server model: base classes
+    # The server model has the base classes.
+    assert fewer.open_run(tmp_path / "run").model(torch.zeros(1, 1, 8, 8)).shape == (1, 4)

@@ -1,4 +1,4 @@
-"""The house has floors: a module imports its own floor and those below it, never one above."""
+"""The package has layers: a module imports its own layer and the layers below it, never one above."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import fewer
 
 ROOT = Path(fewer.__file__).parent
-FLOORS = (
+LAYERS = (
     "cli",
     "dash",
     "report",
@@ -26,59 +26,59 @@ FLOORS = (
     "wire",
 )
 """Top to bottom."""
-GROUND = ("errors", "choices", "plugins", "registry")
-"""Below all floors, and each free to import the others."""
+BASE = ("errors", "choices", "plugins", "registry")
+"""Below all layers. These modules may import each other."""
 FACADE = "fewer"
-"""The package itself: it hands out names of all floors when they are asked for."""
+"""The package itself: it imports names of all layers on first use."""
 
 
-def floor(module: str) -> str:
-    """The part of the house that a module lies in; `python -m fewer` is a door to the command line."""
+def layer_of(module: str) -> str:
+    """The layer of a module; `python -m fewer` belongs to the command line."""
     part = module.split(".")[1] if "." in module else ""
     return "cli" if part == "__main__" else part
 
 
-def height(module: str) -> int:
-    """The larger, the higher: 0 is the ground."""
+def layer_rank(module: str) -> int:
+    """The rank of a module's layer: higher layers have larger numbers, 0 is below all layers."""
     if module == FACADE:
-        return len(FLOORS) + 1
-    part = floor(module)
-    return 0 if part in GROUND else len(FLOORS) - FLOORS.index(part)
+        return len(LAYERS) + 1
+    part = layer_of(module)
+    return 0 if part in BASE else len(LAYERS) - LAYERS.index(part)
 
 
-def name_of(path: Path) -> str:
+def module_name(path: Path) -> str:
     parts = ("fewer", *path.relative_to(ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-MODULES = {name_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
-def home(name: str) -> str | None:
-    """The module behind an attribute of the package; None for those that are no module's."""
+def defining_module(name: str) -> str | None:
+    """The module that defines an attribute of the package, None if no module does."""
     return f"fewer.{name}" if (ROOT / name).is_dir() or f"fewer.{name}" in MODULES else fewer._homes().get(name)
 
 
-def imports(module: str, tree: ast.AST) -> Iterator[str]:
-    """Everything of the package that a module imports, anywhere in its text, with the names taken from it."""
-    bare: set[str] = set()
+def find_imports(module: str, tree: ast.AST) -> Iterator[str]:
+    """Yields everything that a module imports from the package, anywhere in its code, with the imported names."""
+    aliases: set[str] = set()
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name == FACADE:
-                    bare.add(alias.asname or alias.name)
+                    aliases.add(alias.asname or alias.name)
                 elif alias.name.startswith("fewer."):
                     yield alias.name
                     if not alias.asname:
-                        bare.add(FACADE)
+                        aliases.add(FACADE)
         elif isinstance(node, ast.ImportFrom):
             source = node.module or ""
             if node.level:
                 base = package.split(".")[: len(package.split(".")) - node.level + 1]
                 source = ".".join([*base, *([node.module] if node.module else [])])
             if source == FACADE:
-                yield from filter(None, (home(alias.name) for alias in node.names))
+                yield from filter(None, (defining_module(alias.name) for alias in node.names))
             elif source.startswith("fewer."):
                 yield from (f"{source}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
@@ -86,43 +86,43 @@ def imports(module: str, tree: ast.AST) -> Iterator[str]:
             if text.startswith("fewer."):
                 yield text
     for node in ast.walk(tree):  # `import fewer` and then `fewer.something`
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in bare:
-            yield from filter(None, [home(node.attr)])
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
+            yield from filter(None, [defining_module(node.attr)])
 
 
-def imported(module: str) -> list[str]:
-    return list(imports(module, ast.parse(MODULES[module].read_text())))
+def imports_of(module: str) -> list[str]:
+    return list(find_imports(module, ast.parse(MODULES[module].read_text())))
 
 
-def test_every_module_lies_on_a_floor() -> None:
-    assert {floor(module) for module in MODULES} <= {"", *FLOORS, *GROUND}
+def test_every_module_belongs_to_a_layer() -> None:
+    assert {layer_of(module) for module in MODULES} <= {"", *LAYERS, *BASE}
     for part in ("runs", "methods", "learning", "models", "data", "runtime", "wire"):
         assert f"fewer.{part}" in MODULES
 
 
 @pytest.mark.parametrize("module", [module for module in MODULES if module != FACADE])
-def test_imports_only_its_own_floor_and_lower_ones(module: str) -> None:
-    above = [other for other in imported(module) if height(other) > height(module)]
+def test_a_module_imports_only_its_own_and_lower_layers(module: str) -> None:
+    above = [other for other in imports_of(module) if layer_rank(other) > layer_rank(module)]
     assert not above, f"{module} imports {', '.join(above)}"
 
 
-@pytest.mark.parametrize("low", ["wire", "runtime"])
-def test_wire_and_runtime_know_no_method(low: str) -> None:
-    modules = [module for module in MODULES if floor(module) == low]
+@pytest.mark.parametrize("layer", ["wire", "runtime"])
+def test_wire_and_runtime_import_no_method(layer: str) -> None:
+    modules = [module for module in MODULES if layer_of(module) == layer]
     assert modules
     for module in modules:
-        assert not [other for other in imported(module) if floor(other) == "methods"]
+        assert not [other for other in imports_of(module) if layer_of(other) == "methods"]
 
 
-CARRIERS = ("fewer.runtime.inline", "fewer.runtime.pool", "fewer.runtime.Inline", "fewer.runtime.Pool")
+RUNTIMES = ("fewer.runtime.inline", "fewer.runtime.pool", "fewer.runtime.Inline", "fewer.runtime.Pool")
 
 
-def test_methods_know_no_carrier() -> None:
-    modules = [module for module in MODULES if floor(module) == "methods" and module != "fewer.methods.base"]
+def test_methods_import_no_runtime() -> None:
+    modules = [module for module in MODULES if layer_of(module) == "methods" and module != "fewer.methods.base"]
     assert len(modules) >= 6
     for module in modules:
-        known = [other for other in imported(module) if other.startswith(CARRIERS)]
-        assert not known, f"{module} imports {', '.join(known)}"
+        runtimes = [other for other in imports_of(module) if other.startswith(RUNTIMES)]
+        assert not runtimes, f"{module} imports {', '.join(runtimes)}"
 
 
 @pytest.mark.parametrize(
@@ -142,5 +142,5 @@ def test_methods_know_no_carrier() -> None:
         ("import torch, json\nfrom pathlib import Path", []),
     ],
 )
-def test_imports_are_found_however_they_are_written(line: str, expected: list[str]) -> None:
-    assert list(imports("fewer.wire.message", ast.parse(line))) == expected
+def test_all_kinds_of_imports_are_found(line: str, expected: list[str]) -> None:
+    assert list(find_imports("fewer.wire.message", ast.parse(line))) == expected

@@ -1,4 +1,4 @@
-"""Readers: small files of every format, good and bad, and the real data sets if FEWER_DATA is set."""
+"""Readers: small valid and invalid files of every format, and the real datasets if FEWER_DATA is set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fewer.errors import DataError, FewerError, SettingError
 from fewer.registry import FORMATS
 
 Array = NDArray[Any]
-DRAW = np.random.default_rng(0)
+RNG = np.random.default_rng(0)
 
 
 def read(name: str, path: Path, **options: Any) -> RawDataset:
@@ -36,14 +36,14 @@ def read(name: str, path: Path, **options: Any) -> RawDataset:
     return raw
 
 
-def refuse(name: str, path: Path, words: str, kind: type[FewerError] = DataError, **options: Any) -> None:
-    """Reading fails with one line that has these words in it."""
-    with pytest.raises(kind, match=words) as caught:
+def check_refused(name: str, path: Path, message: str, kind: type[FewerError] = DataError, **options: Any) -> None:
+    """Checks that reading fails with a one-line error that matches `message`."""
+    with pytest.raises(kind, match=message) as caught:
         read(name, path, **options)
     assert "\n" not in str(caught.value)
 
 
-def shape(raw: RawDataset) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def shapes(raw: RawDataset) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     def size_of(x: Any) -> tuple[int, ...]:
         return (len(x),) if isinstance(x, list) else tuple(x.shape)
 
@@ -56,7 +56,7 @@ def write(path: Path, content: bytes | str) -> Path:
     return path
 
 
-def tar(path: Path, files: dict[str, bytes]) -> Path:
+def write_tar(path: Path, files: dict[str, bytes]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz") as archive:
         for name, content in files.items():
@@ -66,7 +66,7 @@ def tar(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-def zipped(path: Path, files: dict[str, bytes]) -> Path:
+def write_zip(path: Path, files: dict[str, bytes]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
@@ -83,7 +83,7 @@ def png(width: int = 8, height: int = 8, mode: str = "RGB", color: Any = 255) ->
 # --- files of every format ------------------------------------------------------------------------------------
 
 
-def idx_file(array: Array) -> bytes:
+def encode_idx(array: Array) -> bytes:
     kind = {"uint8": 8, "int32": 12}[str(array.dtype)]
     return (
         bytes([0, 0, kind, array.ndim])
@@ -95,22 +95,22 @@ def idx_file(array: Array) -> bytes:
 DIGITS = np.arange(12) % 10
 
 
-def mnist(folder: Path, packed: bool = True) -> Path:
+def write_mnist(folder: Path, packed: bool = True) -> Path:
     for part, count in (("train", 12), ("t10k", 5)):
         images = np.arange(count * 16, dtype=np.uint8).reshape(count, 4, 4)
         for name, array in (("images-idx3", images), ("labels-idx1", DIGITS[:count].astype(np.uint8))):
-            raw = idx_file(array)
+            raw = encode_idx(array)
             write(folder / f"{part}-{name}-ubyte{'.gz' * packed}", gzip.compress(raw) if packed else raw)
     return folder
 
 
-def qmnist(folder: Path) -> Path:
-    mnist(folder / "mnist")
+def write_qmnist(folder: Path) -> Path:
+    write_mnist(folder / "mnist")
     for part, rows in (("train", 12), ("test", 8)):
         table = np.zeros((rows, 8), np.int32)
         table[:, 0] = DIGITS[:rows]
         table[:, 2] = 2000 + np.arange(rows) // 3
-        write(folder / "qmnist" / f"qmnist-{part}-labels-idx2-int.gz", gzip.compress(idx_file(table)))
+        write(folder / "qmnist" / f"qmnist-{part}-labels-idx2-int.gz", gzip.compress(encode_idx(table)))
     return folder / "qmnist"
 
 
@@ -121,11 +121,11 @@ def cifar_batch(count: int = 4, classes: int = 3, protocol: int = 2, **more: Any
     return pickle.dumps({**batch, b"filenames": [b"a.png"] * count, **more}, protocol)
 
 
-def cifar10(path: Path, protocol: int = 2, replaced: dict[str, bytes] | None = None) -> Path:
+def write_cifar10(path: Path, protocol: int = 2, replaced: dict[str, bytes] | None = None) -> Path:
     files = {f"data_batch_{number}": cifar_batch(protocol=protocol) for number in range(1, 6)}
     files |= {"test_batch": cifar_batch(2, protocol=protocol)}
     files |= {"batches.meta": pickle.dumps({b"label_names": [b"cat", b"dog", b"owl"]}, protocol)}
-    return tar(path, {f"cifar-10-batches-py/{name}": raw for name, raw in (files | (replaced or {})).items()})
+    return write_tar(path, {f"cifar-10-batches-py/{name}": raw for name, raw in (files | (replaced or {})).items()})
 
 
 def cifar100_files() -> dict[str, bytes]:
@@ -133,7 +133,7 @@ def cifar100_files() -> dict[str, bytes]:
     return {"train": cifar_batch(), "test": cifar_batch(2), "meta": pickle.dumps(names, 2)}
 
 
-def omniglot(folder: Path) -> Path:
+def write_omniglot(folder: Path) -> Path:
     image = Image.new("1", (105, 105), 1)
     image.paste(0, (0, 0, 52, 105))  # the left half is ink
     buffer = io.BytesIO()
@@ -141,15 +141,15 @@ def omniglot(folder: Path) -> Path:
     for part, alphabets, first in (("background", ("Greek", "Latin"), 1), ("evaluation", ("Runes",), 5)):
         names = [f"{alphabet}/character{number:02}" for alphabet in alphabets for number in (1, 2)]
         files = {
-            f"images_{part}/{name}/{first + place:04}_{drawer:02}.png": buffer.getvalue()
-            for place, name in enumerate(names)
+            f"images_{part}/{name}/{first + index:04}_{drawer:02}.png": buffer.getvalue()
+            for index, name in enumerate(names)
             for drawer in range(1, 4)
         }
-        zipped(folder / f"images_{part}.zip", dict(reversed(files.items())))
+        write_zip(folder / f"images_{part}.zip", dict(reversed(files.items())))
     return folder
 
 
-def leaf(folder: Path, users: dict[str, tuple[list[Any], list[Any]]], file: str = "data/train/0.json") -> Path:
+def write_leaf(folder: Path, users: dict[str, tuple[list[Any], list[Any]]], file: str = "data/train/0.json") -> Path:
     data = {user: {"x": x, "y": y} for user, (x, y) in users.items()}
     content = {"users": list(users), "num_samples": [len(y) for _, y in users.values()], "user_data": data}
     write(folder / file, json.dumps(content))
@@ -198,19 +198,21 @@ Alone.
 """
 
 
-def film(number: int, year: str, genres: set[int]) -> str:
+def film_line(number: int, year: str, genres: set[int]) -> str:
     flags = "|".join(str(int(genre in genres)) for genre in range(19))
     return f"{number}|Film {number} ({year})|{f'01-Jan-{year}' if year else ''}||http://x|{flags}\n"
 
 
-def movielens(folder: Path, ratings: str = "2\t1\t4\t86400\n1\t3\t5\t7200\n1\t1\t3\t3600\n1\t2\t4\t7200\n") -> Path:
-    write(folder / "u.item", film(1, "1995", {1, 5}) + film(2, "", {0}) + film(3, "1970", {5}))
+def write_movielens(
+    folder: Path, ratings: str = "2\t1\t4\t86400\n1\t3\t5\t7200\n1\t1\t3\t3600\n1\t2\t4\t7200\n"
+) -> Path:
+    write(folder / "u.item", film_line(1, "1995", {1, 5}) + film_line(2, "", {0}) + film_line(3, "1970", {5}))
     write(folder / "u.user", "1|25|F|writer|00000\n2|50|M|astronaut|T8H1N\n")
     write(folder / "u.data", ratings)
     return folder
 
 
-def pamap2(folder: Path) -> Path:
+def write_pamap2(folder: Path) -> Path:
     for subject, activities in ((101, (0, 4, 4, 1)), (102, (4, 1))):
         rows = np.repeat(activities, 20)
         table = np.tile(np.arange(54.0), (len(rows), 1)) + np.arange(len(rows))[:, None]
@@ -227,8 +229,8 @@ def har_files() -> dict[str, bytes]:
     files = {}
     for part, rows in (("train", 4), ("test", 2)):
         for number, signal in enumerate(("body_acc", "body_gyro", "total_acc")):
-            for place, axis in enumerate("xyz"):
-                line = "  " + " ".join([f"{3 * number + place:.7e}"] * 128) + "\n"
+            for offset, axis in enumerate("xyz"):
+                line = "  " + " ".join([f"{3 * number + offset:.7e}"] * 128) + "\n"
                 files[f"{part}/Inertial Signals/{signal}_{axis}_{part}.txt"] = (line * rows).encode()
         files[f"{part}/y_{part}.txt"] = "".join(f"{1 + row % 6}\n" for row in range(rows)).encode()
         files[f"{part}/subject_{part}.txt"] = "".join(f"{1 + row // 2}\n" for row in range(rows)).encode()
@@ -236,7 +238,7 @@ def har_files() -> dict[str, bytes]:
     return files
 
 
-def hapt(folder: Path, labels: str = "1 1 5 1 200\n1 1 7 201 300\n2 7 1 11 150\n") -> Path:
+def write_hapt(folder: Path, labels: str = "1 1 5 1 200\n1 1 7 201 300\n2 7 1 11 150\n") -> Path:
     for name, rows in (("exp01_user01", 300), ("exp02_user07", 160)):
         for kind, value in (("acc", 1), ("gyro", 2)):
             lines = "".join(f"{value} {row} {-row}\n" for row in range(rows))
@@ -250,71 +252,71 @@ def hapt(folder: Path, labels: str = "1 1 5 1 200\n1 1 7 201 300\n2 7 1 11 150\n
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_idx(tmp_path: Path, packed: bool) -> None:
-    raw = read("idx", mnist(tmp_path, packed))
-    assert shape(raw) == ((12, 4, 4), (5, 4, 4)) and isinstance(raw.x, np.ndarray)
+    raw = read("idx", write_mnist(tmp_path, packed))
+    assert shapes(raw) == ((12, 4, 4), (5, 4, 4)) and isinstance(raw.x, np.ndarray)
     assert raw.x.dtype == np.uint8 and raw.x[1, 0].tolist() == [16, 17, 18, 19]
     assert raw.y.tolist() == DIGITS.tolist() and raw.client_ids is None
 
 
-def test_qmnist_knows_writers_of_the_images_of_mnist(tmp_path: Path) -> None:
-    raw = read("qmnist", qmnist(tmp_path))
-    assert shape(raw) == ((12, 4, 4), (5, 4, 4))
+def test_qmnist_adds_writers_to_the_images_of_mnist(tmp_path: Path) -> None:
+    raw = read("qmnist", write_qmnist(tmp_path))
+    assert shapes(raw) == ((12, 4, 4), (5, 4, 4))
     assert raw.client_ids is not None and raw.client_ids.tolist() == (2000 + np.arange(12) // 3).tolist()
     assert raw.test_client_ids is not None and raw.test_client_ids.tolist() == [2000, 2000, 2000, 2001, 2001]
     (tmp_path / "mnist").rename(tmp_path / "digits")
     assert len(read("qmnist", tmp_path / "qmnist", images="digits").y) == 12
-    refuse("qmnist", tmp_path / "qmnist", "mnist does not exist")
+    check_refused("qmnist", tmp_path / "qmnist", "mnist does not exist")
 
 
 def test_bad_idx_files_are_refused(tmp_path: Path) -> None:
-    folder = mnist(tmp_path / "good", packed=False)
+    folder = write_mnist(tmp_path / "good", packed=False)
     name = "train-labels-idx1-ubyte"
     good = (folder / name).read_bytes()
-    for bad, words in (
+    for bad, message in (
         (b"\1" + good[1:], "wrong magic"),
         (good[:3] + b"\2" + good[4:], "wrong magic"),
         (good[:-1], "truncated"),
         (good + b"\0", "too long"),
         (good[:2], "wrong magic"),
-        (idx_file(DIGITS[:11].astype(np.uint8)), "12 inputs and 11 labels"),
+        (encode_idx(DIGITS[:11].astype(np.uint8)), "12 inputs and 11 labels"),
     ):
         write(folder / name, bad)
-        refuse("idx", folder, words)
+        check_refused("idx", folder, message)
     (folder / name).unlink()
-    refuse("idx", folder, "no train-labels-idx1-ubyte")
+    check_refused("idx", folder, "no train-labels-idx1-ubyte")
     write(folder / f"{name}.gz", gzip.compress(good)[:-6])
-    refuse("idx", folder, "cannot decompress")
+    check_refused("idx", folder, "cannot decompress")
 
 
 def test_qmnist_of_other_images_is_refused(tmp_path: Path) -> None:
-    folder = qmnist(tmp_path)
+    folder = write_qmnist(tmp_path)
     table = np.zeros((12, 8), np.int32)
     file = folder / "qmnist-train-labels-idx2-int.gz"
-    write(file, gzip.compress(idx_file(table)))
-    refuse("qmnist", folder, "other digits")
-    write(file, gzip.compress(idx_file(table[:5])))
-    refuse("qmnist", folder, "12 rows or more")
+    write(file, gzip.compress(encode_idx(table)))
+    check_refused("qmnist", folder, "digits that differ")
+    write(file, gzip.compress(encode_idx(table[:5])))
+    check_refused("qmnist", folder, "12 rows or more")
 
 
 # --- CIFAR ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4])
-def test_cifar10_pickled_in_any_way(tmp_path: Path, protocol: int) -> None:
-    raw = read("cifar10", cifar10(tmp_path / "cifar-10-python.tar.gz", protocol))
-    assert shape(raw) == ((20, 3, 32, 32), (2, 3, 32, 32)) and raw.class_names == ("cat", "dog", "owl")
+def test_cifar10_in_every_pickle_protocol(tmp_path: Path, protocol: int) -> None:
+    raw = read("cifar10", write_cifar10(tmp_path / "cifar-10-python.tar.gz", protocol))
+    assert shapes(raw) == ((20, 3, 32, 32), (2, 3, 32, 32)) and raw.class_names == ("cat", "dog", "owl")
     assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8 and raw.x[1, 0, 0, 0] == 3072 % 256
     assert raw.y.tolist() == [0, 1, 2, 0] * 5
 
 
-def test_cifar10_as_python_2_pickled_it(tmp_path: Path) -> None:
-    """Texts of Python 2, and numpy's old name for where arrays are made."""
+def test_cifar10_pickled_by_python_2(tmp_path: Path) -> None:
+    """Has Python 2 strings and numpy's old path of the array constructor."""
     old = (
         b"\x80\x02}q\x01(U\x04dataq\x02cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\nq\x04K\x00\x85U\x01b\x87"
         b"Rq\x05(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\nq\x06U\x02u1K\x00K\x01\x87Rq\x07(K\x03U\x01|NNNJ\xff\xff\xff\xff"
         b"J\xff\xff\xff\xffK\x00tb\x89T\x00\x0c\x00\x00" + bytes(3072) + b"tbU\x06labelsq\x08]q\x09K\x02au."
     )
-    raw = read("cifar10", cifar10(tmp_path / "c.tar.gz", replaced={"test_batch": old}))
+    raw = read("cifar10", write_cifar10(tmp_path / "c.tar.gz", replaced={"test_batch": old}))
     assert raw.test is not None and raw.test[1].tolist() == [2]
 
 
@@ -322,16 +324,16 @@ def test_cifar100_archive_folder_and_directory(tmp_path: Path) -> None:
     files = cifar100_files()
     for name, content in files.items():
         write(tmp_path / "unpacked" / "cifar-100-python" / name, content)
-    archive = tar(tmp_path / "cifar-100-python.tar.gz", {f"cifar-100-python/{n}": c for n, c in files.items()})
+    archive = write_tar(tmp_path / "cifar-100-python.tar.gz", {f"cifar-100-python/{n}": c for n, c in files.items()})
     for path in (archive, tmp_path, tmp_path / "unpacked", tmp_path / "unpacked" / "cifar-100-python"):
         raw = read("cifar100", path)
-        assert shape(raw) == ((4, 3, 32, 32), (2, 3, 32, 32)) and raw.class_names == ("cat", "dog", "owl")
+        assert shapes(raw) == ((4, 3, 32, 32), (2, 3, 32, 32)) and raw.class_names == ("cat", "dog", "owl")
     raw = read("cifar100", archive, labels="coarse")
     assert raw.class_names == ("animal",) and not raw.y.any()
-    refuse("cifar100", archive, "unknown labels 'course', did you mean 'coarse'", SettingError, labels="course")
+    check_refused("cifar100", archive, "unknown labels 'course', did you mean 'coarse'", SettingError, labels="course")
 
 
-class Runs:
+class CallOnLoad:
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self.call = function, args
 
@@ -343,13 +345,13 @@ def nested(operation: bytes, levels: int = 300_000) -> bytes:
     return b"\x80\x02}K\x00" + operation * levels + b"K\x00s."
 
 
-def test_hostile_pickles_run_nothing(tmp_path: Path) -> None:
+def test_hostile_pickles_execute_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     command = f"open({str(trace)!r}, 'w')"
-    for bad, words in (
-        (pickle.dumps(Runs(os.system, f"touch {trace}"), 2), "posix.system|nt.system"),
-        (pickle.dumps(Runs(eval, command), 2), "eval"),
-        (pickle.dumps(Runs(eval, command), 4), "eval"),
+    for bad, message in (
+        (pickle.dumps(CallOnLoad(os.system, f"touch {trace}"), 2), "posix.system|nt.system"),
+        (pickle.dumps(CallOnLoad(eval, command), 2), "eval"),
+        (pickle.dumps(CallOnLoad(eval, command), 4), "eval"),
         (b"(S'" + command.encode() + b"'\nibuiltins\neval\n.", "plain data"),  # INST
         (b"(cnumpy\ndtype\nS'" + command.encode() + b"'\no.", "plain data"),  # OBJ
         (b"\x80\x02cnumpy\nload\n(X\x01\x00\x00\x00atR.", "numpy.load"),
@@ -372,24 +374,28 @@ def test_hostile_pickles_run_nothing(tmp_path: Path) -> None:
         (cifar_batch()[:-100], "damaged"),
         (b"", "damaged"),
     ):
-        refuse("cifar10", cifar10(tmp_path / "c.tar.gz", replaced={"data_batch_3": bad}), words)
+        check_refused("cifar10", write_cifar10(tmp_path / "c.tar.gz", replaced={"data_batch_3": bad}), message)
         assert not trace.exists()
 
 
 def test_cifar_labels_beyond_the_names_are_refused(tmp_path: Path) -> None:
-    path = cifar10(tmp_path / "c.tar.gz", replaced={"test_batch": cifar_batch(4, classes=4)})
-    refuse("cifar10", path, r"label 3 in sample 3 \(allowed: 0 to 2\)")
-    refuse("cifar10", tar(path, {"cifar-10-batches-py/test_batch": cifar_batch()}), "has no batches.meta, data_batch_1")
-    refuse("cifar10", cifar10(path, replaced={"batches.meta": pickle.dumps({})}), "no list 'label_names'")
+    path = write_cifar10(tmp_path / "c.tar.gz", replaced={"test_batch": cifar_batch(4, classes=4)})
+    check_refused("cifar10", path, r"label 3 in sample 3 \(allowed: 0 to 2\)")
+    check_refused(
+        "cifar10",
+        write_tar(path, {"cifar-10-batches-py/test_batch": cifar_batch()}),
+        "has no batches.meta, data_batch_1",
+    )
+    check_refused("cifar10", write_cifar10(path, replaced={"batches.meta": pickle.dumps({})}), "no list 'label_names'")
 
 
 # --- archives -------------------------------------------------------------------------------------------------
 
 
-def test_members_that_climb_out_are_refused(tmp_path: Path) -> None:
+def test_members_outside_the_archive_are_refused(tmp_path: Path) -> None:
     for name in ("../evil.txt", "/etc/evil.txt", "a/../../evil.txt", "C:\\evil.txt", "..\\evil.txt"):
-        refuse("plays", tar(tmp_path / "p.tar.gz", {name: b"x"}), "outside the archive")
-        refuse("movielens", zipped(tmp_path / "p.zip", {name: b"x"}), "outside the archive")
+        check_refused("plays", write_tar(tmp_path / "p.tar.gz", {name: b"x"}), "outside the archive")
+        check_refused("movielens", write_zip(tmp_path / "p.zip", {name: b"x"}), "outside the archive")
 
 
 def test_links_and_devices_are_refused(tmp_path: Path) -> None:
@@ -399,45 +405,45 @@ def test_links_and_devices_are_refused(tmp_path: Path) -> None:
             member = tarfile.TarInfo("play.txt")
             member.type, member.linkname = kind, "/etc/passwd"
             archive.addfile(member)
-        refuse("plays", path, "link or device 'play.txt'")
+        check_refused("plays", path, "link or device 'play.txt'")
     path = tmp_path / "links.zip"
     with zipfile.ZipFile(path, "w") as packed:
         entry = zipfile.ZipInfo("ml-100k/u.data")
         entry.external_attr = 0o120777 << 16
         packed.writestr(entry, "/etc/passwd")
-    refuse("movielens", path, "has a link")
+    check_refused("movielens", path, "has a link")
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.9, 0.99])
 def test_truncated_archives_are_refused(tmp_path: Path, keep: float) -> None:
     for name, good in (
-        ("cifar10", cifar10(tmp_path / "c.tar.gz")),
-        ("plays", tar(tmp_path / "p.tar.gz", {"a.txt": DRAW.bytes(50_000)})),
-        ("har", zipped(tmp_path / "h.zip", har_files())),
+        ("cifar10", write_cifar10(tmp_path / "c.tar.gz")),
+        ("plays", write_tar(tmp_path / "p.tar.gz", {"a.txt": RNG.bytes(50_000)})),
+        ("har", write_zip(tmp_path / "h.zip", har_files())),
     ):
         raw = good.read_bytes()
-        refuse(name, write(tmp_path / f"cut-{good.name}", raw[: int(len(raw) * keep)]), "cut-")
+        check_refused(name, write(tmp_path / f"cut-{good.name}", raw[: int(len(raw) * keep)]), "cut-")
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_nothing_and_rubbish_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
-    refuse(name, tmp_path / "missing", "does not exist")
-    refuse(name, write(tmp_path / "rubbish.txt", DRAW.bytes(1000)), "rubbish")
+def test_missing_corrupt_and_empty_paths_are_refused(tmp_path: Path, name: str) -> None:
+    check_refused(name, tmp_path / "missing", "does not exist")
+    check_refused(name, write(tmp_path / "rubbish.txt", RNG.bytes(1000)), "rubbish")
     (tmp_path / "empty").mkdir()
-    refuse(name, tmp_path / "empty", "empty")
-    refuse(name, tmp_path, "unknown option 'color'", SettingError, color="red")
+    check_refused(name, tmp_path / "empty", "empty")
+    check_refused(name, tmp_path, "unknown option 'color'", SettingError, color="red")
 
 
-def test_damaged_files_never_raise_anything_else(tmp_path: Path) -> None:
-    """A byte changed here and there: what is read is right in form, or refused."""
+def test_damaged_files_raise_no_other_errors(tmp_path: Path) -> None:
+    """With random bytes changed, a file is read or refused with a FewerError."""
     np.savez(tmp_path / "a.npz", x=np.zeros((4, 3), np.float32), y=np.arange(4))
     good = {
         "npz": tmp_path / "a.npz",
-        "cifar10": cifar10(tmp_path / "c.tar"),
+        "cifar10": write_cifar10(tmp_path / "c.tar"),
         "jsonl": write(tmp_path / "a.jsonl", '{"text": "a", "label": 0}\n' * 4),
         "csv": write(tmp_path / "a.csv", "a,label\n" + "1.5,0\n" * 5),
-        "movielens": zipped(
-            tmp_path / "m.zip", {file.name: file.read_bytes() for file in movielens(tmp_path).glob("u.*")}
+        "movielens": write_zip(
+            tmp_path / "m.zip", {file.name: file.read_bytes() for file in write_movielens(tmp_path).glob("u.*")}
         ),
     }
     for name, path in good.items():
@@ -445,8 +451,8 @@ def test_damaged_files_never_raise_anything_else(tmp_path: Path) -> None:
         raw = gzip.decompress(raw) if name == "cifar10" else raw
         for _ in range(40):
             damaged = bytearray(raw)
-            for place in DRAW.integers(len(raw), size=3):
-                damaged[place] = DRAW.integers(256)
+            for index in RNG.integers(len(raw), size=3):
+                damaged[index] = RNG.integers(256)
             try:
                 read(name, write(tmp_path / f"damaged{path.suffix}", bytes(damaged)))
             except FewerError as error:
@@ -457,8 +463,8 @@ def test_damaged_files_never_raise_anything_else(tmp_path: Path) -> None:
 
 
 def test_omniglot(tmp_path: Path) -> None:
-    raw = read("omniglot", omniglot(tmp_path))
-    assert shape(raw) == ((12, 28, 28), (6, 28, 28)) and raw.test is not None
+    raw = read("omniglot", write_omniglot(tmp_path))
+    assert shapes(raw) == ((12, 28, 28), (6, 28, 28)) and raw.test is not None
     assert raw.class_names[0] == "Greek/character01" and raw.class_names[4] == "Runes/character01"
     assert raw.y.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 and raw.test[1].tolist() == [4] * 3 + [5] * 3
     assert raw.client_ids is not None and raw.client_ids.tolist() == [1, 2, 3] * 4
@@ -469,18 +475,18 @@ def test_omniglot(tmp_path: Path) -> None:
 
 
 def test_omniglot_unpacked_and_broken(tmp_path: Path) -> None:
-    omniglot(tmp_path)
+    write_omniglot(tmp_path)
     for part in ("background", "evaluation"):
         with zipfile.ZipFile(tmp_path / f"images_{part}.zip") as archive:
             archive.extractall(tmp_path / "unpacked")
     assert len(read("omniglot", tmp_path / "unpacked").y) == 12
-    refuse("omniglot", tmp_path, "size must be >= 1, got 0", SettingError, size=0)
-    zipped(tmp_path / "images_evaluation.zip", {"images_evaluation/A/character01/0001_01.png": png()[:50]})
-    refuse("omniglot", tmp_path, "0001_01.png is a broken image")
-    zipped(tmp_path / "images_evaluation.zip", {"images_evaluation/stray.png": png()})
-    refuse("omniglot", tmp_path, "expected: Alphabet/characterNN")
+    check_refused("omniglot", tmp_path, "size must be >= 1, got 0", SettingError, size=0)
+    write_zip(tmp_path / "images_evaluation.zip", {"images_evaluation/A/character01/0001_01.png": png()[:50]})
+    check_refused("omniglot", tmp_path, "0001_01.png is a broken image")
+    write_zip(tmp_path / "images_evaluation.zip", {"images_evaluation/stray.png": png()})
+    check_refused("omniglot", tmp_path, "expected: Alphabet/characterNN")
     (tmp_path / "images_evaluation.zip").unlink()
-    refuse("omniglot", tmp_path, "no images_evaluation.zip")
+    check_refused("omniglot", tmp_path, "no images_evaluation.zip")
 
 
 # --- LEAF -----------------------------------------------------------------------------------------------------
@@ -488,11 +494,11 @@ def test_omniglot_unpacked_and_broken(tmp_path: Path) -> None:
 
 def test_femnist(tmp_path: Path) -> None:
     white, black = [1.0] * 784, [0.0] * 784
-    leaf(tmp_path, {"f01_1": ([white, black], [0, 61]), "none": ([], [])}, "data/train/a.json")
-    leaf(tmp_path, {"f02_2": ([black], [10])}, "data/train/b.json")
-    leaf(tmp_path, {"f01_1": ([white], [36])}, "data/test/a.json")
+    write_leaf(tmp_path, {"f01_1": ([white, black], [0, 61]), "none": ([], [])}, "data/train/a.json")
+    write_leaf(tmp_path, {"f02_2": ([black], [10])}, "data/train/b.json")
+    write_leaf(tmp_path, {"f01_1": ([white], [36])}, "data/test/a.json")
     raw = read("leaf-femnist", tmp_path)
-    assert shape(raw) == ((3, 28, 28), (1, 28, 28)) and isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8
+    assert shapes(raw) == ((3, 28, 28), (1, 28, 28)) and isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8
     assert raw.x[:, 0, 0].tolist() == [255, 0, 0] and raw.y.tolist() == [0, 61, 10]
     assert raw.client_ids is not None and raw.client_ids.tolist() == [0, 0, 1]
     assert raw.test_client_ids is not None and raw.test_client_ids.tolist() == [0]
@@ -500,19 +506,19 @@ def test_femnist(tmp_path: Path) -> None:
 
 
 def test_leaf_shakespeare_and_sent140(tmp_path: Path) -> None:
-    leaf(tmp_path / "s", {"HAMLET": (["a" * 79 + "é", "b" * 80], ["\n", "}"])}, "data/all_data/all.json")
+    write_leaf(tmp_path / "s", {"HAMLET": (["a" * 79 + "é", "b" * 80], ["\n", "}"])}, "data/all_data/all.json")
     raw = read("leaf-shakespeare", tmp_path / "s")
-    assert shape(raw) == ((2, 80), None) and raw.tokens == tuple(ALPHABET) and raw.time_ordered
+    assert shapes(raw) == ((2, 80), None) and raw.tokens == tuple(ALPHABET) and raw.time_ordered
     assert isinstance(raw.x, np.ndarray) and raw.x[0, -1] == ALPHABET.index(" ") and raw.y.tolist() == [0, 79]
     tweet = ["1", "date", "NO_QUERY", "ann", "so glad", "x"]
-    leaf(tmp_path / "t", {"ann": ([tweet, tweet], [1, 0])}, "train/all.json")
+    write_leaf(tmp_path / "t", {"ann": ([tweet, tweet], [1, 0])}, "train/all.json")
     raw = read("leaf-sent140", tmp_path / "t")
     assert raw.x == ["so glad", "so glad"] and raw.y.tolist() == [1, 0] and raw.test is None
 
 
 def test_bad_leaf_files_are_refused(tmp_path: Path) -> None:
     image = [0.5] * 784
-    for users, words in (
+    for users, message in (
         ({"ann": ([image], [0, 1])}, "user 'ann' has 1 inputs and 2 labels"),
         ({"ann": ([image], [62])}, r"label 62 .* \(allowed: 0 to 61\)"),
         ({"ann": ([image], ["a"])}, "not an integer"),
@@ -523,8 +529,8 @@ def test_bad_leaf_files_are_refused(tmp_path: Path) -> None:
         ({"ann": ([image, [0.5]], [0, 1])}, "not numbers"),
         ({"ann": ([], [])}, "no samples"),
     ):
-        refuse("leaf-femnist", leaf(tmp_path, users), words)
-    for content, words in (
+        check_refused("leaf-femnist", write_leaf(tmp_path, users), message)
+    for content, message in (
         ('{"users": ["a"], "num_samples"', "0.json is not JSON"),
         ("[" * 100_000, "0.json is not JSON"),
         ("[]", "not a LEAF file"),
@@ -537,25 +543,25 @@ def test_bad_leaf_files_are_refused(tmp_path: Path) -> None:
         ('{"users": ["a"], "num_samples": [], "user_data": {"a": {}}}', "cannot read"),
     ):
         write(tmp_path / "data/train/0.json", content)
-        refuse("leaf-femnist", tmp_path, words)
-    refuse("leaf-shakespeare", leaf(tmp_path, {"ann": (["short"], ["a"])}), "80 characters")
-    refuse("leaf-shakespeare", leaf(tmp_path, {"ann": (["a" * 80], ["ab"])}), "one character")
-    refuse("leaf-sent140", leaf(tmp_path, {"ann": ([["a", "b"]], [1])}), "not a tweet")
-    refuse("leaf-sent140", leaf(tmp_path, {"ann": ([["a"] * 5], [2])}), "label 2")
+        check_refused("leaf-femnist", tmp_path, message)
+    check_refused("leaf-shakespeare", write_leaf(tmp_path, {"ann": (["short"], ["a"])}), "80 characters")
+    check_refused("leaf-shakespeare", write_leaf(tmp_path, {"ann": (["a" * 80], ["ab"])}), "one character")
+    check_refused("leaf-sent140", write_leaf(tmp_path, {"ann": ([["a", "b"]], [1])}), "not a tweet")
+    check_refused("leaf-sent140", write_leaf(tmp_path, {"ann": ([["a"] * 5], [2])}), "label 2")
 
 
 # --- arrays ---------------------------------------------------------------------------------------------------
 
 
 def test_npz(tmp_path: Path) -> None:
-    x, y = DRAW.random((6, 3)), np.arange(6) % 2
+    x, y = RNG.random((6, 3)), np.arange(6) % 2
     np.savez(tmp_path / "a.npz", x=x, y=y.astype(float), client=np.array(list("aabbcc")), unused=np.zeros(3))
     raw = read("npz", tmp_path / "a.npz")
     assert np.array_equal(np.asarray(raw.x), x) and raw.y.dtype == np.int64 and raw.test is None
     assert raw.client_ids is not None and raw.client_ids.tolist() == list("aabbcc")
     np.savez(tmp_path / "b.npz", x=x, y=y, x_test=x[:2], y_test=y[:2, None], client_test=np.arange(2))
     raw = read("npz", tmp_path / "b.npz")
-    assert shape(raw) == ((6, 3), (2, 3)) and raw.test_client_ids is not None
+    assert shapes(raw) == ((6, 3), (2, 3)) and raw.test_client_ids is not None
 
 
 @pytest.mark.parametrize("color", [False, True])
@@ -566,14 +572,14 @@ def test_medmnist(tmp_path: Path, color: bool) -> None:
         arrays[f"{part}_labels"] = np.full((count, 1), number, np.uint8)
     np.savez(tmp_path / "organ.npz", **arrays)
     raw = read("npz", tmp_path / "organ.npz")
-    assert shape(raw) == ((8, *(3,) * color, 28, 28), (2, *(3,) * color, 28, 28))
+    assert shapes(raw) == ((8, *(3,) * color, 28, 28), (2, *(3,) * color, 28, 28))
     assert raw.y.tolist() == [0] * 5 + [1] * 3
     assert len(read("npz", tmp_path / "organ.npz", join_validation=False).y) == 5
     np.savez(tmp_path / "chest.npz", **{**arrays, "train_labels": np.zeros((5, 14), np.uint8)})
-    refuse("npz", tmp_path / "chest.npz", "one integer per sample")
+    check_refused("npz", tmp_path / "chest.npz", "one integer per sample")
     del arrays["val_labels"]
     np.savez(tmp_path / "part.npz", **arrays)
-    refuse("npz", tmp_path / "part.npz", "no array 'val_labels'")
+    check_refused("npz", tmp_path / "part.npz", "no array 'val_labels'")
 
 
 def test_bad_npz_files_are_refused(tmp_path: Path) -> None:
@@ -590,11 +596,11 @@ def test_bad_npz_files_are_refused(tmp_path: Path) -> None:
         ({"x": x[:0], "y": y[:0]}, "no samples"),
         ({"x": np.array([{}] * 4, object), "y": y}, "cannot read .* as an npz"),
     ]
-    for arrays, words in wrong:
+    for arrays, message in wrong:
         np.savez(tmp_path / "a.npz", **arrays)
-        refuse("npz", tmp_path / "a.npz", words)
+        check_refused("npz", tmp_path / "a.npz", message)
     np.savez(tmp_path / "a.npz", x=x, y=y)
-    refuse("npz", write(tmp_path / "cut.npz", (tmp_path / "a.npz").read_bytes()[:-30]), "truncated")
+    check_refused("npz", write(tmp_path / "cut.npz", (tmp_path / "a.npz").read_bytes()[:-30]), "truncated")
 
 
 # --- csv and jsonl --------------------------------------------------------------------------------------------
@@ -610,13 +616,13 @@ def test_csv_of_features(tmp_path: Path) -> None:
     assert read("csv", packed).y.tolist() == [3, 0] and not read("csv", packed).class_names
 
 
-def test_csv_of_texts(tmp_path: Path) -> None:
+def test_csv_of_text(tmp_path: Path) -> None:
     raw = read("csv", write(tmp_path / "a.tsv", "text\tlabel\nhello\t1\nthere, you\t0\n"), text="text")
     assert raw.x == ["hello", "there, you"] and raw.y.tolist() == [1, 0]
 
 
 def test_bad_csv_is_refused(tmp_path: Path) -> None:
-    for table, words in (
+    for table, message in (
         ("a,kind\n1,2\n", r"no column 'label' \(it has: a, kind\)"),
         ("a,label\n1,2\n1\n", "line 3 has 1 columns, expected 2"),
         ("a,label\n1,2\nx,3\n", "column 'a', row 2 is not a number: 'x'"),
@@ -629,8 +635,8 @@ def test_bad_csv_is_refused(tmp_path: Path) -> None:
         ("a,label\n", "no rows"),
         ('a,label\n"1,2\n', "cannot read .* as CSV"),
     ):
-        refuse("csv", write(tmp_path / "a.csv", table), words)
-    refuse("csv", write(tmp_path / "a.csv", b"a,label\n\xff,1\n"), "not UTF-8")
+        check_refused("csv", write(tmp_path / "a.csv", table), message)
+    check_refused("csv", write(tmp_path / "a.csv", b"a,label\n\xff,1\n"), "not UTF-8")
 
 
 def test_jsonl(tmp_path: Path) -> None:
@@ -639,14 +645,14 @@ def test_jsonl(tmp_path: Path) -> None:
     raw = read("jsonl", path, text="raw", client="by")
     assert raw.x == ["bad news", "été"] and raw.y.tolist() == [20, 2] and not raw.class_names
     assert raw.client_ids is not None and raw.client_ids.tolist() == ["3", "x"]
-    refuse("jsonl", path, r"line 1 has no 'text' \(it has: by, label, raw\)")
+    check_refused("jsonl", path, r"line 1 has no 'text' \(it has: by, label, raw\)")
     named = write(tmp_path / "b.jsonl", '{"text": "a", "label": "sport"}\n{"text": "b", "label": "art"}\n')
     assert read("jsonl", named).class_names == ("art", "sport")
 
 
 def test_bad_jsonl_is_refused(tmp_path: Path) -> None:
     good = '{"text": "a", "label": 1}\n'
-    for content, words in (
+    for content, message in (
         (good + '{"text": "a", "label"\n', "line 2 is not JSON"),
         (good + "[" * 100_000, "line 2 is not JSON"),
         (good + "[1]", "line 2 is not an object"),
@@ -655,7 +661,7 @@ def test_bad_jsonl_is_refused(tmp_path: Path) -> None:
         (good + "{}", r"line 2 has no 'text' \(it has: nothing\)"),
         ("\n\n", "no samples"),
     ):
-        refuse("jsonl", write(tmp_path / "a.jsonl", content), words)
+        check_refused("jsonl", write(tmp_path / "a.jsonl", content), message)
 
 
 # --- folders of images ----------------------------------------------------------------------------------------
@@ -667,7 +673,7 @@ def test_folder_of_classes(tmp_path: Path) -> None:
     write(tmp_path / "owl" / "notes.txt", "no image")
     Image.new("L", (9, 9), 7).save(tmp_path / "owl" / "c.jpg")
     raw = read("folder", tmp_path)
-    assert shape(raw) == ((3, 3, 32, 32), None) and raw.class_names == ("cat", "owl") and raw.y.tolist() == [0, 1, 1]
+    assert shapes(raw) == ((3, 3, 32, 32), None) and raw.class_names == ("cat", "owl") and raw.y.tolist() == [0, 1, 1]
     assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8 and raw.client_ids is None
     assert raw.x[0, :, 5, 5].tolist() == [255, 0, 0] and raw.x[1, :, 5, 5].tolist() == [0, 255, 0]
     assert read("folder", tmp_path, size=8, gray=True).x.shape == (3, 8, 8)  # type: ignore[union-attr]
@@ -681,25 +687,25 @@ def test_folder_of_domains_and_of_splits(tmp_path: Path) -> None:
     assert raw.client_ids is not None and raw.client_ids.tolist() == ["photo", "photo", "sketch", "sketch"]
     assert raw.y.tolist() == [0, 1, 0, 1] and raw.class_names == ("dog", "guitar")
     assert read("folder", tmp_path / "pacs", depth=1).class_names == ("photo", "sketch")
-    refuse("folder", tmp_path / "pacs", "depth must be 1 .* got 3", SettingError, depth=3)
+    check_refused("folder", tmp_path / "pacs", "depth must be 1 .* got 3", SettingError, depth=3)
     for part in ("train", "val", "test"):
         write(tmp_path / "split" / part / "dog" / "1.png", png())
     raw = read("folder", tmp_path / "split", size=4)
-    assert shape(raw) == ((2, 3, 4, 4), (1, 3, 4, 4)) and raw.class_names == ("dog",) and raw.client_ids is None
+    assert shapes(raw) == ((2, 3, 4, 4), (1, 3, 4, 4)) and raw.class_names == ("dog",) and raw.client_ids is None
 
 
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "cat" / "good.png", png())
     write(tmp_path / "cat" / "broken.png", png(64, 64)[:60])
-    refuse("folder", tmp_path, "broken.png is a broken image")
+    check_refused("folder", tmp_path, "broken.png is a broken image")
     write(tmp_path / "cat" / "broken.png", b"no image at all")
-    refuse("folder", tmp_path, "broken.png is a broken image")
+    check_refused("folder", tmp_path, "broken.png is a broken image")
     write(tmp_path / "cat" / "broken.png", png())
     write(tmp_path / "cat" / "deep" / "a.png", png())
-    refuse("folder", tmp_path, "are 1, 2 folders deep")
+    check_refused("folder", tmp_path, "are 1, 2 folders deep")
     write(tmp_path / "stray.png", png())
-    refuse("folder", tmp_path, "stray.png is not in a class folder", depth=1)
-    refuse("folder", tmp_path, "size must be >= 1, got 0", SettingError, size=0)
+    check_refused("folder", tmp_path, "stray.png is not in a class folder", depth=1)
+    check_refused("folder", tmp_path, "size must be >= 1, got 0", SettingError, size=0)
 
 
 # --- newsgroups -----------------------------------------------------------------------------------------------
@@ -717,7 +723,7 @@ def test_newsgroups(tmp_path: Path) -> None:
         "20news-bydate-test/sci.med/3": b"From: nobody\n\n> all is quoted\n",
         "20news-bydate-test/sci.med/4": b"no blank line",
     }
-    tar(tmp_path / "20news-bydate.tar.gz", files)
+    write_tar(tmp_path / "20news-bydate.tar.gz", files)
     for name, content in files.items():
         write(tmp_path / "tree" / name, content)
     for path in (tmp_path, tmp_path / "20news-bydate.tar.gz", tmp_path / "tree"):
@@ -726,49 +732,53 @@ def test_newsgroups(tmp_path: Path) -> None:
         assert raw.class_names == ("alt.atheism", "sci.med") and raw.test is not None and raw.test[1].tolist() == [1, 1]
         assert raw.client_ids is not None and raw.client_ids.tolist() == ["bob@here.edu", "ann@example.org"]
         assert raw.test_client_ids is not None and raw.test_client_ids.tolist() == ["nobody", "unknown"]
-    refuse("newsgroups", tar(tmp_path / "a.tar.gz", {"somewhere/sci.med/1": POST}), "expected: 20news-bydate-train")
+    check_refused(
+        "newsgroups", write_tar(tmp_path / "a.tar.gz", {"somewhere/sci.med/1": POST}), "expected: 20news-bydate-train"
+    )
 
 
 # --- plays ----------------------------------------------------------------------------------------------------
 
 
-def test_the_alphabet_is_that_of_leaf() -> None:
+def test_the_alphabet_is_the_one_of_leaf() -> None:
     assert len(ALPHABET) == len(set(ALPHABET)) == 80 and ALPHABET[0] == "\n" and ALPHABET[-1] == "}"
     assert encode_characters("\n}é’a\U0001f600").tolist() == [0, 79, 1, ALPHABET.index("'"), ALPHABET.index("a"), 1]
 
 
 def test_speeches_are_separated_from_directions_and_headings(tmp_path: Path) -> None:
-    said = read_roles(write(tmp_path / "lear.txt", PLAY), min_characters=1)
-    assert said == {
+    roles = read_roles(write(tmp_path / "lear.txt", PLAY), min_characters=1)
+    assert roles == {
         "lear/KING": "Hear me now, good fool: the day is long,\nAnd night is “longer”—so they say…\n"
         "And so it goes on after a direction.\nRight after, without an empty line.\n",
         "lear/FIRST FOOL": "Ay.\nAlone.\n",
     }
-    bare = PLAY.replace("KING.\n", "KING\n").replace("FOOL.\n", "FOOL\n")
-    assert read_roles(write(tmp_path / "lear.txt", bare), min_characters=1) == said
-    titled = PLAY.replace("KING.\n", "King.\n").replace("FIRST FOOL.\n", "1 Fool.\n")
-    assert list(read_roles(write(tmp_path / "lear.txt", titled), min_characters=1)) == ["lear/King", "lear/1 Fool"]
+    without_periods = PLAY.replace("KING.\n", "KING\n").replace("FOOL.\n", "FOOL\n")
+    assert read_roles(write(tmp_path / "lear.txt", without_periods), min_characters=1) == roles
+    title_case = PLAY.replace("KING.\n", "King.\n").replace("FIRST FOOL.\n", "1 Fool.\n")
+    assert list(read_roles(write(tmp_path / "lear.txt", title_case), min_characters=1)) == ["lear/King", "lear/1 Fool"]
 
 
-def test_plays_are_windows_on_one_copy_of_the_text(tmp_path: Path) -> None:
+def test_plays_are_windows_into_one_copy_of_the_text(tmp_path: Path) -> None:
     lines = {"ANN": "Ann says this. " * 20, "BOB": "Bob says that! " * 30, "CAT": "Little."}
     play = "ACT I.\n\n" + "\n\n".join(f"{name}.\n{line}" for name, line in lines.items()) + "\n"
-    raw = read("plays", tar(tmp_path / "plays.tar.gz", {"plays/a.txt": play.encode(), "plays/b.txt": play.encode()}))
+    raw = read(
+        "plays", write_tar(tmp_path / "plays.tar.gz", {"plays/a.txt": play.encode(), "plays/b.txt": play.encode()})
+    )
     assert isinstance(raw.x, torch.Tensor) and raw.x.dtype == torch.uint8 and raw.client_ids is not None
-    said = read_roles(tmp_path)
-    assert list(said) == ["a/ANN", "a/BOB", "b/ANN", "b/BOB"]
-    text = "".join(said.values())
+    roles = read_roles(tmp_path)
+    assert list(roles) == ["a/ANN", "a/BOB", "b/ANN", "b/BOB"]
+    text = "".join(roles.values())
     assert raw.x.untyped_storage().nbytes() == len(text) and raw.x.shape == (len(text) - 80, 80)
     assert len(raw.y) == len(raw.client_ids) == len(text) - 80 and raw.time_ordered and len(raw.tokens) == 80
     windows = dict.fromkeys(range(4), 0)
     for row, client in enumerate(raw.client_ids.tolist()):
         if client != NO_CLIENT:
             window = "".join(ALPHABET[code] for code in [*raw.x[row].tolist(), raw.y[row]])
-            assert list(said.values())[client][windows[client] :].startswith(window)
+            assert list(roles.values())[client][windows[client] :].startswith(window)
             windows[client] += 1
-    assert list(windows.values()) == [len(role) - 80 for role in said.values()]
-    refuse("plays", tmp_path, "min_characters must be > 80, got 80", SettingError, min_characters=80)
-    refuse("plays", tmp_path, "no role of 9999", min_characters=9999)
+    assert list(windows.values()) == [len(role) - 80 for role in roles.values()]
+    check_refused("plays", tmp_path, "min_characters must be > 80, got 80", SettingError, min_characters=80)
+    check_refused("plays", tmp_path, "no role of at least 9999", min_characters=9999)
 
 
 # --- MovieLens ------------------------------------------------------------------------------------------------
@@ -776,13 +786,13 @@ def test_plays_are_windows_on_one_copy_of_the_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("header", ["", "userid\titemid\trating\ttimestamp\n"])
 def test_movielens(tmp_path: Path, header: str) -> None:
-    movielens(tmp_path)
+    write_movielens(tmp_path)
     write(tmp_path / "u.data", header + (tmp_path / "u.data").read_text())
     raw = read("movielens", tmp_path)
     assert isinstance(raw.x, np.ndarray) and raw.x.shape == (4, 103) == (4, len(set(FEATURES))) and raw.time_ordered
     assert raw.client_ids is not None and raw.client_ids.tolist() == [1, 1, 1, 2] and raw.y.tolist() == [0, 2, 1, 0]
     assert raw.class_names == ("Film 1 (1995)", "Film 2 ()", "Film 3 (1970)")
-    features = [{FEATURES[place]: float(row[place]) for place in np.flatnonzero(row)} for row in raw.x]
+    features = [{FEATURES[column]: float(row[column]) for column in np.flatnonzero(row)} for row in raw.x]
     user = {"user: age / 50": 0.5, "user: female": 1.0, "user: writer": 1.0}
     assert features[0] == {**user, "time: hour 1": 1.0, "time: Thursday": 1.0}
     expected = {
@@ -808,10 +818,10 @@ def test_movielens(tmp_path: Path, header: str) -> None:
 
 
 def test_movielens_zipped_and_bad(tmp_path: Path) -> None:
-    files = {f"ml-100k/{file.name}": file.read_bytes() for file in movielens(tmp_path / "a").iterdir()}
-    zipped(tmp_path / "zip" / "ml-100k.zip", files)
+    files = {f"ml-100k/{file.name}": file.read_bytes() for file in write_movielens(tmp_path / "a").iterdir()}
+    write_zip(tmp_path / "zip" / "ml-100k.zip", files)
     assert len(read("movielens", tmp_path / "zip").y) == 4
-    for ratings, words in (
+    for ratings, message in (
         ("1\t1\t3\n", "u.data, line 1 has 3 columns, expected 4"),
         ("1\t1\t3\tnoon\n", "cannot read .* as MovieLens"),
         ("3\t1\t3\t1\n", r"user 3 or 3 \(allowed: 1 to 2\)"),
@@ -819,23 +829,23 @@ def test_movielens_zipped_and_bad(tmp_path: Path) -> None:
         ("1\t1\t6\t1\n", r"rating 6 or 6 \(allowed: 1 to 5\)"),
         ("", "no ratings"),
     ):
-        refuse("movielens", movielens(tmp_path / "b", ratings), words)
-    write(movielens(tmp_path / "b") / "u.item", film(2, "1995", {1}))
-    refuse("movielens", tmp_path / "b", "film ids in u.item must be")
+        check_refused("movielens", write_movielens(tmp_path / "b", ratings), message)
+    write(write_movielens(tmp_path / "b") / "u.item", film_line(2, "1995", {1}))
+    check_refused("movielens", tmp_path / "b", "film ids in u.item must be")
     (tmp_path / "b" / "u.user").unlink()
-    refuse("movielens", tmp_path / "b", "no u.user")
+    check_refused("movielens", tmp_path / "b", "no u.user")
 
 
 # --- sensors --------------------------------------------------------------------------------------------------
 
 
 def test_pamap2(tmp_path: Path) -> None:
-    raw = read("pamap2", pamap2(tmp_path), window=10, stride=5, standardize=False)
+    raw = read("pamap2", write_pamap2(tmp_path), window=10, stride=5, standardize=False)
     assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.float32 and raw.class_names == ("lying", "walking")
     assert raw.client_ids is not None and raw.client_ids.tolist() == [101] * 10 + [102] * 6
     assert raw.y.tolist() == [1] * 7 + [0] * 3 + [1] * 3 + [0] * 3
     assert raw.x.shape == (16, 40, 10) and np.isfinite(raw.x).all() and raw.time_ordered
-    assert raw.x[0, 0].tolist() == [2 + row for row in range(20, 30)]  # heart rate, every second one interpolated
+    assert raw.x[0, 0].tolist() == [2 + row for row in range(20, 30)]  # heart rate, every second value interpolated
     assert raw.x[0, 1, 0] == 23 and raw.x[0, 14, 0] == 40
     standardized = read("pamap2", tmp_path / "Protocol", window=10, stride=5).x
     assert isinstance(standardized, np.ndarray)
@@ -845,9 +855,9 @@ def test_pamap2(tmp_path: Path) -> None:
 
 
 def test_bad_pamap2_is_refused(tmp_path: Path) -> None:
-    file = pamap2(tmp_path) / "Protocol" / "subject101.dat"
+    file = write_pamap2(tmp_path) / "Protocol" / "subject101.dat"
     good = file.read_text()
-    for content, words in (
+    for content, message in (
         (good + "1 2 3\n", "not a table of numbers"),
         (good.replace("NaN", "none"), "not a table of numbers"),
         ("1 2 3\n", "has 3 columns"),
@@ -856,63 +866,65 @@ def test_bad_pamap2_is_refused(tmp_path: Path) -> None:
         ("\n".join(" ".join(["1", "1", "NaN"] + ["0"] * 51) for _ in range(20)), "no values in channel 0"),
     ):
         write(file, content)
-        refuse("pamap2", tmp_path, words, window=10, stride=5)
-    refuse("pamap2", tmp_path, "window and stride must be >= 1, got 0 and 64", SettingError, window=0)
+        check_refused("pamap2", tmp_path, message, window=10, stride=5)
+    check_refused("pamap2", tmp_path, "window and stride must be >= 1, got 0 and 64", SettingError, window=0)
     file.rename(file.with_name("subjectX.dat"))
-    refuse("pamap2", tmp_path, "does not name a subject")
+    check_refused("pamap2", tmp_path, "does not name a subject")
 
 
 def test_har(tmp_path: Path) -> None:
     files = {f"UCI HAR Dataset/{name}": content for name, content in har_files().items()}
-    inner = zipped(tmp_path / "inner.zip", files).read_bytes()
-    zipped(tmp_path / "nested" / "har.zip", {"UCI HAR Dataset.zip": inner})
+    inner = write_zip(tmp_path / "inner.zip", files).read_bytes()
+    write_zip(tmp_path / "nested" / "har.zip", {"UCI HAR Dataset.zip": inner})
     for name, content in files.items():
         write(tmp_path / "tree" / name, content)
     for path in (tmp_path / "inner.zip", tmp_path / "nested", tmp_path / "tree", tmp_path / "tree" / "UCI HAR Dataset"):
         raw = read("har", path)
-        assert shape(raw) == ((4, 9, 128), (2, 9, 128)) and raw.class_names[0] == "walking" and raw.time_ordered
+        assert shapes(raw) == ((4, 9, 128), (2, 9, 128)) and raw.class_names[0] == "walking" and raw.time_ordered
         assert isinstance(raw.x, np.ndarray) and raw.x[0, :, 0].tolist() == list(range(9))
         assert raw.y.tolist() == [0, 1, 2, 3]
         assert raw.client_ids is not None and raw.client_ids.tolist() == [1, 1, 2, 2]
     train = tmp_path / "tree" / "UCI HAR Dataset" / "train"
     write(train / "y_train.txt", "1\n2\n3\n7\n")
-    refuse("har", tmp_path / "tree", r"label 6 in sample 3 \(allowed: 0 to 5\)")
+    check_refused("har", tmp_path / "tree", r"label 6 in sample 3 \(allowed: 0 to 5\)")
     write(train / "y_train.txt", "1\n2\n3\n")
-    refuse("har", tmp_path / "tree", "4 inputs and 3 labels")
+    check_refused("har", tmp_path / "tree", "4 inputs and 3 labels")
     signal = train / "Inertial Signals" / "body_acc_x_train.txt"
     write(signal, signal.read_bytes()[: -16 * 128])
-    refuse("har", tmp_path / "tree", "train signals of unequal lengths|not a table")
+    check_refused("har", tmp_path / "tree", "train signals of unequal lengths|not a table")
     signal.unlink()
-    refuse("har", tmp_path / "tree", "no body_acc_x_train.txt")
+    check_refused("har", tmp_path / "tree", "no body_acc_x_train.txt")
 
 
 def test_hapt(tmp_path: Path) -> None:
-    raw = read("hapt", hapt(tmp_path), window=50, stride=25)
+    raw = read("hapt", write_hapt(tmp_path), window=50, stride=25)
     assert raw.y.tolist() == [4] * 7 + [0] * 4 and raw.time_ordered and len(raw.class_names) == 6
     assert raw.client_ids is not None and raw.client_ids.tolist() == [1] * 7 + [7] * 4
     assert isinstance(raw.x, np.ndarray) and raw.x.shape == (11, 6, 50) and raw.x.dtype == np.float32
     assert raw.x[7, :, 0].tolist() == [1, 10, -10, 2, 10, -10]
-    with_changes = read("hapt", tmp_path / "RawData", window=50, stride=25, transitions=True)
-    assert with_changes.y.tolist() == [4] * 7 + [6] * 3 + [0] * 4 and with_changes.class_names[6] == "stand to sit"
-    for labels, words in (
+    with_transitions = read("hapt", tmp_path / "RawData", window=50, stride=25, transitions=True)
+    assert (
+        with_transitions.y.tolist() == [4] * 7 + [6] * 3 + [0] * 4 and with_transitions.class_names[6] == "stand to sit"
+    )
+    for labels, message in (
         ("1 1 13 1 200\n", "labels.txt has '1 1 13 1 200'"),
         ("1 1 5 1 301\n", "within 300 rows"),
         ("1 1 5 1\n", "has 4 columns"),
         ("3 1 5 1 9\n", "no acc_exp03_user01.txt"),
         ("1 1 5 1 9\n", "has no samples"),
     ):
-        refuse("hapt", hapt(tmp_path, labels), words)
-    write(hapt(tmp_path) / "RawData" / "gyro_exp01_user01.txt", "1 2 3\n")
-    refuse("hapt", tmp_path, r"shapes \(300, 3\) and \(1, 3\)")
+        check_refused("hapt", write_hapt(tmp_path, labels), message)
+    write(write_hapt(tmp_path) / "RawData" / "gyro_exp01_user01.txt", "1 2 3\n")
+    check_refused("hapt", tmp_path, r"shapes \(300, 3\) and \(1, 3\)")
 
 
-# --- the real sets --------------------------------------------------------------------------------------------
+# --- real datasets ---------------------------------------------------------------------------------------------
 
-real = pytest.mark.skipif("FEWER_DATA" not in os.environ, reason="FEWER_DATA does not say where the real sets are")
+needs_real_data = pytest.mark.skipif("FEWER_DATA" not in os.environ, reason="FEWER_DATA is not set")
 
 
-def real_set(name: str, where: str, **options: Any) -> RawDataset:
-    return read(name, Path(os.environ["FEWER_DATA"]) / where, **options)
+def read_real(name: str, folder: str, **options: Any) -> RawDataset:
+    return read(name, Path(os.environ["FEWER_DATA"]) / folder, **options)
 
 
 def count(values: Array | None) -> int:
@@ -920,57 +932,57 @@ def count(values: Array | None) -> int:
     return len(np.unique(values))
 
 
-@real
-def test_real_mnist_is_quick() -> None:
+@needs_real_data
+def test_real_mnist_is_fast() -> None:
     times = []
     for _ in range(3):
         start = time.process_time()
-        raw = real_set("idx", "mnist")
+        raw = read_real("idx", "mnist")
         times.append(time.process_time() - start)
-    assert shape(raw) == ((60_000, 28, 28), (10_000, 28, 28)) and min(times) <= 0.7
+    assert shapes(raw) == ((60_000, 28, 28), (10_000, 28, 28)) and min(times) <= 0.7
 
 
-@real
+@needs_real_data
 def test_real_qmnist() -> None:
-    raw = real_set("qmnist", "qmnist")
-    assert shape(raw) == ((60_000, 28, 28), (10_000, 28, 28)) and raw.client_ids is not None
+    raw = read_real("qmnist", "qmnist")
+    assert shapes(raw) == ((60_000, 28, 28), (10_000, 28, 28)) and raw.client_ids is not None
     assert (count(raw.client_ids), count(raw.test_client_ids)) == (539, 297)
     sizes = np.unique(raw.client_ids, return_counts=True)[1]
     assert (sizes.min(), sizes.max()) == (19, 131)
     assert raw.test_client_ids is not None and not set(raw.client_ids.tolist()) & set(raw.test_client_ids.tolist())
 
 
-@real
+@needs_real_data
 @pytest.mark.parametrize(("labels", "classes"), [("fine", 100), ("coarse", 20)])
 def test_real_cifar100(labels: str, classes: int) -> None:
-    raw = real_set("cifar100", "cifar100", labels=labels)
-    assert shape(raw) == ((25_000, 3, 32, 32), (5_000, 3, 32, 32)) and len(raw.class_names) == classes
+    raw = read_real("cifar100", "cifar100", labels=labels)
+    assert shapes(raw) == ((25_000, 3, 32, 32), (5_000, 3, 32, 32)) and len(raw.class_names) == classes
     assert np.bincount(raw.y).tolist() == [25_000 // classes] * classes
 
 
-@real
+@needs_real_data
 def test_real_omniglot() -> None:
-    raw = real_set("omniglot", "omniglot")
-    assert shape(raw) == ((964 * 20, 28, 28), (659 * 20, 28, 28)) and len(raw.class_names) == 964 + 659
+    raw = read_real("omniglot", "omniglot")
+    assert shapes(raw) == ((964 * 20, 28, 28), (659 * 20, 28, 28)) and len(raw.class_names) == 964 + 659
     assert np.bincount(raw.y).tolist() == [20] * 964 and count(raw.client_ids) == 20
     assert len({name.partition("/")[0] for name in raw.class_names}) == 50
     assert raw.test is not None and np.bincount(raw.test[1])[964:].tolist() == [20] * 659
 
 
-@real
+@needs_real_data
 def test_real_newsgroups() -> None:
-    raw = real_set("newsgroups", "20newsgroups")
-    assert shape(raw) == ((11_314,), (7_532,)) and len(raw.class_names) == count(raw.y) == 20
+    raw = read_real("newsgroups", "20newsgroups")
+    assert shapes(raw) == ((11_314,), (7_532,)) and len(raw.class_names) == count(raw.y) == 20
     assert isinstance(raw.x, list) and sum(not text for text in raw.x) < 0.05 * len(raw.x)
 
 
-@real
+@needs_real_data
 def test_real_huffpost() -> None:
-    raw = real_set("jsonl", "huffpost/huffpost.jsonl", text="raw")
-    assert shape(raw) == ((36_900,), None) and np.bincount(raw.y).tolist() == [900] * 41
+    raw = read_real("jsonl", "huffpost/huffpost.jsonl", text="raw")
+    assert shapes(raw) == ((36_900,), None) and np.bincount(raw.y).tolist() == [900] * 41
 
 
-@real
+@needs_real_data
 def test_real_plays() -> None:
     path = Path(os.environ["FEWER_DATA"]) / "shakespeare"
     raw = read("plays", path)
@@ -982,16 +994,16 @@ def test_real_plays() -> None:
     assert count(raw.client_ids) == len(read_roles(path)) + 1
 
 
-@real
+@needs_real_data
 def test_real_hapt() -> None:
-    raw = real_set("npz", "hapt/hapt.npz")
-    assert shape(raw) == ((10_017, 6, 128), None) and count(raw.y) == 6 and count(raw.client_ids) == 30
+    raw = read_real("npz", "hapt/hapt.npz")
+    assert shapes(raw) == ((10_017, 6, 128), None) and count(raw.y) == 6 and count(raw.client_ids) == 30
 
 
-@real
+@needs_real_data
 def test_real_movielens() -> None:
-    raw = real_set("movielens", "movielens-100k")
-    assert shape(raw) == ((100_000, 103), None) and len(raw.class_names) == 1682
+    raw = read_real("movielens", "movielens-100k")
+    assert shapes(raw) == ((100_000, 103), None) and len(raw.class_names) == 1682
     sizes = np.unique(np.asarray(raw.client_ids), return_counts=True)[1]
     assert len(sizes) == 943 and (sizes.min(), sizes.max()) == (20, 737)
     assert isinstance(raw.x, np.ndarray) and np.abs(raw.x).max() < 6

@@ -1,4 +1,4 @@
-"""Methods against arithmetic done by hand: gradients come from formulas in NumPy, not from autograd."""
+"""Methods against a NumPy reference whose gradients come from formulas, not from autograd."""
 
 from __future__ import annotations
 
@@ -56,42 +56,42 @@ def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
     return from_clients(pairs, test=TEST)
 
 
-def batches(method: FedAvg, client: int, round: int) -> list[Batch]:
+def client_batches(method: FedAvg, client: int, round: int) -> list[Batch]:
     """The batches of a client in a round, drawn from the stream of (seed, round, client)."""
     x, y = PAIRS[client]
-    numbers = torch.randint(
+    indices = torch.randint(
         len(y), (method.local_steps, method.batch_size), generator=stream(SEED, round, client, "batches")
     )
-    return [(x[row].astype(np.float64), y[row]) for row in numbers.numpy()]
+    return [(x[row].astype(np.float64), y[row]) for row in indices.numpy()]
 
 
 def residual(scores: Array, y: NDArray[np.int64]) -> Array:
     """Derivative of the mean cross-entropy by the scores: (softmax − one-hot) / batch size."""
-    likely = np.exp(scores - scores.max(axis=1, keepdims=True))
-    likely /= likely.sum(axis=1, keepdims=True)
-    return np.asarray((likely - np.eye(CLASSES)[y]) / len(y))
+    probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    return np.asarray((probabilities - np.eye(CLASSES)[y]) / len(y))
 
 
 def gradient(w: Array, x: Array, y: NDArray[np.int64]) -> Array:
     return residual(x @ w.T, y).T @ x
 
 
-def descent(w: Array, steps: list[Batch], lr: float, mu: float = 0.0) -> Array:
+def run_sgd(w: Array, batches: list[Batch], lr: float, mu: float = 0.0) -> Array:
     start = w
-    for x, y in steps:
+    for x, y in batches:
         w = w - lr * (gradient(w, x, y) + mu * (w - start))
     return w
 
 
-def average(parts: Sequence[Array], sizes: Sequence[int] = SIZES) -> Array:
-    return np.asarray(sum(size * part for size, part in zip(sizes, parts, strict=True)) / sum(sizes))
+def weighted_average(models: Sequence[Array], sizes: Sequence[int] = SIZES) -> Array:
+    return np.asarray(sum(size * model for size, model in zip(sizes, models, strict=True)) / sum(sizes))
 
 
-def close(given: Tensor, expected: Array, tolerance: float = 2e-6) -> bool:
-    return given.shape == expected.shape and bool(np.abs(given.double().numpy() - expected).max() <= tolerance)
+def is_close(actual: Tensor, expected: Array, tolerance: float = 2e-6) -> bool:
+    return actual.shape == expected.shape and bool(np.abs(actual.double().numpy() - expected).max() <= tolerance)
 
 
-def trained(method: FedAvg, **settings: Any) -> Tensor:
+def trained_weight(method: FedAvg, **settings: Any) -> Tensor:
     weight = fewer.run(method, federation(), model=linear(), seed=SEED, **settings).state.model["weight"]
     assert isinstance(weight, Tensor)
     return weight
@@ -114,8 +114,8 @@ class Wiretap(Inline):
 
 
 @dataclass
-class Bench:
-    """A method at work without the engine."""
+class Harness:
+    """Runs the rounds of a method without the engine."""
 
     method: Method
     task: Task
@@ -129,21 +129,21 @@ class Bench:
             self.state = self.method.round(self.state, self.clients)
         return self.state
 
-    def client(self, number: int) -> Client:
-        context = self.contexts(number, self.clients.round)
+    def client(self, id: int) -> Client:
+        context = self.contexts(id, self.clients.round)
         assert isinstance(context, Client)
         return context
 
-    def personal_model(self, number: int) -> Weights:
-        return get_weights(self.method.personal_model(self.client(number), self.method.broadcast(self.state)))
+    def personal_model(self, client: int) -> Weights:
+        return get_weights(self.method.personal_model(self.client(client), self.method.broadcast(self.state)))
 
 
-def bench(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[Any, Any]] = PAIRS) -> Bench:
+def make_harness(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[Any, Any]] = PAIRS) -> Harness:
     data = federation(pairs)
     task = Task((FEATURES,), CLASSES, lambda: copy.deepcopy(net), pretrained=get_weights(net))
     contexts = ContextFactory(data, task, SEED, folder)
     handlers = HandlerRunner(method, contexts, SEED, torch.device("cpu"))
-    return Bench(method, task, Wiretap(len(data), SEED, handlers=handlers), contexts, method.init(task, SEED))
+    return Harness(method, task, Wiretap(len(data), SEED, handlers=handlers), contexts, method.init(task, SEED))
 
 
 def data_bytes(blob: bytes) -> int:
@@ -154,11 +154,11 @@ def data_bytes(blob: bytes) -> int:
 # --- FedAvg ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("steps", "batch", "lr"), [(1, 1, 0.5), (1, 4, 0.1), (3, 2, 0.5)])
-def test_fedavg_round_is_the_mean_by_size_of_local_descents(steps: int, batch: int, lr: float) -> None:
-    method = FedAvg(rounds=1, local_steps=steps, batch_size=batch, lr=lr)
-    expected = average([descent(WEIGHT, batches(method, client, 1), lr) for client in range(3)])
-    assert close(trained(method), expected)
+@pytest.mark.parametrize(("steps", "batch_size", "lr"), [(1, 1, 0.5), (1, 4, 0.1), (3, 2, 0.5)])
+def test_fedavg_round_is_the_mean_of_local_models_by_size(steps: int, batch_size: int, lr: float) -> None:
+    method = FedAvg(rounds=1, local_steps=steps, batch_size=batch_size, lr=lr)
+    expected = weighted_average([run_sgd(WEIGHT, client_batches(method, client, 1), lr) for client in range(3)])
+    assert is_close(trained_weight(method), expected)
     assert np.abs(expected - WEIGHT).max() > 1e-2
 
 
@@ -166,56 +166,59 @@ def test_fedavg_second_round_continues_from_the_mean() -> None:
     method = FedAvg(rounds=2, local_steps=2, batch_size=3, lr=0.3)
     w = WEIGHT
     for round in (1, 2):
-        w = average([descent(w, batches(method, client, round), 0.3) for client in range(3)])
-    assert close(trained(method), w)
+        w = weighted_average([run_sgd(w, client_batches(method, client, round), 0.3) for client in range(3)])
+    assert is_close(trained_weight(method), w)
 
 
-def test_fedavg_of_one_repeated_sample_needs_no_stream() -> None:
-    """All of a client's samples are the same, so it does not matter which are drawn."""
+def test_fedavg_on_identical_samples_does_not_depend_on_the_draw() -> None:
+    """All samples of a client are the same, so it does not matter which are drawn."""
     pairs = [(np.tile(x[:1], (len(y), 1)), np.repeat(y[:1], len(y))) for x, y in PAIRS]
     result = fewer.run(
         FedAvg(rounds=1, local_steps=4, batch_size=7, lr=0.2), federation(pairs), model=linear(), seed=SEED
     )
-    locally = [descent(WEIGHT, [(x[:1].astype(np.float64), y[:1])] * 4, 0.2) for x, y in pairs]
-    assert close(result.state.model["weight"], average(locally))
+    local_models = [run_sgd(WEIGHT, [(x[:1].astype(np.float64), y[:1])] * 4, 0.2) for x, y in pairs]
+    assert is_close(result.state.model["weight"], weighted_average(local_models))
 
 
 def test_fedavg_averages_over_the_clients_that_answered(tmp_path: Path) -> None:
-    none = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
+    empty = (np.zeros((0, FEATURES), np.float32), np.zeros(0, np.int64))
     method = FedAvg(local_steps=2, batch_size=2, lr=0.5)
-    state = bench(method, linear(), tmp_path, [PAIRS[0], none, PAIRS[2]]).rounds(1)
-    locally = [descent(WEIGHT, batches(method, client, 1), 0.5) for client in (0, 2)]
-    assert close(state.model["weight"], average(locally, [3, 2]))
+    state = make_harness(method, linear(), tmp_path, [PAIRS[0], empty, PAIRS[2]]).rounds(1)
+    local_models = [run_sgd(WEIGHT, client_batches(method, client, 1), 0.5) for client in (0, 2)]
+    assert is_close(state.model["weight"], weighted_average(local_models, [3, 2]))
 
 
-def test_fedavg_averages_over_the_cohort_alone(tmp_path: Path) -> None:
+def test_fedavg_averages_over_the_cohort_only(tmp_path: Path) -> None:
     method = FedAvg(local_steps=2, batch_size=2, lr=0.5, cohort=1)
-    work = bench(method, linear(), tmp_path)
-    state = work.rounds(1)
-    (asked,) = {call.client for call, _ in work.clients.down}
-    assert close(state.model["weight"], descent(WEIGHT, batches(method, asked, 1), 0.5))
+    harness = make_harness(method, linear(), tmp_path)
+    state = harness.rounds(1)
+    (asked,) = {call.client for call, _ in harness.clients.down}
+    assert is_close(state.model["weight"], run_sgd(WEIGHT, client_batches(method, asked, 1), 0.5))
 
 
-def test_fedavg_codec_rounds_both_ways() -> None:
+def test_fedavg_codec_rounds_in_both_directions() -> None:
     method = FedAvg(rounds=1, local_steps=2, batch_size=2, lr=0.5, codec="float16")
     start = WEIGHT.astype(np.float16).astype(np.float64)
-    locally = [descent(start, batches(method, client, 1), 0.5) for client in range(3)]
-    expected = average([w.astype(np.float32).astype(np.float16).astype(np.float64) for w in locally])
-    assert close(trained(method), expected)
-    assert not close(trained(method), average([descent(WEIGHT, batches(method, p, 1), 0.5) for p in range(3)]))
+    local_models = [run_sgd(start, client_batches(method, client, 1), 0.5) for client in range(3)]
+    expected = weighted_average([w.astype(np.float32).astype(np.float16).astype(np.float64) for w in local_models])
+    assert is_close(trained_weight(method), expected)
+    assert not is_close(
+        trained_weight(method),
+        weighted_average([run_sgd(WEIGHT, client_batches(method, client, 1), 0.5) for client in range(3)]),
+    )
 
 
-def test_fedavg_messages_hold_the_model_and_the_size(tmp_path: Path) -> None:
-    work = bench(FedAvg(local_steps=1, batch_size=1), linear(), tmp_path)
-    work.rounds(1)
-    assert len(work.clients.down) == len(work.clients.up) == 3
-    for call, blob in work.clients.up:
+def test_fedavg_messages_contain_the_model_and_the_size(tmp_path: Path) -> None:
+    harness = make_harness(FedAvg(local_steps=1, batch_size=1), linear(), tmp_path)
+    harness.rounds(1)
+    assert len(harness.clients.down) == len(harness.clients.up) == 3
+    for call, blob in harness.clients.up:
         fields = decode(blob)[1]
         assert fields.keys() == {"model", "size"} and fields["size"] == SIZES[call.client]
-    for _, blob in work.clients.down + work.clients.up:
+    for _, blob in harness.clients.down + harness.clients.up:
         assert data_bytes(blob) == 4 * FEATURES * CLASSES
-    for direction, blobs in (("down", work.clients.down), ("up", work.clients.up)):
-        assert work.clients.ledger.total[direction] == sum(len(blob) for _, blob in blobs)  # type: ignore[index]
+    for direction, blobs in (("down", harness.clients.down), ("up", harness.clients.up)):
+        assert harness.clients.ledger.total[direction] == sum(len(blob) for _, blob in blobs)  # type: ignore[index]
 
 
 def test_evaluation_is_accuracy_and_loss_on_the_test_set() -> None:
@@ -233,40 +236,40 @@ def test_evaluation_is_accuracy_and_loss_on_the_test_set() -> None:
 @pytest.mark.parametrize("mu", [0.0, 0.7, 2.0])
 def test_fedprox_adds_mu_times_the_difference_to_the_gradient(mu: float) -> None:
     method = FedProx(rounds=1, local_steps=3, batch_size=2, lr=0.3, mu=mu)
-    expected = average([descent(WEIGHT, batches(method, client, 1), 0.3, mu) for client in range(3)])
-    assert close(trained(method), expected)
+    expected = weighted_average([run_sgd(WEIGHT, client_batches(method, client, 1), 0.3, mu) for client in range(3)])
+    assert is_close(trained_weight(method), expected)
 
 
 def test_fedprox_differs_from_fedavg_from_the_second_step_on() -> None:
     def distance(steps: int) -> float:
-        plain, held = (
-            trained(kind(rounds=1, local_steps=steps, batch_size=2, lr=0.3))
-            for kind in (FedAvg, lambda **s: FedProx(mu=0.7, **s))
+        fedavg, fedprox = (
+            trained_weight(build(rounds=1, local_steps=steps, batch_size=2, lr=0.3))
+            for build in (FedAvg, lambda **settings: FedProx(mu=0.7, **settings))
         )
-        return float((plain - held).abs().max())
+        return float((fedavg - fedprox).abs().max())
 
     assert distance(1) == 0
     assert distance(2) > 1e-3
 
 
-def test_fedprox_anchor_is_the_model_of_its_round() -> None:
+def test_fedprox_anchor_is_the_global_model_of_the_round() -> None:
     method = FedProx(rounds=2, local_steps=2, batch_size=2, lr=0.3, mu=1.5)
     w = WEIGHT
     for round in (1, 2):
-        w = average([descent(w, batches(method, client, round), 0.3, 1.5) for client in range(3)])
-    assert close(trained(method), w)
+        w = weighted_average([run_sgd(w, client_batches(method, client, round), 0.3, 1.5) for client in range(3)])
+    assert is_close(trained_weight(method), w)
 
 
 def test_fedprox_without_mu_is_fedavg_bit_for_bit() -> None:
     settings = {"rounds": 2, "local_steps": 3, "batch_size": 2, "lr": 0.3}
-    assert torch.equal(trained(FedProx(mu=0, **settings)), trained(FedAvg(**settings)))
+    assert torch.equal(trained_weight(FedProx(mu=0, **settings)), trained_weight(FedAvg(**settings)))
 
 
 # --- FedBN ----------------------------------------------------------------------------------------------------
 
 
 class Normed(nn.Module):
-    """Batch norm of the inputs, then a linear map: its gradients need no chain through the statistics."""
+    """Batch norm of the inputs, then a linear layer: gradients do not flow through the batch statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,70 +295,76 @@ def normed() -> Normed:
     return net
 
 
-def descent_with_norm(own: dict[str, Array], w: Array, steps: list[Batch], lr: float) -> tuple[dict[str, Array], Array]:
-    """h = γ x̂ + β and scores = W h, with x̂ from the batch's mean and variance; running ones follow by a tenth."""
-    gamma, beta, mean, var = (own[part] for part in ("weight", "bias", "running_mean", "running_var"))
-    for x, y in steps:
-        here, spread = x.mean(axis=0), x.var(axis=0)
-        normal = (x - here) / np.sqrt(spread + 1e-5)
-        away = residual((gamma * normal + beta) @ w.T, y)
-        back = away @ w
+def run_sgd_with_norm(
+    norms: dict[str, Array], w: Array, batches: list[Batch], lr: float
+) -> tuple[dict[str, Array], Array]:
+    """h = γ x̂ + β and scores = W h. x̂ uses the batch's mean and variance; the running statistics have momentum 0.1."""
+    gamma, beta, mean, var = (norms[part] for part in ("weight", "bias", "running_mean", "running_var"))
+    for x, y in batches:
+        batch_mean, batch_var = x.mean(axis=0), x.var(axis=0)
+        normalized = (x - batch_mean) / np.sqrt(batch_var + 1e-5)
+        d_scores = residual((gamma * normalized + beta) @ w.T, y)
+        d_hidden = d_scores @ w
         w, gamma, beta = (
-            w - lr * away.T @ (gamma * normal + beta),
-            gamma - lr * (back * normal).sum(axis=0),
-            beta - lr * back.sum(axis=0),
+            w - lr * d_scores.T @ (gamma * normalized + beta),
+            gamma - lr * (d_hidden * normalized).sum(axis=0),
+            beta - lr * d_hidden.sum(axis=0),
         )
-        mean, var = 0.9 * mean + 0.1 * here, 0.9 * var + 0.1 * spread * len(x) / (len(x) - 1)
+        mean, var = 0.9 * mean + 0.1 * batch_mean, 0.9 * var + 0.1 * batch_var * len(x) / (len(x) - 1)
     return {"weight": gamma, "bias": beta, "running_mean": mean, "running_var": var}, w
 
 
-def test_fedbn_by_hand(tmp_path: Path) -> None:
+def test_fedbn_matches_numpy(tmp_path: Path) -> None:
     method = FedBN(local_steps=2, batch_size=4, lr=0.2)
-    work = bench(method, normed(), tmp_path)
-    first = {
-        name.removeprefix("norm."): t.double().numpy() for name, t in get_weights(normed()).items() if name in NORMS
+    harness = make_harness(method, normed(), tmp_path)
+    initial = {
+        name.removeprefix("norm."): tensor.double().numpy()
+        for name, tensor in get_weights(normed()).items()
+        if name in NORMS
     }
-    own, w = [first] * 3, WEIGHT
+    norms, w = [initial] * 3, WEIGHT
     for round in (1, 2):
-        ends = [descent_with_norm(own[p], w, batches(method, p, round), 0.2) for p in range(3)]
-        own, w = [end[0] for end in ends], average([end[1] for end in ends])
-        state = work.rounds(1)
-        assert list(state.model) == ["head.weight"] and close(state.model["head.weight"], w, 1e-5)
+        results = [
+            run_sgd_with_norm(norms[client], w, client_batches(method, client, round), 0.2) for client in range(3)
+        ]
+        norms, w = [result[0] for result in results], weighted_average([result[1] for result in results])
+        state = harness.rounds(1)
+        assert list(state.model) == ["head.weight"] and is_close(state.model["head.weight"], w, 1e-5)
     for client in range(3):
-        mine = work.personal_model(client)
-        assert close(mine["head.weight"], w, 1e-5)
-        assert all(close(mine[f"norm.{part}"], value, 1e-5) for part, value in own[client].items())
-        assert int(mine["norm.num_batches_tracked"]) == 4
+        personal = harness.personal_model(client)
+        assert is_close(personal["head.weight"], w, 1e-5)
+        assert all(is_close(personal[f"norm.{part}"], value, 1e-5) for part, value in norms[client].items())
+        assert int(personal["norm.num_batches_tracked"]) == 4
 
 
-def test_fedbn_norms_stay_and_differ_while_the_rest_is_common(tmp_path: Path) -> None:
-    work = bench(FedBN(local_steps=2, batch_size=4), normed(), tmp_path)
-    work.rounds(2)
-    one, two = work.personal_model(0), work.personal_model(1)
-    assert one.keys() == two.keys() == {"head.weight", *NORMS}
-    assert torch.equal(one["head.weight"], two["head.weight"])
+def test_fedbn_clients_differ_in_their_norms_only(tmp_path: Path) -> None:
+    harness = make_harness(FedBN(local_steps=2, batch_size=4), normed(), tmp_path)
+    harness.rounds(2)
+    first, second = harness.personal_model(0), harness.personal_model(1)
+    assert first.keys() == second.keys() == {"head.weight", *NORMS}
+    assert torch.equal(first["head.weight"], second["head.weight"])
     for name in NORMS - {"norm.num_batches_tracked"}:
-        assert not torch.equal(one[name], two[name])
-    kept = work.client(0).store.get("norms")
-    assert kept is not None and kept.keys() == NORMS
-    assert all(torch.equal(kept[name], one[name]) for name in NORMS)
+        assert not torch.equal(first[name], second[name])
+    stored = harness.client(0).store.get("norms")
+    assert stored is not None and stored.keys() == NORMS
+    assert all(torch.equal(stored[name], first[name]) for name in NORMS)
 
 
 def test_fedbn_sends_no_norms(tmp_path: Path) -> None:
-    work = bench(FedBN(local_steps=2, batch_size=4), normed(), tmp_path)
-    work.rounds(2)
-    traffic = work.clients.down + work.clients.up
+    harness = make_harness(FedBN(local_steps=2, batch_size=4), normed(), tmp_path)
+    harness.rounds(2)
+    traffic = harness.clients.down + harness.clients.up
     assert len(traffic) == 12
     for _, blob in traffic:
         assert list(decode(blob)[1]["model"]) == ["head.weight"]
         assert b"norm" not in blob and b"running" not in blob
         assert data_bytes(blob) == 4 * FEATURES * CLASSES
-    assert sum(work.clients.ledger.total.values()) == sum(len(blob) for _, blob in traffic)
+    assert sum(harness.clients.ledger.total.values()) == sum(len(blob) for _, blob in traffic)
 
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_fedbn_bytes_of_the_small_cnn(norm: Norm, tmp_path: Path) -> None:
-    """Each message is 4 bytes for each of the 26,390 weights outside the norms, and a header below 1 %."""
+    """Each message has 4 bytes for each of the 26,390 weights outside the norms, and a header of less than 1 %."""
     x = np.random.default_rng(0).integers(256, size=(12, 28, 28), dtype=np.uint8)
     data = from_clients([(x[:6], np.arange(6)), (x[6:], np.arange(4, 10))], test=(x, np.arange(12) % 10))
     result = fewer.run(FedBN(rounds=1, local_steps=1, batch_size=4), data, norm=norm, seed=0, out=tmp_path / "run")
@@ -364,26 +373,26 @@ def test_fedbn_bytes_of_the_small_cnn(norm: Norm, tmp_path: Path) -> None:
         assert 2 * payload < result.history[-1][direction] <= 2 * payload * 1.01
     assert sum(tensor.numel() for tensor in result.state.model.values()) == 26_390
     nets = [get_weights(result.personal_model(client)) for client in range(2)]
-    own = norm_weight_names(result.task.net())
-    assert len(own) == (10 if norm == "batch" else 4)
+    norm_names = norm_weight_names(result.task.net())
+    assert len(norm_names) == (10 if norm == "batch" else 4)
     for name in nets[0]:
-        if name not in own:
+        if name not in norm_names:
             assert torch.equal(nets[0][name], nets[1][name])
-    for name in own - {"encoder.1.num_batches_tracked", "encoder.4.num_batches_tracked"}:
+    for name in norm_names - {"encoder.1.num_batches_tracked", "encoder.4.num_batches_tracked"}:
         assert not torch.equal(nets[0][name], nets[1][name])
 
 
-def test_fedbn_client_that_was_never_asked_has_the_initial_norms(tmp_path: Path) -> None:
-    work = bench(FedBN(local_steps=2, batch_size=4, cohort=1), normed(), tmp_path)
-    work.rounds(1)
-    asked = work.clients.down[0][0].client
+def test_fedbn_client_outside_every_cohort_has_the_initial_norms(tmp_path: Path) -> None:
+    harness = make_harness(FedBN(local_steps=2, batch_size=4, cohort=1), normed(), tmp_path)
+    harness.rounds(1)
+    asked = harness.clients.down[0][0].client
     for client in range(3):
-        mine, first = work.personal_model(client), get_weights(normed())
-        assert all(torch.equal(mine[name], first[name]) for name in NORMS) == (client != asked)
-        assert torch.equal(mine["head.weight"], work.state.model["head.weight"])
+        personal, initial = harness.personal_model(client), get_weights(normed())
+        assert all(torch.equal(personal[name], initial[name]) for name in NORMS) == (client != asked)
+        assert torch.equal(personal["head.weight"], harness.state.model["head.weight"])
 
 
-def test_fedbn_needs_norms() -> None:
+def test_fedbn_needs_norm_layers() -> None:
     with pytest.raises(SettingError, match="fedbn needs a model with normalization layers"):
         fewer.run(FedBN(rounds=1), federation(), model=linear(), seed=0)
 
@@ -391,43 +400,43 @@ def test_fedbn_needs_norms() -> None:
 # --- Local ----------------------------------------------------------------------------------------------------
 
 
-def test_local_is_plain_descent_of_each_client(tmp_path: Path) -> None:
+def test_local_is_plain_sgd_on_each_client(tmp_path: Path) -> None:
     method = Local(rounds=3, local_steps=2, batch_size=2, lr=0.3)
     result = fewer.run(method, federation(), model=linear(), seed=SEED, out=tmp_path / "run")
     for client in range(3):
         w = WEIGHT
         for round in (1, 2, 3):
-            w = descent(w, batches(method, client, round), 0.3)
-        assert close(get_weights(result.personal_model(client))["weight"], w)
+            w = run_sgd(w, client_batches(method, client, round), 0.3)
+        assert is_close(get_weights(result.personal_model(client))["weight"], w)
     with pytest.raises(SettingError, match="local has no global model"):
         _ = result.model
 
 
 def test_local_clients_do_not_influence_each_other(tmp_path: Path) -> None:
     def models(pairs: Sequence[tuple[Any, Any]], name: str) -> list[Tensor]:
-        work = bench(Local(local_steps=3, batch_size=2, lr=0.3), linear(), tmp_path / name, pairs)
-        work.rounds(2)
-        return [work.personal_model(client)["weight"] for client in range(3)]
+        harness = make_harness(Local(local_steps=3, batch_size=2, lr=0.3), linear(), tmp_path / name, pairs)
+        harness.rounds(2)
+        return [harness.personal_model(client)["weight"] for client in range(3)]
 
     before = models(PAIRS, "before")
     after = models([(PAIRS[0][0] * 3 + 1, 1 - PAIRS[0][1]), *PAIRS[1:]], "after")
     assert [torch.equal(a, b) for a, b in zip(before, after, strict=True)] == [False, True, True]
 
 
-def test_local_sends_nothing_but_the_order(tmp_path: Path) -> None:
-    work = bench(Local(local_steps=1, batch_size=1), linear(), tmp_path)
-    work.rounds(2)
-    traffic = work.clients.down + work.clients.up
+def test_local_sends_only_empty_messages(tmp_path: Path) -> None:
+    harness = make_harness(Local(local_steps=1, batch_size=1), linear(), tmp_path)
+    harness.rounds(2)
+    traffic = harness.clients.down + harness.clients.up
     assert len(traffic) == 12
     for _, blob in traffic:
         assert decode(blob)[1] == {} and data_bytes(blob) == 0 and len(blob) < 150
-    assert sum(work.clients.ledger.total.values()) == sum(len(blob) for _, blob in traffic) < 12 * 150
+    assert sum(harness.clients.ledger.total.values()) == sum(len(blob) for _, blob in traffic) < 12 * 150
 
 
-# --- pieces ---------------------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------------------
 
 
-def test_weighted_mean_by_hand() -> None:
+def test_weighted_mean_of_each_dtype() -> None:
     models = [
         {
             "w": torch.tensor([[1.0, 2.0]]),
@@ -456,7 +465,7 @@ def test_weighted_mean_is_summed_in_float64() -> None:
     assert abs(weighted_mean(models, [1, 1, 1])["w"].item() - 1 / 3) < 1e-7
 
 
-def test_weighted_mean_of_one_is_itself() -> None:
+def test_weighted_mean_of_one_model_is_that_model() -> None:
     model = get_weights(SmallCNN((1, 8, 8), 3, "batch"))
     mean = weighted_mean([model], [17])
     assert all(torch.equal(mean[name], tensor) for name, tensor in model.items())
@@ -468,16 +477,16 @@ def test_weighted_mean_needs_models_and_shares(count: int, shares: list[float]) 
         weighted_mean([{"w": torch.zeros(1)}] * count, shares)
 
 
-def test_batches_are_drawn_from_all_with_replacement() -> None:
-    numbers = draw_batches(5, 200, 3, torch.Generator().manual_seed(0))
-    assert numbers.shape == (200, 3)
-    counts = torch.bincount(numbers.reshape(-1), minlength=5)
+def test_batches_are_drawn_from_all_samples_with_replacement() -> None:
+    indices = draw_batches(5, 200, 3, torch.Generator().manual_seed(0))
+    assert indices.shape == (200, 3)
+    counts = torch.bincount(indices.reshape(-1), minlength=5)
     assert len(counts) == 5 and int(counts.min()) > 80
-    assert any(len(set(row)) < 3 for row in numbers.tolist())
-    assert torch.equal(numbers, draw_batches(5, 200, 3, torch.Generator().manual_seed(0)))
+    assert any(len(set(row)) < 3 for row in indices.tolist())
+    assert torch.equal(indices, draw_batches(5, 200, 3, torch.Generator().manual_seed(0)))
 
 
-def test_sgd_leaves_frozen_weights_alone() -> None:
+def test_sgd_does_not_change_frozen_weights() -> None:
     net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES))
     net[0].requires_grad_(False)
     before = get_weights(net)
@@ -486,13 +495,13 @@ def test_sgd_leaves_frozen_weights_alone() -> None:
     assert changed == {"1.weight", "1.bias"} and net.training
 
 
-def test_score_counts_and_adds_up() -> None:
+def test_evaluation_adds_up_over_batches() -> None:
     net = linear().train()
     x, y = torch.from_numpy(TEST[0]), torch.from_numpy(TEST[1])
-    whole, parts = evaluate_net(net, [(x, y)]), evaluate_net(net, [(x[:4], y[:4]), (x[4:], y[4:])])
-    assert whole.total == parts.total == 11 and whole.correct == parts.correct
-    assert whole.correct == int(((TEST[0] @ WEIGHT.T).argmax(axis=1) == TEST[1]).sum())
-    assert abs(whole.loss - parts.loss) < 1e-5 and not net.training
+    at_once, in_parts = evaluate_net(net, [(x, y)]), evaluate_net(net, [(x[:4], y[:4]), (x[4:], y[4:])])
+    assert at_once.total == in_parts.total == 11 and at_once.correct == in_parts.correct
+    assert at_once.correct == int(((TEST[0] @ WEIGHT.T).argmax(axis=1) == TEST[1]).sum())
+    assert abs(at_once.loss - in_parts.loss) < 1e-5 and not net.training
 
 
 # --- models ---------------------------------------------------------------------------------------------------
@@ -510,7 +519,7 @@ def test_small_cnn_takes_images_of_any_size(shape: tuple[int, int, int]) -> None
     assert SmallCNN(shape, 4)(torch.zeros(3, *shape)).shape == (3, 4)
 
 
-def test_a_model_that_is_unknown_or_does_not_fit() -> None:
+def test_unknown_or_unsuitable_models_are_rejected() -> None:
     with pytest.raises(SettingError, match="unknown model 'cnm', did you mean 'cnn'"):
         fewer.run(FedAvg(rounds=1), federation(), model="cnm")
     with pytest.raises(SettingError, match=r"images .* but inputs have shape \(3,\)"):
@@ -553,12 +562,12 @@ def test_small_cnn_norms() -> None:
         ({}, "weights do not fit the model: bias, weight$"),
         ({"weight": torch.zeros(2, 3)}, "weights do not fit the model: bias$"),
         ({"weight": torch.zeros(2, 3), "bias": torch.zeros(2), "more": torch.zeros(1)}, "the model: more$"),
-        ({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, r"weight is \(3, 2\)$"),
-        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(1)}, r"bias is \(1,\)$"),
+        ({"weight": torch.zeros(3, 2), "bias": torch.zeros(2)}, r"weight has shape \(3, 2\), expected \(2, 3\)$"),
+        ({"weight": torch.zeros(2, 3), "bias": torch.zeros(1)}, r"bias has shape \(1,\), expected \(2,\)$"),
         ({str(number): torch.zeros(1) for number in range(9)}, "the model: 0, 1, 2 …$"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_and_change_nothing(weights: Weights, reason: str) -> None:
+def test_weights_that_do_not_fit_are_refused_and_not_loaded(weights: Weights, reason: str) -> None:
     net = nn.Linear(3, 2)
     before = get_weights(net)
     with pytest.raises(Refused, match=reason):
@@ -571,22 +580,22 @@ def test_weights_are_copies() -> None:
     weights = get_weights(net)
     load_weights(net, {name: torch.full_like(tensor, 7) for name, tensor in weights.items()})
     assert not any((tensor == 7).any() for tensor in weights.values())
-    kept = get_weights(net)
-    load_weights(nn.Linear(3, 2), kept)
+    copies = get_weights(net)
+    load_weights(nn.Linear(3, 2), copies)
     assert all((tensor == 7).all() for tensor in net.state_dict().values())
     with torch.no_grad():
         net.weight.zero_()
-    assert (kept["weight"] == 7).all()
+    assert (copies["weight"] == 7).all()
 
 
-def test_initial_weights_depend_on_the_seed_alone() -> None:
+def test_initial_weights_depend_on_the_seed_only() -> None:
     task = Task((1, 28, 28), 10, lambda: SmallCNN((1, 28, 28), 10))
     torch.manual_seed(1)
-    one = task.initial_weights(3)
+    first = task.initial_weights(3)
     torch.manual_seed(2)
-    again, other = task.initial_weights(3), task.initial_weights(4)
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    assert not torch.equal(one["head.weight"], other["head.weight"])
+    same_seed, other_seed = task.initial_weights(3), task.initial_weights(4)
+    assert all(torch.equal(first[name], same_seed[name]) for name in first)
+    assert not torch.equal(first["head.weight"], other_seed["head.weight"])
 
 
 def test_pretrained_weights_are_the_initial_weights() -> None:

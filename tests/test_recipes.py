@@ -14,6 +14,7 @@ import pytest
 from fewer.data.sources import EMBEDDED
 from fewer.errors import SettingError
 from fewer.experiments import Row, recipes
+from fewer.experiments.studies import parse_study
 from fewer.methods import find
 from fewer.report import plot_recipe
 from fewer.report.metrics import interval
@@ -54,16 +55,16 @@ tune = true
 def test_a_recipe_prints_our_results_next_to_the_papers(tmp_path: Path) -> None:
     file = tmp_path / "small.toml"
     file.write_text(f'figure = "rounds"\n{RECIPE}')
-    words: list[str | Path] = ["reproduce", file, "--results", tmp_path / "results", "--out", tmp_path / "runs"]
-    text = call(*words).stdout
+    args: list[str | Path] = ["reproduce", file, "--results", tmp_path / "results", "--out", tmp_path / "runs"]
+    text = call(*args).stdout
     content = json.loads((tmp_path / "results/small.json").read_text())
     assert content["command"] == f"fewer reproduce {file}" and "torch" in content["machine"]
     cells = {(cell["row"], cell["column"]): cell for cell in content["cells"]}
     assert len(cells) == 4
-    places = json.loads((tmp_path / "runs/recipe.json").read_text())["cells"]
-    assert places["alpha-0.5/fedavg-given"] == {"row": "FedAvg, given", "column": "α = 0.5", "paper": 12.5}
+    recorded_cells = json.loads((tmp_path / "runs/recipe.json").read_text())["cells"]
+    assert recorded_cells["alpha-0.5/fedavg-given"] == {"row": "FedAvg, given", "column": "α = 0.5", "paper": 12.5}
     assert {path.parent.name for path in (tmp_path / "runs").glob("*/*/settings.json")} >= {
-        f"{place.split('/')[1]}-seed0" for place in places
+        f"{cell_path.split('/')[1]}-seed0" for cell_path in recorded_cells
     }
     given = cells["FedAvg, given", "α = 0.5"]
     assert given["paper"] == 12.5 and given["ours"]["seeds"] == [0, 1] and given["ours"]["settings"]["lr"] == 0.05
@@ -78,23 +79,26 @@ def test_a_recipe_prints_our_results_next_to_the_papers(tmp_path: Path) -> None:
     assert sum(seed[-1]["up"] for seed in curves) / 2e6 == pytest.approx(given["ours"]["mb_up"])
     assert "![Accuracy by round of each row](small.png)" in text
     assert (tmp_path / "results/small.png").read_bytes().startswith(b"\x89PNG")
-    again = call(*words)  # everything is there: nothing is run again
+    again = call(*args)  # all results exist: nothing runs again
     assert "accuracy" not in again.stderr and (tmp_path / "results/small.json").read_text() == before
-    quick = call(*words[:2], "--quick", "--results", tmp_path / "results", "--out", tmp_path / "quick").stdout
+    quick = call(*args[:2], "--quick", "--results", tmp_path / "results", "--out", tmp_path / "quick").stdout
     assert "**Quick mode**" in quick and (tmp_path / "results/small-quick.md").exists()
 
 
-def test_recipes_are_listed_and_sound() -> None:
+def test_recipes_are_listed_and_valid() -> None:
     listed = call("reproduce", "--list").stdout
     assert {"baselines/mnist", "fedmk/table1", "fedmk/fig2"} <= {line.split()[0] for line in listed.splitlines()}
     for name in recipes.list_recipes():
         plan = recipes.load_recipe(name)
         assert all(len(row.paper) <= len(plan.column) for row in plan.row)
+        for study in (plan.study, {**plan.study, **plan.quick.get("study", {})}):
+            if study:
+                parse_study(study)
         for titles in ([row.name for row in plan.row], [column.name for column in plan.column]):
             assert len({recipes.slugify(title) for title in titles}) == len(titles)  # each has its own directory
         for column, quick in itertools.product(plan.column, (False, True)):
-            for row, given in zip(plan.row, recipes.row_settings(column, plan, quick), strict=True):
-                settings = parse_settings(given)
+            for row, row_settings in zip(plan.row, recipes.row_settings(column, plan, quick), strict=True):
+                settings = parse_settings(row_settings)
                 assert make_method(find(settings.method), settings).name == row.method, (name, column.name, row.name)
                 assert not quick or settings.data in EMBEDDED
                 if row.method == "fedmk-paper":
@@ -104,26 +108,26 @@ def test_recipes_are_listed_and_sound() -> None:
                     )
 
 
-def test_settings_are_those_of_recipe_column_and_row() -> None:
+def test_settings_combine_recipe_column_and_row() -> None:
     text = RECIPE.replace("rounds = 2\n", "rounds = 2\nmethod_options = { mu = 0.3, lr = 0.2 }\n")
     text = text.replace(
         "alpha = 5.0\n",
         "alpha = 5.0\nmethod_options = { lr = 0.4 }\nquick = { alpha = 7.0, method_options = { mu = 0.6 } }\n",
     )
 
-    def parsed(column: int, quick: bool = False, text: str = text) -> list[tuple[float, int, dict[str, float]]]:
+    def read_settings(column: int, quick: bool = False, text: str = text) -> list[tuple[float, int, dict[str, float]]]:
         plan = recipes.Recipe(**tomllib.loads(text))
         settings = recipes.row_settings(plan.column[column], plan, quick)
         return [(given["alpha"], given["rounds"], given["method_options"]) for given in settings]
 
-    assert parsed(0) == [(0.5, 2, {"lr": 0.05}), (0.5, 2, {"mu": 0.3, "lr": 0.2})]  # fedavg has no mu
-    assert parsed(1) == [(5.0, 2, {"lr": 0.05}), (5.0, 2, {"mu": 0.3, "lr": 0.4})]
-    assert parsed(1, quick=True) == [(7.0, 1, {"lr": 0.05}), (7.0, 1, {"mu": 0.6, "lr": 0.4})]
-    with pytest.raises(SettingError, match="'nu': none of the methods has it"):
-        parsed(0, text=text.replace("mu = 0.3", "nu = 0.3"))
+    assert read_settings(0) == [(0.5, 2, {"lr": 0.05}), (0.5, 2, {"mu": 0.3, "lr": 0.2})]  # fedavg has no mu
+    assert read_settings(1) == [(5.0, 2, {"lr": 0.05}), (5.0, 2, {"mu": 0.3, "lr": 0.4})]
+    assert read_settings(1, quick=True) == [(7.0, 1, {"lr": 0.05}), (7.0, 1, {"mu": 0.6, "lr": 0.4})]
+    with pytest.raises(SettingError, match="'nu': no method has it"):
+        read_settings(0, text=text.replace("mu = 0.3", "nu = 0.3"))
 
 
-def test_a_recipe_can_mean_over_clients_and_set_more_for_a_row(tmp_path: Path) -> None:
+def test_a_recipe_can_average_over_clients_and_change_settings_of_a_row(tmp_path: Path) -> None:
     text = RECIPE.replace("seeds = 2\ntrials = 4\n", 'seeds = 1\ntrials = 2\nmean = "clients"\n')
     text = text.replace('[[column]]\nname = "α = 5"\nalpha = 5.0\n', "")
     text = text.replace("paper = [12.5]\n", "settings = { validation = 0.3 }\n")
@@ -139,8 +143,8 @@ def test_a_recipe_can_mean_over_clients_and_set_more_for_a_row(tmp_path: Path) -
     assert json.loads(other.read_text())["settings"]["validation"] == 0 and len(tuned.ours.trials) == 2
 
 
-def row(method: str, curves: list[list[float]], first: int = 1) -> Row:
-    """A row of handmade runs, which send 3 MB up and 1 MB down in a round."""
+def make_row(method: str, curves: list[list[float]], first: int = 1) -> Row:
+    """A row of synthetic runs that send 3 MB up and 1 MB down per round."""
     last = [curve[-1] for curve in curves]
     lines = [
         [
@@ -153,10 +157,10 @@ def row(method: str, curves: list[list[float]], first: int = 1) -> Row:
     return Row(method, mean, half, mean, 2, 6, 2, 1, [0, 1], last, lines, {}, "hash")
 
 
-def handmade(**keys: Any) -> tuple[recipes.Recipe, list[recipes.Cell]]:
+def make_cells(**keys: Any) -> tuple[recipes.Recipe, list[recipes.Cell]]:
     plan = recipes.Recipe(**{**tomllib.loads(RECIPE), **keys})
     given, tuned = [[0.1, 0.3], [0.1, 0.5]], [[0.2, 0.6], [0.4, 0.6]]
-    rows = {"FedAvg, given": row("fedavg", given), "FedAvg, tuned": row("fedavg", tuned)}
+    rows = {"FedAvg, given": make_row("fedavg", given), "FedAvg, tuned": make_row("fedavg", tuned)}
     plan = plan.model_copy(
         update={"row": [recipes.RecipeRow(name=name, method="fedavg", tune="tuned" in name) for name in rows]}
     )
@@ -166,7 +170,7 @@ def handmade(**keys: Any) -> tuple[recipes.Recipe, list[recipes.Cell]]:
 
 @pytest.mark.parametrize(("figure", "x"), [("rounds", [1, 2]), ("megabytes", [4, 8])])
 def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[float]) -> None:
-    drawn = plot_recipe(*handmade(figure=figure))
+    drawn = plot_recipe(*make_cells(figure=figure))
     assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["α = 0.5", "α = 5"]
     for axes in drawn.axes:
         given, tuned = axes.lines
@@ -183,39 +187,39 @@ def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[f
 
 
 def test_a_recipe_draws_its_columns() -> None:
-    (axes,) = (plot_recipe(*handmade(figure="columns")) or pytest.fail("no picture")).axes
+    (axes,) = (plot_recipe(*make_cells(figure="columns")) or pytest.fail("no picture")).axes
     given = axes.lines[0]
     assert list(given.get_ydata()) == pytest.approx([40, 40])  # type: ignore[arg-type]
     assert np.round(np.asarray(given.get_xdata())).tolist() == [0, 1]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["α = 0.5", "α = 5"]
-    drawn = plot_recipe(*handmade(figure="columns", by_round=[1, 2]))
+    drawn = plot_recipe(*make_cells(figure="columns", by_round=[1, 2]))
     assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["1 rounds", "2 rounds"]
     assert [axes.lines[0].get_ydata()[0] for axes in drawn.axes] == pytest.approx([10, 40])  # type: ignore[index]
-    assert plot_recipe(*handmade()) is None
+    assert plot_recipe(*make_cells()) is None
 
 
-def test_accuracy_after_each_round_stands_in_a_table() -> None:
-    plan, cells = handmade(by_round=True)
+def test_accuracy_by_round_is_in_a_table() -> None:
+    plan, cells = make_cells(by_round=True)
     half = 12.706204736432095 * 0.2 / math.sqrt(2) / math.sqrt(2)  # t(1 degree, 97.5 %), two seeds that differ by 0.2
     text = recipes.render_markdown(plan, cells, "command", quick=False)
     table = f"| method | 1 | 2 |\n|---|---|---|\n| FedAvg, given | 10.0 ± 0.0 | 40.0 ± {100 * half:.1f} |"
     assert text.count(table) == 2 and "Accuracy by round, α = 5:" in text and "![" not in text
-    plan, cells = handmade(by_round=[2, 3])
-    late = recipes.Cell("FedAvg, given", "α = 0.5", row("fedavg", [[0.1, 0.3], [0.1, 0.5]], first=2), None)
+    plan, cells = make_cells(by_round=[2, 3])
+    late = recipes.Cell("FedAvg, given", "α = 0.5", make_row("fedavg", [[0.1, 0.3], [0.1, 0.5]], first=2), None)
     text = recipes.render_markdown(plan, [late, *cells[1:]], "command", quick=False)
     assert "| method | 2 | 3 |" in text and "| FedAvg, given | 10.0 ± 0.0 | 40.0 ±" in text
     assert "| FedAvg, tuned | 60.0 ± 0.0 | – |" in text
     assert "| method | 1 |" not in text and "Accuracy by round" not in recipes.render_markdown(
-        *handmade(), "command", False
+        *make_cells(), "command", False
     )
 
 
 @pytest.mark.parametrize("units", ["groups", "tasks"])
-def test_a_table_says_what_its_intervals_are_over(units: str) -> None:
-    plan, cells = handmade(rivals=["FedAvg, given"])
-    judged = [[{"0": 0.1, "1": 0.2}] * 2, [{"0": 0.2, "1": 0.4}] * 2]
+def test_a_table_says_what_its_intervals_cover(units: str) -> None:
+    plan, cells = make_cells(rivals=["FedAvg, given"])
+    accuracies = [[{"0": 0.1, "1": 0.2}] * 2, [{"0": 0.2, "1": 0.4}] * 2]
     cells = [
-        replace(cell, ours=replace(cell.ours, groups=4, units=units, unit_accuracies=judged["tuned" in cell.row]))
+        replace(cell, ours=replace(cell.ours, groups=4, units=units, unit_accuracies=accuracies["tuned" in cell.row]))
         for cell in cells
     ]
     text = recipes.render_markdown(plan, cells, "command", quick=False)
@@ -228,24 +232,24 @@ def test_a_table_says_what_its_intervals_are_over(units: str) -> None:
     [
         (("title", "titel"), "unknown option of recipe"),
         (('method = "fedavg"', 'method = "fedavgg"'), "unknown method 'fedavgg'"),
-        (("rounds = 2", 'rounds = "many"'), "rounds = 'many'"),
+        (("rounds = 2", 'rounds = "many"'), "rounds must be a valid integer, got 'many'"),
         (("[settings]", "[settings"), "is not valid TOML"),
-        (("seeds = 2", "seeds = 0"), "seeds = 0"),
-        (("seeds = 2", "figure = 'pie'"), "figure = 'pie'"),
+        (("seeds = 2", "seeds = 0"), "seeds must be > 0, got 0"),
+        (("seeds = 2", "figure = 'pie'"), "figure must be 'rounds', 'megabytes' or 'columns', got 'pie'"),
     ],
 )
-def test_a_wrong_recipe_gets_one_line(change: tuple[str, str], text: str, tmp_path: Path) -> None:
+def test_a_wrong_recipe_gives_a_one_line_error(change: tuple[str, str], text: str, tmp_path: Path) -> None:
     file = tmp_path / "wrong.toml"
     file.write_text(RECIPE.replace(*change))
     result = call("reproduce", file, "--out", tmp_path / "runs", code=2)
     assert result.stderr.startswith("fewer: ") and text in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_an_unknown_recipe_names_the_nearest() -> None:
+def test_an_unknown_recipe_suggests_the_nearest_name() -> None:
     assert "did you mean 'baselines/mnist'" in call("reproduce", "baseline/mnist", code=2).stderr
 
 
-# --- looking ------------------------------------------------------------------------------------------------------
+# --- inspecting data and runs --------------------------------------------------------------------------------------
 
 
 def test_data_list_and_inspect(tmp_path: Path) -> None:

@@ -34,14 +34,14 @@ from fewer.report.page import _render_results, _render_worst_clients
 from fewer.report.pictures import class_counts, plot_image_grid
 from fewer.report.run_reader import Run, RunGroup
 from fewer.report.style import COLORS, DARK, INK, LineStyle, assign_label_styles, assign_styles, png, svg, theme
-from fewer.report.verdict import paired, verdict, winner
+from fewer.report.verdict import is_paired, verdict, winner
 from fewer.runs.result import open_run
 from tests.test_cli import call
 
 # --- metrics and pictures -------------------------------------------------------------------------------------
 
 
-def line(number: int, accuracy: float | None, up: int = 0, **more: Any) -> dict[str, Any]:
+def round_metrics(number: int, accuracy: float | None, up: int = 0, **more: Any) -> dict[str, Any]:
     known = {} if accuracy is None else {"accuracy": accuracy}
     return {"round": number, **known, "up": up, "down": up, "seconds": 1.0, **more}
 
@@ -54,7 +54,9 @@ def plot_by_megabyte(histories: Histories) -> Figure | None:
     return plot_curves("Accuracy by traffic", {"": histories}, "megabytes")
 
 
-THREE = [[line(1, 0.2, 1_000_000), line(2, accuracy, 2_000_000)] for accuracy in (0.5, 0.6, 0.7)]
+THREE_SEEDS = [
+    [round_metrics(1, 0.2, 1_000_000), round_metrics(2, accuracy, 2_000_000)] for accuracy in (0.5, 0.6, 0.7)
+]
 
 
 def test_band_by_arithmetic() -> None:
@@ -62,7 +64,7 @@ def test_band_by_arithmetic() -> None:
     half = 4.302652729911275 * 0.1 / math.sqrt(3)
     assert interval([0.5, 0.6, 0.7]) == pytest.approx((0.6, half))
     assert interval([0.5]) == (0.5, None)
-    figure = plot_by_round({"fedavg": THREE})
+    figure = plot_by_round({"fedavg": THREE_SEEDS})
     assert figure
     (band,) = figure.axes[0].collections
     heights = band.get_paths()[0].vertices
@@ -71,70 +73,70 @@ def test_band_by_arithmetic() -> None:
 
 
 def test_a_single_seed_has_no_band() -> None:
-    figure = plot_by_round({"fedavg": THREE[:1]})
+    figure = plot_by_round({"fedavg": THREE_SEEDS[:1]})
     assert figure and not figure.axes[0].collections and len(figure.axes[0].lines) == 1
 
 
 def test_megabytes_are_cumulative_over_both_directions() -> None:
-    figure = plot_by_megabyte({"fedavg": THREE})
+    figure = plot_by_megabyte({"fedavg": THREE_SEEDS})
     assert figure
     assert list(figure.axes[0].lines[0].get_xdata()) == [2, 4]  # type: ignore[arg-type]
 
 
-def test_traffic_of_very_different_size_is_on_a_logarithmic_scale() -> None:
-    small = [[line(1, 0.2, 1000), line(2, 0.3, 2000)]]
-    figures = [plot_by_megabyte({"fedavg": THREE}), plot_by_megabyte({"fedavg": THREE, "local": small})]
+def test_very_different_traffic_has_a_logarithmic_scale() -> None:
+    small = [[round_metrics(1, 0.2, 1000), round_metrics(2, 0.3, 2000)]]
+    figures = [plot_by_megabyte({"fedavg": THREE_SEEDS}), plot_by_megabyte({"fedavg": THREE_SEEDS, "local": small})]
     assert [figure and figure.axes[0].get_xscale() for figure in figures] == ["linear", "log"]
 
 
 def test_only_rounds_that_all_seeds_evaluated_are_shown() -> None:
     histories = [
-        [line(1, None), line(2, 0.4), line(3, None), line(4, 0.5)],
-        [line(1, 0.1), line(2, 0.6), line(3, None)],
+        [round_metrics(1, None), round_metrics(2, 0.4), round_metrics(3, None), round_metrics(4, 0.5)],
+        [round_metrics(1, 0.1), round_metrics(2, 0.6), round_metrics(3, None)],
     ]
     assert [(point.round, point.accuracy.mean) for point in accuracy_curve(histories)] == [(2, 0.5)]
-    assert plot_by_round({"fedavg": [[line(1, None)]]}) is None
+    assert plot_by_round({"fedavg": [[round_metrics(1, None)]]}) is None
     assert plot_by_round({}) is None
 
 
 def test_clients_are_sorted_and_their_mean_is_a_line() -> None:
-    runs = [[line(1, 0.5, clients={"0": 0.9, "1": 0.1})], [line(1, 0.5, clients={"0": 0.5})]]
-    figure = plot_clients({"fedavg": runs, "old": [[line(1, 0.5)]]})
+    runs = [[round_metrics(1, 0.5, clients={"0": 0.9, "1": 0.1})], [round_metrics(1, 0.5, clients={"0": 0.5})]]
+    figure = plot_clients({"fedavg": runs, "old": [[round_metrics(1, 0.5)]]})
     assert figure
     dots, mean = figure.axes[0].lines
     assert list(dots.get_ydata()) == pytest.approx([10, 50, 90])  # type: ignore[arg-type]
     assert list(mean.get_ydata()) == pytest.approx([50, 50])  # type: ignore[arg-type]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fedavg, mean 50.0"]
-    assert plot_clients({"fedavg": [[line(1, 0.5)]]}) is None
+    assert plot_clients({"fedavg": [[round_metrics(1, 0.5)]]}) is None
 
 
 def test_a_method_has_one_style_in_all_pictures_of_a_page() -> None:
-    histories = {"fedavg": THREE, "fedbn": THREE, "late": [[line(1, None)]]}
+    histories = {"fedavg": THREE_SEEDS, "fedbn": THREE_SEEDS, "late": [[round_metrics(1, None)]]}
     first, second = plot_by_round(histories), plot_by_megabyte(histories)
     assert first and second
     styles = assign_styles(histories)
     for figure in (first, second):
         drawn = [
-            LineStyle(str(each.get_color()), str(each.get_marker()), str(each.get_linestyle()))
-            for each in figure.axes[0].lines
+            LineStyle(str(curve.get_color()), str(curve.get_marker()), str(curve.get_linestyle()))
+            for curve in figure.axes[0].lines
         ]
         assert drawn == [styles["fedavg"], styles["fedbn"]]
 
 
 def test_methods_on_one_page_have_distinct_styles() -> None:
-    every = [*names(), *(f"method-{number}" for number in range(100))]
-    for order in (every, every[::-1]):
+    methods = [*names(), *(f"method-{number}" for number in range(100))]
+    for order in (methods, methods[::-1]):
         assert len({style.color for style in assign_styles(order[:7]).values()}) == 7 == len(COLORS)
         assert len({(style.color, style.dash) for style in assign_styles(order[:28]).values()}) == 28
-        assert len(set(assign_styles(order).values())) == len(every)
+        assert len(set(assign_styles(order).values())) == len(methods)
 
 
 def test_the_style_of_a_method_is_stable() -> None:
-    alone = assign_styles(["my-method"])
-    assert alone == {"my-method": ("#CC79A7", "D", "-")}  # from one version to the next
+    single = assign_styles(["my-method"])
+    assert single == {"my-method": ("#CC79A7", "D", "-")}  # the same in every version
     page = assign_styles(["my-method", "fedavg", "fedprox"])
-    assert page["my-method"] == alone["my-method"]
-    more = assign_styles(["another", "fedprox"], page)  # methods that appear later leave earlier ones as they are
+    assert page["my-method"] == single["my-method"]
+    more = assign_styles(["another", "fedprox"], page)  # later methods do not change earlier ones
     assert {method: more[method] for method in page} == page and len(set(more.values())) == 4
 
 
@@ -152,7 +154,7 @@ def test_variants_of_a_method_share_its_color_and_nothing_else() -> None:
 def test_the_users_matplotlib_settings_are_unchanged() -> None:
     before = dict(matplotlib.rcParams)
     with matplotlib.rc_context({"axes.grid": False, "text.usetex": True}):
-        figure = plot_by_round({"$\\fedavg$": THREE})
+        figure = plot_by_round({"$\\fedavg$": THREE_SEEDS})
         assert figure
         png(figure)
         assert matplotlib.rcParams["text.usetex"] and not matplotlib.rcParams["axes.grid"]
@@ -167,8 +169,8 @@ def test_the_same_picture_gives_the_same_bytes(digits: Data) -> None:
 
 
 def bubbles(figure: Figure) -> tuple[np.ndarray, np.ndarray]:
-    (drawn,) = figure.axes[0].collections
-    return np.asarray(drawn.get_offsets()).astype(int), drawn.get_sizes()  # type: ignore[attr-defined]
+    (scatter,) = figure.axes[0].collections
+    return np.asarray(scatter.get_offsets()).astype(int), scatter.get_sizes()  # type: ignore[attr-defined]
 
 
 def test_bubbles_match_the_counts(digits: Data) -> None:
@@ -177,9 +179,9 @@ def test_bubbles_match_the_counts(digits: Data) -> None:
         for label in digits.client(client).train.slice(0, 9999)[1].tolist():
             counts[client, label] += 1
     np.testing.assert_array_equal(class_counts(digits), counts)
-    places, areas = bubbles(plot_partition(digits))
-    assert len(places) == (counts > 0).sum()
-    shown = counts[places[:, 0], places[:, 1]]
+    positions, areas = bubbles(plot_partition(digits))
+    assert len(positions) == (counts > 0).sum()
+    shown = counts[positions[:, 0], positions[:, 1]]
     np.testing.assert_allclose(areas / shown, areas[0] / shown[0])
 
 
@@ -190,12 +192,12 @@ def test_only_the_first_sixty_clients_are_shown() -> None:
     assert "first 60 of 70 clients" in figure.get_suptitle()
 
 
-def named(data: ArrayData, *names: str) -> ArrayData:
+def with_class_names(data: ArrayData, *names: str) -> ArrayData:
     return ArrayData(**{**vars(data), "class_names": names})
 
 
 def test_classes_have_their_names() -> None:
-    data = named(from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, clients=2), "a", " ", "$c_1$")
+    data = with_class_names(from_arrays(np.zeros((40, 5), np.float32), np.arange(40) % 3, clients=2), "a", " ", "$c_1$")
     labels = plot_partition(data).axes[0].get_yticklabels()
     assert [label.get_text() for label in labels] == ["a", "' '", "$c_1$"]
 
@@ -235,18 +237,18 @@ def test_text_and_features_have_no_examples() -> None:
 
 def test_synthetic_images_are_shown_by_row_and_class_in_the_pixel_range(digits: Data) -> None:
     seen, labels = digits.test.slice(0, 50)
-    three = seen[labels == 3][:2].numpy()
-    beyond = np.full((1, 1, 8, 8), 1e3, np.float32)
+    threes = seen[labels == 3][:2].numpy()
+    out_of_range = np.full((1, 1, 8, 8), 1e3, np.float32)
     figure = plot_image_grid(
-        digits, "Made", {"client 4": {3: three}, "client 7": {0: beyond, 2: -beyond}}, max_per_class=2
+        digits, "Made", {"client 4": {3: threes}, "client 7": {0: out_of_range, 2: -out_of_range}}, max_per_class=2
     )
     assert figure
     axes = figure.axes[0]
     shown = np.asarray(axes.images[0].get_array())[..., 0]
     assert shown.shape == (2 * 9 - 1, 20 * 9 - 1 + 2 * 9)  # two pixels more between classes
     pixels = digits.test.x[torch.nonzero(labels == 3)[:2, 0], 0].numpy() / 255
-    for copy, left in enumerate((3 * 20, 3 * 20 + 9)):
-        np.testing.assert_allclose(shown[:8, left : left + 8], pixels[copy], atol=1e-5)
+    for index, left in enumerate((3 * 20, 3 * 20 + 9)):
+        np.testing.assert_allclose(shown[:8, left : left + 8], pixels[index], atol=1e-5)
     assert (shown[:8, : 3 * 20] == 1).all() and (shown[:8, 4 * 20 :] == 1).all()  # blank
     assert (shown[9:, :8] == 1).all() and (shown[9:, 2 * 20 : 2 * 20 + 8] == 0).all()  # cut off
     assert [text.get_text() for text in axes.get_yticklabels()] == ["client 4", "client 7"]
@@ -259,8 +261,8 @@ def test_synthetic_images_are_shown_by_row_and_class_in_the_pixel_range(digits: 
 
 def test_the_lowest_value_is_black_if_data_is_not_pixels() -> None:
     x = np.random.default_rng(0).standard_normal((60, 1, 4, 4)).astype(np.float32)
-    made = np.linspace(-9, 3, 16, dtype=np.float32).reshape(1, 1, 4, 4)
-    figure = plot_image_grid(from_arrays(x, np.arange(60) % 2, clients=2), "Made", {"client 0": {0: made}})
+    synthetic = np.linspace(-9, 3, 16, dtype=np.float32).reshape(1, 1, 4, 4)
+    figure = plot_image_grid(from_arrays(x, np.arange(60) % 2, clients=2), "Made", {"client 0": {0: synthetic}})
     assert figure
     shown = np.asarray(figure.axes[0].images[0].get_array())[:4, :4, 0]
     np.testing.assert_allclose(shown.flatten(), np.linspace(0, 1, 16), atol=1e-6)
@@ -276,7 +278,7 @@ class Bold(FedAvg):
 
 
 class Page(HTMLParser):
-    """What is on a page."""
+    """The tags, tables and text of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -303,13 +305,13 @@ class Page(HTMLParser):
             self.rows[-1].append(data)
 
     def row(self, first: str) -> list[str]:
-        """The first row of any table that begins with this cell."""
+        """The first row of any table that starts with this cell."""
         return next(row for row in self.rows if row and row[0] == first)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small runs that reports are made from."""
+    """Small runs to report on."""
     folder = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
         data = fewer.data.load("digits", clients=4, alpha=1.0, seed=seed)
@@ -318,8 +320,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fewer.run(Local(rounds=2, cohort=3), data, out=folder / "local-0")
     fewer.run(FedAvg(rounds=3, cohort=3), data, out=folder / "sparse", evaluate_every=2)
     fewer.run(Bold(rounds=3, cohort=4), data, out=folder / "bold", drop=0.3)
-    own = from_arrays(data.source.x, data.source.y, clients=3, partition="iid", name="<i>own</i>")
-    fewer.run(FedAvg(rounds=1, cohort=3), own, out=folder / "own")
+    user_data = from_arrays(data.source.x, data.source.y, clients=3, partition="iid", name="<i>own</i>")
+    fewer.run(FedAvg(rounds=1, cohort=3), user_data, out=folder / "own")
     small = {
         "per_class": 3,
         "matching_steps": 1,
@@ -334,7 +336,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-MANY = ("fedavg-0", "fedavg-1", "local-0", "sparse", "bold", "own", "fedmk")
+ALL_RUNS = ("fedavg-0", "fedavg-1", "local-0", "sparse", "bold", "own", "fedmk")
 
 
 def group_runs(paths: Sequence[Path]) -> list[RunGroup]:
@@ -345,11 +347,11 @@ def report(tmp_path: Path, runs: Sequence[Path]) -> tuple[Page, list[str]]:
     (path,) = write_report(runs, tmp_path / "report", pictures=False)
     page = Page(path)
     pictures = re.findall(r'<figure[^>]*><div class="scroll"[^>]* aria-label="([^"]+)"', page.text)
-    basics(page, len(pictures))
+    check_page(page, len(pictures))
     return page, pictures
 
 
-def test_pictures_are_files_too(tmp_path: Path, runs: Path) -> None:
+def test_pictures_are_also_written_as_files(tmp_path: Path, runs: Path) -> None:
     page, *files = write_report([runs / "fedmk"], tmp_path)
     assert page == tmp_path / "report.html"
     _, shown = report(tmp_path, [runs / "fedmk"])
@@ -361,20 +363,28 @@ def test_pictures_are_files_too(tmp_path: Path, runs: Path) -> None:
         else:
             text = path.read_text()
             assert len(text.splitlines()) > 1 and ("<svg" in text) == (path.suffix == ".svg")
-    figures = list(csv.DictReader((tmp_path / "pictures/accuracy-by-round.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "pictures/accuracy-by-round.csv").open()))
     history = [json.loads(text) for text in (runs / "fedmk/metrics.jsonl").read_text().splitlines()]
-    assert [float(row["accuracy"]) for row in figures] == [each["accuracy"] for each in history]
-    assert [float(row["megabytes"]) for row in figures] == [(each["up"] + each["down"]) / 1e6 for each in history]
+    assert [float(row["accuracy"]) for row in rows] == [metrics["accuracy"] for metrics in history]
+    assert [float(row["megabytes"]) for row in rows] == [(metrics["up"] + metrics["down"]) / 1e6 for metrics in history]
 
 
-def basics(page: Page, pictures: int) -> None:
-    """What lets everyone read a page: names for all, headings in order, room for pictures; and that it is alone."""
-    images = [each for tag, each in page.tags if tag == "img" or (tag == "svg" and each.get("role") == "img")]
+def check_page(page: Page, pictures: int) -> None:
+    """Checks that a page is accessible (labels, headings in order, image sizes) and loads nothing."""
+    images = [
+        attributes
+        for tag, attributes in page.tags
+        if tag == "img" or (tag == "svg" and attributes.get("role") == "img")
+    ]
     assert len(images) == pictures
     for image in images:
         assert (image.get("alt") or image["aria-label"]) and int(image["width"]) and int(image["height"])
         assert image.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
-    links = [each.get("href", "#") for _, each in page.tags if not {"src", "action", "srcset"} & each.keys()]
+    links = [
+        attributes.get("href", "#")
+        for _, attributes in page.tags
+        if not {"src", "action", "srcset"} & attributes.keys()
+    ]
     assert all(link.startswith(("#", "data:text/csv;")) for link in links)
     assert "http:" not in page.text and "https:" not in page.text and "url(http" not in page.text
     kinds = [tag for tag, _ in page.tags]
@@ -382,9 +392,9 @@ def basics(page: Page, pictures: int) -> None:
     assert ("html", {"lang": "en"}) in page.tags and kinds.count("title") == kinds.count("main") == 1
     levels = [int(tag[1]) for tag in kinds if tag in ("h1", "h2", "h3")]
     assert levels[0] == 1 and levels.count(1) == 1
-    ids = [each["id"] for _, each in page.tags if "id" in each]
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
-    assert all(each.get("aria-label") for tag, each in page.tags if each.get("tabindex"))
+    assert all(attributes.get("aria-label") for tag, attributes in page.tags if attributes.get("tabindex"))
 
 
 CURVES = ["accuracy-by-round", "accuracy-by-megabyte", "accuracy-by-second"]
@@ -427,13 +437,14 @@ def test_a_report_shows_synthetic_images(tmp_path: Path, runs: Path) -> None:
 
 
 def test_at_most_ten_rounds_are_shown_including_first_and_last() -> None:
-    one = {"0": torch.zeros(1, 1, 8, 8), "1": torch.zeros(0, 1, 8, 8)}
-    pages = dict.fromkeys(range(1, 41), one)
-    _, by_round = FedMK().image_grids(FedMKState({}, {}, one, {0: one}, pages))
+    images = {"0": torch.zeros(1, 1, 8, 8), "1": torch.zeros(0, 1, 8, 8)}
+    by_round_images = dict.fromkeys(range(1, 41), images)
+    _, by_round = FedMK().image_grids(FedMKState({}, {}, images, {0: images}, by_round_images))
     names = list(by_round.rows)
     assert len(names) == 10 and (names[0], names[-1]) == ("round 1", "round 40")
     assert [list(row) for row in by_round.rows.values()] == [[0]] * 10
-    assert len(FedMK().image_grids(FedMKState({}, {}, one, {0: one}, {1: one}))) == 1  # nothing has changed yet
+    # nothing has changed yet
+    assert len(FedMK().image_grids(FedMKState({}, {}, images, {0: images}, {1: images}))) == 1
 
 
 CLUMSY = """
@@ -450,12 +461,12 @@ class Clumsy(FedAvg):
 """
 
 
-def test_a_report_is_written_without_images_that_are_missing(tmp_path: Path, runs: Path) -> None:
+def test_a_report_is_written_without_missing_images(tmp_path: Path, runs: Path) -> None:
     shown = [*PLAIN, *DATA]
-    gone = changed(tmp_path, runs / "fedmk", settings={"method": "gone.py:FedMK"})
+    gone = copy_run(tmp_path, runs / "fedmk", settings={"method": "gone.py:FedMK"})
     page, pictures = report(tmp_path, [gone])
     assert pictures == shown and "not shown" not in page.text
-    early = changed(tmp_path, runs / "fedmk")
+    early = copy_run(tmp_path, runs / "fedmk")
     (early / "checkpoint.safetensors").unlink()
     page, pictures = report(tmp_path, [early])
     assert (
@@ -469,15 +480,15 @@ def test_a_report_is_written_without_images_that_are_missing(tmp_path: Path, run
 def test_a_report_executes_no_user_file(tmp_path: Path, runs: Path) -> None:
     file = tmp_path / "clumsy_in_a_file.py"
     file.write_text(CLUMSY)
-    clumsy = changed(tmp_path, runs / "fedavg-0", settings={"method": f"{file}:Clumsy"})
+    clumsy = copy_run(tmp_path, runs / "fedavg-0", settings={"method": f"{file}:Clumsy"})
     page, _ = report(tmp_path, [clumsy])
     assert "About fedavg" not in page.text and "not shown" not in page.text
-    netted = changed(tmp_path, runs / "fedmk", settings={"model": f"{file}:Net"})
+    netted = copy_run(tmp_path, runs / "fedmk", settings={"model": f"{file}:Net"})
     page, _ = report(tmp_path, [netted])
     assert "About fedmk" in page.text
     assert "Pictures from the model of fedmk are not shown: its model is in a file" in page.text
     assert not (tmp_path / "was-run").exists()
-    find(f"{file}:Clumsy")  # as where `fewer run` has just run it, and writes the report
+    find(f"{file}:Clumsy")  # as if `fewer run` had just imported it
     page, pictures = report(tmp_path, [clumsy, runs / "fedmk"])
     assert pictures == [*SEVERAL, "made-by-client-2", "made-by-round-2", *DATA]
     assert "Pictures from the model of fedavg are not shown: KeyError: &#x27;album&#x27;." in page.text
@@ -487,11 +498,11 @@ def test_a_report_executes_no_user_file(tmp_path: Path, runs: Path) -> None:
 def test_seeds_of_a_method_are_averaged(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / name for name in ("local-0", "fedavg-1", "fedavg-0")])
     assert pictures == [*SEVERAL, *DATA]
-    found = [
+    accuracies = [
         json.loads((runs / f"fedavg-{seed}" / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"]
         for seed in (0, 1)
     ]
-    mean, half = interval(found)
+    mean, half = interval(accuracies)
     assert half
     assert page.row("fedavg")[1] == f"{100 * mean:.2f} ± {100 * half:.2f}"
     assert page.row("fedavg")[-1] == "0, 1"
@@ -500,10 +511,10 @@ def test_seeds_of_a_method_are_averaged(tmp_path: Path, runs: Path) -> None:
 
 
 def test_a_report_on_many_runs(tmp_path: Path, runs: Path) -> None:
-    page, pictures = report(tmp_path, [runs / name for name in sorted(MANY)])
+    page, pictures = report(tmp_path, [runs / name for name in sorted(ALL_RUNS)])
     assert pictures == [*SEVERAL, "made-by-client-3", "made-by-round-3", *DATA]
     assert "<h1>digits, 4 clients, dirichlet (alpha 1); &lt;i&gt;own&lt;/i&gt;, 3 clients</h1>" in page.text
-    assert "Not only the methods differ: " in page.text and "data = digits, clients = 4" in page.text
+    assert "Other settings differ too: " in page.text and "data = digits, clients = 4" in page.text
 
 
 def test_names_are_escaped_and_absent_answers_counted(tmp_path: Path, runs: Path) -> None:
@@ -512,7 +523,7 @@ def test_names_are_escaped_and_absent_answers_counted(tmp_path: Path, runs: Path
     dropped = (runs / "bold" / "events.jsonl").read_text().count('"reason": "dropped"')
     assert dropped and ["method", "dropped", "absent in total", "resumed"] in page.rows
     assert ["<b>", str(dropped), str(dropped), "0"] in page.rows
-    assert str(Path(__file__)) not in page.text  # where a method's file lies
+    assert str(Path(__file__)) not in page.text  # the path of a method's file
 
 
 def test_a_run_that_was_not_evaluated_in_every_round(tmp_path: Path, runs: Path) -> None:
@@ -527,28 +538,28 @@ def test_user_data_is_not_shown(tmp_path: Path, runs: Path) -> None:
     assert "The data is not shown" not in page.text
 
 
-def changed(tmp_path: Path, run: Path, **metadata: Any) -> Path:
-    """A copy of a run with another settings.json."""
+def copy_run(tmp_path: Path, run: Path, **metadata: Any) -> Path:
+    """Copies a run and changes its settings.json."""
     copy = tmp_path / f"copy-{len(list(tmp_path.iterdir()))}"
     shutil.copytree(run, copy)
-    about = json.loads((copy / "settings.json").read_text())
+    description = json.loads((copy / "settings.json").read_text())
     for part, values in metadata.items():
-        about[part] = {**about[part], **values}
-    (copy / "settings.json").write_text(json.dumps(about))
+        description[part] = {**description[part], **values}
+    (copy / "settings.json").write_text(json.dumps(description))
     return copy
 
 
 def test_changed_or_missing_data_is_not_shown(tmp_path: Path, runs: Path) -> None:
-    other = changed(tmp_path, runs / "fedavg-0", data={"fingerprint": "00000000"})
+    other = copy_run(tmp_path, runs / "fedavg-0", data={"fingerprint": "00000000"})
     page, pictures = report(tmp_path, [other])
     assert pictures == PLAIN and f"The data is not shown: digits has changed since {other.name} was run." in page.text
-    gone = changed(tmp_path, runs / "fedavg-0", settings={"data": "npz:gone.npz"})
+    gone = copy_run(tmp_path, runs / "fedavg-0", settings={"data": "npz:gone.npz"})
     page, pictures = report(tmp_path, [gone])
-    assert pictures == PLAIN and "The data is not shown: no &#x27;gone.npz&#x27;" in page.text
+    assert pictures == PLAIN and "The data is not shown: &#x27;gone.npz&#x27; does not exist" in page.text
 
 
-def test_a_run_without_figures_by_client_that_was_stopped(tmp_path: Path, runs: Path) -> None:
-    copy = changed(tmp_path, runs / "local-0")
+def test_a_stopped_run_without_metrics_by_client(tmp_path: Path, runs: Path) -> None:
+    copy = copy_run(tmp_path, runs / "local-0")
     lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
     (copy / "metrics.jsonl").write_text(lines[0])
     with (copy / "events.jsonl").open("a") as file:
@@ -561,38 +572,38 @@ def test_a_run_without_figures_by_client_that_was_stopped(tmp_path: Path, runs: 
 
 
 def test_runs_with_different_settings_are_never_averaged(tmp_path: Path, runs: Path) -> None:
-    one = runs / "fedavg-0"
-    faster = changed(tmp_path, one, method={"lr": 0.3}, settings={"seed": 1})
-    skewed = changed(tmp_path, one, settings={"seed": 1, "alpha": 0.1})
-    pooled = changed(tmp_path, one, settings={"seed": 1, "runtime": "pool", "data_dir": "/elsewhere"})
+    original = runs / "fedavg-0"
+    faster = copy_run(tmp_path, original, method={"lr": 0.3}, settings={"seed": 1})
+    skewed = copy_run(tmp_path, original, settings={"seed": 1, "alpha": 0.1})
+    pooled = copy_run(tmp_path, original, settings={"seed": 1, "runtime": "pool", "data_dir": "/elsewhere"})
 
     def seeds(*paths: Path) -> dict[str, list[int]]:
         return {group.label: [run.seed for run in group.runs] for group in group_runs(paths)}
 
-    assert seeds(pooled, one) == {"fedavg": [0, 1]}
-    assert seeds(one, faster) == {"fedavg lr=0.1": [0], "fedavg lr=0.3": [1]}
-    assert seeds(one, skewed, runs / "local-0") == {
+    assert seeds(pooled, original) == {"fedavg": [0, 1]}
+    assert seeds(original, faster) == {"fedavg lr=0.1": [0], "fedavg lr=0.3": [1]}
+    assert seeds(original, skewed, runs / "local-0") == {
         "fedavg alpha=1.0": [0],
         "fedavg alpha=0.1": [1],
         "local": [0],
     }
-    many = changed(tmp_path, one, settings={"alpha": 0.1, "drop": 0.1, "slow": 0.1})
-    assert seeds(one, many) == {"fedavg": [0], "fedavg (2)": [0]}
-    again = [changed(tmp_path, one), changed(tmp_path, one)]
-    assert seeds(one, *again) == {"fedavg": [0], "fedavg (2)": [0], "fedavg (3)": [0]}
-    assert seeds(one, one) == {"fedavg": [0]}
+    several = copy_run(tmp_path, original, settings={"alpha": 0.1, "drop": 0.1, "slow": 0.1})
+    assert seeds(original, several) == {"fedavg": [0], "fedavg (2)": [0]}
+    again = [copy_run(tmp_path, original), copy_run(tmp_path, original)]
+    assert seeds(original, *again) == {"fedavg": [0], "fedavg (2)": [0], "fedavg (3)": [0]}
+    assert seeds(original, original) == {"fedavg": [0]}
 
 
 def test_absent_answers_of_a_repeated_round_count_once(tmp_path: Path, runs: Path) -> None:
-    copy = changed(tmp_path, runs / "bold")
+    copy = copy_run(tmp_path, runs / "bold")
     events = (copy / "events.jsonl").read_text()
     (copy / "events.jsonl").write_text(events + events)
     assert group_runs([copy])[0].absent_counts == group_runs([runs / "bold"])[0].absent_counts
 
 
 def make_run(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = (), path: Path = Path("run")) -> Run:
-    about = {"settings": {"method": "fedavg", "seed": 0}, "method": {"rounds": len(history)}, "objects": []}
-    return Run(path, about, history, events)
+    metadata = {"settings": {"method": "fedavg", "seed": 0}, "method": {"rounds": len(history)}, "objects": []}
+    return Run(path, metadata, history, events)
 
 
 def test_faults_of_repeated_rounds_do_not_count() -> None:
@@ -600,9 +611,8 @@ def test_faults_of_repeated_rounds_do_not_count() -> None:
     events: list[dict[str, Any]] = [{"event": "start"}, {**absent, "round": 2}, absent, {"event": "resume", "round": 2}]
     run = make_run([{"round": number} for number in (1, 2, 3)], events)
     assert run.absent_counts == {"late": 1} and run.interruptions == 1
-    assert (
-        make_run([{"round": 1}], [{"event": "start"}, {"event": "resume", "round": 1}]).interruptions == 0
-    )  # it was over
+    # it had finished
+    assert make_run([{"round": 1}], [{"event": "start"}, {"event": "resume", "round": 1}]).interruptions == 0
 
 
 def test_an_unfinished_round_is_not_in_the_traffic(tmp_path: Path) -> None:
@@ -627,19 +637,19 @@ def test_a_directory_of_runs_and_comparisons_is_reported_completely(tmp_path: Pa
     shutil.copytree(runs / "local-0", tmp_path / "all/compared/local-seed0")
     output = call("report", tmp_path / "all", "--out", tmp_path / "report").stdout
     page = Page(tmp_path / "report/report.html")
-    assert page.row("fedavg") and page.row("local") and "files of plots in" in output
+    assert page.row("fedavg") and page.row("local") and "plot files in" in output
 
 
 def test_a_report_without_a_picture_is_written(tmp_path: Path, runs: Path) -> None:
-    early = changed(tmp_path, runs / "own")
-    (early / "metrics.jsonl").write_text(json.dumps(line(1, None)) + "\n")
+    early = copy_run(tmp_path, runs / "own")
+    (early / "metrics.jsonl").write_text(json.dumps(round_metrics(1, None)) + "\n")
     (early / "ledger.csv").write_text("round,client,direction,kind,bytes\n")
     assert call("report", early, "--out", tmp_path / "report").stdout == f"{tmp_path / 'report/report.html'}\n"
 
 
 def test_runs_without_a_round_are_left_out_with_a_note(tmp_path: Path, runs: Path) -> None:
-    early, new = (changed(tmp_path, runs / "local-0") for _ in range(2))
-    (early / "metrics.jsonl").write_text('{"round": 1, "acc')  # a kill, a full disk
+    early, new = (copy_run(tmp_path, runs / "local-0") for _ in range(2))
+    (early / "metrics.jsonl").write_text('{"round": 1, "acc')  # after a kill or a full disk
     for name in ("metrics.jsonl", "events.jsonl", "checkpoint.safetensors"):
         (new / name).unlink()
     page, _ = report(tmp_path, [early, runs / "fedavg-0", new])
@@ -648,7 +658,7 @@ def test_runs_without_a_round_are_left_out_with_a_note(tmp_path: Path, runs: Pat
 
 
 def test_an_incomplete_last_line_is_ignored(tmp_path: Path, runs: Path) -> None:
-    cut = changed(tmp_path, runs / "fedavg-0")
+    cut = copy_run(tmp_path, runs / "fedavg-0")
     text = (cut / "metrics.jsonl").read_text()
     (cut / "metrics.jsonl").write_text(text + '{"round": 3, "acc')
     assert len(group_runs([cut])[0].runs[0].history) == 2
@@ -668,7 +678,7 @@ def test_invalid_run_directories_are_errors(tmp_path: Path, runs: Path) -> None:
         write_report([runs / "fedavg-0", tmp_path], out)
     with pytest.raises(RunError, match="no runs to report on"):
         write_report([], out)
-    broken = changed(tmp_path, runs / "fedavg-0")
+    broken = copy_run(tmp_path, runs / "fedavg-0")
     (broken / "metrics.jsonl").write_text("")
     with pytest.raises(RunError, match="has no completed round yet"):
         write_report([broken], out)
@@ -676,7 +686,7 @@ def test_invalid_run_directories_are_errors(tmp_path: Path, runs: Path) -> None:
     with pytest.raises(RunError, match="metrics.jsonl cannot be read"):
         write_report([broken], out)
     (broken / "metrics.jsonl").unlink()
-    with pytest.raises(RunError, match="metrics.jsonl cannot be read"):  # a checkpoint tells of rounds
+    with pytest.raises(RunError, match="metrics.jsonl cannot be read"):  # the checkpoint has rounds
         write_report([broken], out)
     (broken / "settings.json").write_text('{"format": 2}')
     with pytest.raises(RunError, match="settings.json cannot be read"):
@@ -687,16 +697,16 @@ def test_invalid_run_directories_are_errors(tmp_path: Path, runs: Path) -> None:
         write_report([runs / "fedavg-0"], out)
 
 
-# --- who won --------------------------------------------------------------------------------------------------
+# --- verdict --------------------------------------------------------------------------------------------------
 
 
 def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, rounds: int = 2, **facts: Any) -> RunGroup:
-    """Runs that end with these accuracies, one for each seed, half as good in the first round."""
+    """Runs with these final accuracies, one per seed, and half of them in round 1."""
     settings = {"method": label.split()[0], "data": "digits", "data_seed": None, **facts}
     runs = []
     for seed, end in enumerate(ends):
-        each = [line(1, end / 2, int(mb * 250_000)), line(2, end, int(mb * 500_000))]
-        history = [{**one, "seconds": seconds * one["round"] / 2} for one in each]
+        lines = [round_metrics(1, end / 2, int(mb * 250_000)), round_metrics(2, end, int(mb * 500_000))]
+        history = [{**metrics, "seconds": seconds * metrics["round"] / 2} for metrics in lines]
         metadata = {"settings": {**settings, "seed": seed}, "method": {"rounds": rounds}, "objects": []}
         runs.append(Run(Path(f"{label}-{seed}"), metadata, history, []))
     return RunGroup(label, runs)
@@ -705,7 +715,7 @@ def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, roun
 def test_a_winner_must_be_significantly_ahead() -> None:
     fedmk, fedavg = group("fedmk", 0.80, 0.81, 0.79, seconds=60), group("fedavg", 0.70, 0.71, 0.69, mb=4)
     assert winner([fedavg, fedmk]) is fedmk
-    won, cost, early, target, about = verdict([fedavg, fedmk])
+    won, cost, early, target, method_line = verdict([fedavg, fedmk])
     assert won == (
         "fedmk wins: 80.0 ± 2.5 % accuracy, ahead of fedavg with 70.0 ± 2.5 % (3 seeds). "
         "Paired by seed, it leads fedavg by 10.0 ± 0.0 points."
@@ -718,7 +728,7 @@ def test_a_winner_must_be_significantly_ahead() -> None:
     assert target == (
         "fedmk reached the best accuracy of fedavg, 70.0 %, in round 2 after 1 MB; fedavg did in round 2 after 4 MB."
     )
-    assert about == f"About fedmk: {(FedMK.__doc__ or '').splitlines()[0]}"
+    assert method_line == f"About fedmk: {(FedMK.__doc__ or '').splitlines()[0]}"
     near, far = group("fedprox", 0.76, 0.80, 0.78), group("local", 0.3, 0.31, 0.32)
     assert winner([fedmk, near, far]) is None
     assert verdict([near, far, fedmk])[0] == (
@@ -732,35 +742,37 @@ def test_a_winner_must_be_significantly_ahead() -> None:
 
 
 def test_runs_that_share_seeds_are_compared_seed_by_seed() -> None:
-    # means 0.7 and 0.6 with ± 0.248: these meet. Differences 0.11, 0.10, 0.09: 0.1 ± 0.0248
-    one, other = group("fedmk", 0.61, 0.70, 0.79), group("fedavg", 0.50, 0.60, 0.70)
-    assert paired([one, other]) and winner([other, one]) is one
-    assert "Paired by seed, it leads fedavg by 10.0 ± 2.5 points." in verdict([one, other])[0]
-    apart = RunGroup("fedavg", [*other.runs[:2], group("fedavg", 0, 0, 0, 0.70).runs[3]])
-    assert not paired([one, apart]) and winner([one, apart]) is None
-    assert "but its interval overlaps fedavg 60.0 ± 24.8 % (95 %, 3 seeds)" in verdict([one, apart])[0]
-    divided = RunGroup("fedavg", group("fedavg", 0.50, 0.60, 0.70, data_seed=5).runs)
-    assert not paired([one, divided]) and not paired([group("fedmk", 0.9), group("fedavg", 0.1)])
+    # means 0.7 and 0.6 with ± 0.248: these overlap. Differences 0.11, 0.10, 0.09: 0.1 ± 0.0248
+    fedmk, fedavg = group("fedmk", 0.61, 0.70, 0.79), group("fedavg", 0.50, 0.60, 0.70)
+    assert is_paired([fedmk, fedavg]) and winner([fedavg, fedmk]) is fedmk
+    assert "Paired by seed, it leads fedavg by 10.0 ± 2.5 points." in verdict([fedmk, fedavg])[0]
+    other_seeds = RunGroup("fedavg", [*fedavg.runs[:2], group("fedavg", 0, 0, 0, 0.70).runs[3]])
+    assert not is_paired([fedmk, other_seeds]) and winner([fedmk, other_seeds]) is None
+    assert "but its interval overlaps fedavg 60.0 ± 24.8 % (95 %, 3 seeds)" in verdict([fedmk, other_seeds])[0]
+    other_data = RunGroup("fedavg", group("fedavg", 0.50, 0.60, 0.70, data_seed=5).runs)
+    assert not is_paired([fedmk, other_data]) and not is_paired([group("fedmk", 0.9), group("fedavg", 0.1)])
     far = RunGroup("fedavg", [*group("fedavg", 0.1, 0.11).runs, group("fedavg", 0, 0, 0, 0.12).runs[3]])
-    assert verdict([one, far])[0].endswith("(3 seeds). Its 95 % interval overlaps no other.")
-    # in the second round all is as sure, in the first nothing is
-    for run, start in zip(one.runs, (0.31, 0.20, 0.45), strict=True):
+    assert verdict([fedmk, far])[0].endswith("(3 seeds). Its 95 % interval overlaps no other.")
+    # the lead stays significant in round 2, but not in round 1
+    for run, start in zip(fedmk.runs, (0.31, 0.20, 0.45), strict=True):
         run.history[0]["accuracy"] = start  # type: ignore[index]
-    assert winner([one, other]) is one and not any(text.startswith("Early lead") for text in verdict([one, other]))
+    assert winner([fedmk, fedavg]) is fedmk and not any(
+        text.startswith("Early lead") for text in verdict([fedmk, fedavg])
+    )
 
 
 def test_the_verdict_mentions_the_worst_clients() -> None:
-    one, other = group("fedmk", 0.8, 0.8), group("fedavg", 0.7, 0.7)
-    for each, low in ((one, 0.5), (other, 0.2)):
-        for run in each.runs:
+    fedmk, fedavg = group("fedmk", 0.8, 0.8), group("fedavg", 0.7, 0.7)
+    for method_runs, low in ((fedmk, 0.5), (fedavg, 0.2)):
+        for run in method_runs.runs:
             run.history[-1]["clients"] = {"0": 0.9, "1": low}  # type: ignore[index]
-    assert "Its worst tenth of clients reaches 50.0 %, compared with 20.0 % for fedavg." in verdict([one, other])
+    assert "Its worst tenth of clients reaches 50.0 %, compared with 20.0 % for fedavg." in verdict([fedmk, fedavg])
 
 
 def test_the_best_is_the_first_row() -> None:
-    few, many, none = group("local", 0.3, 0.31), group("fedavg", 0.7, 0.71), group("fedmk", 0.0)
-    none.runs[0].history[0].pop("accuracy"), none.runs[0].history[1].pop("accuracy")  # type: ignore[attr-defined]
-    rows = re.findall(r"<tr[^>]*><t[hd][^>]*>(\w+)</t", _render_results([none, few, many]))
+    worse, better, unevaluated = group("local", 0.3, 0.31), group("fedavg", 0.7, 0.71), group("fedmk", 0.0)
+    unevaluated.runs[0].history[0].pop("accuracy"), unevaluated.runs[0].history[1].pop("accuracy")  # type: ignore[attr-defined]
+    rows = re.findall(r"<tr[^>]*><t[hd][^>]*>(\w+)</t", _render_results([unevaluated, worse, better]))
     assert rows[1:] == ["fedavg", "local", "fedmk"]
 
 
@@ -780,20 +792,22 @@ def test_no_winner_with_one_seed_or_different_tasks_or_unfinished_runs() -> None
     assert winner([sure, fair]) is None and "are evaluated differently" in verdict([sure, fair])[0]
 
 
-def test_evaluated_on_groups_the_interval_is_over_groups() -> None:
-    one = group("frl", 0.5)
-    assert one.accuracy == (0.5, None) and one.averaged_over == "1 seed"
-    one.runs[0].history[-1]["groups"] = [0.4, 0.5, 0.6]  # type: ignore[index]
-    assert one.accuracy == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and one.averaged_over == "3 groups"
-    other = group("f2l", 0.5)
+def test_an_evaluation_on_groups_has_an_interval_over_groups() -> None:
+    frl = group("frl", 0.5)
+    assert frl.accuracy == (0.5, None) and frl.averaged_over == "1 seed"
+    frl.runs[0].history[-1]["groups"] = [0.4, 0.5, 0.6]  # type: ignore[index]
+    assert frl.accuracy == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and frl.averaged_over == "3 groups"
+    f2l = group("f2l", 0.5)
     for figure, value in (("groups", [0.4, 0.5, 0.6]), ("tasks", 3)):
-        other.runs[0].history[-1][figure] = value  # type: ignore[index]
-    assert other.averaged_over == "3 tasks" and winner([one, other]) is None
-    for which, text in (
-        (one, "groups that start from the prepared model; mean"),
-        (other, "queries of novel classes; mean"),
+        f2l.runs[0].history[-1][figure] = value  # type: ignore[index]
+    assert f2l.averaged_over == "3 tasks" and winner([frl, f2l]) is None
+    for evaluated, text in (
+        (frl, "groups that start from the prepared model; mean"),
+        (f2l, "queries of novel classes; mean"),
     ):
-        assert text in _render_results([which]) and f"95 % confidence over {which.units}" in _render_results([which])
+        assert text in _render_results([evaluated]) and f"95 % confidence over {evaluated.units}" in _render_results(
+            [evaluated]
+        )
 
 
 # --- bars, maps, traffic, rings -------------------------------------------------------------------------------
@@ -809,27 +823,29 @@ def test_bars_are_means_with_whiskers() -> None:
 
 
 def test_runs_that_differ_in_two_settings_make_a_heat_map(tmp_path: Path, runs: Path) -> None:
-    changes = [(lr, batch) for lr in (0.1, 0.3) for batch in (8, 16, 4)][:-1]
-    some = [changed(tmp_path, runs / "fedavg-0", method={"lr": r, "batch_size": b}) for r, b in changes]
-    groups = group_runs(some)
+    changes = [(lr, batch_size) for lr in (0.1, 0.3) for batch_size in (8, 16, 4)][:-1]
+    paths = [
+        copy_run(tmp_path, runs / "fedavg-0", method={"lr": lr, "batch_size": batch_size}) for lr, batch_size in changes
+    ]
+    groups = group_runs(paths)
     grid = build_grid(groups)
     accuracy = groups[0].accuracy
     assert grid == Grid("batch_size", "lr", [4, 8, 16], [0.1, 0.3], [[accuracy] * 3, [None, accuracy, accuracy]])
     drawn = plot_heatmap("fedavg", grid).axes[0]
     assert len(drawn.collections) == len(drawn.texts) == 5
-    assert not {text.get_color() for text in drawn.texts} & DARK.keys()  # a field is as dark in either theme
+    assert not {text.get_color() for text in drawn.texts} & DARK.keys()  # a cell is equally dark in both themes
     assert (drawn.get_xlabel(), drawn.get_ylabel()) == ("batch_size", "lr")
     assert build_grid(groups[:2]) is None  # one setting only
-    _, pictures = report(tmp_path, some)
+    _, pictures = report(tmp_path, paths)
     assert "settings" in pictures
 
 
 def test_traffic_matches_the_ledger(runs: Path) -> None:
-    (one,) = group_runs([runs / "fedmk"])
-    last = one.runs[0].history[-1]
-    for way in ("up", "down"):
-        assert sum(size for (there, _), size in one.traffic.items() if there == way) == last[way]
-    figure = plot_traffic({"fedmk": one.traffic})
+    (fedmk,) = group_runs([runs / "fedmk"])
+    last = fedmk.runs[0].history[-1]
+    for direction in ("up", "down"):
+        assert sum(size for (sent, _), size in fedmk.traffic.items() if sent == direction) == last[direction]
+    figure = plot_traffic({"fedmk": fedmk.traffic})
     assert figure
     bars = figure.axes[0].patches
     assert sum(bar.get_width() for bar in bars) == pytest.approx(  # type: ignore[attr-defined]
@@ -839,7 +855,7 @@ def test_traffic_matches_the_ledger(runs: Path) -> None:
 
 
 def test_a_damaged_ledger_is_an_error(tmp_path: Path, runs: Path) -> None:
-    broken = changed(tmp_path, runs / "fedavg-0")
+    broken = copy_run(tmp_path, runs / "fedavg-0")
     (broken / "ledger.csv").write_text("round,client,direction,kind,bytes\n1,2,up,train,many\n")
     with pytest.raises(RunError, match="ledger.csv cannot be read"):
         write_report([broken], tmp_path / "report")
@@ -850,18 +866,18 @@ def test_a_ring_is_drawn_with_hops_skips_and_weights(tmp_path: Path, runs: Path)
     ring = build_ring(run)
     assert ring and ring.members == list(range(5))
     statistics = run.history[-1]["ring"]
-    assert ring.weights == {int(client): each["distill_weight"] for client, each in statistics.items()}
+    assert ring.weights == {int(client): values["distill_weight"] for client, values in statistics.items()}
     events = [json.loads(text) for text in (runs / "metafed/events.jsonl").read_text().splitlines()]
-    passed = [e for e in events if e["event"] == "absent" and e["handler"] in ("accumulate", "personalize")]
-    assert passed and sum(ring.skipped.values()) == len(passed)
+    skips = [e for e in events if e["event"] == "absent" and e["handler"] in ("accumulate", "personalize")]
+    assert skips and sum(ring.skipped.values()) == len(skips)
     entries = [text.split(",") for text in (runs / "metafed/ledger.csv").read_text().splitlines()[1:]]
-    taken = [entry for entry in entries if entry[2] == "down" and entry[3] in ("accumulate", "personalize")]
-    assert sum(ring.hops.values()) == len(taken) and all(one != other for one, other in ring.hops)
+    received = [entry for entry in entries if entry[2] == "down" and entry[3] in ("accumulate", "personalize")]
+    assert sum(ring.hops.values()) == len(received) and all(sender != receiver for sender, receiver in ring.hops)
     page, pictures = report(tmp_path, [runs / "metafed"])
     assert "ring" in pictures and "<h2>Rings</h2>" in page.text
     assert build_ring(group_runs([runs / "fedavg-0"])[0].runs[0]) is None
-    handmade = Ring({(0, 1): 2, (1, 3): 1}, {2: 1}, {0: 0.5, 1: 0.0, 2: 0.1, 3: 1.0}, {})
-    texts = [text.get_text() for text in plot_ring(handmade).axes[0].texts]
+    small_ring = Ring({(0, 1): 2, (1, 3): 1}, {2: 1}, {0: 0.5, 1: 0.0, 2: 0.1, 3: 1.0}, {})
+    texts = [text.get_text() for text in plot_ring(small_ring).axes[0].texts]
     assert {"0", "1", "2", "3", "λ 0.5", "λ 0.1\n−1"} <= set(texts)
 
 
@@ -885,34 +901,34 @@ def test_ours_is_compared_with_the_paper(tmp_path: Path, runs: Path) -> None:
     assert page.row("FedAvg, tuned")[2].startswith(f"{100 * mean:.2f} ± ") and "quick settings" in page.text
 
 
-# --- how the page looks ---------------------------------------------------------------------------------------
+# --- appearance -----------------------------------------------------------------------------------------------
 
 
-def contrast(one: str, other: str) -> float:
-    def light(color: str) -> float:
+def contrast(first: str, second: str) -> float:
+    def luminance(color: str) -> float:
         parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
         linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
-    low, high = sorted((light(one), light(other)))
+    low, high = sorted((luminance(first), luminance(second)))
     return (high + 0.05) / (low + 0.05)
 
 
 def test_text_and_lines_have_contrast_in_both_themes(tmp_path: Path, runs: Path) -> None:
     page, _ = report(tmp_path, [runs / "fedavg-0"])
     for block in ("color-scheme: light", "color-scheme: dark"):
-        (own, *_) = re.findall(rf"{block};([^}}]*)}}", page.text)
-        values = dict(re.findall(r"--(\w+): (#\w{6});", own))
-        paper = values["ffffff"]
-        assert min(contrast(values[name], paper) for name in ("222222", "faint", "link")) >= 4.5
-        least = 2 if "light" in block else 3  # the palette's orange and sky are pale on white
-        assert min(contrast(values.get(c.lstrip("#").lower(), c), paper) for c in COLORS) >= least
+        (declarations, *_) = re.findall(rf"{block};([^}}]*)}}", page.text)
+        values = dict(re.findall(r"--(\w+): (#\w{6});", declarations))
+        background = values["ffffff"]
+        assert min(contrast(values[name], background) for name in ("222222", "faint", "link")) >= 4.5
+        minimum = 2 if "light" in block else 3  # the palette's orange and sky are pale on white
+        assert min(contrast(values.get(c.lstrip("#").lower(), c), background) for c in COLORS) >= minimum
     assert INK in DARK and "fill: var(--222222)" in page.text and "fill: #222222" not in page.text
 
 
 def test_the_page_of_ten_methods_and_five_seeds_is_small(tmp_path: Path, runs: Path) -> None:
     paths = []
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for method in (
         "local",
         "fedavg",
@@ -926,15 +942,17 @@ def test_the_page_of_ten_methods_and_five_seeds_is_small(tmp_path: Path, runs: P
         "frl",
     ):
         for seed in range(5):
-            path = changed(tmp_path, runs / "fedavg-0", settings={"seed": seed, "method": method})
+            path = copy_run(tmp_path, runs / "fedavg-0", settings={"seed": seed, "method": method})
             events = (path / "events.jsonl").read_text().replace('"method": "fedavg"', f'"method": "{method}"')
             (path / "events.jsonl").write_text(events)
-            by_client = {str(client): float(draw.random()) for client in range(100)}
-            history = [line(number, float(draw.random()), 10**6 * number) for number in range(1, 101)]
+            by_client = {str(client): float(rng.random()) for client in range(100)}
+            history = [round_metrics(number, float(rng.random()), 10**6 * number) for number in range(1, 101)]
             history[-1]["clients"] = by_client
-            (path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in history))
-            about = json.loads((path / "settings.json").read_text())
-            (path / "settings.json").write_text(json.dumps({**about, "method": {**about["method"], "rounds": 100}}))
+            (path / "metrics.jsonl").write_text("".join(json.dumps(metrics) + "\n" for metrics in history))
+            metadata = json.loads((path / "settings.json").read_text())
+            (path / "settings.json").write_text(
+                json.dumps({**metadata, "method": {**metadata["method"], "rounds": 100}})
+            )
             paths.append(path)
     page, pictures = report(tmp_path, paths)
     assert len(page.text.encode()) < 5e6 and set(SEVERAL) <= set(pictures)

@@ -15,7 +15,7 @@ FILES = sorted(RESULTS.glob("*/*.json"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
-def test_a_published_result_has_known_names_and_hashes_of_its_settings(file: Path) -> None:
+def test_a_published_result_has_known_names_and_matching_hashes(file: Path) -> None:
     content = json.loads(file.read_text())
     plan, cells = recipes.read_results(content)
     assert cells and content["command"].startswith("fewer reproduce ")

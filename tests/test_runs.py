@@ -1,4 +1,4 @@
-"""The run directory: whatever happens to a run, what it leaves can be gone on with."""
+"""The run directory: a run can resume after any interruption."""
 
 import errno
 import json
@@ -9,46 +9,51 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
 from torch import nn
 
 import fewer
-from fewer import FedAvg, FedBN, Local
-from fewer.data import Data
+from fewer import FedAvg, FedBN, FedProx, Local
+from fewer.data import ArrayData, Data
+from fewer.data.partition import Parts
 from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.methods import Method
 from fewer.runs.directory import RunDirectory
 from fewer.wire import unpack
 from tests.examples import SlowToScore
-from tests.test_runtime import metrics, same
+from tests.test_runtime import metrics, same_state
 
 
-def left(path: Path) -> dict[str, Any]:
-    """All of a run that must not depend on how often it was broken off."""
-    kept = unpack((path / "checkpoint.safetensors").read_bytes())
+def run_contents(path: Path) -> dict[str, Any]:
+    """The parts of a run that must not depend on interruptions."""
+    checkpoint = unpack((path / "checkpoint.safetensors").read_bytes())
     metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    rest = {f.relative_to(path / "clients"): f.read_bytes() for f in (path / "clients").rglob("*") if f.is_file()}
+    client_files = {
+        f.relative_to(path / "clients"): f.read_bytes() for f in (path / "clients").rglob("*") if f.is_file()
+    }
     return {
         "state": {
             part: {name: tensor.numpy().tobytes() for name, tensor in tree.items()}
-            for part, tree in kept["state"].items()
+            for part, tree in checkpoint["state"].items()
         },
-        "totals": kept["ledger"],
-        "round": kept["round"],
+        "totals": checkpoint["ledger"],
+        "round": checkpoint["round"],
         "metrics": [{name: value for name, value in line.items() if name != "seconds"} for line in metrics],
         "ledger": (path / "ledger.csv").read_bytes(),
-        "clients": rest,
+        "clients": client_files,
     }
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Run in a real process of its own; its exit code."""
+def run_in_child(work: Callable[[], None]) -> int:
+    """Runs a function in a child process and returns the exit code."""
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
     child.join()
@@ -56,26 +61,26 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 def kill_at(number: int) -> None:
-    """Make this process kill itself at the n-th step of making something durable: before or after a sync or rename."""
+    """Makes this process kill itself at its n-th write step: before or after an fsync or a rename."""
     count = 0
     sync, replace = os.fsync, Path.replace
 
-    def step() -> None:
+    def count_step() -> None:
         nonlocal count
         count += 1
         if count == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def fsync(descriptor: int) -> None:
-        step()
+        count_step()
         sync(descriptor)
-        step()
+        count_step()
 
     def rename(self: Path, target: Any) -> Path:
-        step()
-        found = replace(self, target)
-        step()
-        return found
+        count_step()
+        renamed = replace(self, target)
+        count_step()
+        return renamed
 
     os.fsync, Path.replace = fsync, rename  # type: ignore[assignment,method-assign]
 
@@ -86,8 +91,8 @@ def kill_at(number: int) -> None:
 def test_resume_after_a_kill_at_any_moment(kind: type[Method], points: range, digits: Data, tmp_path: Path) -> None:
     method = kind(rounds=3, cohort=3, **({"local_steps": 3} if kind is not FedAvg else {}))
     settings: dict[str, Any] = {"seed": 2, "drop": 0.1}
-    fewer.run(method, digits, out=tmp_path / "whole", **settings)
-    expected = left(tmp_path / "whole")
+    fewer.run(method, digits, out=tmp_path / "uninterrupted", **settings)
+    expected = run_contents(tmp_path / "uninterrupted")
     killed = 0
     for point in points:
         path = tmp_path / str(point)
@@ -96,9 +101,9 @@ def test_resume_after_a_kill_at_any_moment(kind: type[Method], points: range, di
             kill_at(point)
             fewer.run(method, digits, out=path, **settings)
 
-        code = in_child(first)
+        code = run_in_child(first)
         killed += code == -signal.SIGKILL
-        if not (path / "settings.json").exists():  # killed before there was a run
+        if not (path / "settings.json").exists():  # killed before the run existed
             with pytest.raises(RunError, match="is not a run directory"):
                 fewer.resume(path)
             continue
@@ -107,18 +112,18 @@ def test_resume_after_a_kill_at_any_moment(kind: type[Method], points: range, di
             kill_at(point // 2 + 1)
             fewer.resume(path)
 
-        in_child(second)
+        run_in_child(second)
         fewer.resume(path)
-        assert left(path) == expected, f"killed at step {point}"
+        assert run_contents(path) == expected, f"killed at step {point}"
     assert killed >= len(points) * 0.7
 
 
 def test_kills_at_random_times_in_the_pool(digits: Data, tmp_path: Path) -> None:
     method = FedBN(rounds=4, cohort=4)
-    fewer.run(method, digits, out=tmp_path / "whole")
+    fewer.run(method, digits, out=tmp_path / "uninterrupted")
     path = tmp_path / "broken"
     starts = 0
-    while not path.exists() or not (path / "checkpoint.safetensors").exists() or left(path)["round"] < 4:
+    while not path.exists() or not (path / "checkpoint.safetensors").exists() or run_contents(path)["round"] < 4:
 
         def work() -> None:
             if (path / "settings.json").exists():
@@ -134,19 +139,19 @@ def test_kills_at_random_times_in_the_pool(digits: Data, tmp_path: Path) -> None
         starts += 1
         assert starts < 60
     assert starts > 1
-    assert left(path) == left(tmp_path / "whole")
+    assert run_contents(path) == run_contents(tmp_path / "uninterrupted")
 
 
 def test_a_finished_run_stays_finished(digits: Data, tmp_path: Path) -> None:
-    one = fewer.run(FedAvg(rounds=2, cohort=3), digits, out=tmp_path / "run")
-    before = left(tmp_path / "run")
-    two = fewer.resume(tmp_path / "run")
-    assert same(one.state, two.state) and metrics(one) == metrics(two)
-    assert left(tmp_path / "run") == before
+    first = fewer.run(FedAvg(rounds=2, cohort=3), digits, out=tmp_path / "run")
+    before = run_contents(tmp_path / "run")
+    resumed = fewer.resume(tmp_path / "run")
+    assert same_state(first.state, resumed.state) and metrics(first) == metrics(resumed)
+    assert run_contents(tmp_path / "run") == before
 
 
 def test_a_full_disk(digits: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "whole")
+    fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "uninterrupted")
     sync, count = os.fsync, 0
 
     def fsync(descriptor: int) -> None:
@@ -161,21 +166,21 @@ def test_a_full_disk(digits: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(RunError, match=r"No space left on device.*The last checkpoint is intact.*fewer resume"):
             fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.part"))
-    assert left(tmp_path / "run")["round"] >= 1
+    assert run_contents(tmp_path / "run")["round"] >= 1
     fewer.resume(tmp_path / "run")
-    assert left(tmp_path / "run") == left(tmp_path / "whole")
+    assert run_contents(tmp_path / "run") == run_contents(tmp_path / "uninterrupted")
 
 
-def test_a_lost_quorum_can_be_gone_on_with(digits: Data, tmp_path: Path) -> None:
+def test_resuming_after_a_lost_quorum_meets_the_same_faults(digits: Data, tmp_path: Path) -> None:
     with pytest.raises(QuorumLost):
         fewer.run(FedAvg(rounds=50, cohort=3), digits, out=tmp_path / "run", drop=0.3, quorum=1.0, seed=1)
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "stop" and "QuorumLost" in events[-1]["reason"]
-    with pytest.raises(QuorumLost):  # the same faults again: the seed has not changed
+    with pytest.raises(QuorumLost):  # the seed is the same, so the faults are too
         fewer.resume(tmp_path / "run")
 
 
-# --- directories that are no run ----------------------------------------------------------------------------------
+# --- invalid run directories --------------------------------------------------------------------------------------
 
 
 def test_foreign_and_damaged_directories(digits: Data, tmp_path: Path) -> None:
@@ -189,23 +194,23 @@ def test_foreign_and_damaged_directories(digits: Data, tmp_path: Path) -> None:
         fewer.run(FedAvg(rounds=1), digits, out=tmp_path / "foreign")
     run = tmp_path / "run"
     fewer.run(FedAvg(rounds=2, cohort=2), digits, out=run)
-    for name, what in (
+    for name, part in (
         ("checkpoint.safetensors", "checkpoint"),
         ("settings.json", "settings.json"),
         ("ledger.csv", "ledger"),
     ):
-        whole = (run / name).read_bytes()
-        (run / name).write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(RunError, match=f"damaged.*{what}"):
+        content = (run / name).read_bytes()
+        (run / name).write_bytes(content[: len(content) // 2])
+        with pytest.raises(RunError, match=f"damaged.*{part}"):
             fewer.resume(run)
-        (run / name).write_bytes(whole)
+        (run / name).write_bytes(content)
     settings = json.loads((run / "settings.json").read_text())
     (run / "settings.json").write_text(json.dumps({**settings, "format": 99}))
     with pytest.raises(RunError, match="format 99"):
         fewer.resume(run)
 
 
-def test_other_data_is_noticed(digits: Data, tmp_path: Path) -> None:
+def test_changed_data_is_detected(digits: Data, tmp_path: Path) -> None:
     data = fewer.data.from_arrays(torch.rand(90, 1, 8, 8), torch.arange(90) % 3, clients=3, partition="iid")
     fewer.run(FedAvg(rounds=1), data, out=tmp_path / "run")
     with pytest.raises(RunError, match="with your own data"):
@@ -222,13 +227,13 @@ def test_one_process_at_a_time(digits: Data, tmp_path: Path) -> None:
         fewer.resume(tmp_path / "run")
 
 
-def test_only_what_does_not_matter_can_be_changed(digits: Data, tmp_path: Path) -> None:
+def test_the_seed_cannot_change_on_resume(digits: Data, tmp_path: Path) -> None:
     fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "run")
     with pytest.raises(SettingError, match="seed cannot change when a run resumes"):
         fewer.resume(tmp_path / "run", seed=4)
 
 
-# --- using what is left -------------------------------------------------------------------------------------------
+# --- using finished runs ------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -241,7 +246,7 @@ class Net(nn.Module):
         return scores
 
 
-def test_ones_own_model_as_class_and_as_object(digits: Data, tmp_path: Path) -> None:
+def test_user_model_as_class_and_as_object(digits: Data, tmp_path: Path) -> None:
     by_class = fewer.run(FedAvg(rounds=2, cohort=3), digits, model=Net, out=tmp_path / "class")
     assert isinstance(by_class.model, Net)
     start = Net()
@@ -262,18 +267,18 @@ def test_a_model_that_does_not_fit(digits: Data) -> None:
         fewer.run(FedAvg(), digits, model=nn.Sequential(nn.Flatten(), nn.Linear(64, 3)))
 
 
-def test_load_gives_the_trained_models(digits: Data, tmp_path: Path) -> None:
+def test_open_run_gives_the_trained_models(digits: Data, tmp_path: Path) -> None:
     result = fewer.run(Local(rounds=2, cohort=6), digits, out=tmp_path / "local")
     with pytest.raises(SettingError, match="local has no global model"):
         _ = fewer.open_run(tmp_path / "local").model
     with pytest.raises(SettingError, match=r"client = 6 \(allowed: 0 … 5\)"):
         fewer.open_run(tmp_path / "local").personal_model(6)
     x, y = digits.client(2).test.slice(0, 1000)
-    right = (fewer.open_run(tmp_path / "local").personal_model(2)(x).argmax(1) == y).float().mean()
-    assert float(right) == pytest.approx(result.metrics["clients"]["2"])
+    accuracy = (fewer.open_run(tmp_path / "local").personal_model(2)(x).argmax(1) == y).float().mean()
+    assert float(accuracy) == pytest.approx(result.metrics["clients"]["2"])
 
 
-def test_settings_are_kept_and_hashed(digits: Data, tmp_path: Path) -> None:
+def test_settings_are_saved_and_hashed(digits: Data, tmp_path: Path) -> None:
     fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "a", seed=1)
     fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "b", seed=1, runtime="pool")
     fewer.run(FedAvg(rounds=1, cohort=2, lr=0.2), digits, out=tmp_path / "c", seed=1)
@@ -283,7 +288,7 @@ def test_settings_are_kept_and_hashed(digits: Data, tmp_path: Path) -> None:
     assert a["environment"]["torch"] == torch.__version__ and a["data"]["fingerprint"] == digits.fingerprint()
 
 
-# --- from outside -------------------------------------------------------------------------------------------------
+# --- command line -------------------------------------------------------------------------------------------------
 
 FEWER = [sys.executable, "-m", "fewer"]
 
@@ -298,29 +303,29 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     path = tmp_path / "run"
     command = ["run", "fedavg", "--data", "digits", "--clients", "6", "--rounds", "400", "--runtime", "pool"]
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests in the background are deaf to it
+    restore_ctrl_c = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background processes ignore Ctrl-C
     process = subprocess.Popen(
-        [*FEWER, *command, "--out", str(path)], stderr=subprocess.PIPE, text=True, preexec_fn=heed
+        [*FEWER, *command, "--out", str(path)], stderr=subprocess.PIPE, text=True, preexec_fn=restore_ctrl_c
     )
     wait_for((path / "checkpoint.safetensors").exists)
     workers = psutil.Process(process.pid).children(recursive=True)
     assert len(workers) == 2
-    begun = time.monotonic()
+    start = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - start < 3
     assert process.returncode == 130
     assert f"Resume with: fewer resume {path}" in errors and "Traceback" not in errors
     wait_for(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers), 5)
-    done = left(path)["round"]
-    again = subprocess.Popen([*FEWER, "resume", str(path)], stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: left(path)["round"] > done)
-    again.kill()
-    again.communicate()
+    done = run_contents(path)["round"]
+    resumed = subprocess.Popen([*FEWER, "resume", str(path)], stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: run_contents(path)["round"] > done)
+    resumed.kill()
+    resumed.communicate()
 
 
 class Counting(nn.Module):
-    """A net with a buffer that is no part of its weights, and that changes what it gives."""
+    """A model whose output depends on a buffer that is not part of its weights."""
 
     seen: torch.Tensor
 
@@ -336,13 +341,13 @@ class Counting(nn.Module):
         return scores
 
 
-def test_nothing_hidden_in_a_net_passes_between_clients(digits: Data) -> None:
-    one = fewer.run(FedAvg(rounds=2, cohort=4, lr=0.01), digits, model=Counting)
-    two = fewer.run(FedAvg(rounds=2, cohort=4, lr=0.01), digits, model=Counting, runtime="pool", workers=3)
-    assert same(one.state, two.state) and metrics(one) == metrics(two)
+def test_buffers_of_a_model_do_not_leak_between_clients(digits: Data) -> None:
+    inline = fewer.run(FedAvg(rounds=2, cohort=4, lr=0.01), digits, model=Counting)
+    pooled = fewer.run(FedAvg(rounds=2, cohort=4, lr=0.01), digits, model=Counting, runtime="pool", workers=3)
+    assert same_state(inline.state, pooled.state) and metrics(inline) == metrics(pooled)
 
 
-def test_a_lost_quorum_can_be_mended(digits: Data, tmp_path: Path) -> None:
+def test_a_run_resumes_with_a_lower_quorum(digits: Data, tmp_path: Path) -> None:
     with pytest.raises(QuorumLost):
         fewer.run(FedAvg(rounds=8, cohort=3), digits, out=tmp_path / "run", drop=0.4, quorum=1.0, seed=1)
     result = fewer.resume(tmp_path / "run", quorum=0.1)
@@ -351,13 +356,13 @@ def test_a_lost_quorum_can_be_mended(digits: Data, tmp_path: Path) -> None:
     assert [event["changed"] for event in events if event["event"] == "resume"] == [{"quorum": "0.1"}]
 
 
-def test_a_run_that_was_killed_before_it_began_leaves_room_for_another(digits: Data, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_start_does_not_block_a_new_run(digits: Data, tmp_path: Path) -> None:
     (tmp_path / "run/clients").mkdir(parents=True)
     (tmp_path / "run/settings.json.part").write_text("{")
     fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "run")
 
 
-def test_settings_of_an_object_are_given_to_the_object(digits: Data) -> None:
+def test_settings_of_an_object_belong_to_the_object(digits: Data) -> None:
     with pytest.raises(SettingError, match="rounds belongs to the method"):
         fewer.run(FedAvg(), digits, rounds=2)
     with pytest.raises(SettingError, match="clients belongs to the data"):
@@ -379,6 +384,22 @@ def test_a_deadline_does_not_cut_the_evaluation_short(digits: Data) -> None:
         (lambda: nn.Flatten(), "no trainable parameters"),
     ],
 )
-def test_a_model_that_cannot_be_made(model: Any, text: str, digits: Data) -> None:
+def test_a_model_that_cannot_be_built(model: Any, text: str, digits: Data) -> None:
     with pytest.raises(SettingError, match=text):
         fewer.run(FedAvg(rounds=1), digits, model=model)
+
+
+def test_a_resumed_run_keeps_the_options_of_its_method(digits: Data, tmp_path: Path) -> None:
+    fewer.run(FedAvg(rounds=1, cohort=3, lr=0.1), digits, out=tmp_path / "run")
+    with pytest.raises(SettingError, match=r"^fedavg: lr cannot change when a run resumes: it was 0\.1, got 0\.5$"):
+        fewer.resume(tmp_path / "run", method=FedAvg(rounds=1, cohort=3, lr=0.5))
+    with pytest.raises(SettingError, match="fedprox: mu cannot change"):
+        fewer.resume(tmp_path / "run", method=FedProx(rounds=1, cohort=3, lr=0.1))
+    assert len(fewer.resume(tmp_path / "run", method=FedAvg(rounds=1, cohort=3, lr=0.1)).history) == 1
+
+
+def test_clients_without_test_samples_do_not_end_a_run(digits: Data, tmp_path: Path) -> None:
+    assert isinstance(digits, ArrayData)
+    no_rows = Parts(digits.tests.rows[:0], np.zeros_like(digits.tests.offsets))
+    result = fewer.run(FedAvg(rounds=1, cohort=3), replace(digits, tests=no_rows), out=tmp_path / "run")
+    assert result.accuracy > 0 and "clients" not in result.metrics and "personal_accuracy" not in result.metrics

@@ -1,4 +1,4 @@
-"""The runtimes: they all give the same numbers, and every fault is a value."""
+"""The runtimes: all give the same numbers, and every fault becomes a missing answer."""
 
 import json
 import multiprocessing
@@ -21,12 +21,12 @@ from fewer.methods import Method
 from fewer.runs.engine import connect_clients
 from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runtime import Clients, Each, Pool, Store, on_client, seed_of, stream
-from fewer.runtime.store import client_folder, drop_after
+from fewer.runtime.store import client_folder, delete_state_after
 from fewer.wire import Number
 from tests.examples import SEEN_ANSWERS, Buggy, Deadly, Gambler, Sleepy, Witness
 
 
-def same(a: Any, b: Any) -> bool:
+def same_state(a: Any, b: Any) -> bool:
     """Bit-for-bit equality of states."""
     left, right = vars(a), vars(b)
     return left.keys() == right.keys() and all(
@@ -40,7 +40,7 @@ def metrics(result: fewer.Result) -> list[dict[str, Any]]:
 
 
 def children() -> list[psutil.Process]:
-    """Living processes of ours; not the resource tracker that Python keeps for spawned ones."""
+    """Our live child processes, without Python's resource tracker."""
     return [
         child
         for child in psutil.Process().children(recursive=True)
@@ -49,29 +49,29 @@ def children() -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedProx, FedBN, Local, Gambler])
-def test_pool_gives_the_numbers_of_inline(kind: type[Method], digits: Data, tmp_path: Path) -> None:
+def test_pool_gives_the_same_numbers_as_inline(kind: type[Method], digits: Data, tmp_path: Path) -> None:
     faults: dict[str, Any] = {"drop": 0.2, "slow": 0.1, "corrupt": 0.2, "seed": 3}
     method = kind(rounds=3, cohort=5)
-    one = fewer.run(method, digits, out=tmp_path / "inline", **faults)
-    two = fewer.run(method, digits, out=tmp_path / "pool", runtime="pool", workers=3, **faults)
-    assert same(one.state, two.state)
-    assert metrics(one) == metrics(two)
-    assert any(line["absent"] for line in one.history)
+    inline = fewer.run(method, digits, out=tmp_path / "inline", **faults)
+    pooled = fewer.run(method, digits, out=tmp_path / "pool", runtime="pool", workers=3, **faults)
+    assert same_state(inline.state, pooled.state)
+    assert metrics(inline) == metrics(pooled)
+    assert any(line["absent"] for line in inline.history)
     assert (tmp_path / "inline/ledger.csv").read_bytes() == (tmp_path / "pool/ledger.csv").read_bytes()
     for client in range(len(digits)) if kind is Local else ():
-        left, right = one.personal_model(client).state_dict(), two.personal_model(client).state_dict()
+        left, right = inline.personal_model(client).state_dict(), pooled.personal_model(client).state_dict()
         assert all(torch.equal(left[name], right[name]) for name in left)
     assert not children()
 
 
 def test_spawned_workers_give_the_same_numbers(digits: Data, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = fewer.run(FedAvg(rounds=1, cohort=2), digits)
+    inline = fewer.run(FedAvg(rounds=1, cohort=2), digits)
     monkeypatch.setattr(Pool, "_start_method", lambda self: "spawn")
-    two = fewer.run(FedAvg(rounds=1, cohort=2), digits, runtime="pool", workers=1)
-    assert same(one.state, two.state)
+    spawned = fewer.run(FedAvg(rounds=1, cohort=2), digits, runtime="pool", workers=1)
+    assert same_state(inline.state, spawned.state)
 
 
-def test_the_users_generators_are_left_alone(digits: Data) -> None:
+def test_the_global_random_state_is_unchanged(digits: Data) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -90,7 +90,7 @@ def test_streams_depend_on_every_part_of_the_key() -> None:
 # --- sampling -----------------------------------------------------------------------------------------------------
 
 
-def clients_of(
+def make_experiment(
     data: Data, method: Method | None = None, **settings: Any
 ) -> tuple[Experiment, Callable[[Path], Clients]]:
     experiment = build_experiment(parse_settings(settings), method or FedAvg(), data)
@@ -98,8 +98,8 @@ def clients_of(
 
 
 def test_sampling(digits: Data, tmp_path: Path) -> None:
-    _, opened = clients_of(digits, seed=4)
-    with opened(tmp_path) as clients:
+    _, connect = make_experiment(digits, seed=4)
+    with connect(tmp_path) as clients:
         clients.round = 1
         first = clients.sample(4)
         assert len(set(first)) == 4 and set(first) <= set(range(6))
@@ -109,7 +109,7 @@ def test_sampling(digits: Data, tmp_path: Path) -> None:
         for clients.round in range(200):
             drawn += clients.sample(3)
         counts = np.bincount(drawn, minlength=6)
-        assert counts.min() > 70 and counts.max() < 130  # each of the six in about half of the rounds
+        assert counts.min() > 70 and counts.max() < 130  # each client is in about half of the rounds
         with pytest.raises(SettingError, match="cohort = 7, but there are only 6 clients"):
             clients.sample(7)
         assert clients.eval_cohort() == list(range(6))
@@ -130,13 +130,15 @@ def ledger(path: Path) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("fault", "reason", "sent"), [("drop", "dropped", 0), ("slow", "late", 1), ("corrupt", "refused", 1)]
 )
-def test_injected_faults_are_values(fault: str, reason: str, sent: int, digits: Data, tmp_path: Path) -> None:
+def test_injected_faults_become_missing_answers(
+    fault: str, reason: str, sent: int, digits: Data, tmp_path: Path
+) -> None:
     SEEN_ANSWERS.clear()
     faults: dict[str, Any] = {fault: 0.4}
     fewer.run(Witness(rounds=8, cohort=6), digits, out=tmp_path / "run", **faults)
-    absent = [one for answers in SEEN_ANSWERS for one in answers.absent]
-    assert {one.reason for one in absent} == {reason}
-    assert 8 <= len(absent) <= 30  # 48 asked, 0.4 of them
+    absent = [answer for answers in SEEN_ANSWERS for answer in answers.absent]
+    assert {answer.reason for answer in absent} == {reason}
+    assert 8 <= len(absent) <= 30  # about 0.4 of 48 requests
     assert all(len(answers) + len(answers.absent) == 6 for answers in SEEN_ANSWERS)
     rows = [row for row in ledger(tmp_path / "run") if row[3] == "local_train"]
     assert sum(row[2] == "down" for row in rows) == 48
@@ -158,8 +160,8 @@ def test_bytes_by_arithmetic(digits: Data, tmp_path: Path) -> None:
 
 
 def test_a_float16_model_arrives_as_float16(digits: Data, tmp_path: Path) -> None:
-    experiment, opened = clients_of(digits, FedAvg(codec="float16", lr=1e-9, local_steps=1))
-    with opened(tmp_path) as clients:
+    experiment, connect = make_experiment(digits, FedAvg(codec="float16", lr=1e-9, local_steps=1))
+    with connect(tmp_path) as clients:
         clients.round = 1
         state = experiment.method.init(experiment.task, 0)
         after = experiment.method.round(state, clients)
@@ -173,7 +175,7 @@ def line_of(text: str) -> int:
 
 
 @pytest.mark.parametrize("runtime", ["inline", "pool"])
-def test_bugs_and_lies_are_missing_answers(runtime: str, digits: Data, tmp_path: Path) -> None:
+def test_errors_and_invalid_values_become_missing_answers(runtime: str, digits: Data, tmp_path: Path) -> None:
     fewer.run(Buggy(rounds=1, cohort=6), digits, runtime=runtime, out=tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     seen = {event["client"]: (event["reason"], event["detail"]) for event in events if event["event"] == "absent"}
@@ -182,9 +184,9 @@ def test_bugs_and_lies_are_missing_answers(runtime: str, digits: Data, tmp_path:
         1: ("refused", "'size' is -5, outside 1 … 1000000000"),
         2: ("refused", "'model' is not finite"),
     }
-    assert "by design" in (tmp_path / "run/clients/000/000000/errors.txt").read_text()  # it stays with the client
-    kept = [file for file in (tmp_path / "run").iterdir() if file.is_file()]
-    assert not any(b"by design" in file.read_bytes() for file in kept)
+    assert "by design" in (tmp_path / "run/clients/000/000000/errors.txt").read_text()  # it stays on the client
+    files = [file for file in (tmp_path / "run").iterdir() if file.is_file()]
+    assert not any(b"by design" in file.read_bytes() for file in files)
 
 
 def test_quorum(digits: Data, tmp_path: Path) -> None:
@@ -195,24 +197,24 @@ def test_quorum(digits: Data, tmp_path: Path) -> None:
         fewer.run(FedAvg(rounds=1), digits, drop=1.0)
 
 
-def test_a_diverging_run_says_why(digits: Data) -> None:
+def test_a_diverging_run_reports_the_reason(digits: Data) -> None:
     with pytest.raises(QuorumLost, match="'model' is not finite"):
         fewer.run(FedAvg(lr=1e6, rounds=5), digits)
 
 
 @pytest.mark.parametrize("runtime", ["inline", "pool"])
 def test_deadline(runtime: str, digits: Data, tmp_path: Path) -> None:
-    # In the pool the nap outlasts the grace, so that the worker is killed.
+    # In the pool, the nap exceeds the grace period, so the worker is killed.
     nap = 2.2 if runtime == "inline" else 60
-    begun = time.monotonic()
+    start = time.monotonic()
     fewer.run(Sleepy(rounds=2, cohort=6, nap=nap), digits, runtime=runtime, deadline=2, out=tmp_path / "run")
-    assert time.monotonic() - begun < 50
+    assert time.monotonic() - start < 50
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert [(e["client"], e["reason"]) for e in events if e["event"] == "absent"] == [(0, "late")] * 2
     assert not children()
 
 
-def test_a_killed_worker_loses_its_client_only(digits: Data, tmp_path: Path) -> None:
+def test_a_killed_worker_loses_only_its_client(digits: Data, tmp_path: Path) -> None:
     method = Deadly(rounds=2, cohort=6, victim=3, mark=str(tmp_path / "mark"))
     result = fewer.run(method, digits, runtime="pool", out=tmp_path / "run")
     assert [line["absent"] for line in result.history] == [1, 0]
@@ -226,17 +228,17 @@ def _serve_and_die(data: Data, pids: Any) -> None:
         pids.send([child.pid for child in children()])
         os.kill(os.getpid(), 9)
 
-    experiment, opened = clients_of(data, Sleepy(cohort=6, nap=60), runtime="pool")
-    clients = opened(Path())
+    experiment, connect = make_experiment(data, Sleepy(cohort=6, nap=60), runtime="pool")
+    clients = connect(Path())
     clients.round, clients.on_progress = 1, send_pids_and_die
     experiment.method.round(experiment.method.init(experiment.task, 0), clients)
 
 
 def test_workers_die_with_a_killed_server(digits: Data) -> None:
-    ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.get_context("fork").Process(target=_serve_and_die, args=(digits, theirs))
+    receiver, sender = multiprocessing.Pipe()
+    server = multiprocessing.get_context("fork").Process(target=_serve_and_die, args=(digits, sender))
     server.start()
-    pids = ours.recv()
+    pids = receiver.recv()
     server.join()
     assert len(pids) == 2
     deadline = time.monotonic() + 5
@@ -245,9 +247,9 @@ def test_workers_die_with_a_killed_server(digits: Data) -> None:
         time.sleep(0.02)
 
 
-def test_a_client_without_data_says_so(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    pairs = [(draw.random((n, 1, 8, 8), np.float32), draw.integers(0, 3, n)) for n in (30, 0, 30)]
+def test_a_client_without_data_reports_it(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    pairs = [(rng.random((n, 1, 8, 8), np.float32), rng.integers(0, 3, n)) for n in (30, 0, 30)]
     result = fewer.run(FedAvg(rounds=1), fewer.data.from_clients(pairs), out=tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert [(e["client"], e["reason"], e["detail"]) for e in events if e["event"] == "absent"] == [
@@ -256,7 +258,7 @@ def test_a_client_without_data_says_so(tmp_path: Path) -> None:
     assert set(result.metrics["clients"]) == {"0", "2"}
 
 
-class Prying(FedAvg):
+class EchoMethod(FedAvg):
     def peek(self, client: Any) -> dict[str, Any]:
         return {}
 
@@ -266,8 +268,8 @@ class Prying(FedAvg):
 
 
 def test_only_marked_handlers_can_be_asked(digits: Data, tmp_path: Path) -> None:
-    experiment, opened = clients_of(digits, Prying())
-    with opened(tmp_path) as clients:
+    experiment, connect = make_experiment(digits, EchoMethod())
+    with connect(tmp_path) as clients:
         with pytest.raises(QuorumLost, match="'peek' is not an @on_client handler"):
             clients.ask([0], experiment.method.peek, returns={})  # type: ignore[attr-defined]
         with pytest.raises(QuorumLost, match="do not match the parameters of 'echo'"):
@@ -276,8 +278,8 @@ def test_only_marked_handlers_can_be_asked(digits: Data, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("runtime", ["inline", "pool"])
 def test_a_field_for_each_client(runtime: str, digits: Data, tmp_path: Path) -> None:
-    experiment, opened = clients_of(digits, Prying(), runtime=runtime)
-    with opened(tmp_path) as clients:
+    experiment, connect = make_experiment(digits, EchoMethod(), runtime=runtime)
+    with connect(tmp_path) as clients:
         numbers = Each({1: 100, 4: 200})
         answers = clients.ask([4, 1], experiment.method.echo, number=numbers, returns={"number": Number(int)})  # type: ignore[attr-defined]
     assert [(answer.client, answer["number"]) for answer in answers] == [(4, 2004), (1, 1001)]
@@ -286,7 +288,7 @@ def test_a_field_for_each_client(runtime: str, digits: Data, tmp_path: Path) -> 
 # --- the store of a client -----------------------------------------------------------------------------------------
 
 
-def test_store_goes_back_to_the_round_before(tmp_path: Path) -> None:
+def test_the_store_returns_the_value_of_the_latest_earlier_round(tmp_path: Path) -> None:
     folder = client_folder(tmp_path, 7)
     assert Store(folder, 1).get("model") is None and not folder.exists()
     for round in (1, 2, 5):
@@ -297,7 +299,7 @@ def test_store_goes_back_to_the_round_before(tmp_path: Path) -> None:
         "model.00000002.safetensors",
         "model.00000005.safetensors",
     ]
-    drop_after(tmp_path, 4)
+    delete_state_after(tmp_path, 4)
     assert Store(folder, 9).get("model")["n"] == 2
     Store(folder, 9).put("model", None)
     assert Store(folder, 9).get("model") is None

@@ -1,4 +1,4 @@
-"""Messages, codecs, checks, ledger and trees: what goes in comes out, and nothing else gets in."""
+"""Messages, codecs, checks, ledger and trees: valid content survives a round trip, all else is refused."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ SIGNIFICANT = {"float32": 24, "float16": 11, "bfloat16": 8}
 """Bits of the significand: rounding is off by at most 2^-bits of the value."""
 
 
-def numbers(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
+def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point:
-        return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
     if dtype == torch.bool:
-        return torch.randint(2, shape, generator=draw).bool()
+        return torch.randint(2, shape, generator=generator).bool()
     bounds = torch.iinfo(dtype)
-    return torch.randint(max(bounds.min, -(2**62)), min(bounds.max, 2**62), shape, generator=draw, dtype=dtype)
+    return torch.randint(max(bounds.min, -(2**62)), min(bounds.max, 2**62), shape, generator=generator, dtype=dtype)
 
 
-def sent(value: Tensor, codec: Codec | None = None) -> Tensor:
-    """The tensor as it arrives."""
+def round_trip(value: Tensor, codec: Codec | None = None) -> Tensor:
+    """Returns the tensor that a receiver decodes."""
     kind, fields = decode(encode("k", {"t": Encoded(value, codec)}), {"t": value})
     assert kind == "k" and fields.keys() == {"t"}
     arrived = fields["t"]
@@ -70,7 +70,7 @@ def sent(value: Tensor, codec: Codec | None = None) -> Tensor:
     return arrived
 
 
-def scale_of(value: Tensor) -> float:
+def quantization_step(value: Tensor) -> float:
     return float(value.double().max() - value.double().min()) / 255
 
 
@@ -80,18 +80,18 @@ def scale_of(value: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
 @pytest.mark.parametrize("codec", [None, *CODECS])
 def test_round_trip(codec: Codec | None, dtype: torch.dtype) -> None:
-    value = numbers(dtype, 7, 5, 3)
-    arrived = sent(value, codec)
+    value = random_tensor(dtype, 7, 5, 3)
+    arrived = round_trip(value, codec)
     if codec is None or not dtype.is_floating_point:
         assert torch.equal(arrived, value)
         return
     error, size = (arrived.double() - value.double()).abs(), value.double().abs()
-    own = torch.finfo(dtype).eps / 2  # what casting back to the tensor's own dtype may add
+    cast_error = torch.finfo(dtype).eps / 2  # added by casting back to the tensor's dtype
     if codec in SIGNIFICANT:
         normal = size >= torch.finfo(torch.float16).tiny
         assert bool((error[normal] <= size[normal] * 2.0 ** -SIGNIFICANT[codec]).all())
     else:
-        assert float(error.max()) <= scale_of(value) / 2 * (1 + 1e-9) + own * float(size.max())
+        assert float(error.max()) <= quantization_step(value) / 2 * (1 + 1e-9) + cast_error * float(size.max())
         assert float(error.max()) > 0
 
 
@@ -111,54 +111,54 @@ def test_an_unknown_codec_is_an_error_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize("codec", [None, "float32"])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_wider_codec_loses_nothing(codec: Codec | None, dtype: torch.dtype) -> None:
-    value = numbers(dtype, 100)
+def test_a_wider_codec_is_lossless(codec: Codec | None, dtype: torch.dtype) -> None:
+    value = random_tensor(dtype, 100)
     exact = dtype != torch.float64 or codec is None
-    assert torch.equal(sent(value, codec), value) == exact
+    assert torch.equal(round_trip(value, codec), value) == exact
 
 
 @pytest.mark.parametrize("codec", ["int8", "uint8"])
-def test_quantized_ends_are_exact(codec: Codec) -> None:
+def test_quantization_keeps_minimum_and_maximum_exactly(codec: Codec) -> None:
     for seed in range(20):
-        value = numbers(torch.float32, 300, seed=seed) * 10.0 ** (seed - 10)
-        arrived = sent(value, codec)
+        value = random_tensor(torch.float32, 300, seed=seed) * 10.0 ** (seed - 10)
+        arrived = round_trip(value, codec)
         assert arrived.min() == value.min() and arrived.max() == value.max()
 
 
 @pytest.mark.parametrize(("codec", "lowest"), [("int8", -128), ("uint8", 0)])
-def test_quantized_uses_all_levels(codec: Codec, lowest: int) -> None:
+def test_quantization_uses_all_levels(codec: Codec, lowest: int) -> None:
     value = torch.arange(256, dtype=torch.float32) / 4 - 3
     blob = encode("k", {"t": Encoded(value, codec)})
     levels = safetensors.torch.load(blob)[{"int8": "t:I8", "uint8": "t:U8"}[codec]]
     assert torch.equal(levels.int(), torch.arange(256, dtype=torch.int32) + lowest)
-    assert torch.equal(sent(value, codec), value)
+    assert torch.equal(round_trip(value, codec), value)
 
 
 @pytest.mark.parametrize("codec", [None, *CODECS])
 @pytest.mark.parametrize("constant", [0.0, 1.0, -0.5, 2.0**-10, 1024.0])
 def test_constant_tensor_is_exact(codec: Codec | None, constant: float) -> None:
     value = torch.full((3, 4), constant)
-    assert torch.equal(sent(value, codec), value)
+    assert torch.equal(round_trip(value, codec), value)
 
 
 @pytest.mark.parametrize("constant", [1e-20, 0.1, -1e30, 3.4e38])
 @pytest.mark.parametrize("codec", ["int8", "uint8"])
 def test_constant_of_any_size_is_exact_when_quantized(codec: Codec, constant: float) -> None:
     value = torch.full((5,), constant)
-    assert torch.equal(sent(value, codec), value)
+    assert torch.equal(round_trip(value, codec), value)
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
 @pytest.mark.parametrize("codec", [None, *CODECS])
 def test_empty_and_scalar(codec: Codec | None, dtype: torch.dtype) -> None:
     for shape in ((0,), (0, 3), (2, 0, 3)):
-        assert sent(torch.zeros(shape, dtype=dtype), codec).numel() == 0
-    assert sent(torch.ones((), dtype=dtype), codec).item() == 1
+        assert round_trip(torch.zeros(shape, dtype=dtype), codec).numel() == 0
+    assert round_trip(torch.ones((), dtype=dtype), codec).item() == 1
 
 
 @pytest.mark.parametrize("codec", [None, *CODECS])
 def test_negative_zero(codec: Codec | None) -> None:
-    arrived = sent(torch.tensor([-0.0, 0.0]), codec)
+    arrived = round_trip(torch.tensor([-0.0, 0.0]), codec)
     assert arrived.tolist() == [0.0, 0.0]
     if codec in (None, "float32", "float16", "bfloat16"):
         assert torch.signbit(arrived).tolist() == [True, False]
@@ -177,16 +177,20 @@ def test_model_round_trip_keeps_names_order_and_integers(codec: Codec | None) ->
         assert error <= (
             2.0 ** -SIGNIFICANT.get(codec or "float32", 8) * size
             if codec in (None, *SIGNIFICANT)
-            else scale_of(tensor) * 0.501
+            else quantization_step(tensor) * 0.501
         )
         assert error == 0 or codec not in (None, "float32")
     assert int(arrived["encoder.1.num_batches_tracked"]) == 300
 
 
 def test_fields_of_all_kinds_in_one_message() -> None:
-    strided = numbers(torch.float32, 6, 4).t()[::2]
+    strided = random_tensor(torch.float32, 6, 4).t()[::2]
     fields: dict[str, Field] = {
-        "model": {"a": numbers(torch.float32, 2, 3), "b.c": torch.tensor(4), "d": numbers(torch.float64, 2)},
+        "model": {
+            "a": random_tensor(torch.float32, 2, 3),
+            "b.c": torch.tensor(4),
+            "d": random_tensor(torch.float64, 2),
+        },
         "none": {},
         "image": strided,
         "count": -(2**63),
@@ -204,7 +208,7 @@ def test_fields_of_all_kinds_in_one_message() -> None:
     assert all(torch.equal(arrived["model"][name], tensor) for name, tensor in model.items())
 
 
-def test_what_arrives_is_the_receivers_own() -> None:
+def test_decoded_tensors_are_copies() -> None:
     value = torch.ones(3)
     blob = encode("k", {"t": value})
     decode(blob)[1]["t"].zero_()
@@ -231,12 +235,12 @@ def test_framing_of_a_model_is_below_one_percent(norm: Norm) -> None:
 
 
 def test_framing_of_one_tensor_is_below_one_percent() -> None:
-    assert 102_400 < len(encode("train", {"images": numbers(torch.float32, 25_600)})) <= 102_400 * 1.01
+    assert 102_400 < len(encode("train", {"images": random_tensor(torch.float32, 25_600)})) <= 102_400 * 1.01
 
 
 @pytest.mark.parametrize(("codec", "bytes_each"), [("float32", 4), ("float16", 2), ("bfloat16", 2), ("int8", 1)])
 def test_codec_decides_the_size(codec: Codec, bytes_each: int) -> None:
-    blob = encode("k", {"t": Encoded(numbers(torch.float32, 25_600), codec)})
+    blob = encode("k", {"t": Encoded(random_tensor(torch.float32, 25_600), codec)})
     assert 0 < len(blob) - 25_600 * bytes_each < 300
 
 
@@ -300,13 +304,13 @@ LIKE = {"w": torch.zeros(2, 3), "b": torch.zeros(3)}
         ({"a": Encoded(torch.tensor([1e39], dtype=torch.float64), "float32")}, None, "'a' is not finite"),
     ],
 )
-def test_refused_with_its_reason(fields: dict[str, Field], schema: Schema | None, reason: str) -> None:
+def test_invalid_fields_are_refused_with_a_reason(fields: dict[str, Field], schema: Schema | None, reason: str) -> None:
     with pytest.raises(Refused, match=reason):
         decode(encode("k", fields), schema)
 
 
 @pytest.mark.parametrize("codec", ["int8", "uint8"])
-def test_quantizing_what_is_not_finite_is_refused_at_once(codec: Codec) -> None:
+def test_quantizing_non_finite_values_is_refused(codec: Codec) -> None:
     with pytest.raises(Refused, match="'a' is not finite"):
         encode("k", {"a": Encoded(torch.tensor([0.0, math.inf]), codec)})
 
@@ -326,12 +330,12 @@ def test_quantizing_what_is_not_finite_is_refused_at_once(codec: Codec) -> None:
         ({"a": LIKE}, {"a": LIKE}),
     ],
 )
-def test_what_fits_is_taken(fields: dict[str, Field], schema: Schema) -> None:
+def test_valid_fields_are_accepted(fields: dict[str, Field], schema: Schema) -> None:
     assert decode(encode("k", fields), schema)[1].keys() == fields.keys()
 
 
 @pytest.mark.parametrize("expected", [float, Number(float, 0)])
-def test_a_whole_number_will_do_for_a_float(expected: Any) -> None:
+def test_an_integer_is_accepted_for_a_float(expected: Any) -> None:
     value = decode(encode("k", {"a": 2}), {"a": expected})[1]["a"]
     assert type(value) is float and value == 2
 
@@ -349,14 +353,14 @@ def test_a_header_beyond_a_megabyte_is_refused() -> None:
         decode(encode("k", {"text": "x" * 1_050_000}))
 
 
-def test_a_reason_stays_short() -> None:
+def test_a_reason_is_short() -> None:
     blob = encode("k", {f"field {number}": number for number in range(5000)})
     with pytest.raises(Refused) as refused:
         decode(blob, {})
     assert len(refused.value.reason) < 600 and str(refused.value) == refused.value.reason
 
 
-# --- damage and malice ----------------------------------------------------------------------------------------
+# --- damage and attacks ---------------------------------------------------------------------------------------
 
 
 class Parts(NamedTuple):
@@ -365,8 +369,8 @@ class Parts(NamedTuple):
     text: str
     entries: dict[str, tuple[Any, Any, bytes]]
 
-    def whole(self, checksum: str | None = None, extra: str = "") -> bytes:
-        """Put together again without the library; the checksum is right unless one is given."""
+    def assemble(self, checksum: str | None = None, extra: str = "") -> bytes:
+        """Builds the message without the library; the checksum is correct unless one is given."""
         total = zlib.crc32(self.text.encode(errors="surrogatepass"))
         header: dict[str, Any] = {}
         data = b""
@@ -377,15 +381,15 @@ class Parts(NamedTuple):
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
             data += content
         header["__metadata__"] = {"fewer": self.text, "crc": f"{total:08x}" if checksum is None else checksum}
-        return framed(json.dumps(header)[:-1] + extra + "}", data)
+        return frame(json.dumps(header)[:-1] + extra + "}", data)
 
 
-def framed(header: str, data: bytes = b"") -> bytes:
+def frame(header: str, data: bytes = b"") -> bytes:
     raw = header.encode(errors="surrogatepass")
     return struct.pack("<Q", len(raw)) + raw + data
 
 
-def apart(blob: bytes) -> Parts:
+def take_apart(blob: bytes) -> Parts:
     length = int.from_bytes(blob[:8], "little")
     header = json.loads(blob[8 : 8 + length])
     text = header.pop("__metadata__")["fewer"]
@@ -394,8 +398,10 @@ def apart(blob: bytes) -> Parts:
 
 
 BATCH: dict[str, Field] = {
-    "model": Encoded({"w": numbers(torch.float32, 3, 4), "b": numbers(torch.float32, 4), "n": torch.tensor(7)}, "int8"),
-    "images": Encoded(numbers(torch.float32, 2, 1, 3, 3), "float16"),
+    "model": Encoded(
+        {"w": random_tensor(torch.float32, 3, 4), "b": random_tensor(torch.float32, 4), "n": torch.tensor(7)}, "int8"
+    ),
+    "images": Encoded(random_tensor(torch.float32, 2, 1, 3, 3), "float16"),
     "labels": torch.tensor([3, 4]),
     "size": 12,
     "loss": 0.25,
@@ -413,53 +419,57 @@ SCHEMA: Schema = {
 }
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return isinstance(other, dict) and [*one] == [*other] and all(same(one[key], other[key]) for key in one)
-    return type(one) is type(other) and bool(one == other)
+def is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        return isinstance(second, Tensor) and first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, dict):
+        return (
+            isinstance(second, dict)
+            and [*first] == [*second]
+            and all(is_same(first[key], second[key]) for key in first)
+        )
+    return type(first) is type(second) and bool(first == second)
 
 
-def test_parts_of_a_message_can_be_put_together_by_hand() -> None:
+def test_a_message_can_be_rebuilt_from_its_parts() -> None:
     blob = encode("k", BATCH)
-    assert same(decode(apart(blob).whole(), SCHEMA)[1], decode(blob, SCHEMA)[1])
+    assert is_same(decode(take_apart(blob).assemble(), SCHEMA)[1], decode(blob, SCHEMA)[1])
 
 
-def test_checksum_sees_every_changed_bit_of_the_data() -> None:
+def test_the_checksum_detects_every_flipped_bit_in_the_data() -> None:
     blob = encode("k", {"a": torch.arange(20, dtype=torch.int32), "b": torch.zeros(5, dtype=torch.uint8)})
-    for place in range(len(blob) - 85, len(blob)):
+    for index in range(len(blob) - 85, len(blob)):
         for bit in range(8):
             damaged = bytearray(blob)
-            damaged[place] ^= 1 << bit
+            damaged[index] ^= 1 << bit
             with pytest.raises(Refused, match="checksum does not match"):
                 decode(bytes(damaged))
 
 
-def test_checksum_sees_a_changed_header() -> None:
-    parts = apart(encode("k", {"size": 12, "t": torch.ones(3)}))
+def test_the_checksum_detects_a_changed_header() -> None:
+    parts = take_apart(encode("k", {"size": 12, "t": torch.ones(3)}))
     checksum = f"{zlib.crc32(parts.entries['t:F32'][2], zlib.crc32(parts.text.encode())):08x}"
-    assert decode(parts.whole(checksum))[1]["size"] == 12
+    assert decode(parts.assemble(checksum))[1]["size"] == 12
     with pytest.raises(Refused, match="checksum does not match"):
-        decode(parts._replace(text=parts.text.replace("12", "13")).whole(checksum))
+        decode(parts._replace(text=parts.text.replace("12", "13")).assemble(checksum))
 
 
-def test_no_single_bit_changes_what_is_understood() -> None:
+def test_no_single_flipped_bit_changes_the_decoded_fields() -> None:
     blob = encode("k", {"a": Encoded(torch.arange(4.0), "int8"), "size": 3})
     kind, fields = decode(blob)
-    for place in range(len(blob)):
+    for index in range(len(blob)):
         for bit in range(8):
             damaged = bytearray(blob)
-            damaged[place] ^= 1 << bit
+            damaged[index] ^= 1 << bit
             try:
-                got = decode(bytes(damaged))
+                decoded = decode(bytes(damaged))
             except Refused:
                 continue
-            assert got[0] == kind and same(got[1], fields)
+            assert decoded[0] == kind and is_same(decoded[1], fields)
 
 
 @pytest.mark.parametrize(
-    "blob", [b"", b"\0", b"\0" * 8, b"\0" * 9, b"\xff" * 8, b"\xff" * 100, framed("{}"), framed("[]")]
+    "blob", [b"", b"\0", b"\0" * 8, b"\0" * 9, b"\xff" * 8, b"\xff" * 100, frame("{}"), frame("[]")]
 )
 def test_junk_is_refused(blob: bytes) -> None:
     with pytest.raises(Refused, match=r"malformed|header is longer"):
@@ -511,9 +521,9 @@ F32 = {"a:F32": ("F32", [1], struct.pack("<f", 1e38))}
         (
             header(a={"tensor": [["", [4], "F32"]], "codec": "uint8"}),
             U8,
-            "a scale but no codec that needs one, or the reverse",
+            "a scale that its codec does not use, or lacks one",
         ),
-        (header(a={"tensor": [["", [4], "U8", 1.0, 0.0]]}), U8, "a scale but no codec that needs one, or the reverse"),
+        (header(a={"tensor": [["", [4], "U8", 1.0, 0.0]]}), U8, "a scale that its codec does not use, or lacks one"),
         (header(a={"tensor": [["", [4], "F32", 1, 0]], "codec": "uint8"}), U8, "scale that is not a finite number"),
         (header(a={"tensor": [["", [4], "F32", 10**400, 0.0]], "codec": "uint8"}), U8, "scale that is not a finite"),
         (header(a={"tensor": [["", [4], "F32", "1", 0.0]], "codec": "uint8"}), U8, "scale that is not a finite number"),
@@ -525,9 +535,11 @@ F32 = {"a:F32": ("F32", [1], struct.pack("<f", 1e38))}
         (header(), U8, "some data belongs to no field"),
     ],
 )
-def test_malice_behind_a_right_checksum_is_refused(inner: Any, entries: dict[str, Any], reason: str) -> None:
+def test_malicious_headers_with_a_correct_checksum_are_refused(
+    inner: Any, entries: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(Refused, match=reason):
-        decode(Parts(json.dumps(inner), entries).whole())
+        decode(Parts(json.dumps(inner), entries).assemble())
 
 
 RAW = {
@@ -553,34 +565,34 @@ HOSTILE: list[Any] = [
 _HOSTILE_TEXT = [json.dumps(value) for value in HOSTILE]
 
 
-def places(node: Any) -> list[tuple[Any, Any]]:
-    """Every container of a JSON value with every key in it."""
-    found: list[tuple[Any, Any]] = []
+def container_keys(node: Any) -> list[tuple[Any, Any]]:
+    """All pairs of a container in a JSON value and a key in it."""
+    pairs: list[tuple[Any, Any]] = []
     items = list(node.items()) if isinstance(node, dict) else list(enumerate(node)) if isinstance(node, list) else []
     for key, value in items:
-        found += [(node, key), *places(value)]
-    return found
+        pairs += [(node, key), *container_keys(value)]
+    return pairs
 
 
-def edited(text: str, draw: random.Random) -> str:
-    """JSON with one to three hostile edits."""
+def edit_json(text: str, rng: random.Random) -> str:
+    """Returns JSON with one to three hostile edits."""
     tree = json.loads(text)
-    for _ in range(draw.choice([1, 1, 1, 2, 3])):
-        found = places(tree)
-        if draw.random() < 0.9:  # rarely at the top, where an edit hides all below it
-            found = [place for place in found if place[0] is not tree] or found
-        if not found:
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        pairs = container_keys(tree)
+        if rng.random() < 0.9:  # rarely at the top, where an edit hides everything below it
+            pairs = [pair for pair in pairs if pair[0] is not tree] or pairs
+        if not pairs:
             break
-        node, key = draw.choice(found)
-        match draw.randrange(6):
+        node, key = rng.choice(pairs)
+        match rng.randrange(6):
             case 0:
                 del node[key]
             case 1 if isinstance(node, list):
-                node.insert(key, copy.deepcopy(draw.choice(HOSTILE)))
+                node.insert(key, copy.deepcopy(rng.choice(HOSTILE)))
             case 1:
-                node[draw.choice(["a", "model", "codec", "tensor", "tree", "v"])] = copy.deepcopy(draw.choice(HOSTILE))
+                node[rng.choice(["a", "model", "codec", "tensor", "tree", "v"])] = copy.deepcopy(rng.choice(HOSTILE))
             case 2:
-                other, name = draw.choice(found)
+                other, name = rng.choice(pairs)
                 node[key] = (
                     copy.deepcopy(other[name])
                     if name in (other if isinstance(other, dict) else range(len(other)))
@@ -589,103 +601,116 @@ def edited(text: str, draw: random.Random) -> str:
             case 3 if isinstance(node[key], dict):
                 node[key] = [list(pair) for pair in node[key].items()]
             case _:
-                node[key] = copy.deepcopy(draw.choice(HOSTILE))
+                node[key] = copy.deepcopy(rng.choice(HOSTILE))
     text = json.dumps(tree)
     for mark, raw in RAW.items():
         text = text.replace(json.dumps(mark), raw)
-    if draw.random() < 0.1:  # keys that come twice
+    if rng.random() < 0.1:  # duplicate keys
         text = (
             text[:-1]
             + ","
-            + draw.choice(['"values":{}', '"fields":[]', '"v":1', '"kind":"x"', '"fields":{"a":1}'])
+            + rng.choice(['"values":{}', '"fields":[]', '"v":1', '"kind":"x"', '"fields":{"a":1}'])
             + "}"
         )
     return text
 
 
-def bits(blob: bytes, draw: random.Random) -> bytes:
+def flip_bits(blob: bytes, rng: random.Random) -> bytes:
     data = bytearray(blob)
-    for _ in range(draw.randint(1, 8)):
-        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    for _ in range(rng.randint(1, 8)):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     return bytes(data)
 
 
-def cut(blob: bytes, draw: random.Random) -> bytes:
-    return blob[: draw.randrange(len(blob))]
+def truncate(blob: bytes, rng: random.Random) -> bytes:
+    return blob[: rng.randrange(len(blob))]
 
 
-def inserted(blob: bytes, draw: random.Random) -> bytes:
-    place = draw.randrange(len(blob) + 1)
-    return blob[:place] + draw.randbytes(draw.randint(1, 20)) + blob[place + draw.choice([0, 0, 3]) :]
+def insert_bytes(blob: bytes, rng: random.Random) -> bytes:
+    position = rng.randrange(len(blob) + 1)
+    return blob[:position] + rng.randbytes(rng.randint(1, 20)) + blob[position + rng.choice([0, 0, 3]) :]
 
 
-def lengthened(blob: bytes, draw: random.Random) -> bytes:
-    length = draw.choice([0, 1, 7, len(blob), len(blob) - 8, 1 << 20, 2**31, 2**63, 2**64 - 1, 2**64 - 8])
+def change_length(blob: bytes, rng: random.Random) -> bytes:
+    length = rng.choice([0, 1, 7, len(blob), len(blob) - 8, 1 << 20, 2**31, 2**63, 2**64 - 1, 2**64 - 8])
     return struct.pack("<Q", length) + blob[8:]
 
 
-def respelt(blob: bytes, draw: random.Random) -> bytes:
-    """The JSON inside edited, with a right checksum."""
-    parts = apart(blob)
-    return parts._replace(text=edited(parts.text, draw)).whole()
+def edit_header(blob: bytes, rng: random.Random) -> bytes:
+    """Edits the inner JSON and corrects the checksum."""
+    parts = take_apart(blob)
+    return parts._replace(text=edit_json(parts.text, rng)).assemble()
 
 
-def relaid(blob: bytes, draw: random.Random) -> bytes:
-    """The entries edited, with a right checksum."""
-    parts = apart(blob)
+def edit_entries(blob: bytes, rng: random.Random) -> bytes:
+    """Edits the entries and corrects the checksum."""
+    parts = take_apart(blob)
     entries = dict(parts.entries)
     if not entries:
-        return respelt(blob, draw)
-    name = draw.choice(sorted(entries))
+        return edit_header(blob, rng)
+    name = rng.choice(sorted(entries))
     dtype, shape, content = entries.pop(name)
-    match draw.randrange(6):
+    match rng.randrange(6):
         case 0:
-            dtype = draw.choice(
+            dtype = rng.choice(
                 ["F64", "F32", "F16", "BF16", "I8", "U8", "BOOL", "F8_E4M3", "U64", "C64", "F4", "X", 3, None]
             )
         case 1:
-            shape = draw.choice(
+            shape = rng.choice(
                 [[], [0], [1, *shape], [2**62, 4], [0, 2**62, 2**62], [-1], ["1"], [2**64], None, [1] * 80]
             )
         case 2:
-            content = draw.choice([b"", content[1:], content + b"\0", draw.randbytes(len(content))])
+            content = rng.choice([b"", content[1:], content + b"\0", rng.randbytes(len(content))])
         case 3:
-            name = draw.choice([name + "x", "a", "", ":", "model:F32", "model:I8", "\ud800"])
+            name = rng.choice([name + "x", "a", "", ":", "model:F32", "model:I8", "\ud800"])
         case 4:
-            content = struct.pack("<d", draw.choice([math.nan, math.inf, 1e300])) * (len(content) // 8)
+            content = struct.pack("<d", rng.choice([math.nan, math.inf, 1e300])) * (len(content) // 8)
         case _:
             dtype, shape, content = "F32", [0, 2**40], b""
-    extra = draw.choice(
+    extra = rng.choice(
         ["", "", f',"{name}":{{}}', ',"__metadata__":{}', ',"z":{"dtype":"U8","shape":[9],"data_offsets":[0,9]}']
     )
     entries[name] = dtype, shape, content
-    return parts._replace(entries=entries).whole(extra=extra)
+    return parts._replace(entries=entries).assemble(extra=extra)
 
 
-def spliced(blob: bytes, draw: random.Random) -> bytes:
-    """The header of one message before the data of another."""
-    other = encode("other", draw.choice([BATCH, {"size": 3}, {"t": Encoded(numbers(torch.float32, 5), "uint8")}]))
-    first, second = (one[8 + int.from_bytes(one[:8], "little") :] for one in (blob, other))
-    return draw.choice(
+def splice(blob: bytes, rng: random.Random) -> bytes:
+    """Joins the header of one message and the data of another."""
+    other = encode("other", rng.choice([BATCH, {"size": 3}, {"t": Encoded(random_tensor(torch.float32, 5), "uint8")}]))
+    first, second = (message[8 + int.from_bytes(message[:8], "little") :] for message in (blob, other))
+    return rng.choice(
         [other[: len(other) - len(second)] + first, blob[: len(blob) - len(first)] + second, blob + other]
     )
 
 
-def restated(blob: bytes, draw: random.Random) -> bytes:
-    """The outer header edited as JSON."""
+def edit_outer_header(blob: bytes, rng: random.Random) -> bytes:
+    """Edits the outer header as JSON."""
     length = int.from_bytes(blob[:8], "little")
-    return framed(edited(blob[8 : 8 + length].decode(), draw), blob[8 + length :])
+    return frame(edit_json(blob[8 : 8 + length].decode(), rng), blob[8 + length :])
 
 
 MUTATIONS: list[Callable[[bytes, random.Random], bytes]] = [
-    *(bits, cut, inserted, lengthened, respelt, respelt, respelt, respelt, respelt, relaid, spliced, restated)
+    *(
+        flip_bits,
+        truncate,
+        insert_bytes,
+        change_length,
+        edit_header,
+        edit_header,
+        edit_header,
+        edit_header,
+        edit_header,
+        edit_entries,
+        splice,
+        edit_outer_header,
+    )
 ]
 
 
-def sound(value: Any) -> bool:
-    """A plain value within 64 bits, or finite tensors."""
+def is_valid(value: Any) -> bool:
+    """True for a plain value within 64 bits and for finite tensors."""
     if isinstance(value, dict):
-        return all(isinstance(tensor, Tensor) and sound(tensor) for tensor in value.values())
+        return all(isinstance(tensor, Tensor) and is_valid(tensor) for tensor in value.values())
     if isinstance(value, Tensor):
         return not value.dtype.is_floating_point or bool(torch.isfinite(value).all())
     return (
@@ -695,8 +720,8 @@ def sound(value: Any) -> bool:
     )
 
 
-def fits(fields: dict[str, Any]) -> bool:
-    """Whether the fields are what `SCHEMA` promises, checked without the code under test."""
+def matches_schema(fields: dict[str, Any]) -> bool:
+    """True if the fields match `SCHEMA`, checked without the code under test."""
     model = fields["model"]
     return (
         fields.keys() == SCHEMA.keys()
@@ -709,22 +734,22 @@ def fits(fields: dict[str, Any]) -> bool:
     )
 
 
-def test_ten_thousand_mutated_messages_are_sound_or_refused() -> None:
-    draw = random.Random(7)
+def test_ten_thousand_mutated_messages_are_valid_or_refused() -> None:
+    rng = random.Random(7)
     seeds = [
         (encode("k", BATCH), SCHEMA),
         (encode("k", {"t": LIKE["w"], "size": 3}), None),
         (encode("k", {"m": LIKE}), None),
     ]
-    taken = refused = 0
+    accepted = refused = 0
     reasons: set[str] = set()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(10_000):
-        blob, schema = draw.choice(seeds)
-        blob = draw.choice(MUTATIONS)(blob, draw)
-        if blob and draw.random() < 0.1:
-            blob = draw.choice([bits, cut, inserted, lengthened])(blob, draw)
-        schema = draw.choice([schema, None])
+        blob, schema = rng.choice(seeds)
+        blob = rng.choice(MUTATIONS)(blob, rng)
+        if blob and rng.random() < 0.1:
+            blob = rng.choice([flip_bits, truncate, insert_bytes, change_length])(blob, rng)
+        schema = rng.choice([schema, None])
         try:
             fields = decode(blob, schema)[1]
         except Refused as error:
@@ -732,12 +757,12 @@ def test_ten_thousand_mutated_messages_are_sound_or_refused() -> None:
             reasons.add(error.reason)
             assert 0 < len(error.reason) < 600
             continue
-        taken += 1
-        assert all(sound(value) for value in fields.values())
-        assert schema is None or fits(fields)
+        accepted += 1
+        assert all(is_valid(value) for value in fields.values())
+        assert schema is None or matches_schema(fields)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < 100, f"{grown:.0f} MB"
-    assert refused > 5_000 and taken > 200 and len(reasons) > 100, (refused, taken, len(reasons))
+    assert refused > 5_000 and accepted > 200 and len(reasons) > 100, (refused, accepted, len(reasons))
 
 
 def test_wire_never_imports_pickle() -> None:
@@ -768,7 +793,7 @@ def test_ledger_totals_by_direction_without_evaluation() -> None:
     assert len(ledger.entries) == 6
 
 
-def test_ledger_take_gives_each_entry_once_and_keeps_totals() -> None:
+def test_ledger_drain_gives_each_entry_once_and_keeps_totals() -> None:
     ledger = Ledger()
     assert ledger.drain() == [] and ledger.total["up"] == 0
     ledger.add(1, 2, "up", "train", 7)
@@ -796,105 +821,112 @@ def test_ledgers_share_nothing() -> None:
 # --- trees ----------------------------------------------------------------------------------------------------
 
 TREE: dict[Any, Any] = {
-    "model": {"w": numbers(torch.float32, 2, 3), "n": torch.tensor(5), "none": torch.zeros(0, 4)},
+    "model": {"w": random_tensor(torch.float32, 2, 3), "n": torch.tensor(5), "none": torch.zeros(0, 4)},
     "nested": [1, (2, (3,)), [], (), {}, [[None, True, False]], "tensor", ["tensor", "0"], ["dict", []]],
     3: {-1: "minus", 0: None, 2**70: 1.5},
     "3": "text, not number",
-    "half": numbers(torch.bfloat16, 3),
+    "half": random_tensor(torch.bfloat16, 3),
     "flags": torch.tensor([True, False]),
     "floats": [0.1, -0.0, math.inf, 1e-320, -(10**30)],
     "ends": torch.tensor([math.nan, -math.inf, -0.0]),
 }
 
 
-def bit_for_bit(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        raw = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)
-    if isinstance(one, dict):
-        keys = [(type(key), key) for key in one] == [(type(key), key) for key in other]
-        return type(other) is dict and keys and all(bit_for_bit(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and len(one) == len(other) and all(map(bit_for_bit, one, other))
-    return type(one) is type(other) and bool(one == other) and str(one) == str(other)
+def bitwise_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        raw = [tensor.reshape(-1).view(torch.uint8) for tensor in (first, second)]
+        return first.dtype == second.dtype and first.shape == second.shape and torch.equal(*raw)
+    if isinstance(first, dict):
+        keys = [(type(key), key) for key in first] == [(type(key), key) for key in second]
+        return type(second) is dict and keys and all(bitwise_equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return type(first) is type(second) and len(first) == len(second) and all(map(bitwise_equal, first, second))
+    return type(first) is type(second) and bool(first == second) and str(first) == str(second)
 
 
 def test_tree_round_trip() -> None:
-    assert bit_for_bit(TREE, unpack(pack(TREE)))
+    assert bitwise_equal(TREE, unpack(pack(TREE)))
 
 
 @pytest.mark.parametrize("tree", [None, 0, True, "", 0.5, [], (), {}, torch.tensor(1.0), (None,), {0: ()}])
 def test_small_trees(tree: Any) -> None:
-    assert bit_for_bit(tree, unpack(pack(tree)))
+    assert bitwise_equal(tree, unpack(pack(tree)))
 
 
-def test_tree_takes_shared_strided_and_named_things() -> None:
+def test_trees_may_contain_views_and_named_tuples() -> None:
     class Pair(NamedTuple):
-        one: Tensor
-        two: Tensor
+        first: Tensor
+        second: Tensor
 
-    base = numbers(torch.float32, 4, 4)
-    one, two = unpack(pack(Pair(base.t(), base[1:, ::2])))
-    assert torch.equal(one, base.t()) and torch.equal(two, base[1:, ::2])
+    base = random_tensor(torch.float32, 4, 4)
+    first, second = unpack(pack(Pair(base.t(), base[1:, ::2])))
+    assert torch.equal(first, base.t()) and torch.equal(second, base[1:, ::2])
     assert type(unpack(pack(Pair(base, base)))) is tuple
 
 
 @pytest.mark.parametrize("bad", [object(), {1, 2}, b"bytes", {"a": [lambda: None]}, {(1, 2): 3}, {None: 1}])
-def test_what_is_no_tree_cannot_be_packed(bad: Any) -> None:
-    with pytest.raises(TypeError, match="cannot be stored"):
+def test_unsupported_values_cannot_be_packed(bad: Any) -> None:
+    with pytest.raises(TypeError, match="cannot store"):
         pack(bad)
 
 
-def tree_of(text: str, outer: str = "") -> bytes:
-    return framed(json.dumps({"__metadata__": {"tree": checksum(text, {}) + text}})[:-1] + outer + "}")
+def encode_tree(text: str, outer: str = "") -> bytes:
+    return frame(json.dumps({"__metadata__": {"tree": checksum(text, {}) + text}})[:-1] + outer + "}")
 
 
 @pytest.mark.parametrize(
     "blob",
     [
-        *(b"", b"junk", b"\xff" * 40, framed("{}"), framed("[]"), tree_of("")),
+        *(b"", b"junk", b"\xff" * 40, frame("{}"), frame("[]"), encode_tree("")),
         *(
-            tree_of('["tensor","0"]'),
-            tree_of('["tensor",[]]'),
-            tree_of('["method_options",[1]]'),
-            tree_of("[1]"),
-            tree_of("[[],[]]"),
+            encode_tree('["tensor","0"]'),
+            encode_tree('["tensor",[]]'),
+            encode_tree('["method_options",[1]]'),
+            encode_tree("[1]"),
+            encode_tree("[[],[]]"),
         ),
-        *(tree_of('["dict",[[[],1]]]'), tree_of('["dict",[[1]]]'), tree_of('["dict",3]'), tree_of('["list",3]')),
-        *(tree_of("[" * 100_000), tree_of('["list",[' * 3000 + "]]" * 3000), tree_of("9" * 5000)),
-        tree_of(
+        *(
+            encode_tree('["dict",[[[],1]]]'),
+            encode_tree('["dict",[[1]]]'),
+            encode_tree('["dict",3]'),
+            encode_tree('["list",3]'),
+        ),
+        *(encode_tree("[" * 100_000), encode_tree('["list",[' * 3000 + "]]" * 3000), encode_tree("9" * 5000)),
+        encode_tree(
             '["tensor","0"]',
             ',"0":{"dtype":"F32","shape":[0,4611686018427387904,4611686018427387904],"data_offsets":[0,0]}',
         ),
-        tree_of('["tensor","0"]', ',"0":{"dtype":"F32","shape":[0,18446744073709551615],"data_offsets":[0,0]}'),
+        encode_tree('["tensor","0"]', ',"0":{"dtype":"F32","shape":[0,18446744073709551615],"data_offsets":[0,0]}'),
         encode("k", {"size": 3}),
     ],
     ids=lambda blob: f"{len(blob)} bytes",
 )
-def test_what_is_no_tree_cannot_be_unpacked(blob: bytes) -> None:
+def test_invalid_bytes_cannot_be_unpacked(blob: bytes) -> None:
     with pytest.raises(ValueError, match="not a tree of tensors") as raised:
         unpack(blob)
     assert "\n" not in str(raised.value)
 
 
-def retold(blob: bytes, draw: random.Random) -> bytes:
-    """The JSON of a tree edited, its checksum made to fit."""
+def edit_tree(blob: bytes, rng: random.Random) -> bytes:
+    """Edits the JSON of a tree and corrects the checksum."""
     length = int.from_bytes(blob[:8], "little")
     outer = json.loads(blob[8 : 8 + length])
-    text = edited(outer["__metadata__"]["tree"][8:], draw)
+    text = edit_json(outer["__metadata__"]["tree"][8:], rng)
     outer["__metadata__"]["tree"] = checksum(text, safetensors.torch.load(blob)) + text
-    return framed(json.dumps(outer), blob[8 + length :])
+    return frame(json.dumps(outer), blob[8 + length :])
 
 
 def test_mutated_trees_give_a_tree_or_a_value_error() -> None:
-    draw = random.Random(11)
+    rng = random.Random(11)
     seed = pack(TREE)
-    good = bad = 0
+    valid = invalid = 0
     for _ in range(3_000):
-        blob = draw.choice([bits, cut, inserted, lengthened, restated, retold, retold, spliced])(seed, draw)
+        blob = rng.choice(
+            [flip_bits, truncate, insert_bytes, change_length, edit_outer_header, edit_tree, edit_tree, splice]
+        )(seed, rng)
         try:
             unpack(blob)
-            good += 1
+            valid += 1
         except ValueError:
-            bad += 1
-    assert good > 100 and bad > 1_000
+            invalid += 1
+    assert valid > 100 and invalid > 1_000

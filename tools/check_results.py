@@ -6,11 +6,11 @@ For each result in docs/results it runs the first seed of the cell with the fewe
 method options (a tuned row is not tuned again). It compares the accuracy of every evaluated round and of every client
 or group exactly. Bytes may differ by the length of names in messages; the difference is recorded.
 
-Floating-point results differ between processors. `--reference` names an output of the same check that another version
-of the code made on this machine; the digests of all accuracies must then be equal.
+Floating-point results differ between processors. `--reference` names an output of this check, made on the same machine
+with another version of the code. The digests of all accuracies must then be equal.
 
-Results that the output file lists with the same settings hash are skipped, so an interrupted check resumes. At the end
-the footers of the pages are written from the output file.
+Results that the output file lists with the same settings hash are skipped, so an interrupted check resumes. At the
+end, the footer of each page is rewritten from the output file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def add_footer(page: str, check: Mapping[str, Any] | None) -> str:
 
 
 def describe_check(check: Mapping[str, Any] | None) -> str:
-    """Says in words what a check found."""
+    """Describes the outcome of a check in words."""
     if check is None:
         return "No cell was re-run with the renamed code yet."
     text = f"The cell *{check['row']}, {check['column']}, seed {check['seed']}* was re-run with the renamed code"
@@ -78,9 +78,9 @@ def _describe_bytes(check: Mapping[str, Any]) -> str:
 
 
 def check_cell(content: Mapping[str, Any], index: int, reference: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Runs the first seed of a cell and compares it with what is recorded."""
+    """Runs the first seed of a cell and compares it with the recorded numbers."""
     plan, cells = recipes.read_results(content)
-    cell, begun = cells[index], time.perf_counter()
+    cell, start = cells[index], time.perf_counter()
     ours = cell.ours
     result = run_experiment(build_experiment(recipes.cell_settings(plan, cell)), None, None)
     accuracy, units = recipes.MEASURES[plan.mean](result), read_unit_accuracies(result.metrics)
@@ -96,7 +96,7 @@ def check_cell(content: Mapping[str, Any], index: int, reference: Mapping[str, A
         "column": cell.column,
         "seed": ours.seeds[0],
         "hash": ours.hash,
-        "seconds": round(time.perf_counter() - begun, 1),
+        "seconds": round(time.perf_counter() - start, 1),
         "published_seconds": round(ours.seconds, 1),
         "machine": f"{recipes.describe_machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "accuracy": {"published": ours.accuracies[0], "new": accuracy},
@@ -135,7 +135,7 @@ def format_check(name: str, check: Mapping[str, Any]) -> str:
 
 
 def main() -> None:
-    """Checks all results, cheapest first."""
+    """Checks the results, cheapest first, and rewrites the footers of the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="results such as fedmk/table3 [default: all]")
     parser.add_argument("--results", type=Path, default=Path("docs/results"))

@@ -1,7 +1,7 @@
 """Hooks of the docs site. They generate reference pages from the code when the site is built.
 
-A comment `<!-- made of the code: NAME -->` in a page is replaced by the output of `GENERATORS[NAME]`. Without the site,
-the comment is invisible, and the text around it names the command that prints the same.
+A comment `<!-- generated: NAME -->` in a page is replaced by the output of `GENERATORS[NAME]`. Outside the site, the
+comment is invisible, and the text around it names the command that prints the same.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fewer.experiments import recipes
 from fewer.methods import Method, find, names
 from fewer.runs.settings import Settings
 
-MARK = re.compile(r"<!-- made of the code: (\w+) -->")
+MARKER = re.compile(r"<!-- generated: (\w+) -->")
 RESULTS, REST = "results/", "…"
-"""Placeholders in the navigation: for all results, and for pages that it does not list."""
+"""Placeholders in the navigation: all results, and all pages that it does not list."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -36,21 +36,21 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     pages = sorted(page.relative_to(root).as_posix() for page in root.rglob("*.md"))
     papers = groupby((page for page in pages if page.startswith(RESULTS)), lambda page: page.split("/")[1])
     results = [{paper: list(paper_pages)} for paper, paper_pages in papers]
-    rest = [page for page in pages if not page.startswith(RESULTS) and page not in set(_listed_pages(config.nav))]
+    rest = [page for page in pages if not page.startswith(RESULTS) and page not in set(_walk_pages(config.nav))]
     config.nav = _fill_placeholders(config.nav, {RESULTS: results, REST: rest})
     return config
 
 
-def _listed_pages(nav: Any) -> Iterator[str]:
+def _walk_pages(nav: Any) -> Iterator[str]:
     if isinstance(nav, str):
         yield nav
     else:
         for part in nav.values() if isinstance(nav, dict) else nav:
-            yield from _listed_pages(part)
+            yield from _walk_pages(part)
 
 
 def _fill_placeholders(nav: Any, entries: Mapping[str, list[Any]]) -> Any:
-    """Replaces the placeholders in the navigation: a whole section, or entries of a section."""
+    """Replaces the placeholders in the navigation. `RESULTS` is a whole section, `REST` an entry of a section."""
     if isinstance(nav, dict):
         return {
             title: entries[part] if part == RESULTS else _fill_placeholders(part, entries)
@@ -64,17 +64,17 @@ def _fill_placeholders(nav: Any, entries: Mapping[str, list[Any]]) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replaces the comments of a page by generated text."""
-    return MARK.sub(lambda mark: "\n".join(GENERATORS[mark[1]]()), markdown)
+    """Replaces the marked comments of a page by generated text."""
+    return MARKER.sub(lambda marker: "\n".join(GENERATORS[marker[1]]()), markdown)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Writes the search index as a script too, which pages opened as files can load."""
+    """Also writes the search index as a script, which pages opened as files can load."""
     index = Path(config.site_dir) / "search/search_index.json"
     index.with_suffix(".js").write_text(f"var __index = {index.read_text()}")
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _render_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     yield from ("", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|")
     for row in rows:
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|').replace(chr(10), ' ') for cell in row)} |"
@@ -84,35 +84,37 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]
 # --- the command line -------------------------------------------------------------------------------------------
 
 
-def _commands() -> Iterator[str]:
+def _render_commands() -> Iterator[str]:
     """Lists every command with its arguments and options; lists the shared settings once."""
-    shared = {option.name: option for option in _options(_command("run")) if option.name in Settings.model_fields}
-    yield from ("## Settings of a run", "", "Commands that train take these settings. So do TOML files (`--settings`)")
-    yield "and, with underscores, `fewer.run`."
+    run = _get_command("run")
+    shared = {option.name: option for option in _list_options(run) if option.name in Settings.model_fields}
+    yield from ("## Settings of a run", "", "Commands that train accept these settings.")
+    yield "So do TOML files (`--settings`) and, with underscores, `fewer.run`."
     for group in dict.fromkeys(field.title for field in Settings.model_fields.values()):
         yield from ("", f"### {group}")
-        yield from _table(
+        yield from _render_table(
             ("option", "meaning"),
             [_describe_option(option) for option in shared.values() if option.rich_help_panel == group],
         )
-    commands = list(_walk_commands(_command()))
+    commands = list(_walk_commands(_get_command()))
     for panel in dict.fromkeys(panel for panel, _, _ in commands):
         yield from ("", f"## {panel}")
         for _, name, command in (entry for entry in commands if entry[0] == panel):
             yield from ("", f"### {name}", *_render_help(command.help or ""), "", "```text")
             yield " ".join([name, *command.collect_usage_pieces(click.Context(command))])
             yield "```"
-            same = [option.name for option in _options(command) if _is_shared(option, shared)]
-            own = [option for option in _options(command) if not _is_shared(option, shared) and not option.hidden]
-            if own:
-                yield from _table(("option", "meaning"), [_describe_option(option) for option in own])
-            if same:
-                without = [f"`{option.opts[0]}`" for name, option in shared.items() if name not in same]
-                exceptions = f", except {', '.join(without)}" if without else ""
-                yield f"It also takes the [settings of a run](#settings-of-a-run){exceptions}."
+            options = _list_options(command)
+            accepted = [option.name for option in options if _is_shared(option, shared)]
+            specific = [option for option in options if not _is_shared(option, shared) and not option.hidden]
+            if specific:
+                yield from _render_table(("option", "meaning"), [_describe_option(option) for option in specific])
+            if accepted:
+                missing = [f"`{option.opts[0]}`" for name, option in shared.items() if name not in accepted]
+                exceptions = f", except {', '.join(missing)}" if missing else ""
+                yield f"It also accepts the [settings of a run](#settings-of-a-run){exceptions}."
 
 
-def _command(name: str | None = None) -> click.Command:
+def _get_command(name: str | None = None) -> click.Command:
     group = typer.main.get_command(app)
     assert isinstance(group, click.Group)
     return group if name is None else group.commands[name]
@@ -130,7 +132,7 @@ def _walk_commands(
             yield command_panel, f"{prefix} {name}", command
 
 
-def _options(command: click.Command) -> list[Any]:
+def _list_options(command: click.Command) -> list[Any]:
     return [parameter for parameter in command.params if isinstance(parameter, click.Option)]
 
 
@@ -159,22 +161,22 @@ def _render_help(help: str) -> Iterator[str]:
 # --- methods and recipes ----------------------------------------------------------------------------------------
 
 
-def _methods() -> Iterator[str]:
+def _render_methods() -> Iterator[str]:
     """Lists every method: what it does, its options, and what its file says about the paper."""
-    yield from _table(("method", "class", "what it does"), [_summarize_method(name) for name in names()])
-    yield from ("Every method has these options:", *_option_table(Method, Method.model_fields))
+    yield from _render_table(("method", "class", "what it does"), [_summarize_method(name) for name in names()])
+    yield from ("Every method has these options:", *_render_options(Method, Method.model_fields))
     for name in names():
-        kind = find(name)
-        yield from ("", f"## {name}", "", inspect.cleandoc(kind.__doc__ or ""))
-        own = [key for key in kind.model_fields if _is_own_option(kind, key)]
-        yield from _option_table(kind, own)
-        if kind.tunable:
+        method = find(name)
+        yield from ("", f"## {name}", "", inspect.cleandoc(method.__doc__ or ""))
+        options = [key for key in method.model_fields if _is_specific_option(method, key)]
+        yield from _render_options(method, options)
+        if method.tunable:
             search_space = "; ".join(
-                f"`{key}` from {', '.join(f'{v:g}' for v in grid)}" for key, grid in kind.tunable.items()
+                f"`{key}` from {', '.join(f'{v:g}' for v in grid)}" for key, grid in method.tunable.items()
             )
             yield f"`--tune` chooses {search_space}."
-        yield from ("", f'??? note "Paper and departures (`{kind.__module__}`)"')
-        yield from (f"    {line}" for line in _separate_lists(inspect.getdoc(sys.modules[kind.__module__]) or ""))
+        yield from ("", f'??? note "Paper and departures (`{method.__module__}`)"')
+        yield from (f"    {line}" for line in _separate_lists(inspect.getdoc(sys.modules[method.__module__]) or ""))
 
 
 def _separate_lists(text: str) -> Iterator[str]:
@@ -191,22 +193,22 @@ def _separate_lists(text: str) -> Iterator[str]:
 
 def _summarize_method(name: str) -> tuple[str, str, str]:
     """Returns a method's name with a link, its class, and the first sentence of its docstring."""
-    kind = find(name)
-    return f"[`{name}`](#{name})", f"`fewer.{kind.__name__}`", inspect.cleandoc(kind.__doc__ or "").splitlines()[0]
+    method = find(name)
+    return f"[`{name}`](#{name})", f"`fewer.{method.__name__}`", inspect.cleandoc(method.__doc__ or "").splitlines()[0]
 
 
-def _is_own_option(kind: type[Method], key: str) -> bool:
+def _is_specific_option(method: type[Method], key: str) -> bool:
     """Returns whether a method adds this option or changes its default."""
-    return key not in Method.model_fields or kind.model_fields[key].default != Method.model_fields[key].default
+    return key not in Method.model_fields or method.model_fields[key].default != Method.model_fields[key].default
 
 
-def _option_table(kind: Any, keys: Iterable[str]) -> Iterator[str]:
-    schema, fields = kind.model_json_schema()["properties"], kind.model_fields
+def _render_options(method: Any, keys: Iterable[str]) -> Iterator[str]:
+    schema, fields = method.model_json_schema()["properties"], method.model_fields
     rows = [
         (f"`{key}`", _describe_type(schema[key]), _describe_default(schema[key]), fields[key].description)
         for key in keys
     ]
-    yield from _table(("option", "values", "default", "meaning"), rows) if rows else ()
+    yield from _render_table(("option", "values", "default", "meaning"), rows) if rows else ()
 
 
 def _describe_default(schema: Mapping[str, Any]) -> str:
@@ -235,7 +237,7 @@ def _describe_type(schema: Mapping[str, Any]) -> str:
     return TYPES[schema["type"]] + (f" {bounds}" if bounds else "")
 
 
-def _recipes() -> Iterator[str]:
+def _render_recipes() -> Iterator[str]:
     """Lists every recipe: what it runs, at which size, and where its result is."""
     results = Path(__file__).parents[1] / "docs/results"
     for name in recipes.list_recipes():
@@ -250,4 +252,4 @@ def _recipes() -> Iterator[str]:
             yield f"Results: {', '.join(links)}."
 
 
-GENERATORS = {"commands": _commands, "methods": _methods, "recipes": _recipes}
+GENERATORS = {"commands": _render_commands, "methods": _render_methods, "recipes": _render_recipes}

@@ -10,7 +10,7 @@ STUB = Path(fewer.__file__).with_suffix(".pyi")
 
 
 def stub() -> str:
-    """The content of the stub file."""
+    """Returns the content of the stub file."""
     imports = [f"from fewer import {package} as {package}" for package in fewer._PACKAGES if package != "audit"]
     imports.append("from fewer.audit import audit as audit")
     imports += [f"from {module} import {name} as {name}" for name, module in fewer._homes().items()]

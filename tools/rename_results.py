@@ -169,6 +169,7 @@ DATA = {
     "least": "min_records",
     "grey": "gray",
 }
+STUDY = {"most": "max_samples"}
 VALUES: dict[tuple[str, Any], Any] = {
     ("stages", "personalise"): "personalize",
     ("transfer", "distil"): "distill",
@@ -263,6 +264,8 @@ def rename_settings(settings: Mapping[str, Any], methods: Iterable[str]) -> dict
             new = {DATA.get(name, name): option for name, option in value.items()}
         elif key in ("settings", "quick"):
             new = rename_settings(value, methods)
+        elif key == "study":
+            new = {STUDY.get(name, name): option for name, option in value.items()}
         elif key == "method":
             new = METHODS.get(value, value)
         renamed[SETTINGS.get(key, key)] = new

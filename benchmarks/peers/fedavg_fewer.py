@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Drawn(fewer.FedAvg):
+class HarnessFedAvg(fewer.FedAvg):
     """FedAvg with the harness's cohorts and batches."""
 
     name: ClassVar[str] = "drawn"
@@ -27,7 +27,7 @@ class Drawn(fewer.FedAvg):
         return indices
 
     def evaluate_final(self, state: Any, clients: fewer.Clients, data: Any) -> dict[str, Any]:
-        """Return nothing after the last round: the workload has only the common test."""
+        """Returns no extra metrics after the last round: the workload evaluates only the global model."""
         return {}
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     for number, rows in enumerate(C.split(y)):
         client_ids[rows] = number
     data = fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids)
-    method = Drawn(rounds=args.rounds, cohort=C.COHORT, lr=C.LR, local_steps=C.STEPS, batch_size=C.BATCH)
+    method = HarnessFedAvg(rounds=args.rounds, cohort=C.COHORT, lr=C.LR, local_steps=C.STEPS, batch_size=C.BATCH)
     runtime = "pool" if args.procs > 1 else "inline"
     fewer.run(method, data, model=C.net(), runtime=runtime, workers=args.procs, progress=Clock(log))
     log.done()

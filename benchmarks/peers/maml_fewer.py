@@ -26,13 +26,13 @@ def main() -> None:
         largest = max(float(t.abs().max()) for t in reference)
         assert error < 1e-3 * largest + 1e-7, (steps, error, largest)
         times: list[float] = []
-        begun = time.time()
+        budget_start = time.time()
         for number in range(M.WARM + M.MAXN):
             start = time.perf_counter()
             fewer_gradient(net, task, steps)
             if number >= M.WARM:
                 times.append(1e3 * (time.perf_counter() - start))
-            if len(times) >= 5 and time.time() - begun > M.BUDGET:
+            if len(times) >= 5 and time.time() - budget_start > M.BUDGET:
                 break
         line = {"workload": f"metagrad-{steps}", "ms_median": round(statistics.median(times), 2), "n": len(times)}
         print("PEER " + json.dumps({**line, "rel_err": round(error / largest, 8)}), flush=True)

@@ -54,15 +54,15 @@ def _homes() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
-    home = f"fewer.{name}" if name in _PACKAGES else _homes().get(name)
-    if home is None:
+    module_name = f"fewer.{name}" if name in _PACKAGES else _homes().get(name)
+    if module_name is None:
         raise AttributeError(f"module 'fewer' has no attribute '{name}'")
-    collecting = gc.isenabled()
+    gc_enabled = gc.isenabled()
     gc.disable()  # importing torch creates a million objects and no garbage; collecting takes 0.2 s
     try:
-        module = import_module(home)
+        module = import_module(module_name)
     finally:
-        if collecting:
+        if gc_enabled:
             gc.enable()
     return module if name in _PACKAGES else getattr(module, name)
 

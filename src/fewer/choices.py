@@ -5,13 +5,13 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from fewer.errors import unknown
+from fewer.errors import unknown_name
 from fewer.registry import CODECS
 
 
 def _check_codec(name: str) -> str:
     if name not in CODECS:
-        raise PydanticCustomError("unknown_codec", "{reason}", {"reason": str(unknown("codec", name, CODECS))})
+        raise PydanticCustomError("unknown_codec", "{reason}", {"reason": str(unknown_name("codec", name, CODECS))})
     return name
 
 

@@ -19,7 +19,7 @@ class DataError(FewerError):
 
 
 class RunError(FewerError):
-    """A run directory is foreign, damaged, in use, or not writable."""
+    """A run cannot start, continue or be read, for example because a file is missing, damaged or in use."""
 
 
 class QuorumLost(FewerError):
@@ -31,8 +31,8 @@ class QuorumLost(FewerError):
         """True if every missing client reported that it is unable to answer. Retrying is pointless."""
 
 
-def unknown(kind: str, name: str, allowed: Iterable[str]) -> SettingError:
-    """Returns an error for an unknown name. It suggests the closest known one."""
+def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> SettingError:
+    """Returns an error for an unknown name, with the closest known name as a suggestion."""
     names = sorted(allowed)
     matches = get_close_matches(name, names, n=1)
     hint = f", did you mean '{matches[0]}'?" if matches else ""

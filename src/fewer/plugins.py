@@ -19,7 +19,7 @@ def needs_import(spec: str) -> bool:
 
 
 def load_from_file(spec: str) -> Any:
-    """Imports FILE.py as a module and returns `Name` from it. As for a script, its directory joins `sys.path`."""
+    """Imports FILE.py as a module and returns `Name` from it. Adds its directory to `sys.path`, as for a script."""
     file, _, name = spec.rpartition(":")
     path = Path(file).resolve()
     if path.suffix != ".py" or not path.is_file():

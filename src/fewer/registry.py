@@ -1,4 +1,4 @@
-"""Registries of everything with a name: methods, models, data formats, codecs, trackers and report views.
+"""Registries: methods, models, data formats, codecs, trackers and report views by name.
 
 A built-in registers where it is defined:
 
@@ -6,8 +6,8 @@ A built-in registers where it is defined:
     class FedAvg(Method): ...
 
 A registry reads the names of built-ins from the source of their package, so listing them imports nothing. Other
-packages add theirs through entry points in the group of that registry (`fewer.methods`, `fewer.models`, …). Users name
-an object in their own file as `FILE.py:Name`.
+packages add theirs through entry points in the group of that registry (`fewer.methods`, `fewer.models`, …). Users refer
+to an object in their own file as `FILE.py:Name`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from fewer.errors import unknown
+from fewer.errors import unknown_name
 from fewer.plugins import load_from_file
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Registry(Mapping[str, Any]):
         if ":" in name:
             return load_from_file(name)
         if name not in self:
-            raise unknown(self.kind, name, [*self, "FILE.py:Name"])
+            raise unknown_name(self.kind, name, [*self, "FILE.py:Name"])
         return self[name]
 
 

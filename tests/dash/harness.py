@@ -1,4 +1,4 @@
-"""Handmade run directories, and a dashboard on them in a thread."""
+"""Synthetic run directories, and a dashboard on them in a thread."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fewer.dash.server import create_server, listen
 from fewer.runs.files import FORMAT
 
 SETTINGS = {"seed": 0, "runtime": "inline", "data": "digits"}
-HEED = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # processes in the background ignore Ctrl-C
+RESTORE_CTRL_C = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background processes ignore Ctrl-C
 
 
 def describe_run(method: str, rounds: int = 10, objects: list[str] | None = None, **settings: Any) -> str:
-    about = {
+    metadata = {
         "format": FORMAT,
         "settings": {**SETTINGS, "method": method, **settings},
         "hash": "abc",
@@ -34,18 +34,25 @@ def describe_run(method: str, rounds: int = 10, objects: list[str] | None = None
         "data": {"name": settings.get("data", "digits"), "clients": 6, "fingerprint": "f"},
         "environment": {"python": "3.11"},
     }
-    return json.dumps(about)
+    return json.dumps(metadata)
 
 
 def metrics(number: int, accuracy: float | None = 0.5) -> dict[str, Any]:
-    known = {} if accuracy is None else {"accuracy": accuracy, "loss": 1.0}
-    return {"round": number, "absent": 0, **known, "up": 1000 * number, "down": 2000 * number, "seconds": 0.5 * number}
+    evaluation = {} if accuracy is None else {"accuracy": accuracy, "loss": 1.0}
+    return {
+        "round": number,
+        "absent": 0,
+        **evaluation,
+        "up": 1000 * number,
+        "down": 2000 * number,
+        "seconds": 0.5 * number,
+    }
 
 
 def write_run(
     path: Path, method: str = "fedavg", done: int = 3, events: list[dict[str, Any]] | None = None, **more: Any
 ) -> Path:
-    """A run directory."""
+    """Writes a run directory."""
     path.mkdir(parents=True)
     (path / "settings.json").write_text(describe_run(method, **more))
     lines = [metrics(number, 0.1 * number) for number in range(1, done + 1)]
@@ -73,11 +80,11 @@ class DashboardClient:
         self, path: str, method: str = "GET", headers: Mapping[str, str] | None = None, body: str = ""
     ) -> tuple[int, Any, http.client.HTTPMessage]:
         """Status, answer and headers."""
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
-        link.request(method, path, body or None, dict(headers or {}))
-        response = link.getresponse()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection.request(method, path, body or None, dict(headers or {}))
+        response = connection.getresponse()
         text = response.read()
-        link.close()
+        connection.close()
         is_json = response.headers.get_content_type() == "application/json"
         return response.status, json.loads(text) if is_json else text, response.headers
 
@@ -110,7 +117,7 @@ def serving(root: Path, **options: Any) -> Iterator[DashboardClient]:
 
 @contextmanager
 def running(path: Path, cue: Event | None = None) -> Iterator[BaseProcess]:
-    """A real run in its own process, long enough to be watched; it may wait for its cue.
+    """A real run in its own process, long enough to watch; it waits until `cue` is set, if given.
 
     The process inherits torch and all open sockets, so start it before the server.
     """

@@ -1,4 +1,4 @@
-"""The dashboard's pages, and a report's, in a real browser."""
+"""The pages of the dashboard and of a report in a real browser."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ Open = Callable[..., Page]
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield found
-        found.close()
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield launched
+        launched.close()
 
 
 @pytest.fixture
-def opened(browser: Browser) -> Iterator[Open]:
+def open_page(browser: Browser) -> Iterator[Open]:
     """Opens pages; fails on console errors that are not allowed."""
     problems: list[str] = []
     allowed: list[str] = []
 
-    def note(message: ConsoleMessage) -> None:
+    def record(message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
             problems.append(message.text)
 
     with ExitStack() as stack:
 
-        def open_page(address: str, width: int = 1200, dark: bool = False, allow: str = "") -> Page:
+        def load_page(address: str, width: int = 1200, dark: bool = False, allow: str = "") -> Page:
             scheme: Any = "dark" if dark else "light"
             context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
             stack.callback(context.close)
             page = context.new_page()
             page.set_default_timeout(20_000)
-            page.on("console", note)
+            page.on("console", record)
             page.on("pageerror", lambda error: problems.append(str(error)))
             allowed.extend([allow] if allow else [])
             page.add_init_script(WATCH_SHIFTS)
             page.goto(address)
             return page
 
-        yield open_page
-    assert [text for text in problems if not any(each in text for each in allowed)] == []
+        yield load_page
+    assert [text for text in problems if not any(part in text for part in allowed)] == []
 
 
 WATCH_SHIFTS = """
@@ -87,8 +87,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "handler": "train",
         "detail": "",
     }
-    own = "npz:/home/somebody/measured-in-the-summer/and-cleaned-afterwards/readings-of-all-machines.npz"
-    write_run(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED], data=own)
+    data_path = "npz:/home/somebody/measured-in-the-summer/and-cleaned-afterwards/readings-of-all-machines.npz"
+    write_run(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED], data=data_path)
     (root / "table/report").mkdir()
     (root / "table/report/report.html").write_text("<h1>All of them</h1>")
     write_run(root / "between-machines", "fedavg", runtime="flower", events=[STOPPED])
@@ -99,16 +99,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(runs: Path) -> Iterator[DashboardClient]:
-    with serving(runs) as found:
-        yield found
+    with serving(runs) as client:
+        yield client
 
 
 def row(page: Page, name: str) -> Any:
     return page.get_by_role("row").filter(has=page.get_by_role("link", name=name, exact=True))
 
 
-def test_list_find_sort_and_open(site: DashboardClient, opened: Open) -> None:
-    page = opened(site.address)
+def test_list_find_sort_and_open(site: DashboardClient, open_page: Open) -> None:
+    page = open_page(site.address)
     expect(row(page, "faulty")).to_contain_text("■ stopped")
     expect(row(page, "bad")).to_contain_text("damaged")
     expect(row(page, "table/fedmk-seed0")).to_contain_text("60.00 %")
@@ -140,14 +140,14 @@ def test_list_find_sort_and_open(site: DashboardClient, opened: Open) -> None:
     expect(page.locator("tbody tr")).to_have_count(2)
 
 
-def test_a_run_between_machines_says_how_to_resume_it(site: DashboardClient, opened: Open) -> None:
-    page = opened(f"{site.address}/?run={site.row('between-machines')['id']}")
+def test_a_run_between_machines_says_how_to_resume_it(site: DashboardClient, open_page: Open) -> None:
+    page = open_page(f"{site.address}/?run={site.row('between-machines')['id']}")
     expect(page.get_by_text("fewer server --resume")).to_be_visible()
     expect(page.get_by_role("button", name="Resume")).to_have_attribute("aria-disabled", "true")
 
 
-def test_compare(site: DashboardClient, opened: Open) -> None:
-    page = opened(site.address)
+def test_compare(site: DashboardClient, open_page: Open) -> None:
+    page = open_page(site.address)
     expect(page.get_by_text("Compare …")).to_have_attribute("aria-disabled", "true")
     for name in ("table/fedavg-seed0", "table/local-seed0", "faulty"):
         page.get_by_label(f"Compare {name}").check()
@@ -157,8 +157,8 @@ def test_compare(site: DashboardClient, opened: Open) -> None:
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         for number, name in enumerate(("table/fedavg-seed0", "table/local-seed0", "faulty")):
-            shown = site.row(name)["dark" if scheme == "dark" else "color"]
-            expect(lines.nth(number)).to_have_css("stroke", f"rgb{tuple(bytes.fromhex(shown[1:]))}")
+            color = site.row(name)["dark" if scheme == "dark" else "color"]
+            expect(lines.nth(number)).to_have_css("stroke", f"rgb{tuple(bytes.fromhex(color[1:]))}")
     chart = page.locator(".chart")
     expect(chart).to_have_attribute("aria-label", re.compile("accuracy by round. Last: table/fedavg-seed0 30 %"))
     chart.focus()
@@ -182,8 +182,8 @@ def test_compare(site: DashboardClient, opened: Open) -> None:
     expect(popup.value.get_by_role("heading")).to_have_text("All of them")
 
 
-def test_by_keyboard_alone(site: DashboardClient, opened: Open) -> None:
-    page = opened(f"{site.address}/?sort=name&down=0")
+def test_by_keyboard_alone(site: DashboardClient, open_page: Open) -> None:
+    page = open_page(f"{site.address}/?sort=name&down=0")
     focused = page.locator(":focus")
     expect(page.locator("tbody tr")).to_have_count(7)
     page.keyboard.press("Tab")
@@ -210,21 +210,21 @@ def test_by_keyboard_alone(site: DashboardClient, opened: Open) -> None:
     names = []
     for _ in range(6):
         page.keyboard.press("Tab")
-        names.append(focused.evaluate("one => one.textContent.trim() || one.value || one.className"))
+        names.append(focused.evaluate("element => element.textContent.trim() || element.value || element.className"))
     assert names[:4] == ["Stop", "Resume", "accuracy", "round"] and focused.count() == 1
-    assert page.locator(":focus-visible").evaluate("one => getComputedStyle(one).outlineStyle") == "solid"
+    assert page.locator(":focus-visible").evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
 
 
-def test_token(runs: Path, opened: Open) -> None:
+def test_token(runs: Path, open_page: Open) -> None:
     token = "a-token-of-the-test"
     with serving(runs, token=token) as site:
-        page = opened(f"{site.address}/?state=stopped", allow="401")
+        page = open_page(f"{site.address}/?state=stopped", allow="401")
         expect(page.get_by_role("heading")).to_have_text("This dashboard needs a token")
-        assert accessible(page) == []
+        assert find_violations(page) == []
         page.get_by_label("Token").fill("not this one")
-        allowing = opened(f"{site.address}/#token={token}", allow="403")
-        expect(allowing.locator("tbody tr")).to_have_count(7)
-        assert allowing.url == f"{site.address}/"
+        signed_in = open_page(f"{site.address}/#token={token}", allow="403")
+        expect(signed_in.locator("tbody tr")).to_have_count(7)
+        assert signed_in.url == f"{site.address}/"
         page.keyboard.press("Enter")
         expect(page.get_by_role("alert")).to_have_text("Wrong token.")
         page.get_by_label("Token").fill(token)
@@ -235,22 +235,22 @@ def test_token(runs: Path, opened: Open) -> None:
         page.context.clear_cookies()  # as if the dashboard had restarted with another token
         page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
         expect(page.get_by_role("heading")).to_have_text("This dashboard needs a token")
-        for each in (page, allowing):
-            each.close()
+        for tab in (page, signed_in):
+            tab.close()
 
 
-def test_read_only(runs: Path, opened: Open) -> None:
+def test_read_only(runs: Path, open_page: Open) -> None:
     with serving(runs, read_only=True) as site:
-        page = opened(f"{site.address}/?run={site.row('faulty')['id']}")
+        page = open_page(f"{site.address}/?run={site.row('faulty')['id']}")
         expect(page.get_by_text("Read-only: runs cannot be stopped or resumed here.")).to_be_visible()
         expect(page.get_by_role("button", name=re.compile("Stop|Resume"))).to_have_count(0)
         page.close()  # before the server stops, or the page would log errors
 
 
-def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, opened: Open) -> None:
+def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, open_page: Open) -> None:
     cue = get_context("fork").Event()
     with running(tmp_path / "mine", cue) as process, serving(tmp_path) as site:
-        page = opened(site.address, allow="net::ERR")
+        page = open_page(site.address, allow="net::ERR")
         expect(page.locator("tbody")).to_contain_text("Start one with: fewer run")
         cue.set()
         page.get_by_role("button", name="Show 1 new run").click()
@@ -281,20 +281,24 @@ def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, opened: Open) -
     expect(page.locator("#connection")).to_have_text("Connection lost. Reconnecting …")
 
 
-# --- for everybody --------------------------------------------------------------------------------------------
+# --- accessibility --------------------------------------------------------------------------------------------
 
 
-def accessible(page: Page) -> list[str]:
-    """What the accessibility checker has against a page."""
-    found = Axe().run(page).response["violations"]
-    return [f"{one['id']}: {one['help']}: {node['html'][:120]}" for one in found for node in one["nodes"]]
+def find_violations(page: Page) -> list[str]:
+    """The violations that the accessibility checker finds on a page."""
+    violations = Axe().run(page).response["violations"]
+    return [
+        f"{violation['id']}: {violation['help']}: {node['html'][:120]}"
+        for violation in violations
+        for node in violation["nodes"]
+    ]
 
 
 SCREENS = pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)], ids=["phone", "dark"])
 
 
 @SCREENS
-def test_accessible(site: DashboardClient, opened: Open, width: int, dark: bool) -> None:
+def test_accessible(site: DashboardClient, open_page: Open, width: int, dark: bool) -> None:
     ids = ",".join(site.row(f"table/{method}-seed0")["id"] for method in ("fedavg", "local"))
     ready = {
         "": "tbody tr >> nth=6",
@@ -302,9 +306,9 @@ def test_accessible(site: DashboardClient, opened: Open, width: int, dark: bool)
         f"?compare={ids}": ".chart .line",
     }
     for address, selector in ready.items():
-        page = opened(f"{site.address}/{address}", width, dark)
+        page = open_page(f"{site.address}/{address}", width, dark)
         page.wait_for_selector(selector)
-        assert accessible(page) == [], address
+        assert find_violations(page) == [], address
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), address
 
 
@@ -316,21 +320,21 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @SCREENS
-def test_a_report_is_accessible_and_stays_in_place(report: Path, opened: Open, width: int, dark: bool) -> None:
-    page = opened(report.as_uri(), width, dark)
+def test_a_report_is_accessible_and_its_layout_is_stable(report: Path, open_page: Open, width: int, dark: bool) -> None:
+    page = open_page(report.as_uri(), width, dark)
     assert page.evaluate("window.shift") < 0.1
-    page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
-    assert accessible(page) == []
+    page.evaluate("for (const element of document.querySelectorAll('details')) element.open = true")
+    assert find_violations(page) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.parametrize("width", [1200, 390])
-def test_nothing_jumps_while_metrics_come_in(tmp_path: Path, opened: Open, width: int) -> None:
+def test_the_layout_is_stable_while_metrics_arrive(tmp_path: Path, open_page: Open, width: int) -> None:
     run = write_run(tmp_path / "mine", "fedavg")
     write_run(tmp_path / "other", "fedmk", events=[FINISHED])
     with serving(tmp_path) as site:
-        watched = opened(f"{site.address}/?run={site.row('mine')['id']}", width)
-        listed = opened(site.address, width)
+        watched = open_page(f"{site.address}/?run={site.row('mine')['id']}", width)
+        listed = open_page(site.address, width)
         expect(watched.locator(".chart .line")).to_have_count(1)
         with (run / "metrics.jsonl").open("a") as file:
             for number in range(4, 8):
@@ -341,7 +345,7 @@ def test_nothing_jumps_while_metrics_come_in(tmp_path: Path, opened: Open, width
         expect(watched.locator(".tiles")).to_contain_text("7/10")
         expect(row(listed, "mine")).to_contain_text("7/10")
         expect(listed.get_by_role("button", name="Show 1 new run")).to_be_visible()
-        shutil.rmtree(tmp_path / "other")  # as many runs as at first, but different ones
+        shutil.rmtree(tmp_path / "other")  # the same number of runs, but different ones
         expect(listed.get_by_label("State")).not_to_contain_text("finished")
         expect(listed.get_by_role("button", name="Show 1 new run")).to_be_visible()
         for page in (watched, listed):

@@ -32,8 +32,18 @@ from fewer.errors import RunError, SettingError
 from fewer.report.page import PAGE
 from fewer.report.style import assign_styles
 from fewer.runs.directory import RunDirectory
-from fewer.runs.files import in_use, writer
-from tests.dash.harness import FINISHED, HEED, STOPPED, describe_run, metrics, running, serving, wait_for, write_run
+from fewer.runs.files import in_use, writer_pid
+from tests.dash.harness import (
+    FINISHED,
+    RESTORE_CTRL_C,
+    STOPPED,
+    describe_run,
+    metrics,
+    running,
+    serving,
+    wait_for,
+    write_run,
+)
 from tests.test_cli import call
 
 # --- records --------------------------------------------------------------------------------------------------
@@ -43,12 +53,12 @@ def test_pages_of_lines_from_the_end(tmp_path: Path) -> None:
     file = tmp_path / "file"
     lines = [f"line {number} {'x' * (number % 50)}".encode() for number in range(5000)]
     file.write_bytes(b"".join(line + b"\n" for line in lines) + b"half a li")
-    found, before, pages = [], None, 0
+    read_lines, before, pages = [], None, 0
     while before != 0:
         page, before = read_last_lines(file, 70, before)
-        found += page
+        read_lines += page
         pages += 1
-    assert found == lines[::-1] and pages == -(-5000 // 70)
+    assert read_lines == lines[::-1] and pages == -(-5000 // 70)
     assert read_last_lines(tmp_path / "none", 5) == ([], 0)
     file.write_bytes(b"")
     assert read_last_lines(file, 5) == ([], 0)
@@ -74,7 +84,7 @@ def test_a_truncated_file_is_read_again(tmp_path: Path) -> None:
     growing.read_new_lines()
     file.write_bytes(b"one\n")  # shorter
     assert growing.read_new_lines() == ([b"one"], True)
-    file.write_bytes(b"eno\ntwo\nthree\n")  # longer, but other
+    file.write_bytes(b"eno\ntwo\nthree\n")  # longer, with other content
     assert growing.read_new_lines() == ([b"eno", b"two", b"three"], True)
 
 
@@ -96,7 +106,7 @@ def test_a_curve_is_thinned_out_and_keeps_its_end(tmp_path: Path) -> None:
     points = curve.points()
     assert len(points) == 401 and points[-1]["round"] == 1202 and "clients" not in points[0]
     assert {b["round"] - a["round"] for a, b in pairwise(points)} == {3}
-    (run / "metrics.jsonl").write_text(json.dumps(metrics(1)) + "\n")  # a resumed run cuts what came after
+    (run / "metrics.jsonl").write_text(json.dumps(metrics(1)) + "\n")  # a resumed run removes later rounds
     assert [point["round"] for point in curve.points()] == [1]
 
 
@@ -104,10 +114,10 @@ def test_the_tally_counts_repeated_rounds_once(tmp_path: Path) -> None:
     absent = [
         {"event": "absent", "round": number, "client": 1, "reason": "late", "handler": "train"} for number in (1, 2, 3)
     ]
-    again = {"event": "resume", "round": 2}
-    run = write_run(tmp_path / "run", events=[*absent, STOPPED, again, {**absent[2], "reason": "dropped"}])
+    resumed = {"event": "resume", "round": 2}
+    run = write_run(tmp_path / "run", events=[*absent, STOPPED, resumed, {**absent[2], "reason": "dropped"}])
     with (run / "events.jsonl").open("a") as file:
-        file.write('{"event": "abs\n{"event": "absent"}\n')  # one cut short by a kill, and an incomplete one
+        file.write('{"event": "abs\n{"event": "absent"}\n')  # one truncated by a kill, and an incomplete one
     totals = EventTally.open(run).update()
     assert totals["absent"] == {"late": 2, "dropped": 1, "?": 1} and totals["complete"] and totals["fraction_read"] == 1
     train, score = totals["traffic"]
@@ -124,7 +134,7 @@ def states(catalog: Catalog) -> dict[str, str]:
 
 
 @contextmanager
-def held(run: Path) -> Iterator[None]:
+def hold_lock(run: Path) -> Iterator[None]:
     with (run / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -141,9 +151,9 @@ def test_runs_are_found_with_their_states(tmp_path: Path) -> None:
     write_run(tmp_path / ".hidden/run")
     (tmp_path / "elsewhere").symlink_to(tmp_path / "more")
     catalog = Catalog(tmp_path)
-    found = {"done": "finished", "more/stopped": "stopped", "more/deep/killed": "crashed", "again": "finished"}
-    assert states(catalog) == {**found, "bad": "damaged"}
-    with held(tmp_path / "more/stopped"):
+    expected = {"done": "finished", "more/stopped": "stopped", "more/deep/killed": "crashed", "again": "finished"}
+    assert states(catalog) == {**expected, "bad": "damaged"}
+    with hold_lock(tmp_path / "more/stopped"):
         assert states(catalog)["more/stopped"] == "stopped"  # nothing has been written yet
         with (tmp_path / "more/stopped/events.jsonl").open("a") as file:
             file.write('{"time": 4, "event": "resume", "round": 3}\n')
@@ -154,7 +164,7 @@ def test_runs_are_found_with_their_states(tmp_path: Path) -> None:
     assert states(Catalog(tmp_path / "done")) == {"done": "finished"}
 
 
-def test_runs_that_come_and_go_are_seen(tmp_path: Path) -> None:
+def test_new_and_removed_runs_are_detected(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
     assert states(catalog) == {}
     write_run(tmp_path / "a/one", events=[FINISHED])
@@ -166,14 +176,14 @@ def test_runs_that_come_and_go_are_seen(tmp_path: Path) -> None:
     assert list(states(catalog)) == ["a/two"] and catalog.discovered == 2
 
 
-def test_the_last_accuracy_if_not_every_round_is_evaluated(tmp_path: Path) -> None:
+def test_the_list_shows_the_last_evaluated_accuracy(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", events=[FINISHED])
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics(4, None)) + "\n" + json.dumps(metrics(5, None)) + "\n")
     catalog = Catalog(tmp_path)
     catalog.refresh()
-    (found,) = catalog.entries()
-    assert (found.row["round"], found.row["accuracy"]) == (5, pytest.approx(0.3))
+    (entry,) = catalog.entries()
+    assert (entry.row["round"], entry.row["accuracy"]) == (5, pytest.approx(0.3))
 
 
 def test_runs_are_found_six_directories_deep(tmp_path: Path) -> None:
@@ -183,19 +193,19 @@ def test_runs_are_found_six_directories_deep(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk_is_not_scanned_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, looks = [100.0], []
+    clock, scans = [100.0], []
     catalog = Catalog(tmp_path)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
 
-    def find() -> None:
-        looks.append(clock[0])
+    def fake_find() -> None:
+        scans.append(clock[0])
         clock[0] += 2.0
 
-    monkeypatch.setattr(catalog, "_find", find)
+    monkeypatch.setattr(catalog, "_find_runs", fake_find)
     for _ in range(60):
         catalog.refresh()
         clock[0] += 1.0
-    assert len(looks) == 2 and looks[1] - looks[0] >= 40
+    assert len(scans) == 2 and scans[1] - scans[0] >= 40
 
 
 def test_a_recreated_run_is_counted_again(tmp_path: Path) -> None:
@@ -222,19 +232,19 @@ def test_a_user_method_has_the_name_and_style_that_reports_give_it(tmp_path: Pat
     assert (row["color"], row["marker"], row["dash"]) == assign_styles(["fedmedian"])["fedmedian"]
 
 
-def read_by(action: object) -> int:
-    """Bytes that this process reads while it does something."""
+def bytes_read(action: object) -> int:
+    """The number of bytes that this process reads during an action."""
 
-    def so_far() -> int:
+    def total_read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])
 
-    before = so_far()
+    before = total_read()
     action()  # type: ignore[operator]
-    return so_far() - before
+    return total_read() - before
 
 
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="who has read how much is known on Linux only")
-def test_no_more_is_read_than_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc/self/io, which only Linux has")
+def test_only_changes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "CLOCK_TICK", 0.0)
     monkeypatch.setattr(records, "SLICE", 1 << 20)
     for number in range(200):
@@ -248,28 +258,28 @@ def test_no_more_is_read_than_has_changed(tmp_path: Path, monkeypatch: pytest.Mo
     size = (long / "events.jsonl").stat().st_size
     assert size > 4 * records.SLICE
     catalog = Catalog(tmp_path)
-    all = read_by(lambda: catalog.refresh(now=True))
-    assert 100_000 < all < 1_000_000  # settings and last lines, not 5 MB of events
+    first_read = bytes_read(lambda: catalog.refresh(now=True))
+    assert 100_000 < first_read < 1_000_000  # settings and last lines, not 5 MB of events
     opened: list[object] = []
     monkeypatch.setattr(os, "scandir", opened.append)
-    assert read_by(lambda: catalog.refresh(now=True)) < 10_000 and opened == []
+    assert bytes_read(lambda: catalog.refresh(now=True)) < 10_000 and opened == []
     monkeypatch.undo()
     monkeypatch.setattr(records, "SLICE", 1 << 20)
-    assert read_by(lambda: read_last_lines(long / "events.jsonl", 50)) < 2 * records.BLOCK
-    assert read_by(lambda: read_last_lines(long / "events.jsonl", 50, size // 2)) < 2 * records.BLOCK
+    assert bytes_read(lambda: read_last_lines(long / "events.jsonl", 50)) < 2 * records.BLOCK
+    assert bytes_read(lambda: read_last_lines(long / "events.jsonl", 50, size // 2)) < 2 * records.BLOCK
     (run,) = [run for run in catalog.entries() if run.path == long]
     answers = 0
     while True:
         totals: dict[str, object] = {}
-        assert read_by(lambda: totals.update(catalog.tally(run))) < records.SLICE + records.BLOCK  # noqa: B023
+        assert bytes_read(lambda: totals.update(catalog.tally(run))) < records.SLICE + records.BLOCK  # noqa: B023
         answers += 1
         if totals["complete"]:
             break
     assert totals["absent"] == {"late": 50_000} and answers == -(-size // records.SLICE)
     with (long / "events.jsonl").open("a") as file:
         file.write(event)
-    assert read_by(lambda: catalog.refresh(now=True)) < 4 * records.BLOCK
-    assert read_by(lambda: catalog.tally(run)) < records.BLOCK and catalog.tally(run)["absent"] == {"late": 50_001}
+    assert bytes_read(lambda: catalog.refresh(now=True)) < 4 * records.BLOCK
+    assert bytes_read(lambda: catalog.tally(run)) < records.BLOCK and catalog.tally(run)["absent"] == {"late": 50_001}
 
 
 # --- access control ----------------------------------------------------------------------------------------------
@@ -291,29 +301,27 @@ def test_the_list_is_filtered_sorted_and_paged(runs: Path) -> None:
         assert [row["name"] for row in site.get("runs?sort=name&limit=1&from=1")["rows"]] == ["one"]
         assert [row["name"] for row in site.get("runs?find=PROX+digits")["rows"]] == ["two"]
         assert [row["name"] for row in site.get("runs?state=finished")["rows"]] == ["one"]
-        for odd in ("sort=path", "state=odd", "from=-1", "limit=x"):
-            assert site.ask(f"/api/runs?{odd}")[0] == 400
+        for query in ("sort=path", "state=odd", "from=-1", "limit=x"):
+            assert site.ask(f"/api/runs?{query}")[0] == 400
 
 
 def test_the_api_of_a_run(runs: Path) -> None:
     (runs / "one/report").mkdir()
     (runs / "one/report/report.html").write_text("<h1>report</h1>")
     with serving(runs) as site:
-        at = f"runs/{site.row('one')['id']}"
-        about = site.get(at)
-        assert (
-            about["method"]["lr"] == 0.1 and about["report"] and not about["log"] and about["why_not_resumable"] == ""
-        )
-        assert [point["round"] for point in site.get(f"{at}/curve")["points"]] == [1, 2, 3]
-        assert [event["event"] for event in site.get(f"{at}/events")["events"]] == ["finish", "start"]
-        page = site.get(f"{at}/ledger?limit=2")
+        endpoint = f"runs/{site.row('one')['id']}"
+        info = site.get(endpoint)
+        assert info["method"]["lr"] == 0.1 and info["report"] and not info["log"] and info["why_not_resumable"] == ""
+        assert [point["round"] for point in site.get(f"{endpoint}/curve")["points"]] == [1, 2, 3]
+        assert [event["event"] for event in site.get(f"{endpoint}/events")["events"]] == ["finish", "start"]
+        page = site.get(f"{endpoint}/ledger?limit=2")
         assert page["rows"] == [["3", "0", "down", "evaluate/score", "9"], ["3", "0", "up", "train", "1000"]]
-        older = site.get(f"{at}/ledger?before={page['before']}")
+        older = site.get(f"{endpoint}/ledger?before={page['before']}")
         assert len(older["rows"]) == 4 and older["before"] == 0
-        status, text, headers = site.ask(f"/api/{at}/report")
+        status, text, headers = site.ask(f"/api/{endpoint}/report")
         assert (status, text) == (200, b"<h1>report</h1>") and headers["content-security-policy"].startswith("sandbox")
-        both = ",".join(row["id"] for row in site.get("runs?sort=name&down=0")["rows"])
-        compared = site.get(f"compare?ids={both},nobody")
+        ids = ",".join(row["id"] for row in site.get("runs?sort=name&down=0")["rows"])
+        compared = site.get(f"compare?ids={ids},nobody")
         assert [run["color"] for run in compared["runs"]] == [site.row(name)["color"] for name in ("one", "two")]
         assert len({run["color"] for run in compared["runs"]}) == 2 and compared["differing"] == []
 
@@ -331,10 +339,10 @@ def test_the_report_of_a_comparison(tmp_path: Path) -> None:
         status, text, headers = site.ask(f"/api/runs/{ids['table/two']}/report?together=1")
         assert (status, text) == (200, b"both") and headers["content-security-policy"].startswith("sandbox")
         assert site.ask(f"/api/runs/{ids['other']}/report?together=1")[0] == 409
-    with serving(tmp_path / "table/one") as site:  # what lies above is not ours to show
-        at = site.row("one")["id"]
-        assert not site.get(f"compare?ids={at}")["report"]
-        assert site.ask(f"/api/runs/{at}/report?together=1")[0] == 409
+    with serving(tmp_path / "table/one") as site:  # files above the root are not served
+        run_id = site.row("one")["id"]
+        assert not site.get(f"compare?ids={run_id}")["report"]
+        assert site.ask(f"/api/runs/{run_id}/report?together=1")[0] == 409
 
 
 def test_nan_and_infinity_become_null(runs: Path) -> None:
@@ -357,7 +365,7 @@ def test_no_path_leads_out(runs: Path, path: str) -> None:
 
 def test_other_sites_are_refused(runs: Path) -> None:
     with serving(runs, names=["dash.example.org"]) as site:
-        at, port = f"/api/runs/{site.row('two')['id']}/resume", site.port
+        endpoint, port = f"/api/runs/{site.row('two')['id']}/resume", site.port
         for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "", "[::1", "localhost.evil"):
             assert site.ask("/api/runs", headers={"Host": host})[0] in (400, 421), host
         for host in ("localhost", f"localhost:{port}", "[::1]:1", "DASH.example.org", f"127.0.0.1:{port}"):
@@ -370,8 +378,8 @@ def test_other_sites_are_refused(runs: Path) -> None:
             "http://127.0.0.1",
             "http://[",
         ):
-            assert site.ask(at, "POST", {"Origin": origin} if origin else {})[0] == 403, origin
-        assert site.ask(at, "GET")[0] == 405
+            assert site.ask(endpoint, "POST", {"Origin": origin} if origin else {})[0] == 403, origin
+        assert site.ask(endpoint, "GET")[0] == 405
         headers = site.ask("/")[2]
         assert (
             "script-src 'self'" in headers["content-security-policy"] and headers["x-content-type-options"] == "nosniff"
@@ -380,7 +388,7 @@ def test_other_sites_are_refused(runs: Path) -> None:
         assert not (runs / "two" / LOG).exists()
 
 
-def test_nothing_about_runs_is_public_if_there_is_a_token(runs: Path) -> None:
+def test_with_a_token_nothing_about_runs_is_public(runs: Path) -> None:
     token = "0123456789abcdef"
     with serving(runs, token=token) as site:
         assert site.ask("/")[0] == site.ask("/static/app.js")[0] == 200
@@ -396,15 +404,15 @@ def test_nothing_about_runs_is_public_if_there_is_a_token(runs: Path) -> None:
         status, _, headers = site.ask("/api/login", "POST", {"Origin": site.address}, token)
         cookie = headers["set-cookie"]
         assert status == 200 and "HttpOnly" in cookie and "samesite=strict" in cookie.lower() and token not in cookie
-        kept = cookie.partition(";")[0]
-        assert site.ask("/api/runs", headers={"Cookie": kept})[0] == 200
-        for wrong in (kept[:-1], f"{kept.partition('=')[0]}={token}", "odd=1", 'a="'):
+        session = cookie.partition(";")[0]
+        assert site.ask("/api/runs", headers={"Cookie": session})[0] == 200
+        for wrong in (session[:-1], f"{session.partition('=')[0]}={token}", "odd=1", 'a="'):
             assert site.ask("/api/runs", headers={"Cookie": wrong})[0] == 401, wrong
-        at = site.ask("/api/runs", headers={"Cookie": kept})[1]["rows"][0]["id"]
-        assert site.ask(f"/api/runs/{at}/stop", "POST", {"Origin": site.address})[0] == 401
+        run_id = site.ask("/api/runs", headers={"Cookie": session})[1]["rows"][0]["id"]
+        assert site.ask(f"/api/runs/{run_id}/stop", "POST", {"Origin": site.address})[0] == 401
 
 
-def test_read_only_has_no_actions(runs: Path) -> None:
+def test_a_read_only_dashboard_has_no_actions(runs: Path) -> None:
     with serving(runs, read_only=True) as site:
         assert site.get("runs")["read_only"]
         for action in ("stop", "resume"):
@@ -412,7 +420,7 @@ def test_read_only_has_no_actions(runs: Path) -> None:
         assert not (runs / "two" / LOG).exists()
 
 
-def test_every_answer_keeps_other_sites_out(runs: Path) -> None:
+def test_every_response_keeps_other_sites_out(runs: Path) -> None:
     (runs / "one/report").mkdir()
     (runs / "one/report/report.html").write_text("<h1>report</h1>")
     with serving(runs) as site:
@@ -429,8 +437,8 @@ def test_every_answer_keeps_other_sites_out(runs: Path) -> None:
 
 def test_two_dashboards_do_not_share_a_cookie(tmp_path: Path) -> None:
     token = "0123456789abcdef"
-    with serving(tmp_path, token=token) as one, serving(tmp_path, token=token) as other:
-        responses = [site.ask("/api/login", "POST", {"Origin": site.address}, token)[2] for site in (one, other)]
+    with serving(tmp_path, token=token) as first, serving(tmp_path, token=token) as second:
+        responses = [site.ask("/api/login", "POST", {"Origin": site.address}, token)[2] for site in (first, second)]
     assert len({headers["set-cookie"].partition("=")[0] for headers in responses}) == 2
 
 
@@ -463,22 +471,22 @@ def test_the_token_is_not_in_the_command_of_the_browser(tmp_path: Path, monkeypa
 
 def test_followers_receive_changes(runs: Path) -> None:
     with serving(runs) as site:
-        at = site.row("two")["id"]
-        with urllib.request.urlopen(f"{site.address}/api/follow?ids={at}", timeout=10) as stream:
+        run_id = site.row("two")["id"]
+        with urllib.request.urlopen(f"{site.address}/api/follow?ids={run_id}", timeout=10) as stream:
 
             def next_change() -> dict[str, object]:
                 line = stream.readline().decode()
                 assert stream.readline() == b"\n"
-                found: dict[str, object] = json.loads(line.removeprefix("data: "))
-                return found
+                change: dict[str, object] = json.loads(line.removeprefix("data: "))
+                return change
 
             first = next_change()
             assert [row["round"] for row in first["rows"]] == [3]  # type: ignore[attr-defined]
             with (runs / "two/metrics.jsonl").open("a") as file:
                 file.write(json.dumps(metrics(4)) + "\n")
-            begun = time.monotonic()
+            start = time.monotonic()
             assert [row["round"] for row in next_change()["rows"]] == [4]  # type: ignore[attr-defined]
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - start < 5
             write_run(runs / "three")
             assert next_change()["total"] == 3
 
@@ -490,23 +498,23 @@ def test_only_the_process_that_holds_a_run_is_its_writer(tmp_path: Path) -> None
     run = write_run(tmp_path / "run")
     other = write_run(tmp_path / "other")
     with pytest.raises(RunError, match="is not running"):
-        writer(run)
+        writer_pid(run)
     with RunDirectory.open(run), RunDirectory.open(other):
-        assert in_use(run) and writer(run) == os.getpid()
-        for text, word in (
+        assert in_use(run) and writer_pid(run) == os.getpid()
+        for text, message in (
             ("", "not on this machine"),
             ("x", "not on this machine"),
             ("99999999", "not on this machine"),
         ):
             (run / "lock").write_text(text)
-            with pytest.raises(RunError, match=word):
-                writer(run)
-        with subprocess.Popen(["sleep", "60"]) as stranger:  # as where a number was given to somebody else
-            (run / "lock").write_text(str(stranger.pid))
-            with pytest.raises(RunError, match=f"another process than {stranger.pid}"):
+            with pytest.raises(RunError, match=message):
+                writer_pid(run)
+        with subprocess.Popen(["sleep", "60"]) as unrelated:  # as if another process had got the number
+            (run / "lock").write_text(str(unrelated.pid))
+            with pytest.raises(RunError, match=f"a process other than {unrelated.pid}"):
                 Control().stop(run)
-            assert stranger.poll() is None
-            stranger.kill()
+            assert unrelated.poll() is None
+            unrelated.kill()
     assert not in_use(run)
 
 
@@ -555,17 +563,17 @@ def test_runs_that_cannot_be_resumed_are_refused_with_a_reason(runs: Path) -> No
     write_run(runs / "own", objects=["data"], events=[STOPPED])
     (runs / "bad").mkdir()
     (runs / "bad/settings.json").write_text(describe_run("fedavg").replace("settings", "x"))
-    words = {
+    reasons = {
         "flower": f"use fewer server --resume {runs / 'flower'} --keys",
         "own": "your own data: use fewer.resume(",
         "one": "is finished",
         "bad": "is damaged",
     }
     with serving(runs) as site:
-        for name, word in words.items():
-            status, found = site.post(f"runs/{site.row(name)['id']}/resume")
-            assert status == 409 and word in found["error"], found
-        with held(runs / "two"):
+        for name, reason in reasons.items():
+            status, response = site.post(f"runs/{site.row(name)['id']}/resume")
+            assert status == 409 and reason in response["error"], response
+        with hold_lock(runs / "two"):
             (runs / "two/events.jsonl").touch()
             assert "is running" in site.post(f"runs/{site.row('two')['id']}/resume")[1]["error"]
         assert "is not running" in site.post(f"runs/{site.row('two')['id']}/stop")[1]["error"]
@@ -574,23 +582,23 @@ def test_runs_that_cannot_be_resumed_are_refused_with_a_reason(runs: Path) -> No
 def test_the_output_of_a_resumed_run_is_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_RESUME_CODE", "import sys, time; print(*sys.argv[1:], flush=True); time.sleep(1)")
     with serving(runs) as site:
-        at = f"runs/{site.row('two')['id']}"
-        status, _ = site.post(f"{at}/resume")
+        endpoint = f"runs/{site.row('two')['id']}"
+        status, _ = site.post(f"{endpoint}/resume")
         assert status == 200 and site.row("two")["state"] == "starting"
-        assert "is starting" in site.post(f"{at}/resume")[1]["error"]
+        assert "is starting" in site.post(f"{endpoint}/resume")[1]["error"]
         wait_for(lambda: site.row("two")["state"] == "stopped")
-        assert site.get(f"{at}/log")["lines"] == [f"resume {runs / 'two'}"] and site.get(at)["log"]
+        assert site.get(f"{endpoint}/log")["lines"] == [f"resume {runs / 'two'}"] and site.get(endpoint)["log"]
 
 
 def test_a_run_that_passes_to_another_process_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run")
-    with subprocess.Popen(["sleep", "60"]) as one:
-        numbers = iter([one.pid, one.pid + 1])
-        monkeypatch.setattr(control, "writer", lambda path: next(numbers))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        pids = iter([process.pid, process.pid + 1])
+        monkeypatch.setattr(control, "writer", lambda path: next(pids))
         with pytest.raises(RunError, match="has just passed to another process"):
             Control().stop(run)
-        assert one.poll() is None
-        one.kill()
+        assert process.poll() is None
+        process.kill()
 
 
 def test_a_resumed_run_is_independent_of_the_dashboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,35 +607,35 @@ def test_a_resumed_run_is_independent_of_the_dashboard(tmp_path: Path, monkeypat
     monkeypatch.setattr(
         control, "_RESUME_CODE", "import os, sys; print(os.getsid(0) == os.getpid(), sys.flags.safe_path)"
     )
-    made = Control()
-    made.resume(run, {"settings": {"runtime": "inline"}, "objects": []})
-    made._started[run][1].wait(40)
+    controller = Control()
+    controller.resume(run, {"settings": {"runtime": "inline"}, "objects": []})
+    controller._started[run][1].wait(40)
     assert (run / LOG).read_text() == "True True\n"
 
 
 def test_a_run_is_not_started_twice(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "_RESUME_CODE", "import time; time.sleep(60)")
-    together = threading.Barrier(2, timeout=0.5)
+    barrier = threading.Barrier(2, timeout=0.5)
     resume = Control.resume
 
-    def slowly(self: Control, run: Path, metadata: dict[str, object]) -> int:
-        with suppress(threading.BrokenBarrierError):  # where nobody comes in beside us
-            together.wait()
+    def resume_together(self: Control, run: Path, metadata: dict[str, object]) -> int:
+        with suppress(threading.BrokenBarrierError):  # if there is no second request
+            barrier.wait()
         return resume(self, run, metadata)
 
-    monkeypatch.setattr(Control, "resume", slowly)
-    found: list[tuple[int, dict[str, int]]] = []
+    monkeypatch.setattr(Control, "resume", resume_together)
+    responses: list[tuple[int, dict[str, int]]] = []
     with serving(runs) as site:
-        at = f"runs/{site.row('two')['id']}/resume"
-        both = [threading.Thread(target=lambda: found.append(site.post(at))) for _ in range(2)]
-        for one in both:
-            one.start()
-        for one in both:
-            one.join()
-    for _, answer in found:
+        endpoint = f"runs/{site.row('two')['id']}/resume"
+        threads = [threading.Thread(target=lambda: responses.append(site.post(endpoint))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for _, answer in responses:
         if "process" in answer:
             os.kill(answer["process"], signal.SIGKILL)
-    assert sorted(status for status, _ in found) == [200, 409]
+    assert sorted(status for status, _ in responses) == [200, 409]
 
 
 # --- the command ----------------------------------------------------------------------------------------------
@@ -636,8 +644,8 @@ def test_a_run_is_not_started_twice(runs: Path, monkeypatch: pytest.MonkeyPatch)
 def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "there is no directory" in call("dash", tmp_path / "none", code=2).stderr
     (tmp_path / "token").write_text("short")
-    for file, word in (("token", "16 or more letters"), ("nofile", "cannot read --token-file")):
-        assert word in call("dash", tmp_path, "--token-file", tmp_path / file, code=2).stderr
+    for file, message in (("token", "16 or more letters"), ("nofile", "cannot read --token-file")):
+        assert message in call("dash", tmp_path, "--token-file", tmp_path / file, code=2).stderr
     with serving(tmp_path) as site:
         error = call("dash", tmp_path, "--port", str(site.port), code=2).stderr
     assert error.count("\n") == 1 and "Address already in use (choose another with --port N" in error
@@ -648,7 +656,7 @@ def test_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "pip install 'fewer[dash]'" in call("dash", tmp_path, code=2).stderr
 
 
-def test_the_dashboard_does_not_wait_for_torch() -> None:
+def test_the_dashboard_does_not_import_torch() -> None:
     code = "import sys, fewer.dash.server; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert f"report/{PAGE}" == REPORT
@@ -661,23 +669,23 @@ def test_from_launch_to_ctrl_c(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=HEED,
+        preexec_fn=RESTORE_CTRL_C,
     )
     try:
         assert process.stdout
         line = process.stdout.readline()
         port, token = line.strip().rpartition(":")[2].split("/#token=")
-        asked = urllib.request.Request(
+        request = urllib.request.Request(
             f"http://127.0.0.1:{port}/api/follow", headers={"Authorization": f"Bearer {token}"}
         )
-        with urllib.request.urlopen(asked, timeout=20) as stream:
+        with urllib.request.urlopen(request, timeout=20) as stream:
             assert b'"total":1' in stream.readline()
-            begun = time.monotonic()
+            start = time.monotonic()
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate(timeout=20)
     finally:
         process.kill()  # it listens on all addresses
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - start < 5
     assert process.returncode == 130 and errors == "\nStopped.\n"
 
 

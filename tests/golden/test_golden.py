@@ -3,16 +3,13 @@
 Renaming and restructuring must not change a number. A commit that changes numbers on purpose records the file again and
 says why: `python -m tests.golden.test_golden`.
 
-Fast kernels round differently on different processors. Golden runs therefore use kernels that give the same bits on
-every x86-64 processor. Torch selects its kernels when it is imported, so golden runs need a separate process.
+Golden runs use kernels that give the same bits on every x86-64 processor (see `portable.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
 import platform
 import sys
 import tempfile
@@ -27,6 +24,7 @@ import torch
 
 import fewer
 from fewer.methods import names
+from tests.golden.portable import start_portable_process
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
@@ -99,11 +97,11 @@ CASES: dict[str, dict[str, Any]] = {
         "method_options": {**FEW_SHOT["method_options"], "mi_scope": "across", "learn_from": "task"},
     },
 }
-"""Settings by case; a case is a method's name, and after a comma what is special about it."""
+"""Settings by case. A case is a method's name, with a comma and a remark if its settings are special."""
 
 
 def hash_tensors(tree: Any) -> str:
-    """One hash of all tensors and numbers in a tree. Names of dataclass fields do not enter it."""
+    """One hash of all tensors and numbers in a tree. It does not include the names of dataclass fields."""
     digest = hashlib.sha256()
     for part in _leaves(tree):
         digest.update(part)
@@ -126,7 +124,7 @@ def _leaves(tree: Any) -> Iterator[bytes]:
 
 
 def record(case: str, runtime: str, folder: Path) -> dict[str, Any]:
-    """Run a case and return its hashes, history and absences, free of names that may change."""
+    """Runs a case and returns its hashes, history and absences, without names that may change."""
     method = case.partition(",")[0]
     settings: dict[str, Any] = {"data": "digits", "model": "cnn", "clients": 4, "rounds": 2, **CASES[case]}
     if method == "frl-deploy":
@@ -146,27 +144,6 @@ def record(case: str, runtime: str, folder: Path) -> dict[str, Any]:
 
 PERSONAL = ("local", "fedbn", "metafed")
 """Methods that store a model on each client."""
-
-
-def start_portable_process() -> ProcessPoolExecutor:
-    """Start a process whose torch gives the same bits on every x86-64 processor."""
-    environment = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "1"}
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), use_portable_kernels)
-        process.submit(int).result()  # the process starts with the first task
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return process
-
-
-def use_portable_kernels() -> None:
-    """Turn off libraries that choose kernels by processor and cache size."""
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
-    torch.backends.nnpack.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="session")
@@ -191,12 +168,12 @@ def test_every_method_has_a_golden_run() -> None:
 def main() -> None:
     """Record the cases named on the command line, or all."""
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    begun = time.monotonic()
+    start = time.monotonic()
     with start_portable_process() as process, tempfile.TemporaryDirectory() as directory:
         for number, case in enumerate(sys.argv[1:] or CASES):
             folder = Path(directory) / str(number)
             golden[case] = process.submit(record, case, "inline", folder).result()
-            print(f"{time.monotonic() - begun:.0f} s", case, golden[case]["history"], len(golden[case]["absences"]))
+            print(f"{time.monotonic() - start:.0f} s", case, golden[case]["history"], len(golden[case]["absences"]))
     GOLDEN.write_text(json.dumps({case: golden[case] for case in CASES if case in golden}, indent=1) + "\n")
 
 

@@ -20,7 +20,7 @@ daemon = ClientDaemon(store, keys=PinnedKeys(keys))
 
 
 def answer(experiment: str, call: Call, blob: bytes) -> Reply:
-    if mode == "hangs" and not mark.exists():  # once: it never answers the first question
+    if mode == "hangs" and not mark.exists():  # once: the first question gets no answer
         mark.touch()
         time.sleep(3600)
     if mode == "garbage":
@@ -40,17 +40,17 @@ class Broken(ConfigRecord):
 
 
 Broken.__qualname__ = "ConfigRecord"
-plain = envelope.pack_answer
+pack_answer = envelope.pack_answer
 
 
-def broken(reply: Reply) -> RecordDict:
-    content = plain(reply)
+def pack_broken_answer(reply: Reply) -> RecordDict:
+    content = pack_answer(reply)
     content["header"] = Broken({"failure": ""})
     return content
 
 
 class Dying(Node):
-    """Its SuperNode dies while it sends an answer."""
+    """A node whose SuperNode dies while it sends an answer."""
 
     def _make_program(self) -> tuple[Program, int]:
         program, port = super()._make_program()
@@ -60,8 +60,8 @@ class Dying(Node):
 
 if __name__ == "__main__":
     if mode == "broken":
-        envelope.pack_answer = broken
+        envelope.pack_answer = pack_broken_answer
     if mode == "dies":
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    kind = Dying if mode == "dies" else Node
-    kind(address, keys, store, lambda text: print(text, flush=True)).serve(answer)
+    node_class = Dying if mode == "dies" else Node
+    node_class(address, keys, store, lambda text: print(text, flush=True)).serve(answer)

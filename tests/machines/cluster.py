@@ -16,31 +16,31 @@ import psutil
 from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runs.machines import FlowerServer, exchange_keys
 from fewer.runtime.flower.credentials import Credentials
-from fewer.runtime.flower.programs import free_port
+from fewer.runtime.flower.programs import find_free_port
 
 CLIENT = Path(__file__).with_name("client.py")
 TIMEOUT = 400.0
-"""Seconds that anything here may take on a busy machine."""
+"""Time limit in seconds for any step on a busy machine."""
 
-GROUPS: dict[str, Any] = {
+FRL_SETTINGS: dict[str, Any] = {
     "rounds": 4,
     "method_options": {"way": 2, "group_size": 2, "eval_groups": 1, "samples_per_class": 20},
 }
-"""Settings that make FRL quick."""
+"""Settings that make FRL fast."""
 
 
-def until(what: Callable[[], Any], seconds: float = TIMEOUT) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = TIMEOUT) -> None:
     """Waits until a condition holds."""
     end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "waited in vain"
+    while not condition():
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.1)
 
 
 def experiment(clients: int, method: str = "fedavg", **settings: Any) -> Experiment:
-    """A small one."""
-    plain: dict[str, Any] = {"data": "digits", "alpha": 1.0, "rounds": 2, "seed": 3, "runtime": "flower"}
-    return build_experiment(parse_settings({**plain, "method": method, "clients": clients, **settings}))
+    """A small experiment."""
+    defaults: dict[str, Any] = {"data": "digits", "alpha": 1.0, "rounds": 2, "seed": 3, "runtime": "flower"}
+    return build_experiment(parse_settings({**defaults, "method": method, "clients": clients, **settings}))
 
 
 class Cluster:
@@ -50,7 +50,7 @@ class Cluster:
         self.folder = folder
         self.keys = Credentials.create(folder / "keys", clients)
         exchange_keys([self.keys.client_folder(client) for client in range(clients)])
-        self.port = free_port()
+        self.port = find_free_port()
         self.clients: dict[int, subprocess.Popen[bytes]] = {}
         self.servers: list[subprocess.Popen[bytes]] = []
 
@@ -61,37 +61,37 @@ class Cluster:
     def server(self, timeout: float = TIMEOUT) -> FlowerServer:
         return FlowerServer(self.keys, port=self.port, timeout=timeout)
 
-    def command(self, *words: str | Path) -> list[str]:
-        """The command of a server process."""
-        plain = ["--keys", self.keys.folder, "--port", self.port, "--timeout", TIMEOUT, "--no-report"]
-        return [sys.executable, "-m", "fewer", "server", *map(str, [*words, *plain])]
+    def command(self, *args: str | Path) -> list[str]:
+        """The command line of a server process."""
+        options = ["--keys", self.keys.folder, "--port", self.port, "--timeout", TIMEOUT, "--no-report"]
+        return [sys.executable, "-m", "fewer", "server", *map(str, [*args, *options])]
 
-    def start_server(self, *words: str | Path) -> subprocess.Popen[bytes]:
+    def start_server(self, *args: str | Path) -> subprocess.Popen[bytes]:
         """Starts a server process that ends with the cluster."""
-        self.servers.append(subprocess.Popen(self.command(*words)))
+        self.servers.append(subprocess.Popen(self.command(*args)))
         return self.servers[-1]
 
     def store(self, client: int) -> Path:
         return self.folder / f"store-{client}"
 
     def join(self, client: int, mode: str = "", keys: Path | None = None) -> None:
-        """Starts a client: the real one, or one that misbehaves as `mode` says."""
+        """Starts a real client, or one that misbehaves according to `mode`."""
         key, store = keys or self.keys.client_folder(client), self.store(client)
-        words = ["-m", "fewer", "join", self.address, "--key", key, "--store", store]
+        args = ["-m", "fewer", "join", self.address, "--key", key, "--store", store]
         if mode:
-            words = [CLIENT, self.address, key, store, mode, self.folder / f"mark-{client}"]
+            args = [CLIENT, self.address, key, store, mode, self.folder / f"mark-{client}"]
         with self.log(client).open("ab") as log:
-            self.clients[client] = subprocess.Popen([sys.executable, *map(str, words)], stdout=log, stderr=log)
+            self.clients[client] = subprocess.Popen([sys.executable, *map(str, args)], stdout=log, stderr=log)
 
     def log(self, client: int) -> Path:
         return self.folder / f"client-{client}.log"
 
-    def said(self, client: int, text: str) -> bool:
+    def logged(self, client: int, text: str) -> bool:
         return text in self.log(client).read_text()
 
     def node(self, client: int) -> psutil.Process:
         """The SuperNode of a client that has joined."""
-        until(lambda: psutil.Process(self.clients[client].pid).children())
+        wait_until(lambda: psutil.Process(self.clients[client].pid).children())
         return psutil.Process(self.clients[client].pid).children()[0]
 
     def kill(self, client: int) -> None:
@@ -109,9 +109,9 @@ class Cluster:
 
     def strays(self) -> list[int]:
         """Flower processes that still use these keys."""
-        mine = []
+        pids = []
         for process in psutil.process_iter(["cmdline"]):
-            words = " ".join(process.info["cmdline"] or [])
-            if str(self.folder) in words and process.pid != os.getpid():
-                mine.append(process.pid)
-        return mine
+            command = " ".join(process.info["cmdline"] or [])
+            if str(self.folder) in command and process.pid != os.getpid():
+                pids.append(process.pid)
+        return pids

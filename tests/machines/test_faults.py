@@ -27,7 +27,7 @@ from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import run_experiment
 from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
-from tests.machines.cluster import Cluster, experiment, until
+from tests.machines.cluster import Cluster, experiment, wait_until
 from tests.test_baselines import left
 
 pytestmark = pytest.mark.timeout(900)
@@ -35,41 +35,41 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(tmp_path, 2)
-    yield made
-    made.close()
-    until(lambda: not made.strays(), 30)
+    created = Cluster(tmp_path, 2)
+    yield created
+    created.close()
+    wait_until(lambda: not created.strays(), 30)
 
 
 class After:
-    """Does something once: after a round, or after the first answer of a round."""
+    """Calls a function once: after a round, or after the first answer in a round."""
 
-    def __init__(self, do: Callable[[], Any], round: int = 0, answer: int = 0) -> None:
-        self.do, self.at, self.within = do, round, answer
+    def __init__(self, action: Callable[[], Any], round: int = 0, answer: int = 0) -> None:
+        self.action, self.after_round, self.answer_round = action, round, answer
 
     def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
 
     def on_answer(self, round: int, done: int, asked: int) -> None:
-        if (round, done) == (self.within, 1):
-            self.within = 0
-            self.do()
+        if (round, done) == (self.answer_round, 1):
+            self.answer_round = 0
+            self.action()
 
     def on_round_end(self, metrics: Mapping[str, Any]) -> None:
-        if metrics["round"] == self.at:
-            self.do()
+        if metrics["round"] == self.after_round:
+            self.action()
 
 
 def absent(run: Path) -> list[tuple[int, int, str]]:
     """Round, client and reason of all missing answers."""
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [(one["round"], one["client"], one["reason"]) for one in events if one["event"] == "absent"]
+    return [(event["round"], event["client"], event["reason"]) for event in events if event["event"] == "absent"]
 
 
 def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
     """True if a run left the same files as an uninterrupted run on one machine."""
     run_experiment(experiment(2, runtime="inline", **settings), folder)
-    one, two = left(folder), left(run)
-    return {**one, "clients": {}} == two
+    inline, remote = left(folder), left(run)
+    return {**inline, "clients": {}} == remote
 
 
 # --- killed ---------------------------------------------------------------------------------------------------
@@ -78,31 +78,31 @@ def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
 def test_a_killed_server_resumes(cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1)
-    words = ["fedavg", "--data", "digits", "--clients", "2", "--alpha", "1", "--rounds", "3", "--seed", "3"]
+    args = ["fedavg", "--data", "digits", "--clients", "2", "--alpha", "1", "--rounds", "3", "--seed", "3"]
     run = tmp_path / "run"
-    first = cluster.start_server(*words, "--out", run)
-    until((run / "checkpoint.safetensors").exists)
-    time.sleep(1)  # the next question is on its way to clients that look for one every 3 seconds
-    link = psutil.Process(first.pid).children()
+    first = cluster.start_server(*args, "--out", run)
+    wait_until((run / "checkpoint.safetensors").exists)
+    time.sleep(1)  # clients poll every 3 seconds: the next question is on its way
+    children = psutil.Process(first.pid).children()
     first.kill()
     first.wait()
-    until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in link), 10)
-    done = subprocess.run(cluster.command("--resume", run), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"resumes after round [12]/3", done.stderr) and "fedavg: accuracy" in done.stdout
+    wait_until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), 10)
+    completed = subprocess.run(cluster.command("--resume", run), capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert re.search(r"resumes after round [12]/3", completed.stderr) and "fedavg: accuracy" in completed.stdout
     assert same_as_inline(run, tmp_path / "inline", rounds=3)
 
 
-def test_a_client_killed_in_mid_round_is_lost_and_comes_back_with_its_key(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_client_killed_in_mid_round_is_lost_and_can_rejoin_with_its_key(cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1, "hangs")
 
-    def strike() -> None:  # the client is at its first question
-        until((tmp_path / "mark-1").exists)
+    def restart_client() -> None:  # while the client handles its first question
+        wait_until((tmp_path / "mark-1").exists)
         cluster.kill(1)
         cluster.join(1)
 
-    threading.Thread(target=strike, daemon=True).start()
+    threading.Thread(target=restart_client, daemon=True).start()
     with cluster.server() as server:
         run = tmp_path / "run"
         with pytest.raises(QuorumLost, match="1 of 2 clients answered, 2 needed.*lost"):
@@ -114,14 +114,14 @@ def test_a_client_killed_in_mid_round_is_lost_and_comes_back_with_its_key(cluste
 
 @pytest.mark.cluster
 def test_a_client_that_dies_while_it_sends_delays_no_other_client(cluster: Cluster, tmp_path: Path) -> None:
-    """Its answer is announced at the SuperLink, which would wait three minutes for the rest of it."""
+    """Its answer is announced to the SuperLink, which would wait three minutes for the rest."""
     cluster.join(0)
     cluster.join(1, "dies")
     with cluster.server() as server:
         result = server.start(experiment(2, rounds=1, deadline=2.0), tmp_path / "run")
     assert absent(tmp_path / "run") == [(1, 1, "late"), (1, 1, "lost")] and result.accuracy > 0
-    (after,) = re.findall(r"no answer after (\d+) s", (tmp_path / "run/events.jsonl").read_text())
-    assert int(after) < 60
+    (seconds,) = re.findall(r"no answer after (\d+) s", (tmp_path / "run/events.jsonl").read_text())
+    assert int(seconds) < 60
 
 
 @pytest.mark.cluster
@@ -182,21 +182,21 @@ def test_a_sealed_ring_resumes_at_the_hop_where_it_was_interrupted(cluster: Clus
 
 
 @pytest.mark.cluster
-def test_no_client_online_is_a_quorum_lost(cluster: Cluster, tmp_path: Path) -> None:
+def test_no_client_online_loses_the_quorum(cluster: Cluster, tmp_path: Path) -> None:
     with cluster.server(timeout=1) as server, pytest.raises(QuorumLost, match="0 of 2 clients are online"):
         server.start(experiment(2), tmp_path / "run")
 
 
 @pytest.mark.cluster
-def test_a_late_client_takes_part_from_then_on(cluster: Cluster, tmp_path: Path) -> None:
-    def late() -> None:
+def test_a_client_that_joins_late_takes_part_in_later_rounds(cluster: Cluster, tmp_path: Path) -> None:
+    def join_late() -> None:
         cluster.join(1)
-        until(lambda: cluster.said(1, "joined"))
+        wait_until(lambda: cluster.logged(1, "joined"))
 
     cluster.join(0)
     with cluster.server(timeout=0) as server:
-        until(lambda: cluster.said(0, "joined"))
-        server.start(experiment(2, rounds=3), tmp_path / "run", After(late, round=1))
+        wait_until(lambda: cluster.logged(0, "joined"))
+        server.start(experiment(2, rounds=3), tmp_path / "run", After(join_late, round=1))
     assert absent(tmp_path / "run") == [(1, 1, "lost")]
 
 
@@ -205,7 +205,7 @@ def test_a_late_client_takes_part_from_then_on(cluster: Cluster, tmp_path: Path)
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("mode", ["garbage", "huge", "broken"])
-def test_a_client_that_sends_rubbish_is_refused(mode: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_invalid_messages_are_refused(mode: str, cluster: Cluster, tmp_path: Path) -> None:
     cluster.join(0)
     cluster.join(1, mode)
     with cluster.server() as server:
@@ -213,19 +213,19 @@ def test_a_client_that_sends_rubbish_is_refused(mode: str, cluster: Cluster, tmp
     assert absent(tmp_path / "run") == [(1, 1, "refused")] * 2  # in training and in evaluation
     assert result.accuracy > 0
     sizes = {"garbage": 1000, "huge": 200_000_000}
-    came = re.findall(r"^1,1,up,local_train,(\d+)$", (tmp_path / "run/ledger.csv").read_text(), re.MULTILINE)
-    assert came == ([str(sizes[mode])] if mode in sizes else [])  # an unreadable message has no size
+    received = re.findall(r"^1,1,up,local_train,(\d+)$", (tmp_path / "run/ledger.csv").read_text(), re.MULTILINE)
+    assert received == ([str(sizes[mode])] if mode in sizes else [])  # an unreadable message has no size
 
 
 @pytest.mark.cluster
-def test_a_message_of_200_mb_goes_both_ways(cluster: Cluster) -> None:
+def test_a_message_of_200_mb_can_be_sent_and_returned(cluster: Cluster) -> None:
     def echo() -> None: ...
 
     large = torch.arange(50_000_000, dtype=torch.float32)
     cluster.join(0, "echo")
     with cluster.server() as server:
         server.superlink.start_run("{}")
-        until(lambda: 0 in server.superlink.online_clients())
+        wait_until(lambda: 0 in server.superlink.online_clients())
         clients = Flower(2, 0, handlers=None, superlink=server.superlink)  # type: ignore[arg-type]
         (answer,) = clients.ask([0], echo, returns={"x": large}, x=large)
     assert torch.equal(answer["x"], large)
@@ -236,8 +236,8 @@ def test_a_message_of_200_mb_goes_both_ways(cluster: Cluster) -> None:
 # --- not admitted --------------------------------------------------------------------------------------------
 
 
-def mixed(folder: Path, key: Path, authority: Path) -> Path:
-    """A client's folder with the key of one federation and the authority of another."""
+def mix_credentials(folder: Path, key: Path, authority: Path) -> Path:
+    """Creates a client's folder with the key of one federation and the certificate authority of another."""
     folder.mkdir()
     shutil.copy(key / "node.key", folder)
     shutil.copy(authority / "ca.crt", folder)
@@ -246,26 +246,26 @@ def mixed(folder: Path, key: Path, authority: Path) -> Path:
 
 def test_a_foreign_key_and_a_foreign_authority_are_not_admitted(cluster: Cluster, tmp_path: Path) -> None:
     other = Credentials.create(tmp_path / "other", 1)
-    mine = cluster.keys.client_folder(0)
+    own = cluster.keys.client_folder(0)
     with cluster.server() as server:
-        cluster.join(0, keys=mixed(tmp_path / "wrong-key", other.client_folder(0), mine))
-        cluster.join(1, keys=mixed(tmp_path / "wrong-authority", mine, other.client_folder(0)))
-        until(lambda: cluster.said(0, "does not accept this key"))
-        until(lambda: cluster.said(1, "certificate cannot be trusted (unable to get local issuer"))
+        cluster.join(0, keys=mix_credentials(tmp_path / "wrong-key", other.client_folder(0), own))
+        cluster.join(1, keys=mix_credentials(tmp_path / "wrong-authority", own, other.client_folder(0)))
+        wait_until(lambda: cluster.logged(0, "does not accept this key"))
+        wait_until(lambda: cluster.logged(1, "certificate cannot be trusted (unable to get local issuer"))
         server.superlink.start_run("{}")
         assert server.superlink.online_clients() == {}
 
 
 @pytest.mark.cluster
 def test_a_client_without_a_key_is_not_admitted(cluster: Cluster, tmp_path: Path) -> None:
-    from fewer.runtime.flower.programs import Program, free_port
+    from fewer.runtime.flower.programs import Program, find_free_port
 
-    words = ["--superlink", cluster.address, "--root-certificates", str(cluster.keys.folder / "ca.crt")]
-    words += ["--isolation", "process", "--port", str(free_port())]
-    node = Program("flwr.supernode.cli:flower_supernode", words, tmp_path / "home")
+    args = ["--superlink", cluster.address, "--root-certificates", str(cluster.keys.folder / "ca.crt")]
+    args += ["--isolation", "process", "--port", str(find_free_port())]
+    node = Program("flwr.supernode.cli:flower_supernode", args, tmp_path / "home")
     with cluster.server() as server:
         node.start()
-        until(lambda: node.pid is None)
+        wait_until(lambda: node.pid is None)
         server.superlink.start_run("{}")
         assert server.superlink.online_clients() == {}
     assert "Failed to initialize the connection to the SuperLink." in node.log_lines()
@@ -279,19 +279,19 @@ def test_a_removed_key_is_not_admitted_again(cluster: Cluster, tmp_path: Path) -
     public.rename(tmp_path / "taken")
     with cluster.server():
         cluster.join(1)
-        until(lambda: cluster.said(1, "does not accept this key"))
+        wait_until(lambda: cluster.logged(1, "does not accept this key"))
     (tmp_path / "taken").rename(public)
     with pytest.raises(RunError, match="client 1: Flower does not accept a key again"), cluster.server():
         pass
 
 
 @pytest.mark.cluster
-def test_one_key_is_for_one_client(cluster: Cluster) -> None:
+def test_a_key_admits_only_one_client(cluster: Cluster) -> None:
     cluster.join(0)
     with cluster.server():
-        until(lambda: cluster.said(0, "joined"))
+        wait_until(lambda: cluster.logged(0, "joined"))
         cluster.join(1, keys=cluster.keys.client_folder(0))
-        until(lambda: cluster.said(1, "does not accept this key"))
+        wait_until(lambda: cluster.logged(1, "does not accept this key"))
 
 
 @pytest.mark.cluster
@@ -313,4 +313,4 @@ def test_an_expired_certificate_is_not_trusted(cluster: Cluster) -> None:
     with closing(socket.create_server(("127.0.0.1", cluster.port))) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
         cluster.join(0)
-        until(lambda: cluster.said(0, "certificate cannot be trusted (certificate has expired)"))
+        wait_until(lambda: cluster.logged(0, "certificate cannot be trusted (certificate has expired)"))

@@ -40,7 +40,7 @@ FAB = Fab("", build_fab_from_files({"pyproject.toml": APP})[0], {})
 
 
 class SuperNode(Program):
-    """Its state and its loop, driven manually; the client's calls go straight to its handlers."""
+    """A SuperNode's state and loop, driven by the test; a client's calls go straight to its handlers."""
 
     def __init__(self, home: Path, patch: pytest.MonkeyPatch) -> None:
         super().__init__("none:none", [], home)
@@ -50,7 +50,7 @@ class SuperNode(Program):
         self.store, self.state = store.store(), NodeStateFactory(store).state()
         self.state.set_node_id(1)
         self.up = True
-        patch.setattr(RuntimeHttpClient, "_unary_unary", lambda *a, **named: self.call(*a, **named))
+        patch.setattr(RuntimeHttpClient, "_unary_unary", lambda *args, **kwargs: self.call(*args, **kwargs))
 
     @property
     def pid(self) -> int | None:
@@ -60,18 +60,22 @@ class SuperNode(Program):
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", rpc_method.rpartition("/")[2]).lower()
         if name == "acquire_task":
             return handlers.acquire_task(request, self.state)
-        token = next(one._token for one in http._interceptors if isinstance(one, RuntimeTokenHttpInterceptor))
+        token = next(
+            interceptor._token
+            for interceptor in http._interceptors
+            if isinstance(interceptor, RuntimeTokenHttpInterceptor)
+        )
         task = self.state.get_task_by_token(token)
         if task is None:
             raise httpx.HTTPStatusError(
                 "", request=httpx.Request("POST", "http://a"), response=httpx.Response(httpx.codes.UNAUTHORIZED)
             )
-        where = handlers if hasattr(handlers, name) else core
-        return getattr(where, name)(request, state=self.state, task=task)
+        module = handlers if hasattr(handlers, name) else core
+        return getattr(module, name)(request, state=self.state, task=task)
 
     def fetch(self, run: int, content: Callable[[], None] = lambda: None) -> None:
-        """Let it fetch a question of a run; `content` is called before each piece of its content."""
-        message = question(run)
+        """Fetches a question of a run; `content` is called before each piece of its content."""
+        message = make_question(run)
         pieces = {key: piece.deflate() for key, piece in get_all_nested_objects(message).items()}
 
         def pull(run: int, key: str) -> bytes:
@@ -91,8 +95,8 @@ class SuperNode(Program):
         )
 
 
-def question(run: int) -> Message:
-    about = Metadata(
+def make_question(run: int) -> Message:
+    metadata = Metadata(
         run_id=run,
         message_id="",
         src_node_id=1,
@@ -104,7 +108,7 @@ def question(run: int) -> Message:
         message_type=envelope.TYPE,
     )
     message = make_message(
-        metadata=about, content=envelope.pack_question(Call(0, "local_train", run), b"the same model")
+        metadata=metadata, content=envelope.pack_question(Call(0, "local_train", run), b"the same model")
     )
     message.metadata.__dict__["_message_id"] = message.object_id
     return message
@@ -115,8 +119,8 @@ def supernode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SuperNode:
     return SuperNode(tmp_path / "home", monkeypatch)
 
 
-def answered(supernode: SuperNode) -> list[int]:
-    """Lets a client answer until it has answered one question; returns the rounds of the answered questions."""
+def answer_one(supernode: SuperNode) -> list[int]:
+    """Lets a client answer one question; returns the rounds of the answered questions."""
     rounds = []
 
     def answer(experiment: str, call: Call, blob: bytes) -> Reply:
@@ -129,8 +133,8 @@ def answered(supernode: SuperNode) -> list[int]:
     return rounds
 
 
-def replies(supernode: SuperNode) -> list[int]:
-    """The runs whose questions have a reply that is waiting to be sent."""
+def replied_runs(supernode: SuperNode) -> list[int]:
+    """The runs with a reply that is waiting to be sent."""
     return [message.metadata.run_id for message in supernode.state.get_messages_legacy(is_reply=True)]
 
 
@@ -143,26 +147,26 @@ def failed() -> None:
 
 
 @pytest.mark.parametrize("reason", [ended, failed])
-def test_a_question_that_the_supernode_dropped_does_not_keep_the_next_one(
+def test_a_question_that_the_supernode_dropped_does_not_block_the_next_one(
     reason: Callable[[], None], supernode: SuperNode
 ) -> None:
     supernode.fetch(1, reason)
     supernode.fetch(2)
-    assert answered(supernode) == [2]
-    assert replies(supernode) == [2]  # a reply to the first question would be sent instead
+    assert answer_one(supernode) == [2]
+    assert replied_runs(supernode) == [2]  # a reply to the first question would be sent instead
     assert all(task.status.status == "finished" for task in supernode.state.get_tasks())
 
 
 @pytest.mark.parametrize("reason", [ended, failed])
-def test_a_question_that_is_dropped_while_a_client_waits_for_it_is_left(
+def test_a_question_that_is_dropped_while_a_client_waits_for_it_is_abandoned(
     reason: Callable[[], None], supernode: SuperNode
 ) -> None:
     waits = threading.Event()
     original = handlers.pull_object
 
-    def watched(*given: Any, **named: Any) -> Any:
-        waits.set()  # the client asks for content that is not there
-        return original(*given, **named)
+    def recording_pull(*args: Any, **kwargs: Any) -> Any:
+        waits.set()  # the client asks for content that is missing
+        return original(*args, **kwargs)
 
     def dropped() -> None:
         waits.wait(30)
@@ -173,18 +177,18 @@ def test_a_question_that_is_dropped_while_a_client_waits_for_it_is_left(
         supernode.fetch(2)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handlers, "pull_object", watched)
+        patch.setattr(handlers, "pull_object", recording_pull)
         thread = threading.Thread(target=fetch)
         thread.start()
-        assert answered(supernode) == [2]
+        assert answer_one(supernode) == [2]
         thread.join()
-    assert replies(supernode) == [2]
+    assert replied_runs(supernode) == [2]
 
 
-def test_a_client_says_when_there_is_no_server_and_when_there_is(supernode: SuperNode) -> None:
+def test_a_client_logs_when_the_server_is_unreachable_and_when_it_is_back(supernode: SuperNode) -> None:
     """Its SuperNode retries forever, and only the log shows it."""
     failed, back = "WARNING : Connection attempt failed, retrying in 1 s\n", "INFO : Connection successful after 2\n"
-    said: list[str] = []
+    messages: list[str] = []
     steps = [failed, failed, "INFO : SuperNode ID: 5\nINFO : Receiving: a\n", failed, "INFO : Receiving: b\n", back]
     supernode.log.write_text("")
 
@@ -199,12 +203,12 @@ def test_a_client_says_when_there_is_no_server_and_when_there_is(supernode: Supe
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fewer.runtime.flower.node.acquire_question", acquire)
         patch.setattr("fewer.runtime.flower.node.POLL_INTERVAL", 0.0)
-        Node("a:1", Path(), supernode.home, said.append)._answer_until_exit(supernode, 1, lambda *_: Reply(b""))
-    away = "no server at a:1; still trying"
-    assert said == [away, "joined a:1", away, "joined a:1"]
+        Node("a:1", Path(), supernode.home, messages.append)._answer_until_exit(supernode, 1, lambda *_: Reply(b""))
+    offline = "no server at a:1; still trying"
+    assert messages == [offline, "joined a:1", offline, "joined a:1"]
 
 
-def test_a_client_retries_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_retries_with_growing_delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -221,19 +225,19 @@ def test_a_client_retries_less_and_less_often(tmp_path: Path, monkeypatch: pytes
     assert waits == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_a_question_is_waited_for_until_all_of_it_is_there(supernode: SuperNode) -> None:
+def test_a_client_waits_until_a_question_is_complete(supernode: SuperNode) -> None:
     thread = threading.Thread(target=supernode.fetch, args=(1, lambda: time.sleep(0.1)))
     thread.start()
-    assert answered(supernode) == [1]
+    assert answer_one(supernode) == [1]
     thread.join()
-    assert replies(supernode) == [1]
+    assert replied_runs(supernode) == [1]
 
 
 @pytest.mark.parametrize("action", ["send", "receive"])
 def test_a_supernode_that_lost_a_message_is_restarted(
     action: str, supernode: SuperNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the server would wait in vain. A new question shows that it no longer waits."""
+    """Otherwise the server waits for a lost message. A new question shows that it has stopped waiting."""
     monkeypatch.setattr("fewer.runtime.flower.node.RESTART_AFTER", 0.3)
     supernode.log.write_text(f"INFO :      Receiving: a\nERROR :     Failed to {action} message 1f: 413 too large\n")
     reason = Node("", Path(), supernode.home)._answer_until_exit(supernode, 1, lambda *_: Reply(b""))

@@ -1,4 +1,4 @@
-"""The reverse proxy of the docs: clients get through it, and nothing else does."""
+"""The reverse proxy from the docs: it lets clients through and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 
 from fewer.runs.engine import run_experiment
-from fewer.runtime.flower.programs import free_port
+from fewer.runtime.flower.programs import find_free_port
 from tests.machines.cluster import Cluster, experiment
 from tests.test_baselines import left
 
@@ -29,9 +29,9 @@ CONF = Path(__file__).parents[2] / "docs/examples/machines/nginx.conf"
 
 @pytest.fixture
 def proxied(tmp_path: Path) -> Iterator[tuple[Cluster, int]]:
-    """A cluster whose clients know the proxy's port alone."""
+    """A cluster whose clients connect through the proxy."""
     cluster = Cluster(tmp_path, 2)
-    inner, outer = cluster.port, free_port()
+    inner, outer = cluster.port, find_free_port()
     changes = {"listen 443": f"listen 127.0.0.1:{outer}", "127.0.0.1:8443": f"127.0.0.1:{inner}"}
     changes |= {"/etc/fewer/keys": str(cluster.keys.folder), "/var/log/nginx/fewer.log": str(tmp_path / "access.log")}
     text = CONF.read_text()
@@ -39,20 +39,20 @@ def proxied(tmp_path: Path) -> Iterator[tuple[Cluster, int]]:
         assert old in text
         text = text.replace(old, new)
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-    places = "".join(f"    {kind}_temp_path {tmp_path / kind};\n" for kind in kinds)
-    (tmp_path / "nginx.conf").write_text(text.replace("http {\n", "http {\n" + places))
-    also = f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log;"
+    temp_paths = "".join(f"    {kind}_temp_path {tmp_path / kind};\n" for kind in kinds)
+    (tmp_path / "nginx.conf").write_text(text.replace("http {\n", "http {\n" + temp_paths))
+    directives = f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log;"
     if os.getuid() == 0:
-        also += " user root;"
-    words = [str(NGINX), "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"), "-g", also]
-    proxy = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+        directives += " user root;"
+    command = [str(NGINX), "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"), "-g", directives]
+    proxy = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     yield cluster, outer
     cluster.close()
     proxy.terminate()
     proxy.wait()
 
 
-def test_clients_get_through_the_proxy_and_nothing_else_does(proxied: tuple[Cluster, int], tmp_path: Path) -> None:
+def test_the_proxy_lets_clients_through_and_nothing_else(proxied: tuple[Cluster, int], tmp_path: Path) -> None:
     cluster, outer = proxied
     context = ssl.create_default_context(cafile=str(cluster.keys.folder / "ca.crt"))
 
@@ -67,9 +67,9 @@ def test_clients_get_through_the_proxy_and_nothing_else_does(proxied: tuple[Clus
         assert status("/v1/fleet/pull-messages") == 401
         for path in ("/v1/control/list-nodes", "/v1/runtime/acquire-task", "/", "/docs", "/v1//control/list-nodes"):
             assert status(path) == 404
-        for climbing in ("..", "%2e%2e", "..%2f.", "%2e%2e%2f."):
-            assert status(f"/v1/fleet/{climbing}/control/list-nodes") in (400, 404)
-        cluster.port = outer  # that is where the clients go
+        for traversal in ("..", "%2e%2e", "..%2f.", "%2e%2e%2f."):
+            assert status(f"/v1/fleet/{traversal}/control/list-nodes") in (400, 404)
+        cluster.port = outer  # clients connect to the proxy
         cluster.join(0)
         cluster.join(1)
         server.start(experiment(2, rounds=1), tmp_path / "run")

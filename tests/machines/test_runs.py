@@ -17,13 +17,13 @@ from fewer.methods import names
 from fewer.runs.engine import run_experiment
 from fewer.runs.machines import FlowerServer
 from fewer.runtime.handlers import OUTGOING
-from tests.machines.cluster import GROUPS, Cluster, experiment, until
+from tests.machines.cluster import FRL_SETTINGS, Cluster, experiment, wait_until
 from tests.test_baselines import left
 
 pytestmark = pytest.mark.timeout(900)
 META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
 """These need clients for training, validation and evaluation: at least eight."""
-FEW: dict[str, Any] = {
+FEW_SHOT: dict[str, Any] = {
     "data_options": {"split": "4/3/3"},
     "partition": "iid",
     "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
@@ -34,69 +34,69 @@ SMALL: dict[str, dict[str, Any]] = {
     "fedmk": {"method_options": {"per_class": 2, "matching_steps": 5, "outer_steps": 2, "server_steps": 10}},
     "fedmk-paper": {"method_options": {"per_class": 2, "server_steps": 10}},
     "metafed": {"validation": 0.2},
-    **dict.fromkeys(("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto"), FEW),
-    **dict.fromkeys(("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), GROUPS),
-    "frl-warm-start": {"rounds": 8, "method_options": {**GROUPS["method_options"], "warmup_rounds": 4}},
+    **dict.fromkeys(("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto"), FEW_SHOT),
+    **dict.fromkeys(("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), FRL_SETTINGS),
+    "frl-warm-start": {"rounds": 8, "method_options": {**FRL_SETTINGS["method_options"], "warmup_rounds": 4}},
 }
-"""Settings that make a method quick."""
-SOME = ("fedavg", "fedbn", "fedmk")
-"""One that sends a model, one with private state, one that sends data."""
+"""Settings that make a method fast."""
+DEFAULT_METHODS = ("fedavg", "fedbn", "fedmk")
+"""Tested by default: one sends a model, one has private state, one sends data."""
 
 
-def without_outgoing(kept: dict[Path, bytes]) -> dict[Path, bytes]:
+def without_outgoing(files: dict[Path, bytes]) -> dict[Path, bytes]:
     """All files except outgoing messages: the metadata keys of an encoded message have no fixed order."""
-    return {path: content for path, content in kept.items() if not path.name.startswith(OUTGOING)}
+    return {path: content for path, content in files.items() if not path.name.startswith(OUTGOING)}
 
 
-def clients_of(method: str) -> int:
+def client_count(method: str) -> int:
     return 8 if method in META else 3
 
 
 @pytest.fixture(scope="module")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], tuple[Cluster, FlowerServer]]]:
-    """Clients that stay, and one server for all runs, created on first use."""
+    """Long-lived clients and one server for all runs, created on first use."""
     with ExitStack() as stack:
 
         @cache
         def make(clients: int) -> tuple[Cluster, FlowerServer]:
-            made = Cluster(tmp_path_factory.mktemp("cluster"), clients)
-            stack.callback(until, lambda: not made.strays(), 30)
-            stack.callback(made.close)
+            cluster = Cluster(tmp_path_factory.mktemp("cluster"), clients)
+            stack.callback(wait_until, lambda: not cluster.strays(), 30)
+            stack.callback(cluster.close)
             for client in range(clients):
-                made.join(client)
-            return made, stack.enter_context(made.server())
+                cluster.join(client)
+            return cluster, stack.enter_context(cluster.server())
 
         yield make
 
 
 @pytest.mark.parametrize(
     "method",
-    [name if name in SOME else pytest.param(name, marks=pytest.mark.cluster) for name in names()],
+    [name if name in DEFAULT_METHODS else pytest.param(name, marks=pytest.mark.cluster) for name in names()],
 )
-def test_the_numbers_are_those_of_inline(
+def test_the_numbers_match_inline(
     method: str, clusters: Callable[[int], tuple[Cluster, FlowerServer]], tmp_path: Path
 ) -> None:
-    clients = clients_of(method)
+    clients = client_count(method)
     cluster, server = clusters(clients)
     settings = SMALL.get(method, {})
     if method == "frl-deploy":
-        run_experiment(experiment(clients, "frl-scratch", runtime="inline", **GROUPS), tmp_path / "prepared")
+        run_experiment(experiment(clients, "frl-scratch", runtime="inline", **FRL_SETTINGS), tmp_path / "prepared")
         settings = {"method_options": {"prepared": str(tmp_path / "prepared")}}
     inline = run_experiment(experiment(clients, method, runtime="inline", **settings), tmp_path / "inline")
     remote = server.start(experiment(clients, method, **settings), tmp_path / "flower")
-    one, two = left(tmp_path / "inline"), left(tmp_path / "flower")
+    inline_files, remote_files = left(tmp_path / "inline"), left(tmp_path / "flower")
     run = json.loads((tmp_path / "flower/machines.json").read_text())["run"]
-    kept = {
+    client_files = {
         Path("clients", *file.parts[-3:]): file.read_bytes()
         for client in range(clients)
         for file in (cluster.store(client) / "runs" / run).rglob("*.safetensors")
     }
-    assert two["clients"] == {} and {**two, "clients": without_outgoing(kept)} == {
-        **one,
-        "clients": without_outgoing(one["clients"]),
+    assert remote_files["clients"] == {} and {**remote_files, "clients": without_outgoing(client_files)} == {
+        **inline_files,
+        "clients": without_outgoing(inline_files["clients"]),
     }
     assert remote.accuracy == inline.accuracy
     if method == "fedavg":
         assert any(line["absent"] for line in inline.history)
     if method == "fedbn":
-        assert kept
+        assert client_files

@@ -1,4 +1,4 @@
-"""Privacy audit of a run: what an attacker learns from what the server sees. It needs the clients' real data.
+"""Privacy audit of a run: what an attacker learns from the server's view. It needs the clients' real data.
 
 The package is callable: `fewer.audit("runs/…")` is `fewer.audit.audit("runs/…")`.
 """

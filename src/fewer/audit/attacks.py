@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fewer.audit.distance import nearest, typical_distance, value_range
+from fewer.audit.distance import nearest_neighbors, typical_distance, value_range
 from fewer.audit.leakage import compute_gradients, psnr, restore_images
 from fewer.audit.membership import estimate_proportion, loss_gaps, losses, membership
 from fewer.errors import FewerError, RunError
@@ -99,7 +99,7 @@ def audit(
     """
     path = Path(path)
     result = _open_with_data(path, data_dir)
-    attacked = _AttackedRun(result, _participants(path, len(result.history)), clients)
+    attacked = _AttackedRun(result, find_participants(path, len(result.history)), clients)
     metrics: dict[str, Any] = {}
     images: list[AttackImages] = []
     if attacked.synthetic:
@@ -134,11 +134,13 @@ class _AttackedRun:
                 f"{result.method.name} has no global model and its clients send no synthetic data: "
                 "no attack of this audit applies"
             )
-        known = [client for client in sorted(participants) if not sent or (client in sent and len(sent[client][1]))]
-        if not known:
+        candidates = [
+            client for client in sorted(participants) if not sent or (client in sent and len(sent[client][1]))
+        ]
+        if not candidates:
             raise FewerError("no client has taken part yet, so there is nothing to audit")
-        drawn = torch.randperm(len(known), generator=self.stream("parties"))[:clients]
-        self.clients = sorted(known[index] for index in drawn.tolist())
+        drawn = torch.randperm(len(candidates), generator=self.stream("parties"))[:clients]
+        self.clients = sorted(candidates[index] for index in drawn.tolist())
         self.low, self.high = value_range(result.data.test)
         device = result.task.device
         self.synthetic: SyntheticData = {
@@ -169,22 +171,22 @@ class _AttackedRun:
             ratios[client] = []
             columns: list[tuple[Tensor, Tensor, str]] = []
             for label in sorted(set(labels.tolist()) & set(y.tolist())):
-                real, made = x[y == label], images[labels == label]
+                real, class_images = x[y == label], images[labels == label]
                 # a class with a single sample falls back to all images of the client
-                usual = typical_distance(real) or typical_distance(x)
-                if usual is None:
+                typical = typical_distance(real) or typical_distance(x)
+                if typical is None:
                     continue
-                distances, indices = nearest(made, real)
-                class_ratios = (distances / usual).tolist()
+                distances, indices = nearest_neighbors(class_images, real)
+                class_ratios = (distances / typical).tolist()
                 ratios[client] += class_ratios
-                nearest_members += self.nearest_is_member(made, real, self.unseen_samples(client, label))
+                nearest_members += self.nearest_is_member(class_images, real, self.unseen_samples(client, label))
                 if closest is None or min(class_ratios) < closest[0]:
                     closest = min(class_ratios), {"client": client, "class": label, "samples": len(real)}
-                worst = int(distances.argmin())
-                columns.append((made[worst], real[indices[worst]], f"{class_ratios[worst]:.2f}"))
+                index = int(distances.argmin())
+                columns.append((class_images[index], real[indices[index]], f"{class_ratios[index]:.2f}"))
             if self.has_images and columns:
                 shown = columns[: COLUMNS + 2]
-                synthetic, originals = [made for made, _, _ in shown], [real for _, real, _ in shown]
+                synthetic, originals = [image for image, _, _ in shown], [real for _, real, _ in shown]
                 rows = {f"client {client}: D̂": torch.stack(synthetic), "nearest real": torch.stack(originals)}
                 blocks[client] = Block(rows, [note for _, _, note in shown])
         pooled = sorted(ratio for client_ratios in ratios.values() for ratio in client_ratios)
@@ -222,21 +224,21 @@ class _AttackedRun:
         test = self.result.data.client(client).test if natural else self.result.data.test
         return test.pick(torch.nonzero(test.labels == label).squeeze(1))[0]
 
-    def nearest_is_member(self, made: Tensor, real: Tensor, unseen: Tensor) -> list[bool]:
-        """For each synthetic image: is its nearest neighbor a training image, among equally many unseen ones?"""
+    def nearest_is_member(self, images: Tensor, real: Tensor, unseen: Tensor) -> list[bool]:
+        """Returns True for each image whose nearest neighbor is a training image, among as many unseen images."""
         count = min(len(real), len(unseen))
         if not count:
             return []
         draw = self.stream(f"nearest {len(real)}")
         candidates = [side[torch.randperm(len(side), generator=draw)[:count]] for side in (real, unseen)]
-        is_member: list[bool] = (nearest(made, torch.cat(candidates))[1] < count).tolist()
+        is_member: list[bool] = (nearest_neighbors(images, torch.cat(candidates))[1] < count).tolist()
         return is_member
 
     # --- deep leakage ---
 
     def restore_from_gradients(self, steps: int, starts: int) -> tuple[dict[str, Any], AttackImages]:
         """Restores images from gradients: of synthetic images if clients send them, else of real ones."""
-        client = max(self.clients, key=lambda each: len(set(self.training_samples(each)[1].tolist())))
+        client = max(self.clients, key=lambda client: len(set(self.training_samples(client)[1].tolist())))
         x, y = self.training_samples(client)
         order = torch.randperm(len(y), generator=self.stream("targets")).to(y.device)
         targets, originals, lookalikes, labels = [], [], [], []
@@ -244,10 +246,11 @@ class _AttackedRun:
             rows_of_class = order[y[order] == label]
             target = original = x[rows_of_class[0]]
             if self.synthetic:
-                made = self.synthetic[client][0][self.synthetic[client][1] == label]
-                if not len(made):
+                class_images = self.synthetic[client][0][self.synthetic[client][1] == label]
+                if not len(class_images):
                     continue
-                target, original = made[0], x[rows_of_class][int(nearest(made[:1], x[rows_of_class])[1])]
+                target = class_images[0]
+                original = x[rows_of_class][int(nearest_neighbors(class_images[:1], x[rows_of_class])[1])]
             others = torch.cat([x[rows_of_class], x[y != label][:1]])  # another class if this one has a single sample
             distances = (others - original).flatten(1).norm(dim=1)
             distances[distances == 0] = torch.inf
@@ -302,7 +305,7 @@ class _AttackedRun:
     # --- membership ---
 
     def membership_scores(self) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-        """Metrics of members and nonmembers by attack, with equal counts per class and client on both sides."""
+        """Yields the scores of members and nonmembers by attack, equally many of each class and client."""
         pairs = {client: pair for client in self.clients if (pair := self.matched_samples(client))}
         if not pairs:
             return
@@ -334,7 +337,7 @@ class _AttackedRun:
 
         def nearness(x: Tensor, y: Tensor) -> Tensor:
             classes = sorted(set(labels.tolist()) & set(y.tolist()))
-            scores = [-nearest(x[y == label], images[labels == label])[0] for label in classes]
+            scores = [-nearest_neighbors(x[y == label], images[labels == label])[0] for label in classes]
             return torch.cat(scores) if scores else x.new_empty(0)
 
         return [nearness(*side) for side in pair]
@@ -353,8 +356,8 @@ class _AttackedRun:
             chosen[1].append(others[:count])
         if not chosen[0]:
             return None
-        kept = torch.randperm(sum(map(len, chosen[0])), generator=draw).to(train.y.device)[:MAX_SAMPLES]
-        return train.pick(torch.cat(chosen[0])[kept]), test.pick(torch.cat(chosen[1])[kept])
+        subset = torch.randperm(sum(map(len, chosen[0])), generator=draw).to(train.y.device)[:MAX_SAMPLES]
+        return train.pick(torch.cat(chosen[0])[subset]), test.pick(torch.cat(chosen[1])[subset])
 
     # --- limitations ---
 
@@ -381,7 +384,7 @@ def _open_with_data(path: Path, data_dir: Path | None) -> Result:
     """Opens a run together with the data that it was run on."""
     metadata = RunDirectory.open(path).metadata
     if "data" in metadata["objects"]:
-        raise RunError(f"{path} was run with data of your own, so it cannot be audited from its directory alone")
+        raise RunError(f"{path} was run with your own data, so it cannot be audited from its directory alone")
     settings = {**metadata["settings"], **({"data_dir": data_dir} if data_dir else {})}
     data = load_data(parse_settings(settings))
     if data.fingerprint() != metadata["data"]["fingerprint"]:
@@ -389,7 +392,7 @@ def _open_with_data(path: Path, data_dir: Path | None) -> Result:
     return open_run(path, data=data)
 
 
-def _participants(path: Path, rounds: int) -> list[int]:
+def find_participants(path: Path, rounds: int) -> list[int]:
     """Clients that sent a training message in a completed round."""
     with (path / "ledger.csv").open(newline="") as file:
         return sorted(

@@ -13,7 +13,7 @@ BLOCK = 1000
 RANGE_SAMPLES = 1000
 """Samples used to estimate the range of pixel values."""
 DIRECTIONS = 200
-"""Random directions that sets are projected on."""
+"""Random directions that sets are projected onto."""
 
 
 def value_range(samples: Samples) -> tuple[float, float]:
@@ -22,7 +22,7 @@ def value_range(samples: Samples) -> tuple[float, float]:
     return float(x.min()), float(x.max())
 
 
-def nearest(images: Tensor, real: Tensor, *, same: bool = False) -> tuple[Tensor, Tensor]:
+def nearest_neighbors(images: Tensor, real: Tensor, *, same: bool = False) -> tuple[Tensor, Tensor]:
     """L2 distance from each image to its nearest neighbor in `real`, and that neighbor's index.
 
     With `same`, both arguments are one set, and an image is not its own neighbor.
@@ -44,7 +44,7 @@ def typical_distance(real: Tensor) -> float | None:
     """Median distance from a real image to its nearest neighbor; None if no two images differ."""
     if len(real) < 2:
         return None
-    return float(nearest(real, real, same=True)[0].median()) or None
+    return float(nearest_neighbors(real, real, same=True)[0].median()) or None
 
 
 def earth_mover(first: Tensor, second: Tensor, stream: torch.Generator, directions: int = DIRECTIONS) -> float:

@@ -2,7 +2,7 @@
 
 - Zhu, Liu, Han: Deep Leakage from Gradients, NeurIPS 2019. Dummy images are optimized until their gradient matches the
   observed one. They use smooth networks.
-- Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients, NeurIPS 2020, make it work for ReLU networks like ours:
+- Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients, NeurIPS 2020, make this work for ReLU networks:
   cosine distance between gradients, Adam on the sign of the gradient, values clipped to the pixel range, and a penalty
   on total variation.
 - Zhao, Mopuri, Bilen 2020: labels can be read off the gradient of the last layer, so the attacker knows them.
@@ -11,7 +11,7 @@ Departures:
 
 - In the first half of the steps the attacker's network has softplus instead of ReLU, because inactive units have no
   gradient.
-- Of several random starts, the one with the best match is kept.
+- The attack keeps the best match of several random starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIATION_WEIGHT = 0.01
 
 
 def compute_gradients(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Gradient of the mean loss of each batch (batches × samples × …), one row per batch.
+    """Returns the gradient of the mean loss of each batch (batches × samples × …), one row per batch.
 
     The net is in evaluation mode, without dropout and batch statistics. This is the attacker's best case.
     """
@@ -64,9 +64,9 @@ def restore_images(
     dummy = torch.randn(*y.shape, *like.shape[1:], generator=stream).to(like).clamp_(low, high).requires_grad_()
     optimizer = torch.optim.Adam([dummy], lr=LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    soft = replace_relu(net)
+    softplus_net = replace_relu(net)
     for step in range(steps):
-        attacker_net = soft if 2 * step < steps else net
+        attacker_net = softplus_net if 2 * step < steps else net
         mismatch = 1 - F.cosine_similarity(compute_gradients(attacker_net, dummy, y), targets, eps=1e-20)
         (gradient,) = torch.autograd.grad((mismatch + smooth * total_variation(dummy)).sum(), dummy)
         dummy.grad = gradient.sign()
@@ -82,7 +82,7 @@ def restore_images(
 
 
 def replace_relu(net: nn.Module) -> nn.Module:
-    """A copy of the net with softplus instead of every ReLU module."""
+    """Returns a copy of the net with softplus instead of every ReLU module."""
     net = deepcopy(net)
     for module in list(net.modules()):
         for name, child in module.named_children():

@@ -1,8 +1,8 @@
 """Membership inference: does a score reveal whether a sample was trained on?
 
 - Yeom, Giacomelli, Fredrikson, Jha: Privacy Risk in Machine Learning, CSF 2018, use the loss as the score.
-- The loss is low for easy samples too. So the loss is also compared with that of slightly moved copies of the sample,
-  as Mattern et al., ACL 2023, do for text. This needs no shadow model.
+- The loss is low for easy samples too. So the loss is also compared with that of slightly transformed copies of the
+  sample, as Mattern et al., ACL 2023, do for text. This needs no shadow model.
 - Confidence intervals are those of DeLong, DeLong, Clarke-Pearson, Biometrics 1988.
 """
 
@@ -21,7 +21,7 @@ from fewer.learning.augment import apply_affine, draw_affine
 
 CHUNK = 1000
 VARIANTS = 8
-"""Moved copies of each sample."""
+"""Transformed copies of each sample."""
 FALSE_POSITIVE_RATE = 0.01
 """False positive rate at which the true positive rate is measured."""
 Z = 1.959963984540054
@@ -45,7 +45,7 @@ class Membership:
 
 
 def membership(members: Tensor, others: Tensor) -> Membership:
-    """AUC of a score from ranks, with a confidence interval from DeLong's variance."""
+    """Computes the AUC of a score from ranks, with a confidence interval from DeLong's variance."""
     inside, outside = _finite_scores(members), _finite_scores(others)
     m, n = len(inside), len(outside)
     if m < 2 or n < 2:
@@ -71,7 +71,7 @@ class Proportion:
 
 
 def estimate_proportion(count: int, total: int) -> Proportion:
-    """Fraction `count / total` with its interval, assuming independent draws (Wilson, JASA 1927)."""
+    """Returns `count / total` with its interval, assuming independent draws (Wilson, JASA 1927)."""
     fraction, scale = count / total, 1 + Z**2 / total
     middle = (fraction + Z**2 / (2 * total)) / scale
     half = Z / scale * math.sqrt(fraction * (1 - fraction) / total + Z**2 / (4 * total**2))
@@ -87,7 +87,7 @@ def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _finite_scores(scores: Tensor) -> NDArray[np.float64]:
-    """Metrics as an array, with NaN below everything else."""
+    """Scores as an array, with NaN below all other values."""
     numbers: NDArray[np.float64] = np.nan_to_num(scores.detach().cpu().double().numpy(), nan=-np.inf)
     return numbers
 
@@ -104,6 +104,6 @@ def losses(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def loss_gaps(net: nn.Module, x: Tensor, y: Tensor, stream: torch.Generator) -> Tensor:
-    """Mean loss of moved copies minus the loss of the image itself, for each image."""
-    moved = [losses(net, apply_affine(x, draw_affine(len(x), stream)), y) for _ in range(VARIANTS)]
-    return torch.stack(moved).mean(0) - losses(net, x, y)
+    """Mean loss of transformed copies minus the loss of the image itself, for each image."""
+    copy_losses = [losses(net, apply_affine(x, draw_affine(len(x), stream)), y) for _ in range(VARIANTS)]
+    return torch.stack(copy_losses).mean(0) - losses(net, x, y)

@@ -10,20 +10,20 @@ from fewer.audit.attacks import Audit
 HEADS = ("metric", "value", "reference")
 ATTACKS = {
     "loss": "membership by loss, AUC",
-    "variants": "membership by loss against moved images, AUC",
+    "variants": "membership by loss against transformed images, AUC",
     "distance": "membership by distance to D̂, AUC",
 }
 MEANING = (
     "D̂ is the synthetic data. Its distance to the nearest real image of the same class and client is divided by the "
-    "median distance between a real image and its nearest neighbor. The nearest neighbor is looked for among training "
-    "images and equally many unseen images of the class: more than half training images means memorization. Restored "
+    "median distance between a real image and its nearest neighbor. The nearest neighbor is searched among training "
+    "images and as many unseen images of the class: if more than half are training images, D̂ memorizes them. Restored "
     "images are compared with the real ones (PSNR: higher is more similar); a look-alike is the nearest other real "
     "image of the class. AUC is the probability that a training sample scores higher than a test sample of the same "
     "class and client, with its 95 % confidence interval (DeLong)."
 )
 LIMITS = (
     "The audit tries these attacks only. An AUC near 0.5 or an unrecognizable image means that they failed on these "
-    "samples. It proves no privacy and gives no formal guarantee such as differential privacy."
+    "samples. This does not prove privacy, and gives no formal guarantee such as differential privacy."
 )
 
 

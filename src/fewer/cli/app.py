@@ -40,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-app.add_typer(data_commands.app, name="data", rich_help_panel="Look")
+app.add_typer(data_commands.app, name="data", rich_help_panel="Inspect")
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 MethodName = Annotated[
@@ -53,7 +53,7 @@ DataOptions = Annotated[
     typer.Option("--data-option", metavar="NAME=VALUE", help="An option of the data. \\[default: the run's]"),
 ]
 Tune = Annotated[
-    bool, typer.Option("--tune", help="First tune each method on held-out training data, with the same effort.")
+    bool, typer.Option("--tune", help="First tune each method on held-out training data, with equally many trials.")
 ]
 Trials = Annotated[int, typer.Option("--trials", metavar="N", min=1, help="Trials of --tune for each method.")]
 
@@ -78,7 +78,7 @@ def fewer_command(
     """Federated learning in fewer rounds, with fewer samples and fewer bytes."""
 
 
-@app.command(rich_help_panel="Learn", no_args_is_help=True)
+@app.command(rich_help_panel="Train", no_args_is_help=True)
 @report_errors
 @with_settings(without=("method",))
 def run(
@@ -104,7 +104,7 @@ def run(
     _train(given, tune, trials, report, track, out, json_file)
 
 
-@app.command(rich_help_panel="Learn")
+@app.command(rich_help_panel="Train")
 @report_errors
 @with_settings(
     without=("method",),
@@ -125,9 +125,9 @@ def prepare(
     out: Out = None,
     json_file: Json = None,
 ) -> None:
-    """Prepare an initial model for later groups, which train their own from it in a few rounds.
+    """Prepare an initial model, from which later groups train their own models in a few rounds.
 
-    This is a run like any other. It leaves prepared.safetensors in its directory, for fewer deploy.
+    This is a run like any other. It also writes prepared.safetensors to its directory, for fewer deploy.
 
     [dim]fewer prepare --data glyphs --data-option unseen_classes=0-9 --partition shards --clients 52[/dim]
     """
@@ -173,7 +173,7 @@ def deploy(
     print_result(result, path, json_file, report)
 
 
-@app.command(rich_help_panel="Learn")
+@app.command(rich_help_panel="Train")
 @report_errors
 def resume(
     path: Run,
@@ -181,7 +181,7 @@ def resume(
     workers: Annotated[int | None, typer.Option(metavar="N", help="Worker processes of the pool.")] = None,
     device: Annotated[str | None, typer.Option(metavar="NAME", help="Any torch device.")] = None,
     data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the data files.")] = None,
-    quorum: Annotated[float | None, typer.Option(metavar="X", help="A lower quorum, if it was lost.")] = None,
+    quorum: Annotated[float | None, typer.Option(metavar="X", help="A lower quorum, if the old one was lost.")] = None,
     deadline: Annotated[float | None, typer.Option(metavar="X", help="More seconds for each client.")] = None,
     drop: Annotated[
         float | None, typer.Option(metavar="X", help="Inject fewer faults; also --slow, --corrupt.")
@@ -207,7 +207,7 @@ def resume(
     print_result(result, path, json_file, report)
 
 
-@app.command(rich_help_panel="Learn")
+@app.command(rich_help_panel="Train")
 @report_errors
 @with_settings(without=("method",))
 def compare(
@@ -246,7 +246,7 @@ def compare(
         print(f"Run directories: {folder}" + (f", report: {page}" if page else ""))
 
 
-@app.command(rich_help_panel="Learn")
+@app.command(rich_help_panel="Train")
 @report_errors
 def reproduce(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="A recipe's name, or FILE.toml.")] = None,
@@ -256,7 +256,7 @@ def reproduce(
         list[str] | None, typer.Option(metavar="NAME", help="Only this column of the table; may be repeated.")
     ] = None,
     data_dir: DataDir = None,
-    runtime: Annotated[str, typer.Option(metavar="NAME", help="inline or pool; the numbers are the same.")] = "inline",
+    runtime: Annotated[str, typer.Option(metavar="NAME", help="inline or pool; the results are the same.")] = "inline",
     track: Track = None,
     out: Out = None,
     results: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the tables.")] = Path("docs/results"),
@@ -273,23 +273,23 @@ def reproduce(
     from fewer.report import plot_recipe, png, write_study
 
     if listed or name is None:
-        for recipe, title in recipes.list_recipes().items():
-            print(f"{recipe}  {title}")
+        for recipe_name, title in recipes.list_recipes().items():
+            print(f"{recipe_name}  {title}")
         return
     results.mkdir(parents=True, exist_ok=True)
     folder = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
     RESUME_HINTS.append("Run the same command to continue.")
     changes = {"data_dir": data_dir, "runtime": runtime}
     with show_progress() as progress:
-        plan, cells = recipes.reproduce(
+        recipe, cells = recipes.reproduce(
             name, folder, quick=quick, columns=column or (), changes=changes, watch=progress, track=track or ()
         )
-    study = recipes.run_study(plan, cells, folder)
+    study = recipes.run_study(recipe, cells, folder)
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
-    figure = plot_recipe(plan, cells)
+    figure = plot_recipe(recipe, cells)
     stem = "-".join([Path(name).stem if name.endswith(".toml") else name, *map(recipes.slugify, column or ())])
-    pages = recipes.write_results(stem, plan, cells, results, command, quick, png(figure) if figure else None, study)
+    pages = recipes.write_results(stem, recipe, cells, results, command, quick, png(figure) if figure else None, study)
     if study:
         write_study(study, pages[0].with_suffix(""))
     if not write_json(json_file, json.loads(pages[1].read_text())):
@@ -297,7 +297,7 @@ def reproduce(
         print(f"Written: {', '.join(map(str, pages))}; run directories: {folder}")
 
 
-@app.command(rich_help_panel="Look")
+@app.command(rich_help_panel="Inspect")
 @report_errors
 def report(
     paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
@@ -314,17 +314,17 @@ def report(
     page, *plots = write_report([run for path in paths for run in _runs_in(path)], out)
     print(page)
     if plots:
-        print(f"{len(plots)} files of plots in {plots[0].parent}")
+        print(f"{len(plots)} plot files in {plots[0].parent}")
 
 
-@app.command(rich_help_panel="Look")
+@app.command(rich_help_panel="Inspect")
 @report_errors
 def dash(
     folder: Annotated[
         Path | None, typer.Argument(metavar="DIR", help="Show the runs in this directory. \\[default: runs]")
     ] = None,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Listen on this address; others than loopback need a token.")
+        str, typer.Option(metavar="ADDRESS", help="Listen on this address. All but loopback need a token.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Listen on this port; 0 for any.")] = 8650,
     token_file: Annotated[
@@ -337,7 +337,7 @@ def dash(
     read_only: Annotated[bool, typer.Option("--read-only", help="Disable stopping and resuming runs.")] = False,
     browse: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
-    """Watch runs in a browser: list, follow, compare, stop and resume them. Ctrl-C ends it.
+    """Watch runs in a browser: list, follow, compare, stop and resume them. Stop with Ctrl-C.
 
     [dim]fewer dash --open[/dim]
     """
@@ -352,14 +352,16 @@ def dash(
     serve(folder or RUNS, host, port, **options)
 
 
-@app.command(rich_help_panel="Look")
+@app.command(rich_help_panel="Inspect")
 @report_errors
 def audit(
     path: Run,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="\\[default: RUN/audit]")] = None,
     clients: Annotated[int, typer.Option(metavar="N", min=1, help="Number of clients to attack.")] = 10,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of gradient matching.")] = 500,
-    starts: Annotated[int, typer.Option(metavar="N", min=1, help="Random restarts of it; the best counts.")] = 2,
+    starts: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Random starts of gradient matching; the best is used.")
+    ] = 2,
     data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the data files.")] = None,
     json_file: Json = None,
 ) -> None:
@@ -381,7 +383,7 @@ def audit(
     print(f"A failed attack does not prove privacy. Report: {files[0]}")
 
 
-@app.command(rich_help_panel="Look")
+@app.command(rich_help_panel="Inspect")
 @report_errors
 def methods(
     name: Annotated[
@@ -408,7 +410,7 @@ def methods(
     print_rows(
         ("option", "default", "meaning"), [(option, str(row["default"]), row["text"]) for option, row in rows.items()]
     )
-    print("\nSet one with -o name=value; rounds and cohort have flags of their own.")
+    print("\nSet one with -o name=value; rounds and cohort have their own flags.")
 
 
 @app.command(rich_help_panel="Use")
@@ -483,7 +485,7 @@ add_machines(app)  # last in --help, since it is not for beginners
 
 
 def _runs_in(path: Path) -> list[Path]:
-    """A run directory itself, or all runs one or two levels below a directory."""
+    """Returns a run directory itself, or all runs one or two levels below a directory."""
     if (path / "settings.json").exists():
         return [path]
     below = [*path.glob("*/settings.json"), *path.glob("*/*/settings.json")]
@@ -507,7 +509,7 @@ def _train(
     from fewer.runs.experiment import build_experiment, parse_settings
 
     experiment = build_experiment(parse_settings(given))
-    trackers.find(track or ())  # fails before the first trial
+    trackers.find(track or ())  # reports a wrong name before the first trial
     with show_progress() as progress:
         if tune:
             label = f"{experiment.method.name} tuning"
@@ -525,7 +527,7 @@ def _print_comparison(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fewer.runs.statistics import amount
+    from fewer.runs.statistics import format_number
 
     best = max(row.accuracy for row in comparison.rows)
     title = f"{comparison.settings['data']}, {comparison.clients} clients"
@@ -538,8 +540,8 @@ def _print_comparison(comparison: Comparison) -> None:
             row.format_accuracy(),
             f"{100 * row.global_accuracy:.2f}",
             str(row.rounds),
-            amount(row.mb_up),
-            amount(row.mb_down),
+            format_number(row.mb_up),
+            format_number(row.mb_down),
             f"{row.seconds:.1f}",
         ]
         table.add_row(label, *cells, style="bold" if row.accuracy == best else "")

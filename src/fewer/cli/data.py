@@ -35,12 +35,12 @@ def list_data(data_dir: DataDir = None, json_file: Json = None) -> None:
     from fewer.data.sources import EMBEDDED, FILES
     from fewer.registry import FORMATS
 
-    root = data_dir or (Path(found) if (found := os.environ.get("FEWER_DATA")) else None)
+    root = data_dir or (Path(directory) if (directory := os.environ.get("FEWER_DATA")) else None)
     rows = {name: {"where": "in the package", "text": _first_line(make)} for name, make in EMBEDDED.items()}
-    for name, known in FILES.items():
-        present = root is not None and (root / known.path).exists()
-        where = "present" if present else f"fewer data get {name}" if name in DOWNLOADS else f"put it at {known.path}"
-        rows[name] = {"where": where, "text": known.description}
+    for name, dataset in FILES.items():
+        present = root is not None and (root / dataset.path).exists()
+        where = "present" if present else f"fewer data get {name}" if name in DOWNLOADS else f"put it at {dataset.path}"
+        rows[name] = {"where": where, "text": dataset.description}
     formats = {name: _first_line(read) for name, read in FORMATS.items()}
     if write_json(json_file, {"sets": rows, "formats": formats}):
         return
@@ -106,7 +106,7 @@ def get(
     name: Annotated[str, typer.Argument(metavar="NAME", help="A public dataset.")],
     data_dir: DataDir = None,
 ) -> None:
-    """Download a public dataset and verify its checksum. An interrupted download continues."""
+    """Download a public dataset and verify its checksum. An interrupted download resumes."""
     from fewer.data.download import download
 
     root = data_dir or os.environ.get("FEWER_DATA")
@@ -128,5 +128,5 @@ def get(
     print(f"{name} is in {folder}")
 
 
-def _first_line(documented: Any) -> str:
-    return (documented.__doc__ or "").strip().splitlines()[0]
+def _first_line(function: Any) -> str:
+    return (function.__doc__ or "").strip().splitlines()[0]

@@ -1,4 +1,4 @@
-"""Commands for runs between machines: keys, server, clients, and all of them on one machine to try it out."""
+"""Commands for runs between machines: keys, server, clients, and a local cluster to try them."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def trust(
         if client < 0:
             raise SettingError(f"{peer}: expected N=KEY, with a key from `fewer keys seal`")
         if len(keys[client]) != KEY_BYTES:
-            raise SettingError(f"{peer}: a key has {2 * KEY_BYTES} digits")
+            raise SettingError(f"{peer}: a key must have {2 * KEY_BYTES} hexadecimal digits")
     PinnedKeys(folder).trust(keys, replace)
 
 
@@ -192,7 +192,7 @@ def join(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="This client's data: FORMAT:PATH, or a data set. \\[default: its part of the server's data set]",
+            help="This client's data: FORMAT:PATH, or a dataset. \\[default: its part of the server's dataset]",
         ),
     ] = None,
     data_options: Annotated[
@@ -214,7 +214,7 @@ def join(
         ),
     ] = None,
 ) -> None:
-    """Take part in runs as a client. Your data stays on this machine. Ctrl-C ends it.
+    """Take part in runs as a client, until Ctrl-C. Your data stays on this machine.
 
     [dim]fewer join server.example.org:443 --key client-0 --data npz:mine.npz[/dim]
     """
@@ -262,8 +262,9 @@ def local_cluster(
         if clients is not None or out is not None:
             raise SettingError("--resume RUN cannot be combined with N, METHOD or --out")
         path = resume
-        old = RunDirectory.open(path).metadata
-        settings, count, name = parse_settings({**old["settings"], **given}), old["data"]["clients"], path.name
+        metadata = RunDirectory.open(path).metadata
+        settings = parse_settings({**metadata["settings"], **given})
+        count, name = metadata["data"]["clients"], path.name
     elif clients is None:
         raise SettingError("N is missing: pass the number of clients, or --resume RUN")
     else:

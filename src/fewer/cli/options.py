@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
-from fewer.errors import SettingError, unknown
+from fewer.errors import SettingError, unknown_name
 from fewer.registry import METHODS, MODELS
 from fewer.runs.settings import Settings
 
@@ -33,7 +33,7 @@ def complete_models(incomplete: str) -> list[str]:
 def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[Command], Command]:
     """Adds an option for each setting. The command receives the given ones as the dict `given`.
 
-    `texts` replace help texts of options that mean something else in this command.
+    `texts` replace the help texts of options that have another meaning in this command.
     """
 
     def decorate(command: Command) -> Command:
@@ -41,13 +41,15 @@ def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[C
 
         def wrapped(**values: Any) -> None:
             given = {name: value for name in names if (value := values.pop(name, None)) not in (None, [])}
-            command(given=_merge(values.pop("settings"), given), **values)
+            command(given=_merge_settings(values.pop("settings"), given), **values)
 
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"]
+        command_parameters = [
+            p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"
+        ]
         file = inspect.Parameter("settings", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_SETTINGS_FILE)
-        generated = [_parameter(name, Settings.model_fields[name], texts.get(name)) for name in names]
-        wrapped.__signature__ = inspect.Signature([*own, file, *generated])  # type: ignore[attr-defined]
-        wrapped.__annotations__ = {p.name: p.annotation for p in [*own, file, *generated]}
+        generated = [_make_parameter(name, Settings.model_fields[name], texts.get(name)) for name in names]
+        wrapped.__signature__ = inspect.Signature([*command_parameters, file, *generated])  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in [*command_parameters, file, *generated]}
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
         return wrapped
 
@@ -60,8 +62,8 @@ _SETTINGS_FILE = Annotated[
 ]
 
 
-def _parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Parameter:
-    """The option of one setting. `Settings` validates its value, so that every way in gives the same error."""
+def _make_parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Parameter:
+    """Makes the option of one setting. `Settings` validates the value, so errors are the same everywhere."""
     plain, choices = _plain_type(field.annotation)
     help = text or (field.description or "").replace("\n", " ")
     if choices:
@@ -85,7 +87,7 @@ def _parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Paramet
 
 
 def _flags(name: str) -> list[str]:
-    """The flags of a setting: `--cohort`; `--method-option` and `-o` for the dict `method_options`."""
+    """Returns the flags of a setting: `--cohort`; `--method-option` and `-o` for the dict `method_options`."""
     flag = f"--{name.replace('_', '-')}"
     if Settings.model_fields[name].default == {}:
         flag = flag.removesuffix("s")
@@ -93,7 +95,7 @@ def _flags(name: str) -> list[str]:
 
 
 def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...]]:
-    """int, float, str or Path for a field's annotation, and its choices if it has any."""
+    """Returns int, float, str or Path for a field's annotation, and its choices if it has any."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _plain_type(get_args(annotation)[0])
@@ -104,9 +106,9 @@ def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...]]:
     return (annotation if annotation in (int, float, Path) else str), ()
 
 
-def _merge(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags override the file; name=value options are merged."""
-    settings = _read(file) if file else {}
+def _merge_settings(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges flags and a file: flags override the file, and name=value options are combined."""
+    settings = _read_settings(file) if file else {}
     merged = {**settings, **given}
     for name in ("method_options", "model_options", "data_options"):
         if name in given:
@@ -117,7 +119,7 @@ def _merge(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_settings(file: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(file.read_text())
     except OSError as error:
@@ -127,17 +129,17 @@ def _read(file: Path) -> dict[str, Any]:
     settings = {name.replace("-", "_"): value for name, value in content.items()}
     for name in settings:
         if name not in Settings.model_fields:
-            raise unknown(f"setting in {file}", name, Settings.model_fields)
+            raise unknown_name(f"setting in {file}", name, Settings.model_fields)
     return settings
 
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """Values by name from texts of the form `name=value`."""
+    """Parses texts of the form `name=value`."""
     return dict(_parse_assignment(text) for text in texts)
 
 
 def _parse_assignment(text: str) -> tuple[str, Any]:
-    """`lr=0.1` as a name and a number, boolean, list or text."""
+    """Parses `lr=0.1` into a name and a number, boolean, list or text."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise SettingError(f"option '{text}' is not of the form name=value")

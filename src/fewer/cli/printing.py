@@ -1,4 +1,4 @@
-"""What commands share: error messages, and printing of results."""
+"""What commands share: options, error messages and printed results."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ Json = Annotated[
 ]
 
 RESUME_HINTS: list[str] = []
-"""How to continue if the user stops the command now; the last one counts."""
+"""Hints how to continue if the user stops the command now. The last one is printed."""
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Prints a user's mistake as one line with exit code 2, and Ctrl-C as a hint how to continue with code 130."""
+    """Prints an error as one line, with exit code 2; after Ctrl-C, a hint how to continue, with exit code 130."""
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
+        RESUME_HINTS.clear()
         try:
             command(*args, **kwargs)
         except FewerError as error:
             print(f"fewer: {error}", file=sys.stderr)
-            if isinstance(error, QuorumLost) and RESUME_HINTS:  # not a mistake: the run can continue
+            if isinstance(error, QuorumLost) and RESUME_HINTS:  # the run can continue
                 print(RESUME_HINTS[-1], file=sys.stderr)
             raise typer.Exit(2) from None
         except BrokenPipeError:
@@ -75,18 +76,19 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a plain table."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for title in titles:
         table.add_column(title)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     Console().print(table)
 
 
 def write_json(file: Path | None, value: Any) -> bool:
-    """Writes a value as JSON. Returns True if it went to standard output, which then takes nothing else."""
+    """Writes a value as JSON. Returns True if it went to standard output; then nothing else may be printed."""
     if file is None:
         return False
     text = json.dumps(value, indent=2, default=str) + "\n"
@@ -101,7 +103,7 @@ def write_json(file: Path | None, value: Any) -> bool:
 
 
 def new_run_path(name: str) -> Path:
-    """A run directory that does not exist yet."""
+    """Returns the path of a new run directory."""
     base = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     candidates = [RUNS / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
@@ -122,10 +124,10 @@ def print_result(result: Result, path: Path, json_file: Path | None, report: boo
     from fewer.runs.statistics import half_width
 
     page = write_report_page([path], path) if report else None
-    scores = result.metrics
+    metrics = result.metrics
     content = {
         "method": result.method.name,
-        **{name: value for name, value in scores.items() if name != "clients"},
+        **{name: value for name, value in metrics.items() if name != "clients"},
         "hash": settings_hash(result.settings, result.method),
         "run": str(path),
         "history": result.history,
@@ -133,22 +135,22 @@ def print_result(result: Result, path: Path, json_file: Path | None, report: boo
     if write_json(json_file, content):
         return
     print(
-        f"{result.method.name}: accuracy {scores['accuracy']:.2%} after {scores['round']} rounds, "
-        f"{format_megabytes(scores['up'])} up, {format_megabytes(scores['down'])} down, "
-        f"{format_duration(scores['seconds'])}"
+        f"{result.method.name}: accuracy {metrics['accuracy']:.2%} after {metrics['round']} rounds, "
+        f"{format_megabytes(metrics['up'])} up, {format_megabytes(metrics['down'])} down, "
+        f"{format_duration(metrics['seconds'])}"
     )
-    if fairness := scores.get("fairness"):
+    if fairness := metrics.get("fairness"):
         print(
-            f"New clients, each adapted to its support: mean {fairness['mean']:.2%}, "
+            f"New clients, each adapted to its support set: mean {fairness['mean']:.2%}, "
             f"standard deviation {fairness['variance'] ** 0.5:.2%}, worst tenth {fairness['worst']:.2%}"
         )
-    if groups := scores.get("groups"):
+    if groups := metrics.get("groups"):
         half = half_width(groups)
         interval = "" if half is None else f", ± {100 * half:.2f} (95 % CI)"
-        unit = "tasks" if "tasks" in scores else "groups that started from the prepared model"
+        unit = "tasks" if "tasks" in metrics else "groups that started from the prepared model"
         print(f"Mean over {len(groups)} {unit}{interval}")
-    if scores.get("global_accuracy") is not None:
-        print(f"Each client's model on all clients' test samples: {scores['global_accuracy']:.2%}")
+    if metrics.get("global_accuracy") is not None:
+        print(f"Each client's model on all clients' test samples: {metrics['global_accuracy']:.2%}")
     print(f"Run directory: {path}" + (f", report: {page}" if page else ""))
-    if groups and "tasks" not in scores:
+    if groups and "tasks" not in metrics:
         print(f"To deploy it to a group: fewer deploy {path} --data …")

@@ -13,12 +13,12 @@ from fewer.runs import Progress
 
 
 def format_megabytes(count: float) -> str:
-    """Bytes as MB with three significant digits."""
+    """Formats bytes as MB with three significant digits."""
     return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e6:,.0f} MB"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as hours, minutes or seconds."""
+    """Formats seconds as hours, minutes or seconds."""
     total = round(seconds)
     if total < 60:
         return f"{total} s"
@@ -70,7 +70,7 @@ class ProgressLines:
 
 @dataclass
 class ProgressBar(ProgressLines):
-    """Draws a bar that advances with each answer. It needs no thread, so that workers can be forked."""
+    """Draws a bar that advances with each answer. It uses no thread, so that workers can be forked."""
 
     bars: Any = None
     task: Any = None

@@ -23,7 +23,7 @@ MAX_DEPTH = 6
 """How many directory levels below the root are searched."""
 ACTIVE_INTERVAL, FULL_INTERVAL = 0.4, 3.0
 """Seconds between two checks of active runs, and of all runs."""
-MIN_PAUSE = 20
+PAUSE_FACTOR = 20
 """After a full check, pause at least this many times as long as it took."""
 RECENT = 60.0
 """Seconds since its last change during which a run counts as active."""
@@ -76,15 +76,15 @@ class Catalog:
         self._tallies: OrderedDict[str, EventTally] = OrderedDict()
 
     def refresh(self, *, now: bool = False) -> None:
-        """Checks for changes, unless that was done a moment ago."""
+        """Checks for changes, unless the last check was a moment ago."""
         with self._lock:
             clock = time.monotonic()
             if now or clock - self._last_full >= FULL_INTERVAL:
-                self._find()
+                self._find_runs()
                 for run in self.runs.values():
                     self._update(run)
                 end = time.monotonic()
-                pause = max(0.0, MIN_PAUSE * (end - clock) - FULL_INTERVAL)  # for a huge directory or a slow disk
+                pause = max(0.0, PAUSE_FACTOR * (end - clock) - FULL_INTERVAL)  # for a huge directory or a slow disk
                 self._last_active, self._last_full = end, end + pause
             elif clock - self._last_active >= ACTIVE_INTERVAL:
                 for run in self.runs.values():
@@ -120,11 +120,11 @@ class Catalog:
 
     # --- finding runs -------------------------------------------------------------------------------------------
 
-    def _find(self) -> None:
+    def _find_runs(self) -> None:
         names = {path: path.relative_to(self.root).as_posix() for path in self._run_directories(self.root, MAX_DEPTH)}
         by_id = {_run_id(name): (path, name if name != "." else path.name) for path, name in names.items()}
-        for gone in self.runs.keys() - by_id.keys():
-            del self.runs[gone]
+        for missing in self.runs.keys() - by_id.keys():
+            del self.runs[missing]
             self.revision += 1
         for id, (path, name) in by_id.items():
             if id not in self.runs:
@@ -135,8 +135,8 @@ class Catalog:
         """Run directories in a folder, or the folder itself. Symbolic links are not followed."""
         try:
             changed = folder.stat().st_mtime_ns
-            known = self._folders.get(folder)
-            if known is None or known[0] != changed:
+            cached = self._folders.get(folder)
+            if cached is None or cached[0] != changed:
                 with os.scandir(folder) as scan:
                     entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scan]
                 is_run = (SETTINGS, False) in entries
@@ -145,12 +145,12 @@ class Catalog:
                     if is_run
                     else sorted(folder / name for name, is_folder in entries if is_folder and name[0] != ".")
                 )
-                known = (changed if time.time() - changed / 1e9 > CLOCK_TICK else -1, is_run, subfolders)
-                self._folders[folder] = known
+                cached = (changed if time.time() - changed / 1e9 > CLOCK_TICK else -1, is_run, subfolders)
+                self._folders[folder] = cached
         except OSError:
             self._folders.pop(folder, None)
             return
-        _, is_run, subfolders = known
+        _, is_run, subfolders = cached
         if is_run:
             yield folder
         elif depth:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fewer.errors import RunError
-from fewer.runs.files import writer
+from fewer.runs.files import writer_pid
 
 LOG = "resume.log"
 """File in the run directory with the output of a `fewer resume` started by the dashboard."""
@@ -29,14 +29,14 @@ class Control:
         self._started: dict[Path, tuple[float, subprocess.Popen[bytes]]] = {}
 
     def stop(self, run: Path) -> int:
-        """Interrupt the process that writes a run and return its id."""
-        pid = writer(run)
+        """Interrupts the process that writes a run, and returns its id."""
+        pid = writer_pid(run)
         try:
             handle = os.pidfd_open(pid)
         except OSError as error:
             raise RunError(f"cannot reach process {pid}: {error.strerror}") from error
         try:
-            if writer(run) != pid:  # checked again: from here on the handle cannot mean another process
+            if writer_pid(run) != pid:  # checked again: from here on, the handle cannot refer to another process
                 raise RunError(f"{run} has just passed to another process: try again")
             if _ignores_interrupt(pid):
                 raise RunError(
@@ -70,7 +70,7 @@ class Control:
         return process.pid
 
     def start_time(self, run: Path) -> float | None:
-        """When the process that was started here for this run began; None if it is not alive."""
+        """When the dashboard started the process of this run; None if that process is not alive."""
         start, process = self._started.get(run, (0.0, None))
         return start if process and process.poll() is None else None
 

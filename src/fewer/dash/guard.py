@@ -1,4 +1,4 @@
-"""Access control: refuses requests of other sites, and asks other machines for a token."""
+"""Access control: refuses requests from other sites, and requires a token from other machines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _is_ip_address(host: str) -> bool:
 
 
 def choose_token(host: str, file: Path | None) -> str | None:
-    """The required token: from the file, or a new one if other machines can connect; otherwise None."""
+    """Returns the required token: from the file, or a new one if other machines can connect; otherwise None."""
     if file is None:
         return None if is_loopback(host) else secrets.token_urlsafe(32)
     try:
@@ -69,7 +69,7 @@ class Guard:
         self.cookie_name = f"fewer-dash-{port}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass allowed requests on and refuse the others."""
+        """Passes allowed requests on and refuses the others."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
@@ -101,7 +101,7 @@ class Guard:
         return None
 
     def _is_own_host(self, host: str) -> bool:
-        """True for an IP address, which no other site can have as its name, and for a known name."""
+        """True for a known name, and for an IP address, which no other site can use as its name."""
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:

@@ -1,4 +1,4 @@
-"""Reads records that grow while they are read. It never reads a whole file at once, and no part twice."""
+"""Reads files that grow. It never reads a whole file at once, nor any part twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CURVE_METRICS = ("round", "accuracy", "loss", "up", "down", "seconds", "absent")
 
 
 class LinePage(NamedTuple):
-    """Some lines, newest first, and the offset where older ones end; 0 if there are none."""
+    """Lines, newest first, and the offset where older lines end; 0 if there are none."""
 
     lines: list[bytes]
     before: int
@@ -46,9 +46,9 @@ def read_last_lines(path: Path, count: int, before: int | None = None) -> LinePa
         cut = text.find(b"\n") + 1
         start, text = start + cut, text[cut:]
     *lines, _ = text.split(b"\n")  # the last part has no end yet: it is still being written
-    kept = lines[-count:]
-    start += sum(len(line) + 1 for line in lines[: len(lines) - len(kept)])
-    return LinePage(kept[::-1], start if kept else 0)
+    last_lines = lines[-count:]
+    start += sum(len(line) + 1 for line in lines[: len(lines) - len(last_lines)])
+    return LinePage(last_lines[::-1], start if last_lines else 0)
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _round_of(event: Mapping[str, Any]) -> int:
+def _event_round(event: Mapping[str, Any]) -> int:
     """The round of an event; 0 if it has none."""
     number = event.get("round")
     return number if isinstance(number, int) else 0
@@ -98,7 +98,7 @@ class GrowingFile:
 
     @property
     def complete(self) -> bool:
-        """True if the file has been read to the end that it had."""
+        """True if the file has been read to its last known end."""
         return self.size - self.offset < BLOCK
 
 
@@ -112,7 +112,7 @@ class Curve:
 
     @classmethod
     def open(cls, run: Path) -> Curve:
-        """An empty curve of a run."""
+        """Creates the empty curve of a run."""
         return cls(GrowingFile(run / METRICS))
 
     def points(self) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ class EventTally:
 
     @classmethod
     def open(cls, run: Path) -> EventTally:
-        """An empty tally of a run."""
+        """Creates the empty tally of a run."""
         return cls(GrowingFile(run / EVENTS), GrowingFile(run / LEDGER))
 
     def update(self) -> dict[str, Any]:
@@ -179,9 +179,9 @@ class EventTally:
     def _add_event(self, event: Mapping[str, Any]) -> None:
         kind = event.get("event")
         if kind == "absent":
-            self.absent.setdefault(_round_of(event), Counter())[str(event.get("reason", "?"))] += 1
+            self.absent.setdefault(_event_round(event), Counter())[str(event.get("reason", "?"))] += 1
         elif kind in ("start", "resume"):  # rounds after the last checkpoint are repeated
-            done = _round_of(event)
+            done = _event_round(event)
             self.absent = {number: counts for number, counts in self.absent.items() if number <= done}
 
     def _add_message(self, line: bytes) -> None:

@@ -181,14 +181,18 @@ class Dashboard:
         runs = [run for run in runs if run.row["state"] != "damaged"][:MAX_COMPARED]
         styles = assign_label_styles({run.id: run.row["method"] for run in runs}, self.catalog.styles)
         settings = [{**run.metadata["settings"], **run.metadata["method"]} for run in runs]
-        keys = [key for key in dict.fromkeys(key for each in settings for key in each) if _differs(key, settings)]
+        names = dict.fromkeys(name for run_settings in settings for name in run_settings)
+        differing = [name for name in names if _differs(name, settings)]
         siblings = len(runs) > 1 and len({run.path.parent for run in runs}) == 1
         return json_response(
             {
                 "runs": [{**run.row, **styles[run.id]._asdict()} for run in runs],
                 "max_runs": MAX_COMPARED,
                 "report": siblings and self._comparison_report(runs[0]).is_file(),
-                "differing": [{"name": key, "values": [each.get(key) for each in settings]} for key in keys],
+                "differing": [
+                    {"name": name, "values": [run_settings.get(name) for run_settings in settings]}
+                    for name in differing
+                ],
             }
         )
 
@@ -234,11 +238,11 @@ class Dashboard:
         try:
             page = path.read_bytes()
         except OSError:
-            raise RunError("this run has no report: fewer report RUN writes one") from None
+            raise RunError("this run has no report: write one with fewer report RUN --out RUN/report") from None
         return Response(page, media_type="text/html", headers={"content-security-policy": _REPORT_POLICY})
 
     async def follow(self, request: Request) -> Response:
-        """Stream the rows of the given runs whenever they change."""
+        """Streams the rows of the given runs whenever they change."""
         ids = _run_ids(request)
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self._stream_changes(ids), media_type="text/event-stream", headers=headers)
@@ -295,7 +299,7 @@ def _run_ids(request: Request) -> list[str]:
 
 
 def _differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
-    values = [each[key] for each in settings if key in each]
+    values = [run_settings[key] for run_settings in settings if key in run_settings]
     return key not in HIDDEN_SETTINGS and any(value != values[0] for value in values)
 
 
@@ -313,7 +317,7 @@ def _parse_number(text: str | None, default: int, maximum: int = MAX_ROWS) -> in
 
 
 def json_response(value: Any) -> Response:
-    """A JSON response that browsers do not cache."""
+    """Creates a JSON response that browsers do not cache."""
     return Response(_dump_json(value), media_type="application/json", headers={"cache-control": "no-store"})
 
 
@@ -326,15 +330,15 @@ def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _replace_nonfinite(each) for key, each in value.items()}
-    return [_replace_nonfinite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): _replace_nonfinite(item) for key, item in value.items()}
+    return [_replace_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # --- serving ----------------------------------------------------------------------------------------------------
 
 
 def create_app(dashboard: Dashboard, token: str | None, names: Sequence[str], port: int) -> Guard:
-    """The application, behind its guard."""
+    """Creates the application, behind its guard."""
 
     async def login(request: Request) -> Response:
         body = b""
@@ -367,7 +371,7 @@ def create_server(
     names: Sequence[str] = (),
     read_only: bool = False,
 ) -> uvicorn.Server:
-    """A server for the runs under a directory, ready to run on a listening socket."""
+    """Creates a server for the runs under a directory, ready to run on a listening socket."""
     control = Control()
     dashboard = Dashboard(Catalog(root, control.start_time), control, read_only)
     app = create_app(dashboard, token, names, listening.getsockname()[1])
@@ -406,7 +410,7 @@ def serve(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; SettingError if the address cannot be used."""
+    """Opens a listening socket; SettingError if the address cannot be used."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)

@@ -18,11 +18,11 @@ from fewer.errors import DataError
 Arrays = dict[str, NDArray[Any]]
 
 
-def cached(name: str, build: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
-    """Returns the arrays in the cache under `name`, and builds them first if needed. They are memory-mapped.
+def load_or_build(name: str, build: Callable[[], Mapping[str, NDArray[Any]]]) -> Arrays:
+    """Returns the cached arrays under `name`, memory-mapped. Builds them first if needed.
 
-    Safe for concurrent processes: the second waits for the first. Safe against a kill: an entry is a directory that
-    gets its final name only once it is complete.
+    Safe for concurrent processes: the second waits for the first. Safe if a process is killed: an entry is a directory
+    that gets its final name only once it is complete.
     """
     root = Path(os.environ.get("FEWER_CACHE") or Path.home() / ".cache" / "fewer")
     entry = root / name

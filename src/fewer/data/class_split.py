@@ -20,8 +20,8 @@ Rows = NDArray[np.int64]
 def split_seen_unseen(raw: RawDataset, classes: Any = None, unseen_classes: Any = None, name: str = "") -> RawDataset:
     """Moves all samples of `unseen_classes` to the test set.
 
-    If `classes` is given, only these of the other classes are kept. Both name class labels: 3, "0-9" or
-    "0-9,20,30-39". Labels do not change.
+    If `classes` is given, classes in neither list are dropped. Both are class labels: 3, "0-9" or "0-9,20,30-39".
+    Labels do not change.
     """
     x, y, owners = raw.x, raw.y, raw.client_ids
     if raw.test is None:
@@ -29,8 +29,8 @@ def split_seen_unseen(raw: RawDataset, classes: Any = None, unseen_classes: Any 
     else:
         train, test = np.arange(len(y)), len(y) + np.arange(len(raw.test[1]))
         x, y = _concatenate(x, raw.test[0]), np.concatenate([y, raw.test[1]])
-        known = raw.client_ids is not None and raw.test_client_ids is not None
-        owners = np.concatenate([raw.client_ids, raw.test_client_ids]) if known else None
+        has_owners = raw.client_ids is not None and raw.test_client_ids is not None
+        owners = np.concatenate([raw.client_ids, raw.test_client_ids]) if has_owners else None
     present = set(np.unique(y).tolist())
     unseen = _parse_classes("unseen_classes", unseen_classes, present, name) if unseen_classes is not None else set()
     seen = _parse_classes("classes", classes, present, name) if classes is not None else present - unseen
@@ -51,7 +51,7 @@ def split_seen_unseen(raw: RawDataset, classes: Any = None, unseen_classes: Any 
 
 
 def _parse_classes(option: str, value: Any, present: set[int], name: str) -> set[int]:
-    """Parses class labels from a number, a list of numbers, or a text of numbers and ranges."""
+    """Parses class labels from a number, a list of numbers, or a string of numbers and ranges."""
     parts = value if isinstance(value, list) else str(value).split(",")
     classes: set[int] = set()
     for part in parts:
@@ -67,8 +67,8 @@ def _parse_classes(option: str, value: Any, present: set[int], name: str) -> set
     return classes
 
 
-def _concatenate(x: Inputs, more: Inputs) -> Inputs:
-    return x + list(more) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(more)])
+def _concatenate(x: Inputs, test_x: Inputs) -> Inputs:
+    return x + list(test_x) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(test_x)])
 
 
 def _select_rows(x: Inputs, rows: Rows) -> Inputs:

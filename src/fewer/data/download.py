@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from fewer.errors import DataError, unknown
+from fewer.errors import DataError, unknown_name
 
 Progress = Callable[[int, int | None], None]
 """Callback that receives the bytes downloaded so far and the total size (None if unknown)."""
@@ -130,7 +130,7 @@ def download(name: str, directory: str | Path, progress: Progress | None = None)
     which the next call resumes.
     """
     if name not in DOWNLOADS:
-        raise unknown("data to download", name, DOWNLOADS)
+        raise unknown_name("data to download", name, DOWNLOADS)
     for remote in DOWNLOADS[name]:
         target = Path(directory) / remote.folder / remote.name
         if not target.exists():
@@ -148,7 +148,7 @@ def _fetch(remote: RemoteFile, target: Path, progress: Progress | None) -> None:
                     break
                 reason = "the connection broke"
             except HTTPError as error:
-                raise DataError(_describe_failure(remote, target, f"the server answered {error.code}")) from error
+                raise DataError(_describe_failure(remote, target, f"the server returned HTTP {error.code}")) from error
             except (HTTPException, ConnectionError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
             if attempt == MAX_ATTEMPTS - 1:
@@ -194,7 +194,7 @@ def _starts_at(response: Any, offset: int) -> bool:
 
 
 def _find_fault(part: Path, remote: RemoteFile) -> str:
-    """Describes what is wrong with a file; empty if it is correct."""
+    """Describes what is wrong with a file. Returns "" if the file is correct."""
     algorithm, _, expected = (remote.checksum or "sha256:").partition(":")
     with part.open("rb") as file:
         digest = hashlib.file_digest(file, algorithm).hexdigest()

@@ -38,7 +38,7 @@ def split_clients(
 
 
 def split_classes(classes: int, base: int, validation: int, novel: int, seed: int | None = None) -> ThreeWaySplit:
-    """Splits classes into base, validation and novel ones: in label order, or shuffled by a seed."""
+    """Splits classes into base, validation and novel ones: in label order, or shuffled with `seed`."""
     if base < 1 or min(validation, novel) < 0 or base + validation + novel > classes:
         raise SettingError(
             f"{base} base, {validation} validation and {novel} novel classes must sum to at most {classes}, "
@@ -61,18 +61,18 @@ def apply_class_split(raw: RawDataset, split: str, name: str) -> RawDataset:
         test_x = raw.test[0]
         x = x + list(test_x) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(test_x)])
         y = np.concatenate([y, raw.test[1]])
-        known = client_ids is not None and raw.test_client_ids is not None
-        client_ids = np.concatenate([client_ids, raw.test_client_ids]) if known else None
+        has_owners = client_ids is not None and raw.test_client_ids is not None
+        client_ids = np.concatenate([client_ids, raw.test_client_ids]) if has_owners else None
     order = [label for group in groups for label in group]
     new_labels = np.full(max(int(y.max(initial=0)), max(order)) + 1, -1)
     new_labels[order] = np.arange(len(order))
-    kept = np.flatnonzero(new_labels[y] >= 0)
+    selected = np.flatnonzero(new_labels[y] >= 0)
     return replace(
         raw,
-        x=[x[row] for row in kept] if isinstance(x, list) else x[kept],
-        y=new_labels[y[kept]],
+        x=[x[row] for row in selected] if isinstance(x, list) else x[selected],
+        y=new_labels[y[selected]],
         test=None,
-        client_ids=None if client_ids is None else client_ids[kept],
+        client_ids=None if client_ids is None else client_ids[selected],
         test_client_ids=None,
         class_names=tuple(raw.class_names[label] for label in order) if raw.class_names else (),
         split=(len(groups.train), len(groups.validation), len(groups.test)),
@@ -95,9 +95,9 @@ def _parse_split(raw: RawDataset, parts: Sequence[str], name: str, split: str) -
         groups.append([label for label, class_name in enumerate(raw.class_names) if class_name.startswith(prefixes)])
     labels = [label for group in groups for label in group]
     if not all(groups) or len(set(labels)) < len(labels):
-        known = ", ".join(raw.class_names[:8]) + (" …" if len(raw.class_names) > 8 else "") or "none"
+        names = ", ".join(raw.class_names[:8]) + (" …" if len(raw.class_names) > 8 else "") or "none"
         raise SettingError(
-            f"split = {split} of data '{name}': a part matches no class, or two parts share one (names: {known})"
+            f"split = {split} of data '{name}': a part matches no class, or two parts share a class (names: {names})"
         )
     return ThreeWaySplit(*groups)
 
@@ -114,8 +114,8 @@ def split_support_query(
 ) -> tuple[Samples, Samples]:
     """Splits samples into a support set to adapt on and a query set to evaluate on.
 
-    The support set is random, or the first samples in time if `generator` is None. Each set gets at
-    least one sample if there are two. `by_class` applies the fraction within each class.
+    The support set is random, or the first samples in time if `generator` is None. With two or more samples, neither
+    set is empty. `by_class` applies the fraction within each class.
     """
     if not 0 < support_fraction < 1:
         raise SettingError(f"support_fraction must be > 0 and < 1, got {support_fraction:g}")

@@ -23,9 +23,7 @@ from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError
 
 MAX_CLASSES = 1 << 20
-"""Labels must be below this. Tables of class counts are as long as the largest label."""
-
-
+"""Labels must be below this. Arrays of class counts are as long as the largest label."""
 TEST_FRACTION = 0.2
 """Fraction held out for testing if the data has no test set."""
 
@@ -42,10 +40,10 @@ class ClientData(NamedTuple):
 
 
 class Data(ABC):
-    """A source of clients. It may load each client on demand."""
+    """The data of all clients. A subclass may load each client on demand."""
 
     name: str
-    """Name in messages and reports."""
+    """Name in errors and reports."""
     shape: tuple[int, ...]
     """Shape of one input."""
     classes: int
@@ -85,7 +83,7 @@ class Data(ABC):
         """A checksum that changes with the data or its partition."""
 
     def members_of(self, client: int) -> Data:
-        """The clients inside one client that is a federation itself."""
+        """The members of one client, if clients are federations."""
         raise SettingError(f"data '{self.name}' has no federations of clients")
 
     def to(self, device: torch.device) -> Data:
@@ -93,7 +91,7 @@ class Data(ABC):
         return self
 
     def hold_out(self, fraction: float, seed: int) -> Data:
-        """Replaces the test data by a fraction of the training data, for tuning."""
+        """Replaces the test data with a fraction of the training data, for tuning."""
         raise DataError(f"cannot tune on data '{self.name}': it does not implement hold_out")
 
     @property
@@ -102,7 +100,7 @@ class Data(ABC):
         return frozenset()
 
     def hold_out_classes(self, fraction: float, seed: int) -> Data:
-        """Like `hold_out`, and also moves all samples of a fraction of the classes to the test set."""
+        """Like `hold_out`, but also moves all samples of a fraction of the classes to the test set."""
         raise DataError(f"cannot tune on data '{self.name}': it does not implement hold_out_classes")
 
 
@@ -165,7 +163,7 @@ class ArrayData(Data):
         for samples in (self.source, self.global_test):
             layout = repr((tuple(samples.x.shape), str(samples.x.dtype), samples.shift, samples.scale))
             checksum = zlib.crc32(layout.encode(), checksum)
-            # Windows on one long text overlap: the first value of each row and the last row cover them all.
+            # Windows of one long text overlap: the first value of each row and the last row cover them all.
             windowed = not samples.x.is_contiguous()
             for tensor in (*((samples.x[:, 0], samples.x[-1]) if windowed else (samples.x,)), samples.y):
                 checksum = zlib.crc32(np.ascontiguousarray(tensor.cpu().numpy()).data.cast("B"), checksum)
@@ -179,7 +177,7 @@ class ArrayData(Data):
         return replace(self, source=self.source.to(device), global_test=self.global_test.to(device))
 
     def hold_out(self, fraction: float, seed: int) -> ArrayData:
-        """Replaces the test data by a fraction of each client's training data, for tuning.
+        """Replaces the test data with a fraction of each client's training data, for tuning.
 
         Time-ordered data is split by time. If clients mix rows of several original owners, each owner's rows are split.
         """
@@ -197,8 +195,8 @@ class ArrayData(Data):
     def _latest_rows(self, row_clients: NDArray[Any], fraction: float) -> NDArray[np.int64]:
         """The latest fraction of each original owner's training rows, spread over its classes.
 
-        An owner's classes come in blocks of time (one activity after the other). Its very last rows could be all the
-        rows of a class or two.
+        An owner's classes follow one another in time (one activity after another). Its very last rows could be all
+        the rows of one or two classes.
         """
         rows = np.sort(self.train.rows)
         owners = np.unique(row_clients[rows], return_inverse=True)[1].reshape(-1)
@@ -217,7 +215,7 @@ class ArrayData(Data):
         return frozenset(self.global_test.labels.tolist()) - frozenset(train_labels.tolist())
 
     def hold_out_classes(self, fraction: float, seed: int) -> ArrayData:
-        """Like `hold_out`, and also moves all samples of a fraction of the classes to the test set."""
+        """Like `hold_out`, but also moves all samples of a fraction of the classes to the test set."""
         data = self.hold_out(fraction, seed)
         labels = self.source.y.cpu().numpy()
         classes = np.unique(labels[data.train.rows])
@@ -253,15 +251,15 @@ def from_arrays(
     `client_ids` names the owner of each sample. Each owner becomes a client; without it, the samples are partitioned.
     Without `test`, a fifth of each client's samples is held out.
 
-    Byte inputs are pixels, normalized by `normalization`: mean and standard deviation on a scale of 0 … 1, by default
-    those of the training data. Texts are converted to token ids. `settings` go to `federate`: `clients`, `partition`,
-    `alpha`, `fraction`, `validation` …
+    Byte inputs are pixels. `normalization` is their mean and standard deviation on a scale of 0 … 1, by default
+    computed from the training data. Texts are converted to token ids. `settings` are those of `federate`: `clients`,
+    `partition`, `alpha`, `fraction`, `validation` …
     """
     owners = None if client_ids is None else np.asarray(client_ids)
     test_set = None
     if test is not None:
-        test_set = _check_inputs(test[0], f"{name} (test)"), convert_labels(test[1], f"{name} (test)")
-    raw = RawDataset(_check_inputs(x, name), convert_labels(y, name), test_set, owners, normalization=normalization)
+        test_set = _prepare_inputs(test[0], f"{name} (test)"), convert_labels(test[1], f"{name} (test)")
+    raw = RawDataset(_prepare_inputs(x, name), convert_labels(y, name), test_set, owners, normalization=normalization)
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
@@ -290,9 +288,9 @@ def federate(
     (`classes_per_client`), shards (`shards` per client), quantity, and natural (by `client_ids`).
 
     `fraction` keeps a fraction of the training samples. `validation` is the fraction of each client's training samples
-    to hold out. For texts, `vocab_size` limits the vocabulary and `max_length` the tokens read.
+    to hold out. For texts, `vocab_size` limits the vocabulary and `max_length` the tokens per text.
 
-    If the source splits its classes, all samples are partitioned first. Each client then trains on its base classes,
+    If the classes are split, all samples are partitioned first. Each client then trains on its base classes,
     validates on its validation classes, and tests on its novel classes.
     """
     _check_same_length(name, raw.x, raw.y)
@@ -303,7 +301,7 @@ def federate(
     if raw.split is not None and validation:
         raise SettingError(f"validation must be 0, got {validation:g}: data '{name}' is split by classes")
     if partition == "natural":
-        raw = _merge_foreign_test(raw, name)
+        raw = _merge_test_of_other_owners(raw, name)
     rng = np.random.default_rng(seed)
     rows = np.arange(len(raw.y))
     if _is_windowed(raw) and raw.client_ids is not None:
@@ -315,7 +313,7 @@ def federate(
     raw, rows = _subsample(raw, rows, fraction, rng)
     validation_rows = rows[:0]
     if validation and raw.time_ordered and raw.client_ids is not None and partition != "natural":
-        rows, validation_rows = hold_out_rows(raw, rows, validation)  # by the time of the original owners
+        rows, validation_rows = hold_out_rows(raw, rows, validation)  # the latest rows of each original owner
     labels = convert_labels(raw.y, name)
     test_labels = labels[test_rows] if raw.test is None else convert_labels(raw.test[1], f"{name} (test)")
     if partition == "natural":
@@ -378,7 +376,7 @@ def _split_by_class(
 def hold_out_rows(
     raw: RawDataset, rows: NDArray[np.int64], fraction: float
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Splits a fraction off each owner's rows. Returns the remaining and the held-out rows.
+    """Holds out a fraction of each owner's rows. Returns the remaining and the held-out rows.
 
     The result does not depend on the seed of the partition. Time-ordered data is split by time. Overlapping windows
     are thinned out until the held-out ones no longer overlap.
@@ -400,7 +398,7 @@ def _sort_rows(parts: Parts) -> Parts:
     return Parts(parts.rows[np.lexsort((parts.rows, owners))], parts.offsets)
 
 
-def _merge_foreign_test(raw: RawDataset, name: str) -> RawDataset:
+def _merge_test_of_other_owners(raw: RawDataset, name: str) -> RawDataset:
     """Merges the test set into the training set if it belongs to other owners, so that all become clients."""
     if raw.client_ids is None:
         raise SettingError(f"partition = natural needs client ids, but data '{name}' has none")
@@ -417,25 +415,25 @@ def _merge_foreign_test(raw: RawDataset, name: str) -> RawDataset:
 
 
 def _is_windowed(raw: RawDataset) -> bool:
-    """True if inputs are overlapping windows on one long text. They must stay views: a copy would be huge."""
+    """True if inputs are overlapping windows of one long text. They must stay views: a copy would be huge."""
     return isinstance(raw.x, Tensor) and not raw.x.is_contiguous()
 
 
 def _subsample(
     raw: RawDataset, rows: NDArray[np.int64], fraction: float, rng: np.random.Generator
 ) -> tuple[RawDataset, NDArray[np.int64]]:
-    """Keeps a random fraction of the training rows. Arrays that hold nothing else shrink accordingly."""
+    """Keeps a random fraction of the training rows. Also shrinks the arrays if they hold only training rows."""
     if not 0 < fraction <= 1:
         raise SettingError(f"fraction must be > 0 and <= 1, got {fraction:g}")
     if fraction == 1:
         return raw, rows
-    kept = np.sort(rng.permutation(rows)[: round(len(rows) * fraction)])
-    if not len(kept):
+    subset = np.sort(rng.permutation(rows)[: round(len(rows) * fraction)])
+    if not len(subset):
         raise SettingError(f"fraction = {fraction:g} keeps none of {len(rows)} samples; raise it")
     if raw.test is None or isinstance(raw.x, list):
-        return raw, kept
-    client_ids = None if raw.client_ids is None else raw.client_ids[kept]
-    return replace(raw, x=raw.x[kept], y=raw.y[kept], client_ids=client_ids), np.arange(len(kept))
+        return raw, subset
+    client_ids = None if raw.client_ids is None else raw.client_ids[subset]
+    return replace(raw, x=raw.x[subset], y=raw.y[subset], client_ids=client_ids), np.arange(len(subset))
 
 
 def _partition_by_client(
@@ -447,7 +445,10 @@ def _partition_by_client(
     test_labels: NDArray[np.int64],
     rng: np.random.Generator,
 ) -> tuple[Parts, Parts]:
-    """Makes one client per owner, in sorted order. Test samples follow their owners, or else the training samples."""
+    """Makes one client per owner, in sorted order.
+
+    Test samples go to their owners. If those are unknown, test samples are split in the training class proportions.
+    """
     train = Parts.by_owner(rows, np.searchsorted(owners, client_ids[rows]), len(owners))
     if test_client_ids is None:
         return train, partition_like(train, labels, test_labels, rng)
@@ -484,7 +485,7 @@ def _build_samples(
     return source, global_test, tokens
 
 
-def _check_inputs(x: Any, name: str) -> list[str] | Tensor:
+def _prepare_inputs(x: Any, name: str) -> list[str] | Tensor:
     """Returns a list of texts unchanged, and converts anything else to a tensor."""
     return x if isinstance(x, list) and x and all(isinstance(value, str) for value in x) else convert_inputs(x, name)
 
@@ -492,7 +493,7 @@ def _check_inputs(x: Any, name: str) -> list[str] | Tensor:
 def from_clients(clients: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayData:
     """Builds federated data from a list of (x, y), one pair per client. `settings` are those of `from_arrays`.
 
-    A client without samples remains a client.
+    Clients without samples are kept.
     """
     pairs = [(np.asarray(x), np.asarray(y)) for x, y in clients]
     if not sum(len(y) for _, y in pairs):
@@ -504,7 +505,7 @@ def from_clients(clients: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayDa
     first = non_empty[0][0]
     for client, (x, _) in enumerate(pairs):
         if len(x) and (x.shape[1:] != first.shape[1:] or (x.dtype == np.uint8) != (first.dtype == np.uint8)):
-            raise DataError(f"client {client} has inputs of {_describe(x)}, others of {_describe(first)}")
+            raise DataError(f"client {client} has inputs of {_describe(x)}, but other clients have {_describe(first)}")
     x, y = (np.concatenate([pair[part] for pair in non_empty]) for part in (0, 1))
     inputs = x.tolist() if x.dtype.kind == "U" else x
     data = from_arrays(inputs, y, client_ids=client_ids, partition="natural", **settings)
@@ -537,7 +538,7 @@ def _add_empty_clients(parts: Parts, present: NDArray[np.integer], clients: int)
 
 
 def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:
-    """Converts inputs to a tensor of bytes, int64 or float32. Two-dimensional byte images get a channel."""
+    """Converts inputs to a tensor of bytes, int64 or float32. Byte images without channels get one channel."""
     try:
         inputs = x.detach().cpu() if isinstance(x, Tensor) else torch.from_numpy(np.ascontiguousarray(x))
     except (TypeError, ValueError) as error:

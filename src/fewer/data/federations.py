@@ -41,23 +41,23 @@ class Federations(ArrayData):
         return group_clients(self.members.to(device), len(self))
 
     def hold_out(self, fraction: float, seed: int) -> Federations:
-        """Replaces the test data by a fraction of each member's training data."""
+        """Replaces the test data with a fraction of each member's training data."""
         return group_clients(self.members.hold_out(fraction, seed), len(self))
 
 
 def group_clients(data: Data, count: int) -> Federations:
     """Groups neighboring clients into `count` federations of nearly equal size."""
     if not isinstance(data, ArrayData):
-        raise SettingError(f"federations = {count} needs data in arrays; data '{data.name}' is not")
+        raise SettingError(f"federations = {count} needs ArrayData, but data '{data.name}' is {type(data).__name__}")
     if not 1 <= count <= len(data):
         raise SettingError(f"federations must be 1 to {len(data)} (the number of clients), got {count}")
     bounds = _federation_bounds(len(data), count)
-    values = {part.name: getattr(data, part.name) for part in fields(ArrayData)}
+    values = {attribute.name: getattr(data, attribute.name) for attribute in fields(ArrayData)}
     for name in ("train", "validation", "tests"):
         values[name] = Parts(values[name].rows, values[name].offsets[bounds])
     return Federations(**values, members=data)
 
 
 def _federation_bounds(clients: int, count: int) -> np.ndarray:
-    """The first member of each federation, then the number of clients."""
+    """The first member of each federation, followed by the number of clients."""
     return np.arange(count + 1) * clients // count

@@ -1,10 +1,10 @@
 """glyphs: 62 letters and digits by 120 writers, drawn from the fonts that matplotlib ships.
 
-Each writer has their own typeface, slant, stroke weight, width, size, tilt, steadiness and paper. Each drawing varies a
-little. Everything is seeded by the writer's index, so the set is the same on every machine with the same versions of
+Each writer has their own typeface, slant, stroke weight, width, size, tilt, jitter and background. Each drawing varies
+a little. Everything is seeded by the writer's index, so the set is the same on every machine with the same versions of
 Pillow and matplotlib. It needs no download, unlike FEMNIST.
 
-`apply_looks` shows the same images under four looks, for feature shift: plain, inverted, blurred and rotated.
+`apply_looks` shows the same images in four looks, for feature shift: plain, inverted, blurred and rotated.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOOKS = ("plain", "inverted", "blurred", "rotated")
 
 
 def apply_looks(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Returns square images under the four looks: 4 × n × size × size."""
+    """Returns square images in all four looks: 4 × n × size × size."""
     padded = np.pad(images.astype(np.float32), ((0, 0), (1, 1), (1, 1)), mode="edge")
     size = images.shape[-1]
     blurred = np.mean([padded[:, i : i + size, j : j + size] for i in range(3) for j in range(3)], axis=0)
@@ -64,7 +64,7 @@ def _draw_writer(writer: int, size: int) -> NDArray[np.uint8]:
     slant, tilt = rng.normal(0, 0.18), rng.normal(0, 0.08)
     width, height = np.exp(rng.normal(0, 0.12, 2))
     jitter_scale = rng.uniform(0.02, 0.07)
-    paper, ink, grain = rng.uniform(0, 25), rng.uniform(170, 255), rng.uniform(2, 14)
+    background, ink, noise_scale = rng.uniform(0, 25), rng.uniform(170, 255), rng.uniform(2, 14)
     drawings = np.empty((len(CLASSES) * COPIES, size, size), np.float32)
     for label, character in enumerate(CLASSES):
         canvas = Image.new("L", (_CANVAS, _CANVAS))
@@ -85,6 +85,7 @@ def _draw_writer(writer: int, size: int) -> NDArray[np.uint8]:
             matrix = (a, b, x, d, e, y)
             drawing = canvas.transform((size, size), Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
             drawings[label * COPIES + copy] = np.asarray(drawing)
-    noise = rng.normal(0, grain, drawings.shape).astype(np.float32)
-    shaded: NDArray[np.uint8] = np.clip(paper + drawings * ((ink - paper) / 255) + noise, 0, 255).astype(np.uint8)
-    return shaded
+    noise = rng.normal(0, noise_scale, drawings.shape).astype(np.float32)
+    pixels = np.clip(background + drawings * ((ink - background) / 255) + noise, 0, 255)
+    images: NDArray[np.uint8] = pixels.astype(np.uint8)
+    return images

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fewer.choices import Partition
-from fewer.errors import DataError, SettingError, unknown
+from fewer.errors import DataError, SettingError, unknown_name
 
 Rows = NDArray[np.int64]
 MAX_DRAWS = 1000
 
 
 class Parts(NamedTuple):
-    """Row indices by client: client p has `rows[offsets[p]:offsets[p + 1]]`. Two arrays hold any number of clients."""
+    """Row indices by client: client c has `rows[offsets[c]:offsets[c + 1]]`. Two arrays hold any number of clients."""
 
     rows: Rows
     offsets: Rows
@@ -65,13 +65,13 @@ class PartitionSpec:
 
 
 def partition_iid(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
-    """Equal random shares."""
+    """Gives equal random shares to all clients."""
     count = len(labels)
     return Parts.by_owner(rng.permutation(count), np.arange(count) * spec.clients // max(count, 1), spec.clients)
 
 
 def partition_dirichlet(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
-    """Splits each class in proportions drawn from Dirichlet(alpha). Redraws until each client has the minimum."""
+    """Splits each class in proportions drawn from Dirichlet(alpha). Redraws until each client has `min_samples`."""
     classes = int(labels.max(initial=-1)) + 1
     counts = np.bincount(labels, minlength=classes)
     for _ in range(MAX_DRAWS):
@@ -96,7 +96,7 @@ def partition_dirichlet_pairs(labels: Rows, spec: PartitionSpec, rng: np.random.
 
 
 def partition_pathological(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
-    """Gives each client a few classes only. All holders of a class get equal shares of it."""
+    """Gives each client only a few classes. All clients with a class get equal shares of it."""
     present = np.unique(labels)
     if not 1 <= spec.classes <= len(present):
         raise SettingError(
@@ -184,7 +184,7 @@ def split_by_proportions(labels: Rows, proportions: NDArray[np.float64], rng: np
 
 
 def _count_by_client(proportions: NDArray[np.float64], counts: Rows) -> Rows:
-    """Converts proportions to whole numbers of samples (classes × clients) that use up every sample."""
+    """Converts proportions to sample counts (classes × clients) that use every sample once."""
     bounds = np.cumsum(proportions, axis=1)
     ends = np.floor(bounds * counts[:, None] + 1e-9).astype(np.int64)
     ends[:, -1] = np.where(bounds[:, -1] > 0, counts, 0)
@@ -192,7 +192,7 @@ def _count_by_client(proportions: NDArray[np.float64], counts: Rows) -> Rows:
 
 
 def hold_out_fraction(parts: Parts, fraction: float, rng: np.random.Generator | None) -> tuple[Parts, Parts]:
-    """Splits a fraction off each client's rows: random ones, or the last ones if `rng` is None.
+    """Holds out a fraction of each client's rows: random ones, or the last ones if `rng` is None.
 
     Returns the remaining and the held-out rows.
     """
@@ -216,7 +216,7 @@ def hold_out_fraction(parts: Parts, fraction: float, rng: np.random.Generator | 
 def partition_labels(spec: PartitionSpec, train_labels: Rows, test_labels: Rows, seed: int) -> tuple[Parts, Parts]:
     """Partitions training samples by `spec`, and test samples in the same class proportions."""
     if spec.kind not in PARTITIONERS:
-        raise unknown("partition", spec.kind, PARTITIONERS)
+        raise unknown_name("partition", spec.kind, PARTITIONERS)
     spec.validate()
     if len(train_labels) < spec.clients:
         raise DataError(f"cannot partition {len(train_labels)} training samples among {spec.clients} clients")

@@ -15,7 +15,7 @@ Inputs = Array | Tensor | list[str]
 
 @dataclass(frozen=True)
 class RawDataset:
-    """Inputs, labels, and whatever else the source knows."""
+    """Inputs, labels, and the metadata that the source provides."""
 
     x: Inputs
     """Images as bytes, features or time series as floats, token ids as integers, or texts."""
@@ -24,7 +24,7 @@ class RawDataset:
     test: tuple[Inputs, Array] | None = None
     """Test inputs and labels; None if the source has no test set."""
     client_ids: Array | None = None
-    """The owner of each training sample (a name or number). In windows of one long text, -1 marks rows to skip."""
+    """The owner of each training sample (a name or number). For windows of one long text, -1 marks rows to skip."""
     test_client_ids: Array | None = None
     """The owner of each test sample."""
     class_names: tuple[str, ...] = ()

@@ -10,12 +10,14 @@ from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError, SettingError
 
 MAX_ITEMS = 100_000
-"""Largest `max_items`. More classes would no longer make a small classifier."""
+"""Upper limit of `max_items`. With more classes, the classifier would no longer be small."""
 HABIT_PROBABILITIES = 0.4, 0.4
-"""In `generate_usage`: probability of repeating the last service, and of choosing the usual one of the hour."""
+"""Probabilities in `generate_usage`: to repeat the last service, and to choose the usual one for the time of day."""
 
 
-def per_user(raw: RawDataset, own_classes: bool = False, max_items: int = 0, min_records: int = 0) -> RawDataset:
+def build_user_tasks(
+    raw: RawDataset, own_classes: bool = False, max_items: int = 0, min_records: int = 0
+) -> RawDataset:
     """Turns time-ordered records, labeled by item, into one task per user.
 
     Only a user's first `max_items` items count, in order of first appearance; records of later items are dropped.
@@ -34,23 +36,23 @@ def per_user(raw: RawDataset, own_classes: bool = False, max_items: int = 0, min
         rows = np.flatnonzero(raw.client_ids == user)
         _, first, item = np.unique(raw.y[rows], return_index=True, return_inverse=True)
         item_rank[rows] = np.argsort(np.argsort(first))[item.reshape(-1)]
-    kept = item_rank < (max_items or len(item_rank))
-    _, user, counts = np.unique(raw.client_ids[kept], return_inverse=True, return_counts=True)
-    kept[kept] = (counts >= min_records)[user.reshape(-1)]
-    if not kept.any():
+    selected = item_rank < (max_items or len(item_rank))
+    _, user, counts = np.unique(raw.client_ids[selected], return_inverse=True, return_counts=True)
+    selected[selected] = (counts >= min_records)[user.reshape(-1)]
+    if not selected.any():
         raise DataError(f"no user has {min_records} records; lower min_records or raise max_items")
-    raw = replace(raw, x=raw.x[kept], y=raw.y[kept], client_ids=raw.client_ids[kept])
+    raw = replace(raw, x=raw.x[selected], y=raw.y[selected], client_ids=raw.client_ids[selected])
     if not own_classes:
         return raw
-    classes = max_items or int(item_rank[kept].max()) + 1
-    return replace(raw, y=item_rank[kept], class_names=tuple(f"item {number}" for number in range(1, classes + 1)))
+    classes = max_items or int(item_rank[selected].max()) + 1
+    return replace(raw, y=item_rank[selected], class_names=tuple(f"item {number}" for number in range(1, classes + 1)))
 
 
 def generate_usage(users: int = 40, records: int = 60, services: int = 30) -> RawDataset:
     """Generates records of the services that users choose, from a fixed seed.
 
-    A user has 3 to 8 services, and a usual one for each of four parts of the day. The features are a binary code of
-    the last service and the part of the day (one-hot).
+    A user has 3 to 8 services, and a usual one for each of four times of day. The features are a binary code of the
+    last service and the time of day (one-hot).
     """
     rng = np.random.default_rng(0)
     codes = rng.integers(2, size=(services + 1, 12)).astype(np.float32)
@@ -60,10 +62,12 @@ def generate_usage(users: int = 40, records: int = 60, services: int = 30) -> Ra
         usual = rng.choice(user_services, 4)
         last = services  # no service yet
         for _ in range(records):
-            hour = rng.integers(4)
-            x.append(np.concatenate([codes[last], np.eye(4, dtype=np.float32)[hour]]))
+            period = rng.integers(4)
+            x.append(np.concatenate([codes[last], np.eye(4, dtype=np.float32)[period]]))
             habit = rng.choice(3, p=(*HABIT_PROBABILITIES, 1 - sum(HABIT_PROBABILITIES)))
-            last = last if habit == 0 and last < services else usual[hour] if habit == 1 else rng.choice(user_services)
+            last = (
+                last if habit == 0 and last < services else usual[period] if habit == 1 else rng.choice(user_services)
+            )
             y.append(last)
     client_ids = np.repeat(np.arange(users), records)
     class_names = tuple(f"service {number}" for number in range(1, services + 1))

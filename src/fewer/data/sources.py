@@ -15,13 +15,13 @@ import numpy as np
 
 from fewer.choices import Partition
 from fewer.data import recommendation
-from fewer.data.cache import cached
+from fewer.data.cache import load_or_build
 from fewer.data.class_split import OPTIONS, split_seen_unseen
 from fewer.data.episodes import apply_class_split
 from fewer.data.federated import ArrayData, federate
 from fewer.data.partition import PartitionSpec
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
-from fewer.errors import DataError, SettingError, unknown
+from fewer.errors import DataError, SettingError, unknown_name
 from fewer.registry import FORMATS
 
 
@@ -56,7 +56,7 @@ FILES = {
     "shakespeare": DataSource("plays", "shakespeare/plays.tar.gz", "plays: next character, by role"),
     "20newsgroups": DataSource("newsgroups", "20newsgroups/20news-bydate.tar.gz", "posts in 20 newsgroups, by author"),
     "huffpost": DataSource("jsonl", "huffpost/huffpost.jsonl", "headlines in 41 classes", {"text": "raw"}),
-    "movielens-100k": DataSource("movielens", "movielens-100k", "films rated by users, in order of time"),
+    "movielens-100k": DataSource("movielens", "movielens-100k", "films rated by users, in time order"),
     "hapt": DataSource("npz", "hapt/hapt.npz", "activities from a smartphone, by subject", time_ordered=True),
     "pamap2": DataSource("pamap2", "pamap2", "activities from body sensors, by subject"),
     "har": DataSource("har", "har", "UCI HAR activities, by subject"),
@@ -76,7 +76,7 @@ def load(
     """Loads a data set by name and partitions it among clients.
 
     `name` is one of `NAMES`, or FORMAT:PATH with a format of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
-    Files are looked up in `directory`, by default $FEWER_DATA. `settings` go to `federate`.
+    Files are looked up in `directory`, by default $FEWER_DATA. `settings` are those of `federate`.
 
     `data_options` are options of the data set or format (csv: label, client, text; folder: size …). All data sets
     also accept these:
@@ -87,7 +87,7 @@ def load(
     """
     PartitionSpec(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).validate(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
-        raise unknown("partition", partition, get_args(Partition))
+        raise unknown_name("partition", partition, get_args(Partition))
     raw = read(name, directory, **(data_options or {}))
     origin = {"name": name, "directory": None if directory is None else str(directory), "seed": seed, **settings}
     if data_options:
@@ -102,7 +102,7 @@ def read(name: str, directory: str | Path | None = None, **options: Any) -> RawD
     source_options = {key: value for key, value in options.items() if key not in OPTIONS}
     raw = _read_source(name, directory, source_options)
     if split is not None and "unseen_classes" in options:
-        raise SettingError(f"split and unseen_classes of data '{name}' exclude each other")
+        raise SettingError(f"data '{name}' cannot have both split and unseen_classes; choose one")
     if len(source_options) < len(options):
         raw = split_seen_unseen(raw, options.get("classes"), options.get("unseen_classes"), name)
     return raw if split is None else apply_class_split(raw, split, name)
@@ -112,7 +112,7 @@ def _read_source(name: str, directory: str | Path | None, options: Mapping[str, 
     format, colon, path = name.partition(":")
     if colon:
         if format not in FORMATS:
-            raise unknown("data format", format, FORMATS)
+            raise unknown_name("data format", format, FORMATS)
         return _read_files(format, _find_path(path, directory), options)
     if name in EMBEDDED:
         _check_options(EMBEDDED[name], options, name)
@@ -121,13 +121,13 @@ def _read_source(name: str, directory: str | Path | None, options: Mapping[str, 
         source = FILES[name]
         raw = _read_files(source.format, _find_path(source.path, directory), options)
         return replace(raw, normalization=source.normalization, time_ordered=raw.time_ordered or source.time_ordered)
-    raise unknown("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
+    raise unknown_name("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
 
 
 def read_inputs(
     name: str, directory: str | Path | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[Inputs, Array | None]:
-    """Reads inputs to predict, and their labels if known: the test set if there is one, otherwise all samples."""
+    """Reads inputs for prediction, and labels if known: the test set if there is one, otherwise all samples."""
     if name.startswith("npz:"):
         path = _find_path(name.removeprefix("npz:"), directory)
         try:
@@ -163,7 +163,7 @@ def _read_through_cache(format: str, path: Path, options: Mapping[str, Any]) -> 
         values = (raw.x, raw.y, *test, *owners, raw.class_names, raw.tokens, raw.time_ordered)
         return {key: np.asarray(value) for key, value in zip(keys, values, strict=True) if value is not None}
 
-    arrays = cached(f"{format}-{digest}", build)
+    arrays = load_or_build(f"{format}-{digest}", build)
     x, y, test_x, test_y, client_ids, test_client_ids, class_names, tokens, time_ordered = (
         arrays.get(key) for key in keys
     )
@@ -184,7 +184,7 @@ def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any]
     allowed = [key for key in inspect.signature(reader).parameters if key != "path"]
     for key in options:
         if key not in allowed:
-            raise unknown(f"option of data {name}", key, [*allowed, *OPTIONS])
+            raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS])
 
 
 # --- built-in data sets ----------------------------------------------------------------------------------------
@@ -216,7 +216,9 @@ def _load_glyphs(size: int = 28) -> RawDataset:
 
     if size not in (28, 32):
         raise SettingError(f"size of glyphs must be 28 or 32, got {size}")
-    arrays = cached(f"glyphs-{size}", lambda: dict(zip(("x", "y", "client"), glyphs.draw_glyphs(size), strict=True)))
+    arrays = load_or_build(
+        f"glyphs-{size}", lambda: dict(zip(("x", "y", "client"), glyphs.draw_glyphs(size), strict=True))
+    )
     return RawDataset(
         arrays["x"],
         arrays["y"],
@@ -227,11 +229,11 @@ def _load_glyphs(size: int = 28) -> RawDataset:
 
 
 def _load_looks(source: str = "fashion") -> RawDataset:
-    """Images under one of four looks each (plain, inverted, blurred, rotated); a client is a look."""
+    """Images, each in one of four looks (plain, inverted, blurred, rotated); a client is a look."""
     from fewer.data import glyphs
 
     if source not in ("fashion", "glyphs"):
-        raise unknown("source of looks", source, ("fashion", "glyphs"))
+        raise unknown_name("source of looks", source, ("fashion", "glyphs"))
     if source == "fashion":
         raw = _load_fashion_mini()
         assert raw.test is not None
@@ -256,8 +258,8 @@ def _load_shakespeare_mini() -> RawDataset:
 
 
 def _load_usage(own_classes: bool = False) -> RawDataset:
-    """Generated: which of 30 services each of 40 users chooses next; own_classes numbers them per user."""
-    return recommendation.per_user(recommendation.generate_usage(), own_classes)
+    """Generated: which of 30 services each of 40 users chooses next; own_classes numbers services per user."""
+    return recommendation.build_user_tasks(recommendation.generate_usage(), own_classes)
 
 
 EMBEDDED: dict[str, Callable[..., RawDataset]] = {
@@ -279,4 +281,4 @@ def _find_path(path: str, directory: str | Path | None) -> Path:
             return candidate
     if root:
         raise DataError(f"no '{path}' in {root}")
-    raise DataError(f"no '{path}' here, and no data directory: pass --data-dir or set FEWER_DATA")
+    raise DataError(f"'{path}' does not exist, and no data directory is set: pass --data-dir or set FEWER_DATA")

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fewer.data.cache import cached
+from fewer.data.cache import load_or_build
 from fewer.errors import DataError
 
 PAD, UNKNOWN = "<pad>", "<unknown>"
@@ -45,7 +45,7 @@ def encode(texts: Sequence[str], tokens: Sequence[str], length: int) -> NDArray[
 def compute_word_vectors(rows: NDArray[np.int64], vocab_size: int, width: int) -> Tensor:
     """Computes word vectors from co-occurrence in the given texts. The result is cached."""
     key = hashlib.sha256(repr((rows.shape, vocab_size, width)).encode() + rows.tobytes()).hexdigest()[:16]
-    arrays = cached(f"vectors-{key}", lambda: {"vectors": _factorize_ppmi(rows, vocab_size, width).numpy()})
+    arrays = load_or_build(f"vectors-{key}", lambda: {"vectors": _factorize_ppmi(rows, vocab_size, width).numpy()})
     return torch.from_numpy(arrays["vectors"])
 
 
@@ -62,16 +62,16 @@ def _factorize_ppmi(rows: NDArray[np.int64], vocab_size: int, width: int) -> Ten
     left_ids, right_ids = (np.concatenate([pair[side] for pair in pairs]) for side in (0, 1))
     known = (left_ids > 1) & (right_ids > 1)
     left_ids, right_ids = left_ids[known], right_ids[known]
-    both = np.concatenate([left_ids, right_ids]), np.concatenate([right_ids, left_ids])
-    counts = coo_matrix((np.ones(len(both[0])), both), (vocab_size, vocab_size)).tocsr().tocoo()
+    symmetric = np.concatenate([left_ids, right_ids]), np.concatenate([right_ids, left_ids])
+    counts = coo_matrix((np.ones(len(symmetric[0])), symmetric), (vocab_size, vocab_size)).tocsr().tocoo()
     if min(counts.shape) <= width or not counts.nnz:
         raise DataError(f"a vocabulary of {vocab_size} words is too small for vectors of width {width}; lower width")
-    word, context = (np.asarray(counts.sum(axis)).ravel() for axis in (1, 0))
-    smoothed = context**0.75 / (context**0.75).sum()
-    information = np.log(counts.data / word[counts.row] / smoothed[counts.col]).clip(min=0)
-    table = coo_matrix((information, (counts.row, counts.col)), counts.shape).tocsr()
-    left, singular_values, _ = randomized_svd(table, width, random_state=0)
-    vectors = torch.from_numpy(left * np.sqrt(singular_values) * (word > 0)[:, None]).float()
+    word_counts, context_counts = (np.asarray(counts.sum(axis)).ravel() for axis in (1, 0))
+    smoothed = context_counts**0.75 / (context_counts**0.75).sum()
+    information = np.log(counts.data / word_counts[counts.row] / smoothed[counts.col]).clip(min=0)
+    ppmi = coo_matrix((information, (counts.row, counts.col)), counts.shape).tocsr()
+    left, singular_values, _ = randomized_svd(ppmi, width, random_state=0)
+    vectors = torch.from_numpy(left * np.sqrt(singular_values) * (word_counts > 0)[:, None]).float()
     normalized: Tensor = torch.nn.functional.normalize(vectors, dim=1) * (width**0.5 / 2)
     return normalized
 
@@ -79,7 +79,7 @@ def _factorize_ppmi(rows: NDArray[np.int64], vocab_size: int, width: int) -> Ten
 def load_word_vectors(path: Path, tokens: Sequence[str]) -> Tensor:
     """Loads the vectors of `tokens` from a text file with one word and its values per line, as in GloVe and fastText.
 
-    Words missing from the file get small random vectors, always the same. The padding token gets a zero vector.
+    Words missing from the file get small random vectors from a fixed seed. The padding token gets a zero vector.
     """
     ids = {word: index for index, word in enumerate(tokens)}
     vectors: Tensor | None = None
@@ -87,7 +87,7 @@ def load_word_vectors(path: Path, tokens: Sequence[str]) -> Tensor:
         with path.open(encoding="utf-8", errors="replace") as file:
             for index, line in enumerate(file):
                 word, *values = line.rstrip().split(" ")
-                if index == 0 and len(values) == 1:  # the header of fastText: number of words, width
+                if index == 0 and len(values) == 1:  # fastText header: number of words, width
                     continue
                 if vectors is None:
                     width = len(values)

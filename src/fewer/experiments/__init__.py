@@ -1,4 +1,4 @@
-"""Many runs: comparing methods, tuning, and recipes of papers' tables."""
+"""Experiments with many runs: comparisons, tuning, and recipes for papers' tables."""
 
 from fewer.experiments.compare import Comparison, Row, compare
 from fewer.experiments.tune import Trial, Tuning, tune, tune_experiment

@@ -20,7 +20,7 @@ from fewer.runs.engine import Progress, experiment_from_arguments, resume, run_e
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data, setting_error
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
-from fewer.runs.statistics import amount, half_width
+from fewer.runs.statistics import format_number, half_width
 from fewer.runs.views import Viewable
 
 MB = 1e6
@@ -100,7 +100,7 @@ class Comparison(Viewable):
         width = max(map(len, self.labels))
         return "\n".join(
             f"{label:{width}}  {row.format_accuracy()} %  {row.rounds} rounds  "
-            f"{amount(row.mb_up)} MB up  {amount(row.mb_down)} MB down  {row.seconds:.1f} s"
+            f"{format_number(row.mb_up)} MB up  {format_number(row.mb_down)} MB down  {row.seconds:.1f} s"
             for label, row in zip(self.labels, self.rows, strict=True)
         )
 
@@ -138,16 +138,16 @@ def compare(
 
         fewer.compare([FedAvg(lr=0.1), FedProx(mu=0.1), "fedmk"], data=my_data, model=MyNet, seeds=3, tune=True)
 
-    `methods` are objects or names; `data` and `model` are what `fewer.run` takes. With `tune`, each method is first
+    `methods` are objects or names; `data` and `model` are as in `fewer.run`. With `tune`, each method is first
     tuned by `trials` trials on held-out training data. `rounds` and `cohort` apply to all methods; `method_options`
     apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`.
 
-    With `out`, run directories are kept there; finished runs are reused and interrupted ones continue. Data given as an
-    object is the same for all seeds; data given by name is partitioned anew for each seed.
+    With `out`, run directories are kept there. Finished runs are reused, and interrupted ones continue. Data given as
+    an object is the same for all seeds; data given by name is partitioned anew for each seed.
     """
     if not methods:
-        raise SettingError("there are no methods to compare")
-    entries = _entries(methods, data, model, settings)
+        raise SettingError("no methods to compare: pass at least one")
+    entries = _build_entries(methods, data, model, settings)
     shared_data = data if isinstance(data, Data) else None
     shared_model = model if not isinstance(model, str) else None
     folder = None if out is None else Path(out)
@@ -161,7 +161,7 @@ def compare(
     return Comparison(rows, [entry.label for entry in entries], shared, len(first.data), runner.paths)
 
 
-def _entries(
+def _build_entries(
     methods: Sequence[Method | str], data: Data | str, model: Model, settings: Mapping[str, Any]
 ) -> list[ComparedMethod]:
     """The experiment of each method, built before the first run so that mistakes show early."""
@@ -178,7 +178,7 @@ def _entries(
             assert isinstance(given, str)
             chosen = {**common, **overrides, "method_options": options[find(given).name]}
             experiments.append(experiment_from_arguments(given, data, model, chosen))
-    labels = _labels([experiment.method for experiment in experiments])
+    labels = _make_labels([experiment.method for experiment in experiments])
     return [ComparedMethod(*entry) for entry in zip(labels, experiments, objects, strict=True)]
 
 
@@ -192,7 +192,7 @@ def _override(method: Method, overrides: Mapping[str, Any]) -> Method:
         raise setting_error(error, f"{method.name}: ", list(type(method).model_fields)) from error
 
 
-def _labels(methods: Sequence[Method]) -> list[str]:
+def _make_labels(methods: Sequence[Method]) -> list[str]:
     """Unique labels: the methods' names, with the options in which methods of the same name differ."""
     labels: list[str] = []
     for method in methods:
@@ -222,7 +222,7 @@ class SeedRunner:
     ) -> None:
         if seeds < 1:
             raise SettingError(f"seeds must be at least 1, got {seeds}")
-        trackers.find(track)  # fails before the first trial
+        trackers.find(track)  # reports a wrong name before the first trial
         self.seeds, self.trials, self.out, self.watch, self.measure = seeds, trials, out, watch, measure
         self.track, self.data, self.model = track, data, model
         self.paths: list[Path] = []
@@ -232,11 +232,11 @@ class SeedRunner:
             out.mkdir(parents=True, exist_ok=True)
 
     def experiment(self, settings: Settings, method: Method | None = None) -> Experiment:
-        """The experiment that the settings name, with data from memory if it is there."""
-        data = self.data if self.data is not None else self._partition(settings)
+        """Builds the experiment that the settings name, with cached data if possible."""
+        data = self.data if self.data is not None else self._load_partition(settings)
         return build_experiment(settings, method, data, self.model)
 
-    def _partition(self, settings: Settings) -> Data:
+    def _load_partition(self, settings: Settings) -> Data:
         key = settings.model_dump_json(
             exclude={"method", "method_options", "rounds", "cohort", "model", "norm", "model_options"}
         )
@@ -260,10 +260,12 @@ class SeedRunner:
         for seed in range(settings.seed, settings.seed + self.seeds):
             seeded = self.experiment(experiment.settings.model_copy(update={"seed": seed}), tuned_method)
             progress = self.watch(f"{label} seed {seed}" if self.seeds > 1 else label)
-            results.append(self._run(seeded, self.out and self.out / f"{stem}-seed{seed}", progress, tuned_method))
-        return _row(experiment, results, [self.measure(result) for result in results], done)
+            results.append(
+                self._run_or_resume(seeded, self.out and self.out / f"{stem}-seed{seed}", progress, tuned_method)
+            )
+        return _build_row(experiment, results, [self.measure(result) for result in results], done)
 
-    def _run(
+    def _run_or_resume(
         self, experiment: Experiment, path: Path | None, progress: Progress | None, method: Method | None
     ) -> Result:
         """Starts a run, continues it, or reuses it if it is finished."""
@@ -283,10 +285,10 @@ def assign_options(methods: Sequence[type[Method]], given: Mapping[str, Any]) ->
     options: dict[str, dict[str, Any]] = {method.name: {} for method in methods}
     for key, value in given.items():
         owner, _, name = key.rpartition(".")
-        takers = [method for method in methods if (method.name == owner if owner else name in method.model_fields)]
-        if not takers:
-            raise SettingError(f"option '{key}': none of the methods has it ({', '.join(options)})")
-        for method in takers:
+        matching = [method for method in methods if (method.name == owner if owner else name in method.model_fields)]
+        if not matching:
+            raise SettingError(f"option '{key}': no method has it (methods: {', '.join(options)})")
+        for method in matching:
             options[method.name][name] = value
     return options
 
@@ -298,7 +300,7 @@ def read_unit_accuracies(scores: Mapping[str, Any]) -> dict[str, float]:
     return dict(scores.get("clients", {}))
 
 
-def _row(experiment: Experiment, results: Sequence[Result], accuracies: list[float], trials: list[Trial]) -> Row:
+def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: list[float], trials: list[Trial]) -> Row:
     method = experiment.method
     last = [result.metrics for result in results]
     groups = [accuracy for scores in last for accuracy in scores.get("groups", ())]

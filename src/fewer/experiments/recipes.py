@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 import fewer
-from fewer.errors import SettingError, unknown
+from fewer.errors import SettingError, unknown_name
 from fewer.experiments.compare import ProgressFactory, Row, SeedRunner, assign_options
 from fewer.experiments.studies import CellRuns, Study, parse_study
 from fewer.experiments.targets import TargetCost, best_accuracy, cost_to_reach
@@ -27,7 +27,7 @@ from fewer.methods import find
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import parse_settings, setting_error
 from fewer.runs.settings import Settings
-from fewer.runs.statistics import amount, half_width
+from fewer.runs.statistics import format_number, half_width
 
 MEASURES = {"samples": pooled_accuracy, "clients": mean_client_accuracy}
 """How a recipe averages accuracy (`mean`)."""
@@ -118,7 +118,7 @@ def load_recipe(name: str) -> Recipe:
     elif name in known:
         text = known[name].read_text()
     else:
-        raise unknown("recipe", name, [*known, "FILE.toml"])
+        raise unknown_name("recipe", name, [*known, "FILE.toml"])
     try:
         return _parse_recipe(name, tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
@@ -139,49 +139,49 @@ def reproduce(
     quick: bool = False,
     columns: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
-    watch: ProgressFactory = lambda what: None,
+    watch: ProgressFactory = lambda label: None,
     track: Sequence[str] = (),
 ) -> tuple[Recipe, list[Cell]]:
-    """Runs all rows in all `columns`, or in these. Reuses finished runs in `out` and resumes interrupted ones.
+    """Runs all rows, in `columns` or in all columns. Reuses finished runs in `out` and resumes interrupted ones.
 
     Trackers in `track` log all runs except tuning trials.
     """
-    plan = load_recipe(name)
-    known = [column.name for column in plan.column]
+    recipe = load_recipe(name)
+    known = [column.name for column in recipe.column]
     for wrong in [column for column in columns if column not in known]:
-        raise unknown("column", wrong, known)
-    if columns and plan.study:
+        raise unknown_name("column", wrong, known)
+    if columns and recipe.study:
         raise SettingError(f"recipe '{name}' has a study over all its columns; run it without --column")
     if quick:
-        changed: dict[str, Any] = {key: plan.quick[key] for key in _QUICK_FIELDS if key in plan.quick}
-        changed["study"] = {**plan.study, **changed.get("study", {})}
-        plan = _parse_recipe(name, {**plan.model_dump(), **changed})
-    for wrong in {*plan.rivals, *([plan.target] if plan.target else [])} - {row.name for row in plan.row}:
-        raise unknown("target or rival", wrong, [row.name for row in plan.row])
-    if plan.study:
-        parse_study(plan.study)  # reports errors before the first run
+        changed: dict[str, Any] = {key: recipe.quick[key] for key in _QUICK_FIELDS if key in recipe.quick}
+        changed["study"] = {**recipe.study, **changed.get("study", {})}
+        recipe = _parse_recipe(name, {**recipe.model_dump(), **changed})
+    for wrong in {*recipe.rivals, *([recipe.target] if recipe.target else [])} - {row.name for row in recipe.row}:
+        raise unknown_name("target or rival", wrong, [row.name for row in recipe.row])
+    if recipe.study:
+        parse_study(recipe.study)  # reports errors before the first run
     out.mkdir(parents=True, exist_ok=True)
-    (out / RECIPE_FILE).write_text(json.dumps(_describe_layout(plan, quick), indent=1) + "\n")
+    (out / RECIPE_FILE).write_text(json.dumps(_describe_layout(recipe, quick), indent=1) + "\n")
     cells = []
-    for index, column in enumerate(plan.column):
+    for index, column in enumerate(recipe.column):
         title = column.name
         if columns and title not in columns:
             continue
         folder, watch_column = out / slugify(title), _add_title(watch, title)
-        runner = SeedRunner(plan.seeds, plan.trials, folder, watch_column, MEASURES[plan.mean], track)
-        for row, settings in zip(plan.row, row_settings(column, plan, quick), strict=True):
+        runner = SeedRunner(recipe.seeds, recipe.trials, folder, watch_column, MEASURES[recipe.mean], track)
+        for row, settings in zip(recipe.row, row_settings(column, recipe, quick), strict=True):
             ours = runner.run(parse_settings({**settings, **(changes or {})}), slugify(row.name), row.tune)
             cells.append(Cell(row.name, title, ours, _paper_value(row, index)))
-    if plan.target is not None:
-        cells = [replace(cell, target_cost=_measure_target_cost(plan.target, cell, out)) for cell in cells]
-    return plan, cells
+    if recipe.target is not None:
+        cells = [replace(cell, target_cost=_measure_target_cost(recipe.target, cell, out)) for cell in cells]
+    return recipe, cells
 
 
 def _paper_value(row: RecipeRow, column: int) -> float | None:
     return row.paper[column] if column < len(row.paper) else None
 
 
-def _describe_layout(plan: Recipe, quick: bool) -> dict[str, Any]:
+def _describe_layout(recipe: Recipe, quick: bool) -> dict[str, Any]:
     """Describes the table: for each folder of runs its row, its column and the paper's value."""
     cells = {
         f"{slugify(column.name)}/{slugify(row.name)}": {
@@ -189,26 +189,26 @@ def _describe_layout(plan: Recipe, quick: bool) -> dict[str, Any]:
             "column": column.name,
             "paper": _paper_value(row, index),
         }
-        for index, column in enumerate(plan.column)
-        for row in plan.row
+        for index, column in enumerate(recipe.column)
+        for row in recipe.row
     }
-    return {"title": plan.title, "paper": plan.paper, "mean": plan.mean, "quick": quick, "cells": cells}
+    return {"title": recipe.title, "paper": recipe.paper, "mean": recipe.mean, "quick": quick, "cells": cells}
 
 
 def _add_title(watch: ProgressFactory, title: str) -> ProgressFactory:
-    return lambda what: watch(f"{title} {what}")
+    return lambda label: watch(f"{title} {label}")
 
 
-def row_settings(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[str, Any]]:
+def row_settings(column: RecipeColumn, recipe: Recipe, quick: bool) -> list[dict[str, Any]]:
     """Returns the settings of each row in this column. Shared method options go to the methods that have them."""
-    layers = [plan.settings, column.model_extra or {}]
+    layers = [recipe.settings, column.model_extra or {}]
     if quick:
-        fast = {key: value for key, value in plan.quick.items() if key not in _QUICK_FIELDS}
-        layers = [plan.settings, fast, column.model_extra or {}, column.quick]
+        quick_settings = {key: value for key, value in recipe.quick.items() if key not in _QUICK_FIELDS}
+        layers = [recipe.settings, quick_settings, column.model_extra or {}, column.quick]
     shared = {key: value for layer in layers for key, value in layer.items()}
-    kinds = [find(row.method) for row in plan.row]
+    method_classes = [find(row.method) for row in recipe.row]
     common = assign_options(
-        kinds, {key: value for layer in layers for key, value in layer.get("method_options", {}).items()}
+        method_classes, {key: value for layer in layers for key, value in layer.get("method_options", {}).items()}
     )
     return [
         {
@@ -216,18 +216,18 @@ def row_settings(column: RecipeColumn, plan: Recipe, quick: bool) -> list[dict[s
             **row.settings,
             "data_options": {**shared.get("data_options", {}), **row.settings.get("data_options", {})},
             "method": row.method,
-            "method_options": {**common[kind.name], **row.method_options},
+            "method_options": {**common[method_class.name], **row.method_options},
         }
-        for row, kind in zip(plan.row, kinds, strict=True)
+        for row, method_class in zip(recipe.row, method_classes, strict=True)
     ]
 
 
-def run_study(plan: Recipe, cells: list[Cell], out: Path) -> Study | None:
+def run_study(recipe: Recipe, cells: list[Cell], out: Path) -> Study | None:
     """Runs the recipe's study, if it has one, on its runs in `out`."""
-    if not plan.study:
+    if not recipe.study:
         return None
     runs = [CellRuns(cell.row, cell.column, _run_folders(cell.row, cell, out)) for cell in cells]
-    return parse_study(plan.study)(runs)
+    return parse_study(recipe.study)(runs)
 
 
 def _run_folders(row: str, cell: Cell, out: Path) -> list[Path]:
@@ -246,7 +246,7 @@ def _measure_target_cost(target: str, cell: Cell, out: Path) -> TargetCost:
 
 def write_results(
     name: str,
-    plan: Recipe,
+    recipe: Recipe,
     cells: list[Cell],
     folder: Path,
     command: str,
@@ -258,10 +258,10 @@ def write_results(
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
     page, data, image = (stem.with_name(stem.name + kind) for kind in (".md", ".json", ".png"))
-    table = render_markdown(plan, cells, command, quick, image.name if picture else None)
+    table = render_markdown(recipe, cells, command, quick, image.name if picture else None)
     page.write_text(table + (study.render_markdown(stem.name) if study else ""))
     content = {
-        "recipe": plan.model_dump(mode="json"),
+        "recipe": recipe.model_dump(mode="json"),
         "command": command,
         "machine": describe_machine(),
         "cells": [asdict(cell) for cell in cells],
@@ -283,16 +283,18 @@ def read_results(content: Mapping[str, Any]) -> tuple[Recipe, list[Cell]]:
     return Recipe(**content["recipe"]), cells
 
 
-def cell_settings(plan: Recipe, cell: Cell) -> Settings:
+def cell_settings(recipe: Recipe, cell: Cell) -> Settings:
     """Returns the settings of the cell's first seed, with the method options that the cell's runs used."""
-    column = next(column for column in plan.column if column.name == cell.column)
-    rows = {row.name: settings for row, settings in zip(plan.row, row_settings(column, plan, quick=False), strict=True)}
+    column = next(column for column in recipe.column if column.name == cell.column)
+    rows = {
+        row.name: settings for row, settings in zip(recipe.row, row_settings(column, recipe, quick=False), strict=True)
+    }
     settings = rows[cell.row]
     return parse_settings({**settings, "method_options": cell.ours.settings, "seed": cell.ours.seeds[0]})
 
 
 def render_markdown(
-    plan: Recipe,
+    recipe: Recipe,
     cells: list[Cell],
     command: str,
     quick: bool,
@@ -301,33 +303,33 @@ def render_markdown(
 ) -> str:
     """Renders our results next to the paper's, and how they were made. `machine` defaults to this machine."""
     columns = list(dict.fromkeys(cell.column for cell in cells))
-    lines = [f"# {plan.title}", "", plan.about.strip().replace("\n", " "), "", f"Paper: {plan.paper}.", ""]
+    lines = [f"# {recipe.title}", "", recipe.about.strip().replace("\n", " "), "", f"Paper: {recipe.paper}.", ""]
     if quick:
         lines += [
             "**Quick mode**: smaller data and fewer rounds, to try the recipe. Do not compare it with the paper.",
             "",
         ]
     first = cells[0].ours
-    several = len(first.seeds) > 1
-    units = f"{first.groups} {first.units}" if first.groups else "seeds" if several else None
+    several_seeds = len(first.seeds) > 1
+    units = f"{first.groups} {first.units}" if first.groups else "seeds" if several_seeds else None
     interval = f"mean ± 95 % CI over {units}" if units else "one seed"
-    accuracy = "Accuracy" if plan.mean == "samples" else "Mean accuracy over clients, each with its own model,"
+    accuracy = "Accuracy" if recipe.mean == "samples" else "Mean accuracy over clients, each with its own model,"
     lines += [f"{accuracy} in %, {interval}; the paper's value after the slash.", ""]
     lines += ["| method | " + " | ".join(columns) + " | MB up | MB down |", "|---|" + "---|" * (len(columns) + 2)]
     for row in dict.fromkeys(cell.row for cell in cells):
         row_cells = [cell for cell in cells if cell.row == row]
         values = " | ".join(_format_accuracy(cell) for cell in row_cells)
         lines.append(f"| {row} | {values} | {_format_traffic(row_cells)} |")
-    if image and plan.figure:
-        lines += ["", f"![{_ALT_TEXTS[plan.figure]} of each row]({image})"]
-    if plan.by_round:
-        lines += _render_rounds(plan, cells)
-    lines += _render_differences(plan, cells) + _render_target_costs(plan, cells)
+    if image and recipe.figure:
+        lines += ["", f"![{_ALT_TEXTS[recipe.figure]} of each row]({image})"]
+    if recipe.by_round:
+        lines += _render_rounds(recipe, cells)
+    lines += _render_differences(recipe, cells) + _render_target_costs(recipe, cells)
     tuned = [cell for cell in cells if cell.ours.trials]
     if tuned:
         lines += ["", "Chosen settings of tuned rows: " + "; ".join(_format_chosen(cell) for cell in tuned) + "."]
     hashes = ", ".join(f"{cell.row} {cell.column} `{cell.ours.hash}`" for cell in cells)
-    seeds = f"seeds {first.seeds[0]} … {first.seeds[-1]}" if several else f"seed {first.seeds[0]}"
+    seeds = f"seeds {first.seeds[0]} … {first.seeds[-1]}" if several_seeds else f"seed {first.seeds[0]}"
     lines += ["", f"Made by `{command}`, {seeds}, on {machine or describe_machine()}."]
     lines += ["", f"<details><summary>Settings hashes</summary>{hashes}</details>", ""]
     return "\n".join(lines)
@@ -341,23 +343,27 @@ def describe_machine() -> str:
     )
 
 
-def _render_target_costs(plan: Recipe, cells: list[Cell]) -> list[str]:
+def _render_target_costs(recipe: Recipe, cells: list[Cell]) -> list[str]:
     """Renders the cost of reaching the target, if the recipe has one."""
     costs = [(cell, cell.target_cost) for cell in cells if cell.target_cost is not None]
     if not costs:
         return []
-    lines = ["", f"Cost of reaching the best accuracy of *{plan.target}* (mean over seeds, evaluated rounds only):", ""]
+    lines = [
+        "",
+        f"Cost of reaching the best accuracy of *{recipe.target}* (mean over seeds, evaluated rounds only):",
+        "",
+    ]
     lines += ["| method | column | target | rounds | MB, up and down | GFLOP of clients |", "|---|---|---|---|---|---|"]
     for cell, cost in costs:
-        values = [cost.round, cost.mb and amount(cost.mb), cost.gflop and amount(cost.gflop)]
+        values = [cost.round, cost.mb and format_number(cost.mb), cost.gflop and format_number(cost.gflop)]
         texts = ["never" if cost.round is None else "–" if value is None else str(value) for value in values]
         lines.append(f"| {cell.row} | {cell.column} | {100 * cost.target:.2f} | {' | '.join(texts)} |")
     return lines
 
 
-def _render_differences(plan: Recipe, cells: list[Cell]) -> list[str]:
+def _render_differences(recipe: Recipe, cells: list[Cell]) -> list[str]:
     """Renders the differences between each row and its rivals, if the recipe has rivals."""
-    if not plan.rivals:
+    if not recipe.rivals:
         return []
     units = cells[0].ours.units if cells[0].ours.groups else "clients"
     lines = [
@@ -366,12 +372,12 @@ def _render_differences(plan: Recipe, cells: list[Cell]) -> list[str]:
         f"Within a seed, {units} share one trained model"
         + ("; the CI over the seeds' means is in brackets:" if len(cells[0].ours.seeds) > 1 else ":"),
         "",
-        "| method | column | " + " | ".join(f"minus {rival}" for rival in plan.rivals) + " |",
-        "|---|---|" + "---|" * len(plan.rivals),
+        "| method | column | " + " | ".join(f"minus {rival}" for rival in recipe.rivals) + " |",
+        "|---|---|" + "---|" * len(recipe.rivals),
     ]
     accuracies = {(cell.row, cell.column): cell.ours.unit_accuracies for cell in cells}
     for (row, column), ours in accuracies.items():
-        texts = " | ".join(_format_difference(ours, accuracies[rival, column]) for rival in plan.rivals)
+        texts = " | ".join(_format_difference(ours, accuracies[rival, column]) for rival in recipe.rivals)
         lines.append(f"| {row} | {column} | {texts} |")
     return lines
 
@@ -397,7 +403,7 @@ _ALT_TEXTS = {
 }
 
 
-def _render_rounds(plan: Recipe, cells: list[Cell]) -> list[str]:
+def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
     """Renders a table of the accuracy after the requested rounds for each column."""
     lines = []
     for column in dict.fromkeys(cell.column for cell in cells):
@@ -406,8 +412,8 @@ def _render_rounds(plan: Recipe, cells: list[Cell]) -> list[str]:
             for cell in cells
             if cell.column == column
         }
-        every = sorted({number for seeds in by_row.values() for seed in seeds for number in seed})
-        rounds = plan.by_round if isinstance(plan.by_round, list) else every
+        all_rounds = sorted({number for seeds in by_row.values() for seed in seeds for number in seed})
+        rounds = recipe.by_round if isinstance(recipe.by_round, list) else all_rounds
         lines += ["", f"Accuracy by round, {column}:", "", "| method | " + " | ".join(map(str, rounds)) + " |"]
         lines += ["|---|" + "---|" * len(rounds)]
         for row, seeds in by_row.items():
@@ -424,7 +430,7 @@ def _format_mean(values: list[float]) -> str:
 
 def _format_traffic(cells: list[Cell]) -> str:
     means = (sum(getattr(cell.ours, name) for cell in cells) / len(cells) for name in ("mb_up", "mb_down"))
-    return " | ".join(amount(mean) for mean in means)
+    return " | ".join(format_number(mean) for mean in means)
 
 
 def _format_chosen(cell: Cell) -> str:

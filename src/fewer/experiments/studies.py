@@ -1,4 +1,4 @@
-"""Studies: what a recipe measures in its runs in addition to accuracy."""
+"""Studies: what a recipe measures in its runs, in addition to accuracy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fewer.audit import AttackImages, audit
 from fewer.audit.distance import earth_mover, value_range
 from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.data import ArrayData
-from fewer.errors import SettingError, unknown
+from fewer.errors import SettingError, unknown_name
 from fewer.learning.evaluate import Counts, evaluate_net
 from fewer.learning.prototypes import prototype_logits
 from fewer.methods.base import EVAL_BATCH_SIZE, ContextFactory, Server
@@ -89,18 +89,18 @@ def parse_study(options: Mapping[str, Any]) -> Callable[[Sequence[CellRuns]], St
     arguments = dict(options)
     name = str(arguments.pop("name", ""))
     if name not in STUDIES:
-        raise unknown("study", name, STUDIES)
+        raise unknown_name("study", name, STUDIES)
     known = list(inspect.signature(STUDIES[name]).parameters)[1:]
     for option, value in arguments.items():
         if option not in known:
-            raise unknown(f"option of study {name}", option, known)
+            raise unknown_name(f"option of study {name}", option, known)
         if not isinstance(value, int | list):
             raise SettingError(f"study {name}: {option} must be an integer or a list of numbers, got {value!r}")
     return partial(STUDIES[name], **arguments)
 
 
 def leakage(cells: Sequence[CellRuns], clients: int = 10, steps: int = 500, starts: int = 2) -> Study:
-    """Audit the privacy of the first run of each cell."""
+    """Audits the privacy of the first run of each cell."""
     lines, metrics, images = ["", "## Privacy audit", ""], {}, []
     for row, column, paths in cells:
         findings = audit(paths[0], clients=clients, steps=steps, starts=starts)
@@ -123,20 +123,20 @@ def emd(cells: Sequence[CellRuns], paper: Sequence[float] = ()) -> Study:
     It is the mean of the sliced distance over seeds, over clients that sent data in both runs, and over classes. Pixel
     values are scaled so that black is 0 and white is 1.
     """
-    heads, ours, metrics = [], [], {}
+    heads, our_values, metrics = [], [], {}
     for _, column, paths in cells:
-        seeds = [
+        distances = [
             _measure_distance(open_run(path), open_run(first))
             for path, first in zip(paths, cells[0].paths, strict=True)
         ]
-        half = half_width(seeds)
+        half = half_width(distances)
         heads.append(column)
-        ours.append(f"{statistics.fmean(seeds):.3f}" + (f" ± {half:.3f}" if half is not None else ""))
-        metrics[column] = seeds
-    theirs = [f"{value:.3f}" for value in paper] + ["–"] * (len(heads) - len(paper))
+        our_values.append(f"{statistics.fmean(distances):.3f}" + (f" ± {half:.3f}" if half is not None else ""))
+        metrics[column] = distances
+    paper_values = [f"{value:.3f}" for value in paper] + ["–"] * (len(heads) - len(paper))
     lines = ["", f"## Earth mover's distance to {heads[0]}", "", "| | " + " | ".join(heads) + " |"]
-    lines += ["|---|" + "---|" * len(heads), "| ours | " + " | ".join(ours) + " |"]
-    lines += ["| paper | " + " | ".join(theirs) + " |"] if paper else []
+    lines += ["|---|" + "---|" * len(heads), "| ours | " + " | ".join(our_values) + " |"]
+    lines += ["| paper | " + " | ".join(paper_values) + " |"] if paper else []
     return Study(lines, metrics)
 
 
@@ -161,10 +161,10 @@ def unused(cells: Sequence[CellRuns]) -> Study:
     lines.append("|---|---|---|")
     for row, column, paths in cells:
         scores = [_score_unused(open_run(path)) for path in paths]
-        seeds = [100 * counts.correct / counts.total for counts in scores]
-        half = half_width(seeds)
-        metrics[f"{row}, {column}"] = seeds
-        accuracy = f"{statistics.fmean(seeds):.2f}" + (f" ± {half:.2f}" if half is not None else "")
+        accuracies = [100 * counts.correct / counts.total for counts in scores]
+        half = half_width(accuracies)
+        metrics[f"{row}, {column}"] = accuracies
+        accuracy = f"{statistics.fmean(accuracies):.2f}" + (f" ± {half:.2f}" if half is not None else "")
         lines.append(f"| {row}, {column} | {accuracy} | {scores[0].total:,} |")
     return Study(lines, metrics)
 
@@ -174,13 +174,17 @@ def _score_unused(result: Result) -> Counts:
         raise SettingError("study unused: clients hold all training samples; set fraction < 1")
     data, full = result.data, load_data(result.settings.model_copy(update={"fraction": 1.0}))
     assert isinstance(full, ArrayData)
-    held = np.concatenate([data.train.rows, data.validation.rows])
-    tested = data.global_test.x if data.global_test.rows is None else data.global_test.x[data.global_test.rows]
-    used = {sample.tobytes() for x in (data.source.x[held], tested) for sample in x.numpy()}
+    held_rows = np.concatenate([data.train.rows, data.validation.rows])
+    test_inputs = data.global_test.x if data.global_test.rows is None else data.global_test.x[data.global_test.rows]
+    used = {sample.tobytes() for x in (data.source.x[held_rows], test_inputs) for sample in x.numpy()}
     rows = [row for row, sample in enumerate(full.source.x.numpy()) if sample.tobytes() not in used]
-    unused = replace(data.source, x=full.source.x[rows], y=full.source.y[rows], rows=None)
+    unused_samples = replace(data.source, x=full.source.x[rows], y=full.source.y[rows], rows=None)
     return evaluate_net(
-        result.model, (unused.slice(at, at + EVAL_BATCH_SIZE) for at in range(0, len(unused), EVAL_BATCH_SIZE))
+        result.model,
+        (
+            unused_samples.slice(start, start + EVAL_BATCH_SIZE)
+            for start in range(0, len(unused_samples), EVAL_BATCH_SIZE)
+        ),
     )
 
 
@@ -207,7 +211,7 @@ def embedding(cells: Sequence[CellRuns], group: int = 0, member: int = 0, max_sa
 def embed_samples(result: Result, max_samples: int = 400) -> Cloud | None:
     """Embeds the samples of a run that makes prototypes: one member of its first group, or a whole deployed group.
 
-    Return None for other methods.
+    Returns None for other methods.
     """
     method, state = result.method, result.state
     if not isinstance(method, FewRounds) or method.head == "linear" or not len(result.data.test):
@@ -230,31 +234,36 @@ def _embed_member(result: Result, number: int, member: int, max_samples: int) ->
         )
     server = ContextFactory(result.data, result.task, result.settings.seed, Path())(-1, 0)
     assert isinstance(server, Server)
-    drawn = method.draw_group(server.global_test, *method.unseen_labels(result.data, server.seed), server.seed, number)
+    group = method.draw_group(server.global_test, *method.unseen_labels(result.data, server.seed), server.seed, number)
     rounds = method.deploy_rounds or method.group_rounds
-    _, end = method.simulate_group(server, method.broadcast(result.state), drawn.supports, number, rounds)
-    net, before = method.simulate_group(server, method.broadcast(result.state), drawn.supports, number, rounds - 1)
-    own = drawn.supports[member]
-    known = (before.classes, before.means) if method.downloads_prototypes(before) else None
-    method.fit_support(net, own, known, False, stream(server.seed, "embedding"))
+    _, final = method.simulate_group(server, method.broadcast(result.state), group.supports, number, rounds)
+    net, previous = method.simulate_group(server, method.broadcast(result.state), group.supports, number, rounds - 1)
+    support = group.supports[member]
+    prototypes = (previous.classes, previous.means) if method.downloads_prototypes(previous) else None
+    method.fit_support(net, support, prototypes, False, stream(server.seed, "embedding"))
     use_batch_statistics(net)
     with torch.no_grad():
-        x, y = drawn.queries.slice(0, len(drawn.queries))
+        x, y = group.queries.slice(0, len(group.queries))
         features = compute_features(net, x)
-        right = end.classes[prototype_logits(features, end.means).argmax(1)] == y
-    elsewhere = ~torch.isin(y, torch.unique(own.labels))
+        is_correct = final.classes[prototype_logits(features, final.means).argmax(1)] == y
+    is_other_class = ~torch.isin(y, torch.unique(support.labels))
     with torch.no_grad():
-        mine, labels = own.slice(0, len(own))
+        own_inputs, labels = support.slice(0, len(support))
         cloud = _project(
-            features[:max_samples], y[:max_samples], compute_features(net, mine), labels, end.means, end.classes
+            features[:max_samples],
+            y[:max_samples],
+            compute_features(net, own_inputs),
+            labels,
+            final.means,
+            final.classes,
         )
-    return cloud, float(right.double().mean()), float(right[elsewhere].double().mean())
+    return cloud, float(is_correct.double().mean()), float(is_correct[is_other_class].double().mean())
 
 
 def _project(
     others: Tensor, labels: Tensor, own: Tensor, own_labels: Tensor, prototypes: Tensor, classes: Tensor
 ) -> Cloud:
-    """Project features of other samples, own samples and prototypes to two dimensions, by one t-SNE."""
+    """Projects features of other samples, own samples and prototypes to two dimensions, by one t-SNE."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 

@@ -62,7 +62,7 @@ def tune(
 ) -> Tuning:
     """Chooses a method's options on held-out training data: `fewer.tune(FedAvg(), data, model=MyNet).method`.
 
-    It takes what `fewer.run` takes, and runs exactly `trials` trials. Test data is never used.
+    It takes the arguments of `fewer.run`, and runs exactly `trials` trials. Test data is never used.
     """
     experiment = experiment_from_arguments(method, data, model, settings)
     best, done = tune_experiment(experiment, trials, progress=progress)
@@ -97,20 +97,20 @@ def tune_experiment(
     tuning_experiment = replace(experiment, method=method, data=data)
     task = f"{experiment.hash} {experiment.data.fingerprint()}"
     done = _load_trials(trials_file, task) if trials_file and trials_file.exists() else []
-    accuracies = {_key(trial.settings): trial.accuracy for trial in done}
+    accuracies = {_point_key(trial.settings): trial.accuracy for trial in done}
 
     def evaluate(point: Point) -> float:
-        if _key(point) not in accuracies:
+        if _point_key(point) not in accuracies:
             try:
                 accuracy: float | None = measure(run_experiment(_apply_point(tuning_experiment, point), None, progress))
-            except QuorumLost:  # every answer was refused: the weights are no longer finite
+            except QuorumLost:  # all answers were refused: the weights are no longer finite
                 accuracy = None
-            accuracies[_key(point)] = accuracy
+            accuracies[_point_key(point)] = accuracy
             done.append(Trial(point, accuracy))
             if trials_file:
                 content = {"task": task, "trials": [asdict(trial) for trial in done]}
                 write_durably(trials_file, json.dumps(content).encode())
-        accuracy = accuracies[_key(point)]
+        accuracy = accuracies[_point_key(point)]
         return -math.inf if accuracy is None else accuracy
 
     first = {name: float(getattr(experiment.method, name)) for name in search_space}
@@ -119,7 +119,7 @@ def tune_experiment(
 
 
 def _is_valid(experiment: Experiment, point: Point) -> bool:
-    """Returns whether the method accepts these settings: a fraction, for example, is at most 1."""
+    """Returns True if the method accepts these settings: a fraction, for example, must be at most 1."""
     try:
         type(experiment.method)(**{**experiment.method.model_dump(), **point})
     except ValidationError:
@@ -146,7 +146,7 @@ def coordinate_search(
     trials: int,
     is_valid: Callable[[Point], bool] = lambda point: True,
 ) -> Point:
-    """Evaluates `trials` points and returns the best: each setting over its grid, then ever finer around the best."""
+    """Evaluates `trials` points and returns the best: each setting over its grid, then finer values around the best."""
     scores: dict[tuple[tuple[str, float], ...], float] = {}
 
     def best() -> Point:
@@ -154,8 +154,8 @@ def coordinate_search(
 
     for change in _propose_changes(search_space, best, scores):
         point = {**best(), **change}
-        if _key(point) not in scores and is_valid(point):
-            scores[_key(point)] = evaluate(point)
+        if _point_key(point) not in scores and is_valid(point):
+            scores[_point_key(point)] = evaluate(point)
         if len(scores) >= trials:
             break
     return best()
@@ -174,17 +174,17 @@ def _propose_changes(
             index = values.index(center)
             for neighbor in (index - 1, index + 1):
                 if 0 <= neighbor < len(values):  # halfway between two tried values on a log scale
-                    yield {name: _round(math.sqrt(center * values[neighbor]))}
+                    yield {name: _round_to_3_digits(math.sqrt(center * values[neighbor]))}
                 elif len(values) > 1:  # the best value is at the end of the range: extend the range
                     inner = values[1] if neighbor < 0 else values[-2]
-                    yield {name: _round(center * center / inner)}
+                    yield {name: _round_to_3_digits(center * center / inner)}
 
 
-def _round(value: float) -> float:
+def _round_to_3_digits(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def _key(point: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
+def _point_key(point: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
     return tuple(sorted(point.items()))
 
 

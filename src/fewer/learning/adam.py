@@ -1,4 +1,4 @@
-"""Adam as a pure function, so that a state can carry the moments from round to round."""
+"""Adam as a pure function, so that a method can keep the moments in its state from round to round."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def adam_step(
     step: int,
     lr: float,
 ) -> tuple[Weights, Weights, Weights]:
-    """Takes step number `step` (starting at 1) of Adam; returns the new weights and both moments.
+    """Takes step number `step` (starting at 1) of Adam. Returns the new weights and both moments.
 
     Kingma and Ba, ICLR 2015, Algorithm 1. Weights without a gradient stay the same.
     """

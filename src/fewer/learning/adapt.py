@@ -7,7 +7,8 @@ steps, starting from v_K = ∇L_Q(θ_K):
     v_k = v_{k+1} − ∇_θ ⟨g_k, α ∘ v_{k+1}⟩        (first order: v_k = v_{k+1})
     ∇_α = −Σ_k g_k ∘ v_{k+1}
 
-Differentiating through all steps at once gives the same result. Here each step's graph is walked and freed separately.
+Differentiating through all steps at once gives the same result. This code differentiates one step at a time, and frees
+its graph.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def trainable_weights(net: nn.Module) -> Weights:
 
 
 def adapt_weights(net: nn.Module, weights: Mapping[str, Tensor], batches: Sequence[Batch], lr: LearningRate) -> Weights:
-    """Takes one inner step per batch; returns θ_K without a graph."""
+    """Takes one inner step per batch. Returns θ_K without a graph."""
     theta = dict(weights)
     for batch in batches:
         theta = _inner_step(theta, _inner_gradients(net, theta, batch, graph=False)[1], lr)
@@ -131,12 +132,12 @@ def _backward_step(
     lr: LearningRate,
     retain_graph: bool,
 ) -> Weights:
-    """v − ∇_θ ⟨g, α ∘ v⟩: one inner step backward."""
+    """v − ∇_θ ⟨g, α ∘ v⟩: the backward pass of one inner step."""
     with_graph = [name for name, gradient in gradients.items() if gradient.requires_grad]
     products = torch.autograd.grad(
         [gradients[name] for name in with_graph],
         list(theta.values()),
-        [_lr_for(lr, name) * v[name] for name in with_graph],
+        [_select_lr(lr, name) * v[name] for name in with_graph],
         retain_graph=retain_graph,
         allow_unused=True,
         materialize_grads=True,
@@ -146,10 +147,10 @@ def _backward_step(
 
 def _inner_step(theta: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: LearningRate) -> Weights:
     """θ − α ∘ g"""
-    return {name: tensor.detach() - _lr_for(lr, name) * gradients[name].detach() for name, tensor in theta.items()}
+    return {name: tensor.detach() - _select_lr(lr, name) * gradients[name].detach() for name, tensor in theta.items()}
 
 
-def _lr_for(lr: LearningRate, name: str) -> float | Tensor:
+def _select_lr(lr: LearningRate, name: str) -> float | Tensor:
     return lr if isinstance(lr, float) else lr[name]
 
 

@@ -25,6 +25,6 @@ def draw_affine(count: int, stream: torch.Generator) -> Tensor:
 
 
 def apply_affine(images: Tensor, maps: Tensor) -> Tensor:
-    """Transforms each image by its own map, or all by a single one. Pixels from outside repeat the border."""
+    """Transforms each image by its own map, or all by a single one. Pixels outside the image repeat its border."""
     grid = F.affine_grid(maps.to(images).expand(len(images), 2, 3), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)

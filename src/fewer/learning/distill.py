@@ -1,7 +1,7 @@
 """Feature distillation: a student learns from labels and from the features of a teacher.
 
 Hinton, Vinyals, Dean 2015; Romero et al., FitNets, 2014. If the two nets have different numbers of features, a linear
-map takes the student's features to the teacher's. It starts from a ridge regression and is trained with the student.
+map converts the student's features to the teacher's. It starts from a ridge regression and trains with the student.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def feature_loss(net: nn.Module, teacher: nn.Module, weight: float, feature_map:
 @torch.no_grad()
 def fit_feature_map(net: nn.Module, teacher: nn.Module, x: Tensor) -> nn.Linear:
     """Fits the linear map from the student's to the teacher's features on inputs `x`, by ridge regression."""
-    features, targets = (split_net(each.eval())[0](x).flatten(1).double().cpu() for each in (net, teacher))
+    features, targets = (split_net(model.eval())[0](x).flatten(1).double().cpu() for model in (net, teacher))
     gram = features.T @ features
     ridge = RIDGE * gram.trace() / len(gram) + 1e-12
     solution = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=torch.float64), features.T @ targets)

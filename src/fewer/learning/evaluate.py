@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 MAX_LOSS = 1e30
-"""The loss of a net whose scores are not finite, so that it counts as bad instead of going missing."""
+"""The loss of a net whose scores are not finite. It counts as a very bad loss, not as a missing one."""
 
 
 class Counts(NamedTuple):
-    """Correct predictions, number of samples and summed loss. They add up over any split of the samples."""
+    """Correct predictions, number of samples and summed loss. Counts of disjoint samples can be added."""
 
     correct: int
     total: int
@@ -23,7 +23,7 @@ class Counts(NamedTuple):
 
 @torch.no_grad()
 def evaluate_net(net: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], top_k: int = 1) -> Counts:
-    """Evaluates the net, in evaluation mode. A prediction is correct if the label is among the `top_k` best classes."""
+    """Evaluates the net in evaluation mode. A sample is correct if its label has one of the `top_k` highest scores."""
     net.eval()
     sums = Counts(0, 0, 0.0)
     for x, y in batches:

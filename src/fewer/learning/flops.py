@@ -11,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 MAX_FLOPS = 1 << 60
-"""The most that a client may report for one round."""
+"""The largest count that a client may report for one round."""
 
 
 class FlopCounter:

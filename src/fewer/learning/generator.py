@@ -67,7 +67,7 @@ def train_generator(
     lr: float,
     batch_size: int,
 ) -> None:
-    """Trains the generator in place, so that `classifier` assigns features to the class they were generated for.
+    """Trains the generator in place, so that `classifier` predicts the class that features were generated for.
 
     `classifier` maps features and their classes to logits.
     """

@@ -1,4 +1,4 @@
-"""Condensation by distribution matching: synthetic images get the feature statistics of real ones under random nets.
+"""Condensation by distribution matching: synthetic images learn the feature statistics of real ones in random nets.
 
 Zhao, Bilen: Dataset Condensation with Distribution Matching, WACV 2023, matches the mean of each class. Here the
 standard deviation is matched too, because the mean alone ignores noise that differs between images. A step is cheap: it
@@ -33,14 +33,14 @@ def match_statistics(
     augment: bool,
     stream: torch.Generator,
 ) -> Tensor:
-    """Moves `images` toward the class statistics of real samples by `steps` of Adam, each under a new random net."""
+    """Trains `images` to match the class statistics of real samples: `steps` of Adam, each with a new random net."""
     images = images.clone().requires_grad_()
     optimizer = torch.optim.Adam([images], lr=lr)
     y = real.labels
     classes = torch.tensor(sorted(set(labels.tolist()) & set(y.tolist())), device=labels.device)
     indices_by_class = [torch.nonzero(y == label).squeeze(1).cpu() for label in classes]
-    image_means = _averaging_matrix(labels, classes)
-    real_means = _averaging_matrix(classes.repeat_interleave(REAL_PER_CLASS), classes)
+    image_means = _build_averaging_matrix(labels, classes)
+    real_means = _build_averaging_matrix(classes.repeat_interleave(REAL_PER_CLASS), classes)
     net.requires_grad_(False)
     with feature_extractor(net) as extract:
         for _ in range(steps):
@@ -69,9 +69,9 @@ def class_statistics(features: Tensor, averaging: Tensor) -> tuple[Tensor, Tenso
     return mean, (variance + VARIANCE_EPS).sqrt()
 
 
-def statistics_distance(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> Tensor:
+def statistics_distance(statistics: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
     """Squared distance of means and standard deviations, summed over classes and features."""
-    return sum(((a - b).square().sum() for a, b in zip(ours, theirs, strict=True)), torch.zeros(()))
+    return sum(((a - b).square().sum() for a, b in zip(statistics, target, strict=True)), torch.zeros(()))
 
 
 def reinitialize(net: nn.Module) -> None:
@@ -83,13 +83,13 @@ def reinitialize(net: nn.Module) -> None:
 
 @contextmanager
 def feature_extractor(net: nn.Module) -> Iterator[nn.Module]:
-    """The net up to the end of its feature maps.
+    """Yields the net up to the end of its feature maps.
 
-    The cut is before the first linear layer that follows a convolution, or else before the last linear layer. A net
-    without linear layers gives its scores.
+    The cut is before the first linear layer that follows a convolution, or else before the last linear layer. For a
+    net without linear layers, the features are its scores.
     """
     captured: list[Tensor] = []
-    layer = _cut_layer(net)
+    layer = _find_cut_layer(net)
 
     class FeatureExtractor(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -104,13 +104,13 @@ def feature_extractor(net: nn.Module) -> Iterator[nn.Module]:
             hook.remove()
 
 
-def _averaging_matrix(labels: Tensor, classes: Tensor) -> Tensor:
+def _build_averaging_matrix(labels: Tensor, classes: Tensor) -> Tensor:
     """Classes × samples: multiplied by features, it gives class means."""
     mask = (classes[:, None] == labels).float()
     return mask / mask.sum(1, keepdim=True)
 
 
-def _cut_layer(net: nn.Module) -> nn.Module | None:
+def _find_cut_layer(net: nn.Module) -> nn.Module | None:
     seen_convolution, linear = False, None
     for module in net.modules():
         seen_convolution |= isinstance(module, nn.Conv1d | nn.Conv2d)

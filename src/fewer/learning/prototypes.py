@@ -18,7 +18,7 @@ class Prototypes(NamedTuple):
     """Prototypes of n classes."""
 
     classes: Tensor
-    """Class numbers, ascending (n)."""
+    """Class labels, ascending (n)."""
     means: Tensor
     """Their prototypes (n × features)."""
     counts: Tensor
@@ -53,10 +53,10 @@ def distance_loss(features: Tensor, labels: Tensor, classes: Tensor, means: Tens
 
 def merge_prototypes(prototypes: Sequence[Prototypes]) -> Prototypes:
     """The mean prototype of each class, weighted by number of samples; summed in float64 in the given order."""
-    labels = torch.cat([each.classes for each in prototypes])
+    labels = torch.cat([part.classes for part in prototypes])
     classes, positions = torch.unique(labels, return_inverse=True)
-    counts = torch.cat([each.counts for each in prototypes])
-    means = torch.cat([each.means for each in prototypes])
+    counts = torch.cat([part.counts for part in prototypes])
+    means = torch.cat([part.means for part in prototypes])
     totals = torch.zeros(len(classes), dtype=counts.dtype, device=counts.device).index_add_(0, positions, counts)
     sums = torch.zeros(len(classes), means.shape[1], dtype=torch.float64, device=means.device)
     sums.index_add_(0, positions, means.double() * counts[:, None])

@@ -24,7 +24,7 @@ def draw_batches(num_samples: int, steps: int, batch_size: int, stream: torch.Ge
 def epoch_batches(
     samples: Samples, epochs: int, batch_size: int | None, stream: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches over all samples, in a new order each epoch; `None` means one batch per epoch.
+    """Yields batches of all samples, in a new order each epoch. If `batch_size` is None, an epoch is one batch.
 
     A single sample left at the end joins the batch before it, because batch norm cannot train on one sample.
     """
@@ -47,7 +47,7 @@ def sgd(
     modify_gradients: GradientHook | None = None,
     loss: Loss = cross_entropy,
 ) -> None:
-    """Trains in place, one step w ← w − lr · ∇loss per batch.
+    """Trains the net in place, with one step w ← w − lr · ∇loss per batch.
 
     `modify_gradients(parameters, gradients)` may change the gradients before each step.
     """

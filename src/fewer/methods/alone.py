@@ -35,7 +35,7 @@ MARGIN = 10.0
 
 @dataclass(frozen=True)
 class AloneState:
-    """The initial model, which every client derives from the seed."""
+    """The initial model. Nothing is trained, so `flops` stays 0."""
 
     model: Weights
     flops: int = 0
@@ -71,7 +71,7 @@ class Alone(NewClients):
         return state
 
     def global_weights(self, state: AloneState) -> Weights | None:
-        """There is no global model."""
+        """None: there is no global model."""
         return None
 
     def initialization(self, shared: Weights) -> Weights:
@@ -79,9 +79,9 @@ class Alone(NewClients):
         return shared
 
     def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
-        """Trains from scratch."""
+        """Trains the net from scratch on the support set, in place."""
         if self.learner != "net":
-            raise SettingError(f"learner = {self.learner} trains no net to write; use learner = net")
+            raise SettingError(f"learner = {self.learner} trains no net; use learner = net")
         adapt_in_place(net, full_batches(support, self.local_steps), self.lr)
 
     def personal_model(self, client: Client, model: Weights) -> nn.Module:
@@ -110,7 +110,7 @@ class Alone(NewClients):
 
 
 def recency_scores(labels: Tensor, first: int, classes: int) -> Tensor:
-    """Metrics each class by its last position (from 1; 0: never) before each sample from index `first` on."""
+    """For each sample from index `first` on, scores each class by its last position before it (from 1; 0: never)."""
     last_position = torch.zeros(classes, device=labels.device)
     rows = []
     for index, label in enumerate(labels.tolist()):
@@ -120,7 +120,7 @@ def recency_scores(labels: Tensor, first: int, classes: int) -> Tensor:
 
 
 class MostUsed(nn.Module):
-    """Metrics each class by log(1 + its number of samples)."""
+    """Scores each class by log(1 + its number of samples)."""
 
     scores: Tensor
 
@@ -147,10 +147,10 @@ class NaiveBayes(nn.Module):
         count = member.sum(1, keepdim=True)
         mean = member @ x / count.clamp(min=1)
         variance = member @ x.square() / count.clamp(min=1) - mean.square()
-        largest = float(x.var(0, correction=0).max()) or 1.0
+        max_variance = float(x.var(0, correction=0).max()) or 1.0
         self.register_buffer("prior", count.squeeze(1) / len(y))
         self.register_buffer("mean", mean)
-        self.register_buffer("variance", variance.clamp(min=0) + smoothing * largest)
+        self.register_buffer("variance", variance.clamp(min=0) + smoothing * max_variance)
 
     def forward(self, x: Tensor) -> Tensor:
         """The class scores of a batch."""

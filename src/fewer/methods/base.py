@@ -42,7 +42,7 @@ MAX_SAMPLES = 10**9
 EVAL_BATCH_SIZE = 1000
 """Samples in one forward pass of evaluation."""
 EVAL_CHUNK_SIZE = 2500
-"""Samples of the global test set in one task of a worker."""
+"""Samples of the global test set that a worker evaluates in one call."""
 Metrics = dict[str, Any]
 """Metrics by name."""
 
@@ -75,7 +75,7 @@ class Context:
     """The base of `Client` and `Server`: the round, the task, random generators, and nets to load weights into."""
 
     id: int
-    """The client's number. On the server: -1, -2, … for the tasks of `clients.map_on_server`."""
+    """The client's number. On the server: -1, -2, … for the items of `clients.map_on_server`."""
     round: int
     """The current round, starting at 1."""
     seed: int
@@ -97,7 +97,7 @@ class Context:
         return net
 
     def stream(self, purpose: str) -> torch.Generator:
-        """A new random generator, seeded by (seed, round, client, purpose)."""
+        """A random generator seeded by (seed, round, client, purpose). The same purpose repeats the same numbers."""
         return stream(self.seed, self.round, self.id, purpose)
 
 
@@ -147,10 +147,10 @@ class Client(Context):
         return self._data.has_global_test
 
     def members(self, program: object, task: Task) -> Clients:
-        """The members of this client, if it is a federation of clients. `program` has their handlers.
+        """The clients inside this client, for nested federations. They run the `@on_client` functions of `program`.
 
-        The members have their own rounds, seed and byte counts. Their private state is part of this client's state:
-        it is stored in this client's folder, under the round of the outer run.
+        They have their own rounds, seed and byte counts. Their private state is stored in this client's folder with
+        the round of the outer run, so that resuming the outer run restores it.
         """
         seed = seed_of(self.seed, self.id, "members")
         data = self._data.members_of(self.id)
@@ -277,7 +277,7 @@ class Method(BaseModel):
         """Runs one round and returns the next state."""
 
     def evaluate(self, state: Any, clients: Clients, data: Data) -> Metrics:
-        """Returns the metrics after a round, with `accuracy`. Default: the global model on the global test set."""
+        """Returns the metrics of a round; `accuracy` is required. Default: the global model on the global test set."""
         chunks = [
             {"start": start, "stop": start + EVAL_CHUNK_SIZE} for start in range(0, len(data.test), EVAL_CHUNK_SIZE)
         ]
@@ -287,7 +287,7 @@ class Method(BaseModel):
     def evaluate_final(self, state: Any, clients: Clients, data: Data) -> Metrics:
         """Returns further metrics after the last round. Default: `personal_model` on each client's own test samples."""
         metrics = self.evaluate_on_clients(state, clients)
-        return {"personal_accuracy": metrics["accuracy"], "clients": metrics["clients"]}
+        return {"personal_accuracy": metrics["accuracy"], "clients": metrics["clients"]} if metrics else {}
 
     def prepare_data(self, data: Data) -> Data:
         """Transforms the data before training. Default: no change."""
@@ -304,8 +304,8 @@ class Method(BaseModel):
         return self.tunable
 
     def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Method, Data]:
-        """Returns the method and the data of a tuning trial. Default: the same method, evaluated on `fraction` of the
-        training samples. A trial never uses test data.
+        """Returns the method and the data of a tuning trial. Default: the same method. `fraction` of the training
+        samples is held out and replaces the test data, which a trial never uses.
         """
         return self, data.hold_out(fraction, seed)
 
@@ -326,7 +326,7 @@ class Method(BaseModel):
         return make_net(weights)
 
     def global_weights(self, state: Any) -> Weights | None:
-        """Returns the broadcast weights, or None if the method trains only personal models."""
+        """Returns the weights for `build_model`, or None if the method trains only personal models."""
         return self.broadcast(state)
 
     def image_grids(self, state: Any) -> Sequence[ImageGrid]:
@@ -344,8 +344,13 @@ class Method(BaseModel):
         return clients.sample(min(DEFAULT_COHORT, len(clients)) if self.cohort is None else self.cohort)
 
     def evaluate_on_clients(self, state: Any, clients: Clients) -> Metrics:
-        """Evaluates each client's model on its own test samples. Returns metrics over all samples, and by client."""
+        """Evaluates each client's model on its own test samples. Returns metrics over all samples, and by client.
+
+        Returns no metrics if no client has test samples.
+        """
         counts = self.count_on_clients(state, clients)
+        if not any(count.total for count in counts.values()):
+            return {}
         accuracies = {str(client): count.correct / count.total for client, count in counts.items() if count.total}
         return pool_counts(list(counts.values())) | {"clients": accuracies}
 

@@ -2,7 +2,8 @@
 
 Wang, Fu, Ding, Chen, Chen, Li: Federated Few-shot Learning, KDD 2023, Algorithm 1 and Eqs 2 to 22. The server model φ
 (an encoder and a head for all base classes) is shared and averaged. The client model ψ (a Transformer over the features
-of a whole support, and an N-way head) never leaves its client. Each task, with support S and queries Q, updates both:
+of a support set, and an N-way head) never leaves its client. Each task, with support set S and query set Q, updates
+both:
 
     ψ̃ = ψ − α_ft ∇_ψ CE(S)                                        (3)
     φ ← φ − α_φ ∇_φ [(1 − λ_MI) CE(S) + λ_MI L_MI]                 (5, 13, 14)
@@ -23,7 +24,8 @@ Departures:
 - Dropout is in the Transformer and, as DropBlock, in ResNet-12.
 - φ's Adam restarts in every round, because φ is replaced. ψ's Adam keeps its moments.
 
-The paper's ablations are options: `decoupled = false` (without M), `mi_weight = 0` (T), `kd_weight = 0` (A).
+The paper's ablations are options: `decoupled = false` (without M), `mi_weight = 0` (without T) and `kd_weight = 0`
+(without A).
 
 Beyond the paper:
 
@@ -162,7 +164,7 @@ class F2L(FineTuned):
             self.fine_tune_lr,
             self.first_order,
             client_loss,
-        )  # Eqs 3 and 4
+        )  # line 5 (Eq 3), and the gradient for line 7 (Eqs 4 and 20)
 
         load_weights(pair.client_model, gradient.adapted)
         client_features = pair.client_model.encoder(features)
@@ -174,9 +176,9 @@ class F2L(FineTuned):
         )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()  # Eqs 5 and 14
+        optimizer.step()  # line 6 (Eqs 5 and 14)
 
-        psi = pair.private
+        psi = pair.private  # line 7 (Eq 4)
         step, lr = psi["step"] + 1, self.client_lr or self.lr
         weights, first, second = self.meta_step(psi["weights"], gradient.weights, psi["first"], psi["second"], step, lr)
         pair.private = {"weights": weights, "first": first, "second": second, "step": step}

@@ -1,13 +1,15 @@
 """FedAvg: federated averaging.
 
 McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-Efficient Learning of Deep Networks from Decentralized
-Data, AISTATS 2017, Algorithm 1.
+Data, AISTATS 2017, Algorithm 1. Docstrings quote its lines: w_t is the global model in round t, and client k has n_k
+samples.
 
 Departures:
 
-- A client takes a fixed number of local steps on batches drawn with replacement, instead of epochs, so that clients
-  of all sizes do the same work.
-- The average is over the clients that answered.
+- A client takes a fixed number of local steps on batches drawn with replacement, instead of E epochs. Clients of all
+  sizes do the same work.
+- n counts the samples of the clients that answered, not of all clients.
+- `cohort` is the number of clients m; the paper sets it by a fraction C.
 """
 
 from __future__ import annotations
@@ -42,28 +44,32 @@ class FedAvg(Method):
     codec: Codec = "float32"
     """Encoding of models in messages."""
 
+    # Server executes:
+
     def init(self, task: Task, seed: int) -> ModelState:
-        """w_0: the initial model."""
+        """Initializes w_0."""
         return ModelState(task.initial_weights(seed))
 
     def round(self, state: ModelState, clients: Clients) -> ModelState:
-        """w_{t+1} ← Σ_k (n_k / n) w_k, over the clients that answered."""
+        """w_{t+1} ← Σ_k (n_k / n) w_{t+1}^k, over the clients that answered."""
         models, sizes = self.train_cohort(state, clients)
         return ModelState(weighted_mean(models, sizes))
 
     def train_cohort(self, state: ModelState, clients: Clients) -> tuple[list[Weights], list[int]]:
-        """Samples a cohort (S_t) and returns the models (w_k) and data sizes (n_k) that it sends back."""
+        """Runs w_{t+1}^k ← ClientUpdate(k, w_t) on each client k ∈ S_t in parallel; returns all w_{t+1}^k and n_k."""
         answers = clients.ask(
-            self.sample_cohort(clients),
+            self.sample_cohort(clients),  # S_t ← (random set of m clients)
             self.local_train,
-            model=Encoded(state.model, self.codec),
-            returns={"model": state.model, "size": Number(int, 1, MAX_SAMPLES)},
+            model=Encoded(state.model, self.codec),  # arrives decoded
+            returns={"model": state.model, "size": Number(int, 1, MAX_SAMPLES)},  # the form of a valid answer
         )
         return [answer["model"] for answer in answers], [answer["size"] for answer in answers]
 
-    @on_client(stream="train")
+    # Run on client k:
+
+    @on_client(stream="train")  # the key of its random numbers
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
-        """ClientUpdate: trains the global model on the client's data and returns it with the data size."""
+        """ClientUpdate(k, w): trains the global model on the client's samples; returns w and n_k to the server."""
         net = client.net(model)
         self.fit(net, client)
         return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train)}
@@ -73,22 +79,22 @@ class FedAvg(Method):
         sgd(net, client.train.batches(self.batch_indices(client)), self.lr)
 
     def batch_indices(self, client: Client) -> Tensor:
-        """The sample indices of all local batches (local steps × batch size)."""
+        """The sample indices of all batches b (local steps × batch size)."""
         return draw_batches(len(client.train), self.local_steps, self.batch_size, client.stream("batches"))
 
 
 @METHODS.register("fedavg-augmented")
 class FedAvgAugmented(FedAvg):
-    """FedAvg on randomly rotated, scaled and shifted images. It shows what FedMK's augmentation does without FedMK."""
+    """FedAvg on randomly rotated, scaled and shifted images, as an ablation of FedMK's augmentation (fedmk.py)."""
 
     def init(self, task: Task, seed: int) -> ModelState:
-        """The initial model."""
+        """Checks that inputs are images, and returns the initial model."""
         if len(task.shape) != 3:
             raise SettingError(f"fedavg-augmented needs images, but inputs have shape {task.shape}")
         return super().init(task, seed)
 
     def fit(self, net: nn.Module, client: Client) -> None:
-        """Local training; every image gets a new random affine map at every step."""
+        """Trains as FedAvg does, in place, with a new random affine map for each image in each step."""
         stream = client.stream("moves")
         batches = client.train.batches(self.batch_indices(client))
         sgd(net, ((apply_affine(x, draw_affine(len(x), stream)), y) for x, y in batches), self.lr)

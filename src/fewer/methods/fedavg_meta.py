@@ -33,7 +33,7 @@ from fewer.wire import Codec, Encoded, Number
 
 @dataclass(frozen=True)
 class FedAvgMetaState:
-    """The global model, and the operations spent on it."""
+    """The global model, and the operations of the clients that trained it."""
 
     model: Weights
     flops: int
@@ -68,11 +68,11 @@ class FedAvgMeta(NewClients):
         return {name: grid for name, grid in self.tunable.items() if self.adapt_steps or name != "adapt_lr"}
 
     def init(self, task: Task, seed: int) -> FedAvgMetaState:
-        """Starts from the initial model."""
+        """Initializes w_0."""
         return FedAvgMetaState(task.initial_weights(seed), 0)
 
     def round(self, state: FedAvgMetaState, clients: Clients) -> FedAvgMetaState:
-        """w ← Σ (n_k / n) w_k over the clients that answered."""
+        """w_{t+1} ← Σ_k (n_k / n) w_{t+1}^k, over the clients that answered."""
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
@@ -84,12 +84,12 @@ class FedAvgMeta(NewClients):
         return FedAvgMetaState(self.aggregate(state.model, models, sizes), flops)
 
     def aggregate(self, model: Weights, models: Sequence[Weights], sizes: Sequence[int]) -> Weights:
-        """Computes the new global model from the old one and the clients' models. Subclasses override it."""
+        """Computes the new global model from the old one and the clients' models. Override this to change it."""
         return weighted_mean(models, sizes)
 
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
-        """Trains on all samples of the client."""
+        """ClientUpdate of FedAvg, on all samples of the client."""
         net = client.net(model)
         with self.count_flops_of(client) as counter:
             self.fit(net, client)
@@ -100,7 +100,7 @@ class FedAvgMeta(NewClients):
         }
 
     def fit(self, net: nn.Module, client: Client) -> None:
-        """Takes `local_steps` steps of SGD or Adam, in place. Subclasses override it."""
+        """w ← w − η ∇ℓ(w; b) for each batch b, or a step of Adam, in place. Override this to change local training."""
         samples = self.client_samples(client)
         batches = samples.batches(
             draw_batches(len(samples), self.local_steps, self.batch_size, client.stream("batches"))

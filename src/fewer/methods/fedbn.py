@@ -1,7 +1,7 @@
 """FedBN: FedAvg with local normalization layers.
 
 Li, Jiang, Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, ICLR 2021,
-Algorithm 1. The server averages everything except normalization layers, which stay on their client.
+Algorithm 1. The server averages all layers except normalization layers, which stay on their client.
 
 Departures: those of FedAvg. All kinds of normalization layers are local, not only batch norm.
 """

@@ -65,10 +65,10 @@ class FedEnsemble(FedAvg):
         members: Weights = state.members
         return members
 
-    def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+    def build_model(self, make_net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
         """The ensemble."""
         size = len(next(iter(weights.values())))
-        return Ensemble([net({name: tensor[index] for name, tensor in weights.items()}) for index in range(size)])
+        return Ensemble([make_net({name: tensor[index] for name, tensor in weights.items()}) for index in range(size)])
 
 
 def _stack_members(mean: Weights, models: Sequence[Weights]) -> EnsembleState:

@@ -38,7 +38,7 @@ class FedFSL(FLMAML):
     """Weight of the disagreement with the global model (μ)."""
 
     def task_gradient(self, net: EncoderHead, theta: Weights, received: Weights, task: Episode) -> Weights:
-        """∇(CE + μ·disagreement) for the encoder, ∇(CE − μ·disagreement) for the head."""
+        """∇(CE + μ · disagreement) for the encoder, ∇(CE − μ · disagreement) for the head."""
         support = [(task.support_x, task.support_y)] * self.fine_tune_steps
         global_theta = {name: received[name] for name in trainable_weights(net)}
         global_tuned = adapt_weights(net, global_theta, support, self.fine_tune_lr)

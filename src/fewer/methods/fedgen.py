@@ -1,4 +1,4 @@
-"""FedGen: a generator of features passes on what all clients know to each of them.
+"""FedGen: FedAvg in which a generator of features passes the knowledge of all clients on to each of them.
 
 Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021, Algorithm 1. A model
 f is a head h on an encoder. p̂(y) is the fraction of class y in the label counts that clients send.
@@ -102,7 +102,7 @@ class FedGen(FedAvg):
         class_weights = (counts.sum(0) / counts.sum().clamp(min=1)).float()
         if not class_weights.any():  # no client sent a plausible count
             return FedGenState(model, state.generator, class_weights)
-        heads = {name: torch.stack([each[name] for each in models]) for name in model if name.startswith(HEAD)}
+        heads = {name: torch.stack([w_k[name] for w_k in models]) for name in model if name.startswith(HEAD)}
         shares = (counts / counts.sum(0).clamp(min=1)).float()
         (result,) = clients.map_on_server(
             self.update_generator,
@@ -127,18 +127,18 @@ class FedGen(FedAvg):
         net = client.net(model)
         if class_weights.any():
             head = split_net(net)[1]
-            generate = build_generator(client.task, net, generator).eval().requires_grad_(False)
+            generator_net = build_generator(client.task, net, generator).eval().requires_grad_(False)
             stream = client.stream("generator")
             weight = self.generator_weight * self.generator_decay ** (client.round - 1)
 
             def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
                 scores = net(x)
-                noise, sampled_y = generate.draw(len(y), stream, class_weights)
-                generated = F.cross_entropy(head(generate(noise, sampled_y)), sampled_y)
+                noise, sampled_y = generator_net.draw(len(y), stream, class_weights)
+                generated_loss = F.cross_entropy(head(generator_net(noise, sampled_y)), sampled_y)
                 with torch.no_grad():
-                    teacher = head(generate(generate.draw(len(y), stream)[0], y)).log_softmax(1)
+                    teacher = head(generator_net(generator_net.draw(len(y), stream)[0], y)).log_softmax(1)
                 kl = F.kl_div(scores.log_softmax(1), teacher, reduction="batchmean", log_target=True)
-                return F.cross_entropy(scores, y) + weight * (generated + kl)
+                return F.cross_entropy(scores, y) + weight * (generated_loss + kl)  # Eq 5
 
             sgd(net, client.train.batches(self.batch_indices(client)), self.lr, loss=loss)
         else:
@@ -153,7 +153,7 @@ class FedGen(FedAvg):
         """Trains the generator on the ensemble of client heads (Eq 4)."""
         net = server.task.net()
         head = split_net(net)[1].eval().requires_grad_(False)
-        trained = build_generator(server.task, net, generator)
+        generator_net = build_generator(server.task, net, generator)
         ensemble = [copy.deepcopy(head) for _ in shares]
         for index, member in enumerate(ensemble):
             load_weights(member, {name.removeprefix(HEAD): tensor[index] for name, tensor in heads.items()})
@@ -165,7 +165,7 @@ class FedGen(FedAvg):
             return torch.stack([share[y, None] * member(features) for share, member in members]).sum(0)
 
         train_generator(
-            trained,
+            generator_net,
             classify,
             class_weights,
             stream,
@@ -173,6 +173,6 @@ class FedGen(FedAvg):
             lr=self.generator_lr,
             batch_size=self.generator_batch_size,
         )
-        weights = get_weights(trained)
+        weights = get_weights(generator_net)
         finite = all_finite(weights)
         return {"generator": weights if finite else generator, "finite": finite}

@@ -1,23 +1,26 @@
 """FedMeta: federated meta-learning with MAML, FOMAML and Meta-SGD.
 
 Chen, Luo, Dong, Li, He: Federated Meta-Learning with Fast Convergence and Efficient Communication, 2018, Algorithm 1
-and Eqs 2 and 3. The server learns the parameters φ of an algorithm: an initialization θ (MAML), or θ and one learning
-rate per weight α (Meta-SGD). Client u takes an inner step θ_u = θ − α ∘ ∇L_S(θ) on its support set and sends g_u, the
-gradient of its query loss L_Q(θ_u) with respect to φ. The server updates φ with the mean of g_u. A new client adapts
-the same way.
+and Eqs 2 and 3. Docstrings quote its lines. The server learns the parameters φ of an algorithm: an initialization θ
+(MAML), or θ and one learning rate α per weight (Meta-SGD). On client u, with support set S and query set Q,
+
+    θ_u ← θ − α ∘ ∇L_S(θ)        (line 15; for MAML, α is a number)
+    g_u ← ∇_φ L_Q(θ_u)           (line 17; FOMAML drops the second derivatives)
+
+The server updates φ with the mean of g_u (line 9). A new client adapts by line 15.
 
 Departures:
-- A client sends g_u. The text calls it "test loss", which cannot be what is sent.
-- The outer update is Adam on the server, whose moments last from round to round. Inner steps are plain gradient
-  descent (Appendix A.2 has Adam as "local optimizer").
-- Clients are weighted by size (Appendix A.2), or equally with `weighting = uniform` (Algorithm 1, line 9).
+- A client sends the gradient g_u. The text calls it "test loss", but line 17 computes a gradient.
+- Line 9 takes a step of Adam, not of plain gradient descent. Its moments last from round to round. Inner steps are
+  plain gradient descent (Appendix A.2 has Adam as "local optimizer").
+- Clients are weighted by size (Appendix A.2), or equally with `weighting = uniform` (line 9).
 - `inner_steps` may exceed 1; the gradient goes through all inner steps.
-- α starts at `inner_lr` for every weight.
+- α starts at `inner_lr` for every weight. The paper does not give a start for Meta-SGD.
 - Running statistics of batch norm have no gradient; they are averaged.
 
-Beyond the paper: with `local_steps`, a client takes several meta-steps on its own, each on a new support/query split,
-and θ moves by the mean of the clients' changes. This is to FedMeta what FedAvg is to FedSGD. The server still updates
-α, whose gradient is far smaller.
+Beyond the paper: with `local_steps`, a client takes several meta-steps, each on a new support/query split, and θ moves
+by the mean of the clients' changes. This is to FedMeta what FedAvg is to FedSGD. The server still updates α, whose
+gradient is far smaller.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class FedMetaState:
     """Adam's first moment of every learned tensor in φ."""
     second_moment: Weights
     step: int
+    """Steps of Adam so far."""
     flops: int
+    """Operations of the training clients so far, if they are counted."""
 
 
 @METHODS.register("fedmeta")
@@ -99,10 +104,10 @@ class FedMeta(NewClients):
         unused = "meta_lr" if self.local_steps else "local_lr"
         return {name: grid for name, grid in search_space.items() if name != unused}
 
-    # The server: AlgorithmUpdate.
+    # Run on the server: AlgorithmUpdate.
 
     def init(self, task: Task, seed: int) -> FedMetaState:
-        """Line 3: initializes θ, and α for Meta-SGD."""
+        """Line 3: initializes θ for MAML, or (θ, α) for Meta-SGD."""
         theta = task.initial_weights(seed)
         learned = {name: theta[name] for name in trainable_weights(task.net())}
         if self.algorithm == "meta-sgd":
@@ -111,10 +116,10 @@ class FedMeta(NewClients):
         return FedMetaState({**theta, **learned}, zeros, zeros, 0, 0)
 
     def round(self, state: FedMetaState, clients: Clients) -> FedMetaState:
-        """Lines 5 to 9: distributes φ, collects g_u, updates φ ← Adam(φ, Σ (n_u / n) g_u)."""
+        """Lines 5 to 9: distributes φ to a set U_t of clients, gets g_u, and updates φ ← φ − β Σ_u (n_u / n) g_u."""
         buffers = {name: tensor for name, tensor in state.algorithm.items() if name not in state.first_moment}
-        answers = clients.ask(
-            self.sample_cohort(clients),
+        answers = clients.ask(  # lines 6 to 8
+            self.sample_cohort(clients),  # line 5: U_t
             self.local_train,
             algorithm=Encoded(state.algorithm, self.codec),
             returns={
@@ -125,22 +130,22 @@ class FedMeta(NewClients):
             },
         )
         client_weights = [answer["size"] if self.weighting == "size" else 1 for answer in answers]
-        gradient = weighted_mean([answer["gradient"] for answer in answers], client_weights)
+        gradient = weighted_mean([answer["gradient"] for answer in answers], client_weights)  # Σ_u (n_u / n) g_u
         flops = state.flops + sum(answer["flops"] for answer in answers)
         buffers = weighted_mean([answer["buffers"] for answer in answers], client_weights)
         step = state.step + 1
-        algorithm, first_moment, second_moment = adam_step(
+        phi, first_moment, second_moment = adam_step(  # line 9
             state.algorithm, gradient, state.first_moment, state.second_moment, step, self.meta_lr
         )
-        if self.local_steps:  # θ takes the mean change of the clients; only α keeps the step of Adam
-            algorithm |= {name: state.algorithm[name] - gradient[name] for name in gradient if ALPHA not in name}
-        return FedMetaState({**algorithm, **buffers}, first_moment, second_moment, step, flops)
+        if self.local_steps:  # θ moves by the clients' mean change; only α takes the step of Adam
+            phi |= {name: state.algorithm[name] - gradient[name] for name in gradient if ALPHA not in name}
+        return FedMetaState({**phi, **buffers}, first_moment, second_moment, step, flops)
 
-    # A client: ModelTrainingMAML and ModelTrainingMetaSGD.
+    # Run on client u: ModelTrainingMAML(θ) and ModelTrainingMetaSGD(θ, α).
 
     @on_client(stream="train")
     def local_train(self, client: Client, algorithm: Weights) -> dict[str, Any]:
-        """Lines 11 to 18: returns g_u, or with local steps the change of θ instead."""
+        """Lines 12 to 18: returns g_u; with local steps, the change of θ in place of its gradient."""
         net = client.net(self.initialization(algorithm)).train()
         generator = client.stream("samples")
         with self.count_flops_of(client) as counter:
@@ -156,10 +161,10 @@ class FedMeta(NewClients):
     def compute_meta_gradient(
         self, client: Client, net: nn.Module, algorithm: Weights, generator: torch.Generator
     ) -> Weights:
-        """Lines 13 to 17: g_u = ∇_φ L_Q(θ_u), with θ_u = θ − α ∘ ∇L_S(θ)."""
-        support, queries = self.support_and_query(client, generator)
+        """Lines 13 to 17: g_u ← ∇_φ L_Q(θ_u), with θ_u ← θ − α ∘ ∇L_S(θ)."""
+        support, queries = self.support_and_query(client, generator)  # line 13
         theta = {name: algorithm[name] for name in trainable_weights(net)}
-        meta = meta_gradient(
+        g_u = meta_gradient(  # lines 14 to 17
             net,
             theta,
             self.support_batches(support, generator),
@@ -167,41 +172,41 @@ class FedMeta(NewClients):
             self.inner_lrs(algorithm),
             first_order=self.algorithm == "fomaml",
         )
-        gradient = meta.weights
+        gradient = g_u.weights
         if self.clip_norm is not None:
             norm = torch.stack([tensor.norm() for tensor in gradient.values()]).norm()
             gradient = {name: tensor * (self.clip_norm / norm).clamp(max=1) for name, tensor in gradient.items()}
         if self.algorithm != "meta-sgd":
             return gradient
-        return gradient | {ALPHA + name: tensor for name, tensor in meta.lrs.items()}
-
-    def local_meta_steps(
-        self, client: Client, net: nn.Module, algorithm: Weights, generator: torch.Generator
-    ) -> Weights:
-        """Takes gradient steps on the query loss from θ to θ_u; returns θ − θ_u, and the mean gradient of α."""
-        assert self.local_steps
-        phi = algorithm
-        alpha_gradients = []
-        for _ in range(self.local_steps):
-            gradient = self.compute_meta_gradient(client, net, phi, generator)
-            alpha_gradients.append({name: tensor for name, tensor in gradient.items() if ALPHA in name})
-            phi = phi | {name: phi[name] - self.local_lr * gradient[name] for name in gradient if ALPHA not in name}
-        change = {name: algorithm[name] - phi[name] for name in trainable_weights(net)}
-        return change | weighted_mean(alpha_gradients, [1] * len(alpha_gradients))
+        return gradient | {ALPHA + name: tensor for name, tensor in g_u.lrs.items()}
 
     def support_batches(self, support: Samples, generator: torch.Generator) -> list[Batch]:
-        """One support batch for each inner step."""
+        """One batch of the support set for each inner step."""
         if self.batch_size is None:
             return full_batches(support, self.inner_steps)
         return list(support.batches(draw_batches(len(support), self.inner_steps, self.batch_size, generator)))
 
     def query_batch(self, queries: Samples, generator: torch.Generator) -> Batch:
-        """The query batch of the outer loss."""
+        """The batch of the query set for L_Q."""
         if self.queries is None or self.queries >= len(queries):
             return queries.slice(0, len(queries))
         return queries.pick(torch.randperm(len(queries), generator=generator)[: self.queries])
 
-    # A new client.
+    def local_meta_steps(
+        self, client: Client, net: nn.Module, algorithm: Weights, generator: torch.Generator
+    ) -> Weights:
+        """Beyond the paper: several meta-steps on θ. Returns the change, θ before − θ after, and the mean ∇_α."""
+        assert self.local_steps
+        phi = algorithm
+        alpha_gradients = []
+        for _ in range(self.local_steps):
+            g_u = self.compute_meta_gradient(client, net, phi, generator)
+            alpha_gradients.append({name: tensor for name, tensor in g_u.items() if ALPHA in name})
+            phi = phi | {name: phi[name] - self.local_lr * g_u[name] for name in g_u if ALPHA not in name}
+        change = {name: algorithm[name] - phi[name] for name in trainable_weights(net)}
+        return change | weighted_mean(alpha_gradients, [1] * len(alpha_gradients))
+
+    # Deployment on a new client (Section 3.2).
 
     def broadcast(self, state: FedMetaState) -> Weights:
         """All of φ."""
@@ -222,6 +227,6 @@ class FedMeta(NewClients):
         return {name.removeprefix(ALPHA): tensor for name, tensor in shared.items() if name.startswith(ALPHA)}
 
     def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
-        """Repeats θ_u ← θ_u − α ∘ ∇L_S(θ_u) from θ, `adapt_steps` times."""
+        """Line 15: θ_u ← θ_u − α ∘ ∇L_S(θ_u), `adapt_steps` times from θ, in place."""
         steps = self.inner_steps if self.adapt_steps is None else self.adapt_steps
         adapt_in_place(net, full_batches(support, steps), self.inner_lrs(shared))

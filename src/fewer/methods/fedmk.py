@@ -1,23 +1,24 @@
 """FedMK: clients send condensed synthetic images ("meta knowledge", D̂) instead of models.
 
-Liu, Yu, Zhou: Meta Knowledge Condensation for Federated Learning, ICLR 2023, Algorithm 1. Its steps:
+Liu, Yu, Zhou: Meta Knowledge Condensation for Federated Learning, ICLR 2023, Algorithm 1. Its steps, in code order:
 
-- Federated meta knowledge extraction on clients (Eqs 3-6), `condense`: the outer loop moves D̂ so that a model trained
-  on D̂ in the inner loop has a low loss on the client's samples. The gradient through the inner loop is exact, second
-  order included.
-- Meta knowledge sharing, `initial_images`: from round 2 on, D̂ starts from that of a random other client.
-- Dynamic weight assignment (Eqs 7-8), `weigh_samples`: φ = sigmoid(τ · loss) per sample, a constant for the gradient.
-- Global model training on the server (Eqs 9-11), `train_global_model`: on the D̂ of all clients and on pseudo meta
-  knowledge. The latter are features from a generator that learns through the frozen head (Eq 10). It has FedGen's
-  diversity term against collapse.
+- Meta knowledge sharing (line 8), `initial_images`: from round 2 on, D̂ starts from the D̂ of a random other client.
+- Federated meta knowledge extraction on clients (line 10, Eqs 3-6), `condense`: the outer loop moves D̂ so that a model
+  trained on D̂ in the inner loop has a low loss on the client's samples D. The gradient through the inner loop is exact,
+  second order included.
+- Dynamic weight assignment (line 9, Eqs 7-8), `weigh_samples`: φ = sigmoid(τ ℓ) per sample, without gradient.
+- Global model training on the server (lines 14-17, Eqs 9-11), `train_global_model`: on the D̂ of all clients and on
+  pseudo meta knowledge D̂^pseu. The latter are features from a generator that learns through the frozen head (Eq 10).
 
 Readings where the paper is open:
 
+- t counts communication rounds, although Algorithm 1 loops over t inside a client. "t == 1" in line 8 means t ≥ 1.
+- c′ in line 8 is any other client that has sent D̂, in whatever round. The server draws it.
 - D̂ has hard labels of the classes that a client holds. With `labels = all` it has all classes, as the paper's
   byte count implies.
-- "t == 1" in Algorithm 1 is read as t ≥ 1.
-- β of Eq 11 is `pseudo_weight`.
-- φ is taken at w*, where the loss is.
+- φ and the loss of Eq 8 are taken at w*, as in Eq 6. Eqs 7 and 8 write w^c.
+- β of Eq 11 is the option `pseudo_weight`; each server step draws β · |batch| features.
+- The generator's loss has FedGen's diversity term, against collapse.
 - The ablation "w/o Iter" is `rounds = 1`.
 - D̂ never starts from real samples: clients would upload near-copies of private data.
 
@@ -161,10 +162,10 @@ class FedMK(Method):
     generator_lr: PositiveFloat = 0.001
     """Learning rate of the generator (Adam)."""
 
-    # --- Algorithm 1 ---
+    # --- Algorithm 1: the server's loop ---
 
     def init(self, task: Task, seed: int) -> FedMKState:
-        """The initial model and generator."""
+        """Input: the initial global parameters W_G and generator parameters w^G."""
         if not self.matching_steps and (not self.outer_steps or self.refine_from > 1):
             raise SettingError(
                 "nothing would be condensed in round 1: set matching_steps > 0, or outer_steps > 0 with refine_from = 1"
@@ -184,10 +185,10 @@ class FedMK(Method):
         return FedMKState(task.initial_weights(seed), generator, empty)
 
     def round(self, state: FedMKState, clients: Clients) -> FedMKState:
-        """The cohort condenses its data to D̂; the server trains the global model on D̂."""
-        cohort = self.sample_cohort(clients)
+        """Lines 2 to 17: the cohort C condenses its data to D̂; the server trains W_G on D̂."""
+        cohort = self.sample_cohort(clients)  # line 2
         per_class = range(self.per_class + 1)
-        answers = clients.ask(
+        answers = clients.ask(  # lines 4 to 13
             cohort,
             self.condense,
             model=state.model,
@@ -200,12 +201,12 @@ class FedMK(Method):
             },
         )
         sent: dict[int, Knowledge] = {answer.client: answer["knowledge"] for answer in answers}
-        new = {client: knowledge for client, knowledge in sent.items() if any(map(len, knowledge.values()))}
+        new = {client: d_hat for client, d_hat in sent.items() if any(map(len, d_hat.values()))}
         if not new:
             return state
         knowledge = {**state.knowledge, **new}
         images, labels = concatenate_images((knowledge if self.keep_images == "latest" else new).values())
-        (result,) = clients.map_on_server(
+        (result,) = clients.map_on_server(  # lines 14 to 17
             self.train_global_model, [{}], model=state.model, generator=state.generator, images=images, labels=labels
         )
         if not result["finite"]:
@@ -219,7 +220,7 @@ class FedMK(Method):
     def draw_shared_knowledge(
         self, state: FedMKState, cohort: list[int], stream: torch.Generator
     ) -> dict[int, Encoded]:
-        """Meta knowledge sharing: for each client, the D̂ of a random other client if `init_from` is "shared"."""
+        """Line 8, c′ ~ randint[1, C]: for each client the D̂ of a random other one, if `init_from` is "shared"."""
         shared: dict[int, Encoded] = {}
         for client in cohort:
             others = [other for other in state.knowledge if other != client]
@@ -229,19 +230,15 @@ class FedMK(Method):
             shared[client] = Encoded(knowledge, self.codec)
         return shared
 
-    def synthetic_data(self, state: FedMKState) -> dict[int, tuple[Tensor, Tensor]]:
-        """The latest D̂ of every client."""
-        return {client: concatenate_images([knowledge]) for client, knowledge in state.knowledge.items()}
-
-    # --- Federated meta knowledge extraction on clients: Eqs 3-8 ---
+    # --- Federated meta knowledge extraction on clients: lines 4 to 13, Eqs 3-8 ---
 
     @on_client
     def condense(self, client: Client, model: Weights, shared: Knowledge) -> dict[str, Any]:
-        """Extracts D̂ from the client's data."""
+        """Lines 5 to 12: extracts D̂ from the client's samples D, and sends it to the server."""
         samples = self.eligible_samples(client)
         labels = self.hard_labels(samples, client.task.classes)
-        images = self.initial_images(client, labels, shared)
-        if self.matching_steps:
+        images = self.initial_images(client, labels, shared)  # lines 7 and 8
+        if self.matching_steps:  # not in the paper
             images = match_statistics(
                 client.net(model),
                 images,
@@ -253,7 +250,7 @@ class FedMK(Method):
                 stream=client.stream("matching"),
             )
         if self.outer_steps and client.round >= self.refine_from:
-            images = self.outer_loop(client.net(model), images, labels, samples, client.stream("refining"))
+            images = self.outer_loop(client.net(model), images, labels, samples, client.stream("refining"))  # line 10
         if not bool((images.abs() <= MAX_PIXEL).all()):
             raise Unable("the condensed images diverged; lower matching_lr, outer_lr or inner_lr")
         knowledge = {str(label): images[labels == label] for label in range(client.task.classes)}
@@ -275,20 +272,20 @@ class FedMK(Method):
         return included.nonzero().squeeze(1).repeat_interleave(self.per_class)
 
     def initial_images(self, client: Client, labels: Tensor, shared: Knowledge) -> Tensor:
-        """D̂_ini: images of the same class from the shared or the client's own last D̂; otherwise U[−1, 1]."""
+        """Lines 7 and 8: D̂_ini, by class from the shared or the client's own last D̂; the rest is U[−1, +1]."""
         images = (
             2 * torch.rand(len(labels), *client.task.shape, generator=client.stream("images")).to(labels.device) - 1
         )
         source = client.store.get("knowledge") or {} if self.init_from == "own" else shared
-        for label, given in source.items():
+        for label, previous in source.items():
             (positions,) = torch.nonzero(labels == int(label), as_tuple=True)
-            images[positions[: len(given)]] = given[: len(positions)].to(images)
+            images[positions[: len(previous)]] = previous[: len(positions)].to(images)
         return images
 
     def outer_loop(
         self, net: nn.Module, images: Tensor, labels: Tensor, samples: Samples, stream: torch.Generator
     ) -> Tensor:
-        """D̂ ← D̂ − α ∇_D̂ L(w*, Φ, D) (Eqs 6 and 8), `outer_steps` times."""
+        """D̂ ← D̂ − α ∇_D̂ L(w*, Φ, D), `outer_steps` times: Eq 8, which is Eq 6 with dynamic weights Φ."""
         images = images.clone().requires_grad_()
         optimizer = (torch.optim.Adam if self.optimizer == "adam" else torch.optim.SGD)([images], lr=self.outer_lr)
         global_weights: dict[str, Tensor] = {name: p for name, p in net.named_parameters() if p.requires_grad}
@@ -297,19 +294,19 @@ class FedMK(Method):
         w = global_weights
         for step in range(self.outer_steps):
             if step % self.restart_every == 0:
-                w = global_weights
+                w = global_weights  # line 5: w ← W_G
             batch = torch.arange(count) if batch_size is None else torch.randint(count, (batch_size,), generator=stream)
             x, y = samples.pick(batch)
-            w_star = self.inner_loop(net, w, images, labels, stream)
+            w_star = self.inner_loop(net, w, images, labels, stream)  # Eq 5
             (images.grad,) = torch.autograd.grad(self.outer_loss(net, w_star, x, y, balance), images)
-            optimizer.step()
+            optimizer.step()  # Eq 8
             w = {name: tensor.detach().requires_grad_() for name, tensor in w_star.items()}
         return images.detach()
 
     def inner_loop(
         self, net: nn.Module, weights: Mapping[str, Tensor], images: Tensor, labels: Tensor, stream: torch.Generator
     ) -> dict[str, Tensor]:
-        """w* ← w − η ∇_w L(w, D̂) (Eq 5), `inner_steps` times; w* stays differentiable in D̂."""
+        """w ← w − η ∇_w L(w, D̂), `inner_steps` times (Eq 5). The result w* is differentiable in D̂."""
         w = dict(weights)
         unused = torch.empty(0, dtype=torch.long)
         size = len(images) if self.inner_batch_size is None else min(self.inner_batch_size, len(images))
@@ -329,33 +326,33 @@ class FedMK(Method):
         return w
 
     def outer_loss(self, net: nn.Module, w_star: dict[str, Tensor], x: Tensor, y: Tensor, balance: Tensor) -> Tensor:
-        """L(w*, Φ, D) = (1/N) Σ φᵢ ℓ(w*, xᵢ, yᵢ) over real samples (Eq 8)."""
+        """L(w*, Φ, D) = (1/N) Σ φᵢ ℓ(w*, xᵢ, yᵢ) over real samples (below Eq 8)."""
         losses = F.cross_entropy(functional_call(net, w_star, (x,)), y, reduction="none")
         return (self.weigh_samples(losses, balance[y]) * losses).mean()
 
     def weigh_samples(self, losses: Tensor, balance: Tensor) -> Tensor:
-        """Dynamic weights φ = 1 / (1 + exp(−τ ℓ)) (Eq 7); or else class-balancing or equal weights."""
+        """Line 9: dynamic weights φ = 1 / (1 + exp(−τ ℓ)) (Eq 7); as ablations, class-balancing or equal weights."""
         if self.sample_weights == "dynamic":
             return torch.sigmoid(self.tau * losses.detach())
         return balance if self.sample_weights == "class" else torch.ones_like(losses)
 
-    # --- Global model training on the server: Eqs 9-11 ---
+    # --- Global model training on the server: lines 14 to 17, Eqs 9-11 ---
 
     @on_server(stream="learn")
     def train_global_model(
         self, server: Server, model: Weights, generator: Weights, images: Tensor, labels: Tensor
     ) -> dict[str, Any]:
-        """Trains the generator (Eq 10), then the global model on D̂ (Eq 9) and on generated features (Eq 11).
+        """Lines 15 to 17: updates w^G by Eq 10, then W_G by Eq 11, on D̂ and on features from the generator (D̂^pseu).
 
         If training diverges (too high a learning rate, or a malicious client), model and generator stay the same.
         """
         net, stream = server.net(model), server.stream("learning")
         class_weights = torch.bincount(labels, minlength=server.task.classes).float()
-        generate = None
+        generator_net = None
         if self.pseudo_weight:
-            generate, head = build_generator(server.task, net, generator), split_net(net)[1]
-            train_generator(
-                generate,
+            generator_net, head = build_generator(server.task, net, generator), split_net(net)[1]
+            train_generator(  # line 15
+                generator_net,
                 lambda features, _: head(features),
                 class_weights,
                 stream,
@@ -370,29 +367,34 @@ class FedMK(Method):
             x = images[batch]
             if self.augment:
                 x = apply_affine(x, draw_affine(len(x), stream))
-            loss = F.cross_entropy(net(x), labels[batch])
-            if generate is not None:
-                loss = loss + self.pseudo_weight * self.pseudo_loss(generate, split_net(net)[1], class_weights, stream)
+            loss = F.cross_entropy(net(x), labels[batch])  # L(W_G, D̂), Eq 9
+            if generator_net is not None:  # + β L(W_G, D̂^pseu), Eq 11
+                pseudo_loss = self.pseudo_loss(generator_net, split_net(net)[1], class_weights, stream)
+                loss = loss + self.pseudo_weight * pseudo_loss
             optimizer.zero_grad()
             torch.autograd.backward(loss)
             optimizer.step()
             if schedule:
                 schedule.step()
-        trained = {"model": get_weights(net), "generator": {} if generate is None else get_weights(generate)}
+        trained = {"model": get_weights(net), "generator": {} if generator_net is None else get_weights(generator_net)}
         finite = all(map(all_finite, trained.values()))
         return {**(trained if finite else {"model": model, "generator": generator}), "finite": finite}
 
     def pseudo_loss(
-        self, generate: Generator, head: nn.Module, class_weights: Tensor, stream: torch.Generator
+        self, generator: Generator, head: nn.Module, class_weights: Tensor, stream: torch.Generator
     ) -> Tensor:
-        """L(W_G, D̂^pseu): the head's loss on generated features. The encoder gets no gradient from it."""
+        """Line 16: L(W_G, D̂^pseu), the head's loss on new features z ~ G(y). The encoder gets no gradient from it."""
         count = max(2, round(self.pseudo_weight * self.server_batch_size))
-        noise, y = generate.draw(count, stream, class_weights)
+        noise, y = generator.draw(count, stream, class_weights)
         with torch.no_grad():
-            features = generate(noise, y)
-        return F.cross_entropy(head(features), y)
+            z = generator(noise, y)
+        return F.cross_entropy(head(z), y)
 
-    # --- Images for reports ---
+    # --- D̂ for audits and reports ---
+
+    def synthetic_data(self, state: FedMKState) -> dict[int, tuple[Tensor, Tensor]]:
+        """The latest D̂ of every client."""
+        return {client: concatenate_images([d_hat]) for client, d_hat in state.knowledge.items()}
 
     def image_grids(self, state: FedMKState) -> list[ImageGrid]:
         """D̂ by client and class, and the D̂ of one client by round."""
@@ -420,8 +422,8 @@ class FedMK(Method):
 class FedMKPaper(FedMK):
     """FedMK as in the paper: no matching, no augmentation, one inner step on all of D̂, this round's D̂ only.
 
-    Two departures remain. The outer optimizer is Adam, not plain gradient descent, on 256 real samples per step, not
-    all. The number of steps and the server's training, which the paper does not give, are our choice.
+    Two departures remain. The outer optimizer is Adam instead of plain gradient descent, and an outer step uses 256
+    real samples instead of all. The paper does not give the number of steps or the server's training; we chose both.
     """
 
     tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {
@@ -448,9 +450,9 @@ class FedMKPaper(FedMK):
 
 def concatenate_images(knowledge: Iterable[Knowledge]) -> tuple[Tensor, Tensor]:
     """All images of several D̂, and their labels."""
-    parts = [(images, int(label)) for each in knowledge for label, images in each.items()]
-    labels = [torch.full((len(images),), label) for images, label in parts]
-    return torch.cat([images for images, _ in parts]), torch.cat(labels)
+    classes = [(images, int(label)) for d_hat in knowledge for label, images in d_hat.items()]
+    labels = [torch.full((len(images),), label) for images, label in classes]
+    return torch.cat([images for images, _ in classes]), torch.cat(labels)
 
 
 def class_balance(labels: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """FedProx: FedAvg with a proximal term.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogeneous Networks, MLSys 2020, Algorithm 2.
-Client k minimizes, from the global model w_t of its round,
+A round is one of FedAvg, except that client k starts from the global model w^t and minimizes
 
-    h_k(w; w_t) = F_k(w) + (μ / 2) ‖w − w_t‖²        (Eq 2)
+    h_k(w; w^t) = F_k(w) + (μ / 2) ‖w − w^t‖²        (Eq 2)
 
-Departures: those of FedAvg. All clients of the cohort do the same work, so the paper's partial work does not arise.
+Departures:
+
+- Those of FedAvg. All clients take the same number of steps; the paper also lets slow clients do less work.
+- Clients are sampled uniformly and averaged by size, as in FedAvg. Algorithm 2 samples by size and averages equally.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ class FedProx(FedAvg):
     """Weight of the proximal term (μ)."""
 
     def fit(self, net: nn.Module, client: Client) -> None:
-        """w ← w − η (∇F_k(w) + μ (w − w_t)) for each batch, in place: SGD on Eq 2."""
-        global_weights = [parameter.detach().clone() for parameter in net.parameters() if parameter.requires_grad]
+        """w_k^{t+1} ≈ argmin_w h_k(w; w^t): for each batch, w ← w − η (∇F_k(w) + μ (w − w^t)), in place."""
+        w_t = [parameter.detach().clone() for parameter in net.parameters() if parameter.requires_grad]
 
-        def add_proximal_gradient(weights: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
-            """∇ (μ / 2) ‖w − w_t‖² = μ (w − w_t)"""
-            torch._foreach_add_(gradients, torch._foreach_sub(weights, global_weights), alpha=self.mu)
+        def add_proximal_gradient(w: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
+            """∇h_k(w; w^t) = ∇F_k(w) + μ (w − w^t)"""
+            torch._foreach_add_(gradients, torch._foreach_sub(w, w_t), alpha=self.mu)
 
         batches = client.train.batches(self.batch_indices(client))
         sgd(net, batches, self.lr, modify_gradients=add_proximal_gradient)

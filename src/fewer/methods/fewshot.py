@@ -255,10 +255,10 @@ class FewShot(Method):
         """Counts correct predictions on tasks from the client's own samples."""
         samples, kind = (client.test, "novel") if part == "test" else (client.validation, "validation")
         generator = stream(client.seed, client.id, part, "tasks")
-        drawn = [self.draw_task(samples, generator, kind) for _ in range(tasks)]
+        episodes = [self.draw_task(samples, generator, kind) for _ in range(tasks)]
         solver = self.task_solver(client, self.client_weights(client, model, best), best)
         correct: dict[str, list[int]] = {name: [] for name in self.predictors}
-        for task in drawn:
+        for task in episodes:
             for name, classes in self.predict(solver, task).items():
                 correct[name].append(int((classes == task.query_y).sum()))
         return {"correct": {name: torch.tensor(counts) for name, counts in correct.items()}}

@@ -34,7 +34,7 @@ class FLMAML(FineTuned):
         return initial_n_way_weights(task, seed, self.way)
 
     def fit(self, client: Client, model: Weights) -> Weights:
-        """One Adam step per task."""
+        """Takes one meta-step per task, by Adam, and returns the new initialization."""
         net = load_n_way_net(client, model, self.way).train()
         theta = {name: tensor.clone() for name, tensor in trainable_weights(net).items()}
         first = second = {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
@@ -45,7 +45,7 @@ class FLMAML(FineTuned):
         return get_weights(net) | theta
 
     def task_gradient(self, net: EncoderHead, theta: Weights, received: Weights, task: Episode) -> Weights:
-        """The gradient of the query loss after fine-tuning. Subclasses override it."""
+        """The gradient of the query loss after fine-tuning. Override this to change the loss."""
         support, query = (task.support_x, task.support_y), (task.query_x, task.query_y)
         return meta_gradient(
             net, theta, [support] * self.fine_tune_steps, query, self.fine_tune_lr, self.first_order

@@ -37,7 +37,7 @@ class FLProto(FewShot):
         return select_encoder(task.initial_weights(seed))
 
     def fit(self, client: Client, model: Weights) -> Weights:
-        """One Adam step per task."""
+        """Takes one Adam step per task and returns the encoder."""
         net = self.task_solver(client, model, best=False).train()
         encoder = split_net(net)[0]
         optimizer = torch.optim.Adam(encoder.parameters(), lr=self.lr, weight_decay=self.weight_decay)

@@ -103,7 +103,7 @@ class FewRounds(Method):
     epochs: PositiveInt = 1
     """Local epochs over the support set in a round (E)."""
     batch_size: PositiveInt | None = 60
-    """Samples in a local step. `none`: the full support set, as in Algorithm 1."""
+    """Samples in a local step. `null`: the full support set, as in Algorithm 1."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
     """GPAL: weight of the local loss (γ). The loss by global prototypes has weight 1 − γ."""
     prototypes_from: Literal["before", "after"] = "before"
@@ -144,9 +144,9 @@ class FewRounds(Method):
 
     def group_round(self, group: AnyGroup, cohort: Sequence[int], clients: Clients, last: bool) -> AnyGroup:
         """Lines 6 to 14: one round of the group."""
-        one_per_class = Shaped((range(1, group.num_classes + 1),), torch.int64)
+        per_class_schema = Shaped((range(1, group.num_classes + 1),), torch.int64)
         if self.head == "linear" and not group.rounds_done:
-            answers = clients.ask(cohort, self.hold_out_classes, returns={"classes": one_per_class})
+            answers = clients.ask(cohort, self.hold_out_classes, returns={"classes": per_class_schema})
             valid = valid_answers(answers, clients, group.num_classes, "hold_out_classes")
             group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in valid])))
         fields: dict[str, Any] = {"model": Encoded(group.model, self.codec), **self.prototype_payload(group)}
@@ -154,9 +154,9 @@ class FewRounds(Method):
         returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SAMPLES)}
         if upload:
             returns |= {
-                "classes": one_per_class,
-                "means": Shaped((one_per_class.shape[0], group.means.shape[1])),
-                "counts": one_per_class,
+                "classes": per_class_schema,
+                "means": Shaped((per_class_schema.shape[0], group.means.shape[1])),
+                "counts": per_class_schema,
             }
         if self.keep_best is not None:
             returns["score"] = Number(float, 0, 1)
@@ -179,7 +179,7 @@ class FewRounds(Method):
         return self.head == "gpal" or (self.head == "distance" and last)
 
     def aggregate(self, group: AnyGroup, updates: Sequence[Mapping[str, Any]]) -> AnyGroup:
-        """Lines 13 and 14: averages models by size of support set, and each prototype over the clients that hold it."""
+        """Lines 13 and 14: θ ← Σ_k λ_k θ_k with λ_k the relative support set size, and Γ(c) over the holders of c."""
         if self.keep_best is not None:
             updates = sorted(updates, key=lambda update: -update["score"])[: self.keep_best]
         model = weighted_mean([update["model"] for update in updates], [update["size"] for update in updates])
@@ -207,7 +207,7 @@ class FewRounds(Method):
 
     @on_client(stream="holds")
     def hold_out_classes(self, client: Client) -> dict[str, Any]:
-        """The classes of the support set; a linear head needs them before the first round."""
+        """Returns the classes of the support set; a linear head needs them before the first round."""
         return {"classes": torch.unique(self.support_set(client).labels)}
 
     @on_client(stream="learn")
@@ -219,7 +219,7 @@ class FewRounds(Method):
         classes: Tensor | None = None,
         means: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Lines 7 to 11: downloads θ and Γ, trains on the support set, uploads θ_k and Γ_k."""
+        """Lines 7 to 11: downloads θ and Γ, trains on the support set S_k, uploads θ_k and Γ_k."""
         update = self.fit_support(
             self.build_net(client, model),
             self.support_set(client),
@@ -238,7 +238,7 @@ class FewRounds(Method):
         upload_prototypes: bool,
         generator: torch.Generator,
     ) -> dict[str, Any]:
-        """Lines 8 to 11, E times: trains in place on the support set; returns what the client uploads."""
+        """Lines 8 to 11, E times: θ_k ← θ − α ∇f(θ, S_k), in place. Returns what the client uploads."""
         held_out = support
         if self.keep_best is not None and len(support) > 1:
             held_out, support = split_support_query(support, HELD_OUT_FRACTION, generator)
@@ -425,8 +425,8 @@ class PreparingMethod(EvaluatedOnGroups, FewRounds):
         load_weights(net, {**initial, **group.model})
         return net, group
 
-    def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
-        """Always fails: a prepared model cannot predict before a group has trained it."""
+    def build_model(self, make_net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+        """Raises: a prepared model cannot predict before a group has trained it."""
         raise SettingError(f"{self.name} prepares a model for groups; run `fewer deploy` to train one that predicts")
 
 
@@ -474,7 +474,7 @@ class FRL(PreparingMethod):
     # The server.
 
     def init(self, task: Task, seed: int) -> FRLState:
-        """Starts from φ⁰, before the first episode."""
+        """Input: the initialized model φ⁰, before the first episode."""
         episode_rounds = self.group_rounds + 1
         if self.rounds % episode_rounds:
             raise SettingError(
@@ -504,7 +504,7 @@ class FRL(PreparingMethod):
         return not name.startswith(HEAD) or self.meta_head
 
     def meta_update(self, state: FRLState, clients: Clients) -> FRLState:
-        """Lines 16 to 21: φ ← θ⁰ − β Σ μ_k ∇f(θ^R, Q_k), with μ_k the relative data size; or the same by Adam."""
+        """Lines 16 to 21: φ ← θ⁰ − β Σ_k μ_k ∇f(θ^R, Q_k) with μ_k the relative data size, or a step of Adam."""
         answers = clients.ask(
             state.cohort,
             self.answer_queries,

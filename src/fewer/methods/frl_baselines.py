@@ -11,8 +11,8 @@ equal `rounds` mean equal effort.
 - `frl-per-fedavg`: pretraining by Per-FedAvg (Fallah, Mokhtari, Ozdaglar, NeurIPS 2020), which prepares for a step of
   each client alone.
 - `frl-warm-start` (not in the paper): FRL whose first rounds are the pretraining of `frl-fine-tuning`.
-- `frl-meta-head`: another reading of FRL with a linear head, which the paper has "as in other baselines": one head for
-  all training classes.
+- `frl-meta-head`: FRL with one linear head for all training classes, another reading of the paper's "as in other
+  baselines".
 
 Departures:
 - Per-FedAvg is first order, as FRL is.

@@ -78,7 +78,7 @@ class FRLDeploy(FewRounds):
         return self.group_round(state, self.sample_cohort(clients), clients, last=clients.will_evaluate)
 
     def sample_cohort(self, clients: Clients) -> list[int]:
-        """The whole group, unless `cohort` is smaller."""
+        """All clients of the group, or `cohort` of them."""
         return list(range(len(clients))) if self.cohort is None else super().sample_cohort(clients)
 
     def broadcast(self, state: DeployState) -> Weights:
@@ -87,10 +87,10 @@ class FRLDeploy(FewRounds):
         prototypes = {CLASSES: state.classes, MEANS: state.means, NUM_CLASSES: num_classes}
         return {**state.unused_head, **state.model, **prototypes}
 
-    def build_model(self, net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
-        """The group's model, which predicts by Γ."""
+    def build_model(self, make_net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+        """The group's model, which predicts by Γ or by its linear head."""
         theta = {name: tensor for name, tensor in weights.items() if name not in (CLASSES, MEANS, NUM_CLASSES)}
-        return GroupModel(net(theta), weights[CLASSES], weights[MEANS], int(weights[NUM_CLASSES]))
+        return GroupModel(make_net(theta), weights[CLASSES], weights[MEANS], int(weights[NUM_CLASSES]))
 
 
 def vocabulary_checksum(data: Data) -> int | None:

@@ -28,7 +28,7 @@ class Local(PersonalMethod, FedAvg):
         return EmptyState()
 
     def round(self, state: Any, clients: Clients) -> Any:
-        """The cohort trains. The only messages are the request and its confirmation."""
+        """The cohort trains. No weights are sent."""
         clients.ask(self.sample_cohort(clients), self.train_personal, returns={})
         return state
 
@@ -41,7 +41,7 @@ class Local(PersonalMethod, FedAvg):
         return {}
 
     def broadcast(self, state: Any) -> Weights:
-        """Nothing."""
+        """Nothing: clients keep their models."""
         return {}
 
     def personal_model(self, client: Client, model: Weights) -> nn.Module:

@@ -1,8 +1,8 @@
 """MetaFed: a ring of federations without a server.
 
 Chen, Lu, Qin, Wang, Xie: MetaFed: Federated Learning among Federations with Cyclic Knowledge Distillation for
-Personalized Healthcare, 2022, Algorithms 1 and 2, Eqs 2 to 4. Every federation ends with its own model. A model travels
-around the ring: each federation's model teaches the next federation.
+Personalized Healthcare, 2022, Algorithms 1 and 2, Eqs 2 to 4. Federation i ends with its own model f_i. The models
+travel around the ring: f_i is the teacher of federation i + 1.
 
 - Stage I, common knowledge accumulation (Algorithm 1). A federation whose own model does well on its validation samples
   distills the received model into it (Eq 3 with λ₀). Otherwise it adopts the received weights, except for its
@@ -10,12 +10,13 @@ around the ring: each federation's model teaches the next federation.
 - Stage II, personalization (Algorithm 2). The last model is the common model f. It travels around the ring once more,
   unchanged. Each federation distills f into its own model with its own λ (Eq 4), which is 0 if f is poor there.
 
-The last of `rounds` is Stage II; all others are Stage I.
-
 Departures:
 
+- Stage I takes a fixed number of rounds instead of "until convergence": the last of `rounds` is Stage II, all others
+  are Stage I.
 - The square in Eq 2 is a mean over features, not a sum, so that λ means the same for all nets.
 - A federation trains for a fixed number of steps, not epochs.
+- A federation without validation samples uses its training samples for validation.
 - A federation keeps its best model on validation samples (Section 4.1: "select the best model"). Ties in accuracy go to
   the lower loss, and then to the later model.
 - l_t1 is 1 by default, so that Stage I always adopts and Stage II distills. In first runs this was better than the
@@ -108,9 +109,9 @@ class MetaFed(PersonalMethod):
     distill_weight: NonNegativeFloat = 1.0
     """Weight of the feature loss (λ₀)."""
     distill_threshold: NonNegativeFloat = 1.0
-    """Own validation accuracy above which Stage I distills the received model; otherwise it adopts it (l_t1)."""
+    """A federation whose own model has a higher validation accuracy distills in Stage I; others adopt (l_t1)."""
     ignore_threshold: Fraction = 0.5
-    """Validation accuracy below which Stage II ignores a common model that is no better than the own one (l_t2)."""
+    """Validation accuracy below which Stage II ignores a common model no better than the federation's own (l_t2)."""
     warmup_steps: NonNegativeInt | None = None
     """Training steps of each federation alone, before the first round. [default: local_steps]"""
     stages: Literal["both", "accumulate", "personalize"] = "both"
@@ -118,7 +119,7 @@ class MetaFed(PersonalMethod):
     transfer: Literal["distill", "fine-tune"] = "distill"
     """Learn from the received model by distillation, or always adopt it and fine-tune."""
     keep_norms: bool = True
-    """Keep the own normalization layers when adopting a model."""
+    """Keep the federation's normalization layers when it adopts a model."""
     nets: Annotated[tuple[str, ...], BeforeValidator(lambda x: x.split(",") if isinstance(x, str) else x)] = ()
     """Nets of the federations in ring order, repeated as needed (cnn,lenet5). [default: the experiment's model]"""
     federations: PositiveInt | None = None
@@ -146,7 +147,7 @@ class MetaFed(PersonalMethod):
         return data if self.federations is None else group_clients(data, self.federations)
 
     def init(self, task: Task, seed: int) -> RingState:
-        """An empty ring. Checks the nets and the inner method."""
+        """Checks the nets and the inner method, and returns a ring in which no federation holds a model."""
         split_net(task.net())
         for name in self.nets:
             net = replace_task_net(task, name).net().eval()
@@ -158,10 +159,10 @@ class MetaFed(PersonalMethod):
         return RingState([])
 
     def round(self, state: RingState, clients: Clients) -> RingState:
-        """One pass around the ring."""
+        """One pass around the ring: Algorithm 1, lines 3 to 10, or in the last round Algorithm 2."""
         ring = self.sample_cohort(clients)
         if clients.round == 1:
-            clients.ask(ring, self.warm_up, returns={})
+            clients.ask(ring, self.warm_up, returns={})  # Algorithm 1, line 2
         stage_two = self.stages == "personalize" or (self.stages == "both" and clients.round == self.rounds)
         handler = self.personalize if stage_two else self.accumulate
         return RingState(clients.relay(ring, handler, state.holders, self.sealed))
@@ -170,72 +171,78 @@ class MetaFed(PersonalMethod):
         """All federations, or `cohort` of them, in ring order."""
         return sorted(clients.sample(len(clients) if self.cohort is None else self.cohort))
 
-    # --- a federation -----------------------------------------------------------------------------------------
+    # --- federation i + 1 -------------------------------------------------------------------------------------
 
     @on_client(stream="begin")
     def warm_up(self, client: Client) -> dict[str, Any]:
-        """Algorithm 1, line 2: trains a local model. An absent federation does so when it first receives a model."""
-        self.load_or_train_own(client)
+        """Algorithm 1, line 2: trains f_{i+1} with ℓ_cls. An absent federation does so when it first gets a model."""
+        self.load_or_train_record(client)
         return {}
 
     @on_ring
     def accumulate(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        """Algorithm 1, lines 3 to 10: distills or adopts the received model, and sends the result on."""
+        """Algorithm 1, lines 3 to 10: distills or adopts the received model f_i, and sends the new f_{i+1} on."""
         if model is not None:
             self.check_received(client, model, net)
-        own = self.load_or_train_own(client)
+        record = self.load_or_train_record(client)
         if model is None:  # the first federation has no teacher yet
-            return self.outgoing_message(client, own["model"])
+            return self.outgoing_message(client, record["model"])
         federation, own_net = self.build_federation(client), self.net_name(client)
-        own_accuracy = accuracy(federation.evaluate(own["model"], own_net))
-        if net != own_net or (own_accuracy > self.distill_threshold and self.transfer == "distill"):
-            trained = federation.distill(own["model"], Teacher(model, net, self.distill_weight))
-            self.save_own(client, federation, own, trained, distill_weight=self.distill_weight)
+        own_accuracy = accuracy(federation.evaluate(record["model"], own_net))  # line 4: acc_{i+1}
+        if net != own_net or (own_accuracy > self.distill_threshold and self.transfer == "distill"):  # line 5
+            # Line 6: train f_{i+1} with Eq 3.
+            trained = federation.distill(record["model"], Teacher(model, net, self.distill_weight))
+            self.save_record(client, federation, record, trained, distill_weight=self.distill_weight)
         else:
-            trained = federation.local_train(self.merge_keeping_norms(client, model, own["model"]), "taken")
-            self.save_own(client, federation, own, trained, adopted=own["adopted"] + 1)
-        return self.outgoing_message(client, trained)
+            # Lines 8 and 9: initialize f_{i+1} with f_i, and train it with ℓ_cls.
+            trained = federation.local_train(self.merge_keeping_norms(client, model, record["model"]), "taken")
+            self.save_record(client, federation, record, trained, adopted=record["adopted"] + 1)
+        return self.outgoing_message(client, trained)  # line 3 of the next federation
 
     @on_ring(stream="personalise")
     def personalize(self, client: Client, model: Weights | None = None, net: str = "") -> dict[str, Any]:
-        """Algorithm 2: learns from the common model with an adapted λ, and sends the common model on unchanged."""
+        """Algorithm 2, lines 1 to 9: distills the common model f with an adapted λ, and sends f on unchanged."""
         if model is not None:
             self.check_received(client, model, net)
-        own = self.load_or_train_own(client)
+        record = self.load_or_train_record(client)
         federation, own_net = self.build_federation(client), self.net_name(client)
-        if model is None:
-            model, net = own["model"], own_net
-        common_accuracy = accuracy(federation.evaluate(model, net))
-        own_accuracy = accuracy(federation.evaluate(own["model"], own_net))
-        distill_weight = distill_weight_for(self.distill_weight, common_accuracy, own_accuracy, self.ignore_threshold)
-        adopted = own["adopted"]
+        if model is None:  # without Stage I, the first federation's own model is f
+            model, net = record["model"], own_net
+        common_accuracy = accuracy(federation.evaluate(model, net))  # line 2: acc_{i,i+1}
+        own_accuracy = accuracy(federation.evaluate(record["model"], own_net))  # line 3: acc_{i+1,i+1}
+        distill_weight = adaptive_distill_weight(  # lines 4 to 8: λ
+            self.distill_weight, common_accuracy, own_accuracy, self.ignore_threshold
+        )
+        adopted = record["adopted"]
         if net != own_net or self.transfer == "distill":
-            trained = federation.distill(own["model"], Teacher(model, net, distill_weight))
+            # Line 9: train f_{i+1} with Eq 3.
+            trained = federation.distill(record["model"], Teacher(model, net, distill_weight))
         else:
-            trained = federation.local_train(self.merge_keeping_norms(client, model, own["model"]), "taken")
+            # The ablation "Finetune": adopt f and train it with ℓ_cls.
+            trained = federation.local_train(self.merge_keeping_norms(client, model, record["model"]), "taken")
             adopted += 1
-        self.save_own(client, federation, own, trained, distill_weight=distill_weight, adopted=adopted)
-        return {"model": Encoded(model, self.codec), "net": net}
+        self.save_record(client, federation, record, trained, distill_weight=distill_weight, adopted=adopted)
+        return {"model": Encoded(model, self.codec), "net": net}  # line 1 of the next federation
 
     # --- building blocks --------------------------------------------------------------------------------------
 
-    def load_or_train_own(self, client: Client) -> dict[str, Any]:
-        """The federation's record. Without one, trains a model on the federation's own samples first."""
-        own: dict[str, Any] | None = client.store.get(FEDERATION)
-        if own is not None:
-            return own
+    def load_or_train_record(self, client: Client) -> dict[str, Any]:
+        """The federation's record. Before there is one, trains the first model (Algorithm 1, line 2)."""
+        record: dict[str, Any] | None = client.store.get(FEDERATION)
+        if record is not None:
+            return record
         steps = self.local_steps if self.warmup_steps is None else self.warmup_steps
         federation = self.build_federation(client, steps)
         model = replace_client_net(client, self.net_name(client)).initial_weights()
         if steps:
             model = federation.local_train(model, WARM_UP)
-        empty = {"best_correct": -1, "best_loss": 0.0, "distill_weight": 0.0, "adopted": 0, "inner_bytes": {}}
-        return self.save_own(client, federation, empty, model)
+        empty_record = {"best_correct": -1, "best_loss": 0.0, "distill_weight": 0.0, "adopted": 0, "inner_bytes": {}}
+        return self.save_record(client, federation, empty_record, model)
 
-    def save_own(
-        self, client: Client, federation: Federation, own: Mapping[str, Any], model: Weights, **statistics: Any
+    def save_record(
+        self, client: Client, federation: Federation, record: Mapping[str, Any], model: Weights, **statistics: Any
     ) -> dict[str, Any]:
-        """Saves the new model, also as the best one if it is, and returns the updated record.
+        """Saves the new model, also as the best one if it is. Returns the updated record.
 
         Raises `Unable` if the model diverged, because of the learning rate or of the received model. The relay finds
         out which.
@@ -243,17 +250,17 @@ class MetaFed(PersonalMethod):
         counts = federation.evaluate(model, self.net_name(client))
         if counts.loss > DIVERGED_LOSS * counts.total or not all_finite(model):
             raise Unable(f"training diverged; lower lr (now {self.lr:g})")
-        is_best = (counts.correct, -counts.loss) >= (own["best_correct"], -own["best_loss"])
+        is_best = (counts.correct, -counts.loss) >= (record["best_correct"], -record["best_loss"])
         best = {"best_model": model, "best_correct": counts.correct, "best_loss": counts.loss} if is_best else {}
-        inner_bytes = Counter(own["inner_bytes"])
+        inner_bytes = Counter(record["inner_bytes"])
         if isinstance(federation, ClientGroup):
             inner_bytes += federation.inner_bytes
-        record = {**own, **statistics, "model": model, **best, "inner_bytes": dict(inner_bytes)}
-        client.store.put(FEDERATION, record)
-        return record
+        updated = {**record, **statistics, "model": model, **best, "inner_bytes": dict(inner_bytes)}
+        client.store.put(FEDERATION, updated)
+        return updated
 
     def outgoing_message(self, client: Client, model: Weights) -> dict[str, Any]:
-        """The message to the next federation."""
+        """The message to the next federation: a model and the name of its net."""
         return {"model": Encoded(model, self.codec), "net": self.net_name(client)}
 
     def check_received(self, client: Client, model: Weights, net: str) -> None:
@@ -266,12 +273,12 @@ class MetaFed(PersonalMethod):
             if model[name].dtype != tensor.dtype:
                 raise Refused(f"the received model has {name} in {model[name].dtype}, expected {tensor.dtype}")
 
-    def merge_keeping_norms(self, client: Client, received: Weights, own: Weights) -> Weights:
+    def merge_keeping_norms(self, client: Client, received: Weights, own_model: Weights) -> Weights:
         """The received model, with the federation's own normalization layers if `keep_norms` is set."""
         if not self.keep_norms:
             return received
         norms = norm_weight_names(replace_task_net(client.task, self.net_name(client)).net())
-        return {name: own[name] if name in norms else tensor for name, tensor in received.items()}
+        return {name: own_model[name] if name in norms else tensor for name, tensor in received.items()}
 
     def net_name(self, client: Client) -> str:
         """The name of this federation's net; '' is the task's net."""
@@ -316,11 +323,11 @@ class MetaFed(PersonalMethod):
     def personal_model(self, client: Client, model: Weights) -> nn.Module:
         """The federation's best model; before its first round, the initial one."""
         client = replace_client_net(client, self.net_name(client))
-        own = client.store.get(FEDERATION)
-        return client.net(own["best_model"] if own else client.initial_weights())
+        record = client.store.get(FEDERATION)
+        return client.net(record["best_model"] if record else client.initial_weights())
 
     def evaluate_final(self, state: RingState, clients: Clients, data: Data) -> Metrics:
-        """Additional metrics after the last round, with each federation's ring statistics."""
+        """Returns further metrics after the last round, with each federation's ring statistics."""
         answers = clients.ask(clients.eval_cohort(), self.ring_statistics, returns=RING_STATISTICS)
         ring = {str(answer.client): dict(answer.fields) for answer in answers}
         return super().evaluate_final(state, clients, data) | {"ring": ring}
@@ -328,12 +335,12 @@ class MetaFed(PersonalMethod):
     @on_client(stream="tell")
     def ring_statistics(self, client: Client) -> dict[str, Any]:
         """The federation's last λ, how often it adopted a model, and the bytes sent inside it."""
-        own = client.store.get(FEDERATION) or {"distill_weight": 0.0, "adopted": 0, "inner_bytes": {}}
+        record = client.store.get(FEDERATION) or {"distill_weight": 0.0, "adopted": 0, "inner_bytes": {}}
         return {
-            "distill_weight": float(own["distill_weight"]),
-            "adopted": own["adopted"],
-            "up": own["inner_bytes"].get("up", 0),
-            "down": own["inner_bytes"].get("down", 0),
+            "distill_weight": float(record["distill_weight"]),
+            "adopted": record["adopted"],
+            "up": record["inner_bytes"].get("up", 0),
+            "down": record["inner_bytes"].get("down", 0),
         }
 
 
@@ -343,6 +350,7 @@ RING_STATISTICS = {
     "up": Number(int, 0),
     "down": Number(int, 0),
 }
+"""What `ring_statistics` returns."""
 
 
 def accuracy(counts: Counts) -> float:
@@ -350,10 +358,11 @@ def accuracy(counts: Counts) -> float:
     return counts.correct / counts.total
 
 
-def distill_weight_for(
+def adaptive_distill_weight(
     distill_weight: float, common_accuracy: float, own_accuracy: float, ignore_threshold: float
 ) -> float:
-    """A federation's λ from the validation accuracies of f and of its model (Algorithm 2, lines 4 to 8, Eq 4)."""
+    """Algorithm 2, lines 4 to 8: λ from λ₀, the validation accuracies of f and of f_{i+1}, and l_t2."""
     if common_accuracy <= own_accuracy and common_accuracy < ignore_threshold:
         return 0.0
+    # Eq 4: λ = λ₀ × 10^(min(1, (acc_{i,i+1} − acc_{i+1,i+1}) · 5) − 1)
     return float(distill_weight * 10 ** (min(1.0, 5 * (common_accuracy - own_accuracy)) - 1))

@@ -90,7 +90,7 @@ class NewClients(Method):
         """Splits a client's samples into support and query set: drawn by `generator`, or by default fixed."""
         samples = self.client_samples(client)
         if len(samples) < 2:
-            raise Unable("1 sample: it is the support set, and the query set is empty")
+            raise Unable("support and query set need at least 2 samples, got 1")
         generator = generator or stream(client.seed, client.id, "division")
         support, rest = split_support_query(samples, self.support_fraction, None if client.time_ordered else generator)
         if self.query_fraction is None:
@@ -146,11 +146,11 @@ class NewClients(Method):
 def adapt_in_place(net: nn.Module, batches: Sequence[Batch], lr: LearningRate) -> None:
     """Takes one inner step for each batch, in place."""
     net.train()
-    end = adapt_weights(net, trainable_weights(net), batches, lr)
+    adapted = adapt_weights(net, trainable_weights(net), batches, lr)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
-            if name in end:
-                parameter.copy_(end[name])
+            if name in adapted:
+                parameter.copy_(adapted[name])
 
 
 def full_batches(samples: Samples, steps: int) -> list[Batch]:

@@ -1,9 +1,11 @@
 """Per-FedAvg: FedAvg whose local steps are MAML steps.
 
 Fallah, Mokhtari, Ozdaglar: Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning
-Approach, NeurIPS 2020, Algorithm 1. In each local step a client moves its model by −β (I − α ∇²f(w; D″)) ∇f(w − α
-∇f(w; D); D′). The server averages the models with equal weights. `first_order` drops the Hessian, as the paper's FO
-variant does.
+Approach, NeurIPS 2020, Algorithm 1. A client takes local steps, each on new batches D, D′ and D″:
+
+    w ← w − β (I − α ∇²f(w; D″)) ∇f(w − α ∇f(w; D); D′)
+
+The server averages the models with equal weights. `first_order` drops the Hessian, as the paper's FO variant does.
 
 Departures:
 - The Hessian is taken on D instead of a third batch D″, so the step is the exact gradient of f(w − α ∇f(w; D); D′).
@@ -48,7 +50,7 @@ class PerFedAvg(FedAvgMeta):
         return weighted_mean(models, [1] * len(models))
 
     def fit(self, net: nn.Module, client: Client) -> None:
-        """Takes local MAML steps w ← w − β ∇_w f(w − α ∇f(w; D); D′), in place, each on new batches D and D′."""
+        """w ← w − β ∇_w f(w − α ∇f(w; D); D′), `local_steps` times, in place, each on new batches D and D′."""
         samples = self.client_samples(client)
         indices = draw_batches(len(samples), 2 * self.local_steps, self.batch_size, client.stream("batches"))
         batches = list(samples.batches(indices))

@@ -14,7 +14,7 @@ def names() -> list[str]:
 
 def find(name: str) -> type[Method]:
     """The method with this name, or the one in a user's file (`FILE.py:Name`)."""
-    found = METHODS.find(name)
-    if not (isinstance(found, type) and issubclass(found, Method)):
+    method = METHODS.find(name)
+    if not (isinstance(method, type) and issubclass(method, Method)):
         raise SettingError(f"'{name}' is not a method: it must be a subclass of fewer.Method")
-    return found
+    return method

@@ -1,7 +1,7 @@
 """Reptile over clients.
 
-Nichol, Achiam, Schulman: On First-Order Meta-Learning Algorithms, 2018, Algorithm 2 (batched). Each client takes SGD
-steps from θ to θ_u, and θ ← θ + ε (1/n) Σ (θ_u − θ). With ε = 1 it is FedAvg with equal weights.
+Nichol, Achiam, Schulman: On First-Order Meta-Learning Algorithms, 2018, Algorithm 2 (batched). Each client u takes SGD
+steps from θ to θ_u, and θ ← θ + ε (1/n) Σ_u (θ_u − θ). With ε = 1 it is FedAvg with equal weights.
 
 Departures:
 - The cohort of a round is the batch of tasks.
@@ -33,7 +33,7 @@ class Reptile(FedAvgMeta):
     """Step size of the server toward the clients' mean (ε)."""
 
     def aggregate(self, model: Weights, models: Sequence[Weights], sizes: Sequence[int]) -> Weights:
-        """θ + ε (1/n) Σ (θ_u − θ)"""
+        """θ ← θ + ε (1/n) Σ_u (θ_u − θ)"""
         mean = weighted_mean(models, [1] * len(models))
         return {
             name: theta + self.outer_lr * (mean[name] - theta) if theta.dtype.is_floating_point else mean[name]

@@ -1,4 +1,4 @@
-"""Nets, each with an encoder and a head, and the task that a federation learns."""
+"""Nets, each with an encoder and a head, and the task that all clients share."""
 
 from fewer.models.images import SmallCNN
 from fewer.models.nets import net_factory
@@ -23,5 +23,5 @@ __all__ = [
 
 
 def names() -> list[str]:
-    """All registered models."""
+    """The names of all registered models."""
     return list(MODELS)

@@ -67,8 +67,8 @@ class LeNet5(EncoderHead):
 class Conv4(EncoderHead):
     """Four blocks of 3×3 convolution (64 channels), norm, ReLU and pool (FRL, few-shot learning).
 
-    Inputs of 32×32 pass through the first two pools only. ReLU follows the pool: the result is the same at a quarter of
-    the cost.
+    For inputs of 32×32, only the first two blocks have a pool. ReLU follows the pool: the result is the same at a
+    quarter of the cost.
     """
 
     def __init__(

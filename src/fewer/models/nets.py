@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fewer.errors import SettingError, unknown
+from fewer.errors import SettingError, unknown_name
 from fewer.models.images import AlexNet, Conv4, FemnistCNN, LeNet5, ResNet12, SensorCNN, SmallCNN
 from fewer.models.sequences import CharLSTM, SentimentLSTM, TextBiLSTM
 
@@ -26,21 +26,21 @@ _INPUTS |= dict.fromkeys(
 
 
 def net_factory(
-    model: Callable[..., nn.Module], facts: Mapping[str, Any], options: Mapping[str, Any]
+    model: Callable[..., nn.Module], data_facts: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
-    """Binds a model to its data and options; the result builds one net per call.
+    """Binds a model to its data and options. The result builds one net per call.
 
-    `facts` describe the data (`shape`, `classes`, `vocabulary`, …). The model gets the ones that its constructor takes.
+    `data_facts` are facts about the data: `shape`, `classes`, `vocabulary`, … The model gets those in its signature.
     """
     parameters = inspect.signature(model).parameters
     for name in options:
         if name not in parameters:
-            allowed = [key for key in parameters if key not in facts]
-            raise unknown(f"option of model {getattr(model, '__name__', model)}", name, allowed)
+            allowed = [key for key in parameters if key not in data_facts]
+            raise unknown_name(f"option of model {getattr(model, '__name__', model)}", name, allowed)
     dimensions, inputs = _INPUTS.get(model, (None, ""))  # type: ignore[call-overload]
-    if dimensions is not None and len(facts["shape"]) != dimensions:
-        raise SettingError(f"model {model.__name__} takes {inputs}, but inputs have shape {facts['shape']}")
-    if "vocabulary" in parameters and facts.get("vocabulary") is None:
+    if dimensions is not None and len(data_facts["shape"]) != dimensions:
+        raise SettingError(f"model {model.__name__} takes {inputs}, but inputs have shape {data_facts['shape']}")
+    if "vocabulary" in parameters and data_facts.get("vocabulary") is None:
         raise SettingError(f"model {model.__name__} takes text, but the data has no vocabulary")
-    arguments = {name: value for name, value in facts.items() if name in parameters and value is not None}
+    arguments = {name: value for name, value in data_facts.items() if name in parameters and value is not None}
     return partial(model, **arguments, **options)

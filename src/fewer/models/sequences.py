@@ -27,7 +27,7 @@ class LSTM(nn.LSTM):
 class CharLSTM(EncoderHead):
     """LEAF's net for Shakespeare (FedMeta): embedding of 8, two LSTM layers of 256; predicts the next character.
 
-    `context` limits the input to the last characters, which saves time in proportion.
+    `context` limits the input to the last `context` characters. The cost falls in proportion.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ class SetEncoder(nn.Module):
     """One Transformer layer (Vaswani et al., NeurIPS 2017) over feature vectors, without positional encoding.
 
     The first `context` rows are the context, which every row attends to. Every other row also attends to itself, or
-    (`transductive`) to all rows. Attention is written out, so that it is twice differentiable on every device. The
+    (`transductive`) to all rows. Attention uses basic operations, so it is twice differentiable on every device. The
     residual branches start at zero: an untrained layer only normalizes the features.
     """
 

@@ -28,14 +28,14 @@ def split_net(net: nn.Module) -> tuple[nn.Module, nn.Module]:
     missing = [name for name in ("encoder", "head") if not isinstance(getattr(net, name, None), nn.Module)]
     if missing:
         raise SettingError(
-            f"this method works on features, and the model {type(net).__name__} has no {' and no '.join(missing)}; "
+            f"this method works on features, but model {type(net).__name__} has no {' and no '.join(missing)}; "
             "use an nn.Module with attributes encoder and head that computes head(encoder(x))"
         )
     return net.encoder, net.head  # type: ignore[return-value]
 
 
 def feature_width(task: Task, net: nn.Module | None = None) -> int:
-    """The number of features that the encoder of the task's net gives."""
+    """The number of features that the encoder of `net` (by default the task's net) outputs."""
     encoder, _ = split_net(net or task.net())
     training = encoder.training
     zeros = torch.zeros(1, *task.shape, device=task.device)
@@ -47,6 +47,6 @@ def feature_width(task: Task, net: nn.Module | None = None) -> int:
     encoder.train(training)
     if len(shape) != 2:
         raise SettingError(
-            f"this method needs an encoder that gives one vector per sample, not outputs of shape {[*shape[1:]]}"
+            f"this method needs an encoder that outputs one vector per sample, got outputs of shape {[*shape[1:]]}"
         )
     return int(shape[1])

@@ -23,12 +23,12 @@ class Task:
     classes: int
     """Number of classes."""
     build_net: Callable[[], nn.Module]
-    """Builds a net; its weights do not matter."""
+    """Builds a net with random weights from the global generators."""
     device: torch.device = CPU
     pretrained: Weights | None = None
-    """Weights to start from; by default they are drawn at random."""
+    """Initial weights; drawn at random if None."""
     _initial: dict[int, Weights] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The initial weights drawn last, by seed. Clients ask for them in every round."""
+    """The most recent initial weights, by seed. Cached, because clients need them in every round."""
 
     def net(self) -> nn.Module:
         """Builds a net on the task's device. Load weights before you use it."""

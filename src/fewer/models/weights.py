@@ -33,7 +33,8 @@ def load_weights(net: nn.Module, weights: Mapping[str, Tensor]) -> None:
         raise Refused(f"weights do not fit the model: {names}")
     for name, tensor in current.items():
         if tensor.shape != weights[name].shape:
-            raise Refused(f"weights do not fit the model: {name} is {tuple(weights[name].shape)}")
+            shape = tuple(weights[name].shape)
+            raise Refused(f"weights do not fit the model: {name} has shape {shape}, expected {tuple(tensor.shape)}")
     with torch.no_grad():
         for name, tensor in current.items():
             tensor.copy_(weights[name])

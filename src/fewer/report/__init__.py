@@ -1,4 +1,4 @@
-"""Reports: pictures and one page, read from runs and data. Nothing here computes a run."""
+"""Reports: plots and pages, made from runs and data. Nothing here trains."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -19,13 +19,13 @@ MAX_COLUMNS = 3
 
 
 def create_axes(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
-    """A figure with a single subplot."""
+    """Creates a figure with a single subplot."""
     figure, (axes,) = create_subplots(title, [""], size)
     return figure, axes
 
 
 def create_subplots(title: str, names: Sequence[str], size: tuple[float, float] = SIZE) -> tuple[Figure, list[Axes]]:
-    """A figure with one subplot per name, in rows, all with the same vertical axis."""
+    """Creates a figure with one subplot per name, in rows, all with the same vertical axis."""
     from matplotlib.figure import Figure
 
     columns = min(len(names), MAX_COLUMNS)
@@ -44,8 +44,8 @@ def create_subplots(title: str, names: Sequence[str], size: tuple[float, float] 
 def accuracy_limits(accuracies: Iterable[Interval]) -> tuple[float, float]:
     """Axis limits in %, slightly below the lowest and above the highest interval."""
     intervals = list(accuracies)
-    low = min(100 * (each.mean - (each.half or 0)) for each in intervals)
-    high = max(100 * (each.mean + (each.half or 0)) for each in intervals)
+    low = min(100 * (accuracy.mean - (accuracy.half or 0)) for accuracy in intervals)
+    high = max(100 * (accuracy.mean + (accuracy.half or 0)) for accuracy in intervals)
     return max(0.0, low - 3), min(100.0, high + 3)
 
 
@@ -59,13 +59,13 @@ def add_legend(figure: Figure, handles: Mapping[str, Artist]) -> None:
 
 
 def shorten(name: str, max_length: int = 24) -> str:
-    """A printable name of at most `max_length` characters."""
+    """Makes a name printable, with at most `max_length` characters."""
     name = name if name.strip() == name and name.isprintable() else repr(name)
     return name if len(name) <= max_length else name[: max_length - 1] + "…"
 
 
 def hide_frame(axes: Axes) -> None:
-    """Remove ticks, grid and frame, but keep the labels."""
+    """Removes ticks, grid and frame, but keeps the labels."""
     axes.tick_params(length=0)
     axes.grid(False)
     axes.spines[:].set_visible(False)

@@ -33,7 +33,7 @@ MAX_BARS = 40
 
 
 def plot_curves(title: str, subplots: Mapping[str, Histories], by: By, styles: Styles | None = None) -> Figure | None:
-    """Accuracy with 95 % confidence bands over seeds, one subplot per set of histories; None before any evaluation."""
+    """Plots accuracy with 95 % confidence bands over seeds, a subplot per set of histories; None without points."""
     curves = {
         name: {label: points for label, runs in histories.items() if (points := accuracy_curve(runs))}
         for name, histories in subplots.items()
@@ -65,7 +65,7 @@ def plot_curves(title: str, subplots: Mapping[str, Histories], by: By, styles: S
 
 
 def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle) -> Artist:
-    """A line with its band, or an error bar if there is only one point."""
+    """Draws a line with its band, or with an error bar if there is only one point."""
     x = [getattr(point, by) for point in points]
     mean = np.array([100 * point.accuracy.mean for point in points])
     half = np.array([100 * (point.accuracy.half or 0) for point in points])
@@ -80,7 +80,7 @@ def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle) 
 
 
 def plot_columns(title: str, subplots: Mapping[str, Mapping[str, Mapping[str, Interval]]], styles: Styles) -> Figure:
-    """Accuracy over the columns of a table: a line for each row, with 95 % confidence bars."""
+    """Plots accuracy over the columns of a table: a line for each row, with 95 % confidence bars."""
     columns = list(dict.fromkeys(name for subplot in subplots.values() for row in subplot.values() for name in row))
     with theme():
         figure, drawn = create_subplots(title, list(subplots))
@@ -106,7 +106,7 @@ def plot_columns(title: str, subplots: Mapping[str, Mapping[str, Mapping[str, In
 
 
 def plot_clients(histories: Histories, styles: Styles | None = None) -> Figure | None:
-    """Clients from worst to best by their last accuracy, and the mean; None without metrics by client."""
+    """Plots clients from worst to best by their last accuracy, and the mean; None without per-client metrics."""
     accuracies = {method: values for method, runs in histories.items() if (values := client_accuracies(runs))}
     if not accuracies:
         return None
@@ -130,7 +130,7 @@ def plot_clients(histories: Histories, styles: Styles | None = None) -> Figure |
 
 
 def plot_density(histories: Histories, styles: Styles | None = None) -> Figure | None:
-    """Distribution of client accuracies (kernel density, Scott's bandwidth); None with fewer than three values."""
+    """Plots the distribution of client accuracies (kernel density, Scott's bandwidth); None below three values."""
     accuracies = {
         method: values for method, runs in histories.items() if len(set(values := client_accuracies(runs))) >= 3
     }
@@ -153,10 +153,10 @@ def plot_density(histories: Histories, styles: Styles | None = None) -> Figure |
 
 
 def plot_bars(results: Mapping[str, Interval], styles: Styles) -> Figure:
-    """One bar per method or variant, with its 95 % confidence interval and its value."""
+    """Plots one bar per method or variant, with its 95 % confidence interval and its value."""
     shown = dict(list(results.items())[:MAX_BARS])
-    mean = [100 * each.mean for each in shown.values()]
-    half = [100 * (each.half or 0) for each in shown.values()]
+    mean = [100 * accuracy.mean for accuracy in shown.values()]
+    half = [100 * (accuracy.half or 0) for accuracy in shown.values()]
     with theme():
         note = f"\n(first {MAX_BARS} of {len(results)})" if len(results) > MAX_BARS else ""
         figure, axes = create_axes(f"Final accuracy{note}", (4.8, 0.9 + 0.27 * len(shown)))
@@ -190,7 +190,7 @@ class Grid(NamedTuple):
 
 
 def plot_heatmap(title: str, grid: Grid) -> Figure:
-    """Accuracy by two settings, lighter is better; each cell shows its value."""
+    """Plots accuracy by two settings; lighter is better, and each cell shows its value."""
     from matplotlib import colormaps
 
     means = [cell.mean for row in grid.cells for cell in row if cell]
@@ -223,17 +223,20 @@ TrafficBytes = Mapping[tuple[str, str], float]
 
 
 def plot_traffic(traffic: Mapping[str, TrafficBytes]) -> Figure | None:
-    """Bytes by method, direction and kind: a bar up and a bar down, split by kind; None if nothing was sent."""
+    """Plots bytes by method: a bar up and a bar down, split by kind; None if nothing was sent."""
     from matplotlib.patches import Patch
 
     shown = dict(list(traffic.items())[:MAX_BARS])
-    longest = max((sum(sizes.values()) for each in shown.values() for sizes in _by_direction(each).values()), default=0)
+    longest = max(
+        (sum(sizes.values()) for method_traffic in shown.values() for sizes in _by_direction(method_traffic).values()),
+        default=0,
+    )
     if not longest:
         return None
     with theme():
         figure, axes = create_axes("Traffic by direction and kind", (4.8, 1.1 + 0.5 * len(shown)))
-        for index, each in enumerate(shown.values()):
-            directions = zip(_by_direction(each).items(), (BLUE, ORANGE), (-0.2, 0.2), strict=True)
+        for index, method_traffic in enumerate(shown.values()):
+            directions = zip(_by_direction(method_traffic).items(), (BLUE, ORANGE), (-0.2, 0.2), strict=True)
             for (direction, kinds), color, offset in directions:
                 left, y = 0.0, index + offset
                 for number, (kind, size) in enumerate(kinds.items()):
@@ -280,7 +283,7 @@ class Ring(NamedTuple):
 
 
 def plot_ring(ring: Ring) -> Figure:
-    """Clients in a circle: lighter for a larger λ, with an arrow per hop, thicker for more messages."""
+    """Plots clients in a circle: lighter for a larger λ, with an arrow per hop, thicker for more messages."""
     from matplotlib import colormaps
     from matplotlib.lines import Line2D
 

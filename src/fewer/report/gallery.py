@@ -1,4 +1,4 @@
-"""Chooses the pictures of a report: all that the run directories have data for."""
+"""Draws the pictures of a report: all that the runs have data for."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from fewer.report.pictures import (
 )
 from fewer.report.run_reader import Run, RunGroup, differing_settings
 from fewer.report.style import LineStyle, assign_label_styles, assign_styles
-from fewer.report.verdict import paired
-from fewer.runs.statistics import amount
+from fewer.report.verdict import is_paired
+from fewer.runs.statistics import format_number
 
 if TYPE_CHECKING:
     from fewer.data import Data
@@ -135,7 +135,7 @@ def _explain_whiskers(groups: Sequence[RunGroup]) -> str:
     rule = (
         "All methods have the same seeds and are compared seed by seed, so a lead may be significant although "
         "whiskers overlap."
-        if paired(groups)
+        if is_paired(groups)
         else "A winner is named only if they do not overlap."
     )
     return f" Whiskers: 95 % confidence interval of each mean. {rule}"
@@ -168,8 +168,8 @@ def _unique_values(values: Sequence[Any]) -> list[Any]:
 def _draw_heatmaps(groups: Sequence[RunGroup]) -> Iterator[Picture]:
     """A heat map for each method that was run with several values of two settings."""
     for index, name in enumerate(dict.fromkeys(group.method_name for group in groups)):
-        same = [group for group in groups if group.method_name == name and group.accuracy]
-        if not (grid := build_grid(same) if len(same) > 2 else None):
+        variants = [group for group in groups if group.method_name == name and group.accuracy]
+        if not (grid := build_grid(variants) if len(variants) > 2 else None):
             continue
         rows = [
             (row, column, cell.mean, cell.half)
@@ -195,7 +195,7 @@ def _draw_traffic(groups: Sequence[RunGroup]) -> Iterator[Picture]:
             for (direction, kind), size in sizes.items()
         ]
         totals = ", ".join(
-            f"{group.label} {amount(up)} MB up and {amount(down)} MB down"
+            f"{group.label} {format_number(up)} MB up and {format_number(down)} MB down"
             for group in groups
             for up, down in [group.megabytes]
         )
@@ -236,7 +236,7 @@ def _draw_clients(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> I
 
 
 def client_rows(groups: Sequence[RunGroup]) -> list[tuple[str, int, int, float]]:
-    """Method, seed, client and its last accuracy."""
+    """Returns method, seed, client and last accuracy, one row per client and run."""
     return [
         (group.label, run.seed, int(client), accuracy)
         for group in groups
@@ -255,8 +255,9 @@ def build_ring(run: Run) -> Ring | None:
         hops[source, target] += count
     kinds = {kind for _, _, kind in run.hops}
     skipped = Counter(event["client"] for event in run.absences if event.get("handler") in kinds and "client" in event)
-    weights = {int(client): each["distill_weight"] for client, each in statistics.items()}
-    return Ring(hops, skipped, weights, {int(client): each["adopted"] for client, each in statistics.items()})
+    weights = {int(client): values["distill_weight"] for client, values in statistics.items()}
+    adopted = {int(client): values["adopted"] for client, values in statistics.items()}
+    return Ring(hops, skipped, weights, adopted)
 
 
 def _draw_ring(group: RunGroup, suffix: str) -> Iterator[Picture]:

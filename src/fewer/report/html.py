@@ -105,7 +105,7 @@ def _size(picture: Picture) -> tuple[int, int]:
 
 
 def render_image(picture: Picture) -> str:
-    """Renders a picture for a page that is not ours, such as a notebook: on a white background."""
+    """Renders a picture for another page, such as a notebook, on a white background."""
     content = b64encode(picture.svg).decode()
     width, height = _size(picture)
     return (
@@ -134,7 +134,7 @@ def render_details(title: str, content: str) -> str:
 
 
 def _wrap_scrollable(content: str, name: str) -> str:
-    """Wrap content that may be wider than the page; it can be scrolled with the keyboard."""
+    """Wraps content that may be wider than the page, so that it can be scrolled with the keyboard."""
     return f'<div class="scroll" tabindex="0" role="group" aria-label="{escape(name)}">{content}</div>'
 
 
@@ -230,11 +230,11 @@ addEventListener("beforeprint", () => {
   before = root.dataset.theme;
   root.dataset.theme = "light";
   closed = [...document.querySelectorAll("details:not([open])")];
-  for (const each of closed) each.open = true;
+  for (const details of closed) details.open = true;
 });
 addEventListener("afterprint", () => {
   before ? root.dataset.theme = before : delete root.dataset.theme;
-  for (const each of closed) each.open = false;
+  for (const details of closed) details.open = false;
 });
 showTheme();
 """

@@ -46,7 +46,7 @@ class Point(NamedTuple):
 
 
 def accuracy_curve(histories: Sequence[History]) -> list[Point]:
-    """Points of a method: the rounds in which all its runs were evaluated."""
+    """Returns a point for each round in which all runs of a method were evaluated."""
     runs = [{int(entry["round"]): entry for entry in history if "accuracy" in entry} for history in histories]
     points = []
     for number in sorted(set.intersection(*(set(run) for run in runs))) if runs else []:

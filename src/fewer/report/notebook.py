@@ -18,7 +18,7 @@ from fewer.report.html import Picture, render_figure, render_image, render_page,
 from fewer.report.metrics import Histories, History, Interval, format_percent
 from fewer.report.page import PAGE, write_report
 from fewer.runs.result import Result
-from fewer.runs.statistics import amount
+from fewer.runs.statistics import format_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,7 +63,7 @@ class View(ABC):
     def html(self) -> str:
         """Table and plot; only the title before the first evaluation."""
         title = escape(self.title())
-        if not self._evaluated():
+        if not self._is_evaluated():
             return f"<p>{title}: no round has been evaluated yet</p>"
         picture = Picture("accuracy", self.plot("round"), "", f"Line chart: accuracy by round. {self.title()}")
         return f"<p><strong>{title}</strong></p>{self.table()}{render_image(picture)}"
@@ -72,7 +72,7 @@ class View(ABC):
         """Writes the report of the kept runs, or a page with the table and all plots, into `out`; returns its path."""
         if runs := self.run_directories():
             return write_report(runs, out)[0]
-        if not self._evaluated():
+        if not self._is_evaluated():
             raise SettingError(f"nothing to report yet: no round of {self.title()} has been evaluated")
         pictures = [
             Picture(f"accuracy-by-{by}", figure, title, f"Chart: {title}. {self.title()}")
@@ -83,7 +83,7 @@ class View(ABC):
         page = render_page(self.title(), [self.table(), f'<div class="pictures">{figures}</div>'])
         return write_files(out, {PAGE: page.encode()})[0]
 
-    def _evaluated(self) -> bool:
+    def _is_evaluated(self) -> bool:
         return any("accuracy" in entry for runs in self.histories().values() for run in runs for entry in run)
 
 
@@ -110,7 +110,7 @@ class RunView(View):
     def table(self) -> str:
         """The metrics of the last evaluated round."""
         last = next(entry for entry in reversed(self.result.history) if "accuracy" in entry)
-        cells = [f"{100 * last['accuracy']:.2f}", amount(last["up"] / 1e6), amount(last["down"] / 1e6)]
+        cells = [f"{100 * last['accuracy']:.2f}", format_number(last["up"] / 1e6), format_number(last["down"] / 1e6)]
         heads = ["method", "accuracy %", "MB up", "MB down", "seconds"]
         return render_table(heads, [[self.result.method.name, *cells, f"{last['seconds']:.1f}"]])
 
@@ -144,8 +144,8 @@ class ComparisonView(View):
                 format_percent(Interval(row.accuracy, row.ci95)),
                 f"{100 * row.global_accuracy:.2f}",
                 str(row.rounds),
-                amount(row.mb_up),
-                amount(row.mb_down),
+                format_number(row.mb_up),
+                format_number(row.mb_down),
                 f"{row.seconds:.1f}",
             ]
             for label, row in zip(self.comparison.labels, self.comparison.rows, strict=True)

@@ -17,7 +17,7 @@ from fewer.report.html import render_details, render_figure, render_note, render
 from fewer.report.metrics import MB, Interval, format_percent
 from fewer.report.run_reader import Run, RunGroup, differing_settings, group_runs
 from fewer.report.verdict import verdict, winner
-from fewer.runs.statistics import amount
+from fewer.runs.statistics import format_number
 
 PAGE = "report.html"
 FOLDER = "pictures"
@@ -32,8 +32,8 @@ ACCURACY_MEANING = {
 def write_report(runs: Sequence[Path], out: Path, pictures: bool = True) -> list[Path]:
     """Writes a page on one or more runs into the directory `out` and returns all paths, the page first.
 
-    Runs of the same method that differ only in the seed are averaged. Without `pictures` only the page is written. It
-    still contains the pictures, and takes half the time.
+    Runs of the same method that differ only in the seed are averaged. Without `pictures`, only the page is written,
+    in half the time. It still contains the pictures.
     """
     groups, empty = group_runs(runs)
     write_files(out, {})  # fails early if the directory cannot be written
@@ -54,7 +54,8 @@ def _render_report(groups: Sequence[RunGroup], sections: Mapping[str, Sequence[s
         *(f"{group.label}, seed {run.seed}, {run.unfinished}." for group, run in runs if run.unfinished),
         *(
             f"{group.label}, seed {run.seed}, ran between machines: including evaluation, Flower sent "
-            f"{amount(run.transport_megabytes[0])} MB up and {amount(run.transport_megabytes[1])} MB down."
+            f"{format_number(run.transport_megabytes[0])} MB up and "
+            f"{format_number(run.transport_megabytes[1])} MB down."
             for group, run in runs
             if run.transport_megabytes
         ),
@@ -65,7 +66,7 @@ def _render_report(groups: Sequence[RunGroup], sections: Mapping[str, Sequence[s
         [group.label, str(run.seed), run.metadata["hash"], run.metadata["data"]["fingerprint"], run.path.name]
         for group, run in runs
     ]
-    after = {"Traffic": _render_traffic(groups), "Clients": _render_worst_clients(groups)}
+    tables_after = {"Traffic": _render_traffic(groups), "Clients": _render_worst_clients(groups)}
     parts = [
         f'<div class="verdict">{"".join(f"<p>{escape(text)}</p>" for text in verdict(groups))}</div>',
         _render_results(groups),
@@ -73,7 +74,11 @@ def _render_report(groups: Sequence[RunGroup], sections: Mapping[str, Sequence[s
         *_render_paper_comparison(groups),
     ]
     for section, figures in sections.items():
-        parts += [f"<h2>{section}</h2>", f'<div class="pictures">{"".join(figures)}</div>', after.get(section, "")]
+        parts += [
+            f"<h2>{section}</h2>",
+            f'<div class="pictures">{"".join(figures)}</div>',
+            tables_after.get(section, ""),
+        ]
     parts += [
         "<h2>Faults</h2>",
         _render_faults(groups),
@@ -83,7 +88,7 @@ def _render_report(groups: Sequence[RunGroup], sections: Mapping[str, Sequence[s
             "Seeds and hashes", render_table(["method", "seed", "settings", "data", "run"], hashes, name="Hashes")
         ),
         "<h2>Environment</h2>",
-        *(render_details(_versions(run), _render_pairs(run.metadata["environment"])) for run in environments),
+        *(render_details(_format_versions(run), _render_pairs(run.metadata["environment"])) for run in environments),
         '<p class="small">This page is self-contained. <code>fewer report RUN…</code> also writes each picture as PNG '
         "and SVG, and its values as CSV.</p>",
     ]
@@ -100,7 +105,7 @@ def _render_results(groups: Sequence[RunGroup]) -> str:
             format_percent(group.accuracy),
             format_percent(group.global_accuracy and Interval(group.global_accuracy.mean, None)),
             group.rounds,
-            *(amount(megabytes) for megabytes in group.megabytes),
+            *(format_number(megabytes) for megabytes in group.megabytes),
             f"{group.last_mean('seconds'):,.1f}",
             ", ".join(str(run.seed) for run in group.runs),
         ]
@@ -146,7 +151,7 @@ def _render_paper_comparison(groups: Sequence[RunGroup]) -> Iterator[str]:
 def _render_traffic(groups: Sequence[RunGroup]) -> str:
     """All kinds of messages, including those too small for a label in the picture."""
     rows = [
-        [group.label, direction, kind, amount(size / MB)]
+        [group.label, direction, kind, format_number(size / MB)]
         for group in groups
         for (direction, kind), size in sorted(group.traffic.items(), key=lambda item: -item[1])
     ]
@@ -188,7 +193,7 @@ def _render_faults(groups: Sequence[RunGroup]) -> str:
 
 
 def _describe_differences(groups: Sequence[RunGroup]) -> Iterator[str]:
-    """Settings, other than the method's, that are not the same for all groups."""
+    """Describes the settings, other than the method's, that differ between groups."""
     keys = differing_settings([group.runs[0].task_settings for group in groups])
     labels_by_settings: dict[str, list[str]] = {}
     for group in groups:
@@ -196,7 +201,7 @@ def _describe_differences(groups: Sequence[RunGroup]) -> Iterator[str]:
         labels_by_settings.setdefault(settings, []).append(group.label)
     if keys:
         texts = (f"{settings} ({', '.join(labels)})" for settings, labels in labels_by_settings.items())
-        yield f"Not only the methods differ: {'; '.join(texts)}."
+        yield f"Other settings differ too: {'; '.join(texts)}."
 
 
 def _all_settings(run: Run) -> dict[str, Any]:
@@ -206,7 +211,7 @@ def _all_settings(run: Run) -> dict[str, Any]:
     return {"method": run.method_name, **run.metadata["method"], **others}
 
 
-def _versions(run: Run) -> str:
+def _format_versions(run: Run) -> str:
     return ", ".join(f"{name} {run.metadata['environment'].get(name, '?')}" for name in ("fewer", "torch", "python"))
 
 

@@ -37,7 +37,7 @@ def class_counts(data: Data, clients: int = MAX_CLIENTS) -> NDArray[np.int64]:
 
 
 def plot_partition(data: Data) -> Figure:
-    """Label distribution by client: a bubble per client and class, with area proportional to its training samples."""
+    """Plots the label distribution by client: a bubble per client and class; its area is the number of samples."""
     from matplotlib.lines import Line2D
 
     counts = class_counts(data)
@@ -69,7 +69,7 @@ def plot_partition(data: Data) -> Figure:
 
 
 def plot_examples(data: Data, columns: int = 10) -> Figure | None:
-    """Examples of each class from the global test set: images or time series; None for other inputs."""
+    """Plots examples of each class from the global test set: images or time series; None for other inputs."""
     is_image = _has_images(data)
     if data.test.is_text or not len(data.test) or not (is_image or len(data.shape) == 2):
         return None
@@ -98,7 +98,7 @@ def plot_examples(data: Data, columns: int = 10) -> Figure | None:
 
 
 def example_rows(data: Data, columns: int = 10) -> list[tuple[str, int, str]]:
-    """The same as a table: class, number and all values of each example."""
+    """Returns the plotted examples as a table: class, number and all values of each."""
     by_class = _pick_examples(data, columns)
     return [
         (name, number, " ".join(f"{value:.4g}" for value in example.flatten()))
@@ -119,7 +119,7 @@ def _pick_examples(data: Data, columns: int) -> dict[int, NDArray[Any]]:
 def plot_image_grid(
     data: Data, title: str, rows: Mapping[str, Mapping[int, NDArray[Any]]], max_per_class: int = 1
 ) -> Figure | None:
-    """Synthetic images by row and class, up to `max_per_class` per cell; None without images.
+    """Plots synthetic images by row and class, up to `max_per_class` per cell; None without images.
 
     Images are converted from normalized inputs back to pixels and clipped to their range. If the data does not hold
     pixels, the lowest value of all images is black and the highest white.
@@ -162,7 +162,7 @@ def plot_image_grid(
 
 
 def plot_embeddings(title: str, clouds: Mapping[str, Cloud]) -> Figure:
-    """Embeddings side by side: a color per class, diamonds for own samples, stars for prototypes."""
+    """Plots embeddings side by side: a color per class, diamonds for own samples, stars for prototypes."""
     with theme():
         figure, subplots = create_subplots(title, list(clouds), (3.6, 3.4))
         for axes, cloud in zip(subplots, clouds.values(), strict=True):
@@ -200,7 +200,7 @@ def plot_embeddings(title: str, clouds: Mapping[str, Cloud]) -> Figure:
 def plot_image_rows(
     title: str, blocks: Sequence[tuple[Mapping[str, NDArray[Any]], Sequence[str]]], limits: tuple[float, float]
 ) -> Figure:
-    """Blocks of named rows of images, with notes under the columns; `limits` are the values of black and white."""
+    """Plots blocks of named rows of images, with notes below columns; `limits` are the values of black and white."""
     from matplotlib.figure import Figure
 
     columns = max(len(row) for rows, _ in blocks for row in rows.values())
@@ -276,7 +276,7 @@ def _inputs(samples: Samples, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _value_range(examples: Sequence[NDArray[Any]]) -> tuple[float, float]:
-    low, high = min(float(each.min()) for each in examples), max(float(each.max()) for each in examples)
+    low, high = min(float(array.min()) for array in examples), max(float(array.max()) for array in examples)
     return low, high if high > low else low + 1
 
 
@@ -287,6 +287,6 @@ def class_names(data: Data, labels: Iterable[int]) -> list[str]:
 
 
 def _round_down(count: float) -> int:
-    """Round down to one significant digit, at least 1."""
+    """Rounds down to one significant digit, at least 1."""
     digit = 10 ** max(0, math.floor(math.log10(max(1, count))))
     return max(1, int(count // digit * digit))

@@ -28,7 +28,7 @@ _METHOD = ("method", "rounds", "cohort", "method_options")
 """Settings that choose the method; the metadata has the method's options, resolved."""
 _SEEDS = ("seed", "data_seed")
 _EVALUATION = ("evaluate_every",)
-"""Settings of evaluation, which change no result."""
+"""Evaluation settings, which do not affect results."""
 LEDGER = "ledger.csv"
 
 
@@ -107,11 +107,11 @@ class Run:
 
     @cached_property
     def hops(self) -> Counter[tuple[int, int, str]]:
-        """Relayed messages by source, target and kind. A relayed message goes up and at once down again."""
+        """Relayed messages by source, target and kind. A relayed message goes up, then directly down."""
         hops: Counter[tuple[int, int, str]] = Counter()
         for sent, received in pairwise(self._training_messages()):
-            same = (sent.round, sent.kind, sent.bytes) == (received.round, received.kind, received.bytes)
-            if same and (sent.direction, received.direction) == ("up", "down"):
+            same_content = (sent.round, sent.kind, sent.bytes) == (received.round, received.kind, received.bytes)
+            if same_content and (sent.direction, received.direction) == ("up", "down"):
                 hops[sent.client, received.client, sent.kind] += 1
         return hops
 
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def unfinished(self) -> str:
-        """How far an unfinished run has come, and why it stopped; empty for a finished one."""
+        """How far an unfinished run has come, and why it stopped; empty for a finished run."""
         planned, done = self.metadata["method"]["rounds"], len(self.history)
         if done == planned:
             return ""
@@ -304,9 +304,9 @@ class RunGroup:
 
 
 def group_runs(paths: Sequence[Path]) -> tuple[list[RunGroup], list[Path]]:
-    """Group runs by method, in order of appearance; also return the runs without a completed round.
+    """Groups runs by method, in order of appearance. Also returns the runs without a completed round.
 
-    Only runs that differ in nothing but the seed share a group, and a group has at most one run per seed.
+    Runs in a group differ only in the seed, and a group has at most one run per seed.
     """
     opened = [Run.open(path) for path in {path.resolve(): path for path in paths}.values()]
     if not opened:
@@ -332,9 +332,9 @@ def _make_labels(runs: Sequence[Run]) -> list[str]:
     labels: list[str] = []
     for run in runs:
         same_method = [other for other in runs if other.method_name == run.method_name]
-        same = [{**other.task_settings, **other.metadata["method"]} for other in same_method]
+        same_method_settings = [{**other.task_settings, **other.metadata["method"]} for other in same_method]
         settings = {**run.task_settings, **run.metadata["method"]}
-        parts = [f"{key}={settings[key]}" for key in differing_settings(same)]
+        parts = [f"{key}={settings[key]}" for key in differing_settings(same_method_settings)]
         label = " ".join([run.method_name, *parts]) if len(parts) <= 2 else run.method_name
         candidates = (label, *(f"{label} ({number})" for number in range(2, len(runs) + 1)))
         labels.append(next(candidate for candidate in candidates if candidate not in labels))
@@ -343,7 +343,7 @@ def _make_labels(runs: Sequence[Run]) -> list[str]:
 
 def differing_settings(settings: Sequence[Mapping[str, Any]]) -> list[str]:
     """Names of the settings whose values are not all the same."""
-    return [key for key in settings[0] if any(each.get(key) != settings[0][key] for each in settings)]
+    return [key for key in settings[0] if any(other.get(key) != settings[0][key] for other in settings)]
 
 
 def _known_interval(values: Sequence[float | None]) -> Interval | None:
@@ -352,7 +352,7 @@ def _known_interval(values: Sequence[float | None]) -> Interval | None:
 
 
 def _parse_events(lines: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """Events of a run, without lines that a kill cut short."""
+    """Parses the events of a run. Skips lines that a kill cut short."""
     for line in lines:
         try:
             event = json.loads(line)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 DPI = 200
 SIZE = (4.8, 3.2)
-"""Size of a plain chart in inches; small, so that its text is large where it is shown."""
+"""Size of a plain chart in inches. It is small, so that its text stays large on a page."""
 INK, FAINT = "#222222", "#d8d8d8"
 BLUE = "#0072B2"
 ORANGE, GREEN, PINK, RED, SKY = "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9"
@@ -74,8 +74,8 @@ class LineStyle(NamedTuple):
 def assign_styles(methods: Iterable[str], known: Mapping[str, LineStyle] | None = None) -> dict[str, LineStyle]:
     """Gives each method its own line style, in addition to the `known` ones.
 
-    A hash of the name picks the color; the next free color follows if another method has it. Every seven methods all
-    colors are in use, and the next seven get another dash pattern and marker.
+    A hash of the name picks the color, or the next one that is free. After every seven methods, all colors are in use;
+    the next seven get another dash pattern and marker.
     """
     styles = dict(known or {})
     for method in methods:
@@ -122,7 +122,7 @@ def _variants(style: LineStyle) -> list[LineStyle]:
 
 
 def text_color(value: float) -> str:
-    """Text color on a viridis background, from 0 (dark) to 1 (light); the same in both themes."""
+    """Returns the text color on a viridis background, from 0 (dark) to 1 (light); the same in both themes."""
     return "#000000" if value > 0.55 else "#fefefe"
 
 

@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_recipe(plan: Recipe, cells: Sequence[Cell]) -> Figure | None:
-    """Draws the plot that a recipe asks for; None if it asks for none."""
-    if plan.figure is None:
+def plot_recipe(recipe: Recipe, cells: Sequence[Cell]) -> Figure | None:
+    """Draws the plot of a recipe; None if it has no `figure`."""
+    if recipe.figure is None:
         return None
-    tuned = {row.name: row.tune for row in plan.row}
+    tuned = {row.name: row.tune for row in recipe.row}
     tuned_first = sorted(cells, key=lambda cell: not tuned[cell.row])  # a tuned row has the method's own style
     styles = assign_label_styles({cell.row: cell.ours.method for cell in tuned_first})
     columns = list(dict.fromkeys(cell.column for cell in cells))
-    if plan.figure == "columns":
-        rounds = plan.by_round if isinstance(plan.by_round, list) else [0]
+    if recipe.figure == "columns":
+        rounds = recipe.by_round if isinstance(recipe.by_round, list) else [0]
         subplots = {f"{number} rounds" if number else "": _accuracies_after(cells, number) for number in rounds}
-        return plot_columns(plan.title, subplots, styles)
+        return plot_columns(recipe.title, subplots, styles)
     histories: dict[str, Histories] = {
         column: {cell.row: cell.ours.curves for cell in cells if cell.column == column} for column in columns
     }
-    return plot_curves(plan.title, histories, "round" if plan.figure == "rounds" else "megabytes", styles)
+    return plot_curves(recipe.title, histories, "round" if recipe.figure == "rounds" else "megabytes", styles)
 
 
 def _accuracies_after(cells: Sequence[Cell], rounds: int) -> dict[str, dict[str, Interval]]:

@@ -8,10 +8,10 @@ from fewer.experiments.targets import best_accuracy, cost_to_reach
 from fewer.methods.new_clients import worst_tenth
 from fewer.report.metrics import Interval, accuracy_curve, client_accuracies, interval
 from fewer.report.run_reader import Run, RunGroup
-from fewer.runs.statistics import amount
+from fewer.runs.statistics import format_number
 
 MAX_NAMED = 3
-"""Maximum number of methods named that are not clearly behind the first."""
+"""Maximum number of close competitors that are named."""
 
 
 def verdict(groups: Sequence[RunGroup]) -> list[str]:
@@ -48,14 +48,14 @@ def winner(groups: Sequence[RunGroup]) -> RunGroup | None:
     if len(done) < 2 or _why_not_comparable(groups):
         return None
     first, *others = _rank(done)
-    by_seed = paired(groups)
+    by_seed = is_paired(groups)
     return first if all(_is_behind(group, first, by_seed) for group in others) else None
 
 
-def paired(groups: Sequence[RunGroup]) -> bool:
+def is_paired(groups: Sequence[RunGroup]) -> bool:
     """True if all finished groups have the same seeds, at least two: then they are compared seed by seed.
 
-    Runs with the same seed share the partition. Its luck affects both accuracies, but not their difference.
+    Runs with the same seed share the partition. An easy partition raises both accuracies, but not their difference.
     """
     done = _finished(groups)
     seeds = {tuple((run.seed, run.data_seed) for run in group.runs) for group in done}
@@ -100,13 +100,13 @@ def _final_accuracies(group: RunGroup) -> list[float]:
     return [run.accuracy for run in group.runs if run.accuracy is not None]
 
 
-def _lead(first: Sequence[float], second: Sequence[float]) -> Interval:
+def _paired_lead(first: Sequence[float], second: Sequence[float]) -> Interval:
     """Lead of the first over the second, paired by seed."""
     return interval([a - b for a, b in zip(first, second, strict=True)])
 
 
 def _is_ahead(first: Sequence[float], second: Sequence[float]) -> bool:
-    lead = _lead(first, second)
+    lead = _paired_lead(first, second)
     return lead.half is not None and lead.mean > lead.half
 
 
@@ -122,7 +122,7 @@ def _describe_winner(ranked: Sequence[RunGroup]) -> str:
             f"{first.label} has the highest accuracy, {_format_accuracy(first)}, ahead of {second.label} with "
             f"{_format_accuracy(second)}. With a single seed this may be chance; use --seeds 3."
         )
-    by_seed = paired(ranked)
+    by_seed = is_paired(ranked)
     close = [group for group in ranked[1:] if not _is_behind(group, first, by_seed)]
     if not close:
         return (
@@ -144,7 +144,7 @@ def _describe_lead(ranked: Sequence[RunGroup], by_seed: bool) -> str:
     first, second, *more = ranked
     text = "Its 95 % interval overlaps no other"
     if by_seed:
-        lead = _lead(_final_accuracies(first), _final_accuracies(second))
+        lead = _paired_lead(_final_accuracies(first), _final_accuracies(second))
         text = f"Paired by seed, it leads {second.label} by {100 * lead.mean:.1f} ± {100 * (lead.half or 0):.1f} points"
         text += " and all others significantly" if more else ""
     comparisons = f" ({len(ranked) - 1} comparisons, each at 95 %, without correction)" if more else ""
@@ -169,7 +169,7 @@ def _describe_early_lead(groups: Sequence[RunGroup]) -> Iterator[str]:
     start = common[0]
     ranked = sorted(((points[start], label) for label, points in curves.items()), key=lambda pair: -pair[0].mean)
     (first, leader), *others = ranked
-    by_seed = paired(groups)
+    by_seed = is_paired(groups)
     accuracies = {group.label: [_accuracy_at(run, start) for run in group.runs] for group in groups}
     if all(
         _is_ahead(accuracies[leader], accuracies[label]) if by_seed else _is_below(accuracy, first)
@@ -187,7 +187,7 @@ def _accuracy_at(run: Run, number: int) -> float:
 
 
 def _describe_worst_clients(first: RunGroup, second: RunGroup) -> Iterator[str]:
-    """How the clients with the lowest accuracy fare."""
+    """How well the worst tenth of clients does."""
     accuracies = [client_accuracies([run.history for run in group.runs]) for group in (first, second)]
     if all(accuracies):
         worst, other = (100 * worst_tenth(values) for values in accuracies)
@@ -245,4 +245,4 @@ def _format_interval(value: Interval) -> str:
 
 
 def _format_megabytes(count: float) -> str:
-    return f"{amount(count)} MB"
+    return f"{format_number(count)} MB"

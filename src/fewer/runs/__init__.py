@@ -1,4 +1,4 @@
-"""A run: one training, with everything about it in a directory."""
+"""A run: one training, recorded in a directory."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fewer.runs.result import open_run as open_run
     from fewer.runs.settings import Settings as Settings
 
-_HOMES = {
+_MODULES = {
     "RunDirectory": "directory",
     "Progress": "engine",
     "resume": "engine",
@@ -21,10 +21,10 @@ _HOMES = {
     "open_run": "result",
     "Settings": "settings",
 }
-__all__ = [*_HOMES]
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> Any:  # importing the settings must not load torch
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'fewer.runs' has no attribute '{name}'")
-    return getattr(import_module(f"fewer.runs.{_HOMES[name]}"), name)
+    return getattr(import_module(f"fewer.runs.{_MODULES[name]}"), name)

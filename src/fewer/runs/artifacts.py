@@ -1,4 +1,4 @@
-"""The file that a preparation leaves for later groups, and the copy that each deployment keeps."""
+"""Prepared models: the file that a preparation writes, and the copy that each deployment keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START = "start.safetensors"
 
 
 def write_prepared(result: Result, folder: Path) -> Path | None:
-    """Writes the prepared model with its net and options to the run directory; None if the method prepares none."""
+    """Writes the prepared model with its net and options to `folder`; None if the method does not prepare a model."""
     method, settings = result.method, result.settings
     if not isinstance(method, PreparingMethod):
         return None

@@ -11,7 +11,7 @@
     clients/                 each client's private state, if clients are simulated
     lock                     held by the writing process, with its process id
 
-A checkpoint names the lengths of metrics.jsonl and ledger.csv. Resuming truncates both files to these lengths, because
+A checkpoint stores the lengths of metrics.jsonl and ledger.csv. Resuming truncates both files to these lengths, because
 later lines belong to an unfinished round. A resumed run therefore leaves the same records as an uninterrupted one.
 events.jsonl is never truncated: it also records when the run stopped and resumed.
 """
@@ -30,7 +30,7 @@ from fewer.errors import RunError
 from fewer.runs.files import EVENTS as EVENTS
 from fewer.runs.files import FORMAT, LOCK, RECORDS, SETTINGS, read_metadata
 from fewer.runtime.ring import Journal
-from fewer.runtime.store import drop_after, lock_file, write_durably
+from fewer.runtime.store import delete_state_after, lock_file, write_durably
 from fewer.wire import Tree, pack, unpack
 from fewer.wire.ledger import Entry
 
@@ -112,11 +112,11 @@ class RunDirectory:
             self._write("ledger.csv", ",".join(Entry._fields) + "\n")
         self._records[EVENTS] = (self.path / EVENTS).open("ab", buffering=0)
         round = checkpoint["round"] if checkpoint else 0
-        drop_after(self.clients, round, self.journal.finished_clients(round + 1))
+        delete_state_after(self.clients, round, self.journal.finished_clients(round + 1))
         return checkpoint
 
     def update_metadata(self, **parts: Any) -> None:
-        """Changes entries of settings.json that no number depends on."""
+        """Changes entries of settings.json that do not affect results."""
         self.metadata = {**self.metadata, **parts}
         try:
             _write_metadata(self.path, self.metadata)
@@ -136,7 +136,7 @@ class RunDirectory:
         self._write("ledger.csv", "".join(",".join(map(str, entry)) + "\n" for entry in entries))
 
     def save_checkpoint(self, **content: Tree) -> None:
-        """Saves a finished round: first the records, then the state, which names their lengths."""
+        """Saves a finished round: first the records, then the checkpoint, which stores their lengths."""
         try:
             for name in RECORDS:
                 os.fsync(self._records[name].fileno())
@@ -168,7 +168,7 @@ class RunDirectory:
         try:
             checkpoint: dict[str, Any] = unpack(path.read_bytes())
         except FileNotFoundError:
-            raise RunError(f"{self.path} has no checkpoint yet: its first round has not ended") from None
+            raise RunError(f"{self.path} has no checkpoint yet: its first round has not finished") from None
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path} is damaged: checkpoint.safetensors cannot be read ({error})") from error
         return checkpoint
@@ -187,7 +187,7 @@ class RunDirectory:
 
 def check_unused(path: Path) -> None:
     """Raises RunError if `path` exists and is not empty."""
-    if path.exists() and not _unused(path):
+    if path.exists() and not _is_unused(path):
         raise RunError(f"{path} exists already: choose another --out, or run fewer resume {path}")
 
 
@@ -195,7 +195,7 @@ def _write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
     write_durably(path / SETTINGS, json.dumps(metadata, indent=2, default=str).encode())
 
 
-def _unused(path: Path) -> bool:
+def _is_unused(path: Path) -> bool:
     """True if a directory is empty, or holds only what a run killed at its start leaves behind."""
     if not path.is_dir():
         return False

@@ -56,7 +56,7 @@ class Progress(Protocol):
 Connect = Callable[[Experiment, Path, int], Clients]
 """`connect(experiment, client_folder, finished_rounds)` returns the clients of a run.
 
-`client_folder` is where simulated clients keep their private state.
+`client_folder` has the private state of all simulated clients.
 """
 
 
@@ -117,7 +117,8 @@ def experiment_from_arguments(
 
 def _find_conflict(settings: Mapping[str, Any], kind: str) -> str | None:
     """Returns the first setting that belongs to an object of this kind (method or data)."""
-    allowed = ("norm", "model_options", "data_dir")  # in these groups of settings, but not part of the object
+    # The title of a field is its group. These are in the groups Method and Data, but no part of such an object.
+    allowed = ("norm", "model_options", "data_dir")
     fields = Settings.model_fields
     for name in settings:
         if name in fields and fields[name].title == kind.capitalize() and name not in allowed:
@@ -181,14 +182,14 @@ def resume(
     track: Sequence[str] | None = None,
     **settings: Any,
 ) -> Result:
-    """Continues a run from its last checkpoint. The result is bit-identical to an uninterrupted run.
+    """Continues a run from its last checkpoint. Unless settings change, the numbers are those of an uninterrupted run.
 
     - `method`, `data`, `model`: pass them again if they were Python objects.
     - `connect`: how to reach remote clients, if the run has any.
     - `track`: replaces the run's trackers. New trackers receive all rounds.
-    - Further arguments change settings. `runtime`, `workers` and `data_dir` never change the numbers. A change of
-      `device`, `quorum`, `deadline`, `drop`, `slow` or `corrupt` may change them. It lets a run continue that stopped
-      because too few clients answered.
+    - Further arguments change settings. `runtime`, `workers` and `data_dir` do not affect the numbers; `device` may.
+      `quorum`, `deadline`, `drop`, `slow` and `corrupt` do. Change them to continue a run that stopped because too few
+      clients answered.
     """
     path = Path(path)
     directory = RunDirectory.open(path)
@@ -204,6 +205,7 @@ def resume(
             raise RunError(f"{path} was run with your own {part}: pass it to fewer.resume(path, {part}=…)")
     new_settings = parse_settings({**resolve_start_model(recorded["settings"], path), **changed})
     experiment = build_experiment(new_settings, method, data, model)
+    _check_options(experiment.method, recorded["method"])
     old_runtime, new_runtime = recorded["settings"]["runtime"], experiment.settings.runtime
     if "flower" in (old_runtime, new_runtime) and old_runtime != new_runtime:
         raise SettingError(f"runtime = {new_runtime}: a run cannot switch between simulated and remote clients")
@@ -226,6 +228,15 @@ def resume(
             changed,
             new_trackers=track is not None,
         )
+
+
+def _check_options(method: Method, recorded: Mapping[str, Any]) -> None:
+    """Raises SettingError if the method has other options than the run started with."""
+    options = method.model_dump(mode="json")
+    for name in {**recorded, **options}:
+        old, new = recorded.get(name), options.get(name)
+        if old != new and name not in method.file_options:
+            raise SettingError(f"{method.name}: {name} cannot change when a run resumes: it was {old!r}, got {new!r}")
 
 
 def _run_metadata(experiment: Experiment) -> dict[str, Any]:
@@ -274,8 +285,8 @@ def build_handler_runner(
 ) -> HandlerRunner:
     """Builds the object that runs the handlers of an experiment. `client_folder` has the clients' private state.
 
-    `keys` encrypt messages from client to client, if they are not in `client_folder`. Several runs may share them, so
-    every message also carries `run_id`.
+    `keys` encrypt (seal) messages from client to client. Default: the key files in `client_folder`. Several runs may
+    share the same keys, so every sealed message also contains `run_id`.
     """
     seed = experiment.settings.seed
     contexts = ContextFactory(experiment.data, experiment.task, seed, client_folder, sealing_keys=keys)
@@ -315,13 +326,13 @@ def _train(
     changed: Mapping[str, Any] | None = None,
     new_trackers: bool = True,
 ) -> Result:
-    """Runs all remaining rounds, from the last checkpoint, or from `state` before the first one.
+    """Runs the remaining rounds. Starts from the last checkpoint, or from `state` if no round has finished.
 
-    `changed` are the settings that changed on resume. `new_trackers` is False if the run already had these trackers.
+    `changed` are the settings that changed on resume. `new_trackers` is False if a resumed run keeps its trackers.
     """
     method, settings = experiment.method, experiment.settings
     if directory and any(name in FAULT_SETTINGS for name in changed or {}):
-        directory.journal.clear()  # the unfinished round starts again, under the new settings
+        directory.journal.clear()  # discards the messages of the unfinished round; it starts again
     checkpoint = directory.rewind_to_checkpoint() if directory else None
     with ExitStack() as stack:
         stack.enter_context(one_thread())
@@ -371,7 +382,7 @@ def _train(
                 directory.log_event("stop", round=len(result.history), reason=reason, **transport)
             raise
         if directory:
-            write_prepared(result, directory.path)  # if the method prepares a model for later groups
+            write_prepared(result, directory.path)  # only methods that prepare a model for new groups of clients
             directory.log_event("finish", round=method.rounds, **clients.transport_bytes())
     return result
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from fewer.data import ArrayData, Data, load
 from fewer.data.text import compute_word_vectors, load_word_vectors
-from fewer.errors import DataError, SettingError, unknown
+from fewer.errors import DataError, SettingError, unknown_name
 from fewer.methods import Method, find, names
 from fewer.models import Task, get_weights, net_factory
 from fewer.registry import MODELS
@@ -30,7 +30,7 @@ COMPARISONS = {
     "greater than": ">",
     "less than": "<",
 }
-"""Pydantic's words and the signs that error messages use."""
+"""Pydantic's words, and the signs that replace them in error messages."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Experiment:
 
     @property
     def hash(self) -> str:
-        """The hash of all settings that numbers depend on."""
+        """The hash of all settings that affect results."""
         return settings_hash(self.settings, self.method)
 
 
 def parse_settings(settings: Mapping[str, Any]) -> Settings:
-    """Settings from plain values; SettingError for the first invalid one. Paths become absolute."""
+    """Parses plain values; SettingError for the first invalid one. Paths become absolute."""
     resolved = {name: _resolve_path(name, value) for name, value in settings.items()}
     try:
         return Settings(**resolved)
@@ -60,7 +60,7 @@ def parse_settings(settings: Mapping[str, Any]) -> Settings:
 
 
 def _resolve_path(name: str, value: Any) -> Any:
-    """FILE.py:Name and FORMAT:PATH with an absolute path if the file exists, so that a run can resume anywhere."""
+    """Makes the path in FILE.py:Name or FORMAT:PATH absolute if it exists, so that a run can resume anywhere."""
     if name not in ("method", "model", "data") or not isinstance(value, str) or ":" not in value:
         return value
     first, last = value.split(":", 1) if name == "data" else value.rsplit(":", 1)
@@ -73,7 +73,7 @@ def _resolve_path(name: str, value: Any) -> Any:
 def build_experiment(
     settings: Settings, method: Method | None = None, data: Data | None = None, model: Model | None = None
 ) -> Experiment:
-    """Builds what the settings name. Objects given here replace what the settings name."""
+    """Builds the experiment that the settings name. Objects passed here replace what the settings name."""
     if method is None:
         method = make_method(find(settings.method), settings)
     objects = tuple(name for name, given in (("data", data), ("model", model)) if given is not None)
@@ -92,30 +92,31 @@ def build_experiment(
             "pass --data-option split=BASE/VALIDATION/NOVEL, such as 20/5/16"
         )
     if data.novel and not method.needs_novel_classes:
-        able = [name for name in names() if find(name).needs_novel_classes]
+        allowed = [name for name in names() if find(name).needs_novel_classes]
         raise SettingError(
-            f"data '{data.name}' tests novel classes, which {method.name} cannot predict (allowed: {', '.join(able)})"
+            f"data '{data.name}' tests novel classes, which {method.name} cannot predict "
+            f"(allowed: {', '.join(allowed)})"
         )
     device = make_device(settings.device)
     task = make_task(settings.model if model is None else model, settings, data, device)
     return Experiment(method, task, data.to(device), settings, objects)
 
 
-def make_method(kind: type[Method], settings: Settings) -> Method:
+def make_method(method_class: type[Method], settings: Settings) -> Method:
     """The method with its options from the settings."""
     chosen = {name: value for name in ("rounds", "cohort") if (value := getattr(settings, name)) is not None}
     try:
-        return kind(**chosen | settings.method_options)
+        return method_class(**chosen | settings.method_options)
     except ValidationError as error:
-        raise setting_error(error, f"{kind.name}: ", list(kind.model_fields)) from error
+        raise setting_error(error, f"{method_class.name}: ", list(method_class.model_fields)) from error
 
 
 def setting_error(error: ValidationError, prefix: str, known: list[str]) -> SettingError:
-    """The first problem in one line; unknown names come before missing ones."""
+    """Returns the first problem as one line. Unknown names come before missing ones."""
     first = min(error.errors(), key=lambda problem: problem["type"] == "missing")
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return unknown(f"option of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
+        return unknown_name(f"option of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
     if first["type"] == "missing":
         return SettingError(f"{prefix}{name} is missing")
     message = first["msg"].replace("Input should", "must")
@@ -154,12 +155,12 @@ def make_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise SettingError(f"device = '{name}' is not available: {_reason(error)}") from error
+        raise SettingError(f"device = '{name}' is not available: {_describe_error(error)}") from error
     return device
 
 
 def make_task(model: Model, settings: Settings, data: Data, device: torch.device) -> Task:
-    """The task of training this model on this data. The model is tried on one sample."""
+    """Builds the task of training this model on this data, and tries the model on one sample."""
     initial = None
     if isinstance(model, nn.Module):
         make: Callable[[], nn.Module] = partial(copy.deepcopy, model)
@@ -182,7 +183,7 @@ def _model_options(settings: Settings, data: Data) -> dict[str, Any]:
         if options["vectors"] == "own":
             if not isinstance(data, ArrayData):
                 raise SettingError(
-                    f"vectors = own needs data in arrays, which '{data.name}' is not: name a file of vectors"
+                    f"vectors = own needs data in arrays; data '{data.name}' is not: pass a file of word vectors"
                 )
             rows = data.source.x[
                 torch.from_numpy(data.train.rows).sort().values
@@ -201,10 +202,10 @@ def _try_model(task: Task, data: Data) -> None:
         with global_streams("net"):
             net = task.build_net()
     except Exception as error:  # a user's own model may raise anything
-        raise SettingError(f"the model cannot be built: {_reason(error)}") from error
+        raise SettingError(f"the model cannot be built: {_describe_error(error)}") from error
     if not isinstance(net, nn.Module):
         raise SettingError(
-            f"the model is of type {type(net).__name__} (allowed: a torch.nn.Module, or what returns one)"
+            f"the model is of type {type(net).__name__} (allowed: a torch.nn.Module, or a function that returns one)"
         )
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise SettingError("the model has no trainable parameters (requires_grad)")
@@ -212,11 +213,11 @@ def _try_model(task: Task, data: Data) -> None:
         with torch.no_grad():
             scores = net.to(task.device).eval()(data.test.slice(0, 1)[0].to(task.device))
     except Exception as error:
-        raise SettingError(f"the model rejects inputs of shape {data.shape}: {_reason(error)}") from error
+        raise SettingError(f"the model rejects inputs of shape {data.shape}: {_describe_error(error)}") from error
     if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or scores.shape[1] < data.classes:
         shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
         raise SettingError(f"the model returns {shape} for one sample (allowed: 1 × at least {data.classes} classes)")
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

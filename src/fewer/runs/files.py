@@ -18,7 +18,7 @@ METRICS = "metrics.jsonl"
 LEDGER = "ledger.csv"
 LOCK = "lock"
 RECORDS = (METRICS, LEDGER)
-"""The files whose lengths a checkpoint names."""
+"""The files whose lengths a checkpoint stores."""
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
         metadata: dict[str, Any] = json.loads((path / "settings.json").read_text())
         version = metadata["format"]
         if version == FORMAT and (missing := PARTS - metadata.keys()):
-            raise ValueError(f"no '{min(missing)}' in it")
+            raise ValueError(f"'{min(missing)}' is missing")
     except FileNotFoundError:
         problem = "has no settings.json" if path.is_dir() else "does not exist"
         raise RunError(f"{path} is not a run directory: it {problem}") from None
@@ -50,25 +50,25 @@ def in_use(path: Path) -> bool:
     return False
 
 
-def writer(path: Path) -> int:
+def writer_pid(path: Path) -> int:
     """The id of the process that writes a run; RunError if it cannot be identified on this machine.
 
-    The id in the lock may be from another machine, or may have been reused. So the process must have the lock open.
+    The id in the lock file may be from another machine, or reused. So the process must have the lock file open.
     """
     if not in_use(path):
         raise RunError(f"{path} is not running")
     lock = path / LOCK
     try:
-        number = int(lock.read_text())
-        files = list(Path(f"/proc/{number}/fd").iterdir())
+        pid = int(lock.read_text())
+        files = list(Path(f"/proc/{pid}/fd").iterdir())
     except (OSError, ValueError):
         raise RunError(f"{path} is written by a process that is not on this machine: stop it there") from None
-    if not any(_same(file, lock) for file in files):
-        raise RunError(f"{path} is written by another process than {number}, the one in its lock")
-    return number
+    if not any(_is_same_file(file, lock) for file in files):
+        raise RunError(f"{path} is written by a process other than {pid}, the one in its lock file")
+    return pid
 
 
-def _same(file: Path, lock: Path) -> bool:
+def _is_same_file(file: Path, lock: Path) -> bool:
     try:
         return file.samefile(lock)
     except OSError:  # closed in the meantime

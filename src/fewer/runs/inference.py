@@ -35,7 +35,7 @@ def predictions(
     options: Mapping[str, Any] | None = None,
     weights: Path | None = None,
 ) -> tuple[list[str], float | None]:
-    """Predictions as lines of CSV, and the accuracy if the data has labels.
+    """Returns predictions as lines of CSV, and the accuracy if the data has labels.
 
     `weights` is a file written by `adapt` or `export`; it replaces the run's weights. `options` default to the run's
     data options if the format is the same. For the dataset of the run, the test samples are used.
@@ -48,7 +48,7 @@ def predictions(
     if name == result.settings.data and not options:
         samples, labels = result.data.test, result.data.test.slice(0, len(result.data.test))[1].cpu().numpy()
     else:
-        samples, labels = _read(result, name, directory, options)
+        samples, labels = _read_samples(result, name, directory, options)
     lines, correct = ["sample,class,confidence"], 0
     with torch.no_grad():
         for start in range(0, len(samples), 1000):
@@ -69,20 +69,20 @@ def adapt(
 ) -> tuple[list[Path], int]:
     """Adapts the model of a run to this data and writes the files of `export`. Also returns the number of samples."""
     result = open_run(path)
-    samples, labels = _read(result, name, directory, options)
+    samples, labels = _read_samples(result, name, directory, options)
     if labels is None:
         raise DataError(f"data '{name}' has no labels to adapt to (npz: an array y)")
     net = result.adapt(samples, torch.from_numpy(labels))
-    return _write(result, net, out), len(labels)
+    return _write_model(result, net, out), len(labels)
 
 
-def _read(
+def _read_samples(
     result: Result, name: str, directory: Path | None, options: Mapping[str, Any] | None
 ) -> tuple[Samples, NDArray[np.int64] | None]:
-    """Samples that the model takes, and their labels if there are any."""
-    same = name.partition(":")[0] == result.settings.data.partition(":")[0]
-    x, y = read_inputs(name, directory, options or (result.settings.data_options if same else {}))
-    return _convert(result, x, name), None if y is None else convert_labels(y, name)
+    """Reads samples for the model, and their labels if there are any."""
+    same_format = name.partition(":")[0] == result.settings.data.partition(":")[0]
+    x, y = read_inputs(name, directory, options or (result.settings.data_options if same_format else {}))
+    return _convert_to_samples(result, x, name), None if y is None else convert_labels(y, name)
 
 
 def _load_weights_file(path: Path) -> Weights:
@@ -93,8 +93,8 @@ def _load_weights_file(path: Path) -> Weights:
     return weights
 
 
-def _convert(result: Result, x: Inputs, name: str) -> Samples:
-    """Raw inputs as samples that the model takes, with its normalization or vocabulary."""
+def _convert_to_samples(result: Result, x: Inputs, name: str) -> Samples:
+    """Converts raw inputs to samples for the model, with its normalization or vocabulary."""
     if isinstance(x, list):
         if not result.data.tokens:
             raise DataError(f"data '{name}' is text; the model was trained on inputs of shape {result.data.shape}")
@@ -108,16 +108,16 @@ def _convert(result: Result, x: Inputs, name: str) -> Samples:
 def check_prepares(method: type[Method]) -> None:
     """Raises SettingError if the method does not prepare a model for groups."""
     if not issubclass(method, PreparingMethod):
-        able = [name for name in names() if issubclass(find(name), PreparingMethod)]
-        raise SettingError(f"{method.name} does not prepare a model for groups (allowed: {', '.join(able)})")
+        allowed = [name for name in names() if issubclass(find(name), PreparingMethod)]
+        raise SettingError(f"{method.name} does not prepare a model for groups (allowed: {', '.join(allowed)})")
 
 
 def deploy_settings(prepared: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a deployment: those of the preparation, overridden by what is given."""
     metadata = load_prepared(prepared)[1]
     options = {**metadata["method_options"], **given.get("method_options", {}), "prepared": str(prepared.resolve())}
-    group = {"method": FRLDeploy.name, "method_options": options}
-    return {"rounds": metadata["rounds"], **metadata["model"], **given, **group}
+    deployment = {"method": FRLDeploy.name, "method_options": options}
+    return {"rounds": metadata["rounds"], **metadata["model"], **given, **deployment}
 
 
 def deploy(
@@ -142,10 +142,10 @@ def deploy(
 def export(path: Path, out: Path, client: int | None = None) -> list[Path]:
     """Writes the weights as safetensors, a torch.export program with dynamic batch size, and a JSON description."""
     result = open_run(path)
-    return _write(result, result.model if client is None else result.personal_model(client), out)
+    return _write_model(result, result.model if client is None else result.personal_model(client), out)
 
 
-def _write(result: Result, net: nn.Module, out: Path) -> list[Path]:
+def _write_model(result: Result, net: nn.Module, out: Path) -> list[Path]:
     net = net.cpu()
     sample = result.data.test.slice(0, 2)[0].cpu()
     try:
@@ -160,7 +160,7 @@ def _write(result: Result, net: nn.Module, out: Path) -> list[Path]:
             "input": ["batch", *result.data.shape],
             "normalize": {"subtract": test.shift, "multiply": test.scale},
             "classes": result.data.classes,
-            "names": list(getattr(result.data, "names", ())),
+            "class_names": list(getattr(result.data, "class_names", ())),
             "tokens": list(result.data.tokens),
         }
         description.write_text(json.dumps(content, indent=2) + "\n")

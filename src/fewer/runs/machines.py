@@ -1,8 +1,8 @@
 """Runs between machines: the server's side and a client's side. Engine and methods are the same as on one machine.
 
 The server sends its clients the settings of the run. A client builds the experiment from them, as `fewer run` would,
-but with its own data, and answers. A client's private state stays in its own folder, by run. When a server resumes a
-run, it says which rounds are complete, and clients delete their state from later rounds, as on one machine.
+but with its own data, and answers the server's calls. A client's private state stays in its own folder, by run. When a
+server resumes a run, it says which rounds are complete, and clients delete their state from later rounds.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from fewer.runs.result import Result
 from fewer.runtime.flower.clients import Flower, retry_until_answered
 from fewer.runtime.flower.credentials import LOCAL_HOSTS, Credentials
 from fewer.runtime.flower.node import Node
-from fewer.runtime.flower.programs import Program, free_port
+from fewer.runtime.flower.programs import Program, find_free_port
 from fewer.runtime.flower.superlink import SuperLink, SuperLinkLost
 from fewer.runtime.handlers import Call, HandlerRunner, Reply
 from fewer.runtime.keys import Keys, PinnedKeys
 from fewer.runtime.ring import Journal
-from fewer.runtime.store import drop_after, write_durably
+from fewer.runtime.store import delete_state_after, write_durably
 
 RUN_ID = "machines.json"
 """File in a run's directory with the run's id and the number of its session."""
 MAX_RESTARTS = 5
-"""How often a run restarts after the SuperLink has lost it, before that is an error."""
+"""How many times a run restarts after the SuperLink has lost it. Then it fails."""
 
 
 # --- the server -----------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class FlowerServer:
         return attempt()
 
     def check_experiment(self, experiment: Experiment) -> None:
-        """Raises SettingError if this experiment cannot run between machines, or not with these clients."""
+        """Raises SettingError if the experiment cannot run between machines, or the keys do not match its clients."""
         _reject_files(
             _shared_settings(experiment),
             ("method", "model"),
@@ -114,7 +114,7 @@ class FlowerServer:
         )
         if (keys := list(self.credentials.public_keys)) != list(range(len(experiment.data))):
             raise SettingError(
-                f"clients = {len(experiment.data)}, but {self.credentials.folder} has keys of {len(keys)}: {keys}"
+                f"clients = {len(experiment.data)}, but {self.credentials.folder} has keys of clients {keys}"
             )
 
     def _connect_to(self, out: Path) -> Connect:
@@ -166,7 +166,7 @@ def _reject_files(settings: Mapping[str, Any], names: Sequence[str], groups: Seq
 
 
 def _find_strings(value: Any) -> Iterator[str]:
-    """All strings in a setting."""
+    """Yields all strings in a setting."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -246,7 +246,7 @@ class ClientDaemon:
     folder: Path
     """The client's private state, by run."""
     data: str | None = None
-    """The client's own data, FORMAT:PATH or the name of a data set; None for its part of the server's data set."""
+    """The client's own data, FORMAT:PATH or the name of a dataset; None for its part of the server's dataset."""
     data_options: Mapping[str, Any] = field(default_factory=dict)
     data_dir: Path | None = None
     device: str = "cpu"
@@ -269,7 +269,7 @@ class ClientDaemon:
         Node(address, keys, self.folder, self.log).serve(self.answer)
 
     def answer(self, experiment: str, call: Call, blob: bytes) -> Reply:
-        """Answers one question of an experiment."""
+        """Answers one call of an experiment."""
         if experiment != self._experiment or self._handlers is None:
             try:
                 self._handlers = self._build_handlers(json.loads(experiment), call.client)
@@ -294,7 +294,7 @@ class ClientDaemon:
             raise RunError(f"session {session} of this run is over; session {last_session} has started")
         experiment = self._build_experiment(description["settings"], description["data_info"])
         if session > last_session:
-            drop_after(folder, done, [int(finished) for finished in description["finished_clients"]])
+            delete_state_after(folder, done, [int(finished) for finished in description["finished_clients"]])
             folder.mkdir(parents=True, exist_ok=True)
             write_durably(path, str(session).encode())
         size = experiment.data.size(client)
@@ -376,7 +376,7 @@ def local_cluster(
     log: Callable[[str], None] = lambda text: None,
     track: Sequence[str] | None = None,
 ) -> Iterator[FlowerServer]:
-    """A server on loopback, and clients in their own processes. Their folders and keys are in `home`.
+    """Starts a server on loopback, and clients in their own processes. Their folders and keys are in `home`.
 
     Existing keys are reused.
     """
@@ -384,7 +384,7 @@ def local_cluster(
     keys = home / "keys"
     credentials = Credentials.open(keys) if (keys / "ca.key").exists() else Credentials.create(keys, clients)
     exchange_keys([credentials.client_folder(client) for client in credentials.public_keys])
-    server = FlowerServer(credentials, port=free_port(), timeout=timeout, log=log, track=track)
+    server = FlowerServer(credentials, port=find_free_port(), timeout=timeout, log=log, track=track)
     arguments = ["join", f"127.0.0.1:{server.port}", "--device", device]
     if data_dir:
         arguments += ["--data-dir", str(data_dir)]

@@ -1,4 +1,4 @@
-"""The result of a run: metrics, and models to use."""
+"""The result of a run: metrics and models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Result(Viewable):
         return self.history[-1] if self.history else {}
 
     def records(self) -> list[dict[str, Any]]:
-        """The metrics of each round, without those by client."""
+        """The metrics of each round, without per-client metrics."""
         return [{"round": metrics["round"], **scalars(metrics)} for metrics in self.history]
 
     @property
@@ -62,9 +62,9 @@ class Result(Viewable):
             raise SettingError(
                 f"{self.method.name} has no global model: use personal_model(client), client 0 … {len(self.data) - 1}"
             )
-        return self.method.build_model(self._net, weights).eval()
+        return self.method.build_model(self._build_net, weights).eval()
 
-    def _net(self, weights: Weights) -> nn.Module:
+    def _build_net(self, weights: Weights) -> nn.Module:
         net = self.task.net()
         load_weights(net, weights)
         return net
@@ -83,7 +83,7 @@ class Result(Viewable):
         return self.method.personal_model(context, self.method.broadcast(self.state)).eval()
 
     def to_samples(self, x: Tensor, name: str) -> Samples:
-        """Raw inputs as samples that the model takes, normalized like the training data."""
+        """Converts raw inputs to samples for the model, normalized like the training data."""
         if tuple(x.shape[1:]) != self.data.shape:
             raise DataError(
                 f"data '{name}' has inputs of shape {tuple(x.shape[1:])}; the model takes {self.data.shape}"
@@ -98,16 +98,16 @@ class Result(Viewable):
         Arrays are normalized like the training data. The method must be one that learns to adapt.
         """
         if not isinstance(self.method, NewClients):
-            able = [name for name in names() if issubclass(find(name), NewClients)]
-            raise SettingError(f"{self.method.name} does not adapt to new data (allowed: {', '.join(able)})")
+            allowed = [name for name in names() if issubclass(find(name), NewClients)]
+            raise SettingError(f"{self.method.name} does not adapt to new data (allowed: {', '.join(allowed)})")
         samples = x if isinstance(x, Samples) else self.to_samples(convert_inputs(x, "x"), "x")
         labels = torch.from_numpy(convert_labels(y, "y"))
         if not len(labels) or len(labels) != len(samples.x):
             raise DataError(
-                f"{len(samples.x)} inputs and {len(labels)} labels to adapt to (allowed: as many, at least 1)"
+                f"adapt needs one label per input, at least 1; got {len(samples.x)} inputs and {len(labels)} labels"
             )
         if int(labels.max()) >= self.data.classes:
-            raise DataError(f"a label of {int(labels.max())} to adapt to (allowed: 0 … {self.data.classes - 1})")
+            raise DataError(f"cannot adapt to label {int(labels.max())} (allowed: 0 … {self.data.classes - 1})")
         from fewer.runs.engine import one_thread
 
         weights = self.method.broadcast(self.state)
@@ -120,7 +120,7 @@ class Result(Viewable):
 
 
 def open_run(path: str | Path, *, method: Method | None = None, data: Data | None = None, model: Any = None) -> Result:
-    """The result of the run in a directory, as far as it has come: history, model, clients' models.
+    """Opens the run in a directory, finished or not: its history, its model and its clients' models.
 
     Pass `method`, `data` and `model` again if they were Python objects.
     """

@@ -14,7 +14,7 @@ from fewer.choices import Norm, Partition, RuntimeName
 Probability = Annotated[float, Field(ge=0, le=1)]
 
 RUNTIME_SETTINGS = ("runtime", "workers", "device", "data_dir")
-"""Settings that no number depends on."""
+"""Settings that do not affect results."""
 FAULT_SETTINGS = ("quorum", "deadline", "drop", "slow", "corrupt")
 """Settings that may also change on resume, so that a run that lost its quorum can continue. The change is logged."""
 
@@ -50,11 +50,11 @@ class Settings(BaseModel):
     alpha: PositiveFloat = Field(0.5, title="Data")
     """Concentration of the dirichlet and quantity partitions; smaller is more skewed."""
     min_samples_per_client: NonNegativeInt = Field(10, title="Data")
-    """Fewest samples of a client, before any are held out (dirichlet, quantity)."""
+    """Minimum samples per client, before any are held out (dirichlet, quantity)."""
     classes_per_client: PositiveInt = Field(2, title="Data")
-    """Classes of each client (pathological)."""
+    """Classes per client (pathological)."""
     shards: PositiveInt = Field(2, title="Data")
-    """Shards of each client (shards)."""
+    """Shards per client (shards)."""
     fraction: Annotated[float, Field(gt=0, le=1)] = Field(1.0, title="Data")
     """Fraction of the training samples to use."""
     validation: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, title="Data")
@@ -62,18 +62,18 @@ class Settings(BaseModel):
     vocab_size: Annotated[int, Field(ge=3)] = Field(20_000, title="Data")
     """Largest vocabulary of a text; it is built from training text only."""
     max_length: PositiveInt = Field(30, title="Data")
-    """Words of a text that are read."""
+    """Number of words read from each text."""
     data_options: dict[str, Any] = Field({}, title="Data")
     """An option of the data, as name=value (csv: label=y; glyphs: size=32); may be repeated."""
     data_seed: NonNegativeInt | None = Field(None, title="Data")
     """Seed of the partition. [default: the seed of the run]"""
 
     seed: NonNegativeInt = Field(0, title="Run")
-    """Seed of everything random: the same seed gives the same numbers."""
+    """Seed of all randomness; the same seed gives the same results."""
     evaluate_every: PositiveInt = Field(1, title="Run")
     """Evaluate after every N rounds, and after the last."""
     runtime: RuntimeName = Field("inline", title="Run")
-    """One process, or a pool of worker processes; the numbers are the same."""
+    """One process, or a pool of worker processes; the results are the same."""
     workers: PositiveInt = Field(2, title="Run")
     """Worker processes of the pool."""
     device: str = Field("cpu", title="Run")
@@ -92,14 +92,14 @@ class Settings(BaseModel):
 
 
 def settings_hash(settings: Settings, method: BaseModel) -> str:
-    """A hash of every setting that numbers depend on, however it was given."""
+    """Returns a hash of all settings that affect results."""
     content = settings.model_dump(mode="json", exclude={*RUNTIME_SETTINGS, "rounds", "cohort", "method_options"})
-    content |= {name: _without_folder(content[name]) for name in ("method", "model", "data")}
+    content |= {name: _remove_folder(content[name]) for name in ("method", "model", "data")}
     content["method_settings"] = method.model_dump(mode="json")
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _without_folder(name: str) -> str:
-    """FILE.py:Name or FORMAT:PATH without the folder, which does not affect the content."""
+def _remove_folder(name: str) -> str:
+    """Removes the folder from FILE.py:Name or FORMAT:PATH; it does not affect the content."""
     first, colon, rest = name.partition(":")
     return f"{Path(first).name}:{Path(rest).name}" if colon else name

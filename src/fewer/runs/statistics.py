@@ -16,6 +16,6 @@ def half_width(values: Sequence[float]) -> float | None:
     return float(stdtrit(len(values) - 1, 0.975)) * statistics.stdev(values) / math.sqrt(len(values))
 
 
-def amount(value: float) -> str:
-    """A number with three significant digits, or all integer digits if it is large."""
+def format_number(value: float) -> str:
+    """Formats a number with three significant digits; large numbers keep all integer digits."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"

@@ -1,6 +1,6 @@
 """Results that display themselves, in a notebook or as a figure.
 
-The views belong to `fewer.report`, a higher floor, so they are looked up by name when something is displayed.
+The views are in `fewer.report`, a higher layer, so they are looked up by name when a result is displayed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runtimes: they deliver calls to clients and return the answers, in this process or in worker processes."""
+"""Runtimes deliver calls to clients and return answers: in this process, in worker processes, or through Flower."""
 
 from fewer.runtime.clients import Absent, Answer, Answers, Clients, Each, Faults, RoundRules
 from fewer.runtime.handlers import HandlerRunner, Unable, on_client, on_ring, on_server

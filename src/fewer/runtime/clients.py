@@ -23,7 +23,7 @@ MAX_EVAL_COHORT = 100
 """The largest number of clients that an evaluation asks."""
 
 MAX_ATTEMPTS = 3
-"""How often the server's own work is attempted if its worker processes die."""
+"""Maximum attempts at the server's own work if its worker processes die."""
 
 AbsenceReason = Literal["dropped", "late", "refused", "failed", "unable", "lost"]
 
@@ -198,7 +198,7 @@ class Clients(ABC):
             self._check_quorum(absent, handler.__name__, relay.taken, len(order))
         except QuorumLost:
             if self.journal:
-                self.journal.clear()  # the next attempt must find out again which clients answer
+                self.journal.clear()  # the next attempt must ask every client again
             raise
         return relay.holders
 
@@ -208,10 +208,10 @@ class Clients(ABC):
             self.on_absent(client, handler)
         unable = all(client.reason == "unable" for client in absent)
         needed, rule = self.rules.min_answers(asked), f"quorum {self.rules.quorum:g}"
-        if self.evaluating:  # if all clients are unable, the method gives a better error
+        if self.evaluating:  # if all clients are unable, the method raises a better error
             needed, rule = 0 if unable else 1, "evaluation"
         if answered < needed:
-            raise QuorumLost(_quorum_message(self.round, answered, asked, needed, rule, absent), unable)
+            raise QuorumLost(_describe_lost_quorum(self.round, answered, asked, needed, rule, absent), unable)
 
     def map_on_server(
         self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field
@@ -275,7 +275,7 @@ class Clients(ABC):
         }
 
     def _draw_fault(self, client: int, stream: str) -> str | None:
-        """The injected fault that hits this client now, if any."""
+        """Draws the injected fault that hits this client now, if any."""
         if self.evaluating or self.faults == Faults():
             return None
         draws = np.random.default_rng(seed_of(self.seed, self.round, client, "fault", stream)).random(3)
@@ -288,12 +288,12 @@ class Clients(ABC):
         """The client's message as it arrives: damaged if the injected fault is `corrupt`."""
         if fault != "corrupt":
             return blob
-        return _damage(blob, np.random.default_rng(seed_of(self.seed, self.round, client, "damage")))
+        return _damage_message(blob, np.random.default_rng(seed_of(self.seed, self.round, client, "damage")))
 
     def _read_reply(
         self, call: Call, reply: Reply | None, fault: str | None, returns: Schema
     ) -> tuple[Answer | Absent, int]:
-        """The outcome of one call, and the number of bytes that came back."""
+        """Returns the outcome of one call, and the number of bytes that came back."""
         client, deadline = call.client, self._call_deadline(call)
         if reply is None:
             return Absent(client, "lost", "its worker process died"), 0
@@ -308,8 +308,8 @@ class Clients(ABC):
             return Absent(client, "refused", refused.reason), len(blob)
 
 
-def _damage(blob: bytes, rng: np.random.Generator) -> bytes:
-    """A message after a bad connection: truncated, or with some bytes changed."""
+def _damage_message(blob: bytes, rng: np.random.Generator) -> bytes:
+    """Returns the message as after a bad connection: truncated, or with some bytes changed."""
     if rng.random() < 0.5:
         return blob[: int(rng.integers(len(blob)))]
     data = bytearray(blob)
@@ -318,7 +318,9 @@ def _damage(blob: bytes, rng: np.random.Generator) -> bytes:
     return bytes(data)
 
 
-def _quorum_message(round: int, answered: int, asked: int, needed: int, rule: str, absent: Sequence[Absent]) -> str:
+def _describe_lost_quorum(
+    round: int, answered: int, asked: int, needed: int, rule: str, absent: Sequence[Absent]
+) -> str:
     """One line with the number of answers, the number needed, and the most common reasons."""
     reasons = Counter(client.reason + (f" ({client.detail})" if client.detail else "") for client in absent)
     common = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))

@@ -40,7 +40,7 @@ class HandlerDecorator:
     """Marks a function of a method as a handler. Messages can only call marked functions.
 
     Before a handler runs, the global random generators are seeded by (seed, round, client, `stream`). By default,
-    `stream` is the handler's name. Pass it to rename a handler without changing its numbers.
+    `stream` is the handler's name. Pass the old name to rename a handler without changing results.
     """
 
     def __init__(self, side: Side) -> None:
@@ -87,7 +87,7 @@ LAST_OPENED, OUTGOING = "ring_last_opened", "ring_outgoing"
 """Names in a client's store: the number of the last sealed message it opened, and its outgoing message."""
 
 LAST_ROUND = 99_999_999
-"""No run has a later round."""
+"""An upper bound on the rounds of a run."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one handler on one client. The encoded message travels next to it."""
+    """A call of one handler on one client. The encoded message is sent with it."""
 
     client: int
     """The client's number; negative for work on the server."""
@@ -164,7 +164,7 @@ class HandlerRunner:
     seed: int
     device: torch.device
     run_id: bytes = b""
-    """Part of every sealed message. A client that uses one key in several runs refuses messages of another run."""
+    """Part of every sealed message, so that a client refuses messages from other runs with the same key."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The last message and its decoded fields."""
 
@@ -220,7 +220,7 @@ class HandlerRunner:
         if header != Header(call.hop.peer, call.client, call.handler, call.round, call.hop.number):
             raise Refused(f"a sealed message with an unexpected header: {header}")
         store = self.contexts.store(call.client, call.round)
-        # The relay chooses the round of the call, so look at the messages of all rounds.
+        # The relay chooses the round of the call, so check the messages of all rounds.
         last_opened = self.contexts.store(call.client, LAST_ROUND).get(LAST_OPENED)
         if last_opened is not None and (header.round, header.number) <= tuple(last_opened):
             raise Refused(f"a replayed sealed message (round {header.round}, number {header.number})")
@@ -240,7 +240,7 @@ class HandlerRunner:
         self.contexts.store(call.client, call.round).put(OUTGOING, outgoing)
 
     def _read_outgoing(self, call: Call) -> bytes:
-        """The client's last answer, sealed for the peer if the call says so."""
+        """Returns the client's last answer, sealed for the peer if the call says so."""
         assert call.hop
         outgoing = self.contexts.store(call.client, call.round).get(OUTGOING)
         if outgoing is None:
@@ -253,7 +253,7 @@ class HandlerRunner:
         return seal(bytes(outgoing.numpy()), header, private, receiver, self.run_id)
 
     def _decode_fields(self, blob: bytes) -> dict[str, Any]:
-        """A copy of the message's fields. A message that goes to many clients is decoded once."""
+        """Returns a copy of the message's fields. A message that goes to many clients is decoded once."""
         if self._last.get("blob") is not blob:
             self._last["fields"] = decode(blob)[1]
             self._last["blob"] = blob

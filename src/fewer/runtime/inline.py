@@ -12,7 +12,7 @@ from fewer.runtime.streams import preserve_global_rng
 
 @dataclass
 class Inline(Clients):
-    """The simplest runtime: a call is a function call, with the same encoding as in every runtime."""
+    """The simplest runtime: a call is a function call. Messages are encoded as in every other runtime."""
 
     handlers: HandlerRunner = field(kw_only=True)
 

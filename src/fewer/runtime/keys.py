@@ -1,4 +1,4 @@
-"""Keys for sealed messages between clients, and the pins that say whose key is whose."""
+"""Keys for sealed messages between clients, and pins: the keys that a client trusts for its peers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Keys(Protocol):
 class KeyFiles:
     """Keys of simulated clients, each in its own folder: `key` (private), `key.pub`, and `pins.json`.
 
-    A client pins the fingerprint of a peer's key on first use. In simulation the public key comes straight from the
-    peer's folder. An existing pin never changes, whatever its source.
+    A client pins the fingerprint of a peer's key on first use, and an existing pin never changes. In simulation, the
+    public key comes straight from the peer's folder.
     """
 
     root: Path
@@ -64,8 +64,8 @@ class KeyFiles:
 class PinnedKeys:
     """The keys of a client on its own machine: `seal.key`, which it created itself, and `peers.json`.
 
-    `peers.json` holds the public keys of the other clients by number. They come from those clients by any channel but
-    the relay. No message changes them.
+    `peers.json` holds the public keys of the other clients by number. They come from those clients, through any channel
+    except the relay. No message changes them.
     """
 
     folder: Path
@@ -83,7 +83,7 @@ class PinnedKeys:
         for client, key in peers.items():
             if pins.setdefault(str(client), key.hex()) != key.hex() and not replace:
                 raise SettingError(
-                    f"client {client}: another key is pinned here (--replace, if that client confirms the new key)"
+                    f"client {client}: another key is pinned (pass --replace if that client confirms the new key)"
                 )
             pins[str(client)] = key.hex()
         write_durably(self.folder / "peers.json", json.dumps(pins, indent=2).encode())

@@ -44,7 +44,7 @@ class Worker:
     """When the current call was sent."""
 
     def send(self, call: Call, message: bytes) -> bool:
-        """Sends a call, and its message unless the worker has that one already. False if the worker is dead."""
+        """Sends a call, and its message unless the worker already has it. Returns False if the worker is dead."""
         new_message = message is not self.message
         try:
             self.pipe.send_bytes(json.dumps({**asdict(call), "new_message": new_message}).encode())
@@ -56,7 +56,7 @@ class Worker:
         return True
 
     def receive(self) -> Reply | None:
-        """The worker's reply; None if it died."""
+        """Receives the worker's reply. Returns None if the worker died."""
         self.call = None
         try:
             reply = json.loads(self.pipe.recv_bytes())
@@ -85,7 +85,7 @@ class Pool(Clients):
         self._context = cast(Any, multiprocessing.get_context(self._start_method()))
         if self._start_method() == "fork":
             if hasattr(_LIBC, "malloc_trim"):
-                _LIBC.malloc_trim(0)  # otherwise every worker would count the memory that is freed but not returned
+                _LIBC.malloc_trim(0)  # otherwise every worker would inherit memory that is freed but not returned
             gc.freeze()  # keeps the collector from touching, and thereby copying, pages that the workers share
         for _ in range(self.workers):
             self._running.append(self._start_worker())
@@ -110,7 +110,7 @@ class Pool(Clients):
                             replies.append((call, None))
                 yield from replies  # while the workers run their next calls
                 replies = list(self._collect_replies())
-        finally:  # the caller may stop early: a call in progress must not answer a later question
+        finally:  # the caller may stop early: a reply to a running call must not reach a later question
             for worker in [worker for worker in self._running if worker.call is not None]:
                 self._replace_worker(worker)
 

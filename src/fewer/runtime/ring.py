@@ -99,7 +99,7 @@ class RelayRun:
             self.clients.on_progress(done, len(order))
 
     def _deliver_to(self, client: int, late: bool) -> bool:
-        """True if this client takes the message in time. A client that refuses two holders is itself at fault."""
+        """Returns True if this client takes the message in time. A client that refuses two holders is at fault."""
         disputed: list[tuple[int, AbsenceReason, str]] = []
         reply = self._offer_message(client, may_retry=True)
         if reply and reply.failure in DISPUTED and self.holders:
@@ -117,7 +117,7 @@ class RelayRun:
         return True
 
     def _offer_message(self, client: int, may_retry: bool = False) -> Reply | None:
-        """The client's reply to the message of the latest holder; None if two holders refuse to seal for it.
+        """Offers the latest holder's message to the client. Returns None if two holders refuse to seal for it.
 
         `may_retry` is True if the client may get another holder's message after this one.
         """
@@ -125,7 +125,7 @@ class RelayRun:
         return None if blob is None else self._hand_over(client, blob, may_retry)
 
     def _fetch_outgoing(self, receiver: int) -> bytes | None:
-        """The latest holder's message for the receiver, or an empty message if there is no holder.
+        """Fetches the latest holder's message for the receiver, or an empty message if there is no holder.
 
         If one holder refuses to seal for the receiver, that holder is at fault. If two refuse, the receiver is, and the
         result is None.

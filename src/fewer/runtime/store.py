@@ -85,10 +85,10 @@ def client_folder(root: Path, client: int) -> Path:
     return root / f"{client // 1000:03d}" / f"{client:06d}"
 
 
-def drop_after(root: Path, round: int, keep: Collection[int] = ()) -> None:
-    """Deletes all state that clients stored after this round, from which the run resumes.
+def delete_state_after(root: Path, round: int, keep: Collection[int] = ()) -> None:
+    """Deletes all state that clients stored after this round, because the run resumes from it.
 
-    The clients in `keep` have finished the next round already; they keep what they stored.
+    The clients in `keep` have finished the next round already. Their state stays.
     """
     kept_folders = {client_folder(root, client) for client in keep}
     for path in root.glob("*/*/**/*.safetensors"):

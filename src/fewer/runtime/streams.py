@@ -15,7 +15,7 @@ SERVER = "coordinator"
 
 
 def seed_of(*key: int | str) -> int:
-    """A 63-bit seed that depends on every part of the key and on nothing else."""
+    """A 63-bit seed that depends only on the key, and on every part of it."""
     digest = blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -28,7 +28,7 @@ def stream(*key: int | str) -> torch.Generator:
 def seed_globals(*key: int | str) -> None:
     """Seeds the global generators of torch, NumPy and Python from the key.
 
-    Dropout and users' own code draw from the global generators. This makes them reproducible too.
+    Dropout and user code draw from the global generators. This makes them reproducible too.
     """
     seed = seed_of(*key)
     torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Codecs: how floating-point tensors are written on the wire. Integer tensors always travel unchanged."""
+"""Codecs: how floating-point tensors are written on the wire. Integer tensors are always sent unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fewer.errors import unknown
+from fewer.errors import unknown_name
 from fewer.registry import CODECS
 
 
@@ -26,12 +26,12 @@ class TensorCodec(ABC):
     @classmethod
     @abstractmethod
     def encode(cls, values: Tensor) -> tuple[Tensor, list[float]]:
-        """The tensor to send; and, if `scaled`, its scale and offset."""
+        """Returns the tensor to send and, if `scaled`, its scale and offset."""
 
     @classmethod
     @abstractmethod
     def decode(cls, stored: Tensor, scaling: list[float], dtype: torch.dtype) -> Tensor:
-        """The values that `encode` wrote, as `dtype`."""
+        """Returns the values that `encode` wrote, as `dtype`."""
 
 
 class CastCodec(TensorCodec):
@@ -112,9 +112,9 @@ class UInt8Codec(AffineCodec):
 
 
 def find_codec(name: str) -> type[TensorCodec]:
-    """The codec with this name; SettingError if none is registered."""
+    """The codec with this name. Raises SettingError if it is not registered."""
     if name not in CODECS:
-        raise unknown("codec", name, CODECS)
+        raise unknown_name("codec", name, CODECS)
     codec: type[TensorCodec] = CODECS[name]
     return codec
 

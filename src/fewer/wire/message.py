@@ -49,7 +49,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class Refused(Exception):
-    """A message that the receiver does not use, and the reason."""
+    """The receiver rejects a message. `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + " …"
@@ -110,7 +110,7 @@ Schema = Mapping[str, Tensor | Mapping[str, Tensor] | Mapping[str, Shaped] | Sha
 
 
 def encode(kind: str, fields: Mapping[str, Field]) -> bytes:
-    """The bytes of a message. Raises Refused if a value is not finite and its codec cannot represent that."""
+    """Encodes a message. Raises Refused if a value is not finite and its codec cannot represent that."""
     values: dict[str, Plain] = {}
     layout: dict[str, Any] = {}
     entries: dict[str, Tensor] = {}
@@ -161,7 +161,7 @@ def _write_tensors(
 
 
 def decode(blob: bytes, schema: Schema | None = None, limit: int = MAX_BYTES) -> tuple[str, dict[str, Value]]:
-    """The kind and the fields of a message. Raises Refused for anything that does not match the schema exactly.
+    """Decodes the kind and fields of a message. Raises Refused for anything that does not match the schema exactly.
 
     Without a schema any fields are allowed, but the message must still be consistent.
     """
@@ -195,7 +195,7 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _read_header(blob: bytes, limit: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the raw entries, both well-formed, after a check of the checksum."""
+    """Reads the header and the raw entries, and checks the checksum and the form of both."""
     if len(blob) > limit:
         _refuse(f"message of {len(blob)} bytes exceeds the limit of {limit}")
     length = int.from_bytes(blob[:8], "little")
@@ -305,7 +305,7 @@ def _check_bounds(name: str, tensors: Mapping[str, Tensor], expected: Any) -> No
 def _read_tensors(
     field: str, items: list[Any], codec: Any, entries: Mapping[str, Tensor], used: set[str]
 ) -> dict[str, Tensor]:
-    """Splits the entries of a field into its tensors and undoes the codec. Adds the entries it reads to `used`."""
+    """Splits the entries of a field into its tensors and decodes them. Adds the entries it reads to `used`."""
     if codec is not None and not (isinstance(codec, str) and codec in CODECS):
         _refuse(f"'{field}' has an unknown codec")
     tensor_codec = None if codec is None else find_codec(codec)
@@ -330,7 +330,7 @@ def _read_tensors(
         values = parts[f"{field}:{_NAMES[wire_dtype]}"].pop()
         applied = tensor_codec if dtype.is_floating_point else None
         if bool(scaling) != (applied is not None and applied.scaled):
-            _refuse(f"'{field}' has a scale but no codec that needs one, or the reverse")
+            _refuse(f"'{field}' has a scale that its codec does not use, or lacks one that it needs")
         if applied:
             values = applied.decode(values, scaling, dtype)
         if wire_dtype != dtype:  # a value can be finite in one dtype and overflow in the other

@@ -9,7 +9,7 @@ The header names sender, receiver, kind, round and number. The relay can read it
 seal also covers the context, which identifies the run. Both sides know the context, so it is never sent.
 
 Layout: `FWS1`, header length (4 bytes), header as JSON, ephemeral public key (32 bytes), ciphertext with its tag
-(16 bytes). Clients recognize each other's keys by fingerprints, which must not come from the relay.
+(16 bytes). Clients verify each other's keys by fingerprints, which must not come from the relay.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Sealed:
 
 
 def new_key() -> bytes:
-    """A new private key."""
+    """Generates a private key."""
     return X25519PrivateKey.generate().private_bytes_raw()
 
 
@@ -67,7 +67,7 @@ def public_key(private: bytes) -> bytes:
 
 
 def fingerprint(public: bytes) -> str:
-    """A digest by which people recognize a public key."""
+    """A digest of a public key, for people to compare."""
     return hashlib.sha256(public).hexdigest()
 
 
@@ -90,9 +90,9 @@ def parse_sealed(blob: bytes) -> Sealed:
     try:
         header = Header(**json.loads(blob[8:start]))
     except (ValueError, TypeError, RecursionError) as error:
-        raise Refused("a sealed message without a header") from error
+        raise Refused("a sealed message without a valid header") from error
     if any(type(value) is not (str if name == "kind" else int) for name, value in vars(header).items()):
-        raise Refused("a sealed message without a header")
+        raise Refused("a sealed message without a valid header")
     return Sealed(header, blob[:start], blob[start : start + KEY_BYTES], blob[start + KEY_BYTES :])
 
 

@@ -28,7 +28,7 @@ def pack(tree: Tree) -> bytes:
 
 
 def unpack(blob: bytes) -> Tree:
-    """The tree that `pack` wrote. Raises ValueError if the bytes are not such a tree."""
+    """Restores the tree that `pack` wrote. Raises ValueError if the bytes are not such a tree."""
     try:
         tensors = safetensors.torch.load(blob)
         header = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"]["tree"]
@@ -41,20 +41,22 @@ def unpack(blob: bytes) -> Tree:
 
 
 def _strip_tensors(node: Tree, tensors: dict[str, Tensor]) -> Any:
-    """The tree as JSON. Moves each tensor to `tensors`. Containers and tensors become [tag, content] pairs."""
+    """Converts the tree to JSON, with containers and tensors as [tag, content] pairs. Moves tensors to `tensors`."""
     if isinstance(node, Tensor):
         name = str(len(tensors))
         tensors[name] = node.detach().cpu().clone(memory_format=torch.contiguous_format)
         return ["tensor", name]
     if isinstance(node, Mapping):
         if invalid := [key for key in node if not isinstance(key, str | int)]:
-            raise TypeError(f"cannot be stored: a dict key must be str or int, got {type(invalid[0]).__name__}")
+            raise TypeError(f"cannot store a dict key of type {type(invalid[0]).__name__} (allowed: str, int)")
         return ["dict", [[key, _strip_tensors(value, tensors)] for key, value in node.items()]]
     if isinstance(node, list | tuple):
         return ["tuple" if isinstance(node, tuple) else "list", [_strip_tensors(value, tensors) for value in node]]
     if node is None or isinstance(node, bool | int | float | str):
         return node
-    raise TypeError(f"cannot be stored: {type(node).__name__} (allowed: tensors, numbers, text and containers of them)")
+    raise TypeError(
+        f"cannot store a value of type {type(node).__name__} (allowed: tensors, numbers, text and containers of them)"
+    )
 
 
 def _insert_tensors(node: Any, tensors: Mapping[str, Tensor]) -> Tree:

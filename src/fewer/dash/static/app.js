@@ -15,7 +15,7 @@ let navigation = 0;
 
 class RequestError extends Error {}
 
-/** Send a request to the API and return its JSON; throws RequestError with the server's message. */
+/** Sends a request to the API and returns its JSON; throws RequestError with the server's message. */
 export async function request(path, options = {}) {
   const response = await fetch(`/api/${path}`, options);
   if (response.status === 401) {
@@ -27,7 +27,7 @@ export async function request(path, options = {}) {
   return answer;
 }
 
-/** Call the view's `onChange` when these runs change, while the page is visible. */
+/** Calls the view's `onChange` when these runs change, while the page is visible. */
 export function follow(ids) {
   followed = ids;
   source?.close();
@@ -40,7 +40,7 @@ export function follow(ids) {
   source.onmessage = (message) => view?.onChange(JSON.parse(message.data));
 }
 
-/** Reconnect after a refusal, which browsers do not do on their own; the token may have changed. */
+/** Reconnects after a refusal, which browsers do not do on their own. The token may have changed. */
 async function reconnect(closed) {
   try {
     await request("runs?limit=1");
@@ -50,7 +50,7 @@ async function reconnect(closed) {
   if (closed === source && !document.hidden) follow(followed);
 }
 
-/** Navigate to an address of this page. */
+/** Navigates to an address of this page. */
 export function navigate(address, { replace = false } = {}) {
   if (replace) history.replaceState(null, "", address);
   else history.pushState(null, "", address);

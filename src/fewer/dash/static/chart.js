@@ -41,9 +41,9 @@ export function swatch(style) {
 function ticks(low, high, count) {
   const rough = (high - low || Math.abs(high) || 1) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * [1, 2, 5, 10].find((each) => each * power >= rough * 0.999);
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * 0.999);
   const values = [];
-  for (let at = Math.floor(low / step); values.length < 2 || (at - 1) * step < high; at += 1) values.push(Number((at * step).toPrecision(12)));
+  for (let index = Math.floor(low / step); values.length < 2 || (index - 1) * step < high; index += 1) values.push(Number((index * step).toPrecision(12)));
   return values;
 }
 
@@ -75,19 +75,19 @@ export function chart({ empty }) {
     const xs = all.map(([x]) => x);
     const ys = all.map(([, y]) => y);
     const high = Math.max(...xs);
-    const xTicks = ticks(0, high, width < 500 ? 4 : 8).filter((each) => !content.x.integer || Number.isInteger(each));
+    const xTicks = ticks(0, high, width < 500 ? 4 : 8).filter((tick) => !content.x.integer || Number.isInteger(tick));
     const yTicks = ticks(Math.min(...ys), Math.max(...ys), 5);
     const [right, bottom] = [width - MARGIN.right, HEIGHT - MARGIN.bottom];
     const px = (x) => MARGIN.left + ((right - MARGIN.left) * x) / (high || 1);
     const py = (y) => bottom - ((bottom - MARGIN.top) * (y - yTicks[0])) / (yTicks.at(-1) - yTicks[0]);
-    for (const each of yTicks) {
+    for (const tick of yTicks) {
       drawing.append(
-        svg("path", { d: `M${MARGIN.left} ${py(each)}H${right}`, class: "grid" }),
-        svg("text", { x: MARGIN.left - 8, y: py(each) + 4, class: "up" }, format(each)),
+        svg("path", { d: `M${MARGIN.left} ${py(tick)}H${right}`, class: "grid" }),
+        svg("text", { x: MARGIN.left - 8, y: py(tick) + 4, class: "up" }, format(tick)),
       );
     }
-    for (const each of xTicks.filter((value) => value <= high * 1.001)) {
-      drawing.append(svg("text", { x: px(each), y: bottom + 18, class: "across" }, format(each)));
+    for (const tick of xTicks.filter((value) => value <= high * 1.001)) {
+      drawing.append(svg("text", { x: px(tick), y: bottom + 18, class: "across" }, format(tick)));
     }
     drawing.append(
       svg("path", { d: `M${MARGIN.left} ${bottom}H${right}`, class: "axis" }),
@@ -118,7 +118,7 @@ export function chart({ empty }) {
     const x = scale.positions[selected];
     scale.cursor.setAttribute("d", `M${scale.px(x)} ${scale.top}V${scale.bottom}`);
     const values = content.series
-      .map(({ label, points }) => [label, points.findLast(([each]) => each <= x)?.[1]])
+      .map(({ label, points }) => [label, points.findLast(([pointX]) => pointX <= x)?.[1]])
       .filter(([, y]) => y !== undefined)
       .map(([label, y]) => `${content.series.length > 1 ? `${label} ` : ""}${format(y)}${content.y.unit}`);
     readout.textContent = `${content.x.name} ${format(x)}: ${values.join(", ")}`;
@@ -127,7 +127,7 @@ export function chart({ empty }) {
   figure.addEventListener("pointermove", (event) => {
     if (!scale) return;
     const x = ((event.clientX - drawing.getBoundingClientRect().left - scale.left) / scale.span) * scale.high;
-    const distances = scale.positions.map((each) => Math.abs(each - x));
+    const distances = scale.positions.map((position) => Math.abs(position - x));
     select(distances.indexOf(Math.min(...distances)));
   });
   figure.addEventListener("pointerleave", () => select(null));
@@ -162,8 +162,8 @@ const Y = {
 };
 
 function choice(legend, name, options, chosen, onChoice) {
-  return h("fieldset", { class: "choice" }, h("legend", {}, legend), Object.keys(options).map((each) =>
-    h("label", {}, h("input", { type: "radio", name, value: each, checked: each === chosen, onchange: () => onChoice(each) }), each)));
+  return h("fieldset", { class: "choice" }, h("legend", {}, legend), Object.keys(options).map((option) =>
+    h("label", {}, h("input", { type: "radio", name, value: option, checked: option === chosen, onchange: () => onChoice(option) }), option)));
 }
 
 /** A chart of runs with a choice of both axes. `update` takes [{label, color, marker, dash, points: metrics by round}]. */

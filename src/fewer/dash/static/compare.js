@@ -51,7 +51,7 @@ export async function createComparisonView(query) {
         "Report of this comparison, with means over seeds")) : "",
       h("section", {}, h("h2", {}, "Differences"), differing.length
         ? table("Settings that differ", ["setting", ...runs.map(label)], differing.map(({ name, values }) => [name, ...values.map(formatValue)]))
-        : h("p", {}, "The settings that these runs share do not differ."), h("p", { class: "small" },
+        : h("p", {}, "All settings that these runs share are the same."), h("p", { class: "small" },
         "Settings that only one run has, such as most method options, are on its page.")),
     ],
     onStart: () => follow(runs.map(({ id }) => id)),

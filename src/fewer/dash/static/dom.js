@@ -1,4 +1,4 @@
-// DOM helpers and formatting. Text from runs is only ever inserted as text, never as HTML.
+// DOM helpers and formatting. Text from runs is always inserted as text, never as HTML.
 
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -62,7 +62,7 @@ export const age = (timestamp) =>
   h("time", { datetime: new Date(1000 * timestamp).toISOString(), title: formatTime(timestamp), "data-timestamp": timestamp }, formatAge(timestamp));
 
 setInterval(() => {
-  for (const each of document.querySelectorAll("time[data-timestamp]")) each.textContent = formatAge(Number(each.dataset.timestamp));
+  for (const element of document.querySelectorAll("time[data-timestamp]")) element.textContent = formatAge(Number(element.dataset.timestamp));
 }, 5000);
 
 const SYMBOLS = { running: "●", starting: "◌", stopped: "■", crashed: "✕", finished: "✓", damaged: "!" };

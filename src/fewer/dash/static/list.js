@@ -1,4 +1,4 @@
-// The list of runs: filtered, sorted, in pages; rows update in place while runs proceed.
+// The list of runs: filtered, sorted, in pages. Rows update in place while runs progress.
 
 import { follow, navigate, request } from "./app.js";
 import { swatch } from "./chart.js";
@@ -127,7 +127,7 @@ export async function createListView(query) {
     pages.replaceChildren(turn("Newer", Math.max(0, settings.from - LIMIT), settings.from > 0),
       h("span", {}, page.matches ? `${formatCount(settings.from + 1)} to ${formatCount(last)} of ${formatCount(page.matches)}` : "none"),
       turn("Older", settings.from + LIMIT, last < page.matches));
-    if (settings.sort !== "changed") for (const [each, text] of [[0, "Previous"], [2, "Next"]]) pages.children[each].textContent = text;
+    if (settings.sort !== "changed") for (const [index, text] of [[0, "Previous"], [2, "Next"]]) pages.children[index].textContent = text;
     showStates();
     showSelection();
     show.hidden = true;

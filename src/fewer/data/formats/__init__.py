@@ -1,1 +1,1 @@
-"""Readers of common file formats. Each takes a path and its own options, and returns a `RawDataset`."""
+"""Readers of common file formats. Each takes a path and options, and returns a `RawDataset`."""

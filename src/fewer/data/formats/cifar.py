@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100, pickled for Python. The unpickler never calls what a pickle names."""
+"""CIFAR-10 and CIFAR-100 in their Python (pickle) versions. The unpickler never calls a function named in a pickle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from fewer.data.formats.readers import find_inside, iter_members, reader
 from fewer.data.raw_dataset import Array, RawDataset
-from fewer.errors import DataError, unknown
+from fewer.errors import DataError, unknown_name
 from fewer.registry import FORMATS
 
 Labels = Literal["fine", "coarse", "fc100"]
@@ -25,7 +25,7 @@ FC100 = (1, 2, 3, 4, 5, 6, 9, 10, 15, 17, 18, 19), (8, 11, 13, 16), (0, 7, 12, 1
 @FORMATS.register("cifar10")
 @reader("CIFAR-10 (cifar-10-python.tar.gz or its contents)")
 def read_cifar10(path: Path) -> RawDataset:
-    """CIFAR-10: the archive, a directory with it, or its contents."""
+    """CIFAR-10: the archive, a directory that contains it, or the extracted files."""
     batches = [f"data_batch_{number}" for number in range(1, 6)]
     source = find_inside(path, "cifar-10-python.tar.gz", "cifar-10-batches-py")
     files = _read_files(source, [*batches, "test_batch"], "batches.meta")
@@ -37,12 +37,12 @@ def read_cifar10(path: Path) -> RawDataset:
 @FORMATS.register("cifar100")
 @reader("CIFAR-100 (cifar-100-python.tar.gz or its contents)")
 def read_cifar100(path: Path, labels: Labels = "fine") -> RawDataset:
-    """CIFAR-100 with 100 fine or 20 coarse classes: the archive, a directory with it, or its contents.
+    """CIFAR-100 with 100 fine or 20 coarse classes: the archive, a directory that contains it, or the extracted files.
 
     `fc100` reorders the fine classes as in FC100, by coarse class: 60 for training, 20 for validation, 20 for testing.
     """
     if labels not in get_args(Labels):
-        raise unknown("labels", labels, get_args(Labels))
+        raise unknown_name("labels", labels, get_args(Labels))
     source = find_inside(path, "cifar-100-python.tar.gz", "cifar-100-python")
     files = _read_files(source, ["train", "test"], "meta")
     kind = "coarse" if labels == "coarse" else "fine"
@@ -81,7 +81,7 @@ def _extract_images(batch: dict[str, Any], name: str, labels: str) -> tuple[Arra
         raise DataError(f"'{name}' has 'data' that is not an array of 3,072 bytes per image")
     values = batch[labels]
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise DataError(f"'{name}' has '{labels}' that are not a list of integers")
+        raise DataError(f"'{name}' has '{labels}' that is not a list of integers")
     return data.reshape(-1, 3, 32, 32), np.array(values, np.int64)
 
 
@@ -94,8 +94,8 @@ def _extract_names(meta: dict[str, Any], key: str) -> tuple[str, ...]:
 
 # --- pickles --------------------------------------------------------------------------------------------------
 #
-# Names in a pickle resolve to the harmless stand-ins below, and only the operations that CIFAR needs are allowed.
-# So a pickle cannot call anything, and deeply nested values are never hashed or compared.
+# Names in a pickle resolve to the harmless stand-ins below, and only the operations that CIFAR needs are allowed. A
+# pickle cannot call anything else, and deeply nested values are never hashed or compared.
 
 
 class _PickledType:
@@ -168,7 +168,7 @@ class _Unpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _STAND_INS:
-            raise DataError(f"a pickle names {module}.{name} (allowed: arrays, dicts, lists, strings and numbers)")
+            raise DataError(f"a pickle imports {module}.{name} (allowed: arrays, dicts, lists, strings and numbers)")
         return _STAND_INS[module, name]
 
 

@@ -38,7 +38,7 @@ def _parse_table(content: str, path: Path) -> tuple[list[str], list[list[str]]]:
     table = csv.reader(StringIO(content, newline=""), delimiter=max(",;\t", key=first_line.count), strict=True)
     header = next(table, [])
     if len(set(header)) < len(header):
-        raise DataError(f"{path} has two columns of the same name")
+        raise DataError(f"{path} has two columns with the same name")
     rows = []
     for row in table:
         if row and len(row) != len(header):

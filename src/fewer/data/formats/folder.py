@@ -21,8 +21,9 @@ _SPLITS = {"train", "val", "test"}
 def read_folder(path: Path, size: int = 32, gray: bool = False, depth: int | None = None) -> RawDataset:
     """Images in class/image or domain/class/image, resized to `size` × `size`; a client is a domain.
 
-    `depth` tells which: 1 or 2 folders above each image; deeper ones are ignored. By default it is inferred, and all
-    images must agree. Top-level folders named train and test (or val) are splits, not classes or domains.
+    `depth` is the number of folders above each image: 1 or 2. Deeper folders are ignored. By default it is inferred,
+    and must be the same for all images. Top-level folders named train and test (or val) are splits, not classes or
+    domains.
     """
     if size < 1:
         raise SettingError(f"size must be >= 1, got {size}")

@@ -1,4 +1,4 @@
-"""idx files: MNIST and data sets in its layout, and QMNIST, which knows the writer of each digit."""
+"""idx files: MNIST and data sets in its layout, and QMNIST, which lists the writer of each digit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_idx(path: Path) -> RawDataset:
 def read_qmnist(path: Path, images: str = "mnist") -> RawDataset:
     """MNIST by writer: labels of QMNIST, and images of MNIST from the sibling directory `images`.
 
-    QMNIST has labels of 60,000 test digits. The first 10,000 are those of MNIST.
+    QMNIST has labels of 60,000 test digits. The first 10,000 are the test set of MNIST.
     """
     train, test = (_find_file(path, f"qmnist-{part}-labels-idx2-int") for part in ("train", "test"))
     mnist = read_idx(path if any(path.glob("train-images*")) else path.absolute().parent / images)
@@ -52,7 +52,7 @@ def _read_writers(file: Path, digits: Array) -> tuple[Array, Array]:
         raise DataError(f"{file} has shape {table.shape} (expected: {len(digits)} rows or more, {_COLUMNS} columns)")
     table = table[: len(digits)]
     if not np.array_equal(table[:, _DIGIT], digits):
-        raise DataError(f"{file} has other digits than the labels of MNIST, so it describes other images")
+        raise DataError(f"{file} has digits that differ from the labels of MNIST, so it describes other images")
     return table[:, _DIGIT], table[:, _WRITER]
 
 

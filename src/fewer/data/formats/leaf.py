@@ -35,7 +35,7 @@ def read_femnist(path: Path) -> RawDataset:
 @FORMATS.register("leaf-shakespeare")
 @reader("LEAF's Shakespeare")
 def read_shakespeare(path: Path) -> RawDataset:
-    """Eighty characters of a role in a play, and the next one."""
+    """Windows of 80 characters of a role in a play, and the next character."""
     raw = _read_leaf(path, _convert_windows, _convert_next_characters, tuple(ALPHABET))
     return replace(raw, tokens=tuple(ALPHABET), time_ordered=True)
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from fewer.data.formats.readers import find_inside, iter_members, reader
 from fewer.data.raw_dataset import RawDataset
-from fewer.data.recommendation import per_user
-from fewer.errors import DataError, unknown
+from fewer.data.recommendation import build_user_tasks
+from fewer.errors import DataError, unknown_name
 from fewer.registry import FORMATS
 
 Floats = NDArray[np.float32]
@@ -57,12 +57,12 @@ def read_movielens(
     The features are `FEATURES`. They follow the recommendation task of FedMeta (Chen et al., 2018), where 103 features
     describe the last item, the user and the time, as far as these files provide them.
 
-    A user rates a film only once, so a user's own films do not predict the next. With `items = genres`, a class is a
-    film's set of genres (drama, comedy + romance …), which recurs. `own_classes`, `max_items` and `min_records` are
-    those of `per_user`.
+    A user rates a film only once, so a user's earlier films do not predict the next one. With `items = genres`, a class
+    is a film's set of genres (drama, comedy + romance …), which recurs. `build_user_tasks` explains `own_classes`,
+    `max_items` and `min_records`.
     """
     if items not in ("films", "genres"):
-        raise unknown("items of movielens", items, ("films", "genres"))
+        raise unknown_name("items of movielens", items, ("films", "genres"))
     path = find_inside(path, "ml-100k.zip", "ml-100k")
     needed = ("u.data", "u.item", "u.user")
     files = {
@@ -84,7 +84,7 @@ def read_movielens(
         y = film_sets.reshape(-1)[film]
         class_names = tuple(" + ".join(np.array(_GENRES)[flags > 0]) for flags in genre_sets)
     raw = RawDataset(x, y, client_ids=user + 1, class_names=class_names, time_ordered=True)
-    return per_user(raw, own_classes, max_items, min_records)
+    return build_user_tasks(raw, own_classes, max_items, min_records)
 
 
 def _parse_table(content: str, separator: str, columns: int, where: str) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""20 Newsgroups by date: posts stripped of what reveals their group."""
+"""20 Newsgroups by date: posts without the headers, quotes and signatures that reveal their group."""
 
 from __future__ import annotations
 

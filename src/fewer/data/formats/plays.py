@@ -31,17 +31,17 @@ _TABLE[[ord(character) for character in ALPHABET]] = np.arange(len(ALPHABET))
 @FORMATS.register("plays")
 @reader("plays (a text file, or a directory or archive of text files)")
 def read_plays(path: Path, min_characters: int = 200) -> RawDataset:
-    """Windows of 80 characters and the next one, for roles of `min_characters` characters or more.
+    """Windows of 80 characters and the next character, for roles of at least `min_characters` characters.
 
-    Inputs are views on a single copy of the text: row i is the 80 characters from position i on. Client ids are
-    positions in `read_roles`. Rows that reach into the next role belong to `NO_CLIENT`.
+    Inputs are views of a single copy of the text: row i is the 80 characters from position i on. Client ids are
+    positions in the result of `read_roles`. Rows that reach into the next role belong to `NO_CLIENT`.
     """
     if min_characters <= WINDOW:
         raise SettingError(f"min_characters must be > {WINDOW}, got {min_characters}")
     parts = [encode_characters(speech) for speech in read_roles(path, min_characters).values()]
     if not parts:
         raise DataError(
-            f"{path} has no role of {min_characters} characters or more (expected: NAME. on a line, then a speech)"
+            f"{path} has no role of at least {min_characters} characters (expected: NAME. on a line, then a speech)"
         )
     characters = torch.from_numpy(np.concatenate(parts))
     dtype = np.min_scalar_type(-len(parts))
@@ -66,7 +66,7 @@ def encode_characters(characters: str) -> NDArray[np.uint8]:
 
 
 def read_roles(path: Path, min_characters: int = 200) -> dict[str, str]:
-    """Reads the text of each role, by play/role, for roles of `min_characters` characters or more."""
+    """Reads the text of each role, by play/role, for roles of at least `min_characters` characters."""
     path = find_inside(path, "plays.tar.gz")
     if path.name.endswith((".txt", ".txt.gz")):
         files = [(path.name, read_contents(path))]
@@ -127,14 +127,14 @@ def _parse_speeches(play: str) -> list[tuple[str, str]]:
 
 
 def _find_names(blocks: list[list[str]]) -> set[str]:
-    """Finds the lines that name a speaker: first lines of blocks, in the form most frequent in the play."""
-    first = Counter(block[0] for block in blocks if len(block) > 1 and not _HEADING.match(block[0]))
-    dotted = {line for line in first if _NAME.fullmatch(line) and not _NUMBER.fullmatch(line)}
-    bare = {line for line in first if _BARE_NAME.fullmatch(line)}
+    """Finds the lines that name a speaker: first lines of blocks, in the most frequent form of the play."""
+    first_lines = Counter(block[0] for block in blocks if len(block) > 1 and not _HEADING.match(block[0]))
+    dotted = {line for line in first_lines if _NAME.fullmatch(line) and not _NUMBER.fullmatch(line)}
+    bare = {line for line in first_lines if _BARE_NAME.fullmatch(line)}
     capitals = {line for line in dotted if all(word in (word.upper(), "and", "of", "the") for word in line.split())}
-    if _count_lines(first, bare) > _count_lines(first, dotted):
+    if _count_lines(first_lines, bare) > _count_lines(first_lines, dotted):
         return bare | capitals
-    return capitals if 2 * _count_lines(first, capitals) > _count_lines(first, dotted) else dotted
+    return capitals if 2 * _count_lines(first_lines, capitals) > _count_lines(first_lines, dotted) else dotted
 
 
 def _count_lines(counts: Counter[str], lines: set[str]) -> int:

@@ -1,4 +1,4 @@
-"""Shared by all readers: archive members, file contents, class labels, and one-line errors."""
+"""Helpers for all readers: archive members, file contents, class labels, and one-line errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
-from fewer.errors import DataError, FewerError, unknown
+from fewer.errors import DataError, FewerError, unknown_name
 
 P = ParamSpec("P")
 Reader = Callable[Concatenate[Path, P], RawDataset]
@@ -36,7 +36,7 @@ def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
         def read_checked(path: Path, /, *args: P.args, **options: P.kwargs) -> RawDataset:
             for name in options:
                 if name not in allowed:
-                    raise unknown("option", name, allowed)
+                    raise unknown_name("option", name, allowed)
             path = Path(path)
             try:
                 if not path.exists():
@@ -93,7 +93,7 @@ def read_contents(path: Path) -> bytes:
 
 
 def decode_text(content: bytes, where: object) -> str:
-    """Decodes UTF-8, with or without a byte order mark, and with Unix or Windows line ends."""
+    """Decodes UTF-8, with or without a byte order mark, and with Unix or Windows line endings."""
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -165,7 +165,7 @@ def _check_member_path(name: str, where: str) -> None:
 
 
 def number_labels(labels: Sequence[str] | Sequence[int], where: object) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Converts labels to class labels. Also returns class names if the labels are not integers already."""
+    """Converts names or integers to class labels. Also returns the class names if labels are not integers already."""
     try:
         values = np.array(labels).astype(np.float64)
     except ValueError:

@@ -53,7 +53,7 @@ def read_pamap2(path: Path, window: int = 128, stride: int = 64, standardize: bo
     """Windows of heart rate and three inertial units (40 channels, 100 Hz), each within one activity.
 
     Missing values are interpolated in time. Classes are the activities that occur, in the order of their ids.
-    `standardize` gives each channel mean 0 and standard deviation 1 over all windows, as the units differ widely.
+    `standardize` gives each channel mean 0 and standard deviation 1 over all windows, because their scales differ.
     """
     _check_window(window, stride)
     files = sorted(find_inside(path, "Protocol", "PAMAP2_Dataset/Protocol").glob("subject*.dat"))

@@ -1,4 +1,4 @@
-"""Trackers send the metrics of a run elsewhere, such as to TensorBoard. No number depends on them.
+"""Trackers send the metrics of a run elsewhere, such as to TensorBoard. They do not affect results.
 
 A tracker class is called as `Tracker(run_info, history)` when a run starts or resumes, with the metrics of the finished
 rounds. The engine then calls `round(metrics)` after each round, and `close(reason)` at the end. Other packages add
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fewer.errors import SettingError, unknown
+from fewer.errors import SettingError, unknown_name
 from fewer.registry import TRACKERS
 
 _LOG = logging.getLogger("fewer")
@@ -31,7 +31,7 @@ class RunInfo:
     """The run directory."""
     method: str
     hash: str
-    """The hash of all settings that numbers depend on."""
+    """The hash of all settings that affect results."""
     settings: Mapping[str, Any]
     """All settings, including the method's options."""
 
@@ -59,7 +59,7 @@ def find(requested: Sequence[str]) -> dict[str, TrackerClass]:
     classes: dict[str, TrackerClass] = {}
     for name in requested:
         if name not in TRACKERS:
-            raise unknown("tracker", name, names())
+            raise unknown_name("tracker", name, names())
         try:
             classes[name] = TRACKERS[name]
         except ImportError as error:
@@ -95,8 +95,8 @@ def open_trackers(
             active[name] = tracker_class(info, history)
         except Exception as error:
             if requested:
-                raise SettingError(f"tracker '{name}' cannot start: {_reason(error)}") from error
-            _LOG.warning(f"tracker '{name}' is no longer used: {_reason(error)}")
+                raise SettingError(f"tracker '{name}' cannot start: {_describe_error(error)}") from error
+            _LOG.warning(f"tracker '{name}' is no longer used: {_describe_error(error)}")
 
     def call_all(action: Callable[[Tracker], None]) -> None:
         for name, tracker in list(active.items()):
@@ -104,7 +104,7 @@ def open_trackers(
                 action(tracker)
             except Exception as error:
                 del active[name]
-                _LOG.warning(f"tracker '{name}' is no longer used: {_reason(error)}")
+                _LOG.warning(f"tracker '{name}' is no longer used: {_describe_error(error)}")
 
     reason = ""
     try:
@@ -117,7 +117,7 @@ def open_trackers(
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
-    """The numbers among the metrics; nested ones as `group/name`, without those by client."""
+    """Returns the metrics that are numbers, nested ones as `group/name`, without per-client metrics."""
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, int | float) and name != "round":
@@ -127,5 +127,5 @@ def scalars(metrics: Metrics) -> dict[str, float]:
     return numbers
 
 
-def _reason(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

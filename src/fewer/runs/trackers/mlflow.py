@@ -32,18 +32,18 @@ class MLflow:
     def __init__(self, info: RunInfo, history: Sequence[Metrics]) -> None:
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         path = info.path.resolve()
-        where = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{path.parent / 'mlflow.db'}"
-        self._client = MlflowClient(tracking_uri=where)
-        known = self._client.get_experiment_by_name(EXPERIMENT)
-        experiment = known.experiment_id if known else self._client.create_experiment(EXPERIMENT)
-        quoted = f"{path}".replace("'", "")
-        query = f"tags.`{RUN}` = '{quoted}'"  # a run without history is a new one in the same place
-        found = self._client.search_runs([experiment], query, max_results=1) if history else []
-        if found:
-            self._run: str = found[0].info.run_id
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{path.parent / 'mlflow.db'}"
+        self._client = MlflowClient(tracking_uri=uri)
+        existing = self._client.get_experiment_by_name(EXPERIMENT)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(EXPERIMENT)
+        tag_value = f"{path}".replace("'", "")
+        query = f"tags.`{RUN}` = '{tag_value}'"  # a run without history is new, even in a known directory
+        earlier_runs = self._client.search_runs([experiment], query, max_results=1) if history else []
+        if earlier_runs:
+            self._run: str = earlier_runs[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
         else:
-            tags = {RUN: quoted, "fewer.method": info.method, "fewer.hash": info.hash}
+            tags = {RUN: tag_value, "fewer.method": info.method, "fewer.hash": info.hash}
             self._run = self._client.create_run(experiment, tags=tags, run_name=path.name).info.run_id
             params = [Param(name, str(value)[:MAX_CHARACTERS]) for name, value in info.settings.items()]
             for start in range(0, len(params), 100):  # MLflow's limit per call

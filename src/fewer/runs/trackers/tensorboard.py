@@ -1,6 +1,6 @@
 """TensorBoard: scalars by round in RUN/tensorboard; `tensorboard --logdir runs` shows all runs side by side.
 
-Events are written synchronously, so a killed run has them and workers can be forked.
+Events are written synchronously, so a killed run keeps them and workers can be forked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TensorBoard:
             self._write(Event(step=1, session_log=SessionLog(status=SessionLog.START)))
         else:
             text = "\n".join(f"    {name} = {json.dumps(value, default=str)}" for name, value in info.settings.items())
-            summary = _text("settings", f"{info.method} {info.hash}\n\n{text}")
+            summary = _text_summary("settings", f"{info.method} {info.hash}\n\n{text}")
             self._write(Event(step=0, summary=Summary(value=[summary])))
         for metrics in history:
             self.round(metrics)
@@ -49,7 +49,7 @@ class TensorBoard:
     def close(self, reason: str) -> None:
         """Writes why the run stopped early, if it did."""
         if reason:
-            self._write(Event(summary=Summary(value=[_text("stopped", reason)])))
+            self._write(Event(summary=Summary(value=[_text_summary("stopped", reason)])))
 
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
@@ -57,6 +57,6 @@ class TensorBoard:
             RecordWriter(file).write(event.SerializeToString())
 
 
-def _text(tag: str, text: str) -> Summary.Value:
+def _text_summary(tag: str, text: str) -> Summary.Value:
     tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode()])
     return Summary.Value(tag=tag, metadata=create_summary_metadata(tag, None), tensor=tensor)

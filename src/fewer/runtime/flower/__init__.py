@@ -1,9 +1,9 @@
 """The Flower runtime: clients on their own machines, with Flower's SuperLink and SuperNodes as transport only.
 
-Both programs run unmodified, with TLS and one key per client. Both use Flower's `process` isolation: they hand out
-work to anyone who holds a secret, and start no other program. Fewer holds that secret. So the server's loop stays in
-the process of the command, and a client answers with its own installed package. No client ever runs code from a server
-(the app that Flower must send contains no code), and no message starts a process.
+Both programs run unmodified, with TLS and one key per client. Both use Flower's `process` isolation: they give work to
+any process that holds a secret, and start no other program. Fewer holds that secret. So the server's loop stays in the
+`fewer` process, and a client answers with its own installed package. No client ever runs code from a server (the app
+that Flower must send contains no code), and no message starts a process.
 
     credentials.py   the certificate authority, the server's certificate, the clients' keys
     programs.py      Flower's programs as child processes, quiet and offline

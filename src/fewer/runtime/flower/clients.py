@@ -14,7 +14,7 @@ from fewer.runtime.inline import Inline
 T = TypeVar("T")
 
 TRANSIT = 20.0
-"""Seconds on top of a deadline for the way to a client and back. A SuperNode polls for messages every 3 seconds."""
+"""Seconds added to a deadline for transit to a client and back. A SuperNode polls for messages every 3 seconds."""
 POLL_INTERVAL = 0.1
 """Seconds between two polls for replies."""
 RESPONSE_TIMEOUT = 120.0

@@ -1,9 +1,9 @@
-"""Credentials for runs between machines: our own certificate authority, the server's certificate, a key per client.
+"""Credentials for runs between machines: a certificate authority, the server's certificate, and a key per client.
 
     DIR/ca.crt, ca.key             the authority that signs the certificate
-    DIR/server.crt, server.key     the server's certificate, for the names by which clients reach it
+    DIR/server.crt, server.key     the server's certificate, for the host names that clients use
     DIR/client-N/node.key          the private key of client N (ECDSA, P-384); node.pub is the public key
-    DIR/client-N/ca.crt            the authority by which the client recognizes the server
+    DIR/client-N/ca.crt            the authority, so that the client can verify the server
 
 Move each client's folder to its machine. The server needs only its node.pub.
 """
@@ -44,7 +44,7 @@ class Credentials:
         if (folder / "ca.key").exists():
             raise RunError(f"{folder} already contains keys (choose another directory; keys are never overwritten)")
         for host in hosts:
-            _parse_host(host)  # reports a wrong name before anything is written
+            _parse_host(host)  # reports an invalid name before anything is written
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP384R1())
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Fewer authority")])
@@ -59,7 +59,7 @@ class Credentials:
 
     @classmethod
     def open(cls, folder: Path) -> Credentials:
-        """The credentials in an existing folder. Raises RunError if something is missing or has expired."""
+        """Opens the credentials in an existing folder. Raises RunError if a file is missing or has expired."""
         for name in ("ca.crt", "server.crt", "server.key"):
             if not (folder / name).is_file():
                 raise RunError(f"{folder} has no {name} (create keys with: fewer keys init {folder} --clients N)")
@@ -139,7 +139,7 @@ def _sign_certificate(
     days: float,
     names: Sequence[x509.GeneralName],
 ) -> x509.Certificate:
-    """A signed certificate: for a server if names are given, for an authority otherwise."""
+    """Signs a certificate: for a server if names are given, otherwise for an authority."""
     now = datetime.datetime.now(datetime.UTC)
     end = now + datetime.timedelta(days=days)
     builder = (
@@ -176,7 +176,7 @@ def _key_usage(authority: bool) -> x509.KeyUsage:
 
 
 def _parse_host(name: str) -> x509.GeneralName:
-    """A host name or IP address for a certificate. Raises RunError if it is neither."""
+    """Parses a host name or IP address for a certificate. Raises RunError if it is neither."""
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:

@@ -15,16 +15,16 @@ from fewer.wire import Refused
 from fewer.wire.message import MAX_REASON
 
 TYPE = "query.fewer"
-"""Flower's type of all messages."""
+"""The Flower type of all messages."""
 
 
 def pack_question(call: Call, blob: bytes) -> RecordDict:
-    """A call with its message."""
+    """Packs a call and its message."""
     return _pack_content({"call": json.dumps(asdict(call))}, blob)
 
 
 def read_question(content: RecordDict) -> tuple[Call, bytes]:
-    """The call and its message. Raises Refused if the content is not a question of Fewer."""
+    """Reads a call and its message. Raises Refused if the content is not a Fewer question."""
     values, blob = _read_content(content)
     try:
         call = Call.from_dict(json.loads(str(values["call"])))
@@ -42,13 +42,13 @@ def read_question(content: RecordDict) -> tuple[Call, bytes]:
 
 
 def pack_answer(reply: Reply) -> RecordDict:
-    """A reply."""
+    """Packs a reply."""
     values = {"failure": reply.failure or "", "detail": reply.detail, "seconds": reply.seconds}
     return _pack_content(values, reply.blob)
 
 
 def read_answer(message: Message) -> Reply:
-    """The reply in a Flower message. Anything that is not a valid answer becomes a refused reply."""
+    """Reads the reply in a Flower message. Anything that is not a valid answer becomes a refused reply."""
     if message.has_error():
         gone = message.error.code == ErrorCode.NODE_UNAVAILABLE
         return Reply(b"", "lost", "its node is gone" if gone else message.error.reason or str(message.error.code))
@@ -81,5 +81,5 @@ def _pack_content(values: dict[str, Any], blob: bytes) -> RecordDict:
 def _read_content(content: RecordDict) -> tuple[ConfigRecord, bytes]:
     values, record = content.get("header"), content.get("payload")
     if not isinstance(values, ConfigRecord) or not isinstance(record, ArrayRecord) or list(record) != ["blob"]:
-        raise Refused("not a message of Fewer")
+        raise Refused("not a Fewer message")
     return values, record["blob"].data

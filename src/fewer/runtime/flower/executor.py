@@ -29,7 +29,7 @@ MIN_PAUSE, MAX_PAUSE = 0.05, 0.2
 
 
 def connect_executor(address: str, home: Path, root_certificate: bytes | None) -> RuntimeHttpClient:
-    """A client that the program with this home gives work to. Pass no certificate for a connection without TLS."""
+    """Returns an HTTP client that may take work from the program with this home. No certificate means no TLS."""
     secret = secret_file(home).read_bytes()
     signing = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={"/flwr.proto.Runtime/AcquireTask"})
     version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
@@ -39,7 +39,7 @@ def connect_executor(address: str, home: Path, root_certificate: bytes | None) -
 
 
 def send_heartbeat(http: RuntimeHttpClient) -> bool:
-    """Tells a SuperLink or SuperNode that its task is still running. False if the message did not arrive."""
+    """Tells a SuperLink or SuperNode that its task is still running. Returns False if the message did not arrive."""
     try:
         return http.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
     except httpx.HTTPError:
@@ -50,7 +50,7 @@ def send_heartbeat(http: RuntimeHttpClient) -> bool:
 
 
 def acquire_question(http: RuntimeHttpClient) -> str:
-    """The token of a question that waits at the SuperNode, or ""."""
+    """Claims a question that waits at the SuperNode. Returns its token, or "" if none waits."""
     try:
         return http.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])).token
     except httpx.HTTPError:  # the SuperNode has not started yet, or has ended
@@ -81,13 +81,13 @@ class PollingClient(RuntimeHttpClient):
         self._newer_token, self._wait, self._lock = "", MIN_PAUSE, Lock()  # several threads pull objects
 
     def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
-        """The message without its content."""
+        """Pulls the message without its content."""
         while not (response := super().PullMessages(request)).messages_list:
             self._pause()
         return response
 
     def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
-        """One object of the message's content."""
+        """Pulls one object of the message's content."""
         while True:
             try:
                 response = super().PullObject(request)

@@ -25,7 +25,7 @@ from fewer.runtime.flower.executor import (
     connect_executor,
     send_heartbeat,
 )
-from fewer.runtime.flower.programs import Program, free_port, secret_file
+from fewer.runtime.flower.programs import Program, find_free_port, secret_file
 from fewer.runtime.handlers import Call, Reply
 from fewer.wire import Refused
 
@@ -74,7 +74,7 @@ class Node:
             wait = min(2 * wait, MAX_WAIT)
 
     def _make_program(self) -> tuple[Program, int]:
-        home, port = self.home.resolve() / "flower", free_port()
+        home, port = self.home.resolve() / "flower", find_free_port()
         arguments = ["--superlink", self.address, "--root-certificates", self.keys.resolve() / "ca.crt"]
         arguments += ["--auth-supernode-private-key", self.keys.resolve() / "node.key"]
         arguments += ["--isolation", "process", "--superexec-auth-secret-file", secret_file(home)]
@@ -143,7 +143,7 @@ class Node:
 
 
 def _find_connection(lines: Sequence[str]) -> bool | None:
-    """Whether the SuperNode is connected, according to its log. It retries forever, and only its log shows it."""
+    """True if the SuperNode is connected, None if unknown. It retries forever, so only its log shows this."""
     for line in reversed(lines):
         if "Connection attempt failed" in line:
             return False
@@ -153,7 +153,7 @@ def _find_connection(lines: Sequence[str]) -> bool | None:
 
 
 def _find_loss(lines: Sequence[str]) -> str:
-    """Why the SuperNode lost a message; "" if it has received a new one since, so that the server no longer waits."""
+    """The reason why the SuperNode lost a message, or "". A message that it received later makes the loss harmless."""
     for line in reversed(lines):
         if "Receiving: " in line:
             break

@@ -25,7 +25,7 @@ STOP_TIMEOUT = 5.0
 
 @dataclass
 class Program:
-    """A program in a child process. `entry` is module:function, as in the program's package."""
+    """A program in a child process. `entry` is module:function, as in Python entry points."""
 
     entry: str
     arguments: Sequence[str]
@@ -59,7 +59,7 @@ class Program:
                 stderr=log,
                 env={**os.environ, **QUIET, "FLWR_HOME": str(self.home)},
                 preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-                start_new_session=True,  # Ctrl-C is for the parent, which stops the program in its own time
+                start_new_session=True,  # Ctrl-C reaches only the parent, which then stops the program
             )
 
     def stop(self) -> None:
@@ -104,7 +104,7 @@ def secret_file(folder: Path) -> Path:
     return path
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A free port on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

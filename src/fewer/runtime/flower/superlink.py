@@ -1,4 +1,4 @@
-"""The server's side: our own SuperLink, and one run on it."""
+"""The server's side: a SuperLink, and one run on it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ experiment = ""
 
 
 class SuperLinkLost(RunError):
-    """The SuperLink ended or dropped our run. A new attempt resumes from our checkpoint."""
+    """The SuperLink ended or dropped the run. A new attempt resumes from the last checkpoint."""
 
 
 class NoResponse(Exception):
@@ -234,7 +234,7 @@ class SuperLink:
         if not response.HasField("run_id"):
             raise RunError("Flower's SuperLink does not accept the run")
         self._grid = HttpGrid(self.address, False, self._root_certificate, token=self._claim_task(response.run_id))
-        # We retry ourselves: Flower's retries would interrupt this process.
+        # Fewer retries on its own: Flower's retries would interrupt this process.
         self._grid._retry_invoker = None  # type: ignore[assignment]
         task = self._grid._runtime_client.PullTaskInput(PullTaskInputRequest())
         TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
@@ -247,7 +247,7 @@ class SuperLink:
         self._heartbeat.start()
 
     def _claim_task(self, run: int) -> str:
-        """The token that makes this process the server of the run."""
+        """Claims the run's task. Returns the token that makes this process the server of the run."""
         http = connect_executor(self.address, self.credentials.folder / "flower", self._root_certificate)
         try:
             while True:
@@ -256,7 +256,7 @@ class SuperLink:
                     raise RunError("Flower's SuperLink has lost the run that it accepted")
                 if response.task.run_id == run:
                     return response.token
-                # The task of a run that was submitted but never started; it expires without our help.
+                # This task belongs to a run that was submitted but never started. It expires on its own.
         finally:
             http.close()
 
@@ -299,14 +299,14 @@ class SuperLink:
             )
             for question, blob in questions
         ]
-        # Never ask twice: the client would build on the state that it stored the first time.
+        # Never ask twice: the client would continue from the state that it stored the first time.
         with self._open_grid_once() as grid:
             message_ids = list(grid.push_messages(messages))
         self.packed["down"] += sum(map(envelope.message_size, messages))
         return {message_id: question for message_id, (question, _) in zip(message_ids, questions, strict=True)}
 
     def receive_replies(self, pending: Iterable[str]) -> Mapping[str, Reply]:
-        """The replies that are complete, by the id of the question.
+        """Returns the replies that are complete, by the id of the question.
 
         A SuperLink announces a reply before all of it has arrived, and its sender may be slow or gone. So this method
         never waits: it looks at an incomplete reply again in the next call.
@@ -316,9 +316,8 @@ class SuperLink:
             unannounced = [question_id for question_id in question_ids if question_id not in self._partial_replies]
             response = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=unannounced))
             for announced, tree in zip(response.messages_list, response.message_object_trees, strict=True):
-                metadata = (
-                    announced.metadata
-                )  # checked by the SuperLink; a client could write anything into the message
+                # The SuperLink has checked the metadata. A client could write anything into the message.
+                metadata = announced.metadata
                 object_ids = dict.fromkeys(node.object_id for node in iterate_object_tree(tree))
                 self._partial_replies[metadata.reply_to_message_id] = PartialReply(
                     metadata.message_id, list(object_ids), {}
@@ -336,7 +335,7 @@ class SuperLink:
         return replies
 
     def _complete_reply(self, grid: HttpGrid, partial_reply: PartialReply) -> Reply | None:
-        """Pulls the missing objects of a reply. None if some have not arrived yet."""
+        """Pulls the missing objects of a reply. Returns None if some have not arrived yet."""
         http = grid._runtime_client
         sender: dict[str, Any] = {"node": grid.node, "run_id": grid.run.run_id}
         while partial_reply.missing:
@@ -358,7 +357,7 @@ class SuperLink:
 
     @contextmanager
     def _open_grid_once(self) -> Iterator[HttpGrid]:
-        """The grid, for requests that must not be repeated."""
+        """Yields the grid, for requests that must not be repeated."""
         try:
             with self._open_grid() as grid:
                 yield grid
@@ -367,7 +366,7 @@ class SuperLink:
 
     @contextmanager
     def _open_grid(self) -> Iterator[HttpGrid]:
-        """The grid. Raises NoResponse if a request may be repeated, SuperLinkLost if SuperLink or run are gone."""
+        """Yields the grid. Raises NoResponse if a request may be repeated, SuperLinkLost if the run is gone."""
         assert self._grid
         try:
             yield self._grid
