@@ -516,7 +516,7 @@ def test_fedgen_needs_an_encoder_with_vector_outputs() -> None:
 KINDS: list[type[FedAvg]] = [FedDistill, FedDistillLogits, FedEnsemble, FedGen]
 
 
-def left(path: Path) -> dict[str, Any]:
+def run_contents(path: Path) -> dict[str, Any]:
     """The parts of a run that must not depend on the runtime or on interruptions."""
     checkpoint = unpack((path / "checkpoint.safetensors").read_bytes())
     metrics = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -547,11 +547,11 @@ def test_pool_and_resume_give_the_same_bits(kind: type[FedAvg], digits: Data, tm
     inline = fewer.run(method, digits, out=tmp_path / "inline", **settings)
     pool = fewer.run(method, digits, out=tmp_path / "pool", runtime="pool", workers=2, **settings)
     assert metrics(inline) == metrics(pool) and any(line["absent"] for line in inline.history)
-    assert left(tmp_path / "inline") == left(tmp_path / "pool")
+    assert run_contents(tmp_path / "inline") == run_contents(tmp_path / "pool")
     with pytest.raises(KeyboardInterrupt):
         fewer.run(method, digits, out=tmp_path / "interrupted", progress=Interrupt(), **settings)
     fewer.resume(tmp_path / "interrupted")
-    assert left(tmp_path / "interrupted") == left(tmp_path / "inline")
+    assert run_contents(tmp_path / "interrupted") == run_contents(tmp_path / "inline")
 
 
 @pytest.mark.parametrize("kind", KINDS)

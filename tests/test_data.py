@@ -664,13 +664,6 @@ def test_named_data_is_read_from_the_data_directory(folder: Path, monkeypatch: p
         load("fashion-mnist")
 
 
-def compressed(raw: bytes) -> bytes:
-    return gzip.compress(raw)
-
-
-LABELS = idx_bytes(np.zeros(60, np.uint8))
-
-
 def test_npz(tmp_path: Path) -> None:
     x, y = arrays(60)
     path = tmp_path / "own.npz"

@@ -28,7 +28,7 @@ from fewer.registry import FORMATS, METHODS, MODELS
 from fewer.runs.experiment import parse_settings
 from fewer.runs.settings import Settings
 from tests.test_cli import DIGITS, call
-from tests.test_floors import LAYERS
+from tests.test_layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -50,7 +50,7 @@ from fewer.runtime.handlers import FETCH_OUTGOING, Call, Hop, Reply
 from fewer.runtime.keys import PinnedKeys
 from fewer.wire import Refused, decode, encode, pack, unpack
 from fewer.wire.sealing import Header, fingerprint, new_key, parse_sealed, public_key, seal, unseal
-from tests.test_baselines import left
+from tests.test_baselines import run_contents
 from tests.test_cli import DIGITS, call
 from tests.test_methods import Array, is_close
 
@@ -613,7 +613,7 @@ RECEIVED: list[tuple[int, int]] = []
 
 def comparable_parts(path: Path) -> dict[str, Any]:
     """The parts of two runs that must be equal. Messages are decoded, because the order of header fields varies."""
-    parts = left(path)
+    parts = run_contents(path)
     outgoing = {f: unpack((path / f).read_bytes()) for f in parts["clients"] if f.name.startswith("ring_outgoing")}
     decoded_fields = {f: decode(bytes(message.numpy()))[1] for f, message in outgoing.items()}
     decoded = {

@@ -562,7 +562,6 @@ HOSTILE: list[Any] = [
     *([], {}, [[]], [None], ["", [2], "I64"], ["", [1, 3], "F32", 1.0, 0.0], {"tensor": []}, {"codec": "int8"}),
     *([2**40, 2**40], [0, 2**40, 2**40], [-1], [1] * 100, [0] * 70, {"": ["", [1], "F64"]}, [1e400]),
 ]
-_HOSTILE_TEXT = [json.dumps(value) for value in HOSTILE]
 
 
 def container_keys(node: Any) -> list[tuple[Any, Any]]:

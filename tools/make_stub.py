@@ -13,7 +13,7 @@ def stub() -> str:
     """Returns the content of the stub file."""
     imports = [f"from fewer import {package} as {package}" for package in fewer._PACKAGES if package != "audit"]
     imports.append("from fewer.audit import audit as audit")
-    imports += [f"from {module} import {name} as {name}" for name, module in fewer._homes().items()]
+    imports += [f"from {module} import {name} as {name}" for name, module in fewer._modules_by_name().items()]
     lines = [
         "# Written by tools/make_stub.py from the registry of methods.",
         *sorted(imports),
@@ -21,7 +21,7 @@ def stub() -> str:
         "__version__: str",
         "_PACKAGES: tuple[str, ...]",
         "",
-        "def _homes() -> dict[str, str]: ...",
+        "def _modules_by_name() -> dict[str, str]: ...",
         "",
     ]
     return "\n".join(lines)

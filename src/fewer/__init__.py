@@ -48,13 +48,13 @@ _API = {
 }
 
 
-def _homes() -> dict[str, str]:
+def _modules_by_name() -> dict[str, str]:
     """The module of each public name; methods come from the registry."""
     return {**_API, **{builtin.attribute: builtin.module for builtin in METHODS.builtins.values()}}
 
 
 def __getattr__(name: str) -> Any:
-    module_name = f"fewer.{name}" if name in _PACKAGES else _homes().get(name)
+    module_name = f"fewer.{name}" if name in _PACKAGES else _modules_by_name().get(name)
     if module_name is None:
         raise AttributeError(f"module 'fewer' has no attribute '{name}'")
     gc_enabled = gc.isenabled()
@@ -68,4 +68,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(["__version__", *_PACKAGES, *_homes()])
+    return sorted(["__version__", *_PACKAGES, *_modules_by_name()])

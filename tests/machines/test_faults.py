@@ -28,7 +28,7 @@ from fewer.runs.engine import run_experiment
 from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
 from tests.machines.cluster import Cluster, experiment, wait_until
-from tests.test_baselines import left
+from tests.test_baselines import run_contents
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -68,7 +68,7 @@ def absent(run: Path) -> list[tuple[int, int, str]]:
 def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
     """True if a run left the same files as an uninterrupted run on one machine."""
     run_experiment(experiment(2, runtime="inline", **settings), folder)
-    inline, remote = left(folder), left(run)
+    inline, remote = run_contents(folder), run_contents(run)
     return {**inline, "clients": {}} == remote
 
 

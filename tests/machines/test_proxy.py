@@ -17,7 +17,7 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 from fewer.runs.engine import run_experiment
 from fewer.runtime.flower.programs import find_free_port
 from tests.machines.cluster import Cluster, experiment
-from tests.test_baselines import left
+from tests.test_baselines import run_contents
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = [
@@ -74,5 +74,5 @@ def test_the_proxy_lets_clients_through_and_nothing_else(proxied: tuple[Cluster,
         cluster.join(1)
         server.start(experiment(2, rounds=1), tmp_path / "run")
     run_experiment(experiment(2, rounds=1, runtime="inline"), tmp_path / "inline")
-    assert {**left(tmp_path / "inline"), "clients": {}} == left(tmp_path / "run")
+    assert {**run_contents(tmp_path / "inline"), "clients": {}} == run_contents(tmp_path / "run")
     assert "/v1/fleet/push-messages" in (tmp_path / "access.log").read_text()

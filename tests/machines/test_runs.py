@@ -18,7 +18,7 @@ from fewer.runs.engine import run_experiment
 from fewer.runs.machines import FlowerServer
 from fewer.runtime.handlers import OUTGOING
 from tests.machines.cluster import FRL_SETTINGS, Cluster, experiment, wait_until
-from tests.test_baselines import left
+from tests.test_baselines import run_contents
 
 pytestmark = pytest.mark.timeout(900)
 META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
@@ -84,7 +84,7 @@ def test_the_numbers_match_inline(
         settings = {"method_options": {"prepared": str(tmp_path / "prepared")}}
     inline = run_experiment(experiment(clients, method, runtime="inline", **settings), tmp_path / "inline")
     remote = server.start(experiment(clients, method, **settings), tmp_path / "flower")
-    inline_files, remote_files = left(tmp_path / "inline"), left(tmp_path / "flower")
+    inline_files, remote_files = run_contents(tmp_path / "inline"), run_contents(tmp_path / "flower")
     run = json.loads((tmp_path / "flower/machines.json").read_text())["run"]
     client_files = {
         Path("clients", *file.parts[-3:]): file.read_bytes()

@@ -56,7 +56,9 @@ MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 def defining_module(name: str) -> str | None:
     """The module that defines an attribute of the package, None if no module does."""
-    return f"fewer.{name}" if (ROOT / name).is_dir() or f"fewer.{name}" in MODULES else fewer._homes().get(name)
+    return (
+        f"fewer.{name}" if (ROOT / name).is_dir() or f"fewer.{name}" in MODULES else fewer._modules_by_name().get(name)
+    )
 
 
 def find_imports(module: str, tree: ast.AST) -> Iterator[str]:
