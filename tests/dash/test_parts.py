@@ -594,7 +594,7 @@ def test_a_run_that_passes_to_another_process_is_left_alone(tmp_path: Path, monk
     run = write_run(tmp_path / "run")
     with subprocess.Popen(["sleep", "60"]) as process:
         pids = iter([process.pid, process.pid + 1])
-        monkeypatch.setattr(control, "writer", lambda path: next(pids))
+        monkeypatch.setattr(control, "writer_pid", lambda path: next(pids))
         with pytest.raises(RunError, match="has just passed to another process"):
             Control().stop(run)
         assert process.poll() is None
