@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import fewer
 from fewer import F2L, FedAvg, FedMK, FedProx, Local
@@ -60,6 +61,12 @@ def test_dir_lists_the_api_without_importing_torch() -> None:
         fewer.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_import_star_gives_the_api_alone() -> None:
+    names_by_star: dict[str, Any] = {}
+    exec("from fewer import *", names_by_star)
+    assert {*dir(fewer)} == names_by_star.keys() - {"__builtins__"}
+
+
 def test_the_type_stub_is_current() -> None:
     assert STUB.read_text() == stub(), "run: make format"
 
@@ -97,6 +104,21 @@ def test_builtins_need_no_list_in_pyproject() -> None:
     assert "entry-points" not in project
 
 
+def test_a_user_can_register_a_method(my_data: ArrayData, tmp_path: Path) -> None:
+    class Mine(FedAvg):
+        """FedAvg under another name."""
+
+    try:
+        assert METHODS.register("mine")(Mine) is Mine and find("mine") is Mine and "mine" in names()
+        assert fewer.run("mine", my_data, model=MyNet, rounds=1).method.name == "mine"
+        fewer.run(Mine(rounds=1), my_data, model=MyNet, out=tmp_path / "run")
+        assert '"method": "' + __file__ in (tmp_path / "run/settings.json").read_text()  # another process finds it
+        with pytest.raises(SettingError, match="method 'fedavg' exists already"):
+            METHODS.register("fedavg")(Mine)
+    finally:
+        METHODS._registered.clear()
+
+
 # --- compare, tune, open_run --------------------------------------------------------------------------------------
 
 
@@ -126,6 +148,72 @@ def test_compare_tunes_objects(my_data: ArrayData, tmp_path: Path) -> None:
     best = max(table.rows[0].trials, key=lambda trial: trial.accuracy or 0)
     assert table.rows[0].settings["lr"] == best.settings["lr"]
     assert table.report(tmp_path / "report").is_file()  # also without run directories
+
+
+def test_compare_trains_a_plain_net_with_fedmk_too(my_data: ArrayData) -> None:
+    quick = {"min_samples": 1, "per_class": 2, "matching_steps": 2, "outer_steps": 1, "server_steps": 5}
+    methods: list[Method | str] = [FedAvg(lr=0.1), FedProx(mu=0.1), "fedmk"]
+    table = fewer.compare(
+        methods, data=my_data, model=MyNet, rounds=1, seeds=2, tune=True, trials=2, method_options=quick
+    )
+    assert [len(row.trials) for row in table.rows] == [2, 2, 2] and len(table.to_pandas()) == 3
+
+
+def test_compare_finds_a_method_that_cannot_start_before_the_first_run(my_data: ArrayData) -> None:
+    started: list[str] = []
+
+    class NoLinear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(64, 10))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.flatten(1) @ self.weight
+
+    with pytest.raises(SettingError, match="model NoLinear has no encoder and no head"):
+        fewer.compare(["fedavg", "fedmk"], my_data, model=NoLinear, progress=started.append)
+    assert not started
+
+
+def test_wrong_arguments_get_one_clear_line(my_data: ArrayData) -> None:
+    x, y = np.zeros((20, 1, 8, 8), np.float32), np.arange(20) % 10
+    run, compare, data = fewer.run, fewer.compare, fewer.data
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: FedAvg(rate=0.1), SettingError, "unknown option of fedavg 'rate'"),  # type: ignore[call-arg]
+        (lambda: FedAvg(lr=-1), SettingError, "fedavg: lr must be > 0, got -1"),
+        (lambda: run(FedAvg, my_data), SettingError, "method is the class FedAvg: pass an object"),  # type: ignore[arg-type]
+        (lambda: run(3, my_data), SettingError, "method must be a name or a fewer.Method, got int"),  # type: ignore[arg-type]
+        (lambda: run("fedavg", (x, y)), fewer.DataError, "data must be a name, or made by .*got tuple"),  # type: ignore[arg-type]
+        (lambda: run("fedavg", my_data, model=3), SettingError, "model must be a name, .*got int"),  # type: ignore[arg-type]
+        (lambda: run("fedavg", my_data, lr=0.1), SettingError, "lr is an option of a method"),
+        (lambda: compare([FedAvg], my_data), SettingError, "method is the class FedAvg"),  # type: ignore[list-item]
+        (lambda: compare("fedavg", my_data), SettingError, "methods must be a list"),
+        (lambda: compare(["fedavg"], my_data, seeds=[0]), SettingError, "seeds must be the number"),  # type: ignore[arg-type]
+        (lambda: data.load("digits", parties=3), SettingError, "unknown setting of the data 'parties'"),
+        (lambda: data.from_arrays(x, y, n_clients=2), SettingError, "did you mean 'clients'"),
+        (lambda: data.from_clients([x, x]), fewer.DataError, "client 0 must be a pair"),
+    ]
+    for call, error, text in cases:
+        with pytest.raises(error, match=text):
+            call()
+
+
+def test_clients_may_be_torch_datasets() -> None:
+    x, y = torch.rand(40, 1, 8, 8), torch.arange(40) % 10
+    by_dataset = fewer.data.from_clients([TensorDataset(x[:25], y[:25]), TensorDataset(x[25:], y[25:])])
+    by_pair = fewer.data.from_clients([(x[:25], y[:25]), (x[25:], y[25:])])
+    assert by_dataset.fingerprint() == by_pair.fingerprint() and len(by_dataset) == 2
+
+
+def test_audit_takes_a_result_or_the_data_and_model_again(my_data: ArrayData, tmp_path: Path) -> None:
+    result = fewer.run(FedAvg(rounds=1), my_data, model=MyNet, out=tmp_path / "run")
+    quick: dict[str, Any] = {"clients": 2, "steps": 2, "starts": 1}
+    by_path = fewer.audit(tmp_path / "run", data=my_data, model=MyNet, **quick)
+    assert fewer.audit(result, **quick).metrics == by_path.metrics
+    with pytest.raises(fewer.RunError, match="was run with your own data: pass data="):
+        fewer.audit(tmp_path / "run")
+    with pytest.raises(fewer.RunError, match="run with out=DIR"):
+        fewer.audit(fewer.run(FedAvg(rounds=1), my_data, model=MyNet))
 
 
 def test_compare_reports_wrong_settings(my_data: ArrayData) -> None:

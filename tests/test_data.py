@@ -656,7 +656,7 @@ def test_named_data_is_read_from_the_data_directory(folder: Path, monkeypatch: p
     monkeypatch.delenv("FEWER_DATA", raising=False)
     with pytest.raises(DataError, match="'mnist' does not exist, and no data directory is set: pass --data-dir"):
         load("mnist")
-    loaded = load("mnist", directory=folder, clients=3, min_samples_per_client=1)
+    loaded = load("mnist", data_dir=folder, clients=3, min_samples_per_client=1)
     assert (loaded.source.shift, loaded.source.scale) == (255 * 0.1307, 1 / (255 * 0.3081))
     monkeypatch.setenv("FEWER_DATA", str(folder))
     assert load("mnist", clients=3, min_samples_per_client=1).fingerprint() == loaded.fingerprint()
@@ -671,7 +671,7 @@ def test_npz(tmp_path: Path) -> None:
     data = load(f"npz:{path}", clients=2)
     assert len(data.test) + data.size(0) + data.size(1) == 60
     np.savez_compressed(path, x=x, y=y, x_test=x[:7], y_test=y[:7], client=np.arange(60) % 5)
-    data = load("npz:own.npz", directory=tmp_path, partition="natural")
+    data = load("npz:own.npz", data_dir=tmp_path, partition="natural")
     assert len(data) == 5 and len(data.test) == 7 and [data.size(client) for client in range(5)] == [12] * 5
     assert len(load(f"npz:{path}", clients=3)) == 3
 
@@ -701,5 +701,5 @@ def test_code_in_an_archive_is_never_executed(tmp_path: Path) -> None:
 
     np.savez(tmp_path / "trap.npz", x=np.array([Trap()], dtype=object), y=np.zeros(1))
     with pytest.raises(DataError):
-        load("npz:trap.npz", directory=tmp_path)
+        load("npz:trap.npz", data_dir=tmp_path)
     assert not (tmp_path / "sprung").exists()

@@ -713,12 +713,19 @@ def test_wrong_settings_are_rejected(tmp_path: Path) -> None:
 
 
 def test_without_a_generator_any_model_works() -> None:
-    task = Task(SHAPE, CLASSES, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES)))
+    task = Task(SHAPE, CLASSES, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES), nn.Tanh()))
     with pytest.raises(SettingError, match="no encoder"):
         FedMK().init(task, SEED)
     result = fewer.run(FedMK(rounds=2, **{**SMALL, "pseudo_weight": 0}), DATA, model=task.build_net, seed=SEED)
     assert result.state.generator == {}
     assert len(result.state.knowledge) == 4
+
+
+def test_a_plain_net_with_a_linear_head_has_a_generator() -> None:
+    quick = {**SMALL, "pseudo_weight": 0.5, "server_steps": 3}
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.ReLU(), nn.Linear(6, CLASSES))
+    result = fewer.run(FedMK(rounds=2, **quick), DATA, model=net, seed=SEED)
+    assert result.state.generator["body.3.weight"].shape[0] == 6  # as many features as the last layer takes
 
 
 def test_outer_steps_start_in_the_given_round(tmp_path: Path) -> None:

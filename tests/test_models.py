@@ -15,6 +15,7 @@ from fewer.data import Data
 from fewer.errors import SettingError
 from fewer.models import EncoderHead, Task, get_weights, net_factory, split_net
 from fewer.models.images import Conv4, DropBlock
+from fewer.models.split import find_head
 from fewer.registry import MODELS
 
 TASK_INFO: dict[str, dict[str, Any]] = {
@@ -99,6 +100,18 @@ def test_options() -> None:
 def test_a_missing_encoder_and_head_are_reported() -> None:
     with pytest.raises(SettingError, match="Linear has no encoder and no head"):
         split_net(nn.Linear(2, 2))
+
+
+def test_the_head_of_a_plain_net_is_its_last_linear_layer() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 7), nn.ReLU(), nn.Linear(7, 5)).train()
+    task = Task((3, 2, 2), 5, lambda: net, torch.device("cpu"))
+    head, width = find_head(task, net)
+    assert head is net[3] and width == 7 and net.training and not net[3]._forward_hooks
+    for other in (nn.Sequential(*net, nn.Softmax(1)), nn.Sequential(nn.Flatten(), nn.ReLU())):
+        with pytest.raises(SettingError, match="has no encoder and no head"):
+            find_head(task, other)
+    model = EncoderHead(nn.Sequential(nn.Flatten(), nn.Linear(12, 6)), 6, 5)
+    assert find_head(task, model) == (model.head, 6)
 
 
 def test_conv4_equals_blocks_with_relu_before_pooling() -> None:

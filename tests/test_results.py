@@ -37,6 +37,9 @@ def test_a_published_result_has_known_names_and_matching_hashes(file: Path) -> N
 def test_other_published_files_parse() -> None:
     assert len(FILES) == 28
     checks = json.loads((RESULTS / "checks.json").read_text())
-    assert checks.keys() <= {f"{file.parent.name}/{file.stem}" for file in FILES}
+    before = json.loads((RESULTS / "checks-before.json").read_text())
+    assert checks.keys() == before.keys() == {f"{file.parent.name}/{file.stem}" for file in FILES}
+    for name, check in checks.items():
+        assert check["digest"] == before[name]["digest"], name  # all accuracies, bit for bit
     for name in ("benchmarks", "benchmarks-machines"):
         assert json.loads((RESULTS / f"{name}.json").read_text())["metrics"]

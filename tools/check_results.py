@@ -62,9 +62,9 @@ def describe_check(check: Mapping[str, Any] | None) -> str:
         return f"{text}: {accuracy} agrees exactly with the published numbers. {_describe_bytes(check)}"
     if check.get("agrees_with_reference"):
         return (
-            f"{text} and, on the same machine, with the code before the renaming: {accuracy} agrees exactly. Both give "
-            f"{new} on that machine, where {published} is published: floating-point results depend on the processor. "
-            f"{_describe_bytes(check)}"
+            f"{text} and, on the same machine, with the code before the renaming (commit 5a0abda): {accuracy} agrees "
+            f"exactly. Both give {new} on that machine, where {published} is published: floating-point results depend "
+            f"on the processor. {_describe_bytes(check)}"
         )
     return f"{text} and does not agree: {new} where {published} is published."
 

@@ -54,6 +54,8 @@ def _modules_by_name() -> dict[str, str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return __dir__()
     module_name = f"fewer.{name}" if name in _PACKAGES else _modules_by_name().get(name)
     if module_name is None:
         raise AttributeError(f"module 'fewer' has no attribute '{name}'")

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class FewerError(Exception):
@@ -37,3 +41,30 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> SettingError:
     matches = get_close_matches(name, names, n=1)
     hint = f", did you mean '{matches[0]}'?" if matches else ""
     return SettingError(f"unknown {kind} '{name}'{hint} (allowed: {', '.join(names)})")
+
+
+COMPARISONS = {
+    "greater than or equal to": ">=",
+    "less than or equal to": "<=",
+    "greater than": ">",
+    "less than": "<",
+}
+"""Pydantic's words, and the signs that replace them in error messages."""
+
+
+def setting_error(error: ValidationError, prefix: str, known: list[str]) -> SettingError:
+    """Returns the first problem as one line. Unknown names come before missing ones."""
+    first = min(error.errors(), key=lambda problem: problem["type"] == "missing")
+    name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return unknown_name(f"option of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
+    if first["type"] == "missing":
+        return SettingError(f"{prefix}{name} is missing")
+    message = first["msg"].replace("Input should", "must")
+    for words, sign in COMPARISONS.items():
+        message = message.replace(words, sign)
+    if message == first["msg"]:  # the message of a method's own validator
+        return SettingError(f"{prefix}{name} = {first['input']!r}: {message}")
+    if first["type"] != "literal_error":
+        message = message.partition(",")[0]
+    return SettingError(f"{prefix}{name} {message}, got {first['input']!r}")

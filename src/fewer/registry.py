@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from fewer.errors import unknown_name
+from fewer.errors import SettingError, unknown_name
 from fewer.plugins import load_from_file
 
 if TYPE_CHECKING:
@@ -41,12 +41,19 @@ class Registry(Mapping[str, Any]):
 
     def __init__(self, variable: str, kind: str, package: str, group: str) -> None:
         self.variable, self.kind, self.package, self.group = variable, kind, package, group
+        self._registered: dict[str, Any] = {}
+        """What users registered in this process."""
 
     def register(self, name: str) -> Callable[[T], T]:
         """Decorator: registers a class or function under `name`, and sets its attribute `name`."""
 
         def decorate(registered: T) -> T:
             registered.name = name  # type: ignore[attr-defined]
+            module: str = registered.__module__
+            if not module.startswith(f"{self.package}."):
+                if name in self.builtins:
+                    raise SettingError(f"{self.kind} '{name}' exists already: register yours under another name")
+                self._registered[name] = registered
             return registered
 
         return decorate
@@ -72,16 +79,20 @@ class Registry(Mapping[str, Any]):
         if name in self.builtins:
             module, attribute = self.builtins[name]
             return getattr(import_module(module), attribute)
-        return self._plugins[name].load()
+        return self._registered[name] if name in self._registered else self._plugins[name].load()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.builtins or name in self._plugins
+        return name in self.builtins or name in self._registered or name in self._plugins
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*self.builtins, *self._plugins}))
+        return iter(sorted({*self.builtins, *self._registered, *self._plugins}))
 
     def __len__(self) -> int:
-        return len({*self.builtins, *self._plugins})
+        return len({*self.builtins, *self._registered, *self._plugins})
+
+    def is_installed(self, name: str) -> bool:
+        """True if other processes find this name, too."""
+        return name in self.builtins or name in self._plugins
 
     def find(self, name: str) -> Any:
         """The object with this name, or the object in a user's file: `FILE.py:Name`."""

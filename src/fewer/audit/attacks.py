@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fewer.audit.distance import nearest_neighbors, typical_distance, value_range
 from fewer.audit.leakage import compute_gradients, psnr, restore_images
 from fewer.audit.membership import estimate_proportion, loss_gaps, losses, membership
+from fewer.data import Data
 from fewer.errors import FewerError, RunError
 from fewer.models import load_weights
 from fewer.runs.directory import RunDirectory
@@ -85,20 +86,28 @@ class Audit:
 
 
 def audit(
-    path: str | Path,
+    path: str | Path | Result,
     *,
+    data: Data | None = None,
+    model: Any = None,
     data_dir: Path | None = None,
     clients: int = CLIENTS,
     steps: int = STEPS,
     starts: int = STARTS,
 ) -> Audit:
-    """Attacks a run on the samples of up to `clients` clients.
+    """Attacks a run, given as its directory or as a result that has one, on the samples of up to `clients` clients.
 
+    Pass `data` and `model` again if they were Python objects.
     The attacks are: distance of synthetic images to real ones, deep leakage from gradients, and membership inference.
     `steps` and `starts` set the steps and random starts of gradient matching.
     """
-    path = Path(path)
-    result = _open_with_data(path, data_dir)
+    if isinstance(path, Result):
+        if path.folder is None:
+            raise RunError("only a run with a directory can be audited: run with out=DIR")
+        result, path = path, path.folder.parent
+    else:
+        path = Path(path)
+        result = _open_with_data(path, data, model, data_dir)
     attacked = _AttackedRun(result, find_participants(path, len(result.history)), clients)
     metrics: dict[str, Any] = {}
     images: list[AttackImages] = []
@@ -380,16 +389,15 @@ class _AttackedRun:
                 )
 
 
-def _open_with_data(path: Path, data_dir: Path | None) -> Result:
+def _open_with_data(path: Path, data: Data | None, model: Any, data_dir: Path | None) -> Result:
     """Opens a run together with the data that it was run on."""
     metadata = RunDirectory.open(path).metadata
-    if "data" in metadata["objects"]:
-        raise RunError(f"{path} was run with your own data, so it cannot be audited from its directory alone")
-    settings = {**metadata["settings"], **({"data_dir": data_dir} if data_dir else {})}
-    data = load_data(parse_settings(settings))
-    if data.fingerprint() != metadata["data"]["fingerprint"]:
+    if data is None and "data" not in metadata["objects"]:
+        settings = {**metadata["settings"], **({"data_dir": data_dir} if data_dir else {})}
+        data = load_data(parse_settings(settings))
+    if data is not None and data.fingerprint() != metadata["data"]["fingerprint"]:
         raise RunError(f"{data.name} has changed since {path} was run")
-    return open_run(path, data=data)
+    return open_run(path, data=data, model=model)
 
 
 def find_participants(path: Path, rounds: int) -> list[int]:

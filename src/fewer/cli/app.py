@@ -356,7 +356,9 @@ def dash(
 @report_errors
 def audit(
     path: Run,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="\\[default: RUN/audit]")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Directory of the report. \\[default: RUN/audit]")
+    ] = None,
     clients: Annotated[int, typer.Option(metavar="N", min=1, help="Number of clients to attack.")] = 10,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of gradient matching.")] = 500,
     starts: Annotated[
@@ -471,7 +473,13 @@ def adapt(
 
 @app.command(rich_help_panel="Use")
 @report_errors
-def export(path: Run, client: ClientNumber = None, out: Out = None) -> None:
+def export(
+    path: Run,
+    client: ClientNumber = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Directory of the model. \\[default: RUN/export]")
+    ] = None,
+) -> None:
     """Write a trained model for use elsewhere: safetensors, a torch.export program, and a description of its inputs."""
     from fewer.runs.inference import export as write_export
 

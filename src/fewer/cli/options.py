@@ -72,7 +72,7 @@ def _make_parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Pa
         help += f" [default: {field.default:g}]" if isinstance(field.default, float) else f" [default: {field.default}]"
     pairs = field.default == {}
     kind: Any = list[str] if pairs else plain
-    metavar = "NAME=VALUE" if pairs else {int: "N", float: "X"}.get(plain, "NAME")
+    metavar = "NAME=VALUE" if pairs else {int: "N", float: "X", Path: "DIR"}.get(plain, "NAME")
     option = typer.Option(
         *_flags(name),
         help=help.replace("[", "\\["),

@@ -38,7 +38,7 @@ def _check_writable(file: Path | None) -> Path | None:
 Json = Annotated[
     Path | None,
     typer.Option(
-        "--json", metavar="FILE", help="Write the metrics as JSON; - for standard output.", callback=_check_writable
+        "--json", metavar="FILE", help="Write the output as JSON; - for standard output.", callback=_check_writable
     ),
 ]
 

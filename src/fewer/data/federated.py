@@ -8,19 +8,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from fewer.choices import Partition
 from fewer.data import text
 from fewer.data.partition import PartitionSpec, Parts, hold_out_fraction, partition_labels, partition_like
 from fewer.data.raw_dataset import RawDataset
 from fewer.data.samples import Samples
-from fewer.errors import DataError, SettingError
+from fewer.errors import DataError, SettingError, unknown_name
 
 MAX_CLASSES = 1 << 20
 """Labels must be below this. Arrays of class counts are as long as the largest label."""
@@ -255,6 +257,7 @@ def from_arrays(
     computed from the training data. Texts are converted to token ids. `settings` are those of `federate`: `clients`,
     `partition`, `alpha`, `fraction`, `validation` …
     """
+    check_settings(settings)
     owners = None if client_ids is None else np.asarray(client_ids)
     test_set = None
     if test is not None:
@@ -263,6 +266,14 @@ def from_arrays(
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raises SettingError for a setting that `federate` does not have."""
+    known = [name for name in signature(federate).parameters if name not in ("raw", "name", "origin")]
+    for name in settings:
+        if name not in known:
+            raise unknown_name("setting of the data", name, known)
 
 
 def federate(
@@ -490,12 +501,12 @@ def _prepare_inputs(x: Any, name: str) -> list[str] | Tensor:
     return x if isinstance(x, list) and x and all(isinstance(value, str) for value in x) else convert_inputs(x, name)
 
 
-def from_clients(clients: Sequence[tuple[Any, Any]], **settings: Any) -> ArrayData:
-    """Builds federated data from a list of (x, y), one pair per client. `settings` are those of `from_arrays`.
+def from_clients(clients: Sequence[Any], **settings: Any) -> ArrayData:
+    """Builds federated data from a list with the samples of each client: pairs (x, y), or torch Datasets.
 
-    Clients without samples are kept.
+    `settings` are those of `from_arrays`. Clients without samples are kept.
     """
-    pairs = [(np.asarray(x), np.asarray(y)) for x, y in clients]
+    pairs = [_as_pair(samples, client) for client, samples in enumerate(clients)]
     if not sum(len(y) for _, y in pairs):
         raise DataError("no client in the list has samples")
     for client, (x, y) in enumerate(pairs):
@@ -523,11 +534,23 @@ def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
 
     Inputs may be tensors, arrays or images; labels must be numbers. The Dataset is read once.
     """
-    pairs = [dataset[index] for index in range(len(dataset))]
-    if not pairs:
+    if not len(dataset):
         raise DataError("the Dataset has no samples")
-    inputs = np.stack([np.asarray(x) for x, _ in pairs])
-    return from_arrays(inputs, np.asarray([int(y) for _, y in pairs]), **settings)
+    return from_arrays(*_read_dataset(dataset), **settings)
+
+
+def _read_dataset(dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    pairs = [dataset[index] for index in range(len(dataset))]
+    return np.stack([np.asarray(x) for x, _ in pairs]), np.asarray([int(y) for _, y in pairs])
+
+
+def _as_pair(samples: Any, client: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Returns the inputs and labels of one client, given as a pair or as a torch Dataset."""
+    if isinstance(samples, Dataset):
+        return _read_dataset(samples) if len(samples) else (np.empty(0), np.empty(0, np.int64))  # type: ignore[arg-type]
+    if not isinstance(samples, tuple | list) or len(samples) != 2:
+        raise DataError(f"client {client} must be a pair (x, y) or a torch Dataset, got {type(samples).__name__}")
+    return np.asarray(samples[0]), np.asarray(samples[1])
 
 
 def _add_empty_clients(parts: Parts, present: NDArray[np.integer], clients: int) -> Parts:

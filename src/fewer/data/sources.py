@@ -18,7 +18,7 @@ from fewer.data import recommendation
 from fewer.data.cache import load_or_build
 from fewer.data.class_split import OPTIONS, split_seen_unseen
 from fewer.data.episodes import apply_class_split
-from fewer.data.federated import ArrayData, federate
+from fewer.data.federated import ArrayData, check_settings, federate
 from fewer.data.partition import PartitionSpec
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.errors import DataError, SettingError, unknown_name
@@ -68,7 +68,7 @@ SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 def load(
     name: str,
     *,
-    directory: str | Path | None = None,
+    data_dir: str | Path | None = None,
     data_options: Mapping[str, Any] | None = None,
     seed: int = 0,
     **settings: Any,
@@ -76,7 +76,7 @@ def load(
     """Loads a data set by name and partitions it among clients.
 
     `name` is one of `NAMES`, or FORMAT:PATH with a format of `FORMATS` (idx:DIR, npz:FILE, csv:FILE, folder:DIR …).
-    Files are looked up in `directory`, by default $FEWER_DATA. `settings` are those of `federate`.
+    Files are looked up in `data_dir`, by default $FEWER_DATA. `settings` are those of `federate`.
 
     `data_options` are options of the data set or format (csv: label, client, text; folder: size …). All data sets
     also accept these:
@@ -85,22 +85,23 @@ def load(
     - `unseen_classes`: no client trains on these classes. All their samples are test samples.
     - `split`: split the classes into base, validation and novel ones (20/5/16).
     """
+    check_settings(settings)
     PartitionSpec(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).validate(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
         raise unknown_name("partition", partition, get_args(Partition))
-    raw = read(name, directory, **(data_options or {}))
-    origin = {"name": name, "directory": None if directory is None else str(directory), "seed": seed, **settings}
+    raw = read(name, data_dir, **(data_options or {}))
+    origin = {"name": name, "data_dir": None if data_dir is None else str(data_dir), "seed": seed, **settings}
     if data_options:
         origin["data_options"] = dict(data_options)
     return federate(raw, name=name, seed=seed, origin=origin, **settings)
 
 
-def read(name: str, directory: str | Path | None = None, **options: Any) -> RawDataset:
+def read(name: str, data_dir: str | Path | None = None, **options: Any) -> RawDataset:
     """Reads a data set by name, without partitioning it."""
     options = {**(FILES[name].options if name in FILES else {}), **options}
     split = options.pop("split", None)
     source_options = {key: value for key, value in options.items() if key not in OPTIONS}
-    raw = _read_source(name, directory, source_options)
+    raw = _read_source(name, data_dir, source_options)
     if split is not None and "unseen_classes" in options:
         raise SettingError(f"data '{name}' cannot have both split and unseen_classes; choose one")
     if len(source_options) < len(options):
@@ -108,28 +109,28 @@ def read(name: str, directory: str | Path | None = None, **options: Any) -> RawD
     return raw if split is None else apply_class_split(raw, split, name)
 
 
-def _read_source(name: str, directory: str | Path | None, options: Mapping[str, Any]) -> RawDataset:
+def _read_source(name: str, data_dir: str | Path | None, options: Mapping[str, Any]) -> RawDataset:
     format, colon, path = name.partition(":")
     if colon:
         if format not in FORMATS:
             raise unknown_name("data format", format, FORMATS)
-        return _read_files(format, _find_path(path, directory), options)
+        return _read_files(format, _find_path(path, data_dir), options)
     if name in EMBEDDED:
         _check_options(EMBEDDED[name], options, name)
         return EMBEDDED[name](**options)
     if name in FILES:
         source = FILES[name]
-        raw = _read_files(source.format, _find_path(source.path, directory), options)
+        raw = _read_files(source.format, _find_path(source.path, data_dir), options)
         return replace(raw, normalization=source.normalization, time_ordered=raw.time_ordered or source.time_ordered)
     raise unknown_name("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
 
 
 def read_inputs(
-    name: str, directory: str | Path | None = None, options: Mapping[str, Any] | None = None
+    name: str, data_dir: str | Path | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[Inputs, Array | None]:
     """Reads inputs for prediction, and labels if known: the test set if there is one, otherwise all samples."""
     if name.startswith("npz:"):
-        path = _find_path(name.removeprefix("npz:"), directory)
+        path = _find_path(name.removeprefix("npz:"), data_dir)
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 if "x" in arrays and "y" not in arrays:
@@ -137,7 +138,7 @@ def read_inputs(
         except Exception as error:  # the reader below reports it
             if not isinstance(error, OSError | ValueError | TypeError | KeyError | EOFError):
                 raise
-    raw = read(name, directory, **(options or {}))
+    raw = read(name, data_dir, **(options or {}))
     return raw.test if raw.test is not None else (raw.x, raw.y)
 
 
@@ -273,9 +274,9 @@ EMBEDDED: dict[str, Callable[..., RawDataset]] = {
 NAMES = (*EMBEDDED, *FILES)
 
 
-def _find_path(path: str, directory: str | Path | None) -> Path:
+def _find_path(path: str, data_dir: str | Path | None) -> Path:
     """Finds a path as given, or below the data directory."""
-    root = directory or os.environ.get("FEWER_DATA")
+    root = data_dir or os.environ.get("FEWER_DATA")
     for candidate in [Path(path), *([Path(root) / path] if root else [])]:
         if candidate.exists():
             return candidate

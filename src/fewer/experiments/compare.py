@@ -8,16 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import ValidationError
-
 from fewer.data import Data
 from fewer.errors import RunError, SettingError
 from fewer.experiments.tune import TRIALS, Trial, pooled_accuracy, tune_experiment
 from fewer.methods import Method, find
 from fewer.runs import trackers
 from fewer.runs.directory import RunDirectory
-from fewer.runs.engine import Progress, experiment_from_arguments, resume, run_experiment
-from fewer.runs.experiment import Experiment, Model, build_experiment, load_data, setting_error
+from fewer.runs.engine import Progress, experiment_from_arguments, initial_state, resume, run_experiment
+from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
 from fewer.runs.statistics import format_number, half_width
@@ -145,6 +143,10 @@ def compare(
     With `out`, run directories are kept there. Finished runs are reused, and interrupted ones continue. Data given as
     an object is the same for all seeds; data given by name is partitioned anew for each seed.
     """
+    if isinstance(methods, str | Method):
+        raise SettingError("methods must be a list, such as [FedAvg(), 'fedprox']")
+    if not isinstance(seeds, int):
+        raise SettingError(f"seeds must be the number of seeds, got {seeds!r}")
     if not methods:
         raise SettingError("no methods to compare: pass at least one")
     entries = _build_entries(methods, data, model, settings)
@@ -164,7 +166,7 @@ def compare(
 def _build_entries(
     methods: Sequence[Method | str], data: Data | str, model: Model, settings: Mapping[str, Any]
 ) -> list[ComparedMethod]:
-    """The experiment of each method, built before the first run so that mistakes show early."""
+    """The experiment of each method, built and initialized before the first run so that mistakes show early."""
     common = {name: value for name, value in settings.items() if name not in ("method_options", "rounds", "cohort")}
     overrides = {name: value for name in ("rounds", "cohort") if (value := settings.get(name)) is not None}
     objects = [_override(method, overrides) if isinstance(method, Method) else None for method in methods]
@@ -175,21 +177,18 @@ def _build_entries(
         if method is not None:
             experiments.append(experiment_from_arguments(method, data, model, common))
         else:
-            assert isinstance(given, str)
-            chosen = {**common, **overrides, "method_options": options[find(given).name]}
+            chosen = {**common, **overrides}
+            if isinstance(given, str):
+                chosen["method_options"] = options[find(given).name]
             experiments.append(experiment_from_arguments(given, data, model, chosen))
+        initial_state(experiments[-1])
     labels = _make_labels([experiment.method for experiment in experiments])
     return [ComparedMethod(*entry) for entry in zip(labels, experiments, objects, strict=True)]
 
 
 def _override(method: Method, overrides: Mapping[str, Any]) -> Method:
     """The method with `rounds` and `cohort` that apply to all methods."""
-    if not overrides:
-        return method
-    try:
-        return type(method)(**{**method.model_dump(), **overrides})
-    except ValidationError as error:
-        raise setting_error(error, f"{method.name}: ", list(type(method).model_fields)) from error
+    return type(method)(**{**method.model_dump(), **overrides}) if overrides else method
 
 
 def _make_labels(methods: Sequence[Method]) -> list[str]:

@@ -18,14 +18,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 import fewer
-from fewer.errors import SettingError, unknown_name
+from fewer.errors import SettingError, setting_error, unknown_name
 from fewer.experiments.compare import ProgressFactory, Row, SeedRunner, assign_options
 from fewer.experiments.studies import CellRuns, Study, parse_study
 from fewer.experiments.targets import TargetCost, best_accuracy, cost_to_reach
 from fewer.experiments.tune import TRIALS, Trial, mean_client_accuracy, pooled_accuracy
 from fewer.methods import find
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import parse_settings, setting_error
+from fewer.runs.experiment import parse_settings
 from fewer.runs.settings import Settings
 from fewer.runs.statistics import format_number, half_width
 

@@ -10,10 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from fewer.data import Data
-from fewer.errors import QuorumLost, RunError
+from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.methods import Method
 from fewer.runs.engine import Progress, experiment_from_arguments, run_experiment
 from fewer.runs.experiment import Experiment, Model
@@ -122,7 +120,7 @@ def _is_valid(experiment: Experiment, point: Point) -> bool:
     """Returns True if the method accepts these settings: a fraction, for example, must be at most 1."""
     try:
         type(experiment.method)(**{**experiment.method.model_dump(), **point})
-    except ValidationError:
+    except SettingError:
         return False
     return True
 

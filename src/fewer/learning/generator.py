@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.models import Task, Weights, load_weights
-from fewer.models.split import feature_width
+from fewer.models.split import find_head
 
 
 class Generator(nn.Module):
@@ -50,8 +50,8 @@ def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
 
 
 def build_generator(task: Task, net: nn.Module, weights: Weights | None = None) -> Generator:
-    """Builds a generator for the features of the net's encoder, with the given or with new weights."""
-    generator = Generator(task.classes, feature_width(task, net)).to(task.device)
+    """Builds a generator for the inputs of the net's head, with the given or with new weights."""
+    generator = Generator(task.classes, find_head(task, net)[1]).to(task.device)
     if weights is not None:
         load_weights(generator, weights)
     return generator

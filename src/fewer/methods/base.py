@@ -10,14 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from fewer.data import ClientData, Data, Samples
-from fewer.errors import SettingError
+from fewer.errors import SettingError, setting_error
 from fewer.learning import Counts, evaluate_net
 from fewer.models import Task, Weights, load_weights
 from fewer.runtime import (
@@ -267,6 +267,15 @@ class Method(BaseModel):
         for ancestor in cls.__mro__[1:-1]:
             for name, overridden in getattr(ancestor, "model_fields", {}).items():
                 cls.model_fields[name].description = cls.model_fields[name].description or overridden.description
+
+    if not TYPE_CHECKING:  # type checkers see the constructor that pydantic makes of the fields
+
+        def __init__(self, **options: Any) -> None:
+            """Sets the hyperparameters. Raises SettingError for the first invalid one."""
+            try:
+                super().__init__(**options)
+            except ValidationError as error:
+                raise setting_error(error, f"{type(self).name}: ", list(type(self).model_fields)) from None
 
     @abstractmethod
     def init(self, task: Task, seed: int) -> Any:

@@ -79,7 +79,9 @@ class FedGen(FedAvg):
     def init(self, task: Task, seed: int) -> FedGenState:
         """The initial model and an untrained generator."""
         with global_streams(seed, "generator"):
-            generator = build_generator(task, task.net())
+            net = task.net()
+            split_net(net)  # fails early if the net has no encoder and head
+            generator = build_generator(task, net)
         return FedGenState(task.initial_weights(seed), get_weights(generator), torch.zeros(task.classes))
 
     def round(self, state: Any, clients: Clients) -> FedGenState:

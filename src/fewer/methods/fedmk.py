@@ -65,7 +65,8 @@ from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.generator import Generator, build_generator, train_generator
 from fewer.learning.match import match_statistics
 from fewer.methods.base import Client, ImageGrid, Method, Server
-from fewer.models import Task, Weights, all_finite, get_weights, split_net
+from fewer.models import Task, Weights, all_finite, get_weights
+from fewer.models.split import find_head
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, Unable, on_client, on_server
 from fewer.runtime.streams import global_streams
@@ -348,9 +349,9 @@ class FedMK(Method):
         """
         net, stream = server.net(model), server.stream("learning")
         class_weights = torch.bincount(labels, minlength=server.task.classes).float()
-        generator_net = None
+        generator_net, head = None, find_head(server.task, net)[0] if self.pseudo_weight else net
         if self.pseudo_weight:
-            generator_net, head = build_generator(server.task, net, generator), split_net(net)[1]
+            generator_net = build_generator(server.task, net, generator)
             train_generator(  # line 15
                 generator_net,
                 lambda features, _: head(features),
@@ -369,7 +370,7 @@ class FedMK(Method):
                 x = apply_affine(x, draw_affine(len(x), stream))
             loss = F.cross_entropy(net(x), labels[batch])  # L(W_G, D̂), Eq 9
             if generator_net is not None:  # + β L(W_G, D̂^pseu), Eq 11
-                pseudo_loss = self.pseudo_loss(generator_net, split_net(net)[1], class_weights, stream)
+                pseudo_loss = self.pseudo_loss(generator_net, head, class_weights, stream)
                 loss = loss + self.pseudo_weight * pseudo_loss
             optimizer.zero_grad()
             torch.autograd.backward(loss)

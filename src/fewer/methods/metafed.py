@@ -47,7 +47,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
 )
 from torch import nn
 
@@ -309,10 +308,8 @@ class MetaFed(PersonalMethod):
         shared = {name: value for name, value in options.items() if name in method.model_fields}
         try:
             return method(**{**shared, "rounds": self.inner_rounds, **self.inner_options})
-        except ValidationError as error:
-            first = error.errors()[0]
-            option = ".".join(map(str, first["loc"]))
-            raise SettingError(f"inner_options: {method.name}: {option}: {first['msg'].lower()}") from error
+        except SettingError as error:
+            raise SettingError(f"inner_options: {error}") from error
 
     # --- results ----------------------------------------------------------------------------------------------
 

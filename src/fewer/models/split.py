@@ -34,6 +34,26 @@ def split_net(net: nn.Module) -> tuple[nn.Module, nn.Module]:
     return net.encoder, net.head  # type: ignore[return-value]
 
 
+def find_head(task: Task, net: nn.Module) -> tuple[nn.Module, int]:
+    """The head of a net and its number of inputs. A net without encoder and head may end in a Linear layer instead."""
+    if isinstance(getattr(net, "encoder", None), nn.Module) and isinstance(getattr(net, "head", None), nn.Module):
+        return net.head, feature_width(task, net)  # type: ignore[return-value]
+    layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    outputs: list[Tensor] = []
+    if layers:
+        hook = layers[-1].register_forward_hook(lambda layer, inputs, output: outputs.append(output))
+        training = net.training
+        try:
+            with torch.no_grad():
+                scores = net.eval()(torch.zeros(1, *task.shape, device=task.device))
+        finally:
+            hook.remove()
+            net.train(training)
+        if outputs and outputs[-1].ndim == 2 and torch.equal(outputs[-1], scores):
+            return layers[-1], layers[-1].in_features
+    return split_net(net)[1], 0  # raises SettingError
+
+
 def feature_width(task: Task, net: nn.Module | None = None) -> int:
     """The number of features that the encoder of `net` (by default the task's net) outputs."""
     encoder, _ = split_net(net or task.net())

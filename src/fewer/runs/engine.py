@@ -20,9 +20,10 @@ import torch
 
 import fewer
 from fewer.data import Data
-from fewer.errors import RunError, SettingError
+from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import Method, find, names
 from fewer.methods.base import ContextFactory
+from fewer.registry import METHODS
 from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model, write_prepared
 from fewer.runs.directory import RunDirectory
@@ -94,6 +95,12 @@ def experiment_from_arguments(
 ) -> Experiment:
     """Builds an experiment from the arguments of `run`, which are objects or names."""
     settings = dict(settings)
+    _check_arguments(method, data, model)
+    if misplaced := next((name for name in settings if name not in Settings.model_fields and _is_option(name)), None):
+        raise SettingError(
+            f"{misplaced} is an option of a method: set it on the object, such as FedAvg({misplaced}=…), "
+            f"or pass method_options={{'{misplaced}': …}}"
+        )
     for kind, argument in (("method", method), ("data", data)):
         if not isinstance(argument, str) and (conflict := _find_conflict(settings, kind)):
             raise SettingError(f"{conflict} belongs to the {kind}, which is an object here: set it on that object")
@@ -115,6 +122,28 @@ def experiment_from_arguments(
     )
 
 
+def _check_arguments(method: object, data: object, model: object) -> None:
+    """Raises an error if an argument is neither a name nor an object of the right type."""
+    if isinstance(method, type) and issubclass(method, Method):
+        raise SettingError(f"method is the class {method.__name__}: pass an object, {method.__name__}()")
+    if not isinstance(method, str | Method):
+        raise SettingError(f"method must be a name or a fewer.Method, got {type(method).__name__}")
+    if not isinstance(data, str | Data):
+        raise DataError(
+            "data must be a name, or made by fewer.data.from_arrays, from_clients or from_dataset, "
+            f"got {type(data).__name__}"
+        )
+    if not isinstance(model, str | torch.nn.Module) and not callable(model):
+        raise SettingError(
+            f"model must be a name, an nn.Module, or a class or function that returns one, got {type(model).__name__}"
+        )
+
+
+def _is_option(name: str) -> bool:
+    """Returns True if a method has an option of this name."""
+    return any(name in find(method).model_fields for method in names())
+
+
 def _find_conflict(settings: Mapping[str, Any], kind: str) -> str | None:
     """Returns the first setting that belongs to an object of this kind (method or data)."""
     # The title of a field is its group. These are in the groups Method and Data, but no part of such an object.
@@ -128,7 +157,7 @@ def _find_conflict(settings: Mapping[str, Any], kind: str) -> str | None:
 
 def _method_spec(method: Method) -> str:
     """Returns the name under which `resume` finds the method's class: its registered name, or FILE.py:Name."""
-    if method.name in names() and find(method.name) is type(method):
+    if METHODS.is_installed(method.name) and find(method.name) is type(method):
         return method.name
     try:
         return f"{inspect.getsourcefile(type(method))}:{type(method).__name__}"
@@ -140,7 +169,7 @@ def _data_settings(data: Data) -> dict[str, Any]:
     """Returns the settings that load this data again; only its name and size if it was made in Python."""
     if data.origin is None:
         return {"data": f"({data.name})", "clients": len(data)}
-    renamed = {"name": "data", "directory": "data_dir", "seed": "data_seed"}
+    renamed = {"name": "data", "seed": "data_seed"}
     return {renamed.get(name, name): value for name, value in data.origin.items()}
 
 

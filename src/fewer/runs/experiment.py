@@ -15,7 +15,7 @@ from torch import nn
 
 from fewer.data import ArrayData, Data, load
 from fewer.data.text import compute_word_vectors, load_word_vectors
-from fewer.errors import DataError, SettingError, unknown_name
+from fewer.errors import DataError, SettingError, setting_error
 from fewer.methods import Method, find, names
 from fewer.models import Task, get_weights, net_factory
 from fewer.registry import MODELS
@@ -23,14 +23,6 @@ from fewer.runs.settings import Settings, settings_hash
 from fewer.runtime.streams import global_streams
 
 Model = str | nn.Module | Callable[..., nn.Module]
-
-COMPARISONS = {
-    "greater than or equal to": ">=",
-    "less than or equal to": "<=",
-    "greater than": ">",
-    "less than": "<",
-}
-"""Pydantic's words, and the signs that replace them in error messages."""
 
 
 @dataclass(frozen=True)
@@ -105,35 +97,14 @@ def build_experiment(
 def make_method(method_class: type[Method], settings: Settings) -> Method:
     """The method with its options from the settings."""
     chosen = {name: value for name in ("rounds", "cohort") if (value := getattr(settings, name)) is not None}
-    try:
-        return method_class(**chosen | settings.method_options)
-    except ValidationError as error:
-        raise setting_error(error, f"{method_class.name}: ", list(method_class.model_fields)) from error
-
-
-def setting_error(error: ValidationError, prefix: str, known: list[str]) -> SettingError:
-    """Returns the first problem as one line. Unknown names come before missing ones."""
-    first = min(error.errors(), key=lambda problem: problem["type"] == "missing")
-    name = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return unknown_name(f"option of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
-    if first["type"] == "missing":
-        return SettingError(f"{prefix}{name} is missing")
-    message = first["msg"].replace("Input should", "must")
-    for words, sign in COMPARISONS.items():
-        message = message.replace(words, sign)
-    if message == first["msg"]:  # the message of a method's own validator
-        return SettingError(f"{prefix}{name} = {first['input']!r}: {message}")
-    if first["type"] != "literal_error":
-        message = message.partition(",")[0]
-    return SettingError(f"{prefix}{name} {message}, got {first['input']!r}")
+    return method_class(**chosen | settings.method_options)
 
 
 def load_data(settings: Settings) -> Data:
     """The data that the settings name, partitioned among clients."""
     return load(
         settings.data,
-        directory=settings.data_dir,
+        data_dir=settings.data_dir,
         clients=settings.clients,
         partition=settings.partition,
         alpha=settings.alpha,

@@ -23,22 +23,26 @@ from fewer.runs.trackers import scalars
 from fewer.runs.views import Viewable
 
 
-@dataclass
+@dataclass(repr=False)
 class Result(Viewable):
     """A run, finished or not. It displays itself in a notebook; see also `plot`, `to_pandas` and `report`."""
 
     view: ClassVar[str] = "run"
 
     method: Method
-    task: Task = field(repr=False)
-    data: Data = field(repr=False)
-    settings: Settings = field(repr=False)
-    state: Any = field(repr=False)
-    folder: Path | None = field(default=None, repr=False)
+    task: Task
+    data: Data
+    settings: Settings
+    state: Any
+    folder: Path | None = None
     """The clients' private state, if it was kept."""
-    history: list[dict[str, Any]] = field(default_factory=list, repr=False)
+    history: list[dict[str, Any]] = field(default_factory=list)
     """The metrics of each round: accuracy, loss, and the bytes (up, down) and seconds so far."""
     seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        accuracy = f", accuracy {self.metrics['accuracy']:.4f}" if "accuracy" in self.metrics else ""
+        return f"Result({self.method.name}, {len(self.history)} of {self.method.rounds} rounds{accuracy})"
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def open_run(path: str | Path, *, method: Method | None = None, data: Data | Non
     directory = RunDirectory.open(Path(path))
     for part, given in (("data", data), ("model", model)):
         if part in directory.metadata["objects"] and given is None:
-            raise RunError(f"{path} was run with your own {part}: pass it to fewer.open_run(path, {part}=…)")
+            raise RunError(f"{path} was run with your own {part}: pass {part}=… in Python")
     checkpoint = directory.read()
     settings = parse_settings(resolve_start_model(directory.metadata["settings"], directory.path))
     experiment = build_experiment(settings, method, data, model)
