@@ -38,14 +38,14 @@ def test_auc_by_arithmetic() -> None:
     variance = sum((share - mean) ** 2 for share in shares) / 2
     half = 1.959964 * math.sqrt(2 * variance / 3)
     assert result.low == pytest.approx(7 / 9 - half, abs=1e-5) and result.high == 1.0
-    assert (result.members, result.others) == (3, 3)
+    assert (result.members, result.nonmembers) == (3, 3)
 
 
 def test_auc_of_useless_and_perfect_scores() -> None:
     useless = membership(torch.zeros(5), torch.zeros(7))
-    assert useless.auc == 0.5 and useless.hits == 0
+    assert useless.auc == 0.5 and useless.true_positive_rate == 0
     perfect = membership(torch.arange(5) + 10.0, torch.arange(7.0))
-    assert (perfect.auc, perfect.low, perfect.high, perfect.hits) == (1, 1, 1, 1)
+    assert (perfect.auc, perfect.low, perfect.high, perfect.true_positive_rate) == (1, 1, 1, 1)
     assert membership(torch.arange(7.0), torch.arange(5) + 10.0).auc == 0
     assert membership(torch.tensor([math.nan, 1.0]), torch.tensor([2.0, 3.0])).auc == 0
 
@@ -61,7 +61,7 @@ def test_the_interval_has_about_its_nominal_coverage() -> None:
 
 def test_hits_at_one_false_alarm_in_a_hundred() -> None:
     others = torch.arange(200.0)  # two may count as members: 199 and 198
-    assert membership(torch.tensor([197.0, 197.5, 198.5, 300.0]), others).hits == 0.75
+    assert membership(torch.tensor([197.0, 197.5, 198.5, 300.0]), others).true_positive_rate == 0.75
 
 
 class Steep(nn.Module):
@@ -213,7 +213,7 @@ def test_audit_of_synthetic_data(runs: Path, tmp_path: Path) -> None:
     copies, leakage = findings["metrics"]["copies"], findings["metrics"]["leakage"]
     assert 0 < copies["min"] < copies["median"] and copies["by_client"].keys() == set(map(str, findings["clients"]))
     assert copies["min"] == copies["by_client"][str(copies["closest"]["client"])]["min"]
-    assert leakage["from"] == "synthetic" and len(leakage["attacks"]) == 2
+    assert leakage["gradients_of"] == "synthetic" and len(leakage["attacks"]) == 2
     page = (tmp_path / "audit.html").read_text()
     assert page.count("<img") == 2 and "does not prove privacy" in page
     assert f"{findings['metrics']['membership']['loss']['auc']:.3f}" in result.stdout and "D̂" in result.stdout
@@ -227,8 +227,11 @@ def test_audit_of_a_run_without_synthetic_data(runs: Path) -> None:
     lines = (runs / "fedavg/ledger.csv").read_text().splitlines()
     senders = {int(line.split(",")[1]) for line in lines if line.startswith("1,") and ",up,local_train" in line}
     assert findings["clients"] == sorted(senders) and len(senders) == 3  # clients that did not train have no members
-    assert findings["metrics"].keys() == {"leakage", "membership"} and findings["metrics"]["leakage"]["from"] == "real"
-    assert [attack["at_once"] > 1 for attack in findings["metrics"]["leakage"]["attacks"]] == [False, True, False]
+    assert (
+        findings["metrics"].keys() == {"leakage", "membership"}
+        and findings["metrics"]["leakage"]["gradients_of"] == "real"
+    )
+    assert [attack["batch_size"] > 1 for attack in findings["metrics"]["leakage"]["attacks"]] == [False, True, False]
     assert "fedavg send no synthetic data" in result.stdout and "20 steps on 32 samples" in result.stdout
 
 

@@ -42,6 +42,12 @@ def test_run_prints_and_saves_its_results(tmp_path: Path) -> None:
     assert figures["accuracy"] == figures["history"][-1]["accuracy"]
 
 
+def test_a_method_table_in_a_settings_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('data = "digits"\n[method]\nlr = 0.5\n')
+    errors = call("run", "fedavg", "--settings", tmp_path / "a.toml", code=2).stderr
+    assert "its options belong to the table [method_options]" in errors
+
+
 def test_json_on_standard_output_is_only_json(tmp_path: Path) -> None:
     result = call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "run", "--json", "-")
     assert json.loads(result.stdout)["round"] == 1

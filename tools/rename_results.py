@@ -186,6 +186,9 @@ AUDIT = {
     "least": "min",
     "share": "fraction",
     "of": "total",
+    "hits": "true_positive_rate",
+    "at_once": "batch_size",
+    "from": "gradients_of",
 }
 BENCHMARKS = {
     "whole": "end_to_end",
@@ -333,7 +336,8 @@ def rename_study(
 
     def rename_audit(value: Any) -> Any:
         if isinstance(value, dict):
-            return {AUDIT.get(key, key): rename_audit(item) for key, item in value.items()}
+            names = {**AUDIT, "others": "nonmembers"} if "auc" in value else AUDIT
+            return {names.get(key, key): rename_audit(item) for key, item in value.items()}
         if isinstance(value, list):
             return [rename_audit(item) for item in value]
         return hashes.get(value, TEXTS.get(value, value)) if isinstance(value, str) else value

@@ -827,6 +827,6 @@ def test_a_personal_model_exists_only_on_its_client(tmp_path: Path) -> None:
 def test_the_report_shows_the_bytes_that_flower_sent(tmp_path: Path) -> None:
     run_experiment(experiment(3, rounds=1, runtime="inline"), tmp_path / "run")
     with (tmp_path / "run/events.jsonl").open("a") as events:
-        events.write(json.dumps({"event": "finish", "packed_up": 2_500_000, "packed_down": 1_000_000}) + "\n")
+        events.write(json.dumps({"event": "finish", "transport_up": 2_500_000, "transport_down": 1_000_000}) + "\n")
     page = write_report([tmp_path / "run"], tmp_path / "report")[0]
     assert "Flower sent 2.5 MB up and 1 MB down" in page.read_text()

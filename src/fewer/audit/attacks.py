@@ -291,11 +291,11 @@ class _AttackedRun:
                 images, mismatch = restore_images(net, gradients, batch[1], x, draw, steps=steps, starts=starts)
                 images = images.flatten(0, 1)
                 rows[f"restored, {name} model" + (f", {size} at once" if at_once else "")] = images
-                metrics = {"model": name, "at_once": size, "psnr": mean_psnr(images, original)}
+                metrics = {"model": name, "batch_size": size, "psnr": mean_psnr(images, original)}
                 if self.synthetic:
                     metrics["psnr_to_synthetic"] = mean_psnr(images, target)
                 attacks.append({**metrics, "mismatch": float(mismatch.mean())})
-        metrics = {"client": client, "from": "synthetic" if self.synthetic else "real", "attacks": attacks}
+        metrics = {"client": client, "gradients_of": "synthetic" if self.synthetic else "real", "attacks": attacks}
         metrics["psnr_of_lookalike"] = mean_psnr(lookalike, original)
         if self.synthetic:
             metrics["psnr_of_synthetic"] = mean_psnr(target, original)

@@ -38,15 +38,15 @@ class Membership:
     """Lower end of the 95 % confidence interval (DeLong)."""
     high: float
     """Upper end of the 95 % confidence interval (DeLong)."""
-    hits: float
+    true_positive_rate: float
     """Fraction of members found at a false positive rate of 1 %."""
     members: int
-    others: int
+    nonmembers: int
 
 
-def membership(members: Tensor, others: Tensor) -> Membership:
+def membership(members: Tensor, nonmembers: Tensor) -> Membership:
     """Computes the AUC of a score from ranks, with a confidence interval from DeLong's variance."""
-    inside, outside = _finite_scores(members), _finite_scores(others)
+    inside, outside = _finite_scores(members), _finite_scores(nonmembers)
     m, n = len(inside), len(outside)
     if m < 2 or n < 2:
         raise ValueError(f"a confidence interval needs 2 members and 2 nonmembers, got {m} and {n}")
@@ -56,8 +56,8 @@ def membership(members: Tensor, others: Tensor) -> Membership:
     auc = float(beaten.mean())
     half = Z * math.sqrt(beaten.var(ddof=1) / m + beating.var(ddof=1) / n)
     threshold = np.sort(outside)[::-1][int(FALSE_POSITIVE_RATE * n)]
-    hits = float((inside > threshold).mean())
-    return Membership(auc, max(0.0, auc - half), min(1.0, auc + half), hits, m, n)
+    true_positive_rate = float((inside > threshold).mean())
+    return Membership(auc, max(0.0, auc - half), min(1.0, auc + half), true_positive_rate, m, n)
 
 
 @dataclass(frozen=True)

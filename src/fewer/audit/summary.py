@@ -54,8 +54,8 @@ def _copy_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
 def _leakage_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
     for attack in metrics.get("attacks", ()):
         name = f"restored, {attack['model']} model"
-        if attack["at_once"] > 1:
-            name += f", {attack['at_once']} at once"
+        if attack["batch_size"] > 1:
+            name += f", {attack['batch_size']} at once"
         reference = f"{metrics['psnr_of_lookalike']:.1f} dB: a look-alike"
         if "psnr_to_synthetic" in attack:
             reference += f"; {attack['psnr_to_synthetic']:.1f} dB to D̂"
@@ -65,4 +65,8 @@ def _leakage_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
 def _membership_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
     for name, attack in metrics.items():
         value = f"{attack['auc']:.3f} ({attack['low']:.3f} … {attack['high']:.3f})"
-        yield ATTACKS[name], value, f"0.5: guessing; finds {100 * attack['hits']:.1f} % at 1 % false positives"
+        yield (
+            ATTACKS[name],
+            value,
+            f"0.5: guessing; finds {100 * attack['true_positive_rate']:.1f} % at 1 % false positives",
+        )

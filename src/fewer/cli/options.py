@@ -130,6 +130,8 @@ def _read_settings(file: Path) -> dict[str, Any]:
     for name in settings:
         if name not in Settings.model_fields:
             raise unknown_name(f"setting in {file}", name, Settings.model_fields)
+    if not isinstance(settings.get("method", ""), str):
+        raise SettingError(f"method in {file} must be a name; its options belong to the table [method_options]")
     return settings
 
 

@@ -138,10 +138,10 @@ class Run:
     @property
     def transport_megabytes(self) -> tuple[float, float] | None:
         """MB up and down of all messages on the wire, if the runtime records them."""
-        if not any("packed_up" in event for event in self.events):
+        if not any("transport_up" in event for event in self.events):
             return None
         up, down = (
-            sum(event.get(f"packed_{direction}", 0) for event in self.events) / MB for direction in ("up", "down")
+            sum(event.get(f"transport_{direction}", 0) for event in self.events) / MB for direction in ("up", "down")
         )
         return up, down
 

@@ -61,7 +61,7 @@ class Flower(Inline):
 
     def transport_bytes(self) -> dict[str, int]:
         """Bytes of the messages as Flower packs them."""
-        return {f"packed_{direction}": size for direction, size in self.superlink.packed.items()}
+        return {f"transport_{direction}": size for direction, size in self.superlink.packed.items()}
 
     def close(self) -> None:
         """Ends the run on the SuperLink, which keeps running for the next one."""
