@@ -82,13 +82,16 @@ class Registry(Mapping[str, Any]):
         return self._registered[name] if name in self._registered else self._plugins[name].load()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.builtins or name in self._registered or name in self._plugins
+        return name in self.builtins or name in self._names()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted({*self.builtins, *self._registered, *self._plugins}))
+        return iter(sorted(self._names()))
 
     def __len__(self) -> int:
-        return len({*self.builtins, *self._registered, *self._plugins})
+        return len(self._names())
+
+    def _names(self) -> set[str]:
+        return {*self.builtins, *self._registered, *self._plugins}
 
     def is_installed(self, name: str) -> bool:
         """True if other processes find this name, too."""

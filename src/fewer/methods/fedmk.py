@@ -349,9 +349,9 @@ class FedMK(Method):
         """
         net, stream = server.net(model), server.stream("learning")
         class_weights = torch.bincount(labels, minlength=server.task.classes).float()
-        generator_net, head = None, find_head(server.task, net)[0] if self.pseudo_weight else net
+        generator_net, head = None, net
         if self.pseudo_weight:
-            generator_net = build_generator(server.task, net, generator)
+            generator_net, (head, _) = build_generator(server.task, net, generator), find_head(server.task, net)
             train_generator(  # line 15
                 generator_net,
                 lambda features, _: head(features),

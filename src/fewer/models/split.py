@@ -25,8 +25,7 @@ class EncoderHead(nn.Module):
 
 def split_net(net: nn.Module) -> tuple[nn.Module, nn.Module]:
     """The encoder and the head of a net. Raises `SettingError` if the net lacks one of them."""
-    missing = [name for name in ("encoder", "head") if not isinstance(getattr(net, name, None), nn.Module)]
-    if missing:
+    if missing := _missing_parts(net):
         raise SettingError(
             f"this method works on features, but model {type(net).__name__} has no {' and no '.join(missing)}; "
             "use an nn.Module with attributes encoder and head that computes head(encoder(x))"
@@ -34,24 +33,30 @@ def split_net(net: nn.Module) -> tuple[nn.Module, nn.Module]:
     return net.encoder, net.head  # type: ignore[return-value]
 
 
+def _missing_parts(net: nn.Module) -> list[str]:
+    return [name for name in ("encoder", "head") if not isinstance(getattr(net, name, None), nn.Module)]
+
+
 def find_head(task: Task, net: nn.Module) -> tuple[nn.Module, int]:
     """The head of a net and its number of inputs. A net without encoder and head may end in a Linear layer instead."""
-    if isinstance(getattr(net, "encoder", None), nn.Module) and isinstance(getattr(net, "head", None), nn.Module):
-        return net.head, feature_width(task, net)  # type: ignore[return-value]
     layers = [module for module in net.modules() if isinstance(module, nn.Linear)]
+    if _missing_parts(net) and layers and _is_output(layers[-1], task, net):
+        return layers[-1], layers[-1].in_features
+    return split_net(net)[1], feature_width(task, net)
+
+
+def _is_output(layer: nn.Module, task: Task, net: nn.Module) -> bool:
+    """Returns True if the layer's output is the output of the net."""
     outputs: list[Tensor] = []
-    if layers:
-        hook = layers[-1].register_forward_hook(lambda layer, inputs, output: outputs.append(output))
-        training = net.training
-        try:
-            with torch.no_grad():
-                scores = net.eval()(torch.zeros(1, *task.shape, device=task.device))
-        finally:
-            hook.remove()
-            net.train(training)
-        if outputs and outputs[-1].ndim == 2 and torch.equal(outputs[-1], scores):
-            return layers[-1], layers[-1].in_features
-    return split_net(net)[1], 0  # raises SettingError
+    hook = layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output))
+    training = net.training
+    try:
+        with torch.no_grad():
+            scores = net.eval()(torch.zeros(1, *task.shape, device=task.device))
+    finally:
+        hook.remove()
+        net.train(training)
+    return bool(outputs) and outputs[-1].ndim == 2 and torch.equal(outputs[-1], scores)
 
 
 def feature_width(task: Task, net: nn.Module | None = None) -> int:
