@@ -17,14 +17,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fewer.errors import QuorumLost
-from fewer.learning import Counts, draw_batches, evaluate_net, sgd, weighted_mean
+from fewer.learning import Counts, draw_batches, evaluate_net, sgd
 from fewer.learning.distill import distill, fit_feature_map
-from fewer.methods.base import COUNTS_SCHEMA, EVAL_BATCH_SIZE, MAX_SAMPLES, Client, Method
+from fewer.methods.context import Client
+from fewer.methods.fedavg import average_by_size, model_schema
+from fewer.methods.method import EVAL_BATCH_SIZE, Method, PersonalMethod
+from fewer.methods.scores import COUNTS_SCHEMA
 from fewer.models import Task, Weights, get_weights, net_factory
 from fewer.registry import MODELS
-from fewer.runtime import Answers, Clients, Unable, on_client
+from fewer.runtime import Clients, Unable, on_client
 from fewer.runtime.streams import SERVER, global_streams
-from fewer.wire import Codec, Direction, Encoded, Number, Schema
+from fewer.wire import Codec, Direction, Encoded
 
 WARM_UP = "begin"
 """Purpose of a federation's first training, before it receives a model."""
@@ -142,7 +145,7 @@ class GroupHandlers:
     @on_client(stream="show")
     def send_model(self, client: Client, model: Weights) -> dict[str, Any]:
         """Returns the member's personal model."""
-        weights = get_weights(self.inner_method.personal_model(client, model))
+        weights = get_weights(self.inner_method.build_predictor(model, client))
         return {"model": Encoded(weights, self.budget.codec), "size": len(client.train)}
 
 
@@ -169,18 +172,15 @@ class ClientGroup:
             for clients.round in self._round_numbers(purpose):
                 with global_streams(clients.seed, clients.round, SERVER):
                     state = self.inner_method.round(state, clients)
-        weights = self.inner_method.global_weights(state)
-        if weights is None:
-            handlers = GroupHandlers(self.inner_method, self.budget)
-            with self._open_members(handlers, task) as clients:
-                answers = clients.ask(
-                    range(len(clients)),
-                    handlers.send_model,
-                    model=self.inner_method.broadcast(state),
-                    returns=_model_schema(model),
-                )
-                weights = _average_by_size(answers)
-        return weights
+        if not isinstance(self.inner_method, PersonalMethod):
+            shared: Weights = state.shared
+            return shared
+        handlers = GroupHandlers(self.inner_method, self.budget)
+        with self._open_members(handlers, task) as clients:
+            answers = clients.ask(
+                range(len(clients)), handlers.send_model, model=state.shared, returns=model_schema(model)
+            )
+            return average_by_size(answers)
 
     def distill(self, model: Weights, teacher: Teacher) -> Weights:
         """Rounds of federated averaging with the teacher's loss."""
@@ -196,9 +196,9 @@ class ClientGroup:
                     net=self.net,
                     teacher_net=teacher.net,
                     distill_weight=teacher.distill_weight,
-                    returns=_model_schema(model),
+                    returns=model_schema(model),
                 )
-                model = _average_by_size(answers)
+                model = average_by_size(answers)
         return model
 
     def evaluate(self, model: Weights, net: str) -> Counts:
@@ -231,11 +231,3 @@ class ClientGroup:
             raise Unable(f"inside the federation: {lost}") from lost
         finally:
             self.inner_bytes.update(clients.ledger.total)
-
-
-def _model_schema(model: Weights) -> Schema:
-    return {"model": model, "size": Number(int, 1, MAX_SAMPLES)}
-
-
-def _average_by_size(answers: Answers) -> Weights:
-    return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])

@@ -38,8 +38,9 @@ from fewer.learning import draw_batches, weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import Batch, LearningRate, meta_gradient, trainable_weights
 from fewer.learning.flops import MAX_FLOPS
-from fewer.methods.base import MAX_SAMPLES, Client
-from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
+from fewer.methods.context import Client
+from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
+from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
@@ -50,7 +51,7 @@ ALPHA = "α "
 
 
 @dataclass(frozen=True)
-class FedMetaState:
+class FedMetaState(CountingState):
     """The algorithm's parameters φ and the moments of Adam."""
 
     algorithm: Weights
@@ -63,9 +64,14 @@ class FedMetaState:
     flops: int
     """Operations of the training clients so far, if they are counted."""
 
+    @property
+    def shared(self) -> Weights:
+        """All of φ."""
+        return self.algorithm
+
 
 @METHODS.register("fedmeta")
-class FedMeta(NewClients):
+class FedMeta(NewClients[FedMetaState]):
     """Clients send the gradient of their query loss after adaptation; the server learns the initialization."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
@@ -189,7 +195,7 @@ class FedMeta(NewClients):
     def query_batch(self, queries: Samples, generator: torch.Generator) -> Batch:
         """The batch of the query set for L_Q."""
         if self.queries is None or self.queries >= len(queries):
-            return queries.slice(0, len(queries))
+            return queries.all()
         return queries.pick(torch.randperm(len(queries), generator=generator)[: self.queries])
 
     def local_meta_steps(
@@ -207,14 +213,6 @@ class FedMeta(NewClients):
         return change | weighted_mean(alpha_gradients, [1] * len(alpha_gradients))
 
     # Deployment on a new client (Section 3.2).
-
-    def broadcast(self, state: FedMetaState) -> Weights:
-        """All of φ."""
-        return state.algorithm
-
-    def global_weights(self, state: FedMetaState) -> Weights:
-        """θ, the model before adaptation."""
-        return self.initialization(state.algorithm)
 
     def initialization(self, shared: Weights) -> Weights:
         """θ"""

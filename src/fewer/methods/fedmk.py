@@ -64,7 +64,9 @@ from fewer.errors import SettingError
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.generator import Generator, build_generator, train_generator
 from fewer.learning.match import match_statistics
-from fewer.methods.base import Client, ImageGrid, Method, Server
+from fewer.methods.capabilities import ImageGrid
+from fewer.methods.context import Client, Server
+from fewer.methods.method import Method, ModelState
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
@@ -82,11 +84,9 @@ Knowledge = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class FedMKState:
-    """The global model, the generator and the clients' meta knowledge."""
+class FedMKState(ModelState):
+    """The global model W_G, the generator and the clients' meta knowledge."""
 
-    model: Weights
-    """W_G"""
     generator: Weights
     """w^G"""
     empty: Knowledge
@@ -98,7 +98,7 @@ class FedMKState:
 
 
 @METHODS.register("fedmk")
-class FedMK(Method):
+class FedMK(Method[FedMKState]):
     """Clients condense their data into a few synthetic images; the server trains the global model on these."""
 
     tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {"server_lr": (0.02, 0.05, 0.1, 0.2)}

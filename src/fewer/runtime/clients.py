@@ -102,6 +102,8 @@ class Clients(ABC):
     evaluating: bool = False
     will_evaluate: bool = True
     """True if the current round ends with an evaluation."""
+    is_last: bool = False
+    """True if no round follows the current one."""
     on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
     """Called for each absent client, with the handler's name."""
     on_progress: Callable[[int, int], None] = lambda done, asked: None
