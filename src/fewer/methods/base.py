@@ -33,7 +33,7 @@ from fewer.runtime import (
 )
 from fewer.runtime.keys import KeyFiles, Keys
 from fewer.runtime.store import client_folder
-from fewer.wire import Number, Schema
+from fewer.wire import Codec, Number, Schema
 
 DEFAULT_COHORT = 10
 """Clients asked in each round if `cohort` is not set."""
@@ -258,6 +258,8 @@ class Method(BaseModel):
     """Number of rounds."""
     cohort: PositiveInt | None = None
     """Clients asked in each round. [default: 10, or all if there are fewer]"""
+    codec: Codec = "float32"
+    """Encoding of floating-point tensors in messages."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -378,7 +380,7 @@ class Method(BaseModel):
 
     # Evaluation handlers.
 
-    @on_client
+    @on_client(exact=("model",))
     def score(self, client: Client, model: Weights, use_global_test: bool) -> dict[str, float]:
         """Counts the correct predictions of the client's model. All counts are 0 if it lacks the global test set."""
         if use_global_test and not client.has_global_test:

@@ -26,7 +26,7 @@ from fewer.methods.base import MAX_SAMPLES, Client, Method, ModelState
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
-from fewer.wire import Codec, Encoded, Number
+from fewer.wire import Number
 
 
 @METHODS.register("fedavg")
@@ -41,8 +41,6 @@ class FedAvg(Method):
     """Local steps per round."""
     batch_size: PositiveInt = 32
     """Samples per local step (B)."""
-    codec: Codec = "float32"
-    """Encoding of models in messages."""
 
     # Server executes:
 
@@ -60,7 +58,7 @@ class FedAvg(Method):
         answers = clients.ask(
             self.sample_cohort(clients),  # S_t ← (random set of m clients)
             self.local_train,
-            model=Encoded(state.model, self.codec),  # arrives decoded
+            model=state.model,
             returns={"model": state.model, "size": Number(int, 1, MAX_SAMPLES)},  # the form of a valid answer
         )
         return [answer["model"] for answer in answers], [answer["size"] for answer in answers]
@@ -72,7 +70,7 @@ class FedAvg(Method):
         """ClientUpdate(k, w): trains the global model on the client's samples; returns w and n_k to the server."""
         net = client.net(model)
         self.fit(net, client)
-        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train)}
+        return {"model": get_weights(net), "size": len(client.train)}
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − η ∇ℓ(w; b) for each batch b, in place. Override this to change local training."""

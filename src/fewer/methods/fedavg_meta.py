@@ -28,7 +28,7 @@ from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
-from fewer.wire import Codec, Encoded, Number
+from fewer.wire import Number
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,6 @@ class FedAvgMeta(NewClients):
     """Fine-tuning steps of a new client, each on its full support set."""
     adapt_lr: PositiveFloat = 0.1
     """Learning rate of fine-tuning."""
-    codec: Codec = "float32"
-    """Encoding of models on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
         """Tunes `adapt_lr` only if new clients fine-tune."""
@@ -76,7 +74,7 @@ class FedAvgMeta(NewClients):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
-            model=Encoded(state.model, self.codec),
+            model=state.model,
             returns={"model": state.model, "size": Number(int, 1, MAX_SAMPLES), "flops": Number(int, 0, MAX_FLOPS)},
         )
         models, sizes = [answer["model"] for answer in answers], [answer["size"] for answer in answers]
@@ -94,7 +92,7 @@ class FedAvgMeta(NewClients):
         with self.count_flops_of(client) as counter:
             self.fit(net, client)
         return {
-            "model": Encoded(get_weights(net), self.codec),
+            "model": get_weights(net),
             "size": len(self.client_samples(client)),
             "flops": counter.flops,
         }

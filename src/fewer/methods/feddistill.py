@@ -35,7 +35,7 @@ from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, on_client
-from fewer.wire import Encoded, Number, Shaped
+from fewer.wire import Number, Shaped
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class FedDistill(FedAvg):
         answers = clients.ask(
             cohort,
             self.distill,
-            model=Encoded(state.model, self.codec),
-            teacher=Each({client: Encoded(teacher, self.codec) for client, (teacher, _) in teachers.items()}),
+            model=state.model,
+            teacher=Each({client: teacher for client, (teacher, _) in teachers.items()}),
             known=Each({client: known for client, (_, known) in teachers.items()}),
             returns={
                 "model": state.model,
@@ -116,9 +116,9 @@ class FedDistill(FedAvg):
         sgd(net, client.train.batches(self.batch_indices(client)), self.lr, loss=loss)
         mean_logits = (logit_sums / counts.clamp(min=1)[:, None]).float()
         return {
-            "model": Encoded(get_weights(net), self.codec),
+            "model": get_weights(net),
             "size": len(client.train),
-            "logits": Encoded(mean_logits, self.codec),
+            "logits": mean_logits,
             "held": counts > 0,
         }
 
@@ -136,7 +136,7 @@ class FedDistillLogits(PersonalMethod, FedDistill):
     def distill(self, client: Client, model: Weights, teacher: Tensor, known: Tensor) -> dict[str, Any]:
         """Trains as FedDistill does, but stores the model on the client."""
         answer = super().distill(client, model, teacher, known)
-        client.store.put("model", answer["model"].value)
+        client.store.put("model", answer["model"])
         return {**answer, "model": {}}
 
     def personal_model(self, client: Client, model: Weights) -> nn.Module:

@@ -44,7 +44,7 @@ from fewer.models import Task, Weights, all_finite, get_weights, load_weights, s
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client, on_server
 from fewer.runtime.streams import global_streams
-from fewer.wire import Encoded, Number, Shaped
+from fewer.wire import Number, Shaped
 
 _LOG = logging.getLogger("fewer")
 HEAD = "head."
@@ -89,8 +89,8 @@ class FedGen(FedAvg):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.train_with_generator,
-            model=Encoded(state.model, self.codec),
-            generator=Encoded(state.generator, self.codec),
+            model=state.model,
+            generator=state.generator,
             class_weights=state.class_weights,
             returns={
                 "model": state.model,
@@ -121,7 +121,7 @@ class FedGen(FedAvg):
             )
         return FedGenState(model, result["generator"], class_weights)
 
-    @on_client(stream="learn")
+    @on_client(stream="learn", exact=("class_weights",))
     def train_with_generator(
         self, client: Client, model: Weights, generator: Weights, class_weights: Tensor
     ) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class FedGen(FedAvg):
         else:
             self.fit(net, client)
         counts = torch.bincount(client.train.labels, minlength=len(class_weights))
-        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train), "counts": counts}
+        return {"model": get_weights(net), "size": len(client.train), "counts": counts}
 
     @on_server(stream="generate")
     def update_generator(

@@ -32,7 +32,7 @@ from fewer.methods.base import Client, Method, Metrics
 from fewer.models import EncoderHead, Task, Weights, all_finite, get_weights, load_weights, split_net
 from fewer.models.split import feature_width
 from fewer.runtime import Clients, Unable, on_client, stream
-from fewer.wire import Codec, Encoded, Shaped
+from fewer.wire import Shaped
 
 Part = Literal["validation", "test"]
 CURRENT, BEST = "current", "best"
@@ -82,8 +82,6 @@ class FewShot(Method):
     used without validation."""
     eval_classes: Literal["novel", "validation"] = "novel"
     """Classes of the evaluation tasks: novel ones, or the validation classes (for tuning)."""
-    codec: Codec = "float32"
-    """Encoding of models on the wire."""
 
     # What a method defines.
 
@@ -127,7 +125,7 @@ class FewShot(Method):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
-            model=Encoded(state.model, self.codec),
+            model=state.model,
             returns={"model": state.model},
         )
         return self.select_best(replace(state, model=average_models([answer["model"] for answer in answers])), clients)
@@ -154,7 +152,7 @@ class FewShot(Method):
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """Trains on tasks of base classes."""
-        return {"model": Encoded(self.fit(client, model), self.codec)}
+        return {"model": self.fit(client, model)}
 
     @on_client(stream="keep")
     def mark_best(self, client: Client) -> dict[str, Any]:
@@ -230,7 +228,7 @@ class FewShot(Method):
         answers = clients.ask(
             eval_cohort,
             self.solve_tasks,
-            model=Encoded(model, self.codec),
+            model=model,
             part=part,
             tasks=tasks,
             best=best,

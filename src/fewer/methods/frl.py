@@ -59,7 +59,7 @@ from fewer.models import Task, Weights, get_weights, load_weights, split_net
 from fewer.models.split import feature_width
 from fewer.registry import METHODS
 from fewer.runtime import Absent, Answer, Clients, Unable, on_client, stream
-from fewer.wire import Codec, Encoded, Number, Shaped
+from fewer.wire import Number, Shaped
 
 HEAD = "head."
 """Prefix of the names of a head's weights."""
@@ -110,8 +110,6 @@ class FewRounds(Method):
     """Upload the prototypes from before local training (Algorithm 1) or after it."""
     keep_best: PositiveInt | None = None
     """One-shot FL: average at most this many models, those best on samples their clients held out."""
-    codec: Codec = "float32"
-    """Encoding of models and prototypes on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
         """Tunes larger learning rates for a linear head, and γ for GPAL."""
@@ -149,7 +147,7 @@ class FewRounds(Method):
             answers = clients.ask(cohort, self.hold_out_classes, returns={"classes": per_class_schema})
             valid = valid_answers(answers, clients, group.num_classes, "hold_out_classes")
             group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in valid])))
-        fields: dict[str, Any] = {"model": Encoded(group.model, self.codec), **self.prototype_payload(group)}
+        fields: dict[str, Any] = {"model": group.model, **self.prototype_payload(group)}
         upload = self.uploads_prototypes(last)
         returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SAMPLES)}
         if upload:
@@ -172,7 +170,7 @@ class FewRounds(Method):
         """The fields with Γ that clients download, if any."""
         if not self.downloads_prototypes(group):
             return {}
-        return {"classes": group.classes, "means": Encoded(group.means, self.codec)}
+        return {"classes": group.classes, "means": group.means}
 
     def uploads_prototypes(self, last: bool) -> bool:
         """True if clients upload prototypes: always with GPAL, with `distance` in the last round to predict with."""
@@ -220,15 +218,13 @@ class FewRounds(Method):
         means: Tensor | None = None,
     ) -> dict[str, Any]:
         """Lines 7 to 11: downloads θ and Γ, trains on the support set S_k, uploads θ_k and Γ_k."""
-        update = self.fit_support(
+        return self.fit_support(
             self.build_net(client, model),
             self.support_set(client),
             pair_prototypes(classes, means),
             upload_prototypes,
             client.stream("batches"),
         )
-        encoded = ("model", "means") if upload_prototypes else ("model",)
-        return {**update, **{name: Encoded(update[name], self.codec) for name in encoded}}
 
     def fit_support(
         self,
@@ -508,7 +504,7 @@ class FRL(PreparingMethod):
         answers = clients.ask(
             state.cohort,
             self.answer_queries,
-            model=Encoded(state.model, self.codec),
+            model=state.model,
             returns={"gradient": state.first_moment, "size": Number(int, 1, MAX_SAMPLES)},
             **self.prototype_payload(state),
         )
@@ -554,7 +550,7 @@ class FRL(PreparingMethod):
         store = last and self.query_prototypes == "support" and self.head != "linear"
         update = super().local_train(client, model, upload_prototypes or store, classes, means)
         if store:
-            tensors = [update["classes"], update["means"].value, update["counts"]]
+            tensors = [update["classes"], update["means"], update["counts"]]
             client.store.put("prototypes", {"episode": self.episode_index(client), "prototypes": tensors})
         return {name: value for name, value in update.items() if upload_prototypes or name not in Prototypes._fields}
 
@@ -582,10 +578,7 @@ class FRL(PreparingMethod):
             if self.is_meta_learned(name) and tensor.requires_grad
         }
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-        return {
-            "gradient": Encoded(dict(zip(parameters, gradients, strict=True)), self.codec),
-            "size": len(client.train),
-        }
+        return {"gradient": dict(zip(parameters, gradients, strict=True)), "size": len(client.train)}
 
     def support_set(self, client: Client) -> Samples:
         """S_k"""

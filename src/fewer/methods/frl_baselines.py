@@ -40,7 +40,7 @@ from fewer.methods.frl import FRL, LRS, FRLState, PreparingMethod, compute_featu
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client
-from fewer.wire import Encoded, Number
+from fewer.wire import Number
 
 
 @METHODS.register("frl-scratch")
@@ -82,7 +82,7 @@ class FRLFineTuning(FRLScratch):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_pretrain,
-            model=Encoded(model, self.codec),
+            model=model,
             returns={"model": model, "size": Number(int, 1, MAX_SAMPLES)},
         )
         return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
@@ -92,7 +92,7 @@ class FRLFineTuning(FRLScratch):
         """Trains on all samples of the client."""
         net = client.net(model)
         self.fit(net, client)
-        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train)}
+        return {"model": get_weights(net), "size": len(client.train)}
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """Trains a classifier of all training classes for E epochs, in place. Subclasses override it."""

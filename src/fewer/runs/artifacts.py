@@ -24,7 +24,7 @@ def write_prepared(result: Result, folder: Path) -> Path | None:
     method, settings = result.method, result.settings
     if not isinstance(method, PreparingMethod):
         return None
-    options = {name: getattr(method, name) for name in FewRounds.model_fields if name not in Method.model_fields}
+    options = {name: getattr(method, name) for name in FewRounds.model_fields if name not in ("rounds", "cohort")}
     metadata = {
         "method": method.name,
         "rounds": method.deploy_rounds or method.group_rounds,

@@ -25,6 +25,7 @@ from fewer.models import Weights, load_weights
 from fewer.runs.engine import Progress, run
 from fewer.runs.experiment import Model
 from fewer.runs.result import Result, open_run
+from fewer.runs.settings import METHOD_SETTINGS
 
 
 def predictions(
@@ -115,7 +116,9 @@ def check_prepares(method: type[Method]) -> None:
 def deploy_settings(prepared: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a deployment: those of the preparation, overridden by what is given."""
     metadata = load_prepared(prepared)[1]
-    options = {**metadata["method_options"], **given.get("method_options", {}), "prepared": str(prepared.resolve())}
+    flags = {name: given[name] for name in METHOD_SETTINGS if name in given}
+    given_options = {**flags, **given.get("method_options", {})}
+    options = {**metadata["method_options"], **given_options, "prepared": str(prepared.resolve())}
     deployment = {"method": FRLDeploy.name, "method_options": options}
     return {"rounds": metadata["rounds"], **metadata["model"], **given, **deployment}
 
