@@ -56,7 +56,7 @@ class Buggy(FedAvg):
         if client.id == 1:
             answer["size"] = -5
         if client.id == 2:
-            answer["model"].value["head.bias"][0] = torch.nan
+            answer["model"]["head.bias"][0] = torch.nan
         return answer
 
 

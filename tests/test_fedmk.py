@@ -277,29 +277,28 @@ def test_clients_receive_only_the_knowledge_of_other_clients(tmp_path: Path) -> 
     method = FedMK(init_from="shared", **SMALL)
     state = method.init(make_task(), SEED)
     assert all(
-        encoded.value is state.empty for encoded in method.draw_shared_knowledge(state, [0, 1], stream("a")).values()
+        knowledge_of_other is state.empty
+        for knowledge_of_other in method.draw_shared_knowledge(state, [0, 1], stream("a")).values()
     )
     knowledge = {client: {**state.empty, "0": torch.full((1, *SHAPE), float(client))} for client in (0, 2, 3)}
     state = FedMKState(state.model, state.generator, state.empty, knowledge)
     received: dict[int, set[float]] = {0: set(), 1: set()}
     for seed in range(40):
-        for client, encoded in method.draw_shared_knowledge(state, [0, 1], stream(seed)).items():
-            assert isinstance(encoded.value, dict)
-            received[client].add(float(encoded.value["0"].max()))
+        for client, knowledge_of_other in method.draw_shared_knowledge(state, [0, 1], stream(seed)).items():
+            assert isinstance(knowledge_of_other, dict)
+            received[client].add(float(knowledge_of_other["0"].max()))
     assert received == {0: {2.0, 3.0}, 1: {0.0, 2.0, 3.0}}
     not_shared = FedMK(init_from="own", **SMALL).draw_shared_knowledge(state, [0, 1], stream("a"))
-    assert all(encoded.value is state.empty for encoded in not_shared.values())
+    assert all(knowledge_of_other is state.empty for knowledge_of_other in not_shared.values())
 
 
 def test_own_knowledge_continues_from_the_last_round(tmp_path: Path) -> None:
     method = FedMK(init_from="own", **{**SMALL, "matching_steps": 0, "outer_steps": 1, "outer_lr": 1e-9})
     model, empty = make_task().initial_weights(SEED), method.init(make_task(), SEED).empty
-    first = method.condense(make_client(tmp_path, 0, 1), model=model, shared=empty)["knowledge"].value
-    second = method.condense(make_client(tmp_path, 0, 2), model=model, shared=empty)["knowledge"].value
+    first = method.condense(make_client(tmp_path, 0, 1), model=model, shared=empty)["knowledge"]
+    second = method.condense(make_client(tmp_path, 0, 2), model=model, shared=empty)["knowledge"]
     assert torch.allclose(first["0"], second["0"], atol=1e-6)
-    without_store = method.condense(make_client(tmp_path / "elsewhere", 0, 2), model=model, shared=empty)[
-        "knowledge"
-    ].value
+    without_store = method.condense(make_client(tmp_path / "elsewhere", 0, 2), model=model, shared=empty)["knowledge"]
     assert not torch.allclose(first["0"], without_store["0"], atol=0.1)
 
 
@@ -329,7 +328,7 @@ def test_samples_of_rare_classes_do_not_influence_d(labels: str, tmp_path: Path)
         client = ContextFactory(data, make_task(), SEED, tmp_path / str(change))(1, 1)
         assert isinstance(client, Client)
         torch.manual_seed(0)
-        results.append(method.condense(client, model=model, shared=empty)["knowledge"].value)
+        results.append(method.condense(client, model=model, shared=empty)["knowledge"])
     assert is_same(*results)
 
 
@@ -539,7 +538,7 @@ def test_the_server_augments_images_only_if_asked(tmp_path: Path) -> None:
 def test_fedavg_augmented_is_sgd_on_augmented_images(tmp_path: Path) -> None:
     method = FedAvgAugmented(local_steps=2, batch_size=3, lr=0.2)
     client = make_client(tmp_path, 1)
-    answer = method.local_train(client, model=client.initial_weights())["model"].value
+    answer = method.local_train(client, model=client.initial_weights())["model"]
     net, draw = make_task().net(), client.stream("moves")
     net.load_state_dict(client.initial_weights())
     for indices in torch.randint(len(client.train), (2, 3), generator=client.stream("batches")):
@@ -677,7 +676,7 @@ class Liar(FedMK):
         if client.id == 0 or self.no_images:
             answer["knowledge"] = {
                 label: images[:0] if self.no_images else torch.full_like(images, self.value)
-                for label, images in answer["knowledge"].value.items()
+                for label, images in answer["knowledge"].items()
             }
         return answer
 
@@ -736,7 +735,7 @@ def test_outer_steps_start_in_the_given_round(tmp_path: Path) -> None:
         for name, method in (("late", late), ("never", never)):
             torch.manual_seed(0)  # random nets come from the global stream
             answer = method.condense(make_client(tmp_path / name, 0, round), model=model, shared=empty)
-            results.append(answer["knowledge"].value["0"])
+            results.append(answer["knowledge"]["0"])
         assert torch.equal(*results) == equal
 
 
@@ -850,9 +849,9 @@ def test_outer_steps_start_from_the_model_that_was_sent(tmp_path: Path) -> None:
     method = FedMK(**{**SMALL, "matching_steps": 0, "init_from": "noise"})
     empty = method.init(make_task(), SEED).empty
     first, second = (
-        method.condense(make_client(tmp_path, 0), model=make_task().initial_weights(seed), shared=empty)[
-            "knowledge"
-        ].value["0"]
+        method.condense(make_client(tmp_path, 0), model=make_task().initial_weights(seed), shared=empty)["knowledge"][
+            "0"
+        ]
         for seed in (SEED, SEED + 1)
     )
     assert not torch.allclose(first, second, atol=1e-4)
@@ -949,13 +948,6 @@ def test_matching_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_shared_knowledge_uses_the_codec_of_d() -> None:
-    for codec in ("uint8", "float16", "float32"):
-        method = FedMK(init_from="shared", codec=codec)
-        shared = method.draw_shared_knowledge(method.init(make_task(), SEED), [0], stream())
-        assert shared[0].codec == codec
-
-
 def test_a_diverged_d_is_not_stored_for_the_next_round(tmp_path: Path) -> None:
     class DivergesOnTau7(FedMK):
         def outer_loop(self, *args: Any) -> Tensor:
@@ -965,7 +957,7 @@ def test_a_diverged_d_is_not_stored_for_the_next_round(tmp_path: Path) -> None:
     model, empty = make_task().initial_weights(SEED), good.init(make_task(), SEED).empty
     for round, method in enumerate((good, bad, good), 1):
         try:
-            knowledge = method.condense(make_client(tmp_path, 0, round), model=model, shared=empty)["knowledge"].value
+            knowledge = method.condense(make_client(tmp_path, 0, round), model=model, shared=empty)["knowledge"]
         except Exception as error:
             assert method is bad and type(error).__name__ == "Unable"
     assert knowledge["0"].isfinite().all()

@@ -412,7 +412,7 @@ def methods(
     print_rows(
         ("option", "default", "meaning"), [(option, str(row["default"]), row["text"]) for option, row in rows.items()]
     )
-    print("\nSet one with -o name=value; rounds and cohort have their own flags.")
+    print("\nSet one with -o name=value; rounds, cohort and codec have their own flags.")
 
 
 @app.command(rich_help_panel="Use")

@@ -98,7 +98,7 @@ class Alone(NewClients[AloneState]):
             raise SettingError("learner = last-used needs samples in time order, and this data has no order")
         return super().evaluate(state, clients, data)
 
-    @on_client
+    @on_client(exact=("model",))
     def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
         """Counts correct predictions; `last-used` predicts each query from the labels before it."""
         if self.learner != "last-used":

@@ -31,7 +31,7 @@ from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, on_client
-from fewer.wire import Codec, Encoded, Number
+from fewer.wire import Number
 
 
 class LocalTraining(Method[StateT]):
@@ -45,15 +45,13 @@ class LocalTraining(Method[StateT]):
     """Local steps per round."""
     batch_size: PositiveInt = 32
     """Samples per local step (B)."""
-    codec: Codec = "float32"
-    """Encoding of models in messages."""
 
     @on_client(stream="train")  # the key of its random numbers
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """ClientUpdate(k, w): trains the global model on the client's samples; returns w and n_k to the server."""
         net = client.net(model)
         self.fit(net, client)
-        return {"model": Encoded(get_weights(net), self.codec), "size": len(self.training_samples(client))}
+        return {"model": get_weights(net), "size": len(self.training_samples(client))}
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − η ∇ℓ(w; b) for each batch b, in place. Override this to change local training."""
@@ -93,8 +91,7 @@ def train_models(
     **fields: Any,
 ) -> Answers:
     """Sends a model to the cohort. Each answer has the trained `model`, the number of samples `size`, and `extra`."""
-    codec = handler.__self__.codec  # type: ignore[attr-defined]
-    return clients.ask(cohort, handler, model=Encoded(model, codec), returns={**model_schema(model), **extra}, **fields)
+    return clients.ask(cohort, handler, model=model, returns={**model_schema(model), **extra}, **fields)
 
 
 def model_schema(model: Weights) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from fewer.methods.method import ModelState, PersonalMethod
 from fewer.models import Task, Weights, get_weights, norm_weight_names
 from fewer.registry import METHODS
 from fewer.runtime import on_client
-from fewer.wire import Encoded
 
 
 @METHODS.register("fedbn")
@@ -42,7 +41,7 @@ class FedBN(PersonalMethod[ModelState], FedAvg):
         weights = get_weights(net)
         client.store.put("norms", {name: tensor for name, tensor in weights.items() if name not in model})
         shared = {name: weights[name] for name in model}
-        return {"model": Encoded(shared, self.codec), "size": len(client.train)}
+        return {"model": shared, "size": len(client.train)}
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """The shared layers with the client's own norms; before its first round, with the initial ones."""

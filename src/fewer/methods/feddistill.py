@@ -36,7 +36,7 @@ from fewer.methods.method import ModelState, PersonalMethod
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, on_client
-from fewer.wire import Encoded, Shaped
+from fewer.wire import Shaped
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class FedDistill(LocalTraining[FedDistillState]):
             self.distill,
             state.model,
             {"logits": Shaped((classes, classes)), "held": Shaped((classes,), torch.bool)},
-            teacher=Each({client: Encoded(teacher, self.codec) for client, (teacher, _) in teachers.items()}),
+            teacher=Each({client: teacher for client, (teacher, _) in teachers.items()}),
             known=Each({client: known for client, (_, known) in teachers.items()}),
         )
         return FedDistillState(
@@ -113,9 +113,9 @@ class FedDistill(LocalTraining[FedDistillState]):
         sgd(net, client.train.batches(self.batch_indices(client)), self.lr, loss=loss)
         mean_logits = (logit_sums / counts.clamp(min=1)[:, None]).float()
         return {
-            "model": Encoded(get_weights(net), self.codec),
+            "model": get_weights(net),
             "size": len(client.train),
-            "logits": Encoded(mean_logits, self.codec),
+            "logits": mean_logits,
             "held": counts > 0,
         }
 
@@ -133,7 +133,7 @@ class FedDistillLogits(PersonalMethod[FedDistillState], FedDistill):
     def distill(self, client: Client, model: Weights, teacher: Tensor, known: Tensor) -> dict[str, Any]:
         """Trains as FedDistill does, but stores the model on the client."""
         answer = super().distill(client, model, teacher, known)
-        client.store.put("model", answer["model"].value)
+        client.store.put("model", answer["model"])
         return {**answer, "model": {}}
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:

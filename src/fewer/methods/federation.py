@@ -27,7 +27,7 @@ from fewer.models import Task, Weights, get_weights, net_factory
 from fewer.registry import MODELS
 from fewer.runtime import Clients, Unable, on_client
 from fewer.runtime.streams import SERVER, global_streams
-from fewer.wire import Codec, Direction, Encoded
+from fewer.wire import Codec, Direction
 
 WARM_UP = "begin"
 """Purpose of a federation's first training, before it receives a model."""
@@ -128,6 +128,11 @@ class GroupHandlers:
     inner_method: Method
     budget: TrainingBudget
 
+    @property
+    def codec(self) -> Codec:
+        """Encoding of floating-point tensors in messages."""
+        return self.budget.codec
+
     @on_client(stream="study")
     def local_distill(
         self, client: Client, model: Weights, teacher: Weights, net: str, teacher_net: str, distill_weight: float
@@ -135,18 +140,18 @@ class GroupHandlers:
         """Distills the teacher into the model and returns the model."""
         member = SingleClient(client, net, self.budget)
         weights = member.distill(model, Teacher(teacher, teacher_net, distill_weight))
-        return {"model": Encoded(weights, self.budget.codec), "size": len(client.train)}
+        return {"model": weights, "size": len(client.train)}
 
     @on_client(stream="judge")
     def evaluate(self, client: Client, model: Weights, net: str) -> dict[str, float]:
         """Counts correct predictions of a model on the member's validation samples."""
         return SingleClient(client, "", self.budget).evaluate(model, net)._asdict()
 
-    @on_client(stream="show")
-    def send_model(self, client: Client, model: Weights) -> dict[str, Any]:
+    @on_client(stream="show", exact=("shared",))
+    def send_model(self, client: Client, shared: Weights) -> dict[str, Any]:
         """Returns the member's personal model."""
-        weights = get_weights(self.inner_method.build_predictor(model, client))
-        return {"model": Encoded(weights, self.budget.codec), "size": len(client.train)}
+        weights = get_weights(self.inner_method.build_predictor(shared, client))
+        return {"model": weights, "size": len(client.train)}
 
 
 @dataclass
@@ -178,21 +183,20 @@ class ClientGroup:
         handlers = GroupHandlers(self.inner_method, self.budget)
         with self._open_members(handlers, task) as clients:
             answers = clients.ask(
-                range(len(clients)), handlers.send_model, model=state.shared, returns=model_schema(model)
+                range(len(clients)), handlers.send_model, shared=state.shared, returns=model_schema(model)
             )
             return average_by_size(answers)
 
     def distill(self, model: Weights, teacher: Teacher) -> Weights:
         """Rounds of federated averaging with the teacher's loss."""
         handlers = GroupHandlers(self.inner_method, self.budget)
-        codec = self.budget.codec
         with self._open_members(handlers, replace_task_net(self.client.task, self.net)) as clients:
             for clients.round in self._round_numbers("study"):
                 answers = clients.ask(
                     range(len(clients)),
                     handlers.local_distill,
-                    model=Encoded(model, codec),
-                    teacher=Encoded(teacher.model, codec),
+                    model=model,
+                    teacher=teacher.model,
                     net=self.net,
                     teacher_net=teacher.net,
                     distill_weight=teacher.distill_weight,
@@ -208,7 +212,7 @@ class ClientGroup:
             answers = clients.ask(
                 range(len(clients)),
                 handlers.evaluate,
-                model=Encoded(model, self.budget.codec),
+                model=model,
                 net=net,
                 returns=COUNTS_SCHEMA,
             )

@@ -46,7 +46,7 @@ from fewer.models import Task, Weights, all_finite, get_weights, load_weights, s
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client, on_server
 from fewer.runtime.streams import global_streams
-from fewer.wire import Encoded, Shaped
+from fewer.wire import Shaped
 
 _LOG = logging.getLogger("fewer")
 HEAD = "head."
@@ -97,7 +97,7 @@ class FedGen(LocalTraining[FedGenState]):
             self.train_with_generator,
             state.model,
             {"counts": Shaped((len(state.class_weights),), torch.int64)},
-            generator=Encoded(state.generator, self.codec),
+            generator=state.generator,
             class_weights=state.class_weights,
         )
         models = [answer["model"] for answer in answers]
@@ -123,7 +123,7 @@ class FedGen(LocalTraining[FedGenState]):
             )
         return FedGenState(model, result["generator"], class_weights)
 
-    @on_client(stream="learn")
+    @on_client(stream="learn", exact=("class_weights",))
     def train_with_generator(
         self, client: Client, model: Weights, generator: Weights, class_weights: Tensor
     ) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class FedGen(LocalTraining[FedGenState]):
         else:
             self.fit(net, client)
         counts = torch.bincount(client.train.labels, minlength=len(class_weights))
-        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train), "counts": counts}
+        return {"model": get_weights(net), "size": len(client.train), "counts": counts}
 
     @on_server(stream="generate")
     def update_generator(

@@ -44,7 +44,7 @@ from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
-from fewer.wire import Codec, Encoded, Number
+from fewer.wire import Number
 
 ALPHA = "α "
 """Prefix of a weight's name: its inner learning rate."""
@@ -101,8 +101,6 @@ class FedMeta(NewClients[FedMetaState]):
     """Samples drawn from the support set for each inner step of training. [default: all]"""
     queries: PositiveInt | None = None
     """Samples drawn from the query set in a round. [default: all]"""
-    codec: Codec = "float32"
-    """Encoding of φ and its gradient on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
         """Tunes `local_lr` instead of `meta_lr` if clients take local steps."""
@@ -127,7 +125,7 @@ class FedMeta(NewClients[FedMetaState]):
         answers = clients.ask(  # lines 6 to 8
             self.sample_cohort(clients),  # line 5: U_t
             self.local_train,
-            algorithm=Encoded(state.algorithm, self.codec),
+            algorithm=state.algorithm,
             returns={
                 "gradient": state.first_moment,
                 "buffers": buffers,
@@ -149,7 +147,7 @@ class FedMeta(NewClients[FedMetaState]):
 
     # Run on client u: ModelTrainingMAML(θ) and ModelTrainingMetaSGD(θ, α).
 
-    @on_client(stream="train")
+    @on_client(stream="train", exact=("buffers",))
     def local_train(self, client: Client, algorithm: Weights) -> dict[str, Any]:
         """Lines 12 to 18: returns g_u; with local steps, the change of θ in place of its gradient."""
         net = client.net(self.initialization(algorithm)).train()
@@ -158,7 +156,7 @@ class FedMeta(NewClients[FedMetaState]):
             train = self.local_meta_steps if self.local_steps else self.compute_meta_gradient
             gradient = train(client, net, algorithm, generator)
         return {
-            "gradient": Encoded(gradient, self.codec),
+            "gradient": gradient,
             "buffers": {name: tensor for name, tensor in get_weights(net).items() if name not in gradient},
             "size": len(self.client_samples(client)),
             "flops": counter.flops,

@@ -72,7 +72,7 @@ from fewer.models.split import find_head
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, Unable, on_client, on_server
 from fewer.runtime.streams import global_streams
-from fewer.wire import Codec, Encoded, Shaped
+from fewer.wire import Codec, Shaped
 
 _LOG = logging.getLogger("fewer")
 MAX_PIXEL = 1e3
@@ -110,7 +110,7 @@ class FedMK(Method[FedMKState]):
     min_samples: PositiveInt = 30
     """Samples that a client needs to hold a class. D̂ of fewer samples may reveal them."""
     codec: Codec = "uint8"
-    """Encoding of D̂ in messages."""
+    """Encoding of D̂ in messages; models are sent exactly."""
     init_from: Literal["noise", "shared", "own"] = "own"
     """Start of D̂ after the first round: noise, the D̂ of a random other client, or the client's own last D̂."""
     augment: bool = True
@@ -220,20 +220,19 @@ class FedMK(Method[FedMKState]):
 
     def draw_shared_knowledge(
         self, state: FedMKState, cohort: list[int], stream: torch.Generator
-    ) -> dict[int, Encoded]:
+    ) -> dict[int, Knowledge]:
         """Line 8, c′ ~ randint[1, C]: for each client the D̂ of a random other one, if `init_from` is "shared"."""
-        shared: dict[int, Encoded] = {}
+        shared: dict[int, Knowledge] = {}
         for client in cohort:
             others = [other for other in state.knowledge if other != client]
-            knowledge = state.empty
+            shared[client] = state.empty
             if self.init_from == "shared" and others:
-                knowledge = state.knowledge[others[int(torch.randint(len(others), (), generator=stream))]]
-            shared[client] = Encoded(knowledge, self.codec)
+                shared[client] = state.knowledge[others[int(torch.randint(len(others), (), generator=stream))]]
         return shared
 
     # --- Federated meta knowledge extraction on clients: lines 4 to 13, Eqs 3-8 ---
 
-    @on_client
+    @on_client(exact=("model",))
     def condense(self, client: Client, model: Weights, shared: Knowledge) -> dict[str, Any]:
         """Lines 5 to 12: extracts D̂ from the client's samples D, and sends it to the server."""
         samples = self.eligible_samples(client)
@@ -257,7 +256,7 @@ class FedMK(Method[FedMKState]):
         knowledge = {str(label): images[labels == label] for label in range(client.task.classes)}
         if self.init_from == "own":
             client.store.put("knowledge", knowledge)
-        return {"knowledge": Encoded(knowledge, self.codec)}
+        return {"knowledge": knowledge}
 
     def eligible_samples(self, client: Client) -> Samples:
         """The samples of all classes with at least `min_samples`."""

@@ -34,7 +34,7 @@ from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
 from fewer.runtime import Absent, Answer, Clients, on_client
-from fewer.wire import Codec, Encoded, Number, Shaped
+from fewer.wire import Number, Shaped
 
 HEAD = "head."
 """Prefix of the names of a head's weights."""
@@ -82,8 +82,6 @@ class FewRounds(Method[StateT]):
     """Upload the prototypes from before local training (Algorithm 1) or after it."""
     keep_best: PositiveInt | None = None
     """One-shot FL: average at most this many models, those best on samples their clients held out."""
-    codec: Codec = "float32"
-    """Encoding of models and prototypes on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
         """Tunes larger learning rates for a linear head, and γ for GPAL."""
@@ -121,7 +119,7 @@ class FewRounds(Method[StateT]):
             answers = clients.ask(cohort, self.hold_out_classes, returns={"classes": per_class_schema})
             valid = valid_answers(answers, clients, group.num_classes, "hold_out_classes")
             group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in valid])))
-        fields: dict[str, Any] = {"model": Encoded(group.model, self.codec), **self.prototype_payload(group)}
+        fields: dict[str, Any] = {"model": group.model, **self.prototype_payload(group)}
         upload = self.uploads_prototypes(last)
         returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SAMPLES)}
         if upload:
@@ -144,7 +142,7 @@ class FewRounds(Method[StateT]):
         """The fields with Γ that clients download, if any."""
         if not self.downloads_prototypes(group):
             return {}
-        return {"classes": group.classes, "means": Encoded(group.means, self.codec)}
+        return {"classes": group.classes, "means": group.means}
 
     def uploads_prototypes(self, last: bool) -> bool:
         """True if clients upload prototypes: always with GPAL, with `distance` in the last round to predict with."""
@@ -192,15 +190,13 @@ class FewRounds(Method[StateT]):
         means: Tensor | None = None,
     ) -> dict[str, Any]:
         """Lines 7 to 11: downloads θ and Γ, trains on the support set S_k, uploads θ_k and Γ_k."""
-        update = self.fit_support(
+        return self.fit_support(
             self.build_net(client, model),
             self.support_set(client),
             pair_prototypes(classes, means),
             upload_prototypes,
             client.stream("batches"),
         )
-        encoded = ("model", "means") if upload_prototypes else ("model",)
-        return {**update, **{name: Encoded(update[name], self.codec) for name in encoded}}
 
     def fit_support(
         self,

@@ -32,7 +32,7 @@ from fewer.methods.method import Method, State
 from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite
 from fewer.runtime import Clients, Unable, on_client, stream
-from fewer.wire import Codec, Encoded, Shaped
+from fewer.wire import Shaped
 
 Part = Literal["validation", "test"]
 CURRENT, BEST = "current", "best"
@@ -85,8 +85,6 @@ class FewShot(Method[FewShotState]):
     used without validation."""
     eval_classes: Literal["novel", "validation"] = "novel"
     """Classes of the evaluation tasks: novel ones, or the validation classes (for tuning)."""
-    codec: Codec = "float32"
-    """Encoding of models on the wire."""
 
     # What a method defines.
 
@@ -130,7 +128,7 @@ class FewShot(Method[FewShotState]):
         answers = clients.ask(
             self.sample_cohort(clients),
             self.local_train,
-            model=Encoded(state.model, self.codec),
+            model=state.model,
             returns={"model": state.model},
         )
         return self.select_best(replace(state, model=average_equally(answers)), clients)
@@ -157,7 +155,7 @@ class FewShot(Method[FewShotState]):
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """Trains on tasks of base classes."""
-        return {"model": Encoded(self.fit(client, model), self.codec)}
+        return {"model": self.fit(client, model)}
 
     @on_client(stream="keep")
     def mark_best(self, client: Client) -> dict[str, Any]:
@@ -225,7 +223,7 @@ class FewShot(Method[FewShotState]):
         answers = clients.ask(
             eval_cohort,
             self.solve_tasks,
-            model=Encoded(model, self.codec),
+            model=model,
             part=part,
             tasks=tasks,
             best=best,

@@ -57,13 +57,13 @@ from fewer.methods.few_rounds import (
     use_batch_statistics,
 )
 from fewer.methods.groups import EvaluatedOnGroups
-from fewer.methods.method import Method, StateT
+from fewer.methods.method import StateT
 from fewer.methods.scores import MAX_SAMPLES, Scores
 from fewer.models import Task, Weights, load_weights
 from fewer.models.artifact import vocabulary_checksum
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client, stream
-from fewer.wire import Encoded, Number
+from fewer.wire import Number
 
 
 class PreparingMethod(EvaluatedOnGroups[StateT], FewRounds[StateT]):
@@ -105,7 +105,7 @@ class PreparingMethod(EvaluatedOnGroups[StateT], FewRounds[StateT]):
 
     def artifact(self, state: StateT, task: Task, data: Data) -> Artifact:
         """The prepared encoder, from which `frl-deploy` starts."""
-        options = {name: getattr(self, name) for name in FewRounds.model_fields if name not in Method.model_fields}
+        options = {name: getattr(self, name) for name in FewRounds.model_fields if name not in ("rounds", "cohort")}
         facts = {"input": list(task.shape), "vocabulary": vocabulary_checksum(data.tokens)}
         encoder = {name: tensor for name, tensor in state.shared.items() if not name.startswith(HEAD)}
         return Artifact(encoder, "frl-deploy", self.deploy_rounds or self.group_rounds, options, facts)
@@ -210,7 +210,7 @@ class FRL(PreparingMethod[FRLState]):
         answers = clients.ask(
             state.cohort,
             self.answer_queries,
-            model=Encoded(state.model, self.codec),
+            model=state.model,
             returns={"gradient": state.first_moment, "size": Number(int, 1, MAX_SAMPLES)},
             **self.prototype_payload(state),
         )
@@ -256,7 +256,7 @@ class FRL(PreparingMethod[FRLState]):
         store = last and self.query_prototypes == "support" and self.head != "linear"
         update = super().local_train(client, model, upload_prototypes or store, classes, means)
         if store:
-            tensors = [update["classes"], update["means"].value, update["counts"]]
+            tensors = [update["classes"], update["means"], update["counts"]]
             client.store.put("prototypes", {"episode": self.episode_index(client), "prototypes": tensors})
         return {name: value for name, value in update.items() if upload_prototypes or name not in Prototypes._fields}
 
@@ -284,10 +284,7 @@ class FRL(PreparingMethod[FRLState]):
             if self.is_meta_learned(name) and tensor.requires_grad
         }
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-        return {
-            "gradient": Encoded(dict(zip(parameters, gradients, strict=True)), self.codec),
-            "size": len(client.train),
-        }
+        return {"gradient": dict(zip(parameters, gradients, strict=True)), "size": len(client.train)}
 
     def support_set(self, client: Client) -> Samples:
         """S_k"""

@@ -43,7 +43,6 @@ from fewer.methods.method import ModelState, StateT
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client
-from fewer.wire import Encoded
 
 
 @METHODS.register("frl-scratch")
@@ -80,7 +79,7 @@ class Pretraining(PreparingMethod[StateT]):
         """Trains on all samples of the client."""
         net = client.net(model)
         self.fit(net, client)
-        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train)}
+        return {"model": get_weights(net), "size": len(client.train)}
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """Trains a classifier of all training classes for E epochs, in place. Subclasses override it."""

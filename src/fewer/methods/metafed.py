@@ -71,7 +71,7 @@ from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite, norm_weight_names, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client, on_ring
-from fewer.wire import Codec, Encoded, Number, Refused
+from fewer.wire import Number, Refused
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FEDERATION = "federation"
@@ -133,8 +133,6 @@ class MetaFed(PersonalMethod[RingState]):
     """Options of the inner method, in addition to those it shares with this one."""
     sealed: bool = True
     """Encrypt models for the next federation, so that the relay cannot read them."""
-    codec: Codec = "float32"
-    """Encoding of models on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
         """Omits the distillation threshold if it has no effect."""
@@ -223,7 +221,7 @@ class MetaFed(PersonalMethod[RingState]):
             trained = federation.local_train(self.merge_keeping_norms(client, model, record["model"]), "taken")
             adopted += 1
         self.save_record(client, federation, record, trained, distill_weight=distill_weight, adopted=adopted)
-        return {"model": Encoded(model, self.codec), "net": net}  # line 1 of the next federation
+        return {"model": model, "net": net}  # line 1 of the next federation
 
     # --- building blocks --------------------------------------------------------------------------------------
 
@@ -262,7 +260,7 @@ class MetaFed(PersonalMethod[RingState]):
 
     def outgoing_message(self, client: Client, model: Weights) -> dict[str, Any]:
         """The message to the next federation: a model and the name of its net."""
-        return {"model": Encoded(model, self.codec), "net": self.net_name(client)}
+        return {"model": model, "net": self.net_name(client)}
 
     def check_received(self, client: Client, model: Weights, net: str) -> None:
         """Raises `Refused` if this is not a model of a net in the ring."""

@@ -18,6 +18,7 @@ from fewer.methods.context import Client, Context, Server
 from fewer.methods.scores import COUNTS_SCHEMA, Scores, accuracy_by_client, pool_counts
 from fewer.models import Task, Weights
 from fewer.runtime import Clients, on_client, on_server
+from fewer.wire import Codec
 
 DEFAULT_COHORT = 10
 """Clients asked in each round if `cohort` is not set."""
@@ -89,6 +90,8 @@ class Method(BaseModel, Generic[StateT]):
     """Number of rounds."""
     cohort: PositiveInt | None = None
     """Clients asked in each round. [default: 10, or all if there are fewer]"""
+    codec: Codec = "float32"
+    """Encoding of floating-point tensors in messages."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -163,7 +166,7 @@ class Method(BaseModel, Generic[StateT]):
 
     # Evaluation handlers.
 
-    @on_client
+    @on_client(exact=("model",))
     def score(self, client: Client, model: Weights, use_global_test: bool) -> dict[str, float]:
         """Counts the correct predictions of the client's model. All counts are 0 if it lacks the global test set."""
         if use_global_test and not client.has_global_test:

@@ -153,7 +153,7 @@ class NewClients(Method[CountingStateT]):
         counts = {answer.client: Counts(**answer.fields) for answer in answers}
         return {client: count for client, count in counts.items() if count.correct <= count.total}
 
-    @on_client
+    @on_client(exact=("model",))
     def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
         """Adapts to the support set and counts correct predictions on the query set."""
         queries = self.support_and_query(client)[1]

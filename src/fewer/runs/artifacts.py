@@ -11,6 +11,7 @@ from fewer.methods import Method, find
 from fewer.methods.capabilities import WritesArtifact
 from fewer.models.artifact import ARTIFACT_FILE, find_artifact, load_artifact, pack_artifact
 from fewer.runs.result import Result
+from fewer.runs.settings import METHOD_SETTINGS
 from fewer.runtime.store import write_durably
 
 START = "start.safetensors"
@@ -29,7 +30,9 @@ def deploy_settings(prepared: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a run that starts from a prepared model: the recorded ones, overridden by `given`."""
     metadata = load_artifact(prepared)[1]
     (option,) = find(metadata["method"]).file_options
-    options = {**metadata["options"], **given.get("method_options", {}), option: str(prepared.resolve())}
+    flags = {name: given[name] for name in METHOD_SETTINGS if name in given}
+    given_options = {**flags, **given.get("method_options", {})}
+    options = {**metadata["options"], **given_options, option: str(prepared.resolve())}
     deployment = {"method": metadata["method"], "method_options": options}
     return {"rounds": metadata["rounds"], **metadata["model"], **given, **deployment}
 

@@ -29,7 +29,7 @@ from fewer.runs.artifacts import copy_start_model, resolve_start_model, write_ar
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import Experiment, Model, build_experiment, parse_settings
 from fewer.runs.result import Result
-from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings
+from fewer.runs.settings import FAULT_SETTINGS, METHOD_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options
 from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
@@ -261,7 +261,7 @@ def resume(
 
 def _check_options(method: Method, recorded: Mapping[str, Any]) -> None:
     """Raises SettingError if the method has other options than the run started with."""
-    options = method.model_dump(mode="json")
+    options = method.model_dump(mode="json", exclude=neutral_options(method) - recorded.keys())
     for name in {**recorded, **options}:
         old, new = recorded.get(name), options.get(name)
         if old != new and name not in method.file_options:
@@ -419,7 +419,7 @@ def _train(
 
 def _tracker_info(experiment: Experiment, path: Path) -> trackers.RunInfo:
     """Returns the name, hash and hyperparameters of a run, for its trackers."""
-    repeated = {"method_options", "rounds", "cohort"}  # they are among the method's fields
+    repeated = {"method_options", *METHOD_SETTINGS}  # they are among the method's fields
     settings = experiment.settings.model_dump(mode="json", exclude={*repeated, "data_dir"})
     options = experiment.method.model_dump(mode="json")
     return trackers.RunInfo(path, experiment.method.name, experiment.hash, {**options, **settings})

@@ -20,7 +20,7 @@ from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
 from fewer.models import Task, get_weights, net_factory
 from fewer.registry import MODELS
-from fewer.runs.settings import Settings, settings_hash
+from fewer.runs.settings import METHOD_SETTINGS, Settings, settings_hash
 from fewer.runtime.streams import global_streams
 
 Model = str | nn.Module | Callable[..., nn.Module]
@@ -98,7 +98,7 @@ def build_experiment(
 
 def make_method(method_class: type[Method], settings: Settings) -> Method:
     """The method with its options from the settings."""
-    chosen = {name: value for name in ("rounds", "cohort") if (value := getattr(settings, name)) is not None}
+    chosen = {name: value for name in METHOD_SETTINGS if (value := getattr(settings, name)) is not None}
     return method_class(**chosen | settings.method_options)
 
 
