@@ -19,11 +19,10 @@ from fewer.audit.distance import earth_mover, value_range
 from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.data import ArrayData
 from fewer.errors import SettingError, unknown_name
-from fewer.learning.evaluate import Counts, evaluate_net
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
 from fewer.learning.prototypes import prototype_logits
 from fewer.methods import Server
 from fewer.methods.capabilities import Embedding, HasEmbeddings, HasSyntheticData
-from fewer.methods.method import EVAL_BATCH_SIZE
 from fewer.methods.registry import names_with
 from fewer.runs.engine import one_thread
 from fewer.runs.experiment import load_data

@@ -19,9 +19,10 @@ from torch import Tensor
 from fewer.errors import QuorumLost
 from fewer.learning import Counts, draw_batches, evaluate_net, sgd
 from fewer.learning.distill import distill, fit_feature_map
+from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.methods.context import Client
 from fewer.methods.fedavg import average_by_size, model_schema
-from fewer.methods.method import EVAL_BATCH_SIZE, Method, PersonalMethod
+from fewer.methods.method import Method, PersonalMethod
 from fewer.methods.scores import COUNTS_SCHEMA
 from fewer.models import Task, Weights, get_weights, net_factory
 from fewer.registry import MODELS

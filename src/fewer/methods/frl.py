@@ -43,6 +43,7 @@ from fewer.errors import SettingError
 from fewer.learning import weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import trainable_weights
+from fewer.learning.group_model import GroupModel, compute_features, use_batch_statistics
 from fewer.learning.prototypes import Prototypes
 from fewer.methods.capabilities import Artifact, Embedding
 from fewer.methods.context import Client, Context, Server
@@ -50,11 +51,8 @@ from fewer.methods.few_rounds import (
     HEAD,
     LRS,
     FewRounds,
-    GroupModel,
     GroupState,
-    compute_features,
     pair_prototypes,
-    use_batch_statistics,
 )
 from fewer.methods.groups import EvaluatedOnGroups
 from fewer.methods.method import StateT

@@ -34,10 +34,11 @@ from torch.nn import functional as F
 from fewer.data.episodes import split_support_query
 from fewer.errors import SettingError
 from fewer.learning import sgd
+from fewer.learning.group_model import compute_features
 from fewer.learning.sgd import epoch_batches
 from fewer.methods.context import Client
 from fewer.methods.fedavg import average_by_size, train_models
-from fewer.methods.few_rounds import LRS, compute_features
+from fewer.methods.few_rounds import LRS
 from fewer.methods.frl import FRL, FRLState, PreparingMethod
 from fewer.methods.method import ModelState, StateT
 from fewer.models import Task, Weights, get_weights, split_net

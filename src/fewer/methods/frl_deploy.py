@@ -17,9 +17,10 @@ from torch import nn
 
 from fewer.data import Data
 from fewer.errors import SettingError
+from fewer.learning.group_model import GroupModel
 from fewer.methods.capabilities import Embedding
 from fewer.methods.context import Context, Server
-from fewer.methods.few_rounds import HEAD, LRS, FewRounds, GroupModel, GroupState
+from fewer.methods.few_rounds import HEAD, LRS, FewRounds, GroupState
 from fewer.models import Task, Weights, split_net
 from fewer.models.artifact import load_artifact, vocabulary_checksum
 from fewer.registry import METHODS

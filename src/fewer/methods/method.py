@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 
 from fewer.data import Data
 from fewer.errors import SettingError, setting_error
-from fewer.learning import Counts, evaluate_net
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
 from fewer.methods.context import Client, Context, Server
 from fewer.methods.scores import COUNTS_SCHEMA, Scores, accuracy_by_client, pool_counts
 from fewer.models import Task, Weights
@@ -22,8 +22,6 @@ from fewer.wire import Codec
 
 DEFAULT_COHORT = 10
 """Clients asked in each round if `cohort` is not set."""
-EVAL_BATCH_SIZE = 1000
-"""Samples in one forward pass of evaluation."""
 EVAL_CHUNK_SIZE = 2500
 """Samples of the global test set that a worker evaluates in one call."""
 

@@ -28,10 +28,10 @@ from typing_extensions import TypeVar
 from fewer.data import Data, Samples
 from fewer.data.episodes import ThreeWaySplit, split_clients, split_support_query
 from fewer.learning.adapt import Batch, LearningRate, adapt_weights, trainable_weights
-from fewer.learning.evaluate import Counts, evaluate_net
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
 from fewer.learning.flops import FlopCounter, count_flops
 from fewer.methods.context import Client, Context
-from fewer.methods.method import DEFAULT_COHORT, EVAL_BATCH_SIZE, Method, State
+from fewer.methods.method import DEFAULT_COHORT, Method, State
 from fewer.methods.scores import COUNTS_SCHEMA, Scores, accuracy_by_client, pool_counts
 from fewer.models import Weights
 from fewer.runtime import Clients, Unable, on_client, stream
