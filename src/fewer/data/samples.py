@@ -44,7 +44,7 @@ class Samples:
 
     def all(self) -> tuple[Tensor, Tensor]:
         """Inputs and labels of all samples."""
-        return self.all()
+        return self.slice(0, len(self))
 
     def select(self, indices: Tensor) -> Samples:
         """A view of the samples at these indices."""
