@@ -91,11 +91,7 @@ class FedAvgMeta(NewClients):
         net = client.net(model)
         with self.count_flops_of(client) as counter:
             self.fit(net, client)
-        return {
-            "model": get_weights(net),
-            "size": len(self.client_samples(client)),
-            "flops": counter.flops,
-        }
+        return {"model": get_weights(net), "size": len(self.client_samples(client)), "flops": counter.flops}
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − η ∇ℓ(w; b) for each batch b, or a step of Adam, in place. Override this to change local training."""

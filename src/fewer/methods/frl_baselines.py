@@ -40,7 +40,7 @@ from fewer.methods.frl import FRL, LRS, FRLState, PreparingMethod, compute_featu
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client
-from fewer.wire import Number
+from fewer.wire import Number, Schema
 
 
 @METHODS.register("frl-scratch")
@@ -79,12 +79,8 @@ class FRLFineTuning(FRLScratch):
 
     def pretrain_round(self, model: Weights, clients: Clients) -> Weights:
         """w ← Σ (n_k / n) w_k over the clients that answered."""
-        answers = clients.ask(
-            self.sample_cohort(clients),
-            self.local_pretrain,
-            model=model,
-            returns={"model": model, "size": Number(int, 1, MAX_SAMPLES)},
-        )
+        returns: Schema = {"model": model, "size": Number(int, 1, MAX_SAMPLES)}
+        answers = clients.ask(self.sample_cohort(clients), self.local_pretrain, model=model, returns=returns)
         return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
 
     @on_client(stream="prepare")
