@@ -20,7 +20,7 @@ from fewer.runs.inference import deploy_settings
 from fewer.runs.settings import settings_hash
 from fewer.runtime import Clients, on_client
 from fewer.runtime.handlers import Call, HandlerRunner, Reply
-from fewer.wire import decode, encode
+from fewer.wire import Field, Schema, decode, encode
 from tests.golden.test_golden import CASES, GROUPS
 
 FEDERATIONS: dict[str, Any] = {"validation": 0.2, "clients": 6, "norm": "batch"}
@@ -121,7 +121,7 @@ class Echo(Method):
         return ModelState(task.initial_weights(seed))
 
     def round(self, state: ModelState, clients: Clients) -> ModelState:
-        returns = {"kept": VALUES, "coded": VALUES, "kept_arrived": bool, "coded_arrived": bool}
+        returns: Schema = {"kept": VALUES, "coded": VALUES, "kept_arrived": bool, "coded_arrived": bool}
         (answer,) = clients.ask([0], self.echo, kept=VALUES, coded=VALUES, returns=returns)
         assert answer["kept_arrived"] and torch.equal(answer["kept"], VALUES)
         assert not answer["coded_arrived"] and not torch.equal(answer["coded"], VALUES)
@@ -140,7 +140,7 @@ def test_an_exact_field_arrives_unchanged_in_both_directions(codec: str) -> None
 
 
 def test_a_field_without_floats_has_no_codec_in_its_header() -> None:
-    fields = {"counts": torch.arange(3), "model": {}}
+    fields: dict[str, Field] = {"counts": torch.arange(3), "model": {}}
     assert read_header(encode("k", fields, "int8")) == read_header(encode("k", fields))
     coded = parse_message("up", encode("k", {**fields, "a": VALUES, "b": VALUES}, "uint8", exact=("b",)))
     assert coded.codecs == {"a": "uint8", "b": None}

@@ -112,12 +112,7 @@ class FedDistill(LocalTraining[FedDistillState]):
 
         sgd(net, client.train.batches(self.batch_indices(client)), self.lr, loss=loss)
         mean_logits = (logit_sums / counts.clamp(min=1)[:, None]).float()
-        return {
-            "model": get_weights(net),
-            "size": len(client.train),
-            "logits": mean_logits,
-            "held": counts > 0,
-        }
+        return {"model": get_weights(net), "size": len(client.train), "logits": mean_logits, "held": counts > 0}
 
 
 @METHODS.register("feddistill-logits")

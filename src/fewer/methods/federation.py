@@ -210,13 +210,7 @@ class ClientGroup:
         """Correct predictions of all members, summed."""
         handlers = GroupHandlers(self.inner_method, self.budget)
         with self._open_members(handlers, self.client.task) as clients:
-            answers = clients.ask(
-                range(len(clients)),
-                handlers.evaluate,
-                model=model,
-                net=net,
-                returns=COUNTS_SCHEMA,
-            )
+            answers = clients.ask(range(len(clients)), handlers.evaluate, model=model, net=net, returns=COUNTS_SCHEMA)
         counts = [Counts(**answer.fields) for answer in answers]
         return Counts(*(sum(column) for column in zip(*counts, strict=True)))
 

@@ -125,12 +125,8 @@ class FewShot(Method[FewShotState]):
 
     def round(self, state: FewShotState, clients: Clients) -> FewShotState:
         """Averages the clients' models with equal weights; every `validate_every` rounds, selects the best model."""
-        answers = clients.ask(
-            self.sample_cohort(clients),
-            self.local_train,
-            model=state.model,
-            returns={"model": state.model},
-        )
+        cohort, returns = self.sample_cohort(clients), {"model": state.model}
+        answers = clients.ask(cohort, self.local_train, model=state.model, returns=returns)
         return self.select_best(replace(state, model=average_equally(answers)), clients)
 
     def select_best(self, state: FewShotState, clients: Clients) -> FewShotState:
