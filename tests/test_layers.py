@@ -9,23 +9,9 @@ from pathlib import Path
 import pytest
 
 import fewer
+from tests.helpers import LAYERS
 
 ROOT = Path(fewer.__file__).parent
-LAYERS = (
-    "cli",
-    "dash",
-    "report",
-    "experiments",
-    "audit",
-    "runs",
-    "methods",
-    "learning",
-    "models",
-    "data",
-    "runtime",
-    "wire",
-)
-"""Top to bottom."""
 BASE = ("errors", "choices", "plugins", "registry")
 """Below all layers. These modules may import each other."""
 FACADE = "fewer"

@@ -18,7 +18,8 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 
 import fewer
 from fewer.report import write_report
-from tests.dash.harness import FINISHED, STOPPED, DashboardClient, metrics, running, serving, wait_for, write_run
+from tests.dash.harness import FINISHED, STOPPED, DashboardClient, metrics, running, serving, write_run
+from tests.helpers import wait_for
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = os.environ.get("FEWER_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -279,9 +280,6 @@ def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, open_page: Open
         id = site.row("mine")["id"]
         wait_for(lambda: any("Stopped. Resume with" in line for line in site.get(f"runs/{id}/log")["lines"]))
     expect(page.locator("#connection")).to_have_text("Connection lost. Reconnecting …")
-
-
-# --- accessibility --------------------------------------------------------------------------------------------
 
 
 def find_violations(page: Page) -> list[str]:
