@@ -56,7 +56,7 @@ class Steep(nn.Module):
         return torch.stack([torch.zeros_like(total), total], 1)
 
 
-def test_scores_of_samples() -> None:
+def test_scores_of_samples_by_arithmetic() -> None:
     x = torch.zeros(2, 1, 4, 4)
     x[1, 0, 1:3, 1:3] = 1.0
     y = torch.tensor([1, 1])

@@ -51,7 +51,7 @@ def test_json_on_standard_output_is_only_json(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["round"] == 1
 
 
-def test_toml_and_flags(tmp_path: Path) -> None:
+def test_flags_override_a_settings_file(tmp_path: Path) -> None:
     file = tmp_path / "a.toml"
     file.write_text(
         'method = "fedprox"\ndata = "digits"\nclients = 5\nrounds = 3\nnorm = "batch"\n[method_options]\nmu = 0.5\n'
@@ -154,13 +154,13 @@ def test_tune_gives_every_method_the_same_trials(tmp_path: Path) -> None:
     assert "best of 6 trials on held-out training data" in result.stdout
 
 
-def test_methods() -> None:
+def test_methods_lists_methods_and_their_options() -> None:
     assert {"local", "fedavg", "fedprox", "fedbn"} <= json.loads(call("methods", "--json", "-").stdout).keys()
     text = call("methods", "fedprox").stdout
     assert "mu" in text and "proximal term" in text
 
 
-def test_predict(run: Path, tmp_path: Path) -> None:
+def test_predict_writes_the_classes_of_a_personal_model(run: Path, tmp_path: Path) -> None:
     x, y = fewer.data.load("digits", clients=6).test.x.numpy(), fewer.data.load("digits", clients=6).test.y.numpy()
     np.savez(tmp_path / "new.npz", x=x, y=y)
     out = tmp_path / "p.csv"
@@ -177,7 +177,7 @@ def test_predict(run: Path, tmp_path: Path) -> None:
     assert "has inputs of shape (1, 9, 9); the model takes (1, 8, 8)" in wrong_shape.stderr
 
 
-def test_export(run: Path, tmp_path: Path) -> None:
+def test_export_writes_weights_and_a_program(run: Path, tmp_path: Path) -> None:
     call("export", run, "--client", "2", "--out", tmp_path / "e")
     net = fewer.open_run(run).personal_model(2)
     weights = safetensors.torch.load_file(tmp_path / "e/model.safetensors")

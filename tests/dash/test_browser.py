@@ -108,7 +108,7 @@ def row(page: Page, name: str) -> Any:
     return page.get_by_role("row").filter(has=page.get_by_role("link", name=name, exact=True))
 
 
-def test_list_find_sort_and_open(site: DashboardClient, open_page: Open) -> None:
+def test_runs_are_listed_found_sorted_and_opened(site: DashboardClient, open_page: Open) -> None:
     page = open_page(site.address)
     expect(row(page, "faulty")).to_contain_text("■ stopped")
     expect(row(page, "bad")).to_contain_text("damaged")
@@ -147,7 +147,7 @@ def test_a_run_between_machines_says_how_to_resume_it(site: DashboardClient, ope
     expect(page.get_by_role("button", name="Resume")).to_have_attribute("aria-disabled", "true")
 
 
-def test_compare(site: DashboardClient, open_page: Open) -> None:
+def test_chosen_runs_are_compared(site: DashboardClient, open_page: Open) -> None:
     page = open_page(site.address)
     expect(page.get_by_text("Compare …")).to_have_attribute("aria-disabled", "true")
     for name in ("table/fedavg-seed0", "table/local-seed0", "faulty"):
@@ -183,7 +183,7 @@ def test_compare(site: DashboardClient, open_page: Open) -> None:
     expect(popup.value.get_by_role("heading")).to_have_text("All of them")
 
 
-def test_by_keyboard_alone(site: DashboardClient, open_page: Open) -> None:
+def test_the_dashboard_works_by_keyboard_alone(site: DashboardClient, open_page: Open) -> None:
     page = open_page(f"{site.address}/?sort=name&down=0")
     focused = page.locator(":focus")
     expect(page.locator("tbody tr")).to_have_count(7)
@@ -216,7 +216,7 @@ def test_by_keyboard_alone(site: DashboardClient, open_page: Open) -> None:
     assert page.locator(":focus-visible").evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
 
 
-def test_token(runs: Path, open_page: Open) -> None:
+def test_pages_need_the_token(runs: Path, open_page: Open) -> None:
     token = "a-token-of-the-test"
     with serving(runs, token=token) as site:
         page = open_page(f"{site.address}/?state=stopped", allow="401")
@@ -240,7 +240,7 @@ def test_token(runs: Path, open_page: Open) -> None:
             tab.close()
 
 
-def test_read_only(runs: Path, open_page: Open) -> None:
+def test_a_read_only_page_has_no_buttons(runs: Path, open_page: Open) -> None:
     with serving(runs, read_only=True) as site:
         page = open_page(f"{site.address}/?run={site.row('faulty')['id']}")
         expect(page.get_by_text("Read-only: runs cannot be stopped or resumed here.")).to_be_visible()
@@ -296,7 +296,7 @@ SCREENS = pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)
 
 
 @SCREENS
-def test_accessible(site: DashboardClient, open_page: Open, width: int, dark: bool) -> None:
+def test_every_screen_is_accessible(site: DashboardClient, open_page: Open, width: int, dark: bool) -> None:
     ids = ",".join(site.row(f"table/{method}-seed0")["id"] for method in ("fedavg", "local"))
     ready = {
         "": "tbody tr >> nth=6",

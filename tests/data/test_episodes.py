@@ -127,7 +127,7 @@ def test_support_and_query_are_disjoint(support: float) -> None:
     assert [len(part) for part in tiny] == [1, 1]
 
 
-def test_an_episode() -> None:
+def test_an_episode_has_renumbered_labels_and_disjoint_queries() -> None:
     novel = select_classes(samples(), [1, 3, 4, 5, 6])
     episode = sample_episode(novel, 5, 3, 4, torch.Generator().manual_seed(0))
     assert episode.support_x.shape == (15, 1) and episode.query_x.shape == (20, 1)

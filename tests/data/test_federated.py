@@ -166,7 +166,7 @@ def test_invalid_arrays_are_errors(change: dict[str, Any], message: str) -> None
         ({"min_samples_per_client": 300}, "fewer than 300 of 160 samples"),
     ],
 )
-def test_wrong_settings(change: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         from_arrays(*arrays(), **{"clients": 2, **change})
 
@@ -230,7 +230,7 @@ def test_hold_out_depends_on_its_seed() -> None:
     assert rows[0] == rows[1] != rows[2]
 
 
-def test_hold_out_twice() -> None:
+def test_a_second_hold_out_takes_other_samples() -> None:
     data = from_arrays(*arrays(), clients=4)
     first = data.hold_out(0.3, 0)
     second = first.hold_out(0.3, 0)

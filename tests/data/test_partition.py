@@ -132,12 +132,12 @@ def test_partitioning_60000_samples_among_100_clients_is_fast() -> None:
         ({"kind": "dirichelt"}, "unknown partition 'dirichelt', did you mean 'dirichlet'"),
     ],
 )
-def test_wrong_partition_settings(change: dict[str, Any], message: str) -> None:
+def test_wrong_partition_settings_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         split(**change)
 
 
-def test_fewer_samples_than_clients() -> None:
+def test_fewer_samples_than_clients_are_refused() -> None:
     with pytest.raises(DataError, match="cannot partition 5 training samples among 6 clients"):
         partition_labels(PartitionSpec("iid", 6, 0.5, 0), labels(5), labels(5), 0)
     assert partition_labels(PartitionSpec("iid", 5, 0.5, 0), labels(5), labels(0), 0)[0].sizes.tolist() == [1] * 5
@@ -267,7 +267,7 @@ def test_time_ordered_data_is_split_by_time() -> None:
     assert remaining.rows_of(0).max() < taken.rows_of(0).min()
 
 
-def test_clients_of_the_test_set() -> None:
+def test_clients_of_the_test_set_get_their_test_samples() -> None:
     x, y = np.zeros((6, 2), np.float32), np.array([0, 1, 0, 1, 0, 1])
     same = RawDataset(x, y, (x[:3], y[:3]), np.array(["a", "a", "b", "b", "c", "c"]), np.array(["b", "c", "c"]))
     data = federate(same, partition="natural")

@@ -55,7 +55,7 @@ def test_slice_stops_at_the_end(samples: Samples) -> None:
     assert equal(samples.slice(len(samples) - 2, 10**6), (x[-2:], y[-2:]))
 
 
-def test_no_samples() -> None:
+def test_no_samples_give_no_chunks() -> None:
     empty = Samples(torch.zeros(5, 2), torch.zeros(5, dtype=torch.long), torch.zeros(0, dtype=torch.long))
     assert len(empty) == 0 and list(empty.chunks()) == []
 
@@ -76,7 +76,7 @@ def test_bytes_are_normalized_by_their_mean_and_standard_deviation() -> None:
     assert abs(float(inputs.mean())) < 1e-6 and abs(float(inputs.std(correction=0)) - 1) < 1e-6
 
 
-def test_normalization_as_given() -> None:
+def test_a_given_normalization_is_used() -> None:
     x = np.array([[0, 255]] * 10, np.uint8)
     data = from_arrays(
         x, np.zeros(10, int), clients=1, min_samples_per_client=1, normalization=(0.25, 0.5), test=(x[:1], [0])

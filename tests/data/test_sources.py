@@ -15,7 +15,7 @@ from fewer.errors import DataError, SettingError
 # --- embedded datasets ------------------------------------------------------------------------------------------
 
 
-def test_digits() -> None:
+def test_digits_are_those_of_scikit_learn() -> None:
     data = load("digits", clients=10)
     assert (len(data.source), len(data.test)) == (1438, 359)
     assert data.shape == (1, 8, 8) and data.classes == 10 and data.source.x.dtype == torch.uint8
@@ -28,7 +28,7 @@ def test_digits() -> None:
     assert not train & test
 
 
-def test_fashion_mini() -> None:
+def test_fashion_mini_has_its_published_size() -> None:
     data = load("fashion-mini", clients=20)
     assert (len(data.source), len(data.test)) == (6000, 1000)
     assert torch.bincount(data.source.y).tolist() == [600] * 10
@@ -60,7 +60,7 @@ def test_load_is_deterministic_and_depends_on_the_seed() -> None:
         ("npx:file", "unknown data format 'npx', did you mean 'npz'"),
     ],
 )
-def test_unknown_data(name: str, message: str) -> None:
+def test_unknown_data_is_refused_with_a_hint(name: str, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         load(name)
 

@@ -59,7 +59,7 @@ def test_the_vocabulary_keeps_the_most_frequent_words() -> None:
     assert encode(["a x b a", ""], tokens, 3).tolist() == [[3, 1, 2], [0, 0, 0]]
 
 
-def test_word_vectors(tmp_path: object) -> None:
+def test_word_vectors_are_loaded_for_the_vocabulary(tmp_path: object) -> None:
     from pathlib import Path
 
     file = Path(str(tmp_path)) / "v.txt"

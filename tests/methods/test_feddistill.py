@@ -127,7 +127,7 @@ def test_feddistill_with_zero_weight_or_in_round_1_is_fedavg() -> None:
     )
 
 
-def test_feddistill_bytes(tmp_path: Path) -> None:
+def test_feddistill_sends_the_model_and_class_logits_only(tmp_path: Path) -> None:
     """The model, nine logits of four bytes, and three truth values of one."""
     harness = make_harness(FedDistill(local_steps=2, batch_size=8), linear(), tmp_path)
     harness.rounds(2)

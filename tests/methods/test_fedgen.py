@@ -198,7 +198,7 @@ def test_fedgen_generates_no_classes_that_no_client_holds(tmp_path: Path) -> Non
     assert (torch.bincount(y, minlength=3) / 6000).tolist() == pytest.approx([1 / 3] * 3, abs=0.03)
 
 
-def test_fedgen_bytes(tmp_path: Path) -> None:
+def test_fedgen_sends_the_generator_and_counts_too(tmp_path: Path) -> None:
     """Clients also get the generator and three class weights, and send three counts."""
     harness = make_harness(FedGen(local_steps=1, batch_size=2, generator_steps=1), encoder_head_net(), tmp_path)
     harness.rounds(2)

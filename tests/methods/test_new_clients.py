@@ -279,7 +279,7 @@ def test_wrong_settings_report_the_allowed_values(setting: dict[str, Any], text:
         fewer.run("fedmeta", "digits", method_options=setting)
 
 
-def test_fairness_metrics() -> None:
+def test_fairness_metrics_by_arithmetic() -> None:
     metrics = fairness([0.5, 1.0, 0.0, 0.5])
     assert metrics == {"mean": 0.5, "variance": 0.125, "worst": 0.0}
     assert fairness([i / 20 for i in range(20)])["worst"] == pytest.approx(0.025)

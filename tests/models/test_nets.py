@@ -63,7 +63,7 @@ def test_a_model_is_a_head_on_an_encoder(name: str) -> None:
     assert torch.equal(head(features), net(x))
 
 
-def test_options() -> None:
+def test_options_change_a_model() -> None:
     narrow = build_net("resnet12", width=0.25)
     assert narrow.head.in_features == 160  # type: ignore[union-attr]
     assert build_net("conv4", width=8).encoder(inputs("conv4")).shape[1] == 8  # type: ignore[operator]

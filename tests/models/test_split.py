@@ -64,14 +64,14 @@ def test_a_frozen_encoder_stays_frozen(digits: Data) -> None:
         (lambda: nn.Identity(), set()),
     ],
 )
-def test_norm_weight_names(layer: Callable[[], nn.Module], parts: set[str]) -> None:
+def test_norm_weights_are_found_by_name(layer: Callable[[], nn.Module], parts: set[str]) -> None:
     net = nn.Sequential(nn.Conv2d(1, 4, 1), nn.Sequential(layer(), nn.Linear(4, 2)))
     assert norm_weight_names(net) == {f"1.0.{part}" for part in parts}
     assert norm_weight_names(layer()) == parts
     assert norm_weight_names(net) <= net.state_dict().keys()
 
 
-def test_small_cnn_norms() -> None:
+def test_small_cnn_has_the_norms_it_was_asked_for() -> None:
     assert norm_weight_names(SmallCNN((1, 28, 28), 10, "none")) == set()
     names = norm_weight_names(SmallCNN((1, 28, 28), 10, "group"))
     assert names == {"encoder.1.weight", "encoder.1.bias", "encoder.4.weight", "encoder.4.bias"}

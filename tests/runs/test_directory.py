@@ -13,7 +13,7 @@ from fewer.errors import RunError, SettingError
 from fewer.runs.directory import RunDirectory
 
 
-def test_foreign_and_damaged_directories(digits: Data, tmp_path: Path) -> None:
+def test_foreign_and_damaged_directories_are_refused(digits: Data, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="does not exist"):
         fewer.resume(tmp_path / "nowhere")
     (tmp_path / "foreign").mkdir()
@@ -51,7 +51,7 @@ def test_changed_data_is_detected(digits: Data, tmp_path: Path) -> None:
     fewer.resume(tmp_path / "run", data=data)
 
 
-def test_one_process_at_a_time(digits: Data, tmp_path: Path) -> None:
+def test_only_one_process_at_a_time_writes_a_run(digits: Data, tmp_path: Path) -> None:
     fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "run")
     with RunDirectory.open(tmp_path / "run"), pytest.raises(RunError, match="in use by another process"):
         fewer.resume(tmp_path / "run")

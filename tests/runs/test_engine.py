@@ -146,7 +146,7 @@ def test_a_finished_run_stays_finished(digits: Data, tmp_path: Path) -> None:
     assert run_contents(tmp_path / "run") == before
 
 
-def test_a_full_disk(digits: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_after_a_full_disk(digits: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "uninterrupted")
     sync, count = os.fsync, 0
 

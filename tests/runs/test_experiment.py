@@ -26,7 +26,7 @@ class Net(nn.Module):
         return scores
 
 
-def test_user_model_as_class_and_as_object(digits: Data, tmp_path: Path) -> None:
+def test_a_user_model_works_as_class_and_as_object(digits: Data, tmp_path: Path) -> None:
     by_class = fewer.run(FedAvg(rounds=2, cohort=3), digits, model=Net, out=tmp_path / "class")
     assert isinstance(by_class.model, Net)
     start = Net()
@@ -40,7 +40,7 @@ def test_user_model_as_class_and_as_object(digits: Data, tmp_path: Path) -> None
     assert not net.training and torch.equal(net(x), by_class.model(x))
 
 
-def test_a_model_that_does_not_fit(digits: Data) -> None:
+def test_a_model_that_does_not_fit_is_refused(digits: Data) -> None:
     with pytest.raises(SettingError, match="rejects inputs of shape"):
         fewer.run(FedAvg(), digits, model=nn.Linear(5, 10))
     with pytest.raises(SettingError, match="at least 10 classes"):
@@ -89,6 +89,6 @@ def test_settings_of_an_object_belong_to_the_object(digits: Data) -> None:
         (lambda: nn.Flatten(), "no trainable parameters"),
     ],
 )
-def test_a_model_that_cannot_be_built(model: Any, text: str, digits: Data) -> None:
+def test_a_model_that_cannot_be_built_is_refused(model: Any, text: str, digits: Data) -> None:
     with pytest.raises(SettingError, match=text):
         fewer.run(FedAvg(rounds=1), digits, model=model)

@@ -19,7 +19,7 @@ from tests.runtime.harness import make_experiment
 # --- sampling ---------------------------------------------------------------------------------------------------
 
 
-def test_sampling(digits: Data, tmp_path: Path) -> None:
+def test_sampling_is_fixed_per_round_and_even(digits: Data, tmp_path: Path) -> None:
     _, connect = make_experiment(digits, seed=4)
     with connect(tmp_path) as clients:
         clients.round = 1
@@ -111,7 +111,7 @@ def test_errors_and_invalid_values_become_missing_answers(runtime: str, digits: 
     assert not any(b"by design" in file.read_bytes() for file in files)
 
 
-def test_quorum(digits: Data, tmp_path: Path) -> None:
+def test_too_few_answers_end_a_run(digits: Data, tmp_path: Path) -> None:
     with pytest.raises(QuorumLost, match=r"round 1: 3 of 6 clients answered, 4 needed \(quorum 0.6\): .*1 failed"):
         fewer.run(Buggy(rounds=2, cohort=6), digits, quorum=0.6)
     fewer.run(Buggy(rounds=2, cohort=6), digits, quorum=0.5)

@@ -53,7 +53,7 @@ def test_spawned_workers_give_the_same_numbers(digits: Data, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("runtime", ["inline", "pool"])
-def test_deadline(runtime: str, digits: Data, tmp_path: Path) -> None:
+def test_a_client_that_misses_the_deadline_is_absent(runtime: str, digits: Data, tmp_path: Path) -> None:
     # In the pool, the nap exceeds the grace period, so the worker is killed.
     nap = 2.2 if runtime == "inline" else 60
     start = time.monotonic()

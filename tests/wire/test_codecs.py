@@ -34,7 +34,7 @@ def round_trip(value: Tensor, codec: Codec | None = None) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
 @pytest.mark.parametrize("codec", [None, *CODECS])
-def test_round_trip(codec: Codec | None, dtype: torch.dtype) -> None:
+def test_tensors_survive_a_round_trip_within_precision(codec: Codec | None, dtype: torch.dtype) -> None:
     value = random_tensor(dtype, 7, 5, 3)
     arrived = round_trip(value, codec)
     if codec is None or not dtype.is_floating_point:
@@ -105,14 +105,14 @@ def test_constant_of_any_size_is_exact_when_quantized(codec: Codec, constant: fl
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
 @pytest.mark.parametrize("codec", [None, *CODECS])
-def test_empty_and_scalar(codec: Codec | None, dtype: torch.dtype) -> None:
+def test_empty_tensors_and_scalars_survive_a_round_trip(codec: Codec | None, dtype: torch.dtype) -> None:
     for shape in ((0,), (0, 3), (2, 0, 3)):
         assert round_trip(torch.zeros(shape, dtype=dtype), codec).numel() == 0
     assert round_trip(torch.ones((), dtype=dtype), codec).item() == 1
 
 
 @pytest.mark.parametrize("codec", [None, *CODECS])
-def test_negative_zero(codec: Codec | None) -> None:
+def test_negative_zero_keeps_its_sign_without_quantization(codec: Codec | None) -> None:
     arrived = round_trip(torch.tensor([-0.0, 0.0]), codec)
     assert arrived.tolist() == [0.0, 0.0]
     if codec in (None, "float32", "float16", "bfloat16"):

@@ -54,12 +54,12 @@ def bitwise_equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and bool(first == second) and str(first) == str(second)
 
 
-def test_tree_round_trip() -> None:
+def test_a_tree_survives_a_round_trip() -> None:
     assert bitwise_equal(TREE, unpack(pack(TREE)))
 
 
 @pytest.mark.parametrize("tree", [None, 0, True, "", 0.5, [], (), {}, torch.tensor(1.0), (None,), {0: ()}])
-def test_small_trees(tree: Any) -> None:
+def test_small_trees_survive_a_round_trip(tree: Any) -> None:
     assert bitwise_equal(tree, unpack(pack(tree)))
 
 

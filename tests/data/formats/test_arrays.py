@@ -28,7 +28,7 @@ def test_npz_arrays_keep_types_and_clients(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("color", [False, True])
-def test_medmnist(tmp_path: Path, color: bool) -> None:
+def test_medmnist_is_read_with_its_splits(tmp_path: Path, color: bool) -> None:
     arrays: dict[str, Any] = {}
     for number, (part, count) in enumerate((("train", 5), ("val", 3), ("test", 2))):
         arrays[f"{part}_images"] = np.full((count, 28, 28, *(3,) * color), number, np.uint8)

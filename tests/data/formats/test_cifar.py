@@ -128,7 +128,7 @@ def test_cifar_labels_beyond_the_names_are_refused(tmp_path: Path) -> None:
 
 @needs_real_data
 @pytest.mark.parametrize(("labels", "classes"), [("fine", 100), ("coarse", 20)])
-def test_real_cifar100(labels: str, classes: int) -> None:
+def test_real_cifar100_has_its_published_sizes(labels: str, classes: int) -> None:
     raw = read_real("cifar100", "cifar100", labels=labels)
     assert shapes(raw) == ((25_000, 3, 32, 32), (5_000, 3, 32, 32)) and len(raw.class_names) == classes
     assert np.bincount(raw.y).tolist() == [25_000 // classes] * classes

@@ -10,7 +10,7 @@ import numpy as np
 from tests.data.formats.files import check_refused, read, write
 
 
-def test_csv_of_features(tmp_path: Path) -> None:
+def test_csv_columns_become_features(tmp_path: Path) -> None:
     table = '\ufeffwidth,name,height,kind,who\r\n1,tall one,2.5,owl,7\r\n3,x,-4e1,cat,8\r\n\r\n5,"a, b",6,owl,7\r\n'
     raw = read("csv", write(tmp_path / "a.csv", table), label="kind", client="who")
     assert np.array_equal(np.asarray(raw.x), np.array([[1, 2.5], [3, -40], [5, 6]], np.float32))
@@ -20,7 +20,7 @@ def test_csv_of_features(tmp_path: Path) -> None:
     assert read("csv", packed).y.tolist() == [3, 0] and not read("csv", packed).class_names
 
 
-def test_csv_of_text(tmp_path: Path) -> None:
+def test_a_csv_column_of_text_becomes_texts(tmp_path: Path) -> None:
     raw = read("csv", write(tmp_path / "a.tsv", "text\tlabel\nhello\t1\nthere, you\t0\n"), text="text")
     assert raw.x == ["hello", "there, you"] and raw.y.tolist() == [1, 0]
 

@@ -52,7 +52,7 @@ def write_qmnist(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_idx(tmp_path: Path, packed: bool) -> None:
+def test_idx_files_of_mnist_are_read(tmp_path: Path, packed: bool) -> None:
     raw = read("idx", write_mnist(tmp_path, packed))
     assert shapes(raw) == ((12, 4, 4), (5, 4, 4)) and isinstance(raw.x, np.ndarray)
     assert raw.x.dtype == np.uint8 and raw.x[1, 0].tolist() == [16, 17, 18, 19]
@@ -103,7 +103,7 @@ def test_qmnist_of_other_images_is_refused(tmp_path: Path) -> None:
 
 
 @needs_real_data
-def test_real_mnist_is_fast() -> None:
+def test_real_mnist_is_read_fast() -> None:
     times = []
     for _ in range(3):
         start = time.process_time()
@@ -113,7 +113,7 @@ def test_real_mnist_is_fast() -> None:
 
 
 @needs_real_data
-def test_real_qmnist() -> None:
+def test_real_qmnist_has_its_published_sizes() -> None:
     raw = read_real("qmnist", "qmnist")
     assert shapes(raw) == ((60_000, 28, 28), (10_000, 28, 28)) and raw.client_ids is not None
     assert (count(raw.client_ids), count(raw.test_client_ids)) == (539, 297)
@@ -129,7 +129,7 @@ def open_idx(folder: Path) -> ArrayData:
     return load(f"idx:{folder / 'mnist'}", clients=3, min_samples_per_client=1)
 
 
-def test_idx_files(folder: Path) -> None:
+def test_idx_files_become_federated_data(folder: Path) -> None:
     data = open_idx(folder)
     x, y, x_test, y_test = idx_arrays()
     assert np.array_equal(data.source.x[:, 0].numpy(), x) and data.source.y.tolist() == y.tolist()

@@ -12,7 +12,7 @@ from tests.data.formats.files import check_refused, needs_real_data, read, read_
 # --- csv and jsonl ----------------------------------------------------------------------------------------------
 
 
-def test_jsonl(tmp_path: Path) -> None:
+def test_jsonl_fields_become_samples(tmp_path: Path) -> None:
     lines = [{"raw": "bad news", "label": 20, "by": 3}, {"raw": "été", "label": 2, "by": "x"}]
     path = write(tmp_path / "a.jsonl", "\n\n".join(json.dumps(line) for line in lines) + "\n")
     raw = read("jsonl", path, text="raw", client="by")
@@ -41,6 +41,6 @@ def test_bad_jsonl_is_refused(tmp_path: Path) -> None:
 
 
 @needs_real_data
-def test_real_huffpost() -> None:
+def test_real_huffpost_has_its_published_sizes() -> None:
     raw = read_real("jsonl", "huffpost/huffpost.jsonl", text="raw")
     assert shapes(raw) == ((36_900,), None) and np.bincount(raw.y).tolist() == [900] * 41

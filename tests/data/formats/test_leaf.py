@@ -25,7 +25,7 @@ def write_leaf(folder: Path, users: dict[str, tuple[list[Any], list[Any]]], file
 # --- LEAF -------------------------------------------------------------------------------------------------------
 
 
-def test_femnist(tmp_path: Path) -> None:
+def test_femnist_is_read_by_writer(tmp_path: Path) -> None:
     white, black = [1.0] * 784, [0.0] * 784
     write_leaf(tmp_path, {"f01_1": ([white, black], [0, 61]), "none": ([], [])}, "data/train/a.json")
     write_leaf(tmp_path, {"f02_2": ([black], [10])}, "data/train/b.json")

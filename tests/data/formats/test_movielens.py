@@ -24,7 +24,7 @@ from tests.data.formats.files import (
 
 
 @pytest.mark.parametrize("header", ["", "userid\titemid\trating\ttimestamp\n"])
-def test_movielens(tmp_path: Path, header: str) -> None:
+def test_movielens_is_read_by_user(tmp_path: Path, header: str) -> None:
     write_movielens(tmp_path)
     write(tmp_path / "u.data", header + (tmp_path / "u.data").read_text())
     raw = read("movielens", tmp_path)
@@ -79,7 +79,7 @@ def test_movielens_zipped_and_bad(tmp_path: Path) -> None:
 
 
 @needs_real_data
-def test_real_movielens() -> None:
+def test_real_movielens_has_its_published_sizes() -> None:
     raw = read_real("movielens", "movielens-100k")
     assert shapes(raw) == ((100_000, 103), None) and len(raw.class_names) == 1682
     sizes = np.unique(np.asarray(raw.client_ids), return_counts=True)[1]

@@ -15,7 +15,7 @@ POST = (
 )
 
 
-def test_newsgroups(tmp_path: Path) -> None:
+def test_newsgroups_are_read_by_group_and_author(tmp_path: Path) -> None:
     files = {
         "20news-bydate-train/sci.med/1": POST,
         "20news-bydate-train/alt.atheism/2": b"From: bob@here.edu (Bob)\r\n\r\nOnly this.\r\n",
@@ -40,7 +40,7 @@ def test_newsgroups(tmp_path: Path) -> None:
 
 
 @needs_real_data
-def test_real_newsgroups() -> None:
+def test_real_newsgroups_have_their_published_sizes() -> None:
     raw = read_real("newsgroups", "20newsgroups")
     assert shapes(raw) == ((11_314,), (7_532,)) and len(raw.class_names) == count(raw.y) == 20
     assert isinstance(raw.x, list) and sum(not text for text in raw.x) < 0.05 * len(raw.x)

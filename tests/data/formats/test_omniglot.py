@@ -34,7 +34,7 @@ def write_omniglot(folder: Path) -> Path:
 # --- Omniglot ---------------------------------------------------------------------------------------------------
 
 
-def test_omniglot(tmp_path: Path) -> None:
+def test_omniglot_is_read_by_character_and_drawer(tmp_path: Path) -> None:
     raw = read("omniglot", write_omniglot(tmp_path))
     assert shapes(raw) == ((12, 28, 28), (6, 28, 28)) and raw.test is not None
     assert raw.class_names[0] == "Greek/character01" and raw.class_names[4] == "Runes/character01"
@@ -65,7 +65,7 @@ def test_omniglot_unpacked_and_broken(tmp_path: Path) -> None:
 
 
 @needs_real_data
-def test_real_omniglot() -> None:
+def test_real_omniglot_has_its_published_sizes() -> None:
     raw = read_real("omniglot", "omniglot")
     assert shapes(raw) == ((964 * 20, 28, 28), (659 * 20, 28, 28)) and len(raw.class_names) == 964 + 659
     assert np.bincount(raw.y).tolist() == [20] * 964 and count(raw.client_ids) == 20

@@ -103,7 +103,7 @@ def test_plays_are_windows_into_one_copy_of_the_text(tmp_path: Path) -> None:
 
 
 @needs_real_data
-def test_real_plays() -> None:
+def test_real_plays_have_their_published_sizes() -> None:
     path = Path(os.environ["FEWER_DATA"]) / "shakespeare"
     raw = read("plays", path)
     assert (

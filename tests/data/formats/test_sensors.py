@@ -48,7 +48,7 @@ def write_hapt(folder: Path, labels: str = "1 1 5 1 200\n1 1 7 201 300\n2 7 1 11
 # --- sensors ----------------------------------------------------------------------------------------------------
 
 
-def test_pamap2(tmp_path: Path) -> None:
+def test_pamap2_is_read_by_person(tmp_path: Path) -> None:
     raw = read("pamap2", write_pamap2(tmp_path), window=10, stride=5, standardize=False)
     assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.float32 and raw.class_names == ("lying", "walking")
     assert raw.client_ids is not None and raw.client_ids.tolist() == [101] * 10 + [102] * 6
@@ -81,7 +81,7 @@ def test_bad_pamap2_is_refused(tmp_path: Path) -> None:
     check_refused("pamap2", tmp_path, "does not name a subject")
 
 
-def test_har(tmp_path: Path) -> None:
+def test_har_is_read_by_person(tmp_path: Path) -> None:
     files = {f"UCI HAR Dataset/{name}": content for name, content in har_files().items()}
     inner = write_zip(tmp_path / "inner.zip", files).read_bytes()
     write_zip(tmp_path / "nested" / "har.zip", {"UCI HAR Dataset.zip": inner})
@@ -105,7 +105,7 @@ def test_har(tmp_path: Path) -> None:
     check_refused("har", tmp_path / "tree", "no body_acc_x_train.txt")
 
 
-def test_hapt(tmp_path: Path) -> None:
+def test_hapt_is_read_by_person(tmp_path: Path) -> None:
     raw = read("hapt", write_hapt(tmp_path), window=50, stride=25)
     assert raw.y.tolist() == [4] * 7 + [0] * 4 and raw.time_ordered and len(raw.class_names) == 6
     assert raw.client_ids is not None and raw.client_ids.tolist() == [1] * 7 + [7] * 4
@@ -131,6 +131,6 @@ def test_hapt(tmp_path: Path) -> None:
 
 
 @needs_real_data
-def test_real_hapt() -> None:
+def test_real_hapt_has_its_published_sizes() -> None:
     raw = read_real("npz", "hapt/hapt.npz")
     assert shapes(raw) == ((10_017, 6, 128), None) and count(raw.y) == 6 and count(raw.client_ids) == 30
