@@ -7,7 +7,7 @@ export MKL_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster-demo test test-cluster lint format docs docs-serve bench reproduce check-results clean
+.PHONY: help demo cluster-demo test test-cluster coverage lint format docs docs-serve bench reproduce check-results clean
 
 help:                          ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,7 +31,10 @@ test: .venv/.installed         ## run the tests
 	$(BIN)/pytest -n 2
 
 test-cluster: .venv/.installed ## all tests between machines, with every fault and every method
-	$(BIN)/pytest -n 0 -m 'cluster or not cluster' tests/machines
+	$(BIN)/pytest -n 0 -m 'cluster or not cluster' tests/machines tests/runtime/flower
+
+coverage: .venv/.installed     ## run the tests and report the covered lines of src/fewer; less than 95 % is an error
+	$(BIN)/pytest -n 2 --cov --cov-report=term --cov-fail-under=95
 
 lint: .venv/.installed         ## check style and types
 	$(BIN)/ruff check .

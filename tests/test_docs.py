@@ -27,8 +27,7 @@ from fewer.methods import find, names
 from fewer.registry import FORMATS, METHODS, MODELS
 from fewer.runs.experiment import parse_settings
 from fewer.runs.settings import Settings
-from tests.test_cli import DIGITS, call
-from tests.test_layers import LAYERS
+from tests.helpers import DIGITS, LAYERS, call
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

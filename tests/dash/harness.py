@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import json
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
@@ -138,8 +138,8 @@ def running(path: Path, cue: Event | None = None) -> Iterator[BaseProcess]:
         process.join()
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 40) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+@contextmanager
+def hold_lock(run: Path) -> Iterator[None]:
+    with (run / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

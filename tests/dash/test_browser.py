@@ -18,7 +18,8 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 
 import fewer
 from fewer.report import write_report
-from tests.dash.harness import FINISHED, STOPPED, DashboardClient, metrics, running, serving, wait_for, write_run
+from tests.dash.harness import FINISHED, STOPPED, DashboardClient, metrics, running, serving, write_run
+from tests.helpers import wait_for
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = os.environ.get("FEWER_BROWSER") or next(filter(None, map(shutil.which, NAMES)), None)
@@ -107,7 +108,7 @@ def row(page: Page, name: str) -> Any:
     return page.get_by_role("row").filter(has=page.get_by_role("link", name=name, exact=True))
 
 
-def test_list_find_sort_and_open(site: DashboardClient, open_page: Open) -> None:
+def test_runs_are_listed_found_sorted_and_opened(site: DashboardClient, open_page: Open) -> None:
     page = open_page(site.address)
     expect(row(page, "faulty")).to_contain_text("■ stopped")
     expect(row(page, "bad")).to_contain_text("damaged")
@@ -146,7 +147,7 @@ def test_a_run_between_machines_says_how_to_resume_it(site: DashboardClient, ope
     expect(page.get_by_role("button", name="Resume")).to_have_attribute("aria-disabled", "true")
 
 
-def test_compare(site: DashboardClient, open_page: Open) -> None:
+def test_chosen_runs_are_compared(site: DashboardClient, open_page: Open) -> None:
     page = open_page(site.address)
     expect(page.get_by_text("Compare …")).to_have_attribute("aria-disabled", "true")
     for name in ("table/fedavg-seed0", "table/local-seed0", "faulty"):
@@ -182,7 +183,7 @@ def test_compare(site: DashboardClient, open_page: Open) -> None:
     expect(popup.value.get_by_role("heading")).to_have_text("All of them")
 
 
-def test_by_keyboard_alone(site: DashboardClient, open_page: Open) -> None:
+def test_the_dashboard_works_by_keyboard_alone(site: DashboardClient, open_page: Open) -> None:
     page = open_page(f"{site.address}/?sort=name&down=0")
     focused = page.locator(":focus")
     expect(page.locator("tbody tr")).to_have_count(7)
@@ -215,7 +216,7 @@ def test_by_keyboard_alone(site: DashboardClient, open_page: Open) -> None:
     assert page.locator(":focus-visible").evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
 
 
-def test_token(runs: Path, open_page: Open) -> None:
+def test_pages_need_the_token(runs: Path, open_page: Open) -> None:
     token = "a-token-of-the-test"
     with serving(runs, token=token) as site:
         page = open_page(f"{site.address}/?state=stopped", allow="401")
@@ -239,7 +240,7 @@ def test_token(runs: Path, open_page: Open) -> None:
             tab.close()
 
 
-def test_read_only(runs: Path, open_page: Open) -> None:
+def test_a_read_only_page_has_no_buttons(runs: Path, open_page: Open) -> None:
     with serving(runs, read_only=True) as site:
         page = open_page(f"{site.address}/?run={site.row('faulty')['id']}")
         expect(page.get_by_text("Read-only: runs cannot be stopped or resumed here.")).to_be_visible()
@@ -281,9 +282,6 @@ def test_a_real_run_followed_stopped_and_resumed(tmp_path: Path, open_page: Open
     expect(page.locator("#connection")).to_have_text("Connection lost. Reconnecting …")
 
 
-# --- accessibility --------------------------------------------------------------------------------------------
-
-
 def find_violations(page: Page) -> list[str]:
     """The violations that the accessibility checker finds on a page."""
     violations = Axe().run(page).response["violations"]
@@ -298,7 +296,7 @@ SCREENS = pytest.mark.parametrize(("width", "dark"), [(390, False), (1200, True)
 
 
 @SCREENS
-def test_accessible(site: DashboardClient, open_page: Open, width: int, dark: bool) -> None:
+def test_every_screen_is_accessible(site: DashboardClient, open_page: Open, width: int, dark: bool) -> None:
     ids = ",".join(site.row(f"table/{method}-seed0")["id"] for method in ("fedavg", "local"))
     ready = {
         "": "tbody tr >> nth=6",

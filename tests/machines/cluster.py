@@ -6,41 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runs.machines import FlowerServer, exchange_keys
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.programs import find_free_port
+from tests.helpers import wait_for
 
 CLIENT = Path(__file__).with_name("client.py")
 TIMEOUT = 400.0
 """Time limit in seconds for any step on a busy machine."""
-
-FRL_SETTINGS: dict[str, Any] = {
-    "rounds": 4,
-    "method_options": {"way": 2, "group_size": 2, "eval_groups": 1, "samples_per_class": 20},
-}
-"""Settings that make FRL fast."""
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = TIMEOUT) -> None:
-    """Waits until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.1)
-
-
-def experiment(clients: int, method: str = "fedavg", **settings: Any) -> Experiment:
-    """A small experiment."""
-    defaults: dict[str, Any] = {"data": "digits", "alpha": 1.0, "rounds": 2, "seed": 3, "runtime": "flower"}
-    return build_experiment(parse_settings({**defaults, "method": method, "clients": clients, **settings}))
 
 
 class Cluster:
@@ -91,7 +68,7 @@ class Cluster:
 
     def node(self, client: int) -> psutil.Process:
         """The SuperNode of a client that has joined."""
-        wait_until(lambda: psutil.Process(self.clients[client].pid).children())
+        wait_for(lambda: psutil.Process(self.clients[client].pid).children(), TIMEOUT)
         return psutil.Process(self.clients[client].pid).children()[0]
 
     def kill(self, client: int) -> None:

@@ -22,13 +22,12 @@ import pytest
 import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
-
 from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import run_experiment
 from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
-from tests.machines.cluster import Cluster, experiment, wait_until
-from tests.test_baselines import run_contents
+from tests.helpers import experiment, run_contents, wait_for
+from tests.machines.cluster import TIMEOUT, Cluster
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -38,7 +37,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     created = Cluster(tmp_path, 2)
     yield created
     created.close()
-    wait_until(lambda: not created.strays(), 30)
+    wait_for(lambda: not created.strays(), 30)
 
 
 class After:
@@ -72,7 +71,7 @@ def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
     return {**inline, "clients": {}} == remote
 
 
-# --- killed ---------------------------------------------------------------------------------------------------
+# --- killed -----------------------------------------------------------------------------------------------------
 
 
 def test_a_killed_server_resumes(cluster: Cluster, tmp_path: Path) -> None:
@@ -81,12 +80,12 @@ def test_a_killed_server_resumes(cluster: Cluster, tmp_path: Path) -> None:
     args = ["fedavg", "--data", "digits", "--clients", "2", "--alpha", "1", "--rounds", "3", "--seed", "3"]
     run = tmp_path / "run"
     first = cluster.start_server(*args, "--out", run)
-    wait_until((run / "checkpoint.safetensors").exists)
+    wait_for((run / "checkpoint.safetensors").exists, TIMEOUT)
     time.sleep(1)  # clients poll every 3 seconds: the next question is on its way
     children = psutil.Process(first.pid).children()
     first.kill()
     first.wait()
-    wait_until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), 10)
+    wait_for(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children), 10)
     completed = subprocess.run(cluster.command("--resume", run), capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
     assert re.search(r"resumes after round [12]/3", completed.stderr) and "fedavg: accuracy" in completed.stdout
@@ -98,7 +97,7 @@ def test_a_client_killed_in_mid_round_is_lost_and_can_rejoin_with_its_key(cluste
     cluster.join(1, "hangs")
 
     def restart_client() -> None:  # while the client handles its first question
-        wait_until((tmp_path / "mark-1").exists)
+        wait_for((tmp_path / "mark-1").exists, TIMEOUT)
         cluster.kill(1)
         cluster.join(1)
 
@@ -191,16 +190,16 @@ def test_no_client_online_loses_the_quorum(cluster: Cluster, tmp_path: Path) -> 
 def test_a_client_that_joins_late_takes_part_in_later_rounds(cluster: Cluster, tmp_path: Path) -> None:
     def join_late() -> None:
         cluster.join(1)
-        wait_until(lambda: cluster.logged(1, "joined"))
+        wait_for(lambda: cluster.logged(1, "joined"), TIMEOUT)
 
     cluster.join(0)
     with cluster.server(timeout=0) as server:
-        wait_until(lambda: cluster.logged(0, "joined"))
+        wait_for(lambda: cluster.logged(0, "joined"), TIMEOUT)
         server.start(experiment(2, rounds=3), tmp_path / "run", After(join_late, round=1))
     assert absent(tmp_path / "run") == [(1, 1, "lost")]
 
 
-# --- malformed -----------------------------------------------------------------------------------------------
+# --- malformed --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cluster
@@ -225,7 +224,7 @@ def test_a_message_of_200_mb_can_be_sent_and_returned(cluster: Cluster) -> None:
     cluster.join(0, "echo")
     with cluster.server() as server:
         server.superlink.start_run("{}")
-        wait_until(lambda: 0 in server.superlink.online_clients())
+        wait_for(lambda: 0 in server.superlink.online_clients(), TIMEOUT)
         clients = Flower(2, 0, handlers=None, superlink=server.superlink)  # type: ignore[arg-type]
         (answer,) = clients.ask([0], echo, returns={"x": large}, x=large)
     assert torch.equal(answer["x"], large)
@@ -233,7 +232,7 @@ def test_a_message_of_200_mb_can_be_sent_and_returned(cluster: Cluster) -> None:
     assert 0 < server.superlink.packed["up"] - clients.ledger.total["up"] < 10_000
 
 
-# --- not admitted --------------------------------------------------------------------------------------------
+# --- not admitted -----------------------------------------------------------------------------------------------
 
 
 def mix_credentials(folder: Path, key: Path, authority: Path) -> Path:
@@ -250,8 +249,8 @@ def test_a_foreign_key_and_a_foreign_authority_are_not_admitted(cluster: Cluster
     with cluster.server() as server:
         cluster.join(0, keys=mix_credentials(tmp_path / "wrong-key", other.client_folder(0), own))
         cluster.join(1, keys=mix_credentials(tmp_path / "wrong-authority", own, other.client_folder(0)))
-        wait_until(lambda: cluster.logged(0, "does not accept this key"))
-        wait_until(lambda: cluster.logged(1, "certificate cannot be trusted (unable to get local issuer"))
+        wait_for(lambda: cluster.logged(0, "does not accept this key"), TIMEOUT)
+        wait_for(lambda: cluster.logged(1, "certificate cannot be trusted (unable to get local issuer"), TIMEOUT)
         server.superlink.start_run("{}")
         assert server.superlink.online_clients() == {}
 
@@ -265,7 +264,7 @@ def test_a_client_without_a_key_is_not_admitted(cluster: Cluster, tmp_path: Path
     node = Program("flwr.supernode.cli:flower_supernode", args, tmp_path / "home")
     with cluster.server() as server:
         node.start()
-        wait_until(lambda: node.pid is None)
+        wait_for(lambda: node.pid is None, TIMEOUT)
         server.superlink.start_run("{}")
         assert server.superlink.online_clients() == {}
     assert "Failed to initialize the connection to the SuperLink." in node.log_lines()
@@ -279,7 +278,7 @@ def test_a_removed_key_is_not_admitted_again(cluster: Cluster, tmp_path: Path) -
     public.rename(tmp_path / "taken")
     with cluster.server():
         cluster.join(1)
-        wait_until(lambda: cluster.logged(1, "does not accept this key"))
+        wait_for(lambda: cluster.logged(1, "does not accept this key"), TIMEOUT)
     (tmp_path / "taken").rename(public)
     with pytest.raises(RunError, match="client 1: Flower does not accept a key again"), cluster.server():
         pass
@@ -289,9 +288,9 @@ def test_a_removed_key_is_not_admitted_again(cluster: Cluster, tmp_path: Path) -
 def test_a_key_admits_only_one_client(cluster: Cluster) -> None:
     cluster.join(0)
     with cluster.server():
-        wait_until(lambda: cluster.logged(0, "joined"))
+        wait_for(lambda: cluster.logged(0, "joined"), TIMEOUT)
         cluster.join(1, keys=cluster.keys.client_folder(0))
-        wait_until(lambda: cluster.logged(1, "does not accept this key"))
+        wait_for(lambda: cluster.logged(1, "does not accept this key"), TIMEOUT)
 
 
 @pytest.mark.cluster
@@ -313,4 +312,4 @@ def test_an_expired_certificate_is_not_trusted(cluster: Cluster) -> None:
     with closing(socket.create_server(("127.0.0.1", cluster.port))) as listener:
         threading.Thread(target=serve, args=(listener,), daemon=True).start()
         cluster.join(0)
-        wait_until(lambda: cluster.logged(0, "certificate cannot be trusted (certificate has expired)"))
+        wait_for(lambda: cluster.logged(0, "certificate cannot be trusted (certificate has expired)"), TIMEOUT)

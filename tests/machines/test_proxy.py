@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
-
 from fewer.runs.engine import run_experiment
 from fewer.runtime.flower.programs import find_free_port
-from tests.machines.cluster import Cluster, experiment
-from tests.test_baselines import run_contents
+from tests.helpers import experiment, run_contents
+from tests.machines.cluster import Cluster
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = [

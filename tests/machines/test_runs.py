@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
-
 from fewer.methods import names
 from fewer.runs.engine import run_experiment
 from fewer.runs.machines import FlowerServer
 from fewer.runtime.handlers import OUTGOING
-from tests.machines.cluster import FRL_SETTINGS, Cluster, experiment, wait_until
-from tests.test_baselines import run_contents
+from tests.helpers import FRL_SETTINGS, experiment, run_contents, wait_for
+from tests.machines.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(900)
 META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
@@ -60,7 +59,7 @@ def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int
         @cache
         def make(clients: int) -> tuple[Cluster, FlowerServer]:
             cluster = Cluster(tmp_path_factory.mktemp("cluster"), clients)
-            stack.callback(wait_until, lambda: not cluster.strays(), 30)
+            stack.callback(wait_for, lambda: not cluster.strays(), 30)
             stack.callback(cluster.close)
             for client in range(clients):
                 cluster.join(client)

@@ -15,8 +15,8 @@ from fewer.cli.app import app
 from fewer.methods import Client, Method, ModelState, names
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task
+from fewer.runs.artifacts import deploy_settings
 from fewer.runs.experiment import make_method, parse_settings
-from fewer.runs.inference import deploy_settings
 from fewer.runs.settings import settings_hash
 from fewer.runtime import Clients, on_client
 from fewer.runtime.handlers import Call, HandlerRunner, Reply
@@ -40,7 +40,7 @@ EXACT = {
     **{name: {ANSWER_QUERIES} for name in ("fedavg-meta", "reptile", "per-fedavg", "alone")},
     "fedmeta": {ANSWER_QUERIES, ("local_train", "buffers")},
     "frl-deploy": {SCORE},
-    "metafed, fedbn": {("send_model", "broadcast")},
+    "metafed, fedbn": {("send_model", "shared")},
 }
 """The floating-point fields that each method sends without a codec, by kind of message. All others have one."""
 SEND_NO_FLOATS = {"local", "alone", "frl-scratch", "local-maml", "local-proto"}

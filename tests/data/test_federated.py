@@ -1,0 +1,297 @@
+"""User arrays as federated data, held-out samples, and fingerprints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fewer.data import ArrayData, Samples, from_arrays, from_clients
+from fewer.data.partition import Parts
+from fewer.errors import DataError, SettingError
+from tests.data.arrays import arrays, labels
+
+
+def row_indices(samples: Samples) -> set[int]:
+    """The row indices of samples from `arrays`."""
+    return {int(x[0]) // 2 for x in samples.slice(0, len(samples))[0]}
+
+
+# --- user arrays ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("validation", [0.0, 0.25])
+def test_a_fifth_of_the_samples_is_for_testing(validation: float) -> None:
+    x, y = arrays()
+    data = from_arrays(x, y, clients=4, validation=validation)
+    seen: list[int] = []
+    for client in range(4):
+        train, validation_samples, test = data.client(client)
+        total = len(train) + len(validation_samples) + len(test)
+        assert abs(len(test) - total / 5) <= 4 and len(validation_samples) == int((total - len(test)) * validation)
+        assert data.size(client) == len(train)
+        for part in (train, validation_samples, test):
+            seen += row_indices(part)
+            inputs, targets = part.slice(0, len(part))
+            assert targets.tolist() == [y[int(row[0]) // 2] for row in inputs]
+    assert sorted(seen) == list(range(200))
+    assert row_indices(data.test) == set().union(*(row_indices(data.client(client).test) for client in range(4)))
+    assert data.shape == (2,) and data.classes == 4 and len(data) == 4 and data.origin is None
+
+
+def test_client_ids_assign_samples_to_clients() -> None:
+    x, y = arrays(30)
+    client_ids = np.array([f"client {row % 3}" for row in range(30)])
+    data = from_arrays(x, y, client_ids=client_ids, partition="natural")
+    assert len(data) == 3
+    for client in range(3):
+        client_data = data.client(client)
+        assert row_indices(client_data.train) | row_indices(client_data.test) == set(range(client, 30, 3))
+        assert (len(client_data.train), len(client_data.test)) == (8, 2)
+
+
+def test_client_ids_with_a_separate_test_set() -> None:
+    x, y = arrays(30)
+    data = from_arrays(x, y, client_ids=np.arange(30) % 3, test=(x[:9] + 1000, y[:9]))
+    assert [len(data.client(client).train) for client in range(3)] == [10, 10, 10]
+    assert sum(len(data.client(client).test) for client in range(3)) == 9
+    assert row_indices(data.test) == set(range(500, 509))
+
+
+def test_natural_needs_clients() -> None:
+    with pytest.raises(SettingError, match="partition = natural needs client ids"):
+        from_arrays(*arrays(), partition="natural")
+
+
+def test_from_clients_keeps_order_and_a_client_without_samples() -> None:
+    x, y = arrays(30)
+    empty = (np.zeros((0, 2), np.float32), np.zeros(0, int))
+    pairs = [empty, (x[:10], y[:10]), empty, (x[10:25], y[10:25]), (x[25:], y[25:]), ([], [])]
+    data = from_clients(pairs, validation=0.5)
+    assert len(data) == 6
+    assert [sum(map(len, data.client(client))) for client in range(6)] == [0, 10, 0, 15, 5, 0]
+    assert [data.size(client) for client in range(6)] == [0, 4, 0, 6, 2, 0]
+    rows = [set().union(*map(row_indices, data.client(client))) for client in range(6)]
+    assert rows == [set(), set(range(10)), set(), set(range(10, 25)), set(range(25, 30)), set()]
+
+
+def test_from_clients_takes_tensors_and_mixed_floats() -> None:
+    pairs = [(torch.ones(5, 2), torch.ones(5).long()), (np.zeros((5, 2), np.float64), [0] * 5)]
+    data = from_clients(pairs)
+    assert data.source.x.dtype == torch.float32 and data.classes == 2
+    assert data.client(0).train.slice(0, 1)[0].tolist() == [[1, 1]]
+
+
+def test_fraction_keeps_that_share_of_the_samples() -> None:
+    x, y = arrays()
+    data = from_arrays(x, y, clients=2, fraction=0.5, test=(x, y))
+    assert data.size(0) + data.size(1) == 100 and len(data.test) == 200
+    train_rows = row_indices(data.client(0).train) | row_indices(data.client(1).train)
+    assert len(train_rows) == 100 and train_rows != set(range(100))
+    data = from_arrays(x, y, client_ids=np.arange(200) % 2, fraction=0.5, test=(x, y))
+    assert data.size(0) + data.size(1) == 100
+    for client in range(2):
+        assert {row % 2 for row in row_indices(data.client(client).train)} == {client}
+
+
+def test_a_client_that_fraction_leaves_without_samples_remains_a_client() -> None:
+    x, y = arrays(55)
+    pairs = [(x[:3], y[:3]), (x[3:53], y[3:53]), (x[53:], y[53:])]
+    for fraction in (0.5, 0.1, 0.03):
+        data = from_clients(pairs, fraction=fraction, test=(x, y))
+        assert len(data) == 3 and sum(data.size(client) for client in range(3)) == round(55 * fraction)
+        for client, rows in enumerate((range(3), range(3, 53), range(53, 55))):
+            assert row_indices(data.client(client).train) <= set(rows)
+    assert data.size(0) == 0
+
+
+def test_images_get_a_channel_and_labels_may_be_a_column() -> None:
+    data = from_arrays(np.zeros((40, 5, 6), np.uint8), np.zeros((40, 1)), clients=2)
+    assert data.shape == (1, 5, 6) and data.source.y.dtype == torch.int64
+
+
+BAD = [
+    (
+        {"x": np.array([[0, 1], [np.nan, 1], [2, 3]] * 10, np.float32)},
+        r"NaN or infinity in sample 1 \(10 samples in total\)",
+    ),
+    ({"x": np.full((30, 2), np.inf)}, "NaN or infinity in sample 0"),
+    ({"x": np.full((30, 2), 1e300)}, "NaN or infinity in sample 0"),
+    ({"x": np.zeros((29, 2))}, "has 29 inputs and 30 labels"),
+    ({"x": np.zeros((0, 2)), "y": []}, "has no samples"),
+    ({"x": np.float32(3)}, "has 1 inputs and 30 labels"),
+    ({"x": np.array(["a"] * 30)}, "not an array of numbers"),
+    ({"x": np.array([None] * 30)}, "not an array of numbers"),
+    ({"x": [[1.0]] * 29 + [[1.0, 2.0]]}, "not an array of numbers"),
+    ({"x": np.zeros((30, 2), ">f4")}, "not an array of numbers"),
+    ({"x": np.zeros((30, 2), np.complex64)}, "complex inputs"),
+    ({"y": np.array([0.5] * 30)}, "labels that are not class labels"),
+    ({"y": np.array([-1] * 30)}, "labels that are not class labels"),
+    ({"y": np.array([np.nan] * 30)}, "labels that are not class labels"),
+    ({"y": np.array(["cat", "dog", "cow"] * 10)}, "labels that are not class labels"),
+    ({"y": np.array([None] * 30)}, "labels that are not class labels"),
+    ({"y": np.array([0, 2**40] * 15)}, "must be < 1048576, got 1099511627776"),
+    ({"y": np.zeros((30, 2), int)}, r"labels of shape \(30, 2\)"),
+    ({"client_ids": [0] * 29}, "has 30 samples and 29 client ids"),
+    ({"test": (np.zeros((3, 2)), [0, 1])}, r"\(test\)' has 3 inputs and 2 labels"),
+    ({"test": (np.full((1, 2), np.nan), [0])}, r"\(test\)' has NaN"),
+    ({"test": (np.zeros((1, 3)), [0])}, r"training inputs of float32 \(2,\), but test inputs of float32 \(3,\)"),
+    ({"test": (np.zeros((1, 2), np.uint8), [0])}, r"training inputs of float32 \(2,\), but test inputs of uint8"),
+    ({"clients": 31}, "cannot partition 24 training samples among 31 clients"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+@pytest.mark.filterwarnings("error")
+def test_invalid_arrays_are_errors(change: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"x": np.zeros((30, 2)), "y": np.arange(30) % 3, "clients": 2, "min_samples_per_client": 1}
+    assert len(from_arrays(**good)) == 2
+    with pytest.raises(DataError, match=message):
+        from_arrays(**good | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fraction": 0.0}, "fraction must be > 0 and <= 1, got 0"),
+        ({"fraction": 1.1}, "fraction must be > 0 and <= 1, got 1.1"),
+        ({"fraction": 0.001}, "keeps none of 160 samples"),
+        ({"fraction": 0.001, "client_ids": np.zeros(200)}, "keeps none of 160 samples"),
+        ({"validation": 1.5}, "fraction to hold out must be > 0 and < 1"),
+        ({"partition": "idd"}, "unknown partition 'idd', did you mean 'iid'"),
+        ({"alpha": -1.0}, "alpha must be > 0, got -1"),
+        ({"min_samples_per_client": 300}, "fewer than 300 of 160 samples"),
+    ],
+)
+def test_wrong_settings_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        from_arrays(*arrays(), **{"clients": 2, **change})
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([], "no client in the list has samples"),
+        ([([], []), ([], [])], "no client in the list has samples"),
+        ([(np.zeros((3, 2)), [0, 1])], "client 0' has 3 inputs and 2 labels"),
+        (
+            [(np.zeros((3, 2)), [0] * 3), (np.zeros((3, 4)), [0] * 3)],
+            r"client 1 has inputs of float64 \(4,\), but other clients",
+        ),
+        ([(np.zeros((3, 2)), [0] * 3), (np.zeros((3, 2), np.uint8), [0] * 3)], r"client 1 has inputs of uint8 \(2,\)"),
+        ([(np.zeros((3, 2)), [0] * 3), (np.full((3, 2), np.nan), [0] * 3)], "NaN or infinity in sample 3"),
+    ],
+)
+def test_incompatible_clients_are_errors(pairs: list[tuple[Any, Any]], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        from_clients(pairs)
+
+
+# --- holding out ------------------------------------------------------------------------------------------------
+
+
+def test_hold_out_takes_test_samples_from_training_alone() -> None:
+    x, y = arrays()
+    data = from_arrays(x, y, clients=4, validation=0.2)
+    tuning_data = data.hold_out(0.25, seed=5)
+    test_rows = row_indices(data.test)
+    assert len(tuning_data) == 4 and tuning_data.origin is None
+    for client in range(4):
+        before, after = data.client(client), tuning_data.client(client)
+        train, held_out = row_indices(after.train), row_indices(after.test)
+        assert not train & held_out and train | held_out == row_indices(before.train)
+        assert len(held_out) == len(before.train) // 4
+        assert row_indices(after.validation) == row_indices(before.validation)
+        assert not (train | held_out) & test_rows
+        inputs, targets = after.test.slice(0, len(after.test))
+        assert targets.tolist() == [y[int(row[0]) // 2] for row in inputs]
+    assert row_indices(tuning_data.test) == set().union(
+        *(row_indices(tuning_data.client(client).test) for client in range(4))
+    )
+    assert not row_indices(tuning_data.test) & test_rows
+    assert row_indices(data.test) == test_rows
+
+
+def test_hold_out_never_reads_the_test_samples() -> None:
+    x, y = arrays()
+    data = from_arrays(x, y, clients=4, test=(x + 10_000, y))
+    damaged = replace(data, global_test=Samples(torch.full_like(data.global_test.x, torch.nan), data.global_test.y))
+    first, second = (source.hold_out(0.3, seed=0) for source in (data, damaged))
+    assert first.fingerprint() == second.fingerprint()
+    assert bool(torch.isfinite(second.test.slice(0, len(second.test))[0]).all())
+
+
+def test_hold_out_depends_on_its_seed() -> None:
+    data = from_arrays(*arrays(), clients=4)
+    rows = [row_indices(data.hold_out(0.3, seed).test) for seed in (0, 0, 1)]
+    assert rows[0] == rows[1] != rows[2]
+
+
+def test_a_second_hold_out_takes_other_samples() -> None:
+    data = from_arrays(*arrays(), clients=4)
+    first = data.hold_out(0.3, 0)
+    second = first.hold_out(0.3, 0)
+    assert not row_indices(second.test) & row_indices(first.test)
+    assert row_indices(second.test) <= set().union(*(row_indices(first.client(client).train) for client in range(4)))
+
+
+# --- fingerprint ------------------------------------------------------------------------------------------------
+
+
+def make_data(**change: Any) -> ArrayData:
+    x = np.random.default_rng(0).integers(256, size=(80, 3, 3), dtype=np.uint8)
+    y = labels(80, 4)
+    options: dict[str, Any] = {
+        "x": x,
+        "y": y,
+        "test": (x[:20].copy(), y[:20].copy()),
+        "clients": 3,
+        "min_samples_per_client": 1,
+        "normalization": (0.5, 0.5),
+    }
+    return from_arrays(**options | change)
+
+
+def test_fingerprint_depends_on_the_content() -> None:
+    data = make_data()
+    assert data.fingerprint() == make_data().fingerprint() == data.to(torch.device("cpu")).fingerprint()
+    assert len(data.fingerprint()) == 8
+
+
+def increment_at(array: Any, index: Any) -> Any:
+    copied = np.array(array)
+    copied[index] = (copied[index] + 1) % 4
+    return copied
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["pixel", "label", "test pixel", "test label", "seed", "alpha", "clients", "validation", "normalization", "shape"],
+)
+def test_fingerprint_changes_with(what: str) -> None:
+    x, y = np.random.default_rng(0).integers(256, size=(80, 3, 3), dtype=np.uint8), labels(80, 4)
+    test = x[:20], y[:20]
+    change: dict[str, Any] = {
+        "pixel": {"x": increment_at(x, (40, 1, 2))},
+        "label": {"y": increment_at(y, 40), "partition": "iid"},
+        "test pixel": {"test": (increment_at(test[0], (7, 0, 0)), test[1])},
+        "test label": {"test": (test[0], increment_at(test[1], 7)), "partition": "iid"},
+        "seed": {"seed": 1},
+        "alpha": {"alpha": 5.0},
+        "clients": {"clients": 4},
+        "validation": {"validation": 0.2},
+        "normalization": {"normalization": (0.5, 0.25)},
+        "shape": {"x": x.reshape(80, 9), "test": (test[0].reshape(20, 9), test[1])},
+    }[what]
+    common = {"partition": "iid"} if "partition" in change else {}
+    assert make_data(**change).fingerprint() != make_data(**common).fingerprint()
+
+
+def test_fingerprint_changes_when_a_row_moves_to_another_client() -> None:
+    data = make_data()
+    offsets = data.train.offsets.copy()
+    offsets[1] += 1
+    assert replace(data, train=Parts(data.train.rows, offsets)).fingerprint() != data.fingerprint()

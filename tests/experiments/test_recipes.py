@@ -1,0 +1,270 @@
+"""Recipes: settings, rows, tables and pictures."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fewer.data.sources import EMBEDDED
+from fewer.errors import SettingError
+from fewer.experiments import Row, recipes
+from fewer.experiments.studies import parse_study
+from fewer.methods import find
+from fewer.report import plot_recipe
+from fewer.report.metrics import interval
+from fewer.report.style import assign_styles
+from fewer.runs.experiment import make_method, parse_settings
+from tests.helpers import call
+
+
+def test_rows_of_a_recipe_may_differ_in_model_and_data() -> None:
+    plan = recipes.load_recipe("fedmeta/table3")
+    for quick, options in ((False, {"items": "genres", "max_items": 40, "min_records": 100}), (True, {})):
+        settings = dict(
+            zip([row.name for row in plan.row], recipes.row_settings(plan.column[3], plan, quick), strict=True)
+        )
+        mixed, meta, alone = settings["MIXED: NN, tuned"], settings["META: MAML + NN, tuned"], settings["SELF: MRU"]
+        assert mixed["data_options"] == options and meta["data_options"] == alone["data_options"] == {
+            **options,
+            "own_classes": True,
+        }
+        assert mixed["model"] == meta["model"] == "mlp" and alone["model"] == "logistic" and alone["rounds"] == 1
+        assert all(
+            row["method_options"]["top_k"] == 4 and row["method_options"]["support_fraction"] == 0.05
+            for row in settings.values()
+        )
+
+
+RECIPE = """
+title = "A small table"
+paper = "Nobody: Nothing, 2026"
+seeds = 2
+trials = 4
+[settings]
+data = "digits"
+clients = 6
+rounds = 2
+[quick]
+rounds = 1
+seeds = 1
+[[column]]
+name = "α = 0.5"
+alpha = 0.5
+[[column]]
+name = "α = 5"
+alpha = 5.0
+[[row]]
+name = "FedAvg, given"
+method = "fedavg"
+method_options = { lr = 0.05 }
+paper = [12.5]
+[[row]]
+name = "FedProx, tuned"
+method = "fedprox"
+tune = true
+"""
+
+
+def test_a_recipe_prints_our_results_next_to_the_papers(tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(f'figure = "rounds"\n{RECIPE}')
+    args: list[str | Path] = ["reproduce", file, "--results", tmp_path / "results", "--out", tmp_path / "runs"]
+    text = call(*args).stdout
+    content = json.loads((tmp_path / "results/small.json").read_text())
+    assert content["command"] == f"fewer reproduce {file}" and "torch" in content["machine"]
+    cells = {(cell["row"], cell["column"]): cell for cell in content["cells"]}
+    assert len(cells) == 4
+    recorded_cells = json.loads((tmp_path / "runs/recipe.json").read_text())["cells"]
+    assert recorded_cells["alpha-0.5/fedavg-given"] == {"row": "FedAvg, given", "column": "α = 0.5", "paper": 12.5}
+    assert {path.parent.name for path in (tmp_path / "runs").glob("*/*/settings.json")} >= {
+        f"{cell_path.split('/')[1]}-seed0" for cell_path in recorded_cells
+    }
+    given = cells["FedAvg, given", "α = 0.5"]
+    assert given["paper"] == 12.5 and given["ours"]["seeds"] == [0, 1] and given["ours"]["settings"]["lr"] == 0.05
+    assert not given["ours"]["trials"] and len(cells["FedProx, tuned", "α = 5"]["ours"]["trials"]) == 4
+    accuracy, half = given["ours"]["accuracy"], given["ours"]["ci95"]
+    assert f"| FedAvg, given | {100 * accuracy:.2f} ± {100 * half:.2f} / 12.50 |" in text
+    assert given["ours"]["hash"] in text and (tmp_path / "results/small.md").read_text() in text
+    before = (tmp_path / "results/small.json").read_text()
+    curves = given["ours"]["curves"]
+    assert [[line["round"] for line in seed] for seed in curves] == [[1, 2], [1, 2]]
+    assert [seed[-1]["accuracy"] for seed in curves] == given["ours"]["accuracies"]
+    assert sum(seed[-1]["up"] for seed in curves) / 2e6 == pytest.approx(given["ours"]["mb_up"])
+    assert "![Accuracy by round of each row](small.png)" in text
+    assert (tmp_path / "results/small.png").read_bytes().startswith(b"\x89PNG")
+    again = call(*args)  # all results exist: nothing runs again
+    assert "accuracy" not in again.stderr and (tmp_path / "results/small.json").read_text() == before
+    quick = call(*args[:2], "--quick", "--results", tmp_path / "results", "--out", tmp_path / "quick").stdout
+    assert "**Quick mode**" in quick and (tmp_path / "results/small-quick.md").exists()
+
+
+def test_recipes_are_listed_and_valid() -> None:
+    listed = call("reproduce", "--list").stdout
+    assert {"baselines/mnist", "fedmk/table1", "fedmk/fig2"} <= {line.split()[0] for line in listed.splitlines()}
+    for name in recipes.list_recipes():
+        plan = recipes.load_recipe(name)
+        assert all(len(row.paper) <= len(plan.column) for row in plan.row)
+        for study in (plan.study, {**plan.study, **plan.quick.get("study", {})}):
+            if study:
+                parse_study(study)
+        for titles in ([row.name for row in plan.row], [column.name for column in plan.column]):
+            assert len({recipes.slugify(title) for title in titles}) == len(titles)  # each has its own directory
+        for column, quick in itertools.product(plan.column, (False, True)):
+            for row, row_settings in zip(plan.row, recipes.row_settings(column, plan, quick), strict=True):
+                settings = parse_settings(row_settings)
+                assert make_method(find(settings.method), settings).name == row.method, (name, column.name, row.name)
+                assert not quick or settings.data in EMBEDDED
+                if row.method == "fedmk-paper":
+                    assert (
+                        not settings.method_options.get("matching_steps")
+                        and settings.method_options.get("inner_steps", 1) == 1
+                    )
+
+
+def test_settings_combine_recipe_column_and_row() -> None:
+    text = RECIPE.replace("rounds = 2\n", "rounds = 2\nmethod_options = { mu = 0.3, lr = 0.2 }\n")
+    text = text.replace(
+        "alpha = 5.0\n",
+        "alpha = 5.0\nmethod_options = { lr = 0.4 }\nquick = { alpha = 7.0, method_options = { mu = 0.6 } }\n",
+    )
+
+    def read_settings(column: int, quick: bool = False, text: str = text) -> list[tuple[float, int, dict[str, float]]]:
+        plan = recipes.Recipe(**tomllib.loads(text))
+        settings = recipes.row_settings(plan.column[column], plan, quick)
+        return [(given["alpha"], given["rounds"], given["method_options"]) for given in settings]
+
+    assert read_settings(0) == [(0.5, 2, {"lr": 0.05}), (0.5, 2, {"mu": 0.3, "lr": 0.2})]  # fedavg has no mu
+    assert read_settings(1) == [(5.0, 2, {"lr": 0.05}), (5.0, 2, {"mu": 0.3, "lr": 0.4})]
+    assert read_settings(1, quick=True) == [(7.0, 1, {"lr": 0.05}), (7.0, 1, {"mu": 0.6, "lr": 0.4})]
+    with pytest.raises(SettingError, match="'nu': no method has it"):
+        read_settings(0, text=text.replace("mu = 0.3", "nu = 0.3"))
+
+
+def test_a_recipe_can_average_over_clients_and_change_settings_of_a_row(tmp_path: Path) -> None:
+    text = RECIPE.replace("seeds = 2\ntrials = 4\n", 'seeds = 1\ntrials = 2\nmean = "clients"\n')
+    text = text.replace('[[column]]\nname = "α = 5"\nalpha = 5.0\n', "")
+    text = text.replace("paper = [12.5]\n", "settings = { validation = 0.3 }\n")
+    file = tmp_path / "small.toml"
+    file.write_text(text)
+    plan, (given, tuned) = recipes.reproduce(str(file), tmp_path / "runs")
+    run = tmp_path / "runs/alpha-0.5/fedavg-given-seed0"
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads((run / "settings.json").read_text())["settings"]["validation"] == 0.3
+    assert given.ours.accuracy == pytest.approx(np.mean(list(last["clients"].values()))) != last["accuracy"]
+    assert "Mean accuracy over clients" in recipes.render_markdown(plan, [given, tuned], "", False)
+    other = tmp_path / "runs/alpha-0.5/fedprox-tuned-seed0/settings.json"
+    assert json.loads(other.read_text())["settings"]["validation"] == 0 and len(tuned.ours.trials) == 2
+
+
+def make_row(method: str, curves: list[list[float]], first: int = 1) -> Row:
+    """A row of synthetic runs that send 3 MB up and 1 MB down per round."""
+    last = [curve[-1] for curve in curves]
+    lines = [
+        [
+            {"round": number, "accuracy": accuracy, "up": 3_000_000 * number, "down": 1_000_000 * number}
+            for number, accuracy in enumerate(curve, first)
+        ]
+        for curve in curves
+    ]
+    mean, half = interval(last)
+    return Row(method, mean, half, mean, 2, 6, 2, 1, [0, 1], last, lines, {}, "hash")
+
+
+def make_cells(**keys: Any) -> tuple[recipes.Recipe, list[recipes.Cell]]:
+    plan = recipes.Recipe(**{**tomllib.loads(RECIPE), **keys})
+    given, tuned = [[0.1, 0.3], [0.1, 0.5]], [[0.2, 0.6], [0.4, 0.6]]
+    rows = {"FedAvg, given": make_row("fedavg", given), "FedAvg, tuned": make_row("fedavg", tuned)}
+    plan = plan.model_copy(
+        update={"row": [recipes.RecipeRow(name=name, method="fedavg", tune="tuned" in name) for name in rows]}
+    )
+    columns = [column.name for column in plan.column]
+    return plan, [recipes.Cell(name, column, ours, None) for column in columns for name, ours in rows.items()]
+
+
+@pytest.mark.parametrize(("figure", "x"), [("rounds", [1, 2]), ("megabytes", [4, 8])])
+def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[float]) -> None:
+    drawn = plot_recipe(*make_cells(figure=figure))
+    assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["α = 0.5", "α = 5"]
+    for axes in drawn.axes:
+        given, tuned = axes.lines
+        assert list(given.get_xdata()) == pytest.approx(x)  # type: ignore[arg-type]
+        assert list(given.get_ydata()) == pytest.approx([10, 40])  # type: ignore[arg-type]
+        style = assign_styles(["fedavg"])["fedavg"]
+        assert given.get_color() == tuned.get_color() == style.color
+        assert (tuned.get_linestyle(), tuned.get_marker()) == (style.dash, style.marker)
+        assert given.get_linestyle() != tuned.get_linestyle() and given.get_marker() != tuned.get_marker()
+        assert len(axes.collections) == 2  # bands
+    assert [text.get_text() for text in drawn.legends[0].get_texts()] == ["FedAvg, given", "FedAvg, tuned"]
+    low, high = drawn.axes[0].get_ylim()
+    assert drawn.axes[1].get_ylim() == (low, high) and low == 0 and high == 100  # the bands are wide
+
+
+def test_a_recipe_draws_its_columns() -> None:
+    (axes,) = (plot_recipe(*make_cells(figure="columns")) or pytest.fail("no picture")).axes
+    given = axes.lines[0]
+    assert list(given.get_ydata()) == pytest.approx([40, 40])  # type: ignore[arg-type]
+    assert np.round(np.asarray(given.get_xdata())).tolist() == [0, 1]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["α = 0.5", "α = 5"]
+    drawn = plot_recipe(*make_cells(figure="columns", by_round=[1, 2]))
+    assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["1 rounds", "2 rounds"]
+    assert [axes.lines[0].get_ydata()[0] for axes in drawn.axes] == pytest.approx([10, 40])  # type: ignore[index]
+    assert plot_recipe(*make_cells()) is None
+
+
+def test_accuracy_by_round_is_in_a_table() -> None:
+    plan, cells = make_cells(by_round=True)
+    half = 12.706204736432095 * 0.2 / math.sqrt(2) / math.sqrt(2)  # t(1 degree, 97.5 %), two seeds that differ by 0.2
+    text = recipes.render_markdown(plan, cells, "command", quick=False)
+    table = f"| method | 1 | 2 |\n|---|---|---|\n| FedAvg, given | 10.0 ± 0.0 | 40.0 ± {100 * half:.1f} |"
+    assert text.count(table) == 2 and "Accuracy by round, α = 5:" in text and "![" not in text
+    plan, cells = make_cells(by_round=[2, 3])
+    late = recipes.Cell("FedAvg, given", "α = 0.5", make_row("fedavg", [[0.1, 0.3], [0.1, 0.5]], first=2), None)
+    text = recipes.render_markdown(plan, [late, *cells[1:]], "command", quick=False)
+    assert "| method | 2 | 3 |" in text and "| FedAvg, given | 10.0 ± 0.0 | 40.0 ±" in text
+    assert "| FedAvg, tuned | 60.0 ± 0.0 | – |" in text
+    assert "| method | 1 |" not in text and "Accuracy by round" not in recipes.render_markdown(
+        *make_cells(), "command", False
+    )
+
+
+@pytest.mark.parametrize("units", ["groups", "tasks"])
+def test_a_table_says_what_its_intervals_cover(units: str) -> None:
+    plan, cells = make_cells(rivals=["FedAvg, given"])
+    accuracies = [[{"0": 0.1, "1": 0.2}] * 2, [{"0": 0.2, "1": 0.4}] * 2]
+    cells = [
+        replace(cell, ours=replace(cell.ours, groups=4, units=units, unit_accuracies=accuracies["tuned" in cell.row]))
+        for cell in cells
+    ]
+    text = recipes.render_markdown(plan, cells, "command", quick=False)
+    assert f"95 % CI over 4 {units};" in text and f"over all {units} that both rows were evaluated on" in text
+    assert "| FedAvg, tuned | α = 5 | 15.0 ±" in text and "| FedAvg, given | α = 5 | – |" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (("title", "titel"), "unknown option of recipe"),
+        (('method = "fedavg"', 'method = "fedavgg"'), "unknown method 'fedavgg'"),
+        (("rounds = 2", 'rounds = "many"'), "rounds must be a valid integer, got 'many'"),
+        (("[settings]", "[settings"), "is not valid TOML"),
+        (("seeds = 2", "seeds = 0"), "seeds must be > 0, got 0"),
+        (("seeds = 2", "figure = 'pie'"), "figure must be 'rounds', 'megabytes' or 'columns', got 'pie'"),
+    ],
+)
+def test_a_wrong_recipe_gives_a_one_line_error(change: tuple[str, str], text: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(RECIPE.replace(*change))
+    result = call("reproduce", file, "--out", tmp_path / "runs", code=2)
+    assert result.stderr.startswith("fewer: ") and text in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_an_unknown_recipe_suggests_the_nearest_name() -> None:
+    assert "did you mean 'baselines/mnist'" in call("reproduce", "baseline/mnist", code=2).stderr

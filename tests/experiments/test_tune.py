@@ -1,0 +1,98 @@
+"""Tuning: the search finds the best value in the allowed range and never sees test data."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fewer import FedAvg
+from fewer.data import Data
+from fewer.errors import RunError
+from fewer.experiments.tune import Point, coordinate_search, tune_experiment
+from fewer.methods.frl import (
+    FRL,
+)
+from fewer.runs.experiment import build_experiment, parse_settings
+from tests.methods.frl_harness import GROUPS, load_digits
+
+
+def test_a_finer_search_stays_in_the_allowed_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[float] = []
+
+    def run_trial(experiment: Any, *_: Any) -> Any:
+        tried.append(experiment.method.gamma)
+        return SimpleNamespace(accuracy=experiment.method.gamma)
+
+    monkeypatch.setattr(sys.modules[tune_experiment.__module__], "run_experiment", run_trial)
+    experiment = build_experiment(
+        parse_settings({"method": "frl", "method_options": {**GROUPS, "way": 1}}),
+        FRL(**{**GROUPS, "way": 1}),
+        load_digits(),
+    )
+    assert len(tune_experiment(experiment, 30)[1]) == 30 and len(set(tried)) > 2 and 5 / 6 <= max(tried) <= 1
+
+
+def objective(optimum: Point, evaluated: list[Point]) -> Callable[[Point], float]:
+    def evaluate(point: Point) -> float:
+        evaluated.append(point)
+        return -sum(math.log(point[name] / value) ** 2 for name, value in optimum.items())
+
+    return evaluate
+
+
+GRID = (0.01, 0.03, 0.1, 0.3)
+
+
+@pytest.mark.parametrize("best", [0.05, 0.17, 0.9, 0.003])
+def test_search_converges_to_the_best_value(best: float) -> None:
+    evaluated: list[Point] = []
+    chosen = coordinate_search(objective({"lr": best}, evaluated), {"lr": GRID}, {"lr": 0.1}, 10)
+    assert len(evaluated) == 10 and len({point["lr"] for point in evaluated}) == 10
+    assert [point["lr"] for point in evaluated[:4]] == list(GRID)
+    assert chosen["lr"] == pytest.approx(best, rel=0.35)
+
+
+def test_search_varies_one_setting_at_a_time() -> None:
+    evaluated: list[Point] = []
+    search_space = {"lr": GRID, "mu": (0.001, 1.0)}
+    chosen = coordinate_search(objective({"lr": 0.1, "mu": 1.0}, evaluated), search_space, {"lr": 0.3, "mu": 0.01}, 8)
+    assert len(evaluated) == 8
+    assert all(point["mu"] == 0.01 for point in evaluated[:4]) and all(point["lr"] == 0.1 for point in evaluated[4:6])
+    assert chosen["lr"] == pytest.approx(0.1, rel=0.8) and chosen["mu"] == pytest.approx(1.0, rel=0.5)
+
+
+def test_tuning_never_sees_the_test_data(digits: Data) -> None:
+    experiment = build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
+    held_out = digits.hold_out(0.2, 1)
+    rows = {tuple(x.flatten().tolist()) for x in held_out.test.slice(0, len(held_out.test))[0]}
+    train = {tuple(x.flatten().tolist()) for client in range(6) for x in digits.client(client).train.slice(0, 9999)[0]}
+    assert rows <= train
+    tuned, trials = tune_experiment(experiment, 5)
+    assert len(trials) == 5
+    best = max(trials, key=lambda trial: trial.accuracy or 0)
+    assert tuned.method.lr == best.settings["lr"] == tuned.settings.method_options["lr"]  # type: ignore[attr-defined]
+    assert tuned.data is experiment.data
+
+
+def test_search_ends_when_no_points_are_left() -> None:
+    evaluated: list[Point] = []
+    coordinate_search(objective({"lr": 0.1}, evaluated), {"lr": GRID}, {"lr": 0.1}, 500)
+    assert 14 < len(evaluated) <= 500
+
+
+def test_trials_of_another_task_are_not_reused(digits: Data, tmp_path: Path) -> None:
+    file = tmp_path / "trials.json"
+    experiment = build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
+    _, first = tune_experiment(experiment, 4, file)
+    assert tune_experiment(experiment, 4, file)[1] == first
+    with pytest.raises(RunError, match="belongs to another task or other settings"):
+        tune_experiment(build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=2, cohort=3), digits), 4, file)
+    file.write_text("{")
+    with pytest.raises(RunError, match="is damaged"):
+        tune_experiment(experiment, 4, file)

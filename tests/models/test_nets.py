@@ -1,0 +1,123 @@
+"""All models: published parameter counts, encoders and heads, second derivatives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fewer
+from fewer.errors import SettingError
+from fewer.methods.fedavg import FedAvg
+from fewer.models import (
+    EncoderHead,
+    net_factory,
+    split_net,
+)
+from fewer.registry import MODELS
+from tests.methods.linear_harness import federation
+from tests.models.harness import TASK_INFO, build_net
+
+COUNTS = {
+    "cnn": 26_434,
+    "lenet5": 61_706,
+    "conv4": 640 + 128 + 3 * (36_928 + 128) + 64 * 5 + 5,
+    "resnet12": 12_424_320 + 640 * 60 + 60,
+    "femnist-cnn": 6_603_710,
+    "alexnet": 61_100_840,
+    "char-lstm": 80 * 8 + 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2) + 256 * 80 + 80,
+    "text-bilstm": 2 * 4 * 50 * (300 + 50 + 2) + 100 * 20 + 20,
+    "sentiment-lstm": 4 * 100 * (300 + 100 + 2) + 4 * 100 * (100 + 100 + 2) + 100 * 2 + 2,
+    "mlp": 103 * 64 + 64 + 64 * 40 + 40,
+    "logistic": 103 * 40 + 40,
+}
+
+
+def inputs(name: str, count: int = 2) -> torch.Tensor:
+    task_info = TASK_INFO[name]
+    if "vocabulary" in task_info:
+        return torch.randint(
+            1, task_info["vocabulary"], (count, *task_info["shape"]), generator=torch.Generator().manual_seed(0)
+        )
+    return torch.randn(count, *task_info["shape"], generator=torch.Generator().manual_seed(0))
+
+
+def test_every_model_is_tested() -> None:
+    assert TASK_INFO.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_counts(name: str) -> None:
+    assert sum(p.numel() for p in build_net(name).parameters()) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_a_head_on_an_encoder(name: str) -> None:
+    net = build_net(name).eval()
+    assert isinstance(net, EncoderHead)
+    encoder, head = split_net(net)
+    x = inputs(name)
+    features = encoder(x)
+    assert features.ndim == 2 and net(x).shape == (2, TASK_INFO[name]["classes"])
+    assert torch.equal(head(features), net(x))
+
+
+def test_options_change_a_model() -> None:
+    narrow = build_net("resnet12", width=0.25)
+    assert narrow.head.in_features == 160  # type: ignore[union-attr]
+    assert build_net("conv4", width=8).encoder(inputs("conv4")).shape[1] == 8  # type: ignore[operator]
+    rgb = net_factory(MODELS.find("conv4"), {"shape": (3, 32, 32), "classes": 5}, {})()
+    assert rgb.head.in_features == 64 * 8 * 8  # type: ignore[union-attr]
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in build_net("conv4", norm="group").modules())
+    with pytest.raises(SettingError, match="unknown option of model ResNet12 'widht', did you mean 'width'"):
+        build_net("resnet12", widht=2)
+    with pytest.raises(SettingError, match="SmallCNN takes images .* but inputs have shape \\(103,\\)"):
+        net_factory(MODELS.find("cnn"), {"shape": (103,), "classes": 2}, {})
+    with pytest.raises(SettingError, match="takes text, but the data has no vocabulary"):
+        net_factory(MODELS.find("char-lstm"), {"shape": (80,), "classes": 2, "vocabulary": None}, {})
+
+
+@pytest.mark.parametrize("name", ["char-lstm", "text-bilstm", "sentiment-lstm", "conv4", "mlp"])
+def test_second_derivatives_against_finite_differences(name: str) -> None:
+    """The gradient of ‖∇loss‖² along a direction, in float64."""
+    short_inputs = {"char-lstm": (6,), "text-bilstm": (5,), "sentiment-lstm": (5,)}
+    task_info = {**TASK_INFO[name], "shape": short_inputs.get(name, TASK_INFO[name]["shape"])}
+    torch.manual_seed(0)
+    net = net_factory(MODELS.find(name), task_info, {"width": 4} if name == "conv4" else {})().double()
+    x = inputs(name, 3)[:, : task_info["shape"][0]] if name in short_inputs else inputs(name, 3).double()
+    y = torch.tensor([0, 1, 1])
+    parameters = list(net.parameters())
+
+    def squared_norm() -> torch.Tensor:
+        gradients = torch.autograd.grad(F.cross_entropy(net(x), y), parameters, create_graph=True)
+        return torch.stack([(gradient**2).sum() for gradient in gradients]).sum()
+
+    exact = torch.autograd.grad(squared_norm(), parameters, allow_unused=True, materialize_grads=True)
+    generator = torch.Generator().manual_seed(1)
+    direction = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
+    directional = sum(float((g * d).sum()) for g, d in zip(exact, direction, strict=True))
+
+    def squared_norm_at(step: float) -> float:
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.add_(d, alpha=step)
+        value = float(squared_norm().detach())
+        with torch.no_grad():
+            for p, d in zip(parameters, direction, strict=True):
+                p.sub_(d, alpha=step)
+        return value
+
+    step = 1e-6
+    assert directional == pytest.approx((squared_norm_at(step) - squared_norm_at(-step)) / (2 * step), rel=2e-3)
+
+
+def test_unknown_or_unsuitable_models_are_rejected() -> None:
+    with pytest.raises(SettingError, match="unknown model 'cnm', did you mean 'cnn'"):
+        fewer.run(FedAvg(rounds=1), federation(), model="cnm")
+    with pytest.raises(SettingError, match=r"images .* but inputs have shape \(3,\)"):
+        fewer.run(FedAvg(rounds=1), federation(), model="cnn")
+    with pytest.raises(SettingError, match=r"rejects inputs of shape \(3,\)"):
+        fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(4, 2))
+    with pytest.raises(SettingError, match="at least 2 classes"):
+        fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(3, 1))
