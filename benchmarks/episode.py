@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import fewer
 from benchmarks import work
 from fewer.data import ArrayData, Data, from_clients
-from fewer.methods.base import Metrics
+from fewer.methods import Scores
 from fewer.methods.frl import FRL
 from fewer.models.images import Conv4
 
@@ -37,8 +37,8 @@ class UnevaluatedFRL(FRL):
     def prepare_data(self, data: Data) -> Data:
         return data
 
-    def evaluate(self, state: Any, clients: fewer.Clients, data: Data) -> Metrics:
-        return {"accuracy": 0.0}
+    def evaluate(self, state: Any, clients: fewer.Clients, data: Data) -> Scores:
+        return Scores({"accuracy": 0.0})
 
 
 class EpisodePrinter(work.RoundPrinter):

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import fewer
 from fewer.cli.app import app
 from fewer.methods import Client, Method, ModelState
-from fewer.methods.base import ContextFactory
+from fewer.methods.context import ContextFactory
 from fewer.methods.fedavg import FedAvg
 from fewer.methods.local import Local
 from fewer.models import Task, Weights, get_weights
@@ -70,7 +70,7 @@ class Buggy(FedAvg):
         if client.id == 1:
             answer["size"] = -5
         if client.id == 2:
-            answer["model"].value["head.bias"][0] = torch.nan
+            answer["model"]["head.bias"][0] = torch.nan
         return answer
 
 
@@ -191,7 +191,7 @@ class Harness:
         return context
 
     def personal_model(self, client: int) -> Weights:
-        return get_weights(self.method.personal_model(self.client(client), self.method.broadcast(self.state)))
+        return get_weights(self.method.build_predictor(self.state.shared, self.client(client)))
 
 
 def data_bytes(blob: bytes) -> int:

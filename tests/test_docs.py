@@ -224,7 +224,7 @@ def test_the_page_on_choosing_a_method_names_only_methods(heading: str) -> None:
     options = {option for name in names() for option in find(name).model_fields}
     for row in table_below(DOCS / "explanation/which-method.md", heading):
         for code in re.findall("`([^`]+)`", " ".join(row)):
-            option = code.removeprefix("-o ").partition("=")[0]
+            option = re.split("[= ]", code.removeprefix("-o ").removeprefix("--"))[0]
             assert code in METHODS.builtins or option in options, code
 
 

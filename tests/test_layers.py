@@ -106,7 +106,7 @@ RUNTIMES = ("fewer.runtime.inline", "fewer.runtime.pool", "fewer.runtime.Inline"
 
 
 def test_methods_import_no_runtime() -> None:
-    modules = [module for module in MODULES if layer_of(module) == "methods" and module != "fewer.methods.base"]
+    modules = [module for module in MODULES if layer_of(module) == "methods"]
     assert len(modules) >= 6
     for module in modules:
         runtimes = [other for other in imports_of(module) if other.startswith(RUNTIMES)]
@@ -116,10 +116,10 @@ def test_methods_import_no_runtime() -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("import fewer.methods.base", ["fewer.methods.base"]),
+        ("import fewer.methods.method", ["fewer.methods.method"]),
         ("from fewer.runs import run", ["fewer.runs.run"]),
         ("from fewer import methods, FedAvg", ["fewer.methods", "fewer.methods.fedavg"]),
-        ("from ..methods import base", ["fewer.methods.base"]),
+        ("from ..methods import method", ["fewer.methods.method"]),
         ("from . import ledger", ["fewer.wire.ledger"]),
         ("from .. import errors", ["fewer.errors"]),
         ("def f():\n    from fewer.cli import main", ["fewer.cli.main"]),

@@ -26,8 +26,8 @@ class HarnessFedAvg(fewer.FedAvg):
         indices: Tensor = C.batches(client.round - 1, client.id, len(client.train))
         return indices
 
-    def evaluate_final(self, state: Any, clients: fewer.Clients, data: Any) -> dict[str, Any]:
-        """Returns no extra metrics after the last round: the workload evaluates only the global model."""
+    def count_on_clients(self, *arguments: Any, **options: Any) -> dict[int, Any]:
+        """Counts nothing: the workload evaluates only the global model."""
         return {}
 
 

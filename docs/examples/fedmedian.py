@@ -14,7 +14,7 @@ from fewer.methods import ModelState
 from fewer.models import Task, Weights, get_weights
 
 
-class FedMedian(Method):
+class FedMedian(Method[ModelState]):
     """The coordinate-wise median of locally trained models."""
 
     lr: PositiveFloat = 0.1

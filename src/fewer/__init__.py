@@ -32,6 +32,8 @@ _API = {
     "Method": "fewer.methods",
     "PersonalMethod": "fewer.methods",
     "ModelState": "fewer.methods",
+    "Scores": "fewer.methods",
+    "State": "fewer.methods",
     "Client": "fewer.methods",
     "Server": "fewer.methods",
     "Clients": "fewer.runtime",

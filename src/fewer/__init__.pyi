@@ -16,7 +16,9 @@ from fewer.methods import Client as Client
 from fewer.methods import Method as Method
 from fewer.methods import ModelState as ModelState
 from fewer.methods import PersonalMethod as PersonalMethod
+from fewer.methods import Scores as Scores
 from fewer.methods import Server as Server
+from fewer.methods import State as State
 from fewer.methods.alone import Alone as Alone
 from fewer.methods.f2l import F2L as F2L
 from fewer.methods.fedavg import FedAvg as FedAvg
@@ -30,7 +32,7 @@ from fewer.methods.fedfsl import FedFSL as FedFSL
 from fewer.methods.fedgen import FedGen as FedGen
 from fewer.methods.fedmeta import FedMeta as FedMeta
 from fewer.methods.fedmk import FedMK as FedMK
-from fewer.methods.fedmk import FedMKPaper as FedMKPaper
+from fewer.methods.fedmk_paper import FedMKPaper as FedMKPaper
 from fewer.methods.fedprox import FedProx as FedProx
 from fewer.methods.fl_maml import FLMAML as FLMAML
 from fewer.methods.fl_maml import LocalMAML as LocalMAML

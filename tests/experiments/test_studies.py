@@ -15,12 +15,9 @@ import fewer
 from fewer.data import Samples
 from fewer.errors import SettingError
 from fewer.experiments.studies import _embed_member, _measure_distance, _score_unused
-from fewer.methods.base import ContextFactory
-from fewer.methods.frl import (
-    FRL,
-    compute_features,
-    use_batch_statistics,
-)
+from fewer.learning.group_model import compute_features, use_batch_statistics
+from fewer.methods.context import ContextFactory
+from fewer.methods.frl import FRL
 from fewer.runs.experiment import load_data
 from fewer.runs.result import open_run
 from fewer.runs.statistics import half_width

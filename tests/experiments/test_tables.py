@@ -11,7 +11,7 @@ import pytest
 
 from fewer.data.federated import TEST_FRACTION
 from fewer.experiments.recipes import RecipeColumn, RecipeRow, load_recipe, row_settings
-from fewer.experiments.tune import coordinate_search
+from fewer.experiments.tune import coordinate_search, find_search_space
 from fewer.methods import find
 from fewer.runs.experiment import make_method, parse_settings
 from fewer.runs.settings import Settings
@@ -35,9 +35,10 @@ def test_recipes_tune_all_rows_equally(name: str) -> None:
     for row, _, settings_, method in cells(name):
         if row.tune:
             assert (
-                sum(len(grid) - 1 for grid in method.search_space().values()) < load_recipe(f"metafed/{name}").trials
+                sum(len(grid) - 1 for grid in find_search_space(method).values())
+                < load_recipe(f"metafed/{name}").trials
             ), row.name
-            assert "distill_threshold" not in method.search_space() or method.distill_threshold == 0.6
+            assert "distill_threshold" not in find_search_space(method) or method.distill_threshold == 0.6
             without_validation |= {method.name} if settings_.validation == 0 else set()
     assert without_validation == ({"fedavg", "fedprox", "fedbn", "local"} if name.startswith("table") else set())
 
@@ -68,7 +69,7 @@ def test_every_tuned_row_starts_in_its_grids_and_searches_all_values(name: str) 
     rows = zip(plan.row, row_settings(plan.column[0], plan, quick=False), strict=True)
     experiments = [(row, make_method(find(row.method), parse_settings(settings))) for row, settings in rows]
     for row, method in experiments:
-        search_space = method.search_space()
+        search_space = find_search_space(method)
         start = {option: float(getattr(method, option)) for option in search_space}
         assert "paper's settings" in row.name or row.tune
         if not row.tune:
@@ -79,7 +80,7 @@ def test_every_tuned_row_starts_in_its_grids_and_searches_all_values(name: str) 
         assert len(seen) == plan.trials
         assert all({point[option] for point in seen} >= set(grid) for option, grid in search_space.items()), row.name
     assert {"gamma", "meta_lr"} <= {
-        option for row, method in experiments if row.tune for option in method.search_space()
+        option for row, method in experiments if row.tune for option in find_search_space(method)
     }
     assert not any("gamma" in row.method_options for row in plan.row) and "gamma" not in plan.settings["method_options"]
 

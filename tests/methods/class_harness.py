@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fewer import FedAvg
 from fewer.data import ArrayData, from_clients
 from fewer.methods import Method
-from fewer.methods.base import ContextFactory
+from fewer.methods.context import ContextFactory
+from fewer.methods.fedavg import LocalTraining
 from fewer.models import EncoderHead, Task, get_weights, load_weights
 from fewer.runtime import HandlerRunner, stream
 from tests.helpers import Array, Harness, Wiretap
@@ -55,7 +55,7 @@ def make_harness(method: Method, net: nn.Module, folder: Path, pairs: Sequence[t
     return Harness(method, task, Wiretap(len(data), SEED, handlers=handlers), contexts, method.init(task, SEED))
 
 
-def sample_indices(method: FedAvg, client: int, round: int) -> Tensor:
+def sample_indices(method: LocalTraining, client: int, round: int) -> Tensor:
     """Indices of the samples that a client uses in each step."""
     generator = stream(SEED, round, client, "batches")
     return torch.randint(SIZES[client], (method.local_steps, method.batch_size), generator=generator)

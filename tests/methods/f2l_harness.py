@@ -63,7 +63,7 @@ def draw_task(data: ArrayData, seed: int = 0) -> Episode:
 
 
 def make_client(data: Data, folder: Path, id: int = 0, round: int = 1) -> Any:
-    from fewer.methods.base import ContextFactory
+    from fewer.methods.context import ContextFactory
     from fewer.models import Task
 
     contexts = ContextFactory(data, Task((8,), BASE, net), 0, folder)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fewer.data import from_clients
-from fewer.methods.base import Client, ContextFactory
+from fewer.methods.context import Client, ContextFactory
 from fewer.models import SmallCNN, Task
 
 SHAPE, CLASSES, SEED = (1, 8, 8), 3, 5

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import fewer
 from fewer.data import ArrayData, from_clients
 from fewer.methods import Method
-from fewer.methods.base import ContextFactory
-from fewer.methods.fedavg import FedAvg
+from fewer.methods.context import ContextFactory
+from fewer.methods.fedavg import LocalTraining
 from fewer.models import Task, get_weights, load_weights
 from fewer.runtime import HandlerRunner, stream
 from tests.helpers import Array, Harness, Wiretap
@@ -44,7 +44,7 @@ def federation(pairs: Sequence[tuple[Any, Any]] = PAIRS) -> ArrayData:
     return from_clients(pairs, test=TEST)
 
 
-def client_batches(method: FedAvg, client: int, round: int) -> list[Batch]:
+def client_batches(method: LocalTraining, client: int, round: int) -> list[Batch]:
     """The batches of a client in a round, drawn from the stream of (seed, round, client)."""
     x, y = PAIRS[client]
     indices = torch.randint(
@@ -75,7 +75,7 @@ def weighted_average(models: Sequence[Array], sizes: Sequence[int] = SIZES) -> A
     return np.asarray(sum(size * model for size, model in zip(sizes, models, strict=True)) / sum(sizes))
 
 
-def trained_weight(method: FedAvg, **settings: Any) -> Tensor:
+def trained_weight(method: LocalTraining, **settings: Any) -> Tensor:
     weight = fewer.run(method, federation(), model=linear(), seed=SEED, **settings).state.model["weight"]
     assert isinstance(weight, Tensor)
     return weight

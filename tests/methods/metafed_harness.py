@@ -16,7 +16,7 @@ from fewer import MetaFed
 from fewer.data import ArrayData, Data
 from fewer.data.federated import from_arrays
 from fewer.methods import Client
-from fewer.methods.base import ContextFactory
+from fewer.methods.context import ContextFactory
 from fewer.methods.metafed import FEDERATION
 from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights
 from fewer.runtime import Absent, HandlerRunner, Inline
@@ -95,7 +95,7 @@ class RingHarness:
         return context
 
     def personal_model(self, client: int) -> Weights:
-        return get_weights(self.method.personal_model(self.client(client), {}))
+        return get_weights(self.method.personal_model({}, self.client(client)))
 
     def federation_state(self, client: int) -> dict[str, Any]:
         state: dict[str, Any] = self.client(client).store.get(FEDERATION)

@@ -353,8 +353,8 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     seen: list[bytes] = []
     original = message.encode
 
-    def spy(kind: str, fields: Any) -> bytes:
-        seen.append(original(kind, fields))
+    def spy(*args: Any) -> bytes:
+        seen.append(original(*args))
         return seen[-1]
 
     monkeypatch.setattr("fewer.runtime.handlers.encode", spy)

@@ -39,7 +39,7 @@ from tests.methods.linear_harness import (
 def test_fedavg_augmented_is_sgd_on_augmented_images(tmp_path: Path) -> None:
     method = FedAvgAugmented(local_steps=2, batch_size=3, lr=0.2)
     client = make_client(tmp_path, 1)
-    answer = method.local_train(client, model=client.initial_weights())["model"].value
+    answer = method.local_train(client, model=client.initial_weights())["model"]
     net, draw = make_task().net(), client.stream("moves")
     net.load_state_dict(client.initial_weights())
     for indices in torch.randint(len(client.train), (2, 3), generator=client.stream("batches")):

@@ -14,6 +14,7 @@ from torch import Tensor
 import fewer
 from fewer import FedAvg, FedDistill
 from fewer.errors import SettingError
+from fewer.methods.fedavg import LocalTraining
 from fewer.methods.feddistill import FedDistillLogits, FedDistillState
 from fewer.models import get_weights
 from fewer.wire import decode
@@ -110,7 +111,7 @@ def test_feddistill_teacher_is_the_mean_of_the_other_clients() -> None:
 
 
 def test_feddistill_with_zero_weight_or_in_round_1_is_fedavg() -> None:
-    def trained_weight(method: FedAvg) -> Tensor:
+    def trained_weight(method: LocalTraining) -> Tensor:
         weight = fewer.run(method, federation(), model=linear(), seed=SEED).state.model["weight"]
         assert isinstance(weight, Tensor)
         return weight

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from fewer.data import ArrayData
 from fewer.learning.adapt import trainable_weights
 from fewer.methods.fedfsl import FedFSL
-from fewer.methods.fewshot import load_n_way_net
+from fewer.methods.fine_tuned import load_n_way_net
 from fewer.methods.fl_maml import FLMAML
 from fewer.models import Weights
 from tests.methods.f2l_harness import FAST, WAY, draw_task, make_client, run

@@ -226,7 +226,7 @@ class Liars(FedGen):
         if not self.huge:
             return {**answer, "counts": answer["counts"] - 1000}
         if client.id == 0:
-            answer["model"].value["head.weight"].fill_(3e38)
+            answer["model"]["head.weight"].fill_(3e38)
             answer["counts"] = answer["counts"].fill_(2**62)
         return answer
 

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import fewer
 from fewer.errors import SettingError
-from fewer.methods.base import Client
-from fewer.methods.fedmk import FedMK, FedMKPaper, Knowledge, concatenate_images
+from fewer.methods.condensed import Knowledge, concatenate_images
+from fewer.methods.context import Client
+from fewer.methods.fedmk import FedMK
+from fewer.methods.fedmk_paper import FedMKPaper
 from fewer.models import EncoderHead, Task, Weights
-from fewer.runtime import HandlerRunner, Inline, on_client, stream
+from fewer.runtime import HandlerRunner, Inline, on_client
 from fewer.wire import Refused, Shaped, decode, encode
 from tests.methods.fedmk_harness import (
     CLASSES,
@@ -152,7 +154,7 @@ class Liar(FedMK):
         if client.id == 0 or self.no_images:
             answer["knowledge"] = {
                 label: images[:0] if self.no_images else torch.full_like(images, self.value)
-                for label, images in answer["knowledge"].value.items()
+                for label, images in answer["knowledge"].items()
             }
         return answer
 
@@ -211,7 +213,7 @@ def test_outer_steps_start_in_the_given_round(tmp_path: Path) -> None:
         for name, method in (("late", late), ("never", never)):
             torch.manual_seed(0)  # random nets come from the global stream
             answer = method.condense(make_client(tmp_path / name, 0, round), model=model, shared=empty)
-            results.append(answer["knowledge"].value["0"])
+            results.append(answer["knowledge"]["0"])
         assert torch.equal(*results) == equal
 
 
@@ -258,13 +260,6 @@ def test_matching_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ]
 
 
-def test_shared_knowledge_uses_the_codec_of_d() -> None:
-    for codec in ("uint8", "float16", "float32"):
-        method = FedMK(init_from="shared", codec=codec)
-        shared = method.draw_shared_knowledge(method.init(make_task(), SEED), [0], stream())
-        assert shared[0].codec == codec
-
-
 def test_a_diverged_d_is_not_stored_for_the_next_round(tmp_path: Path) -> None:
     class DivergesOnTau7(FedMK):
         def outer_loop(self, *args: Any) -> Tensor:
@@ -274,7 +269,7 @@ def test_a_diverged_d_is_not_stored_for_the_next_round(tmp_path: Path) -> None:
     model, empty = make_task().initial_weights(SEED), good.init(make_task(), SEED).empty
     for round, method in enumerate((good, bad, good), 1):
         try:
-            knowledge = method.condense(make_client(tmp_path, 0, round), model=model, shared=empty)["knowledge"].value
+            knowledge = method.condense(make_client(tmp_path, 0, round), model=model, shared=empty)["knowledge"]
         except Exception as error:
             assert method is bad and type(error).__name__ == "Unable"
     assert knowledge["0"].isfinite().all()

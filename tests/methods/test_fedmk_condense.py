@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fewer.data import from_clients
 from fewer.learning.augment import apply_affine, draw_affine
-from fewer.methods.base import Client, ContextFactory
+from fewer.methods.context import Client, ContextFactory
 from fewer.methods.fedmk import FedMK, FedMKState, class_balance
 from fewer.runtime import Unable, stream
 from tests.methods.fedmk_harness import (
@@ -215,29 +215,28 @@ def test_clients_receive_only_the_knowledge_of_other_clients(tmp_path: Path) -> 
     method = FedMK(init_from="shared", **SMALL)
     state = method.init(make_task(), SEED)
     assert all(
-        encoded.value is state.empty for encoded in method.draw_shared_knowledge(state, [0, 1], stream("a")).values()
+        knowledge_of_other is state.empty
+        for knowledge_of_other in method.draw_shared_knowledge(state, [0, 1], stream("a")).values()
     )
     knowledge = {client: {**state.empty, "0": torch.full((1, *SHAPE), float(client))} for client in (0, 2, 3)}
     state = FedMKState(state.model, state.generator, state.empty, knowledge)
     received: dict[int, set[float]] = {0: set(), 1: set()}
     for seed in range(40):
-        for client, encoded in method.draw_shared_knowledge(state, [0, 1], stream(seed)).items():
-            assert isinstance(encoded.value, dict)
-            received[client].add(float(encoded.value["0"].max()))
+        for client, knowledge_of_other in method.draw_shared_knowledge(state, [0, 1], stream(seed)).items():
+            assert isinstance(knowledge_of_other, dict)
+            received[client].add(float(knowledge_of_other["0"].max()))
     assert received == {0: {2.0, 3.0}, 1: {0.0, 2.0, 3.0}}
     not_shared = FedMK(init_from="own", **SMALL).draw_shared_knowledge(state, [0, 1], stream("a"))
-    assert all(encoded.value is state.empty for encoded in not_shared.values())
+    assert all(knowledge_of_other is state.empty for knowledge_of_other in not_shared.values())
 
 
 def test_own_knowledge_continues_from_the_last_round(tmp_path: Path) -> None:
     method = FedMK(init_from="own", **{**SMALL, "matching_steps": 0, "outer_steps": 1, "outer_lr": 1e-9})
     model, empty = make_task().initial_weights(SEED), method.init(make_task(), SEED).empty
-    first = method.condense(make_client(tmp_path, 0, 1), model=model, shared=empty)["knowledge"].value
-    second = method.condense(make_client(tmp_path, 0, 2), model=model, shared=empty)["knowledge"].value
+    first = method.condense(make_client(tmp_path, 0, 1), model=model, shared=empty)["knowledge"]
+    second = method.condense(make_client(tmp_path, 0, 2), model=model, shared=empty)["knowledge"]
     assert torch.allclose(first["0"], second["0"], atol=1e-6)
-    without_store = method.condense(make_client(tmp_path / "elsewhere", 0, 2), model=model, shared=empty)[
-        "knowledge"
-    ].value
+    without_store = method.condense(make_client(tmp_path / "elsewhere", 0, 2), model=model, shared=empty)["knowledge"]
     assert not torch.allclose(first["0"], without_store["0"], atol=0.1)
 
 
@@ -267,7 +266,7 @@ def test_samples_of_rare_classes_do_not_influence_d(labels: str, tmp_path: Path)
         client = ContextFactory(data, make_task(), SEED, tmp_path / str(change))(1, 1)
         assert isinstance(client, Client)
         torch.manual_seed(0)
-        results.append(method.condense(client, model=model, shared=empty)["knowledge"].value)
+        results.append(method.condense(client, model=model, shared=empty)["knowledge"])
     assert is_same(*results)
 
 
@@ -303,9 +302,9 @@ def test_outer_steps_start_from_the_model_that_was_sent(tmp_path: Path) -> None:
     method = FedMK(**{**SMALL, "matching_steps": 0, "init_from": "noise"})
     empty = method.init(make_task(), SEED).empty
     first, second = (
-        method.condense(make_client(tmp_path, 0), model=make_task().initial_weights(seed), shared=empty)[
-            "knowledge"
-        ].value["0"]
+        method.condense(make_client(tmp_path, 0), model=make_task().initial_weights(seed), shared=empty)["knowledge"][
+            "0"
+        ]
         for seed in (SEED, SEED + 1)
     )
     assert not torch.allclose(first, second, atol=1e-4)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.generator import Generator
-from fewer.methods.base import Server
+from fewer.methods.context import Server
 from fewer.methods.fedmk import FedMK, FedMKState
 from fewer.models import Task, Weights, get_weights, load_weights
 from fewer.runtime import stream

@@ -15,9 +15,10 @@ import fewer
 from fewer.data import ArrayData, RawDataset, federate
 from fewer.data.episodes import Episode
 from fewer.errors import SettingError
+from fewer.learning.logistic import logistic_regression
 from fewer.methods.f2l import F2L
 from fewer.methods.fedfsl import FedFSL
-from fewer.methods.fewshot import CURRENT, FewShot, logistic_regression
+from fewer.methods.fewshot import CURRENT, FewShot
 from fewer.methods.fl_maml import FLMAML, LocalMAML
 from fewer.methods.fl_proto import FLProto, LocalProto
 from fewer.models import Weights

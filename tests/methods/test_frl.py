@@ -14,14 +14,11 @@ import fewer
 from fewer.data import from_clients
 from fewer.data.episodes import split_support_query
 from fewer.learning import weighted_mean
+from fewer.learning.group_model import compute_features, compute_prototypes
 from fewer.learning.sgd import epoch_batches
-from fewer.methods import frl
-from fewer.methods.frl import (
-    FRL,
-    compute_features,
-    compute_prototypes,
-    redraw_head,
-)
+from fewer.methods import few_rounds, frl
+from fewer.methods.few_rounds import redraw_head
+from fewer.methods.frl import FRL
 from fewer.methods.frl_baselines import FRLMetaHead
 from fewer.models import EncoderHead, Weights, load_weights
 from fewer.models.images import Conv4
@@ -283,7 +280,8 @@ def test_the_meta_update_weights_clients_by_all_their_samples(monkeypatch: pytes
         weights.append(list(shares))
         return weighted_mean(models, shares)
 
-    monkeypatch.setattr(frl, "weighted_mean", spy)
+    for module in (frl, few_rounds):
+        monkeypatch.setattr(module, "weighted_mean", spy)
     pairs = [(x[:count], y[:count]) for (x, y), count in zip(PAIRS, (3, 6, 5, 4, 2), strict=True)]
     fewer.run(FRL(rounds=4, cohort=5, **SMALL), federation(pairs), model=initial_net())
     assert sorted(weights[3]) == sorted(len(y) for _, y in pairs)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fewer.errors import SettingError
-from fewer.methods.frl import (
+from fewer.methods.frl_bound import (
     convergence_bound,
     convergence_error,
 )

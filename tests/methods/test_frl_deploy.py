@@ -20,8 +20,8 @@ from fewer.methods.frl import (
     FRL,
 )
 from fewer.methods.frl_baselines import FRLMetaHead, FRLScratch
-from fewer.methods.frl_deploy import PREPARED_FILE
 from fewer.models import Weights, load_weights
+from fewer.models.artifact import ARTIFACT_FILE
 from fewer.runs.inference import deploy
 from fewer.runs.result import open_run
 from fewer.runtime import stream
@@ -99,7 +99,7 @@ def test_deployment_gives_the_same_model_as_evaluation(kind: type[FRL], head: An
     method = kind(rounds=4, head=head, batch_size=None, lr=0.2, way=2, group_size=2, eval_groups=1)
     prepared = fewer.run(method, federation(), model=initial_net(), out=tmp_path / "prepared")
     group = deploy(tmp_path / "prepared", federation(), model=Small)
-    assert group.method.rounds == 3 and (tmp_path / "prepared" / PREPARED_FILE).exists()
+    assert group.method.rounds == 3 and (tmp_path / "prepared" / ARTIFACT_FILE).exists()
     supports = [federation().client(client).train for client in range(5)]
 
     class Context:  # the deployed group's seed and task, so the same head is drawn
@@ -139,7 +139,7 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
     output = call("prepare", *args, *prepare_args, "--out", run).stdout
     assert "Mean over 2 groups" in output and f"fewer deploy {run}" in output
     group_args = ["--data", "digits", "--data-option", "classes=5-9", "--clients", "4", "--alpha", "1"]
-    call("deploy", run / PREPARED_FILE, *group_args, "--out", group, "--rounds", "2", "--no-report")
+    call("deploy", run / ARTIFACT_FILE, *group_args, "--out", group, "--rounds", "2", "--no-report")
     settings = json.loads((group / "settings.json").read_text())
     assert (
         settings["method"]["lr"] == 0.02 and settings["method"]["rounds"] == 2 and settings["method"]["head"] == "gpal"
@@ -149,9 +149,9 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
     assert deployed and not deployed.own.any() and set(deployed.prototype_labels.tolist()) == set(range(5, 10))
     outputs = [call("report", path, "--out", tmp_path / "page").stdout for path in (run, group)]
     assert len(outputs) == 2 and (tmp_path / "page/pictures/embedding.csv").read_text().count("prototype") == 5
-    (run / PREPARED_FILE).rename(tmp_path / PREPARED_FILE)  # a group needs only this file
+    (run / ARTIFACT_FILE).rename(tmp_path / ARTIFACT_FILE)  # a group needs only this file
     repeated = call(
-        "deploy", tmp_path / PREPARED_FILE, *group_args, "--out", tmp_path / "again", "--rounds", "2", "--no-report"
+        "deploy", tmp_path / ARTIFACT_FILE, *group_args, "--out", tmp_path / "again", "--rounds", "2", "--no-report"
     )
     assert repeated.stdout.split("MB")[0] == call("resume", tmp_path / "again", "--no-report").stdout.split("MB")[0]
     lines = call("predict", tmp_path / "again", "--data", "digits", "--data-option", "classes=5-9").stdout.splitlines()
@@ -162,10 +162,10 @@ def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> Non
         (["deploy", tmp_path / "nowhere", *group_args], "no prepared model"),
         (["deploy", tmp_path / "again", *group_args], "no prepared model"),
         (
-            ["deploy", tmp_path / PREPARED_FILE, "--data", "fashion-mini", "--clients", "4"],
+            ["deploy", tmp_path / ARTIFACT_FILE, "--data", "fashion-mini", "--clients", "4"],
             "was prepared for another net",
         ),
-        (["prepare", "fedavg"], "fedavg does not prepare a model for groups (allowed: frl, "),
+        (["prepare", "fedavg"], "fedavg does not prepare a model (allowed: frl, "),
         (["predict", run, "--data", "digits"], "run `fewer deploy`"),
         (
             ["run", "frl", "--data", "digits", "--rounds", "6"],

@@ -17,13 +17,10 @@ from fewer.errors import DataError, FewerError, SettingError
 from fewer.experiments.tune import tune_experiment
 from fewer.learning import Counts
 from fewer.learning.evaluate import MAX_LOSS, count_correct
-from fewer.methods.frl import (
-    FRL,
-    GroupModel,
-    PreparingMethod,
-    use_batch_statistics,
-    valid_answers,
-)
+from fewer.learning.group_model import GroupModel, use_batch_statistics
+from fewer.methods import Method, Scores
+from fewer.methods.few_rounds import valid_answers
+from fewer.methods.frl import FRL, PreparingMethod
 from fewer.methods.frl_baselines import FRLMetaHead, FRLPerFedAvg, FRLScratch, FRLWarmStart
 from fewer.methods.groups import TUNING_GROUPS
 from fewer.models import EncoderHead
@@ -88,7 +85,8 @@ def test_accuracy_is_the_mean_over_groups() -> None:
             return [Counts(1, 2, 3.0), Counts(3, 3, 1.0)]
 
     scores = Watched().evaluate(None, None, None)  # type: ignore[arg-type]
-    assert scores == {"accuracy": 0.75, "loss": 0.8, "groups": [0.5, 1.0]}
+    assert scores == Scores({"accuracy": 0.75, "loss": 0.8}, "groups", [0.5, 1.0])
+    assert scores.as_dict() == {"accuracy": 0.75, "loss": 0.8, "unit": "groups", "groups": [0.5, 1.0]}
 
 
 def test_deploy_rounds_sets_the_number_of_rounds_in_a_group(tmp_path: Any) -> None:
@@ -210,11 +208,11 @@ EDGE_CASES = {
 @pytest.mark.parametrize("head", ["linear", "distance", "gpal"])
 def test_a_round_survives_unusual_groups(head: Any, case: str, tmp_path: Path) -> None:
     pairs, options = EDGE_CASES[case], {"way": 2, "group_size": 2, "eval_groups": 1}
-    methods = [FRL(rounds=4, head=head, **options), FRLPerFedAvg(rounds=1, head=head, **options)]
+    methods: list[Method] = [FRL(rounds=4, head=head, **options), FRLPerFedAvg(rounds=1, head=head, **options)]
     for number, method in enumerate(methods if head == "gpal" else methods[:1]):
         run = tmp_path / str(number)
         result = fewer.run(method, from_clients(pairs, test=UNSEEN), model=initial_net(), out=run)
-        assert all(torch.isfinite(tensor).all() for tensor in method.broadcast(result.state).values())
+        assert all(torch.isfinite(tensor).all() for tensor in result.state.shared.values())
         events = (run / "events.jsonl").read_text()
         assert '"failed"' not in events
         if "nothing" in case:
@@ -284,7 +282,7 @@ def test_pool_and_resume_within_an_episode_give_the_same_numbers(method: Prepari
         fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())
     for other in (fewer.run(method, data, seed=2, runtime="pool"), fewer.resume(tmp_path / "run")):
         assert [{**h, "seconds": 0} for h in other.history] == [{**h, "seconds": 0} for h in expected.history]
-        weights, expected_weights = method.broadcast(other.state), method.broadcast(expected.state)
+        weights, expected_weights = other.state.shared, expected.state.shared
         assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
     evaluated = [line["round"] for line in expected.history if "accuracy" in line]
     warmup = range(1, getattr(method, "warmup_rounds", 0) + 1)

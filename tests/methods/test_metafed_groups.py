@@ -20,7 +20,7 @@ from fewer.errors import SettingError
 from fewer.learning import weighted_mean
 from fewer.learning.distill import distill
 from fewer.methods import Client, find
-from fewer.methods.base import ContextFactory
+from fewer.methods.context import ContextFactory
 from fewer.methods.federation import SingleClient, Teacher, TrainingBudget
 from fewer.models import Task, get_weights, load_weights
 from fewer.runtime import HandlerRunner, Inline, seed_of

@@ -225,7 +225,7 @@ def test_runs_survive_clients_with_one_sample_one_class_or_no_data(
     result = fewer.run(configured, federation(pairs), model=linear(), seed=SEED, out=tmp_path)
     evaluated = groups.test if eval_clients == "new" else groups.validation
     assert result.metrics["clients"].keys() == {str(client) for client in evaluated[2:]}
-    assert all(torch.isfinite(tensor).all() for tensor in configured.broadcast(result.state).values())
+    assert all(torch.isfinite(tensor).all() for tensor in result.state.shared.values())
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     reported = {(event["client"], event["detail"]) for event in events if event.get("reason") == "unable"}
     one_sample_error, empty_error = "support and query set need at least 2 samples, got 1", "no training data"

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 
 import fewer
-from fewer import FedAvg, FedDistill, FedEnsemble, FedGen
+from fewer import FedDistill, FedEnsemble, FedGen
 from fewer.data import Data
+from fewer.methods.fedavg import LocalTraining
 from fewer.methods.feddistill import FedDistillLogits
 from tests.helpers import DIGITS, Interrupt, call, metrics, run_contents
 from tests.methods.class_harness import EMPTY, PAIRS, SEED, encoder_head_net, federation
 
-KINDS: list[type[FedAvg]] = [FedDistill, FedDistillLogits, FedEnsemble, FedGen]
+KINDS: list[type[LocalTraining]] = [FedDistill, FedDistillLogits, FedEnsemble, FedGen]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pool_and_resume_give_the_same_bits(kind: type[FedAvg], digits: Data, tmp_path: Path) -> None:
+def test_pool_and_resume_give_the_same_bits(kind: type[LocalTraining], digits: Data, tmp_path: Path) -> None:
     method = kind(rounds=3, cohort=5, local_steps=4)
     settings: dict[str, Any] = {"drop": 0.2, "slow": 0.1, "corrupt": 0.2, "seed": 3}
     inline = fewer.run(method, digits, out=tmp_path / "inline", **settings)
@@ -33,7 +34,7 @@ def test_pool_and_resume_give_the_same_bits(kind: type[FedAvg], digits: Data, tm
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_runs_survive_empty_clients_and_clients_with_one_class(kind: type[FedAvg], tmp_path: Path) -> None:
+def test_runs_survive_empty_clients_and_clients_with_one_class(kind: type[LocalTraining], tmp_path: Path) -> None:
     result = fewer.run(kind(rounds=3), federation([*PAIRS, EMPTY]), model=encoder_head_net(), seed=SEED, norm="none")
     assert [line["absent"] for line in result.history] == [1, 1, 1]
     single = fewer.run(kind(rounds=3), federation([PAIRS[2], EMPTY]), model=encoder_head_net(), seed=SEED)

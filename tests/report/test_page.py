@@ -73,6 +73,7 @@ def test_a_report_shows_synthetic_images(tmp_path: Path, runs: Path) -> None:
     assert "the last D̂ of 4 of the 4 clients that sent any. Blank cells have no image." in page.text
     assert "not shown" not in page.text
     result = open_run(runs / "fedmk")
+    assert isinstance(result.method, FedMK)
     by_client, by_round = result.method.image_grids(result.state)
     assert list(by_client.rows) == [f"client {client}" for client in range(4)] and by_client.max_per_class == 2
     assert list(by_round.rows) == ["round 1", "round 2", "round 3"] and by_round.max_per_class == 1

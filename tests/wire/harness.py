@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fewer.wire import (
-    Encoded,
     Field,
     encode,
 )
@@ -44,10 +43,8 @@ def frame(header: str, data: bytes = b"") -> bytes:
 
 
 BATCH: dict[str, Field] = {
-    "model": Encoded(
-        {"w": random_tensor(torch.float32, 3, 4), "b": random_tensor(torch.float32, 4), "n": torch.tensor(7)}, "int8"
-    ),
-    "images": Encoded(random_tensor(torch.float32, 2, 1, 3, 3), "float16"),
+    "model": {"w": random_tensor(torch.float32, 3, 4), "b": random_tensor(torch.float32, 4), "n": torch.tensor(7)},
+    "images": random_tensor(torch.float32, 2, 1, 3, 3),
     "labels": torch.tensor([3, 4]),
     "size": 12,
     "loss": 0.25,
@@ -150,7 +147,7 @@ def change_length(blob: bytes, rng: random.Random) -> bytes:
 
 def splice(blob: bytes, rng: random.Random) -> bytes:
     """Joins the header of one message and the data of another."""
-    other = encode("other", rng.choice([BATCH, {"size": 3}, {"t": Encoded(random_tensor(torch.float32, 5), "uint8")}]))
+    other = encode("other", rng.choice([BATCH, {"size": 3}, {"t": random_tensor(torch.float32, 5)}]), "uint8")
     first, second = (message[8 + int.from_bytes(message[:8], "little") :] for message in (blob, other))
     return rng.choice(
         [other[: len(other) - len(second)] + first, blob[: len(blob) - len(first)] + second, blob + other]

@@ -12,7 +12,6 @@ from fewer.errors import SettingError
 from fewer.wire import (
     CODECS,
     Codec,
-    Encoded,
     TensorCodec,
     decode,
     encode,
@@ -25,7 +24,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torc
 
 def round_trip(value: Tensor, codec: Codec | None = None) -> Tensor:
     """Returns the tensor that a receiver decodes."""
-    kind, fields = decode(encode("k", {"t": Encoded(value, codec)}), {"t": value})
+    kind, fields = decode(encode("k", {"t": value}, codec), {"t": value})
     assert kind == "k" and fields.keys() == {"t"}
     arrived = fields["t"]
     assert isinstance(arrived, Tensor) and arrived.dtype == value.dtype and arrived.shape == value.shape
@@ -59,7 +58,7 @@ def test_codecs_are_registered() -> None:
 def test_an_unknown_codec_is_an_error_with_the_nearest_name() -> None:
     text = r"unknown codec 'int4', did you mean 'int8'\? \(allowed: bfloat16, float16, float32, int8, uint8\)"
     with pytest.raises(SettingError, match=text):
-        encode("k", {"t": Encoded(torch.ones(2), "int4")})
+        encode("k", {"t": torch.ones(2)}, "int4")
     with pytest.raises(SettingError, match=text):
         FedAvg(codec="int4")
 
@@ -83,7 +82,7 @@ def test_quantization_keeps_minimum_and_maximum_exactly(codec: Codec) -> None:
 @pytest.mark.parametrize(("codec", "lowest"), [("int8", -128), ("uint8", 0)])
 def test_quantization_uses_all_levels(codec: Codec, lowest: int) -> None:
     value = torch.arange(256, dtype=torch.float32) / 4 - 3
-    blob = encode("k", {"t": Encoded(value, codec)})
+    blob = encode("k", {"t": value}, codec)
     levels = safetensors.torch.load(blob)[{"int8": "t:I8", "uint8": "t:U8"}[codec]]
     assert torch.equal(levels.int(), torch.arange(256, dtype=torch.int32) + lowest)
     assert torch.equal(round_trip(value, codec), value)

@@ -20,7 +20,8 @@ from fewer.audit.distance import nearest_neighbors, typical_distance, value_rang
 from fewer.audit.leakage import compute_gradients, psnr, restore_images
 from fewer.audit.membership import estimate_proportion, loss_gaps, losses, membership
 from fewer.data import Data
-from fewer.errors import FewerError, RunError
+from fewer.errors import FewerError, RunError, SettingError
+from fewer.methods.capabilities import HasSyntheticData
 from fewer.models import load_weights
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import load_data, parse_settings
@@ -137,7 +138,7 @@ class _AttackedRun:
         self.result = result
         self.has_images = len(result.data.shape) == 3 and not result.data.test.is_text
         self.nets = _global_models(result)
-        sent = result.method.synthetic_data(result.state)
+        sent = result.method.synthetic_data(result.state) if isinstance(result.method, HasSyntheticData) else {}
         if not self.nets and not sent:
             raise FewerError(
                 f"{result.method.name} has no global model and its clients send no synthetic data: "
@@ -416,10 +417,10 @@ def find_participants(path: Path, rounds: int) -> list[int]:
 
 def _global_models(result: Result) -> dict[str, nn.Module]:
     """The global model before the first round and now; empty if the method has no global model."""
-    weights = result.method.global_weights(result.state)
-    if weights is None:
+    try:
+        trained = result.model.train()
+    except SettingError:
         return {}
-    nets = {"first": result.task.net()}
-    load_weights(nets["first"], result.task.initial_weights(result.settings.seed))
-    nets["trained"] = result.model.train()
-    return nets
+    first = result.task.net()
+    load_weights(first, result.task.initial_weights(result.settings.seed))
+    return {"first": first, "trained": trained}

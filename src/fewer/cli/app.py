@@ -161,9 +161,9 @@ def deploy(
     [dim]fewer deploy runs/… --data glyphs --data-option classes=0-4 --clients 10 --partition shards[/dim]
     """
     from fewer.cli.progress import show_progress
+    from fewer.runs.artifacts import deploy_settings
     from fewer.runs.engine import run_experiment
     from fewer.runs.experiment import build_experiment, parse_settings
-    from fewer.runs.inference import deploy_settings
 
     experiment = build_experiment(parse_settings(deploy_settings(prepared, given)))
     path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
@@ -412,7 +412,7 @@ def methods(
     print_rows(
         ("option", "default", "meaning"), [(option, str(row["default"]), row["text"]) for option, row in rows.items()]
     )
-    print("\nSet one with -o name=value; rounds and cohort have their own flags.")
+    print("\nSet one with -o name=value; rounds, cohort and codec have their own flags.")
 
 
 @app.command(rich_help_panel="Use")
@@ -511,7 +511,7 @@ def _train(
 ) -> None:
     """Runs one method from settings and prints the result."""
     from fewer.cli.progress import show_progress
-    from fewer.experiments import tune_experiment
+    from fewer.experiments.tune import find_search_space, tune_experiment
     from fewer.runs import trackers
     from fewer.runs.engine import run_experiment
     from fewer.runs.experiment import build_experiment, parse_settings
@@ -522,7 +522,7 @@ def _train(
         if tune:
             label = f"{experiment.method.name} tuning"
             experiment, done = tune_experiment(experiment, trials, None, progress(label))
-            tuned = experiment.method.search_space()
+            tuned = find_search_space(experiment.method)
             chosen = ", ".join(f"{name} = {getattr(experiment.method, name):g}" for name in tuned)
             print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
         path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")

@@ -31,10 +31,20 @@ class Samples:
     def __len__(self) -> int:
         return len(self.y) if self.rows is None else len(self.rows)
 
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Input and label of one sample, so that a `torch.utils.data.DataLoader` takes samples as a dataset."""
+        position = range(len(self))[index]  # raises IndexError at the end
+        x, y = self.slice(position, position + 1)
+        return x[0], y[0]
+
     @property
     def labels(self) -> Tensor:
         """The labels of all samples, in order."""
         return self.y if self.rows is None else self.y[self.rows]
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of all samples."""
+        return self.slice(0, len(self))
 
     def select(self, indices: Tensor) -> Samples:
         """A view of the samples at these indices."""

@@ -17,7 +17,7 @@ from fewer.runs.directory import RunDirectory
 from fewer.runs.engine import Progress, experiment_from_arguments, initial_state, resume, run_experiment
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
 from fewer.runs.result import Result
-from fewer.runs.settings import Settings
+from fewer.runs.settings import METHOD_SETTINGS, Settings
 from fewer.runs.statistics import format_number, half_width
 from fewer.runs.views import Viewable
 
@@ -137,8 +137,8 @@ def compare(
         fewer.compare([FedAvg(lr=0.1), FedProx(mu=0.1), "fedmk"], data=my_data, model=MyNet, seeds=3, tune=True)
 
     `methods` are objects or names; `data` and `model` are as in `fewer.run`. With `tune`, each method is first
-    tuned by `trials` trials on held-out training data. `rounds` and `cohort` apply to all methods; `method_options`
-    apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`.
+    tuned by `trials` trials on held-out training data. `rounds`, `cohort` and `codec` apply to all methods;
+    `method_options` apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`.
 
     With `out`, run directories are kept there. Finished runs are reused, and interrupted ones continue. Data given as
     an object is the same for all seeds; data given by name is partitioned anew for each seed.
@@ -158,7 +158,7 @@ def compare(
     )
     rows = [runner.run(entry.experiment.settings, entry.label, method=entry.method) for entry in entries]
     first = entries[0].experiment
-    shared = first.settings.model_dump(mode="json", exclude={"method", "method_options", "rounds", "cohort"})
+    shared = first.settings.model_dump(mode="json", exclude={"method", "method_options", *METHOD_SETTINGS})
     shared |= {"seeds": seeds, "trials": trials if tune else 0}
     return Comparison(rows, [entry.label for entry in entries], shared, len(first.data), runner.paths)
 
@@ -167,8 +167,8 @@ def _build_entries(
     methods: Sequence[Method | str], data: Data | str, model: Model, settings: Mapping[str, Any]
 ) -> list[ComparedMethod]:
     """The experiment of each method, built and initialized before the first run so that mistakes show early."""
-    common = {name: value for name, value in settings.items() if name not in ("method_options", "rounds", "cohort")}
-    overrides = {name: value for name in ("rounds", "cohort") if (value := settings.get(name)) is not None}
+    common = {name: value for name, value in settings.items() if name not in ("method_options", *METHOD_SETTINGS)}
+    overrides = {name: value for name in METHOD_SETTINGS if (value := settings.get(name)) is not None}
     objects = [_override(method, overrides) if isinstance(method, Method) else None for method in methods]
     named = [find(method) for method in methods if isinstance(method, str)]
     options = assign_options(named, settings.get("method_options", {}))
@@ -187,7 +187,7 @@ def _build_entries(
 
 
 def _override(method: Method, overrides: Mapping[str, Any]) -> Method:
-    """The method with `rounds` and `cohort` that apply to all methods."""
+    """The method with the settings that apply to all methods."""
     return type(method)(**{**method.model_dump(), **overrides}) if overrides else method
 
 
@@ -237,7 +237,7 @@ class SeedRunner:
 
     def _load_partition(self, settings: Settings) -> Data:
         key = settings.model_dump_json(
-            exclude={"method", "method_options", "rounds", "cohort", "model", "norm", "model_options"}
+            exclude={"method", "method_options", *METHOD_SETTINGS, "model", "norm", "model_options"}
         )
         if key not in self._partitions:
             while len(self._partitions) >= CACHED_PARTITIONS:

@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fewer.audit import AttackImages, audit
 from fewer.audit.distance import earth_mover, value_range
 from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.data import ArrayData
 from fewer.errors import SettingError, unknown_name
-from fewer.learning.evaluate import Counts, evaluate_net
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
 from fewer.learning.prototypes import prototype_logits
-from fewer.methods.base import EVAL_BATCH_SIZE, ContextFactory, Server
-from fewer.methods.frl import FewRounds, PreparingMethod, compute_features, use_batch_statistics
-from fewer.models import split_net
+from fewer.methods import Server
+from fewer.methods.capabilities import Embedding, HasEmbeddings, HasSyntheticData
+from fewer.methods.registry import names_with
 from fewer.runs.engine import one_thread
 from fewer.runs.experiment import load_data
 from fewer.runs.result import Result, open_run
@@ -142,7 +141,11 @@ def emd(cells: Sequence[CellRuns], paper: Sequence[float] = ()) -> Study:
 
 def _measure_distance(result: Result, base: Result) -> float:
     low, high = value_range(result.data.test)
-    synthetic, base_synthetic = (run.method.synthetic_data(run.state) for run in (result, base))
+    if not isinstance(result.method, HasSyntheticData) or not isinstance(base.method, HasSyntheticData):
+        raise SettingError(
+            f"study emd: clients send no synthetic data (allowed: {', '.join(names_with(HasSyntheticData))})"
+        )
+    synthetic, base_synthetic = result.method.synthetic_data(result.state), base.method.synthetic_data(base.state)
     distances = []
     for client in sorted(synthetic.keys() & base_synthetic.keys()):
         (images, labels), (base_images, base_labels) = synthetic[client], base_synthetic[client]
@@ -189,7 +192,7 @@ def _score_unused(result: Result) -> Counts:
 
 
 def embedding(cells: Sequence[CellRuns], group: int = 0, member: int = 0, max_samples: int = 400) -> Study:
-    """Draws the embedding of one member of a group after its last local training, by t-SNE (FRL's Figure 3).
+    """Draws the embedding of one member of a group after its last local training, by t-SNE.
 
     The study also measures the fraction of the group's queries that the embedding puts nearest to the right global
     prototype: for all queries, and for queries of classes that the member does not hold.
@@ -209,72 +212,47 @@ def embedding(cells: Sequence[CellRuns], group: int = 0, member: int = 0, max_sa
 
 
 def embed_samples(result: Result, max_samples: int = 400) -> Cloud | None:
-    """Embeds the samples of a run that makes prototypes: one member of its first group, or a whole deployed group.
-
-    Returns None for other methods.
-    """
-    method, state = result.method, result.state
-    if not isinstance(method, FewRounds) or method.head == "linear" or not len(result.data.test):
-        return None
-    with one_thread():
-        if isinstance(method, PreparingMethod):
-            return _embed_member(result, 0, 0, max_samples)[0]
-        with torch.no_grad():
-            x, y = result.data.test.slice(0, min(len(result.data.test), max_samples))
-            features = split_net(result.model.get_submodule("net"))[0](x)
-    return _project(features, y, features[:0], y[:0], state.means, state.classes)
+    """Embeds the samples of a run that makes prototypes; None for other runs."""
+    embedding = _find_embedding(result, 0, 0) if len(result.data.test) else None
+    return _project(embedding, max_samples) if embedding else None
 
 
 def _embed_member(result: Result, number: int, member: int, max_samples: int) -> tuple[Cloud, float, float]:
-    """Embeds the group's samples with one member's model, before the last round is averaged."""
-    method = result.method
-    if not isinstance(method, PreparingMethod) or method.head == "linear":
-        raise SettingError(
-            f"study embedding: {method.name} has no prototypes; use frl or one of its baselines without head = linear"
-        )
-    server = ContextFactory(result.data, result.task, result.settings.seed, Path())(-1, 0)
-    assert isinstance(server, Server)
-    group = method.draw_group(server.global_test, *method.unseen_labels(result.data, server.seed), server.seed, number)
-    rounds = method.deploy_rounds or method.group_rounds
-    _, final = method.simulate_group(server, method.broadcast(result.state), group.supports, number, rounds)
-    net, previous = method.simulate_group(server, method.broadcast(result.state), group.supports, number, rounds - 1)
-    support = group.supports[member]
-    prototypes = (previous.classes, previous.means) if method.downloads_prototypes(previous) else None
-    method.fit_support(net, support, prototypes, False, stream(server.seed, "embedding"))
-    use_batch_statistics(net)
-    with torch.no_grad():
-        x, y = group.queries.slice(0, len(group.queries))
-        features = compute_features(net, x)
-        is_correct = final.classes[prototype_logits(features, final.means).argmax(1)] == y
-    is_other_class = ~torch.isin(y, torch.unique(support.labels))
-    with torch.no_grad():
-        own_inputs, labels = support.slice(0, len(support))
-        cloud = _project(
-            features[:max_samples],
-            y[:max_samples],
-            compute_features(net, own_inputs),
-            labels,
-            final.means,
-            final.classes,
-        )
+    """Embeds a group's samples with one member's model. Also returns the accuracy, and that on other classes."""
+    embedding = _find_embedding(result, number, member)
+    if embedding is None:
+        raise SettingError(f"study embedding: {result.method.name} has no prototypes with these options")
+    nearest = embedding.prototype_labels[prototype_logits(embedding.features, embedding.prototypes).argmax(1)]
+    is_correct = nearest == embedding.labels
+    is_other_class = ~torch.isin(embedding.labels, torch.unique(embedding.own_labels))
+    cloud = _project(embedding, max_samples)
     return cloud, float(is_correct.double().mean()), float(is_correct[is_other_class].double().mean())
 
 
-def _project(
-    others: Tensor, labels: Tensor, own: Tensor, own_labels: Tensor, prototypes: Tensor, classes: Tensor
-) -> Cloud:
+def _find_embedding(result: Result, number: int, member: int) -> Embedding | None:
+    """The features and prototypes of a group, if the method has any."""
+    if not isinstance(result.method, HasEmbeddings):
+        return None
+    server = result.context()
+    assert isinstance(server, Server)
+    with one_thread():
+        return result.method.embedding(server, result.state, result.data, number, member)
+
+
+def _project(embedding: Embedding, max_samples: int) -> Cloud:
     """Projects features of other samples, own samples and prototypes to two dimensions, by one t-SNE."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits
 
-    features = torch.cat([others, own, prototypes]).cpu().numpy()
+    others, labels = embedding.features[:max_samples], embedding.labels[:max_samples]
+    features = torch.cat([others, embedding.own_features, embedding.prototypes]).cpu().numpy()
     tsne = TSNE(random_state=0, perplexity=max(1, min(30, len(others) // 4)), init="pca")
     with threadpool_limits(1):  # several threads slow each other down on busy cores
         points = tsne.fit_transform(features)
-    samples = len(points) - len(classes)
+    samples = len(others) + len(embedding.own_features)
+    all_labels = torch.cat([labels, embedding.own_labels]).cpu().numpy()
     is_own = np.arange(samples) >= len(others)
-    all_labels = torch.cat([labels, own_labels]).cpu().numpy()
-    return Cloud(points[:samples], all_labels, is_own, points[samples:], classes.cpu().numpy())
+    return Cloud(points[:samples], all_labels, is_own, points[samples:], embedding.prototype_labels.cpu().numpy())
 
 
 STUDIES: dict[str, Callable[..., Study]] = {

@@ -13,6 +13,7 @@ from typing import Any
 from fewer.data import Data
 from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.methods import Method
+from fewer.methods.capabilities import HasSearchSpace, HasTuningSplit
 from fewer.runs.engine import Progress, experiment_from_arguments, run_experiment
 from fewer.runs.experiment import Experiment, Model
 from fewer.runs.result import Result
@@ -88,11 +89,10 @@ def tune_experiment(
 
     `trials_file` stores finished trials, so an interrupted search resumes where it stopped.
     """
-    search_space = experiment.method.search_space()
+    search_space = find_search_space(experiment.method)
     if not search_space:
         return experiment, []
-    method, data = experiment.method.tuning_split(experiment.data, TUNING_FRACTION, experiment.settings.seed)
-    tuning_experiment = replace(experiment, method=method, data=data)
+    tuning_experiment = _hold_out(experiment)
     task = f"{experiment.hash} {experiment.data.fingerprint()}"
     done = _load_trials(trials_file, task) if trials_file and trials_file.exists() else []
     accuracies = {_point_key(trial.settings): trial.accuracy for trial in done}
@@ -114,6 +114,21 @@ def tune_experiment(
     first = {name: float(getattr(experiment.method, name)) for name in search_space}
     best = coordinate_search(evaluate, search_space, first, trials, lambda point: _is_valid(experiment, point))
     return _apply_point(experiment, best), done
+
+
+def find_search_space(method: Method) -> Mapping[str, Sequence[float]]:
+    """Returns the hyperparameters that are tuned, with starting values."""
+    return method.search_space() if isinstance(method, HasSearchSpace) else method.tunable
+
+
+def _hold_out(experiment: Experiment) -> Experiment:
+    """Returns the experiment of the trials. Part of the training samples replaces the test data, unless the method
+    tunes on other data."""
+    method, data, seed = experiment.method, experiment.data, experiment.settings.seed
+    if not isinstance(method, HasTuningSplit):
+        return replace(experiment, data=data.hold_out(TUNING_FRACTION, seed))
+    tuned, data = method.tuning_split(data, TUNING_FRACTION, seed)
+    return replace(experiment, method=tuned, data=data)
 
 
 def _is_valid(experiment: Experiment, point: Point) -> bool:

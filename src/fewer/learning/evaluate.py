@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+EVAL_BATCH_SIZE = 1000
+"""Samples in one forward pass of evaluation."""
 MAX_LOSS = 1e30
 """The loss of a net whose scores are not finite. It counts as a very bad loss, not as a missing one."""
 

@@ -23,8 +23,10 @@ from torch.nn import functional as F
 from fewer.data import Data, Samples
 from fewer.errors import SettingError
 from fewer.learning.evaluate import count_correct
-from fewer.methods.base import Client, Metrics
-from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
+from fewer.methods.context import Client, Context
+from fewer.methods.method import ModelState, NoGlobalModel
+from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
+from fewer.methods.scores import Scores
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
@@ -34,15 +36,14 @@ MARGIN = 10.0
 
 
 @dataclass(frozen=True)
-class AloneState:
+class AloneState(ModelState, CountingState):
     """The initial model. Nothing is trained, so `flops` stays 0."""
 
-    model: Weights
     flops: int = 0
 
 
 @METHODS.register("alone")
-class Alone(NewClients):
+class Alone(NewClients[AloneState]):
     """Each new client learns from its own support set: with a net, by counting, or with naive Bayes."""
 
     rounds: PositiveInt = 1
@@ -70,10 +71,6 @@ class Alone(NewClients):
         """Asks no client."""
         return state
 
-    def global_weights(self, state: AloneState) -> Weights | None:
-        """None: there is no global model."""
-        return None
-
     def initialization(self, shared: Weights) -> Weights:
         """The initial model."""
         return shared
@@ -84,22 +81,24 @@ class Alone(NewClients):
             raise SettingError(f"learner = {self.learner} trains no net; use learner = net")
         adapt_in_place(net, full_batches(support, self.local_steps), self.lr)
 
-    def personal_model(self, client: Client, model: Weights) -> nn.Module:
-        """The model that the client learns from its support set."""
-        x, y = (support := self.support_and_query(client)[0]).slice(0, len(support))
+    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
+        """The model that a client learns from its support set."""
+        if not isinstance(context, Client):
+            raise NoGlobalModel(self.name)
+        x, y = (support := self.support_and_query(context)[0]).slice(0, len(support))
         if self.learner == "most-used":
-            return MostUsed(y, client.task.classes)
+            return MostUsed(y, context.task.classes)
         if self.learner == "naive-bayes":
-            return NaiveBayes(x, y, client.task.classes, self.smoothing)
-        return super().personal_model(client, model)
+            return NaiveBayes(x, y, context.task.classes, self.smoothing)
+        return super().build_predictor(shared, context)
 
-    def evaluate(self, state: AloneState, clients: Clients, data: Data) -> Metrics:
+    def evaluate(self, state: AloneState, clients: Clients, data: Data) -> Scores:
         """Evaluates as usual; `last-used` needs samples in time order."""
         if self.learner == "last-used" and not data.time_ordered:
             raise SettingError("learner = last-used needs samples in time order, and this data has no order")
         return super().evaluate(state, clients, data)
 
-    @on_client
+    @on_client(exact=("model",))
     def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
         """Counts correct predictions; `last-used` predicts each query from the labels before it."""
         if self.learner != "last-used":

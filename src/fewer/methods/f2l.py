@@ -46,8 +46,9 @@ from torch.nn import functional as F
 
 from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
-from fewer.methods.base import Client
-from fewer.methods.fewshot import FewShotState, FineTuned, logistic_regression, zero_head
+from fewer.learning.logistic import logistic_regression
+from fewer.methods.context import Client, Context
+from fewer.methods.fine_tuned import FineTuned, zero_head
 from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights, split_net
 from fewer.models.sets import SetEncoder
 from fewer.models.split import feature_width
@@ -219,9 +220,11 @@ class F2L(FineTuned):
             logits = client_model(torch.cat([support, queries]))[len(support) :]
         return {"client": logits.argmax(1), "server": logistic_regression(support, task.support_y, queries)}
 
-    def global_weights(self, state: FewShotState) -> Weights:
-        """φ, a classifier of the base classes."""
-        return {name: tensor for name, tensor in self.broadcast(state).items() if not name.startswith(PSI)}
+    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
+        """φ, a classifier of the base classes. A client has a model only for a task."""
+        if isinstance(context, Client):
+            return super().build_predictor(shared, context)
+        return context.net({name: tensor for name, tensor in shared.items() if not name.startswith(PSI)})
 
 
 def mutual_information(

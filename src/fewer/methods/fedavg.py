@@ -14,24 +14,28 @@ Departures:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from fewer.data import Samples
 from fewer.errors import SettingError
 from fewer.learning import draw_batches, sgd, weighted_mean
 from fewer.learning.augment import apply_affine, draw_affine
-from fewer.methods.base import MAX_SAMPLES, Client, Method, ModelState
+from fewer.methods.context import Client
+from fewer.methods.method import Method, ModelState, StateT
+from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
-from fewer.runtime import Clients, on_client
-from fewer.wire import Codec, Encoded, Number
+from fewer.runtime import Answers, Clients, on_client
+from fewer.wire import Number
 
 
-@METHODS.register("fedavg")
-class FedAvg(Method):
-    """Clients train the global model on their own data; the server averages their models, weighted by data size."""
+class LocalTraining(Method[StateT]):
+    """ClientUpdate: a client trains the model that it receives. Many methods build on it."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.01, 0.03, 0.1, 0.3)}
 
@@ -41,10 +45,31 @@ class FedAvg(Method):
     """Local steps per round."""
     batch_size: PositiveInt = 32
     """Samples per local step (B)."""
-    codec: Codec = "float32"
-    """Encoding of models in messages."""
 
-    # Server executes:
+    @on_client(stream="train")  # the key of its random numbers
+    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
+        """ClientUpdate(k, w): trains the global model on the client's samples; returns w and n_k to the server."""
+        net = client.net(model)
+        self.fit(net, client)
+        return {"model": get_weights(net), "size": len(self.training_samples(client))}
+
+    def fit(self, net: nn.Module, client: Client) -> None:
+        """w ← w − η ∇ℓ(w; b) for each batch b, in place. Override this to change local training."""
+        sgd(net, self.training_samples(client).batches(self.batch_indices(client)), self.lr)
+
+    def training_samples(self, client: Client) -> Samples:
+        """The samples that a client trains on: by default all."""
+        return client.train
+
+    def batch_indices(self, client: Client) -> Tensor:
+        """The sample indices of all batches b (local steps × batch size)."""
+        count = len(self.training_samples(client))
+        return draw_batches(count, self.local_steps, self.batch_size, client.stream("batches"))
+
+
+@METHODS.register("fedavg")
+class FedAvg(LocalTraining[ModelState]):
+    """Clients train the global model on their own data; the server averages their models, weighted by data size."""
 
     def init(self, task: Task, seed: int) -> ModelState:
         """Initializes w_0."""
@@ -52,35 +77,36 @@ class FedAvg(Method):
 
     def round(self, state: ModelState, clients: Clients) -> ModelState:
         """w_{t+1} ← Σ_k (n_k / n) w_{t+1}^k, over the clients that answered."""
-        models, sizes = self.train_cohort(state, clients)
-        return ModelState(weighted_mean(models, sizes))
+        cohort = self.sample_cohort(clients)  # S_t ← (random set of m clients)
+        answers = train_models(clients, cohort, self.local_train, state.model)  # w_{t+1}^k ← ClientUpdate(k, w_t)
+        return ModelState(average_by_size(answers))
 
-    def train_cohort(self, state: ModelState, clients: Clients) -> tuple[list[Weights], list[int]]:
-        """Runs w_{t+1}^k ← ClientUpdate(k, w_t) on each client k ∈ S_t in parallel; returns all w_{t+1}^k and n_k."""
-        answers = clients.ask(
-            self.sample_cohort(clients),  # S_t ← (random set of m clients)
-            self.local_train,
-            model=Encoded(state.model, self.codec),  # arrives decoded
-            returns={"model": state.model, "size": Number(int, 1, MAX_SAMPLES)},  # the form of a valid answer
-        )
-        return [answer["model"] for answer in answers], [answer["size"] for answer in answers]
 
-    # Run on client k:
+def train_models(
+    clients: Clients,
+    cohort: Sequence[int],
+    handler: Callable[..., Any],
+    model: Weights,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,
+) -> Answers:
+    """Sends a model to the cohort. Each answer has the trained `model`, the number of samples `size`, and `extra`."""
+    return clients.ask(cohort, handler, model=model, returns={**model_schema(model), **extra}, **fields)
 
-    @on_client(stream="train")  # the key of its random numbers
-    def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
-        """ClientUpdate(k, w): trains the global model on the client's samples; returns w and n_k to the server."""
-        net = client.net(model)
-        self.fit(net, client)
-        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train)}
 
-    def fit(self, net: nn.Module, client: Client) -> None:
-        """w ← w − η ∇ℓ(w; b) for each batch b, in place. Override this to change local training."""
-        sgd(net, client.train.batches(self.batch_indices(client)), self.lr)
+def model_schema(model: Weights) -> dict[str, Any]:
+    """The form of a valid answer: a model and its number of samples."""
+    return {"model": model, "size": Number(int, 1, MAX_SAMPLES)}
 
-    def batch_indices(self, client: Client) -> Tensor:
-        """The sample indices of all batches b (local steps × batch size)."""
-        return draw_batches(len(client.train), self.local_steps, self.batch_size, client.stream("batches"))
+
+def average_equally(answers: Answers) -> Weights:
+    """The mean of the clients' models, with equal weights."""
+    return weighted_mean([answer["model"] for answer in answers], [1] * len(answers))
+
+
+def average_by_size(answers: Answers) -> Weights:
+    """Σ_k (n_k / n) w_k, over the clients that answered."""
+    return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
 
 
 @METHODS.register("fedavg-augmented")

@@ -16,31 +16,31 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat
 from torch import nn
 from torch.nn import functional as F
 
 from fewer.data import Samples
-from fewer.learning import draw_batches, sgd, weighted_mean
 from fewer.learning.flops import MAX_FLOPS
-from fewer.methods.base import MAX_SAMPLES, Client
-from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
-from fewer.models import Task, Weights, get_weights
+from fewer.methods.context import Client
+from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
+from fewer.methods.method import ModelState
+from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
+from fewer.models import Task, Weights
 from fewer.registry import METHODS
-from fewer.runtime import Clients, on_client
-from fewer.wire import Codec, Encoded, Number
+from fewer.runtime import Answers, Clients, on_client
+from fewer.wire import Number
 
 
 @dataclass(frozen=True)
-class FedAvgMetaState:
+class FedAvgMetaState(ModelState, CountingState):
     """The global model, and the operations of the clients that trained it."""
 
-    model: Weights
-    flops: int
+    flops: int = 0
 
 
 @METHODS.register("fedavg-meta")
-class FedAvgMeta(NewClients):
+class FedAvgMeta(NewClients[FedAvgMetaState], LocalTraining[FedAvgMetaState]):
     """FedAvg whose model a new client fine-tunes on its support set (`adapt_steps = 0`: no fine-tuning)."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
@@ -48,20 +48,12 @@ class FedAvgMeta(NewClients):
         "adapt_lr": (0.01, 0.03, 0.1, 0.3),
     }
 
-    lr: PositiveFloat = 0.1
-    """Learning rate of local training (η)."""
-    local_steps: PositiveInt = 20
-    """Local steps in a round."""
-    batch_size: PositiveInt = 32
-    """Samples in a local step."""
     optimizer: Literal["sgd", "adam"] = "sgd"
     """Optimizer of local training. Adam starts fresh in each round."""
     adapt_steps: NonNegativeInt = 1
     """Fine-tuning steps of a new client, each on its full support set."""
     adapt_lr: PositiveFloat = 0.1
     """Learning rate of fine-tuning."""
-    codec: Codec = "float32"
-    """Encoding of models on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
         """Tunes `adapt_lr` only if new clients fine-tune."""
@@ -69,45 +61,36 @@ class FedAvgMeta(NewClients):
 
     def init(self, task: Task, seed: int) -> FedAvgMetaState:
         """Initializes w_0."""
-        return FedAvgMetaState(task.initial_weights(seed), 0)
+        return FedAvgMetaState(task.initial_weights(seed))
 
     def round(self, state: FedAvgMetaState, clients: Clients) -> FedAvgMetaState:
         """w_{t+1} ← Σ_k (n_k / n) w_{t+1}^k, over the clients that answered."""
-        answers = clients.ask(
-            self.sample_cohort(clients),
-            self.local_train,
-            model=Encoded(state.model, self.codec),
-            returns={"model": state.model, "size": Number(int, 1, MAX_SAMPLES), "flops": Number(int, 0, MAX_FLOPS)},
-        )
-        models, sizes = [answer["model"] for answer in answers], [answer["size"] for answer in answers]
+        cohort, counted = self.sample_cohort(clients), {"flops": Number(int, 0, MAX_FLOPS)}
+        answers = train_models(clients, cohort, self.local_train, state.model, counted)
         flops = state.flops + sum(answer["flops"] for answer in answers)
-        return FedAvgMetaState(self.aggregate(state.model, models, sizes), flops)
+        return FedAvgMetaState(self.aggregate(state.model, answers), flops)
 
-    def aggregate(self, model: Weights, models: Sequence[Weights], sizes: Sequence[int]) -> Weights:
+    def aggregate(self, model: Weights, answers: Answers) -> Weights:
         """Computes the new global model from the old one and the clients' models. Override this to change it."""
-        return weighted_mean(models, sizes)
+        return average_by_size(answers)
 
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """ClientUpdate of FedAvg, on all samples of the client."""
-        net = client.net(model)
         with self.count_flops_of(client) as counter:
-            self.fit(net, client)
-        return {
-            "model": Encoded(get_weights(net), self.codec),
-            "size": len(self.client_samples(client)),
-            "flops": counter.flops,
-        }
+            answer = super().local_train(client, model)
+        return {**answer, "flops": counter.flops}
+
+    def training_samples(self, client: Client) -> Samples:
+        """At most `max_samples`."""
+        return self.client_samples(client)
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − η ∇ℓ(w; b) for each batch b, or a step of Adam, in place. Override this to change local training."""
-        samples = self.client_samples(client)
-        batches = samples.batches(
-            draw_batches(len(samples), self.local_steps, self.batch_size, client.stream("batches"))
-        )
         if self.optimizer == "sgd":
-            sgd(net, batches, self.lr)
+            super().fit(net, client)
             return
+        batches = self.client_samples(client).batches(self.batch_indices(client))
         optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=self.lr)
         for x, y in batches:
             optimizer.zero_grad()

@@ -13,16 +13,16 @@ from typing import Any
 from torch import nn
 
 from fewer.errors import SettingError
-from fewer.methods.base import Client, ModelState, PersonalMethod
+from fewer.methods.context import Client
 from fewer.methods.fedavg import FedAvg
+from fewer.methods.method import ModelState, PersonalMethod
 from fewer.models import Task, Weights, get_weights, norm_weight_names
 from fewer.registry import METHODS
 from fewer.runtime import on_client
-from fewer.wire import Encoded
 
 
 @METHODS.register("fedbn")
-class FedBN(PersonalMethod, FedAvg):
+class FedBN(PersonalMethod[ModelState], FedAvg):
     """FedAvg in which each client keeps its own normalization layers, and so a personal model."""
 
     def init(self, task: Task, seed: int) -> ModelState:
@@ -36,13 +36,13 @@ class FedBN(PersonalMethod, FedAvg):
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """Trains the shared layers with the client's own norms; stores the norms and returns the rest."""
-        net = self.personal_model(client, model)
+        net = self.personal_model(model, client)
         self.fit(net, client)
         weights = get_weights(net)
         client.store.put("norms", {name: tensor for name, tensor in weights.items() if name not in model})
         shared = {name: weights[name] for name in model}
-        return {"model": Encoded(shared, self.codec), "size": len(client.train)}
+        return {"model": shared, "size": len(client.train)}
 
-    def personal_model(self, client: Client, model: Weights) -> nn.Module:
+    def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """The shared layers with the client's own norms; before its first round, with the initial ones."""
-        return client.net({**client.initial_weights(), **(client.store.get("norms") or {}), **model})
+        return client.net({**client.initial_weights(), **(client.store.get("norms") or {}), **shared})

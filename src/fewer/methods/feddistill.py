@@ -29,13 +29,14 @@ from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.learning import sgd, weighted_mean
-from fewer.methods.base import MAX_SAMPLES, Client, ModelState, PersonalMethod
-from fewer.methods.fedavg import FedAvg
+from fewer.learning import sgd
+from fewer.methods.context import Client
+from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
+from fewer.methods.method import ModelState, PersonalMethod
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, on_client
-from fewer.wire import Encoded, Number, Shaped
+from fewer.wire import Shaped
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class FedDistillState(ModelState):
 
 
 @METHODS.register("feddistill")
-class FedDistill(FedAvg):
+class FedDistill(LocalTraining[FedDistillState]):
     """FedAvg whose clients also learn from each other's mean logits per class."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {**FedAvg.tunable, "distill_weight": (0.03, 0.1, 0.3, 1.0)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {**LocalTraining.tunable, "distill_weight": (0.03, 0.1, 0.3, 1.0)}
 
     distill_weight: NonNegativeFloat = 0.3
     """Weight of the distillation term (γ)."""
@@ -72,26 +73,22 @@ class FedDistill(FedAvg):
         no_logits = torch.zeros(0, task.classes, task.classes)
         return FedDistillState(task.initial_weights(seed), [], no_logits, no_logits[:, 0].bool())
 
-    def round(self, state: Any, clients: Clients) -> FedDistillState:
+    def round(self, state: FedDistillState, clients: Clients) -> FedDistillState:
         """Each client gets the model and its teacher; models are averaged, logits are kept for the next round."""
         cohort = self.sample_cohort(clients)
         classes = state.held.shape[1]
         teachers = {client: state.teacher(client) for client in cohort}
-        answers = clients.ask(
+        answers = train_models(
+            clients,
             cohort,
             self.distill,
-            model=Encoded(state.model, self.codec),
-            teacher=Each({client: Encoded(teacher, self.codec) for client, (teacher, _) in teachers.items()}),
+            state.model,
+            {"logits": Shaped((classes, classes)), "held": Shaped((classes,), torch.bool)},
+            teacher=Each({client: teacher for client, (teacher, _) in teachers.items()}),
             known=Each({client: known for client, (_, known) in teachers.items()}),
-            returns={
-                "model": state.model,
-                "size": Number(int, 1, MAX_SAMPLES),
-                "logits": Shaped((classes, classes)),
-                "held": Shaped((classes,), torch.bool),
-            },
         )
         return FedDistillState(
-            weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers]),
+            average_by_size(answers),
             [answer.client for answer in answers],
             torch.stack([answer["logits"] for answer in answers]),
             torch.stack([answer["held"] for answer in answers]),
@@ -100,7 +97,7 @@ class FedDistill(FedAvg):
     @on_client(stream="distil")
     def distill(self, client: Client, model: Weights, teacher: Tensor, known: Tensor) -> dict[str, Any]:
         """Trains on labels and teacher; `known` marks the classes with a teacher. F_k averages over all local steps."""
-        net = self.personal_model(client, model)
+        net = self.build_predictor(model, client)
         classes = len(known)
         logit_sums = torch.zeros(classes, classes, dtype=torch.float64, device=teacher.device)
         counts = torch.zeros(classes, dtype=torch.int64, device=teacher.device)
@@ -115,16 +112,11 @@ class FedDistill(FedAvg):
 
         sgd(net, client.train.batches(self.batch_indices(client)), self.lr, loss=loss)
         mean_logits = (logit_sums / counts.clamp(min=1)[:, None]).float()
-        return {
-            "model": Encoded(get_weights(net), self.codec),
-            "size": len(client.train),
-            "logits": Encoded(mean_logits, self.codec),
-            "held": counts > 0,
-        }
+        return {"model": get_weights(net), "size": len(client.train), "logits": mean_logits, "held": counts > 0}
 
 
 @METHODS.register("feddistill-logits")
-class FedDistillLogits(PersonalMethod, FedDistill):
+class FedDistillLogits(PersonalMethod[FedDistillState], FedDistill):
     """FedDistill as published: clients send mean logits only, and each keeps its own model."""
 
     def init(self, task: Task, seed: int) -> FedDistillState:
@@ -136,9 +128,9 @@ class FedDistillLogits(PersonalMethod, FedDistill):
     def distill(self, client: Client, model: Weights, teacher: Tensor, known: Tensor) -> dict[str, Any]:
         """Trains as FedDistill does, but stores the model on the client."""
         answer = super().distill(client, model, teacher, known)
-        client.store.put("model", answer["model"].value)
+        client.store.put("model", answer["model"])
         return {**answer, "model": {}}
 
-    def personal_model(self, client: Client, model: Weights) -> nn.Module:
+    def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """The client's own model; before its first round, the initial one."""
         return client.net(client.store.get("model") or client.initial_weights())

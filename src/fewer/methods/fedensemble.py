@@ -12,16 +12,15 @@ prediction takes one forward pass per model, and an export contains all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fewer.learning import weighted_mean
-from fewer.methods.base import ModelState
-from fewer.methods.fedavg import FedAvg
+from fewer.methods.context import Context
+from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
+from fewer.methods.method import ModelState
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients
@@ -46,29 +45,31 @@ class EnsembleState(ModelState):
     members: Weights
     """The models, stacked along a new first dimension."""
 
+    @property
+    def shared(self) -> Weights:
+        """The members of the ensemble."""
+        return self.members
+
 
 @METHODS.register("fedensemble")
-class FedEnsemble(FedAvg):
+class FedEnsemble(LocalTraining[EnsembleState]):
     """FedAvg that predicts with the mean logits of the cohort's models."""
 
     def init(self, task: Task, seed: int) -> EnsembleState:
         """The initial model, as an ensemble of one."""
         return _stack_members(task.initial_weights(seed), [task.initial_weights(seed)])
 
-    def round(self, state: Any, clients: Clients) -> EnsembleState:
+    def round(self, state: EnsembleState, clients: Clients) -> EnsembleState:
         """A round of FedAvg that also keeps the clients' models."""
-        models, sizes = self.train_cohort(state, clients)
-        return _stack_members(weighted_mean(models, sizes), models)
+        answers = train_models(clients, self.sample_cohort(clients), self.local_train, state.model)
+        return _stack_members(average_by_size(answers), [answer["model"] for answer in answers])
 
-    def broadcast(self, state: Any) -> Weights:
-        """The members of the ensemble; their mean is `state.model`."""
-        members: Weights = state.members
-        return members
-
-    def build_model(self, make_net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """The ensemble."""
-        size = len(next(iter(weights.values())))
-        return Ensemble([make_net({name: tensor[index] for name, tensor in weights.items()}) for index in range(size)])
+        size = len(next(iter(shared.values())))
+        return Ensemble(
+            [context.net({name: tensor[index] for name, tensor in shared.items()}) for index in range(size)]
+        )
 
 
 def _stack_members(mean: Weights, models: Sequence[Weights]) -> EnsembleState:

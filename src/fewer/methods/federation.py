@@ -17,14 +17,18 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fewer.errors import QuorumLost
-from fewer.learning import Counts, draw_batches, evaluate_net, sgd, weighted_mean
+from fewer.learning import Counts, draw_batches, evaluate_net, sgd
 from fewer.learning.distill import distill, fit_feature_map
-from fewer.methods.base import COUNTS_SCHEMA, EVAL_BATCH_SIZE, MAX_SAMPLES, Client, Method
+from fewer.learning.evaluate import EVAL_BATCH_SIZE
+from fewer.methods.context import Client
+from fewer.methods.fedavg import average_by_size, model_schema
+from fewer.methods.method import Method, PersonalMethod
+from fewer.methods.scores import COUNTS_SCHEMA
 from fewer.models import Task, Weights, get_weights, net_factory
 from fewer.registry import MODELS
-from fewer.runtime import Answers, Clients, Unable, on_client
+from fewer.runtime import Clients, Unable, on_client
 from fewer.runtime.streams import SERVER, global_streams
-from fewer.wire import Codec, Direction, Encoded, Number, Schema
+from fewer.wire import Codec, Direction
 
 WARM_UP = "begin"
 """Purpose of a federation's first training, before it receives a model."""
@@ -125,6 +129,11 @@ class GroupHandlers:
     inner_method: Method
     budget: TrainingBudget
 
+    @property
+    def codec(self) -> Codec:
+        """Encoding of floating-point tensors in messages."""
+        return self.budget.codec
+
     @on_client(stream="study")
     def local_distill(
         self, client: Client, model: Weights, teacher: Weights, net: str, teacher_net: str, distill_weight: float
@@ -132,18 +141,18 @@ class GroupHandlers:
         """Distills the teacher into the model and returns the model."""
         member = SingleClient(client, net, self.budget)
         weights = member.distill(model, Teacher(teacher, teacher_net, distill_weight))
-        return {"model": Encoded(weights, self.budget.codec), "size": len(client.train)}
+        return {"model": weights, "size": len(client.train)}
 
     @on_client(stream="judge")
     def evaluate(self, client: Client, model: Weights, net: str) -> dict[str, float]:
         """Counts correct predictions of a model on the member's validation samples."""
         return SingleClient(client, "", self.budget).evaluate(model, net)._asdict()
 
-    @on_client(stream="show")
-    def send_model(self, client: Client, model: Weights) -> dict[str, Any]:
+    @on_client(stream="show", exact=("shared",))
+    def send_model(self, client: Client, shared: Weights) -> dict[str, Any]:
         """Returns the member's personal model."""
-        weights = get_weights(self.inner_method.personal_model(client, model))
-        return {"model": Encoded(weights, self.budget.codec), "size": len(client.train)}
+        weights = get_weights(self.inner_method.build_predictor(shared, client))
+        return {"model": weights, "size": len(client.train)}
 
 
 @dataclass
@@ -169,49 +178,39 @@ class ClientGroup:
             for clients.round in self._round_numbers(purpose):
                 with global_streams(clients.seed, clients.round, SERVER):
                     state = self.inner_method.round(state, clients)
-        weights = self.inner_method.global_weights(state)
-        if weights is None:
-            handlers = GroupHandlers(self.inner_method, self.budget)
-            with self._open_members(handlers, task) as clients:
-                answers = clients.ask(
-                    range(len(clients)),
-                    handlers.send_model,
-                    model=self.inner_method.broadcast(state),
-                    returns=_model_schema(model),
-                )
-                weights = _average_by_size(answers)
-        return weights
+        if not isinstance(self.inner_method, PersonalMethod):
+            shared: Weights = state.shared
+            return shared
+        handlers = GroupHandlers(self.inner_method, self.budget)
+        with self._open_members(handlers, task) as clients:
+            answers = clients.ask(
+                range(len(clients)), handlers.send_model, shared=state.shared, returns=model_schema(model)
+            )
+            return average_by_size(answers)
 
     def distill(self, model: Weights, teacher: Teacher) -> Weights:
         """Rounds of federated averaging with the teacher's loss."""
         handlers = GroupHandlers(self.inner_method, self.budget)
-        codec = self.budget.codec
         with self._open_members(handlers, replace_task_net(self.client.task, self.net)) as clients:
             for clients.round in self._round_numbers("study"):
                 answers = clients.ask(
                     range(len(clients)),
                     handlers.local_distill,
-                    model=Encoded(model, codec),
-                    teacher=Encoded(teacher.model, codec),
+                    model=model,
+                    teacher=teacher.model,
                     net=self.net,
                     teacher_net=teacher.net,
                     distill_weight=teacher.distill_weight,
-                    returns=_model_schema(model),
+                    returns=model_schema(model),
                 )
-                model = _average_by_size(answers)
+                model = average_by_size(answers)
         return model
 
     def evaluate(self, model: Weights, net: str) -> Counts:
         """Correct predictions of all members, summed."""
         handlers = GroupHandlers(self.inner_method, self.budget)
         with self._open_members(handlers, self.client.task) as clients:
-            answers = clients.ask(
-                range(len(clients)),
-                handlers.evaluate,
-                model=Encoded(model, self.budget.codec),
-                net=net,
-                returns=COUNTS_SCHEMA,
-            )
+            answers = clients.ask(range(len(clients)), handlers.evaluate, model=model, net=net, returns=COUNTS_SCHEMA)
         counts = [Counts(**answer.fields) for answer in answers]
         return Counts(*(sum(column) for column in zip(*counts, strict=True)))
 
@@ -231,11 +230,3 @@ class ClientGroup:
             raise Unable(f"inside the federation: {lost}") from lost
         finally:
             self.inner_bytes.update(clients.ledger.total)
-
-
-def _model_schema(model: Weights) -> Schema:
-    return {"model": model, "size": Number(int, 1, MAX_SAMPLES)}
-
-
-def _average_by_size(answers: Answers) -> Weights:
-    return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])

@@ -36,15 +36,17 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.learning import sgd, weighted_mean
+from fewer.learning import sgd
 from fewer.learning.generator import build_generator, train_generator
-from fewer.methods.base import MAX_SAMPLES, Client, ModelState, Server
-from fewer.methods.fedavg import FedAvg
+from fewer.methods.context import Client, Server
+from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
+from fewer.methods.method import ModelState
+from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, all_finite, get_weights, load_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client, on_server
 from fewer.runtime.streams import global_streams
-from fewer.wire import Encoded, Number, Shaped
+from fewer.wire import Shaped
 
 _LOG = logging.getLogger("fewer")
 HEAD = "head."
@@ -60,10 +62,13 @@ class FedGenState(ModelState):
 
 
 @METHODS.register("fedgen")
-class FedGen(FedAvg):
+class FedGen(LocalTraining[FedGenState]):
     """FedAvg whose clients also learn from generated features; the generator is trained on all clients' heads."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {**FedAvg.tunable, "generator_weight": (0.1, 0.3, 1.0, 10.0)}
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
+        **LocalTraining.tunable,
+        "generator_weight": (0.1, 0.3, 1.0, 10.0),
+    }
 
     generator_weight: NonNegativeFloat = 0.3
     """Weight of both generator terms in the clients' loss (α = β)."""
@@ -84,23 +89,20 @@ class FedGen(FedAvg):
             generator = build_generator(task, net)
         return FedGenState(task.initial_weights(seed), get_weights(generator), torch.zeros(task.classes))
 
-    def round(self, state: Any, clients: Clients) -> FedGenState:
+    def round(self, state: FedGenState, clients: Clients) -> FedGenState:
         """Clients train with the generator; the server averages models and trains the generator on their heads."""
-        answers = clients.ask(
+        answers = train_models(
+            clients,
             self.sample_cohort(clients),
             self.train_with_generator,
-            model=Encoded(state.model, self.codec),
-            generator=Encoded(state.generator, self.codec),
+            state.model,
+            {"counts": Shaped((len(state.class_weights),), torch.int64)},
+            generator=state.generator,
             class_weights=state.class_weights,
-            returns={
-                "model": state.model,
-                "size": Number(int, 1, MAX_SAMPLES),
-                "counts": Shaped((len(state.class_weights),), torch.int64),
-            },
         )
         models = [answer["model"] for answer in answers]
         counts = torch.stack([answer["counts"] for answer in answers]).clamp(0, MAX_SAMPLES).double()
-        model = weighted_mean(models, [answer["size"] for answer in answers])
+        model = average_by_size(answers)
         class_weights = (counts.sum(0) / counts.sum().clamp(min=1)).float()
         if not class_weights.any():  # no client sent a plausible count
             return FedGenState(model, state.generator, class_weights)
@@ -121,7 +123,7 @@ class FedGen(FedAvg):
             )
         return FedGenState(model, result["generator"], class_weights)
 
-    @on_client(stream="learn")
+    @on_client(stream="learn", exact=("class_weights",))
     def train_with_generator(
         self, client: Client, model: Weights, generator: Weights, class_weights: Tensor
     ) -> dict[str, Any]:
@@ -146,7 +148,7 @@ class FedGen(FedAvg):
         else:
             self.fit(net, client)
         counts = torch.bincount(client.train.labels, minlength=len(class_weights))
-        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train), "counts": counts}
+        return {"model": get_weights(net), "size": len(client.train), "counts": counts}
 
     @on_server(stream="generate")
     def update_generator(

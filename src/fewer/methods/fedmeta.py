@@ -38,19 +38,20 @@ from fewer.learning import draw_batches, weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import Batch, LearningRate, meta_gradient, trainable_weights
 from fewer.learning.flops import MAX_FLOPS
-from fewer.methods.base import MAX_SAMPLES, Client
-from fewer.methods.new_clients import NewClients, adapt_in_place, full_batches
+from fewer.methods.context import Client
+from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
+from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
-from fewer.wire import Codec, Encoded, Number
+from fewer.wire import Number
 
 ALPHA = "α "
 """Prefix of a weight's name: its inner learning rate."""
 
 
 @dataclass(frozen=True)
-class FedMetaState:
+class FedMetaState(CountingState):
     """The algorithm's parameters φ and the moments of Adam."""
 
     algorithm: Weights
@@ -63,9 +64,14 @@ class FedMetaState:
     flops: int
     """Operations of the training clients so far, if they are counted."""
 
+    @property
+    def shared(self) -> Weights:
+        """All of φ."""
+        return self.algorithm
+
 
 @METHODS.register("fedmeta")
-class FedMeta(NewClients):
+class FedMeta(NewClients[FedMetaState]):
     """Clients send the gradient of their query loss after adaptation; the server learns the initialization."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
@@ -95,8 +101,6 @@ class FedMeta(NewClients):
     """Samples drawn from the support set for each inner step of training. [default: all]"""
     queries: PositiveInt | None = None
     """Samples drawn from the query set in a round. [default: all]"""
-    codec: Codec = "float32"
-    """Encoding of φ and its gradient on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
         """Tunes `local_lr` instead of `meta_lr` if clients take local steps."""
@@ -121,7 +125,7 @@ class FedMeta(NewClients):
         answers = clients.ask(  # lines 6 to 8
             self.sample_cohort(clients),  # line 5: U_t
             self.local_train,
-            algorithm=Encoded(state.algorithm, self.codec),
+            algorithm=state.algorithm,
             returns={
                 "gradient": state.first_moment,
                 "buffers": buffers,
@@ -143,7 +147,7 @@ class FedMeta(NewClients):
 
     # Run on client u: ModelTrainingMAML(θ) and ModelTrainingMetaSGD(θ, α).
 
-    @on_client(stream="train")
+    @on_client(stream="train", exact=("buffers",))
     def local_train(self, client: Client, algorithm: Weights) -> dict[str, Any]:
         """Lines 12 to 18: returns g_u; with local steps, the change of θ in place of its gradient."""
         net = client.net(self.initialization(algorithm)).train()
@@ -152,7 +156,7 @@ class FedMeta(NewClients):
             train = self.local_meta_steps if self.local_steps else self.compute_meta_gradient
             gradient = train(client, net, algorithm, generator)
         return {
-            "gradient": Encoded(gradient, self.codec),
+            "gradient": gradient,
             "buffers": {name: tensor for name, tensor in get_weights(net).items() if name not in gradient},
             "size": len(self.client_samples(client)),
             "flops": counter.flops,
@@ -189,7 +193,7 @@ class FedMeta(NewClients):
     def query_batch(self, queries: Samples, generator: torch.Generator) -> Batch:
         """The batch of the query set for L_Q."""
         if self.queries is None or self.queries >= len(queries):
-            return queries.slice(0, len(queries))
+            return queries.all()
         return queries.pick(torch.randperm(len(queries), generator=generator)[: self.queries])
 
     def local_meta_steps(
@@ -207,14 +211,6 @@ class FedMeta(NewClients):
         return change | weighted_mean(alpha_gradients, [1] * len(alpha_gradients))
 
     # Deployment on a new client (Section 3.2).
-
-    def broadcast(self, state: FedMetaState) -> Weights:
-        """All of φ."""
-        return state.algorithm
-
-    def global_weights(self, state: FedMetaState) -> Weights:
-        """θ, the model before adaptation."""
-        return self.initialization(state.algorithm)
 
     def initialization(self, shared: Weights) -> Weights:
         """θ"""

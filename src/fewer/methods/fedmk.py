@@ -48,7 +48,7 @@ Departures of both methods:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -64,29 +64,26 @@ from fewer.errors import SettingError
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.generator import Generator, build_generator, train_generator
 from fewer.learning.match import match_statistics
-from fewer.methods.base import Client, ImageGrid, Method, Server
+from fewer.methods.capabilities import ImageGrid
+from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
+from fewer.methods.context import Client, Server
+from fewer.methods.method import Method, ModelState
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, Unable, on_client, on_server
 from fewer.runtime.streams import global_streams
-from fewer.wire import Codec, Encoded, Shaped
+from fewer.wire import Codec, Shaped
 
 _LOG = logging.getLogger("fewer")
 MAX_PIXEL = 1e3
 """The largest absolute value of a pixel of D̂, in normalized units."""
-MAX_SHOWN = 10
-"""The most clients, or rounds, in an image grid."""
-Knowledge = dict[str, Tensor]
-"""D̂ of one client: the images of each class, by class number. A class that it does not send has no images."""
 
 
 @dataclass(frozen=True)
-class FedMKState:
-    """The global model, the generator and the clients' meta knowledge."""
+class FedMKState(ModelState):
+    """The global model W_G, the generator and the clients' meta knowledge."""
 
-    model: Weights
-    """W_G"""
     generator: Weights
     """w^G"""
     empty: Knowledge
@@ -98,7 +95,7 @@ class FedMKState:
 
 
 @METHODS.register("fedmk")
-class FedMK(Method):
+class FedMK(Method[FedMKState]):
     """Clients condense their data into a few synthetic images; the server trains the global model on these."""
 
     tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {"server_lr": (0.02, 0.05, 0.1, 0.2)}
@@ -110,7 +107,7 @@ class FedMK(Method):
     min_samples: PositiveInt = 30
     """Samples that a client needs to hold a class. D̂ of fewer samples may reveal them."""
     codec: Codec = "uint8"
-    """Encoding of D̂ in messages."""
+    """Encoding of D̂ in messages; models are sent exactly."""
     init_from: Literal["noise", "shared", "own"] = "own"
     """Start of D̂ after the first round: noise, the D̂ of a random other client, or the client's own last D̂."""
     augment: bool = True
@@ -215,25 +212,24 @@ class FedMK(Method):
                 f"{self.name}, round {clients.round}: training on D̂ diverged, so the last model is kept; "
                 "lower -o server_lr"
             )
-        image_history = {**state.image_history, **_snapshot(clients.round, knowledge, new)}
+        image_history = {**state.image_history, **snapshot(clients.round, knowledge, new)}
         return FedMKState(result["model"], result["generator"], state.empty, knowledge, image_history)
 
     def draw_shared_knowledge(
         self, state: FedMKState, cohort: list[int], stream: torch.Generator
-    ) -> dict[int, Encoded]:
+    ) -> dict[int, Knowledge]:
         """Line 8, c′ ~ randint[1, C]: for each client the D̂ of a random other one, if `init_from` is "shared"."""
-        shared: dict[int, Encoded] = {}
+        shared: dict[int, Knowledge] = {}
         for client in cohort:
             others = [other for other in state.knowledge if other != client]
-            knowledge = state.empty
+            shared[client] = state.empty
             if self.init_from == "shared" and others:
-                knowledge = state.knowledge[others[int(torch.randint(len(others), (), generator=stream))]]
-            shared[client] = Encoded(knowledge, self.codec)
+                shared[client] = state.knowledge[others[int(torch.randint(len(others), (), generator=stream))]]
         return shared
 
     # --- Federated meta knowledge extraction on clients: lines 4 to 13, Eqs 3-8 ---
 
-    @on_client
+    @on_client(exact=("model",))
     def condense(self, client: Client, model: Weights, shared: Knowledge) -> dict[str, Any]:
         """Lines 5 to 12: extracts D̂ from the client's samples D, and sends it to the server."""
         samples = self.eligible_samples(client)
@@ -257,7 +253,7 @@ class FedMK(Method):
         knowledge = {str(label): images[labels == label] for label in range(client.task.classes)}
         if self.init_from == "own":
             client.store.put("knowledge", knowledge)
-        return {"knowledge": Encoded(knowledge, self.codec)}
+        return {"knowledge": knowledge}
 
     def eligible_samples(self, client: Client) -> Samples:
         """The samples of all classes with at least `min_samples`."""
@@ -399,74 +395,10 @@ class FedMK(Method):
 
     def image_grids(self, state: FedMKState) -> list[ImageGrid]:
         """D̂ by client and class, and the D̂ of one client by round."""
-        clients = {
-            f"client {client}": _images_by_class(state.knowledge[client])
-            for client in sorted(state.knowledge)[:MAX_SHOWN]
-        }
-        per_class = 2 if len(state.empty) <= MAX_SHOWN else 1
-        caption = f"the last D̂ of {len(clients)} of the {len(state.knowledge)} clients that sent any"
-        all_grids = [
-            ImageGrid("made-by-client", "Condensed images (D̂) by client and class", caption, clients, per_class)
-        ]
-        if len(state.image_history) > 1:
-            history = sorted(state.image_history)
-            shown = sorted({round(index) for index in torch.linspace(0, len(history) - 1, MAX_SHOWN).tolist()})
-            rounds = {
-                f"round {history[index]}": _images_by_class(state.image_history[history[index]]) for index in shown
-            }
-            caption = "the first image of each class in the D̂ of one client, in the rounds when it was in the cohort"
-            all_grids.append(ImageGrid("made-by-round", "Condensed images (D̂) by round and class", caption, rounds))
-        return all_grids
-
-
-@METHODS.register("fedmk-paper")
-class FedMKPaper(FedMK):
-    """FedMK as in the paper: no matching, no augmentation, one inner step on all of D̂, this round's D̂ only.
-
-    Two departures remain. The outer optimizer is Adam instead of plain gradient descent, and an outer step uses 256
-    real samples instead of all. The paper does not give the number of steps or the server's training; we chose both.
-    """
-
-    tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {
-        "server_lr": (0.03, 0.1, 0.3),
-        "outer_lr": (0.03, 0.1, 0.3),
-    }
-
-    min_samples: PositiveInt = 1
-    codec: Codec = "float32"
-    init_from: Literal["noise", "shared", "own"] = "shared"
-    augment: bool = False
-    matching_steps: NonNegativeInt = 0
-    refine_from: PositiveInt = 1
-    outer_steps: NonNegativeInt = 60
-    outer_lr: PositiveFloat = 0.1
-    inner_steps: PositiveInt = 1
-    inner_batch_size: PositiveInt | None = None
-    keep_images: Literal["latest", "round"] = "round"
-    server_steps: PositiveInt = 80
-    server_lr: PositiveFloat = 0.1
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    lr_decay: bool = False
-
-
-def concatenate_images(knowledge: Iterable[Knowledge]) -> tuple[Tensor, Tensor]:
-    """All images of several D̂, and their labels."""
-    classes = [(images, int(label)) for d_hat in knowledge for label, images in d_hat.items()]
-    labels = [torch.full((len(images),), label) for images, label in classes]
-    return torch.cat([images for images, _ in classes]), torch.cat(labels)
+        return draw_grids(state.knowledge, state.image_history)
 
 
 def class_balance(labels: Tensor) -> Tensor:
     """Weight by class, N / (held classes · samples of the class): each held class gets the same total."""
     counts = torch.bincount(labels)
     return len(labels) / ((counts > 0).sum() * counts.clamp_min(1))
-
-
-def _images_by_class(knowledge: Knowledge) -> dict[int, Tensor]:
-    return {int(label): images for label, images in knowledge.items() if len(images)}
-
-
-def _snapshot(round: int, knowledge: Mapping[int, Knowledge], new: Mapping[int, Knowledge]) -> dict[int, Knowledge]:
-    """One image per class of the client that was the first to send D̂, if it sent a new one this round."""
-    first = next(iter(knowledge))
-    return {round: {label: images[:1] for label, images in new[first].items()}} if first in new else {}

@@ -20,7 +20,7 @@ from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 
 from fewer.learning import sgd
-from fewer.methods.base import Client
+from fewer.methods.context import Client
 from fewer.methods.fedavg import FedAvg
 from fewer.registry import METHODS
 

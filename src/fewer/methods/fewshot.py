@@ -17,7 +17,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -26,23 +26,21 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.episodes import Episode, sample_episode
 from fewer.errors import DataError, QuorumLost, SettingError
-from fewer.learning import weighted_mean
-from fewer.learning.adam import adam_step
-from fewer.methods.base import Client, Method, Metrics
-from fewer.models import EncoderHead, Task, Weights, all_finite, get_weights, load_weights, split_net
-from fewer.models.split import feature_width
+from fewer.methods.context import Client, Context
+from fewer.methods.fedavg import average_equally
+from fewer.methods.method import Method, State
+from fewer.methods.scores import Scores
+from fewer.models import Task, Weights, all_finite
 from fewer.runtime import Clients, Unable, on_client, stream
-from fewer.wire import Codec, Encoded, Shaped
+from fewer.wire import Shaped
 
 Part = Literal["validation", "test"]
 CURRENT, BEST = "current", "best"
 """Store keys of a client's private state: the latest, and the one of the best round."""
-MAX_STEPS, GRADIENT_TOLERANCE = 500, 1e-3
-"""Logistic regression stops after this many steps, or at this gradient norm."""
 
 
 @dataclass(frozen=True)
-class FewShotState:
+class FewShotState(State):
     """The current model, and the best one so far on validation classes."""
 
     model: Weights
@@ -52,11 +50,16 @@ class FewShotState:
     validation_accuracy: float
     """The best model's accuracy on validation classes."""
 
+    @property
+    def shared(self) -> Weights:
+        """The best model so far; before the first selection, the current one."""
+        return self.best_model if self.best_round else self.model
 
-class FewShot(Method):
+
+class FewShot(Method[FewShotState]):
     """A method that trains on tasks of base classes and solves tasks of novel classes."""
 
-    needs_novel_classes: ClassVar[bool] = True
+    needs: ClassVar[Literal["", "classes", "novel classes"]] = "novel classes"
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.001, 0.003, 0.01)}
@@ -82,8 +85,6 @@ class FewShot(Method):
     used without validation."""
     eval_classes: Literal["novel", "validation"] = "novel"
     """Classes of the evaluation tasks: novel ones, or the validation classes (for tuning)."""
-    codec: Codec = "float32"
-    """Encoding of models on the wire."""
 
     # What a method defines.
 
@@ -113,7 +114,7 @@ class FewShot(Method):
         """Draws the clients that are asked in this round."""
         return clients.sample(len(clients) if self.cohort is None else self.cohort)
 
-    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Method, Data]:
+    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Self, Data]:
         """A tuning trial is evaluated on validation classes."""
         return self.model_copy(update={"eval_classes": "validation"}), data
 
@@ -124,13 +125,9 @@ class FewShot(Method):
 
     def round(self, state: FewShotState, clients: Clients) -> FewShotState:
         """Averages the clients' models with equal weights; every `validate_every` rounds, selects the best model."""
-        answers = clients.ask(
-            self.sample_cohort(clients),
-            self.local_train,
-            model=Encoded(state.model, self.codec),
-            returns={"model": state.model},
-        )
-        return self.select_best(replace(state, model=average_models([answer["model"] for answer in answers])), clients)
+        cohort, returns = self.sample_cohort(clients), {"model": state.model}
+        answers = clients.ask(cohort, self.local_train, model=state.model, returns=returns)
+        return self.select_best(replace(state, model=average_equally(answers)), clients)
 
     def select_best(self, state: FewShotState, clients: Clients) -> FewShotState:
         """Makes the current model the best one, unless it does worse on validation classes."""
@@ -154,7 +151,7 @@ class FewShot(Method):
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """Trains on tasks of base classes."""
-        return {"model": Encoded(self.fit(client, model), self.codec)}
+        return {"model": self.fit(client, model)}
 
     @on_client(stream="keep")
     def mark_best(self, client: Client) -> dict[str, Any]:
@@ -182,11 +179,7 @@ class FewShot(Method):
 
     # Evaluation.
 
-    def broadcast(self, state: FewShotState) -> Weights:
-        """The best model so far; before the first selection, the current one."""
-        return state.best_model if state.best_round else state.model
-
-    def evaluate(self, state: FewShotState, clients: Clients, data: Data) -> Metrics:
+    def evaluate(self, state: FewShotState, clients: Clients, data: Data) -> Scores:
         """Accuracy on tasks of novel classes for each predictor, with a 95 % confidence interval for the first."""
         accuracies = self.task_accuracies(self.ask_eval_counts(state, clients))
         first = [accuracy for by_task in accuracies[0].values() for accuracy in by_task]
@@ -194,25 +187,21 @@ class FewShot(Method):
         by_predictor = {
             name: mean_accuracy(by_client) for name, by_client in zip(self.predictor_order(), accuracies, strict=True)
         }
-        return {
+        metrics = {
             "accuracy": mean_accuracy(accuracies[0]),
             **by_predictor,
-            "groups": first,
             "tasks": len(first),
             "tasks_ci95": ci95,
             "best_round": state.best_round,
             "validation_accuracy": state.validation_accuracy if state.best_round else None,
-            "clients": {str(client): statistics.fmean(by_task) for client, by_task in accuracies[0].items()},
         }
-
-    def evaluate_final(self, state: FewShotState, clients: Clients, data: Data) -> Metrics:
-        """No additional metrics: `evaluate` returns them all."""
-        return {}
+        by_client = {client: statistics.fmean(by_task) for client, by_task in accuracies[0].items()}
+        return Scores(metrics, "tasks", first, by_client)
 
     def ask_eval_counts(self, state: FewShotState, clients: Clients) -> dict[int, Mapping[str, Tensor]]:
         """Correct predictions on the evaluation tasks, by client and predictor."""
         part: Part = "test" if self.eval_classes == "novel" else "validation"
-        counts = self.ask_task_counts(self.broadcast(state), clients, part, best=state.best_round > 0)
+        counts = self.ask_task_counts(state.shared, clients, part, best=state.best_round > 0)
         if not counts:
             raise SettingError(
                 f"no client has {self.way} {self.eval_classes} classes with {self.shot} + {self.queries} samples; "
@@ -230,7 +219,7 @@ class FewShot(Method):
         answers = clients.ask(
             eval_cohort,
             self.solve_tasks,
-            model=Encoded(model, self.codec),
+            model=model,
             part=part,
             tasks=tasks,
             best=best,
@@ -265,51 +254,9 @@ class FewShot(Method):
 
     # The trained model.
 
-    def global_weights(self, state: FewShotState) -> Weights | None:
-        """None: there is no model of a fixed set of classes."""
-        return None
-
-    def personal_model(self, client: Client, model: Weights) -> nn.Module:
-        """Raises: a client has a model only after it has seen the support of a task."""
-        raise SettingError(f"{self.name} has no personal models: it builds one from the support of each task")
-
-
-class FineTuned(FewShot):
-    """A method that meta-learns an initialization and fine-tunes it on the support of each task."""
-
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "lr": (0.001, 0.003, 0.01),
-        "fine_tune_lr": (0.03, 0.1, 0.3),
-    }
-
-    fine_tune_lr: PositiveFloat = 0.01
-    """Learning rate of fine-tuning on a support (α_ft)."""
-    fine_tune_steps: PositiveInt = 1
-    """Fine-tuning steps in training."""
-    adapt_steps: PositiveInt | None = None
-    """Fine-tuning steps on a task of novel classes. [default: fine_tune_steps]"""
-    first_order: bool = False
-    """Drop second derivatives from the meta-gradient."""
-    zero_head: bool = False
-    """Start each task with a zero N-way head. Otherwise meta-steps train the head too, although their mean over all
-    class orders is 0."""
-
-    def meta_step(
-        self, weights: Weights, gradients: Weights, first: Weights, second: Weights, step: int, lr: float
-    ) -> tuple[Weights, Weights, Weights]:
-        """One Adam step with weight decay on the meta-learned weights. Returns the weights and both moments.
-
-        With `zero_head`, the head stays at zero (as in Kao, Chiu, Chen, ICLR 2022). If all rows of the head are equal,
-        permuting the classes of a task permutes the rows of the head's meta-gradient and changes nothing else. The mean
-        over all permutations is the mean row in every row. It is 0, because adding the same vector to all rows changes
-        no probability.
-        """
-        gradients = {
-            name: gradient + self.weight_decay * weights[name]
-            for name, gradient in gradients.items()
-            if not (self.zero_head and name.startswith("head."))
-        }
-        return adam_step(weights, gradients, first, second, step, lr)
+    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
+        """Raises: there is a model only after the support of a task has been seen."""
+        raise SettingError(f"{self.name} has no model of fixed classes: it builds one from the support of each task")
 
 
 class LocalOnly(FewShot):
@@ -337,64 +284,6 @@ class LocalOnly(FewShot):
         return self.load_private(client, best) or self.initial_weights(client.task, client.seed)
 
 
-# --- building blocks --------------------------------------------------------------------------------------------
-
-
-def average_models(models: list[Weights]) -> Weights:
-    """The mean of the models with equal weights (Eq 2)."""
-    return weighted_mean(models, [1] * len(models))
-
-
 def mean_accuracy(by_client: Mapping[int, list[float]]) -> float:
     """The mean over all tasks of all clients."""
     return statistics.fmean(accuracy for by_task in by_client.values() for accuracy in by_task)
-
-
-def n_way_net(task: Task, net: nn.Module, way: int) -> EncoderHead:
-    """The encoder of `net` with a new N-way head."""
-    return EncoderHead(split_net(net)[0], feature_width(task, net), way).to(task.device)
-
-
-def initial_n_way_weights(task: Task, seed: int, way: int) -> Weights:
-    """The initial weights of an N-way net: the task's initial encoder and a zero head."""
-    weights = get_weights(zero_head(n_way_net(task, task.net(), way)))
-    return weights | {
-        name: tensor for name, tensor in task.initial_weights(seed).items() if name.startswith("encoder.")
-    }
-
-
-def load_n_way_net(client: Client, model: Weights, way: int) -> EncoderHead:
-    """An N-way net with these weights."""
-    net = n_way_net(client.task, client.net(client.initial_weights()), way)
-    load_weights(net, model)
-    return net
-
-
-def zero_head(net: EncoderHead) -> EncoderHead:
-    """Sets the head to zero, so that one fine-tuning step moves each class's row towards its mean feature."""
-    with torch.no_grad():
-        for parameter in net.head.parameters():
-            parameter.zero_()
-    return net
-
-
-def logistic_regression(support: Tensor, labels: Tensor, queries: Tensor) -> Tensor:
-    """The predicted classes of the queries by logistic regression on L2-normalized features, with penalty ‖W‖²/2.
-
-    The solver is Nesterov's gradient descent. An external solver would start its own threads.
-    """
-    x, query_x = (
-        torch.cat([nn.functional.normalize(features.double(), dim=1), features.new_ones(len(features), 1)], 1)
-        for features in (support, queries)
-    )
-    targets = nn.functional.one_hot(labels).double()
-    penalized = (torch.arange(x.shape[1], device=x.device) < x.shape[1] - 1).double()  # all but the intercept
-    step_size = 1 / (1 + x.square().sum() / 2)  # at most the inverse of the largest curvature
-    weights = lookahead = x.new_zeros(targets.shape[1], x.shape[1])
-    for step in range(MAX_STEPS):
-        gradient = ((x @ lookahead.T).softmax(1) - targets).T @ x + lookahead * penalized
-        if step % 10 == 0 and float(gradient.norm()) < GRADIENT_TOLERANCE:
-            break
-        previous, weights = weights, lookahead - step_size * gradient
-        lookahead = weights + step / (step + 3) * (weights - previous)
-    return (query_x @ weights.T).argmax(1)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
-from fewer.methods.base import Client
-from fewer.methods.fewshot import FineTuned, LocalOnly, initial_n_way_weights, load_n_way_net
+from fewer.methods.context import Client
+from fewer.methods.fewshot import LocalOnly
+from fewer.methods.fine_tuned import FineTuned, initial_n_way_weights, load_n_way_net
 from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights
 from fewer.registry import METHODS
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fewer.data.episodes import Episode
 from fewer.learning.prototypes import class_prototypes, prototype_logits
-from fewer.methods.base import Client
+from fewer.methods.context import Client
 from fewer.methods.fewshot import FewShot, LocalOnly
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS

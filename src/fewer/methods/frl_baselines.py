@@ -33,18 +33,21 @@ from torch.nn import functional as F
 
 from fewer.data.episodes import split_support_query
 from fewer.errors import SettingError
-from fewer.learning import sgd, weighted_mean
+from fewer.learning import sgd
+from fewer.learning.group_model import compute_features
 from fewer.learning.sgd import epoch_batches
-from fewer.methods.base import MAX_SAMPLES, Client, ModelState
-from fewer.methods.frl import FRL, LRS, FRLState, PreparingMethod, compute_features
+from fewer.methods.context import Client
+from fewer.methods.fedavg import average_by_size, train_models
+from fewer.methods.few_rounds import LRS
+from fewer.methods.frl import FRL, FRLState, PreparingMethod
+from fewer.methods.method import ModelState, StateT
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client
-from fewer.wire import Encoded, Number
 
 
 @METHODS.register("frl-scratch")
-class FRLScratch(PreparingMethod):
+class FRLScratch(PreparingMethod[ModelState]):
     """FRL baseline: no preparation; a group starts from a random model."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": LRS}
@@ -62,37 +65,22 @@ class FRLScratch(PreparingMethod):
         return state
 
 
-@METHODS.register("frl-fine-tuning")
-class FRLFineTuning(FRLScratch):
-    """FRL baseline: a group fine-tunes a model pretrained by FedAvg; one-shot FL with `keep_best`."""
+class Pretraining(PreparingMethod[StateT]):
+    """Rounds of FedAvg that pretrain a classifier of all training classes."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"pretrain_lr": (0.03, 0.1, 0.3), **FRLScratch.tunable}
-
-    rounds: PositiveInt = 80
-    """Rounds of preparation."""
     pretrain_lr: PositiveFloat = 0.1
     """Learning rate of local training in preparation."""
 
-    def round(self, state: ModelState, clients: Clients) -> ModelState:
-        """One round of FedAvg."""
-        return ModelState(self.pretrain_round(state.model, clients))
-
     def pretrain_round(self, model: Weights, clients: Clients) -> Weights:
-        """w ← Σ (n_k / n) w_k over the clients that answered."""
-        answers = clients.ask(
-            self.sample_cohort(clients),
-            self.local_pretrain,
-            model=Encoded(model, self.codec),
-            returns={"model": model, "size": Number(int, 1, MAX_SAMPLES)},
-        )
-        return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
+        """One round of FedAvg."""
+        return average_by_size(train_models(clients, self.sample_cohort(clients), self.local_pretrain, model))
 
     @on_client(stream="prepare")
     def local_pretrain(self, client: Client, model: Weights) -> dict[str, Any]:
         """Trains on all samples of the client."""
         net = client.net(model)
         self.fit(net, client)
-        return {"model": Encoded(get_weights(net), self.codec), "size": len(client.train)}
+        return {"model": get_weights(net), "size": len(client.train)}
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """Trains a classifier of all training classes for E epochs, in place. Subclasses override it."""
@@ -102,6 +90,20 @@ class FRLFineTuning(FRLScratch):
 
         batches = epoch_batches(client.train, self.epochs, self.batch_size, client.stream("batches"))
         sgd(net, batches, self.pretrain_lr, loss=loss)
+
+
+@METHODS.register("frl-fine-tuning")
+class FRLFineTuning(Pretraining[ModelState], FRLScratch):
+    """FRL baseline: a group fine-tunes a model pretrained by FedAvg; one-shot FL with `keep_best`."""
+
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"pretrain_lr": (0.03, 0.1, 0.3), **FRLScratch.tunable}
+
+    rounds: PositiveInt = 80
+    """Rounds of preparation."""
+
+    def round(self, state: ModelState, clients: Clients) -> ModelState:
+        """One round of FedAvg."""
+        return ModelState(self.pretrain_round(state.model, clients))
 
 
 @METHODS.register("frl-per-fedavg")
@@ -149,7 +151,7 @@ class FRLMetaHead(FRL):
 
 
 @METHODS.register("frl-warm-start")
-class FRLWarmStart(FRL, FRLFineTuning):
+class FRLWarmStart(FRL, Pretraining[FRLState]):
     """FRL that first pretrains by FedAvg for some of its rounds. Not in the paper."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"meta_lr": (0.0003, 0.001, 0.003), "lr": LRS}
@@ -159,7 +161,7 @@ class FRLWarmStart(FRL, FRLFineTuning):
     warmup_rounds: PositiveInt = 40
     """Rounds of FedAvg before the first episode."""
 
-    def init(self, task: Task, seed: int) -> FRLState:  # type: ignore[override]
+    def init(self, task: Task, seed: int) -> FRLState:
         """As FRL; episodes start after the warm-up."""
         episode_rounds = self.group_rounds + 1
         if self.warmup_rounds % episode_rounds or self.warmup_rounds >= self.rounds:
@@ -169,8 +171,8 @@ class FRLWarmStart(FRL, FRLFineTuning):
             )
         return super().init(task, seed)
 
-    def round(self, state: FRLState, clients: Clients) -> FRLState:  # type: ignore[override]
+    def round(self, state: FRLState, clients: Clients) -> FRLState:
         """One round of FedAvg, or one of an episode."""
         if clients.round <= self.warmup_rounds:
             return replace(state, initial=self.pretrain_round(state.initial, clients))
-        return FRL.round(self, state, clients)
+        return super().round(state, clients)

@@ -7,28 +7,25 @@ global prototypes. `fewer prepare` writes the prepared model, and `fewer deploy`
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import safetensors.torch
 import torch
 from pydantic import PositiveInt
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from fewer.data import Data
-from fewer.errors import DataError, SettingError
-from fewer.methods.frl import HEAD, LRS, FewRounds, GroupModel, GroupState
-from fewer.models import Task, Weights
+from fewer.errors import SettingError
+from fewer.learning.group_model import GroupModel
+from fewer.methods.capabilities import Embedding
+from fewer.methods.context import Context, Server
+from fewer.methods.few_rounds import HEAD, LRS, FewRounds, GroupState
+from fewer.models import Task, Weights, split_net
+from fewer.models.artifact import load_artifact, vocabulary_checksum
 from fewer.registry import METHODS
 from fewer.runtime import Clients, stream
 
-PREPARED_FILE = "prepared.safetensors"
-"""The file that `fewer prepare` writes into its run directory."""
 CLASSES, MEANS, NUM_CLASSES = "Γ classes", "Γ", "Γ total"
 """Names of the prototypes next to θ in the weights of a group's model."""
 
@@ -40,9 +37,15 @@ class DeployState(GroupState):
     unused_head: Weights = field(default_factory=dict)
     """The head of the net where the group predicts by distance; empty with a linear head."""
 
+    @property
+    def shared(self) -> Weights:
+        """θ and Γ."""
+        prototypes = {CLASSES: self.classes, MEANS: self.means, NUM_CLASSES: torch.tensor(self.num_classes)}
+        return {**self.unused_head, **self.model, **prototypes}
+
 
 @METHODS.register("frl-deploy")
-class FRLDeploy(FewRounds):
+class FRLDeploy(FewRounds[DeployState]):
     """A group trains its own global model from a prepared one, in a few rounds."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": LRS}
@@ -55,7 +58,8 @@ class FRLDeploy(FewRounds):
 
     def prepare_data(self, data: Data) -> Data:
         """Checks on the server that the group's text uses the vocabulary of the prepared model."""
-        if self.prepared and load_prepared(Path(self.prepared))[1].get("vocabulary") != vocabulary_checksum(data):
+        checksum = vocabulary_checksum(data.tokens)
+        if self.prepared and load_artifact(Path(self.prepared))[1]["facts"]["vocabulary"] != checksum:
             raise SettingError(
                 f"{self.prepared} was prepared with another vocabulary: its token numbers mean other words"
             )
@@ -63,7 +67,7 @@ class FRLDeploy(FewRounds):
 
     def init(self, task: Task, seed: int) -> DeployState:
         """θ⁰ ← φ, with a new linear head if there is one."""
-        prepared, _ = load_prepared(Path(self.prepared))
+        prepared, _ = load_artifact(Path(self.prepared))
         model = task.initial_weights(seed)
         expected = {name: tensor.shape for name, tensor in model.items() if not name.startswith(HEAD)}
         if expected != {name: tensor.shape for name, tensor in prepared.items()}:
@@ -81,37 +85,19 @@ class FRLDeploy(FewRounds):
         """All clients of the group, or `cohort` of them."""
         return list(range(len(clients))) if self.cohort is None else super().sample_cohort(clients)
 
-    def broadcast(self, state: DeployState) -> Weights:
-        """θ and Γ."""
-        num_classes = torch.tensor(state.num_classes)
-        prototypes = {CLASSES: state.classes, MEANS: state.means, NUM_CLASSES: num_classes}
-        return {**state.unused_head, **state.model, **prototypes}
-
-    def build_model(self, make_net: Callable[[Weights], nn.Module], weights: Weights) -> nn.Module:
+    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """The group's model, which predicts by Γ or by its linear head."""
-        theta = {name: tensor for name, tensor in weights.items() if name not in (CLASSES, MEANS, NUM_CLASSES)}
-        return GroupModel(make_net(theta), weights[CLASSES], weights[MEANS], int(weights[NUM_CLASSES]))
+        theta = {name: tensor for name, tensor in shared.items() if name not in (CLASSES, MEANS, NUM_CLASSES)}
+        return GroupModel(context.net(theta), shared[CLASSES], shared[MEANS], int(shared[NUM_CLASSES]))
 
-
-def vocabulary_checksum(data: Data) -> int | None:
-    """A checksum of the vocabulary; None if inputs are not text."""
-    return zlib.crc32("\n".join(data.tokens).encode()) if data.tokens else None
-
-
-def find_prepared_file(path: Path) -> Path:
-    """The file of a prepared model, given the file or its run directory."""
-    return path / PREPARED_FILE if path.is_dir() else path
-
-
-def load_prepared(path: Path) -> tuple[Weights, dict[str, Any]]:
-    """Reads the weights and the metadata of a prepared model."""
-    file = find_prepared_file(path)
-    try:
-        weights: Weights = safetensors.torch.load_file(file)
-        with safe_open(file, "pt") as content:
-            metadata: dict[str, Any] = json.loads((content.metadata() or {})["fewer"])
-    except FileNotFoundError:
-        raise DataError(f"no prepared model at {file}; `fewer prepare` writes one") from None
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise DataError(f"{file} is not a prepared model as `fewer prepare` writes it: {error}") from error
-    return weights, metadata
+    def embedding(
+        self, server: Server, state: DeployState, data: Data, group: int = 0, member: int = 0
+    ) -> Embedding | None:
+        """The features of the test samples."""
+        if self.head == "linear":
+            return None
+        net = self.build_predictor(state.shared, server).eval().get_submodule("net")
+        x, y = data.test.all()
+        with torch.no_grad():
+            features = split_net(net)[0](x)
+        return Embedding(features, y, features[:0], y[:0], state.means, state.classes)

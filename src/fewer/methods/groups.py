@@ -14,7 +14,7 @@ import statistics
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -26,7 +26,10 @@ from fewer.data.episodes import split_support_query
 from fewer.data.partition import PARTITIONERS, PartitionSpec
 from fewer.errors import SettingError
 from fewer.learning import Counts, evaluate_net
-from fewer.methods.base import EVAL_BATCH_SIZE, Method, Metrics, Server
+from fewer.learning.evaluate import EVAL_BATCH_SIZE
+from fewer.methods.context import Server
+from fewer.methods.method import Method, StateT
+from fewer.methods.scores import Scores
 from fewer.models import Weights, all_finite
 from fewer.runtime import Clients, on_server, seed_of, stream
 
@@ -42,7 +45,7 @@ class Group(NamedTuple):
     queries: Samples
 
 
-class EvaluatedOnGroups(Method):
+class EvaluatedOnGroups(Method[StateT]):
     """A method that prepares a model with the clients of the run and is evaluated on groups with other classes."""
 
     eval_groups: PositiveInt = 100
@@ -69,26 +72,20 @@ class EvaluatedOnGroups(Method):
         self.unseen_labels(data)
         return data
 
-    def evaluate(self, state: Any, clients: Clients, data: Data) -> Metrics:
+    def evaluate(self, state: StateT, clients: Clients, data: Data) -> Scores:
         """After a round: the accuracy of the groups' models, as the mean over groups."""
         counts = self.evaluate_groups(state, clients, data)
-        return {
-            "accuracy": statistics.fmean(count.correct / count.total for count in counts),
-            "loss": sum(count.loss for count in counts) / sum(count.total for count in counts),
-            "groups": [count.correct / count.total for count in counts],
-        }
+        accuracies = [count.correct / count.total for count in counts]
+        loss = sum(count.loss for count in counts) / sum(count.total for count in counts)
+        return Scores({"accuracy": statistics.fmean(accuracies), "loss": loss}, "groups", accuracies)
 
-    def evaluate_final(self, state: Any, clients: Clients, data: Data) -> Metrics:
-        """Empty: clients of the run have no personal models."""
-        return {}
-
-    def evaluate_groups(self, state: Any, clients: Clients, data: Data) -> list[Counts]:
+    def evaluate_groups(self, state: StateT, clients: Clients, data: Data) -> list[Counts]:
         """Counts the correct predictions of each group."""
         unseen, num_unseen = self.unseen_labels(data, clients.seed)
         answers = clients.map_on_server(
             self.evaluate_group,
             [{"number": number} for number in range(self.eval_groups)],
-            model=self.broadcast(state),
+            model=state.shared,
             unseen=torch.tensor(unseen, dtype=torch.int64),
             num_unseen=num_unseen,
         )
@@ -156,7 +153,7 @@ class EvaluatedOnGroups(Method):
         shuffled = torch.cat(query_rows)[order]
         return Group([support for support, _ in splits if len(support)], replace(samples, rows=shuffled))
 
-    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Method, Data]:
+    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Self, Data]:
         """Tunes on training classes that are held out as unseen."""
         fewer_groups = {"eval_groups": min(self.eval_groups, TUNING_GROUPS)}
         return self.model_copy(update=fewer_groups), data.hold_out_classes(fraction, seed)

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -54,7 +54,7 @@ from fewer.data import Data
 from fewer.data.federations import group_clients
 from fewer.errors import SettingError
 from fewer.learning import Counts
-from fewer.methods.base import Client, Method, Metrics, PersonalMethod
+from fewer.methods.context import Client
 from fewer.methods.federation import (
     WARM_UP,
     ClientGroup,
@@ -65,11 +65,13 @@ from fewer.methods.federation import (
     replace_client_net,
     replace_task_net,
 )
+from fewer.methods.method import Method, PersonalMethod, State
 from fewer.methods.registry import find
+from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite, norm_weight_names, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client, on_ring
-from fewer.wire import Codec, Encoded, Number, Refused
+from fewer.wire import Number, Refused
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FEDERATION = "federation"
@@ -81,7 +83,7 @@ INNER_METHODS = ("fedavg", "fedprox", "fedbn", "local", "fedmk", "fedgen", "fedd
 
 
 @dataclass(frozen=True)
-class RingState:
+class RingState(State):
     """What the relay knows about the ring."""
 
     holders: list[int]
@@ -89,7 +91,7 @@ class RingState:
 
 
 @METHODS.register("metafed")
-class MetaFed(PersonalMethod):
+class MetaFed(PersonalMethod[RingState]):
     """Federations in a ring teach each other, one model per hop. Each ends with its own model; there is no server."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
@@ -131,8 +133,6 @@ class MetaFed(PersonalMethod):
     """Options of the inner method, in addition to those it shares with this one."""
     sealed: bool = True
     """Encrypt models for the next federation, so that the relay cannot read them."""
-    codec: Codec = "float32"
-    """Encoding of models on the wire."""
 
     def search_space(self) -> Mapping[str, Sequence[float]]:
         """Omits the distillation threshold if it has no effect."""
@@ -221,7 +221,7 @@ class MetaFed(PersonalMethod):
             trained = federation.local_train(self.merge_keeping_norms(client, model, record["model"]), "taken")
             adopted += 1
         self.save_record(client, federation, record, trained, distill_weight=distill_weight, adopted=adopted)
-        return {"model": Encoded(model, self.codec), "net": net}  # line 1 of the next federation
+        return {"model": model, "net": net}  # line 1 of the next federation
 
     # --- building blocks --------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class MetaFed(PersonalMethod):
 
     def outgoing_message(self, client: Client, model: Weights) -> dict[str, Any]:
         """The message to the next federation: a model and the name of its net."""
-        return {"model": Encoded(model, self.codec), "net": self.net_name(client)}
+        return {"model": model, "net": self.net_name(client)}
 
     def check_received(self, client: Client, model: Weights, net: str) -> None:
         """Raises `Refused` if this is not a model of a net in the ring."""
@@ -313,21 +313,20 @@ class MetaFed(PersonalMethod):
 
     # --- results ----------------------------------------------------------------------------------------------
 
-    def broadcast(self, state: RingState) -> Weights:
-        """Nothing: each model stays in its federation."""
-        return {}
-
-    def personal_model(self, client: Client, model: Weights) -> nn.Module:
+    def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """The federation's best model; before its first round, the initial one."""
         client = replace_client_net(client, self.net_name(client))
         record = client.store.get(FEDERATION)
         return client.net(record["best_model"] if record else client.initial_weights())
 
-    def evaluate_final(self, state: RingState, clients: Clients, data: Data) -> Metrics:
-        """Returns further metrics after the last round, with each federation's ring statistics."""
+    def evaluate(self, state: RingState, clients: Clients, data: Data) -> Scores:
+        """Evaluates each federation's model; after the last round also returns each federation's ring statistics."""
+        scores = super().evaluate(state, clients, data)
+        if not clients.is_last:
+            return scores
         answers = clients.ask(clients.eval_cohort(), self.ring_statistics, returns=RING_STATISTICS)
         ring = {str(answer.client): dict(answer.fields) for answer in answers}
-        return super().evaluate_final(state, clients, data) | {"ring": ring}
+        return replace(scores, metrics={**scores.metrics, "ring": ring})
 
     @on_client(stream="tell")
     def ring_statistics(self, client: Client) -> dict[str, Any]:

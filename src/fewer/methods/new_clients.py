@@ -15,20 +15,24 @@ import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import nn
+from typing_extensions import TypeVar
 
 from fewer.data import Data, Samples
 from fewer.data.episodes import ThreeWaySplit, split_clients, split_support_query
 from fewer.learning.adapt import Batch, LearningRate, adapt_weights, trainable_weights
-from fewer.learning.evaluate import Counts, evaluate_net
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
 from fewer.learning.flops import FlopCounter, count_flops
-from fewer.methods.base import COUNTS_SCHEMA, DEFAULT_COHORT, EVAL_BATCH_SIZE, Client, Method, Metrics, pool_counts
+from fewer.methods.context import Client, Context
+from fewer.methods.method import DEFAULT_COHORT, Method, State
+from fewer.methods.scores import COUNTS_SCHEMA, Scores, accuracy_by_client, pool_counts
 from fewer.models import Weights
 from fewer.runtime import Clients, Unable, on_client, stream
 
@@ -40,7 +44,17 @@ WORST_FRACTION = 0.1
 _split_clients = lru_cache(split_clients)
 
 
-class NewClients(Method):
+class CountingState(State):
+    """A state that counts the operations of the training clients."""
+
+    flops: int
+    """Operations so far; 0 if they are not counted."""
+
+
+CountingStateT = TypeVar("CountingStateT", bound=CountingState, default=Any)
+
+
+class NewClients(Method[CountingStateT]):
     """A method that trains with some clients and adapts its model to the support set of each evaluation client."""
 
     support_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -73,7 +87,7 @@ class NewClients(Method):
         """Splits the clients into training, validation and new ones, by the seed of the run."""
         return _split_clients(len(clients), CLIENT_FRACTIONS, clients.seed)
 
-    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Method, Data]:
+    def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Self, Data]:
         """Tunes on the validation clients."""
         return self.model_copy(update={"eval_clients": "validation"}), data
 
@@ -112,35 +126,38 @@ class NewClients(Method):
     def initialization(self, shared: Weights) -> Weights:
         """The weights that adaptation starts from, given what the server broadcasts."""
 
-    def personal_model(self, client: Client, model: Weights) -> nn.Module:
-        """Adapts the broadcast model to the client's support set."""
-        net = client.net(self.initialization(model))
-        self.adapt(net, self.support_and_query(client)[0], model)
+    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
+        """The model before adaptation; on a client, adapted to its support set."""
+        net = context.net(self.initialization(shared))
+        if isinstance(context, Client):
+            self.adapt(net, self.support_and_query(context)[0], shared)
         return net
 
-    def evaluate(self, state: Any, clients: Clients, data: Data) -> Metrics:
-        """After a round: each evaluation client's adapted model on its query set, pooled over samples."""
-        scores = pool_counts(list(self.ask_query_counts(state, clients).values()))
-        return scores | ({"flops": state.flops} if self.count_flops else {})
+    def evaluate(self, state: CountingStateT, clients: Clients, data: Data) -> Scores:
+        """After a round: each evaluation client's adapted model on its query set, pooled over samples.
 
-    def evaluate_final(self, state: Any, clients: Clients, data: Data) -> Metrics:
-        """After the last round: query accuracy by client, and its fairness."""
+        After the last round also by client, with the fairness over clients.
+        """
         counts = self.ask_query_counts(state, clients)
-        accuracies = {str(client): count.correct / count.total for client, count in counts.items() if count.total}
-        return {"clients": accuracies, "fairness": fairness(list(accuracies.values()))}
+        scores = pool_counts(list(counts.values()))
+        metrics = scores.metrics | ({"flops": state.flops} if self.count_flops else {})
+        if not clients.is_last:
+            return replace(scores, metrics=metrics)
+        accuracies = accuracy_by_client(counts)
+        return replace(scores, metrics=metrics | {"fairness": fairness(list(accuracies.values()))}, clients=accuracies)
 
-    def ask_query_counts(self, state: Any, clients: Clients) -> dict[int, Counts]:
+    def ask_query_counts(self, state: CountingStateT, clients: Clients) -> dict[int, Counts]:
         """Asks each evaluation client for its counts and drops impossible ones."""
         cohort = self.eval_cohort_of(clients)
-        answers = clients.ask(cohort, self.answer_queries, model=self.broadcast(state), returns=COUNTS_SCHEMA)
+        answers = clients.ask(cohort, self.answer_queries, model=state.shared, returns=COUNTS_SCHEMA)
         counts = {answer.client: Counts(**answer.fields) for answer in answers}
         return {client: count for client, count in counts.items() if count.correct <= count.total}
 
-    @on_client
+    @on_client(exact=("model",))
     def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
         """Adapts to the support set and counts correct predictions on the query set."""
         queries = self.support_and_query(client)[1]
-        return evaluate_net(self.personal_model(client, model), queries.chunks(EVAL_BATCH_SIZE), self.top_k)._asdict()
+        return evaluate_net(self.build_predictor(model, client), queries.chunks(EVAL_BATCH_SIZE), self.top_k)._asdict()
 
 
 def adapt_in_place(net: nn.Module, batches: Sequence[Batch], lr: LearningRate) -> None:
@@ -155,7 +172,7 @@ def adapt_in_place(net: nn.Module, batches: Sequence[Batch], lr: LearningRate) -
 
 def full_batches(samples: Samples, steps: int) -> list[Batch]:
     """A list of `steps` batches, each with all samples."""
-    return [samples.slice(0, len(samples))] * steps
+    return [samples.all()] * steps
 
 
 def worst_tenth(accuracies: Sequence[float]) -> float:

@@ -14,19 +14,20 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from pydantic import PositiveFloat
 from torch import nn
 
-from fewer.learning import draw_batches, weighted_mean
+from fewer.learning import draw_batches
 from fewer.learning.adapt import meta_gradient, trainable_weights
-from fewer.methods.base import Client
+from fewer.methods.context import Client
+from fewer.methods.fedavg import average_equally
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.models import Weights
 from fewer.registry import METHODS
+from fewer.runtime import Answers
 
 
 @METHODS.register("per-fedavg")
@@ -45,9 +46,9 @@ class PerFedAvg(FedAvgMeta):
     adapt_lr: PositiveFloat = 0.1
     """Learning rate of adaptation (α), in training and for new clients."""
 
-    def aggregate(self, model: Weights, models: Sequence[Weights], sizes: Sequence[int]) -> Weights:
+    def aggregate(self, model: Weights, answers: Answers) -> Weights:
         """Averages the clients' models with equal weights."""
-        return weighted_mean(models, [1] * len(models))
+        return average_equally(answers)
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − β ∇_w f(w − α ∇f(w; D); D′), `local_steps` times, in place, each on new batches D and D′."""

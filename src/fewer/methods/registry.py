@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from fewer.errors import SettingError
-from fewer.methods.base import Method
+from fewer.methods.method import Method
 from fewer.registry import METHODS
 
 
 def names() -> list[str]:
     """All installed methods."""
     return list(METHODS)
+
+
+def names_with(capability: type[object]) -> list[str]:
+    """All installed methods with this capability (`fewer.methods.capabilities`)."""
+    return [name for name in names() if issubclass(find(name), capability)]
 
 
 def find(name: str) -> type[Method]:

@@ -12,15 +12,15 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from pydantic import PositiveFloat
 
-from fewer.learning import weighted_mean
+from fewer.methods.fedavg import average_equally
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.models import Weights
 from fewer.registry import METHODS
+from fewer.runtime import Answers
 
 
 @METHODS.register("reptile")
@@ -32,9 +32,9 @@ class Reptile(FedAvgMeta):
     outer_lr: PositiveFloat = 0.5
     """Step size of the server toward the clients' mean (ε)."""
 
-    def aggregate(self, model: Weights, models: Sequence[Weights], sizes: Sequence[int]) -> Weights:
+    def aggregate(self, model: Weights, answers: Answers) -> Weights:
         """θ ← θ + ε (1/n) Σ_u (θ_u − θ)"""
-        mean = weighted_mean(models, [1] * len(models))
+        mean = average_equally(answers)
         return {
             name: theta + self.outer_lr * (mean[name] - theta) if theta.dtype.is_floating_point else mean[name]
             for name, theta in model.items()

@@ -40,6 +40,7 @@ from fewer.runs.statistics import format_number
 
 if TYPE_CHECKING:
     from fewer.data import Data
+    from fewer.methods import ImageGrid
     from fewer.runs.result import Result
 
 MAX_RING = 100
@@ -352,27 +353,27 @@ def _draw_data(run: Run, data: Data, suffix: str) -> Iterator[Picture]:
 
 def _draw_models(group: RunGroup, data: Data, suffix: str) -> Iterator[Picture]:
     """Synthetic images and embeddings of the first run, if its method has them."""
-    from fewer.methods import Method
-    from fewer.methods.frl import FewRounds
+    from fewer.methods.capabilities import HasEmbeddings, HasImageGrids
     from fewer.runs.result import open_run
 
     run = group.runs[0]
     method = run.method_class
-    if method is None or (method.image_grids is Method.image_grids and not issubclass(method, FewRounds)):
+    if method is None or not issubclass(method, HasImageGrids | HasEmbeddings):
         return
     if needs_import(str(run.settings["model"])):
         raise RunError("its model is in a file, and reports do not execute user files")
     result = open_run(run.path, data=data)
-    yield from _draw_synthetic_images(group, data, result, suffix)
+    if isinstance(result.method, HasImageGrids):
+        yield from _draw_synthetic_images(group, data, result.method.image_grids(result.state), suffix)
     yield from _draw_embedding(group, result, suffix)
 
 
-def _draw_synthetic_images(group: RunGroup, data: Data, result: Result, suffix: str) -> Iterator[Picture]:
+def _draw_synthetic_images(group: RunGroup, data: Data, grids: Sequence[ImageGrid], suffix: str) -> Iterator[Picture]:
     scale = "Values outside the pixel range are clipped."
     if data.test.x.is_floating_point():
         scale = "The lowest value is black, the highest white."
     names = class_names(data, range(data.classes))
-    for grid in result.method.image_grids(result.state):
+    for grid in grids:
         rows = {name: {label: images.cpu().numpy() for label, images in row.items()} for name, row in grid.rows.items()}
         if figure := plot_image_grid(data, grid.title, rows, grid.max_per_class):
             values = [

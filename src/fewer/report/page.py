@@ -17,6 +17,7 @@ from fewer.report.html import render_details, render_figure, render_note, render
 from fewer.report.metrics import MB, Interval, format_percent
 from fewer.report.run_reader import Run, RunGroup, differing_settings, group_runs
 from fewer.report.verdict import verdict, winner
+from fewer.runs.settings import METHOD_SETTINGS
 from fewer.runs.statistics import format_number
 
 PAGE = "report.html"
@@ -206,7 +207,7 @@ def _describe_differences(groups: Sequence[RunGroup]) -> Iterator[str]:
 
 def _all_settings(run: Run) -> dict[str, Any]:
     """All settings of a run, its method's own first, without the seed and the data directory."""
-    hidden = ("method", "rounds", "cohort", "method_options", "seed", "data_dir")
+    hidden = ("method", *METHOD_SETTINGS, "method_options", "seed", "data_dir")
     others = {key: value for key, value in run.settings.items() if key not in hidden}
     return {"method": run.method_name, **run.metadata["method"], **others}
 

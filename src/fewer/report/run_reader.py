@@ -17,14 +17,14 @@ from fewer.experiments.recipes import RECIPE_FILE
 from fewer.plugins import needs_import
 from fewer.report.metrics import MB, Interval, interval
 from fewer.runs.directory import EVENTS, RunDirectory
-from fewer.runs.settings import RUNTIME_SETTINGS, Settings
+from fewer.runs.settings import METHOD_SETTINGS, RUNTIME_SETTINGS, Settings
 from fewer.runs.statistics import half_width
 from fewer.wire.ledger import EVALUATION, Entry
 
 if TYPE_CHECKING:
     from fewer.methods import Method
 
-_METHOD = ("method", "rounds", "cohort", "method_options")
+_METHOD = ("method", *METHOD_SETTINGS, "method_options")
 """Settings that choose the method; the metadata has the method's options, resolved."""
 _SEEDS = ("seed", "data_seed")
 _EVALUATION = ("evaluate_every",)

@@ -21,15 +21,15 @@ import torch
 import fewer
 from fewer.data import Data
 from fewer.errors import DataError, RunError, SettingError
-from fewer.methods import Method, find, names
-from fewer.methods.base import ContextFactory
+from fewer.methods import ContextFactory, Method, find, names
+from fewer.methods.capabilities import HasSettingWarnings
 from fewer.registry import METHODS
 from fewer.runs import trackers
-from fewer.runs.artifacts import copy_start_model, resolve_start_model, write_prepared
+from fewer.runs.artifacts import copy_start_model, resolve_start_model, write_artifact
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import Experiment, Model, build_experiment, parse_settings
 from fewer.runs.result import Result
-from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings
+from fewer.runs.settings import FAULT_SETTINGS, METHOD_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options
 from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
@@ -261,7 +261,7 @@ def resume(
 
 def _check_options(method: Method, recorded: Mapping[str, Any]) -> None:
     """Raises SettingError if the method has other options than the run started with."""
-    options = method.model_dump(mode="json")
+    options = method.model_dump(mode="json", exclude=neutral_options(method) - recorded.keys())
     for name in {**recorded, **options}:
         old, new = recorded.get(name), options.get(name)
         if old != new and name not in method.file_options:
@@ -375,7 +375,8 @@ def _train(
             directory.log_event("start", method=method.name, hash=experiment.hash)
         if progress:
             progress.on_run_start(method.name, len(result.history), method.rounds)
-        warn_once(method.name, method.setting_warnings())
+        if isinstance(method, HasSettingWarnings):
+            warn_once(method.name, method.setting_warnings())
         finished = len(result.history) == method.rounds
         if finished and not new_trackers:
             return result
@@ -411,14 +412,14 @@ def _train(
                 directory.log_event("stop", round=len(result.history), reason=reason, **transport)
             raise
         if directory:
-            write_prepared(result, directory.path)  # only methods that prepare a model for new groups of clients
+            write_artifact(result, directory.path)
             directory.log_event("finish", round=method.rounds, **clients.transport_bytes())
     return result
 
 
 def _tracker_info(experiment: Experiment, path: Path) -> trackers.RunInfo:
     """Returns the name, hash and hyperparameters of a run, for its trackers."""
-    repeated = {"method_options", "rounds", "cohort"}  # they are among the method's fields
+    repeated = {"method_options", *METHOD_SETTINGS}  # they are among the method's fields
     settings = experiment.settings.model_dump(mode="json", exclude={*repeated, "data_dir"})
     options = experiment.method.model_dump(mode="json")
     return trackers.RunInfo(path, experiment.method.name, experiment.hash, {**options, **settings})
@@ -445,7 +446,7 @@ def _run_round(
 
     last = number == method.rounds
     clients.round, clients.evaluating = number, False
-    clients.will_evaluate = last or number % settings.evaluate_every == 0
+    clients.is_last, clients.will_evaluate = last, last or number % settings.evaluate_every == 0
     clients.on_absent = record_absence
     if progress:
         clients.on_progress = lambda answered, asked: progress.on_answer(number, answered, asked)
@@ -456,9 +457,7 @@ def _run_round(
     clients.evaluating = True
     with global_streams(settings.seed, number, "evaluate"):
         if clients.will_evaluate:
-            metrics |= method.evaluate(state, clients, experiment.data)
-        if last:
-            metrics |= method.evaluate_final(state, clients, experiment.data)
+            metrics |= method.evaluate(state, clients, experiment.data).as_dict()
     warn_once(method.name, _skip_warnings(absences))
     if len(absences) > absent_in_training:
         metrics["unmeasured"] = len(absences) - absent_in_training

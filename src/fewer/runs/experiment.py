@@ -17,9 +17,10 @@ from fewer.data import ArrayData, Data, load
 from fewer.data.text import compute_word_vectors, load_word_vectors
 from fewer.errors import DataError, SettingError, setting_error
 from fewer.methods import Method, find, names
+from fewer.methods.capabilities import PreparesData
 from fewer.models import Task, get_weights, net_factory
 from fewer.registry import MODELS
-from fewer.runs.settings import Settings, settings_hash
+from fewer.runs.settings import METHOD_SETTINGS, Settings, settings_hash
 from fewer.runtime.streams import global_streams
 
 Model = str | nn.Module | Callable[..., nn.Module]
@@ -73,18 +74,19 @@ def build_experiment(
         data = load_data(settings)
     elif data.origin is not None:
         objects = tuple(name for name in objects if name != "data")
-    data = method.prepare_data(data)
+    if isinstance(method, PreparesData):
+        data = method.prepare_data(data)
     if method.cohort is not None and method.cohort > len(data):
         raise SettingError(
             f"cohort = {method.cohort}, but there are only {len(data)} clients (allowed: 1 … {len(data)})"
         )
-    if method.needs_novel_classes and not data.novel:
+    if method.needs == "novel classes" and not data.novel:
         raise SettingError(
             f"{method.name} is evaluated on novel classes, but data '{data.name}' does not split its classes: "
             "pass --data-option split=BASE/VALIDATION/NOVEL, such as 20/5/16"
         )
-    if data.novel and not method.needs_novel_classes:
-        allowed = [name for name in names() if find(name).needs_novel_classes]
+    if data.novel and method.needs != "novel classes":
+        allowed = [name for name in names() if find(name).needs == "novel classes"]
         raise SettingError(
             f"data '{data.name}' tests novel classes, which {method.name} cannot predict "
             f"(allowed: {', '.join(allowed)})"
@@ -96,7 +98,7 @@ def build_experiment(
 
 def make_method(method_class: type[Method], settings: Settings) -> Method:
     """The method with its options from the settings."""
-    chosen = {name: value for name in ("rounds", "cohort") if (value := getattr(settings, name)) is not None}
+    chosen = {name: value for name in METHOD_SETTINGS if (value := getattr(settings, name)) is not None}
     return method_class(**chosen | settings.method_options)
 
 

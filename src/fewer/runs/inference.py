@@ -18,10 +18,11 @@ from fewer.data.federated import convert_inputs, convert_labels
 from fewer.data.raw_dataset import Inputs
 from fewer.data.sources import read_inputs
 from fewer.errors import DataError, FewerError, SettingError
-from fewer.methods import Method, find, names
-from fewer.methods.frl import PreparingMethod
-from fewer.methods.frl_deploy import FRLDeploy, load_prepared
+from fewer.methods import Method
+from fewer.methods.capabilities import WritesArtifact
+from fewer.methods.registry import names_with
 from fewer.models import Weights, load_weights
+from fewer.runs.artifacts import deploy_settings
 from fewer.runs.engine import Progress, run
 from fewer.runs.experiment import Model
 from fewer.runs.result import Result, open_run
@@ -46,7 +47,7 @@ def predictions(
         load_weights(net, _load_weights_file(weights))
     labels: NDArray[np.int64] | None
     if name == result.settings.data and not options:
-        samples, labels = result.data.test, result.data.test.slice(0, len(result.data.test))[1].cpu().numpy()
+        samples, labels = result.data.test, result.data.test.all()[1].cpu().numpy()
     else:
         samples, labels = _read_samples(result, name, directory, options)
     lines, correct = ["sample,class,confidence"], 0
@@ -102,22 +103,13 @@ def _convert_to_samples(result: Result, x: Inputs, name: str) -> Samples:
     return result.to_samples(convert_inputs(x, name), name)
 
 
-# --- models for groups ------------------------------------------------------------------------------------------
+# --- prepared models ---------------------------------------------------------------------------------------------
 
 
 def check_prepares(method: type[Method]) -> None:
-    """Raises SettingError if the method does not prepare a model for groups."""
-    if not issubclass(method, PreparingMethod):
-        allowed = [name for name in names() if issubclass(find(name), PreparingMethod)]
-        raise SettingError(f"{method.name} does not prepare a model for groups (allowed: {', '.join(allowed)})")
-
-
-def deploy_settings(prepared: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a deployment: those of the preparation, overridden by what is given."""
-    metadata = load_prepared(prepared)[1]
-    options = {**metadata["method_options"], **given.get("method_options", {}), "prepared": str(prepared.resolve())}
-    deployment = {"method": FRLDeploy.name, "method_options": options}
-    return {"rounds": metadata["rounds"], **metadata["model"], **given, **deployment}
+    """Raises SettingError if the method does not prepare a model for later runs."""
+    if not issubclass(method, WritesArtifact):
+        raise SettingError(f"{method.name} does not prepare a model (allowed: {', '.join(names_with(WritesArtifact))})")
 
 
 def deploy(

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.federated import convert_inputs, convert_labels
 from fewer.errors import DataError, RunError, SettingError
-from fewer.methods import Client, Method, find, names
-from fewer.methods.base import ContextFactory
-from fewer.methods.new_clients import NewClients
-from fewer.models import Task, Weights, load_weights
+from fewer.methods import Context, ContextFactory, Method
+from fewer.methods.capabilities import AdaptsToNewClients
+from fewer.methods.registry import names_with
+from fewer.models import Task, load_weights
 from fewer.runs.directory import RunDirectory
 from fewer.runs.settings import Settings
 from fewer.runs.trackers import scalars
@@ -61,17 +61,13 @@ class Result(Viewable):
     @property
     def model(self) -> nn.Module:
         """The trained global model, in evaluation mode."""
-        weights = self.method.global_weights(self.state)
-        if weights is None:
-            raise SettingError(
-                f"{self.method.name} has no global model: use personal_model(client), client 0 … {len(self.data) - 1}"
-            )
-        return self.method.build_model(self._build_net, weights).eval()
+        return self.method.build_predictor(self.state.shared, self.context()).eval()
 
-    def _build_net(self, weights: Weights) -> nn.Module:
-        net = self.task.net()
-        load_weights(net, weights)
-        return net
+    def context(self, client: int = -1) -> Context:
+        """The context of a client's handlers, or of the server's, after the last round."""
+        return ContextFactory(self.data, self.task, self.settings.seed, self.folder or Path())(
+            client, len(self.history)
+        )
 
     def personal_model(self, client: int) -> nn.Module:
         """The model of one client, in evaluation mode."""
@@ -81,10 +77,7 @@ class Result(Viewable):
             raise RunError(f"the model of client {client} exists only on that client's machine")
         if self.folder is None:
             raise RunError("clients' models are kept only in a run directory: run with out=DIR")
-        contexts = ContextFactory(self.data, self.task, self.settings.seed, self.folder)
-        context = contexts(client, len(self.history))
-        assert isinstance(context, Client)
-        return self.method.personal_model(context, self.method.broadcast(self.state)).eval()
+        return self.method.build_predictor(self.state.shared, self.context(client)).eval()
 
     def to_samples(self, x: Tensor, name: str) -> Samples:
         """Converts raw inputs to samples for the model, normalized like the training data."""
@@ -101,9 +94,9 @@ class Result(Viewable):
 
         Arrays are normalized like the training data. The method must be one that learns to adapt.
         """
-        if not isinstance(self.method, NewClients):
-            allowed = [name for name in names() if issubclass(find(name), NewClients)]
-            raise SettingError(f"{self.method.name} does not adapt to new data (allowed: {', '.join(allowed)})")
+        if not isinstance(self.method, AdaptsToNewClients):
+            allowed = ", ".join(names_with(AdaptsToNewClients))
+            raise SettingError(f"{self.method.name} does not adapt to new data (allowed: {allowed})")
         samples = x if isinstance(x, Samples) else self.to_samples(convert_inputs(x, "x"), "x")
         labels = torch.from_numpy(convert_labels(y, "y"))
         if not len(labels) or len(labels) != len(samples.x):
@@ -114,12 +107,12 @@ class Result(Viewable):
             raise DataError(f"cannot adapt to label {int(labels.max())} (allowed: 0 … {self.data.classes - 1})")
         from fewer.runs.engine import one_thread
 
-        weights = self.method.broadcast(self.state)
+        shared = self.state.shared
         net = self.task.net()
-        load_weights(net, self.method.initialization(weights))
+        load_weights(net, self.method.initialization(shared))
         support = replace(samples, y=labels).to(self.task.device)
         with one_thread():
-            self.method.adapt(net, support, weights)
+            self.method.adapt(net, support, shared)
         return net.eval()
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fewer.choices import Norm, Partition, RuntimeName
+from fewer.choices import Codec, Norm, Partition, RuntimeName
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
@@ -17,6 +17,8 @@ RUNTIME_SETTINGS = ("runtime", "workers", "device", "data_dir")
 """Settings that do not affect results."""
 FAULT_SETTINGS = ("quorum", "deadline", "drop", "slow", "corrupt")
 """Settings that may also change on resume, so that a run that lost its quorum can continue. The change is logged."""
+METHOD_SETTINGS = ("rounds", "cohort", "codec")
+"""Settings that are options of every method."""
 
 
 class Settings(BaseModel):
@@ -30,6 +32,8 @@ class Settings(BaseModel):
     """Number of rounds. [default: the method's, usually 10]"""
     cohort: PositiveInt | None = Field(None, title="Method")
     """Clients asked in each round. [default: the method's, usually 10 or all]"""
+    codec: Codec | None = Field(None, title="Method")
+    """Encoding of tensors in messages: float32, float16, bfloat16, int8 or uint8. [default: the method's]"""
     method_options: dict[str, Any] = Field({}, title="Method")
     """An option of the method, as name=value; may be repeated. `fewer methods NAME` lists them."""
     model: str = Field("cnn", title="Method")
@@ -93,10 +97,23 @@ class Settings(BaseModel):
 
 def settings_hash(settings: Settings, method: BaseModel) -> str:
     """Returns a hash of all settings that affect results."""
-    content = settings.model_dump(mode="json", exclude={*RUNTIME_SETTINGS, "rounds", "cohort", "method_options"})
+    content = settings.model_dump(mode="json", exclude={*RUNTIME_SETTINGS, *METHOD_SETTINGS, "method_options"})
     content |= {name: _remove_folder(content[name]) for name in ("method", "model", "data")}
-    content["method_settings"] = method.model_dump(mode="json")
+    content["method_settings"] = method.model_dump(mode="json", exclude=neutral_options(method))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def neutral_options(method: BaseModel) -> set[str]:
+    """Returns the neutral options at their default, where they change nothing.
+
+    `Field(DEFAULT, json_schema_extra={"neutral": True})` declares one. The hash leaves it out and runs recorded without
+    it resume, so new options do not change the hashes of published results.
+    """
+    return {
+        name
+        for name, field in type(method).model_fields.items()
+        if field.json_schema_extra == {"neutral": True} and getattr(method, name) == field.get_default()
+    }
 
 
 def _remove_folder(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from fewer.runtime.clients import Absent, Answer, Answers, Clients, Each, Faults, RoundRules
 from fewer.runtime.handlers import HandlerRunner, Unable, on_client, on_ring, on_server
-from fewer.runtime.inline import Inline
+from fewer.runtime.inline import Inline, open_members
 from fewer.runtime.pool import Pool
 from fewer.runtime.store import Store
 from fewer.runtime.streams import seed_of, stream
@@ -23,6 +23,7 @@ __all__ = [
     "on_client",
     "on_ring",
     "on_server",
+    "open_members",
     "seed_of",
     "stream",
 ]

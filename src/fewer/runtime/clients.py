@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fewer.errors import QuorumLost, RunError, SettingError
-from fewer.runtime.handlers import Call, Reply, stream_name
+from fewer.runtime.handlers import Call, Reply, encode_message, stream_name
 from fewer.runtime.ring import Journal, RelayRun
 from fewer.runtime.streams import SERVER, seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
@@ -102,6 +102,8 @@ class Clients(ABC):
     evaluating: bool = False
     will_evaluate: bool = True
     """True if the current round ends with an evaluation."""
+    is_last: bool = False
+    """True if no round follows the current one."""
     on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
     """Called for each absent client, with the handler's name."""
     on_progress: Callable[[int, int], None] = lambda done, asked: None
@@ -151,9 +153,11 @@ class Clients(ABC):
         `returns` is the schema of an answer: an example tensor or model, `int`, `Number(int, 0)`, or
         `Shaped((None, 28, 28))`. An answer that does not match is refused. `answers.absent` lists the clients that are
         missing, late or refused. Raises QuorumLost if too few clients answer.
+
+        Floating-point tensors are encoded with the method's `codec`, in both directions.
         """
         kind = (EVALUATION if self.evaluating else "") + handler.__name__
-        messages = self._encode_messages(kind, who, fields)
+        messages = self._encode_messages(handler, kind, who, fields)
         faults = {client: self._draw_fault(client, stream_name(handler)) for client in who}
         asked = [client for client in who if faults[client] != "drop"]
         answers: dict[int, Answer] = {}
@@ -263,11 +267,14 @@ class Clients(ABC):
         """Seconds that this call may take. Evaluation and the server's own work have no deadline."""
         return None if self.evaluating or call.client < 0 else self.rules.deadline
 
-    def _encode_messages(self, kind: str, who: Sequence[int], fields: Mapping[str, Field | Each]) -> dict[int, bytes]:
+    def _encode_messages(
+        self, handler: Callable[..., Any], kind: str, who: Sequence[int], fields: Mapping[str, Field | Each]
+    ) -> dict[int, bytes]:
         if not any(isinstance(value, Each) for value in fields.values()):
-            return dict.fromkeys(who, encode(kind, fields))  # type: ignore[arg-type]
+            return dict.fromkeys(who, encode_message(handler, kind, fields))
         return {
-            client: encode(
+            client: encode_message(
+                handler,
                 kind,
                 {name: value.by_client[client] if isinstance(value, Each) else value for name, value in fields.items()},
             )

@@ -41,6 +41,9 @@ class HandlerDecorator:
 
     Before a handler runs, the global random generators are seeded by (seed, round, client, `stream`). By default,
     `stream` is the handler's name. Pass the old name to rename a handler without changing results.
+
+    Messages encode floating-point tensors with the method's `codec`. Fields in `exact`, of the question or the answer,
+    are sent as they are.
     """
 
     def __init__(self, side: Side) -> None:
@@ -49,13 +52,16 @@ class HandlerDecorator:
     @overload
     def __call__(self, handler: Handler[S, C, P, R]) -> Handler[S, C, P, R]: ...
     @overload
-    def __call__(self, *, stream: str) -> Callable[[Handler[S, C, P, R]], Handler[S, C, P, R]]: ...
-    def __call__(self, handler: Any = None, *, stream: str | None = None) -> Any:
-        """Marks the handler: `@on_client` or `@on_client(stream="train")`."""
+    def __call__(
+        self, *, stream: str | None = None, exact: tuple[str, ...] = ()
+    ) -> Callable[[Handler[S, C, P, R]], Handler[S, C, P, R]]: ...
+    def __call__(self, handler: Any = None, *, stream: str | None = None, exact: tuple[str, ...] = ()) -> Any:
+        """Marks the handler: `@on_client` or `@on_client(stream="train", exact=("model",))`."""
 
         def decorate(handler: Any) -> Any:
             handler.__side__ = self.side
             handler.__stream__ = stream or handler.__name__
+            handler.__exact__ = exact
             return handler
 
         return decorate if handler is None else decorate(handler)
@@ -74,6 +80,12 @@ on_server = HandlerDecorator("server")
 def stream_name(handler: Callable[..., Any]) -> str:
     """The name of a handler's random stream."""
     return getattr(handler, "__stream__", handler.__name__)
+
+
+def encode_message(handler: Callable[..., Any], kind: str, fields: Mapping[str, Any]) -> bytes:
+    """Encodes a question to a handler, or its answer, with the codec of the program that has the handler."""
+    codec = getattr(getattr(handler, "__self__", None), "codec", None)
+    return encode(kind, fields, codec, getattr(handler, "__exact__", ()))
 
 
 # --- calls and replies ----------------------------------------------------------------------------------------
@@ -188,9 +200,11 @@ class HandlerRunner:
             seed_globals(self.seed, call.round, call.client, stream_name(handler))
             answer = handler(self.contexts(call.client, call.round), **fields)
             if call.hop:
-                self._store_outgoing(call, answer)
+                self._store_outgoing(call, handler, answer)
                 return make_reply()
-            return make_reply(encode(call.handler, answer))
+            if call.client < 0:  # nothing leaves the server
+                return make_reply(encode(call.handler, answer))
+            return make_reply(encode_message(handler, call.handler, answer))
         except Refused as refused:
             return make_reply(failure="refused", detail=refused.reason)
         except Unable as unable:
@@ -230,10 +244,10 @@ class HandlerRunner:
         store.put(LAST_OPENED, (header.round, header.number))
         return message
 
-    def _store_outgoing(self, call: Call, answer: Mapping[str, Any]) -> None:
+    def _store_outgoing(self, call: Call, handler: Callable[..., Any], answer: Mapping[str, Any]) -> None:
         """Stores the answer until the relay fetches it for the next client."""
         try:
-            blob = encode(call.handler, answer)
+            blob = encode_message(handler, call.handler, answer)
         except Refused as refused:  # the client's own answer is at fault, not the message it received
             raise ValueError(refused.reason) from refused
         outgoing = torch.frombuffer(bytearray(blob), dtype=torch.uint8)

@@ -4,14 +4,13 @@ from fewer.choices import Codec
 from fewer.registry import CODECS
 from fewer.wire.codecs import TensorCodec
 from fewer.wire.ledger import Direction, Ledger
-from fewer.wire.message import Encoded, Field, Number, Refused, Schema, Shaped, Value, decode, encode
+from fewer.wire.message import Field, Number, Refused, Schema, Shaped, Value, decode, encode
 from fewer.wire.tree import Tree, pack, unpack
 
 __all__ = [
     "CODECS",
     "Codec",
     "Direction",
-    "Encoded",
     "Field",
     "Ledger",
     "Number",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -56,16 +56,8 @@ class Refused(Exception):
         super().__init__(self.reason)
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A field and the codec for its floating-point tensors."""
-
-    value: Tensor | Mapping[str, Tensor]
-    codec: Codec | None
-
-
 Plain = bool | int | float | str
-Field = Tensor | Mapping[str, Tensor] | Plain | Encoded
+Field = Tensor | Mapping[str, Tensor] | Plain
 """A value that can be sent."""
 Value = Any
 """A received value: a tensor, a dict of tensors, or a plain value."""
@@ -109,25 +101,26 @@ Schema = Mapping[str, Tensor | Mapping[str, Tensor] | Mapping[str, Shaped] | Sha
 # --- encoding -------------------------------------------------------------------------------------------------
 
 
-def encode(kind: str, fields: Mapping[str, Field]) -> bytes:
-    """Encodes a message. Raises Refused if a value is not finite and its codec cannot represent that."""
+def encode(kind: str, fields: Mapping[str, Field], codec: Codec | None = None, exact: Collection[str] = ()) -> bytes:
+    """Encodes a message. The codec applies to floating-point tensors, except those of the fields in `exact`.
+
+    Raises Refused if a value is not finite and the codec cannot represent that.
+    """
     values: dict[str, Plain] = {}
     layout: dict[str, Any] = {}
     entries: dict[str, Tensor] = {}
     for name, field in fields.items():
-        codec = field.codec if isinstance(field, Encoded) else None
-        field = field.value if isinstance(field, Encoded) else field
-        if isinstance(field, Tensor):
-            layout[name] = {"tensor": _write_tensors(name, {"": field}, codec, entries)}
-        elif isinstance(field, Mapping):
-            layout[name] = {"tree": _write_tensors(name, field, codec, entries)}
-        elif isinstance(field, bool | int | float | str):
+        if isinstance(field, bool | int | float | str):
             values[name] = field
-        else:
+            continue
+        if not isinstance(field, Tensor | Mapping):
             raise TypeError(
                 f"field '{name}' must be a tensor, a dict of tensors or a plain value, got {type(field).__name__}"
             )
-        if codec:
+        form, tensors = ("tensor", {"": field}) if isinstance(field, Tensor) else ("tree", field)
+        coded = codec and name not in exact and any(tensor.is_floating_point() for tensor in tensors.values())
+        layout[name] = {form: _write_tensors(name, tensors, codec if coded else None, entries)}
+        if coded:
             layout[name]["codec"] = codec
     text = json.dumps({"v": VERSION, "kind": kind, "values": values, "fields": layout}, separators=(",", ":"))
     return safetensors.torch.save(entries, {"fewer": text, "crc": checksum(text, entries)})

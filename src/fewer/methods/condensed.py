@@ -1,0 +1,47 @@
+"""The condensed images that FedMK's clients send (D̂): joined for training, and arranged for reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from fewer.methods.capabilities import ImageGrid
+
+Knowledge = dict[str, Tensor]
+"""D̂ of one client: the images of each class, by class number. A class that it does not send has no images."""
+MAX_SHOWN = 10
+"""The most clients, or rounds, in an image grid."""
+
+
+def concatenate_images(knowledge: Iterable[Knowledge]) -> tuple[Tensor, Tensor]:
+    """All images of several D̂, and their labels."""
+    classes = [(images, int(label)) for d_hat in knowledge for label, images in d_hat.items()]
+    labels = [torch.full((len(images),), label) for images, label in classes]
+    return torch.cat([images for images, _ in classes]), torch.cat(labels)
+
+
+def draw_grids(knowledge: Mapping[int, Knowledge], image_history: Mapping[int, Knowledge]) -> list[ImageGrid]:
+    """D̂ by client and class, and the D̂ of one client by round."""
+    clients = {f"client {client}": _images_by_class(knowledge[client]) for client in sorted(knowledge)[:MAX_SHOWN]}
+    per_class = 2 if len(next(iter(knowledge.values()), {})) <= MAX_SHOWN else 1
+    caption = f"the last D̂ of {len(clients)} of the {len(knowledge)} clients that sent any"
+    all_grids = [ImageGrid("made-by-client", "Condensed images (D̂) by client and class", caption, clients, per_class)]
+    if len(image_history) > 1:
+        history = sorted(image_history)
+        shown = sorted({round(index) for index in torch.linspace(0, len(history) - 1, MAX_SHOWN).tolist()})
+        rounds = {f"round {history[index]}": _images_by_class(image_history[history[index]]) for index in shown}
+        caption = "the first image of each class in the D̂ of one client, in the rounds when it was in the cohort"
+        all_grids.append(ImageGrid("made-by-round", "Condensed images (D̂) by round and class", caption, rounds))
+    return all_grids
+
+
+def _images_by_class(knowledge: Knowledge) -> dict[int, Tensor]:
+    return {int(label): images for label, images in knowledge.items() if len(images)}
+
+
+def snapshot(round: int, knowledge: Mapping[int, Knowledge], new: Mapping[int, Knowledge]) -> dict[int, Knowledge]:
+    """One image per class of the client that was the first to send D̂, if it sent a new one this round."""
+    first = next(iter(knowledge))
+    return {round: {label: images[:1] for label, images in new[first].items()}} if first in new else {}

@@ -1,0 +1,170 @@
+"""What handlers receive: the `Client` or the `Server` that they run on.
+
+A handler is a function of a method that runs on a client (`@on_client`) or on a worker of the server (`@on_server`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fewer.data import ClientData, Data, Samples
+from fewer.models import Task, Weights, load_weights
+from fewer.runtime import Clients, Store, Unable, open_members, seed_of, stream
+from fewer.runtime.keys import KeyFiles, Keys
+from fewer.runtime.store import client_folder
+
+
+class _ReusableNet:
+    """A net that handler calls reuse, because building one takes longer than loading weights into it."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+        self.requires_grad = [parameter.requires_grad for parameter in net.parameters()]
+        saved = net.state_dict().keys()
+        self.non_persistent_buffers = [(b, b.detach().clone()) for name, b in net.named_buffers() if name not in saved]
+
+    def reset(self) -> nn.Module:
+        """Restores all that `load_weights` does not: gradients, `requires_grad`, training mode, other buffers."""
+        for parameter, flag in zip(self.net.parameters(), self.requires_grad, strict=True):
+            parameter.requires_grad_(flag)
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, initial in self.non_persistent_buffers:
+                buffer.copy_(initial)
+        return self.net.train()
+
+
+@dataclass
+class Context:
+    """The base of `Client` and `Server`: the round, the task, random generators, and nets to load weights into."""
+
+    id: int
+    """The client's number. On the server: -1, -2, … for the items of `clients.map_on_server`."""
+    round: int
+    """The current round, starting at 1."""
+    seed: int
+    """The seed of the run."""
+    task: Task
+    """The task: input shape, number of classes, and how to build the net."""
+    global_test: Samples
+    """The global test set."""
+    _nets: list[_ReusableNet] = field(default_factory=list, repr=False)
+    _nets_in_use: int = 0
+
+    def net(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:
+        """A net with these weights. It is reused after the handler returns, so do not keep it."""
+        if self._nets_in_use == len(self._nets):
+            self._nets.append(_ReusableNet(self.task.net()))
+        self._nets_in_use += 1
+        net = self._nets[self._nets_in_use - 1].reset()
+        load_weights(net, weights)
+        return net
+
+    def stream(self, purpose: str) -> torch.Generator:
+        """A random generator seeded by (seed, round, client, purpose). The same purpose repeats the same numbers."""
+        return stream(self.seed, self.round, self.id, purpose)
+
+
+@dataclass
+class Server(Context):
+    """What an `@on_server` handler receives as its first argument."""
+
+
+@dataclass
+class Client(Context):
+    """What an `@on_client` handler receives as its first argument: one client, its data and its private store."""
+
+    store: Store = field(kw_only=True)
+    """Private state, kept from round to round: `client.store.put("model", …)`, `client.store.get("model")`."""
+    _data: Data = field(kw_only=True, repr=False)
+
+    @cached_property
+    def data(self) -> ClientData:
+        """All of the client's samples, loaded on first use."""
+        return self._data.client(self.id)
+
+    @property
+    def train(self) -> Samples:
+        """Training samples. Raises `Unable` if there are none; the client is then absent from the round."""
+        if len(self.data.train) == 0:
+            raise Unable("no training data")
+        return self.data.train
+
+    @property
+    def validation(self) -> Samples:
+        """Validation samples; may be empty."""
+        return self.data.validation
+
+    @property
+    def test(self) -> Samples:
+        """Test samples; may be empty."""
+        return self.data.test
+
+    @property
+    def time_ordered(self) -> bool:
+        """True if the samples are in temporal order."""
+        return self._data.time_ordered
+
+    @property
+    def has_global_test(self) -> bool:
+        """True if the client has access to the global test set."""
+        return self._data.has_global_test
+
+    def members(self, program: object, task: Task) -> Clients:
+        """The clients inside this client, for nested federations. They run the `@on_client` functions of `program`.
+
+        They have their own rounds, seed and byte counts. Their private state is stored in this client's folder with
+        the round of the outer run, so that resuming the outer run restores it.
+        """
+        seed = seed_of(self.seed, self.id, "members")
+        data = self._data.members_of(self.id)
+        contexts = ContextFactory(data, task, seed, self.store.folder / "members", store_round=self.round)
+        return open_members(program, contexts, len(data), seed, task.device)
+
+    def initial_weights(self) -> Weights:
+        """The initial weights. Clients compute them from the seed, so that no message needs to carry them."""
+        return self.task.initial_weights(self.seed)
+
+
+@dataclass
+class ContextFactory:
+    """Makes the `Client` or `Server` for each handler call. All of them share the reusable nets."""
+
+    data: Data
+    task: Task
+    seed: int
+    folder: Path
+    nets: list[_ReusableNet] = field(default_factory=list)
+    store_round: int | None = None
+    """The round under which clients store state. Default: the round of the call."""
+    sealing_keys: Keys | None = None
+    """Keys that encrypt messages from client to client. Default: the key files in `folder`."""
+
+    def __call__(self, client: int, round: int) -> Context:
+        """The `Client` with this number; the `Server` for negative numbers."""
+        context = Server(client, round, self.seed, self.task, self.data.test, self.nets)
+        if client < 0:
+            return context
+        return Client(**vars(context), store=self.store(client, round), _data=self.data)
+
+    @property
+    def keys(self) -> Keys:
+        """The clients' keys for sealed messages."""
+        return self.sealing_keys or KeyFiles(self.folder)
+
+    def store(self, client: int, round: int) -> Store:
+        """The client's private store."""
+        return Store(client_folder(self.folder, client), round if self.store_round is None else self.store_round)
+
+    def log_error(self, client: int, error: str) -> None:
+        """Appends an error to errors.txt in the client's folder, or in `folder` for the server."""
+        folder = client_folder(self.folder, client) if client >= 0 else self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "errors.txt").open("a") as file:
+            file.write(error)

@@ -1,0 +1,304 @@
+"""Few-round training of a group: R rounds of FRL's Algorithm 1, and the group's model.
+
+Park, Han, Kim, Seo, Moon: Few-Round Learning for Federated Learning, NeurIPS 2021, lines 4 to 15 and Section 2.3.
+Preparation (frl.py) simulates these rounds; a deployed group (frl_deploy.py) runs them. frl.py lists the departures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeVar
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fewer.data import Samples
+from fewer.data.episodes import split_support_query
+from fewer.errors import QuorumLost
+from fewer.learning import evaluate_net, sgd, weighted_mean
+from fewer.learning.evaluate import EVAL_BATCH_SIZE
+from fewer.learning.group_model import GroupModel, compute_features, compute_prototypes
+from fewer.learning.prototypes import (
+    Prototypes,
+    class_positions,
+    class_prototypes,
+    distance_loss,
+    merge_prototypes,
+)
+from fewer.learning.sgd import epoch_batches
+from fewer.methods.context import Client, Context
+from fewer.methods.method import Method, State, StateT
+from fewer.methods.scores import MAX_SAMPLES
+from fewer.models import Task, Weights, get_weights, split_net
+from fewer.models.split import feature_width
+from fewer.runtime import Absent, Answer, Clients, on_client
+from fewer.wire import Number, Shaped
+
+HEAD = "head."
+"""Prefix of the names of a head's weights."""
+GlobalPrototypes = tuple[Tensor, Tensor]
+"""Classes and their global prototypes Γ. With a linear head: the classes of the group, and prototypes of width 0."""
+AnyGroup = TypeVar("AnyGroup", bound="GroupState")
+LRS = 0.001, 0.003, 0.01
+"""Learning rates (α) to tune over with prototypes. A linear head uses ten times these."""
+GAMMAS = 0.5, 5 / 6
+"""Weights of the local loss (γ) to tune over with GPAL."""
+HELD_OUT_FRACTION = 0.2
+"""One-shot FL: fraction of its support set on which a client evaluates its own model."""
+
+
+@dataclass(frozen=True)
+class GroupState(State):
+    """The server's state of a group between its rounds."""
+
+    model: Weights
+    """The global model (θ)."""
+    classes: Tensor
+    """The classes of the global prototypes. With a linear head: the classes that the group holds."""
+    means: Tensor
+    """The global prototypes Γ (classes × features). With a linear head, their width is 0."""
+    num_classes: int
+    """Number of classes of the task."""
+    rounds_done: int = 0
+    """Rounds completed (r)."""
+
+
+class FewRounds(Method[StateT]):
+    """R rounds of a group of clients, starting from a given model."""
+
+    head: Literal["linear", "distance", "gpal"] = "gpal"
+    """Classify by a linear layer, by distance to prototypes, or by distance with GPAL."""
+    lr: PositiveFloat = 0.003
+    """Learning rate of local training (α). A linear head needs a larger one."""
+    epochs: PositiveInt = 1
+    """Local epochs over the support set in a round (E)."""
+    batch_size: PositiveInt | None = 60
+    """Samples in a local step. `null`: the full support set, as in Algorithm 1."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
+    """GPAL: weight of the local loss (γ). The loss by global prototypes has weight 1 − γ."""
+    prototypes_from: Literal["before", "after"] = "before"
+    """Upload the prototypes from before local training (Algorithm 1) or after it."""
+    keep_best: PositiveInt | None = None
+    """One-shot FL: average at most this many models, those best on samples their clients held out."""
+
+    def search_space(self) -> Mapping[str, Sequence[float]]:
+        """Tunes larger learning rates for a linear head, and γ for GPAL."""
+        extra: dict[str, Sequence[float]] = {}
+        if self.head == "linear":
+            extra["lr"] = [10 * lr for lr in LRS]
+        if self.head == "gpal":
+            extra["gamma"] = GAMMAS
+        return {**self.tunable, **extra}
+
+    # The server.
+
+    def empty_group(self, task: Task) -> GroupState:
+        """The state of a group before it starts."""
+        classes = torch.zeros(0, dtype=torch.int64, device=task.device)
+        width = 0 if self.head == "linear" else feature_width(task)
+        return GroupState({}, classes, torch.zeros(0, width, device=task.device), task.classes)
+
+    def start_group(self, group: AnyGroup, model: Weights, generator: torch.Generator | None) -> AnyGroup:
+        """Line 4: θ⁰ ← φ, with a linear head redrawn by `generator`, if given. There are no prototypes yet."""
+        if self.head == "linear" and generator is not None:
+            model = redraw_head(model, generator)
+        return replace(
+            group,
+            model=self.sent_weights(model),
+            classes=group.classes[:0],
+            means=group.means[:0],
+            rounds_done=0,
+        )
+
+    def group_round(self, group: AnyGroup, cohort: Sequence[int], clients: Clients, last: bool) -> AnyGroup:
+        """Lines 6 to 14: one round of the group."""
+        per_class_schema = Shaped((range(1, group.num_classes + 1),), torch.int64)
+        if self.head == "linear" and not group.rounds_done:
+            answers = clients.ask(cohort, self.hold_out_classes, returns={"classes": per_class_schema})
+            valid = valid_answers(answers, clients, group.num_classes, "hold_out_classes")
+            group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in valid])))
+        fields: dict[str, Any] = {"model": group.model, **self.prototype_payload(group)}
+        upload = self.uploads_prototypes(last)
+        returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SAMPLES)}
+        if upload:
+            returns |= {
+                "classes": per_class_schema,
+                "means": Shaped((per_class_schema.shape[0], group.means.shape[1])),
+                "counts": per_class_schema,
+            }
+        if self.keep_best is not None:
+            returns["score"] = Number(float, 0, 1)
+        answers = clients.ask(cohort, self.local_train, upload_prototypes=upload, returns=returns, **fields)
+        valid = valid_answers(answers, clients, group.num_classes, "local_train")
+        return self.aggregate(group, [answer.fields for answer in valid])
+
+    def downloads_prototypes(self, group: GroupState) -> bool:
+        """Line 7: True if clients download Γ in this round (with a linear head: the group's classes)."""
+        return self.head == "linear" or (self.head == "gpal" and group.rounds_done > 0)
+
+    def prototype_payload(self, group: GroupState) -> dict[str, Any]:
+        """The fields with Γ that clients download, if any."""
+        if not self.downloads_prototypes(group):
+            return {}
+        return {"classes": group.classes, "means": group.means}
+
+    def uploads_prototypes(self, last: bool) -> bool:
+        """True if clients upload prototypes: always with GPAL, with `distance` in the last round to predict with."""
+        return self.head == "gpal" or (self.head == "distance" and last)
+
+    def aggregate(self, group: AnyGroup, updates: Sequence[Mapping[str, Any]]) -> AnyGroup:
+        """Lines 13 and 14: θ ← Σ_k λ_k θ_k with λ_k the relative support set size, and Γ(c) over the holders of c."""
+        if self.keep_best is not None:
+            updates = sorted(updates, key=lambda update: -update["score"])[: self.keep_best]
+        model = weighted_mean([update["model"] for update in updates], [update["size"] for update in updates])
+        group = replace(group, model=model, rounds_done=group.rounds_done + 1)
+        if "means" not in updates[0]:
+            return group
+        merged = merge_prototypes(
+            [Prototypes(update["classes"], update["means"], update["counts"]) for update in updates]
+        )
+        return replace(group, classes=merged.classes, means=merged.means)
+
+    def sent_weights(self, model: Weights) -> Weights:
+        """The weights that are sent: all but an unused head."""
+        return {name: model[name] for name in model if self.head == "linear" or not name.startswith(HEAD)}
+
+    # A client.
+
+    def build_net(self, context: Context, model: Weights) -> nn.Module:
+        """Builds a net with the sent weights."""
+        return context.net({**context.task.initial_weights(context.seed), **model})
+
+    def support_set(self, client: Client) -> Samples:
+        """The samples that a client trains on (S_k): by default all."""
+        return client.train
+
+    @on_client(stream="holds")
+    def hold_out_classes(self, client: Client) -> dict[str, Any]:
+        """Returns the classes of the support set; a linear head needs them before the first round."""
+        return {"classes": torch.unique(self.support_set(client).labels)}
+
+    @on_client(stream="learn")
+    def local_train(
+        self,
+        client: Client,
+        model: Weights,
+        upload_prototypes: bool,
+        classes: Tensor | None = None,
+        means: Tensor | None = None,
+    ) -> dict[str, Any]:
+        """Lines 7 to 11: downloads θ and Γ, trains on the support set S_k, uploads θ_k and Γ_k."""
+        return self.fit_support(
+            self.build_net(client, model),
+            self.support_set(client),
+            pair_prototypes(classes, means),
+            upload_prototypes,
+            client.stream("batches"),
+        )
+
+    def fit_support(
+        self,
+        net: nn.Module,
+        support: Samples,
+        global_prototypes: GlobalPrototypes | None,
+        upload_prototypes: bool,
+        generator: torch.Generator,
+    ) -> dict[str, Any]:
+        """Lines 8 to 11, E times: θ_k ← θ − α ∇f(θ, S_k), in place. Returns what the client uploads."""
+        held_out = support
+        if self.keep_best is not None and len(support) > 1:
+            held_out, support = split_support_query(support, HELD_OUT_FRACTION, generator)
+        before: list[Prototypes] = []
+
+        def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            value, local = self.loss(net, x, y, global_prototypes)
+            if upload_prototypes and not before:
+                before.append(Prototypes(local.classes, local.means.detach(), local.counts))
+            return value
+
+        batched = self.batch_size is not None and self.batch_size < len(support)
+        if upload_prototypes and self.prototypes_from == "before" and batched:
+            before.append(compute_prototypes(net, support))  # without batches, the first step computes them anyway
+        sgd(net, epoch_batches(support, self.epochs, self.batch_size, generator), self.lr, loss=loss)
+        update: dict[str, Any] = {"model": self.sent_weights(get_weights(net)), "size": len(support)}
+        if upload_prototypes:
+            local = before[0] if self.prototypes_from == "before" else compute_prototypes(net, support)
+            update |= local._asdict()
+        if self.keep_best is not None:
+            update["score"] = self.held_out_accuracy(net, support, held_out, global_prototypes)
+        return update
+
+    def loss(
+        self,
+        net: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        global_prototypes: GlobalPrototypes | None,
+        local_prototypes: Prototypes | None = None,
+    ) -> tuple[Tensor, Prototypes]:
+        """Eq 3: f = γ L_local + (1 − γ) L_aux, without L_aux in the first round. Also returns the local prototypes."""
+        features = compute_features(net, x)
+        local_prototypes = local_prototypes or class_prototypes(features, y)
+        if self.head == "linear":
+            assert global_prototypes
+            position, held = class_positions(global_prototypes[0], y)
+            logits = split_net(net)[1](features)[:, global_prototypes[0]]
+            return F.cross_entropy(logits[held], position[held], reduction="sum") / len(y), local_prototypes
+        local_loss = distance_loss(features, y, local_prototypes.classes, local_prototypes.means)
+        if global_prototypes is None:
+            return local_loss, local_prototypes
+        aux_loss = distance_loss(features, y, *global_prototypes)
+        return self.gamma * local_loss + (1 - self.gamma) * aux_loss, local_prototypes
+
+    def held_out_accuracy(
+        self, net: nn.Module, support: Samples, held_out: Samples, global_prototypes: GlobalPrototypes | None
+    ) -> float:
+        """The accuracy of a client's model on the samples it held out."""
+        if global_prototypes and self.head == "linear":
+            classes, means = global_prototypes
+        else:
+            classes, means = compute_prototypes(net, support)[:2]
+        num_classes = int(torch.cat([classes, held_out.labels]).max()) + 1
+        counts = evaluate_net(GroupModel(net, classes, means, num_classes), held_out.chunks(EVAL_BATCH_SIZE))
+        return counts.correct / counts.total
+
+
+def valid_answers(answers: Sequence[Answer], clients: Clients, num_classes: int, handler: str) -> list[Answer]:
+    """The answers with valid classes and one prototype for each; the others count as refused.
+
+    Valid classes are in ascending order, without duplicates, from 0 to `num_classes` − 1.
+    """
+    valid = []
+    for answer in answers:
+        if "classes" in answer.fields:
+            classes = answer["classes"]
+            lengths = {len(answer[name]) for name in ("classes", "means", "counts") if name in answer.fields}
+            counts = answer.fields.get("counts", classes.new_ones(1))
+            ascending = bool((classes.diff() > 0).all() and classes[0] >= 0 and classes[-1] < num_classes)
+            if len(lengths) > 1 or not ascending or int(counts.min()) < 1 or int(counts.max()) > MAX_SAMPLES:
+                clients.on_absent(Absent(answer.client, "refused", "invalid classes or prototypes"), handler)
+                continue
+        valid.append(answer)
+    if not valid:
+        raise QuorumLost(f"round {clients.round}: no client sent valid classes and prototypes")
+    return valid
+
+
+def pair_prototypes(classes: Tensor | None, means: Tensor | None) -> GlobalPrototypes | None:
+    """The global prototypes that a client downloaded, or None."""
+    return None if classes is None or means is None else (classes, means)
+
+
+def redraw_head(model: Weights, generator: torch.Generator) -> Weights:
+    """The model with a new head: Xavier for matrices, 0 for biases."""
+    redrawn = dict(model)
+    for name, tensor in model.items():
+        if name.startswith(HEAD):
+            fresh = torch.zeros(tensor.shape)
+            if fresh.ndim > 1:
+                nn.init.xavier_uniform_(fresh, generator=generator)
+            redrawn[name] = fresh.to(tensor)
+    return redrawn

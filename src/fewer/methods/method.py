@@ -1,0 +1,217 @@
+"""`Method`, the base class of all federated algorithms: `init`, `round`, `evaluate` and `build_predictor`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from torch import nn
+from typing_extensions import TypeVar
+
+from fewer.data import Data
+from fewer.errors import SettingError, setting_error
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
+from fewer.methods.context import Client, Context, Server
+from fewer.methods.scores import COUNTS_SCHEMA, Scores, accuracy_by_client, pool_counts
+from fewer.models import Task, Weights
+from fewer.runtime import Clients, on_client, on_server
+from fewer.wire import Codec
+
+DEFAULT_COHORT = 10
+"""Clients asked in each round if `cohort` is not set."""
+EVAL_CHUNK_SIZE = 2500
+"""Samples of the global test set that a worker evaluates in one call."""
+
+
+class State:
+    """Base of all states: what a method keeps on the server from round to round. A subclass is a frozen dataclass."""
+
+    @property
+    def shared(self) -> Weights:
+        """The weights that every client receives for evaluation. `build_predictor` builds models from them."""
+        return {}
+
+
+@dataclass(frozen=True)
+class ModelState(State):
+    """The state of a method that keeps nothing but a global model."""
+
+    model: Weights
+
+    @property
+    def shared(self) -> Weights:
+        """The global model."""
+        return self.model
+
+
+StateT = TypeVar("StateT", bound=State, default=Any)
+
+
+class Method(BaseModel, Generic[StateT]):
+    """A federated algorithm. Its fields are the hyperparameters; four functions are the algorithm.
+
+        state  = method.init(task, seed)                 # before the first round
+        state  = method.round(state, clients)            # asks clients, returns the next state
+        scores = method.evaluate(state, clients, data)
+        net    = method.build_predictor(state.shared, client)  # on the server: the global model
+
+    A method object never changes. Everything that changes on the server is in the state: a frozen dataclass of tensors,
+    numbers, strings, and lists or dicts of these. Checkpoints save it.
+
+    `round` reaches clients only through `clients.ask`:
+
+        answers = clients.ask(cohort, self.local_train, model=weights, returns={"model": weights})
+
+    This runs the handler `local_train(self, client, model)` on every client of the cohort. A handler returns a dict.
+    `returns` describes that dict: here, tensors with the names, shapes and dtypes of `weights`. Messages with any other
+    content are refused. Clients that fail, time out or are refused are missing from `answers`; if too few clients
+    answer, `ask` raises QuorumLost.
+
+    What only some methods can do, such as adapting to a new client, is in `fewer.methods.capabilities`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    name: ClassVar[str] = ""
+    """The registered name; for unregistered methods, the class name in lower case."""
+    tunable: ClassVar[Mapping[str, Sequence[float]]] = {}
+    """The hyperparameters that `--tune` searches, most important first, with starting values in ascending order."""
+    needs: ClassVar[Literal["", "classes", "novel classes"]] = ""
+    """What the task must have: nothing in particular, classes, or test classes that are not in the training data."""
+    file_options: ClassVar[tuple[str, ...]] = ()
+    """Options that name files. Only the server reads them; remote clients receive "" instead."""
+
+    rounds: PositiveInt = 10
+    """Number of rounds."""
+    cohort: PositiveInt | None = None
+    """Clients asked in each round. [default: 10, or all if there are fewer]"""
+    codec: Codec = "float32"
+    """Encoding of floating-point tensors in messages."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Sets the default name, and lets a field that overrides another inherit its description."""
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__.lower()
+        for ancestor in cls.__mro__[1:-1]:
+            for name, overridden in getattr(ancestor, "model_fields", {}).items():
+                cls.model_fields[name].description = cls.model_fields[name].description or overridden.description
+
+    if not TYPE_CHECKING:  # type checkers see the constructor that pydantic makes of the fields
+
+        def __init__(self, **options: Any) -> None:
+            """Sets the hyperparameters. Raises SettingError for the first invalid one."""
+            try:
+                super().__init__(**options)
+            except ValidationError as error:
+                raise setting_error(error, f"{type(self).name}: ", list(type(self).model_fields)) from None
+
+    @abstractmethod
+    def init(self, task: Task, seed: int) -> StateT:
+        """Returns the state before the first round."""
+
+    @abstractmethod
+    def round(self, state: StateT, clients: Clients) -> StateT:
+        """Runs one round and returns the next state."""
+
+    def evaluate(self, state: StateT, clients: Clients, data: Data) -> Scores:
+        """Returns the scores of a round. Default: the global model on the global test set.
+
+        After the last round (`clients.is_last`) also each client's model on its own test samples.
+        """
+        starts = range(0, len(data.test), EVAL_CHUNK_SIZE)
+        chunks = [{"start": start, "stop": start + EVAL_CHUNK_SIZE} for start in starts]
+        counts = clients.map_on_server(self.score_chunk, chunks, model=state.shared)
+        scores = pool_counts([Counts(**count) for count in counts])
+        by_client = self.count_on_clients(state, clients) if clients.is_last else {}
+        if not any(count.total for count in by_client.values()):
+            return scores
+        personal = pool_counts(list(by_client.values())).metrics["accuracy"]
+        return replace(
+            scores,
+            metrics={**scores.metrics, "personal_accuracy": personal},
+            clients=accuracy_by_client(by_client),
+        )
+
+    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
+        """Builds the model of a `Client`, or on the `Server` the global model, from `state.shared`.
+
+        Default: the task's net with these weights. A method without a global model raises NoGlobalModel on the server.
+        """
+        return context.net(shared)
+
+    # Helpers for subclasses.
+
+    def sample_cohort(self, clients: Clients) -> list[int]:
+        """Draws the clients of this round."""
+        return clients.sample(min(DEFAULT_COHORT, len(clients)) if self.cohort is None else self.cohort)
+
+    def count_on_clients(self, state: StateT, clients: Clients, use_global_test: bool = False) -> dict[int, Counts]:
+        """Counts correct predictions of each client's model on its own test samples, or on the global test set."""
+        answers = clients.ask(
+            clients.eval_cohort(),
+            self.score,
+            model=state.shared,
+            use_global_test=use_global_test,
+            returns=COUNTS_SCHEMA,
+        )
+        counts = {answer.client: Counts(**answer.fields) for answer in answers}
+        # Leave out clients that claim more correct predictions than samples.
+        return {client: count for client, count in counts.items() if count.correct <= count.total}
+
+    # Evaluation handlers.
+
+    @on_client(exact=("model",))
+    def score(self, client: Client, model: Weights, use_global_test: bool) -> dict[str, float]:
+        """Counts the correct predictions of the client's model. All counts are 0 if it lacks the global test set."""
+        if use_global_test and not client.has_global_test:
+            return Counts(0, 0, 0.0)._asdict()
+        samples = client.global_test if use_global_test else client.test
+        return evaluate_net(self.build_predictor(model, client), samples.chunks(EVAL_BATCH_SIZE))._asdict()
+
+    @on_server
+    def score_chunk(self, server: Server, model: Weights, start: int, stop: int) -> dict[str, float]:
+        """Counts the global model's correct predictions on one chunk of the global test set."""
+        stop = min(stop, len(server.global_test))
+        starts = range(start, stop, EVAL_BATCH_SIZE)
+        batches = (server.global_test.slice(first, min(first + EVAL_BATCH_SIZE, stop)) for first in starts)
+        return evaluate_net(self.build_predictor(model, server), batches)._asdict()
+
+
+class NoGlobalModel(SettingError):
+    """The method trains only models of clients."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} has no global model: use personal_model(client)")
+
+
+class PersonalMethod(Method[StateT]):
+    """A method that trains one model per client and is evaluated on each client's own test samples."""
+
+    def evaluate(self, state: StateT, clients: Clients, data: Data) -> Scores:
+        """Returns the scores of a round: each client's model on its own test samples.
+
+        After the last round also by client, and on the global test set if clients have it.
+        """
+        counts = self.count_on_clients(state, clients)
+        scores = pool_counts(list(counts.values()))
+        if not clients.is_last:
+            return scores
+        on_global_test = list(self.count_on_clients(state, clients, use_global_test=True).values())
+        has_global_test = any(count.total for count in on_global_test)
+        global_accuracy = pool_counts(on_global_test).metrics["accuracy"] if has_global_test else None
+        personal = {"personal_accuracy": scores.metrics["accuracy"], "global_accuracy": global_accuracy}
+        return replace(scores, metrics={**scores.metrics, **personal}, clients=accuracy_by_client(counts))
+
+    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
+        """Builds the model of a client. There is no global model."""
+        if isinstance(context, Client):
+            return self.personal_model(shared, context)
+        raise NoGlobalModel(self.name)
+
+    @abstractmethod
+    def personal_model(self, shared: Weights, client: Client) -> nn.Module:
+        """Builds the model of a client from `state.shared` and its private store."""
