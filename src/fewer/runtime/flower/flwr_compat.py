@@ -54,7 +54,7 @@ from flwr.superlink.grid import HttpGrid
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 TESTED_VERSIONS = ("1.40.0", "1.41.0", "1.42.0")
-"""The versions of Flower that Fewer was run with: 1.41.0 with all tests, the others with the test above and a cluster."""
+"""Versions of Flower that Fewer was run with: 1.41.0 with all tests, the others with that test and a local cluster."""
 SUPERLINK = "flwr.superlink.cli:flower_superlink"
 SUPERNODE = "flwr.supernode.cli:flower_supernode"
 """Entry points of Flower's programs."""
