@@ -34,8 +34,8 @@ def complete_models(incomplete: str) -> list[str]:
 def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[Command], Command]:
     """Adds an option for each setting. The command receives the given ones as the dict `given`.
 
-    A command with a parameter `output` also gets the options of `Output`. `texts` replace the help texts of options that
-    have another meaning in this command.
+    A command with a parameter `output` also gets the options of `Output`. `texts` replace the help texts of options
+    that have another meaning in this command.
     """
 
     def decorate(command: Command) -> Command:
