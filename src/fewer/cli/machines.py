@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from fewer.runs.experiment import Experiment
     from fewer.runs.machines import FlowerServer
 
-HOST, PORT = "127.0.0.1", 8443
+HOST, PORT, TIMEOUT = "127.0.0.1", 8443, 600.0
 HELP_PANEL = "Between machines"
 OTHER_SETTINGS = ("method", "runtime", "workers")
 """Settings without an option: METHOD is an argument, and the runtime is always Flower."""
@@ -123,15 +124,12 @@ def trust(
 
     keys: dict[int, bytes] = {}
     for peer in peers:
-        number, _, key = peer.partition("=")
-        try:
-            client, keys[client] = int(number), bytes.fromhex(key)
-        except ValueError:
-            client = -1
-        if client < 0:
+        match = re.fullmatch(r"(\d+)=([0-9a-fA-F]+)", peer)
+        if match is None:
             raise SettingError(f"{peer}: expected N=KEY, with a key from `fewer keys seal`")
-        if len(keys[client]) != KEY_BYTES:
+        if len(match[2]) != 2 * KEY_BYTES:
             raise SettingError(f"{peer}: a key must have {2 * KEY_BYTES} hexadecimal digits")
+        keys[int(match[1])] = bytes.fromhex(match[2])
     PinnedKeys(folder).trust(keys, replace)
 
 
@@ -144,7 +142,7 @@ def server(
     keys: Keys = Path("keys"),
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = HOST,
     port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Listen on this port.")] = PORT,
-    timeout: Timeout = 600.0,
+    timeout: Timeout = TIMEOUT,
     resume: Resume = None,
 ) -> None:
     """Train with clients on other machines, which run `fewer join`.
@@ -228,7 +226,7 @@ def local_cluster(
     output: Output,
     clients: Annotated[int | None, typer.Argument(metavar="N", help="Number of clients.")] = None,
     method: Method = None,
-    timeout: Timeout = 600.0,
+    timeout: Timeout = TIMEOUT,
     resume: Resume = None,
 ) -> None:
     """Try a run between machines on this machine: a server and N client processes on loopback, with keys and TLS.

@@ -162,7 +162,7 @@ class SuperLink:
         with self._open_control() as control:
             nodes = control.ListNodes(compat.ListNodesRequest()).nodes_info
             registered = {node.public_key: node for node in nodes if not node.unregistered_at}
-            keys = {key: client for client, key in self.credentials.public_keys.items()}
+            keys = self._clients_by_key()
             for key in keys.keys() - registered.keys():
                 try:
                     control.RegisterNode(compat.RegisterNodeRequest(public_key=key, name=f"client-{keys[key]}"))
@@ -174,6 +174,9 @@ class SuperLink:
                     ) from error
             for key in registered.keys() - keys.keys():
                 control.UnregisterNode(compat.UnregisterNodeRequest(node_id=registered[key].node_id))
+
+    def _clients_by_key(self) -> dict[bytes, int]:
+        return {key: client for client, key in self.credentials.public_keys.items()}
 
     def _open_control(self) -> closing[compat.ControlHttpClient]:
         version = compat.RuntimeVersionHttpInterceptor(component_name="flwr-cli")
@@ -242,7 +245,7 @@ class SuperLink:
 
     def online_clients(self) -> dict[int, RemoteClient]:
         """The clients that are online, by number."""
-        numbers = {key: client for client, key in self.credentials.public_keys.items()}
+        numbers = self._clients_by_key()
         with self._open_grid() as grid:
             nodes = list(grid.get_nodes())
         return {
