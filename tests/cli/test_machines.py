@@ -73,12 +73,11 @@ def test_sigterm_ends_a_client_in_the_middle_of_an_answer(tmp_path: Path, monkey
 def test_a_lost_quorum_prints_how_to_resume(capsys: pytest.CaptureFixture[str]) -> None:
     @printing.report_errors
     def lose_quorum() -> None:
-        printing.RESUME_HINTS.append("Resume so.")
-        raise QuorumLost("too few")
+        with printing.resumable("Resume so."):
+            raise QuorumLost("too few")
 
     with pytest.raises(typer.Exit):
         lose_quorum()
-    printing.RESUME_HINTS.remove("Resume so.")
     assert capsys.readouterr().err == "fewer: too few\nResume so.\n"
 
 
@@ -104,12 +103,9 @@ def test_a_stopped_local_cluster_prints_how_to_resume_and_resumes(
     monkeypatch.setattr(FlowerServer, "resume", resume_run)
     args: list[str | Path] = ["local-cluster", "2", "fedavg", "--data", "digits", "--out", run]
     hint = f"Resume with: fewer local-cluster --resume {run}"
-    try:
-        assert hint in command(*args, code=130).stderr and len(joined) == 2
-        assert "exists already" in command(*args, code=2).stderr and len(joined) == 2
-        assert hint in command("local-cluster", "--resume", run, "--quorum", "0.5", code=2).stderr
-    finally:
-        printing.RESUME_HINTS.clear()
+    assert hint in command(*args, code=130).stderr and len(joined) == 2
+    assert "exists already" in command(*args, code=2).stderr and len(joined) == 2
+    assert hint in command("local-cluster", "--resume", run, "--quorum", "0.5", code=2).stderr
     assert resumed == [(run, {"quorum": 0.5})] and len(joined) == 4
     assert "N is missing" in command("local-cluster", code=2).stderr
     assert "--resume RUN cannot be combined" in command("local-cluster", "2", "--resume", run, code=2).stderr

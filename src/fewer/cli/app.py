@@ -15,16 +15,17 @@ from fewer.cli.data import DataDir
 from fewer.cli.machines import add_machines
 from fewer.cli.options import complete_methods, parse_assignments, with_settings
 from fewer.cli.printing import (
-    RESUME_HINTS,
     RUNS,
     Json,
     Out,
+    Output,
     Report,
     Track,
     new_run_path,
     print_result,
     print_rows,
     report_errors,
+    resumable,
     write_json,
     write_report_page,
 )
@@ -83,13 +84,10 @@ def fewer_command(
 @with_settings(without=("method",))
 def run(
     given: dict[str, Any],
+    output: Output,
     method: MethodName = None,
     tune: Tune = False,
     trials: Trials = 8,
-    report: Report = True,
-    track: Track = None,
-    out: Out = None,
-    json_file: Json = None,
 ) -> None:
     """Train with one method and keep everything in a run directory.
 
@@ -101,7 +99,7 @@ def run(
         given["method"] = method
     if "method" not in given:
         raise SettingError("no METHOD: name one, as in fewer run fedavg (fewer methods lists them)")
-    _train(given, tune, trials, report, track, out, json_file)
+    _train(given, output, tune, trials)
 
 
 @app.command(rich_help_panel="Train")
@@ -114,16 +112,13 @@ def run(
 )
 def prepare(
     given: dict[str, Any],
+    output: Output,
     method: Annotated[
         str,
         typer.Argument(metavar="METHOD", help="frl, or one of its baselines.", autocompletion=complete_methods),
     ] = "frl",
     tune: Tune = False,
     trials: Trials = 8,
-    report: Report = True,
-    track: Track = None,
-    out: Out = None,
-    json_file: Json = None,
 ) -> None:
     """Prepare an initial model, from which later groups train their own models in a few rounds.
 
@@ -135,7 +130,7 @@ def prepare(
     from fewer.runs.inference import check_prepares
 
     check_prepares(find(method))
-    _train({**given, "method": method}, tune, trials, report, track, out, json_file)
+    _train({**given, "method": method}, output, tune, trials)
 
 
 @app.command(rich_help_panel="Use")
@@ -147,11 +142,8 @@ def prepare(
 )
 def deploy(
     given: dict[str, Any],
+    output: Output,
     prepared: Annotated[Path, typer.Argument(metavar="MODEL", help="A prepared model, or the run that made it.")],
-    report: Report = True,
-    track: Track = None,
-    out: Out = None,
-    json_file: Json = None,
 ) -> None:
     """Train a group's model from a prepared one, in a few rounds.
 
@@ -166,11 +158,10 @@ def deploy(
     from fewer.runs.experiment import build_experiment, parse_settings
 
     experiment = build_experiment(parse_settings(deploy_settings(prepared, given)))
-    path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
-    RESUME_HINTS.append(f"Resume with: fewer resume {path}")
-    with show_progress() as progress:
-        result = run_experiment(experiment, path, progress(experiment.method.name), track=track or ())
-    print_result(result, path, json_file, report)
+    path = output.out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+    with resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
+        result = run_experiment(experiment, path, progress(experiment.method.name), track=output.track or ())
+    print_result(result, path, output)
 
 
 @app.command(rich_help_panel="Train")
@@ -199,12 +190,11 @@ def resume(
     from fewer.cli.progress import show_progress
     from fewer.runs import resume as resume_run
 
-    RESUME_HINTS.append(f"Resume with: fewer resume {path}")
-    with show_progress() as progress:
+    with resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
         result = resume_run(path, progress=progress(path.name), track=track, **changed)
-    print_result(result, path, json_file, report)
+    print_result(result, path, Output(report, json_file=json_file))
 
 
 @app.command(rich_help_panel="Train")
@@ -212,6 +202,7 @@ def resume(
 @with_settings(without=("method",))
 def compare(
     given: dict[str, Any],
+    output: Output,
     methods: Annotated[
         list[str],
         typer.Argument(metavar="METHOD...", help="Methods' names, or FILE.py:Name.", autocompletion=complete_methods),
@@ -219,10 +210,6 @@ def compare(
     seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each method, with seeds from --seed on.")] = 1,
     tune: Tune = False,
     trials: Trials = 8,
-    report: Report = True,
-    track: Track = None,
-    out: Out = None,
-    json_file: Json = None,
 ) -> None:
     """Train several methods on the same task and print one table.
 
@@ -234,14 +221,13 @@ def compare(
     from fewer.experiments import compare as compare_methods
     from fewer.runs.settings import Settings
 
-    folder = out or new_run_path("compare")
-    RESUME_HINTS.append(f"Continue with the same command and --out {folder}")
+    folder = output.out or new_run_path("compare")
     data, model = (given.pop(name, Settings.model_fields[name].default) for name in ("data", "model"))
-    options: dict[str, Any] = {"seeds": seeds, "tune": tune, "trials": trials, "track": track or ()}
-    with show_progress() as progress:
+    options: dict[str, Any] = {"seeds": seeds, "tune": tune, "trials": trials, "track": output.track or ()}
+    with resumable(f"Continue with the same command and --out {folder}"), show_progress() as progress:
         table = compare_methods(methods, data, model=model, out=folder, progress=progress, **options, **given)
-    page = write_report_page(table.runs, folder) if report else None
-    if not write_json(json_file, table.to_json()):
+    page = write_report_page(table.runs, folder) if output.report else None
+    if not write_json(output.json_file, table.to_json()):
         _print_comparison(table)
         print(f"Run directories: {folder}" + (f", report: {page}" if page else ""))
 
@@ -278,9 +264,8 @@ def reproduce(
         return
     results.mkdir(parents=True, exist_ok=True)
     folder = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
-    RESUME_HINTS.append("Run the same command to continue.")
     changes = {"data_dir": data_dir, "runtime": runtime}
-    with show_progress() as progress:
+    with resumable("Run the same command to continue."), show_progress() as progress:
         recipe, cells = recipes.reproduce(
             name, folder, quick=quick, columns=column or (), changes=changes, watch=progress, track=track or ()
         )
@@ -500,15 +485,7 @@ def _runs_in(path: Path) -> list[Path]:
     return sorted(file.parent for file in below) or [path]
 
 
-def _train(
-    given: dict[str, Any],
-    tune: bool,
-    trials: int,
-    report: bool,
-    track: list[str] | None,
-    out: Path | None,
-    json_file: Path | None,
-) -> None:
+def _train(given: dict[str, Any], output: Output, tune: bool, trials: int) -> None:
     """Runs one method from settings and prints the result."""
     from fewer.cli.progress import show_progress
     from fewer.experiments.tune import find_search_space, tune_experiment
@@ -517,7 +494,7 @@ def _train(
     from fewer.runs.experiment import build_experiment, parse_settings
 
     experiment = build_experiment(parse_settings(given))
-    trackers.find(track or ())  # reports a wrong name before the first trial
+    trackers.find(output.track or ())  # reports a wrong name before the first trial
     with show_progress() as progress:
         if tune:
             label = f"{experiment.method.name} tuning"
@@ -525,10 +502,10 @@ def _train(
             tuned = find_search_space(experiment.method)
             chosen = ", ".join(f"{name} = {getattr(experiment.method, name):g}" for name in tuned)
             print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
-        path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
-        RESUME_HINTS.append(f"Resume with: fewer resume {path}")
-        result = run_experiment(experiment, path, progress(experiment.method.name), track=track or ())
-    print_result(result, path, json_file, report)
+        path = output.out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+        with resumable(f"Resume with: fewer resume {path}"):
+            result = run_experiment(experiment, path, progress(experiment.method.name), track=output.track or ())
+    print_result(result, path, output)
 
 
 def _print_comparison(comparison: Comparison) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fewer.cli.options import complete_methods, with_settings
-from fewer.cli.printing import RESUME_HINTS, Json, Out, Report, Track, new_run_path, print_result, report_errors
+from fewer.cli.printing import Output, new_run_path, print_result, report_errors, resumable
 
 if TYPE_CHECKING:
+    from fewer.runs.experiment import Experiment
     from fewer.runs.machines import FlowerServer
 
-HOST, PORT = "127.0.0.1", 8443
+HOST, PORT, TIMEOUT = "127.0.0.1", 8443, 600.0
 HELP_PANEL = "Between machines"
 OTHER_SETTINGS = ("method", "runtime", "workers")
 """Settings without an option: METHOD is an argument, and the runtime is always Flower."""
@@ -121,15 +124,12 @@ def trust(
 
     keys: dict[int, bytes] = {}
     for peer in peers:
-        number, _, key = peer.partition("=")
-        try:
-            client, keys[client] = int(number), bytes.fromhex(key)
-        except ValueError:
-            client = -1
-        if client < 0:
+        match = re.fullmatch(r"(\d+)=([0-9a-fA-F]+)", peer)
+        if match is None:
             raise SettingError(f"{peer}: expected N=KEY, with a key from `fewer keys seal`")
-        if len(keys[client]) != KEY_BYTES:
+        if len(match[2]) != 2 * KEY_BYTES:
             raise SettingError(f"{peer}: a key must have {2 * KEY_BYTES} hexadecimal digits")
+        keys[int(match[1])] = bytes.fromhex(match[2])
     PinnedKeys(folder).trust(keys, replace)
 
 
@@ -137,16 +137,13 @@ def trust(
 @with_settings(without=OTHER_SETTINGS)
 def server(
     given: dict[str, Any],
+    output: Output,
     method: Method = None,
     keys: Keys = Path("keys"),
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = HOST,
     port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Listen on this port.")] = PORT,
-    timeout: Timeout = 600.0,
+    timeout: Timeout = TIMEOUT,
     resume: Resume = None,
-    report: Report = True,
-    track: Track = None,
-    out: Out = None,
-    json_file: Json = None,
 ) -> None:
     """Train with clients on other machines, which run `fewer join`.
 
@@ -156,32 +153,24 @@ def server(
     [dim]fewer server fedmk --keys keys --data fashion-mini --clients 3 --rounds 5[/dim]
     """
     _prepare_process()
-    from fewer.cli.progress import show_progress
     from fewer.errors import SettingError
-    from fewer.runs.directory import RunDirectory, check_unused
-    from fewer.runs.experiment import build_experiment, parse_settings
+    from fewer.runs.directory import RunDirectory
     from fewer.runs.machines import FlowerServer
     from fewer.runtime.flower.credentials import Credentials
 
-    flower_server = FlowerServer(Credentials.open(keys), host, port, timeout, _log, track)
-    if resume is not None:
-        if method is not None or out is not None:
-            raise SettingError("--resume RUN cannot be combined with METHOD or --out")
-        path = RunDirectory.open(resume).path
-        with show_progress() as progress, flower_server:
-            RESUME_HINTS.append(_resume_hint(path, flower_server))
-            result = flower_server.resume(path, progress(path.name), **given)
-    else:
-        if method is not None:
-            given["method"] = method
-        experiment = build_experiment(parse_settings({**given, "runtime": "flower"}))
+    flower_server = FlowerServer(Credentials.open(keys), host, port, timeout, _log, output.track)
+    experiment = None
+    if resume is None:
+        experiment, path = _new_run(given, method, output.out)
         flower_server.check_experiment(experiment)
-        path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
-        check_unused(path)
-        with show_progress() as progress, flower_server:
-            RESUME_HINTS.append(_resume_hint(path, flower_server))
-            result = flower_server.start(experiment, path, progress(experiment.method.name))
-    print_result(result, path, json_file, report)
+    elif method is not None or output.out is not None:
+        raise SettingError("--resume RUN cannot be combined with METHOD or --out")
+    else:
+        path = RunDirectory.open(resume).path
+    options = f" --host {host}" if host != HOST else ""
+    options += f" --port {port}" if port != PORT else ""
+    hint = f"Resume with: fewer server --resume {path} --keys {keys}{options}"
+    _train(flower_server, experiment, path, hint, given, output)
 
 
 @report_errors
@@ -234,14 +223,11 @@ def join(
 @with_settings(without=(*OTHER_SETTINGS, "clients"))
 def local_cluster(
     given: dict[str, Any],
+    output: Output,
     clients: Annotated[int | None, typer.Argument(metavar="N", help="Number of clients.")] = None,
     method: Method = None,
-    timeout: Timeout = 600.0,
+    timeout: Timeout = TIMEOUT,
     resume: Resume = None,
-    report: Report = True,
-    track: Track = None,
-    out: Out = None,
-    json_file: Json = None,
 ) -> None:
     """Try a run between machines on this machine: a server and N client processes on loopback, with keys and TLS.
 
@@ -251,47 +237,58 @@ def local_cluster(
     [dim]fewer local-cluster 3 fedmk --data fashion-mini --rounds 3[/dim]
     """
     _prepare_process()
-    from fewer.cli.progress import show_progress
     from fewer.errors import SettingError
-    from fewer.runs.directory import RunDirectory, check_unused
-    from fewer.runs.experiment import build_experiment, parse_settings
+    from fewer.runs.directory import RunDirectory
+    from fewer.runs.experiment import parse_settings
     from fewer.runs.machines import local_cluster as start_cluster
 
     experiment = None
     if resume is not None:
-        if clients is not None or out is not None:
+        if clients is not None or output.out is not None:
             raise SettingError("--resume RUN cannot be combined with N, METHOD or --out")
         path = resume
         metadata = RunDirectory.open(path).metadata
-        settings = parse_settings({**metadata["settings"], **given})
-        count, name = metadata["data"]["clients"], path.name
+        settings, count = parse_settings({**metadata["settings"], **given}), metadata["data"]["clients"]
     elif clients is None:
         raise SettingError("N is missing: pass the number of clients, or --resume RUN")
     else:
-        if method is not None:
-            given["method"] = method
-        experiment = build_experiment(parse_settings({**given, "clients": clients, "runtime": "flower"}))
-        settings, count, name = experiment.settings, len(experiment.data), experiment.method.name
-        path = out or new_run_path(f"{name}-{settings.data}")
-        check_unused(path)
+        experiment, path = _new_run({**given, "clients": clients}, method, output.out)
+        settings, count = experiment.settings, len(experiment.data)
     home = path.with_name(f"{path.name}-cluster")
-    with (
-        show_progress() as progress,
-        start_cluster(home, count, settings.device, settings.data_dir, timeout, _log, track) as flower_server,
-    ):
-        RESUME_HINTS.append(f"Resume with: fewer local-cluster --resume {path}")
+    cluster = start_cluster(home, count, settings.device, settings.data_dir, timeout, _log, output.track)
+    _train(cluster, experiment, path, f"Resume with: fewer local-cluster --resume {path}", given, output)
+
+
+def _new_run(given: dict[str, Any], method: str | None, out: Path | None) -> tuple[Experiment, Path]:
+    """Builds the experiment of a new run. Checks that its directory is unused."""
+    from fewer.runs.directory import check_unused
+    from fewer.runs.experiment import build_experiment, parse_settings
+
+    if method is not None:
+        given = {**given, "method": method}
+    experiment = build_experiment(parse_settings({**given, "runtime": "flower"}))
+    path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+    check_unused(path)
+    return experiment, path
+
+
+def _train(
+    server: AbstractContextManager[FlowerServer],
+    experiment: Experiment | None,
+    path: Path,
+    hint: str,
+    given: dict[str, Any],
+    output: Output,
+) -> None:
+    """Starts the run of an experiment, or resumes the run at `path` with the settings given."""
+    from fewer.cli.progress import show_progress
+
+    with show_progress() as progress, server as flower_server, resumable(hint):
         if experiment:
-            result = flower_server.start(experiment, path, progress(name))
+            result = flower_server.start(experiment, path, progress(experiment.method.name))
         else:
-            result = flower_server.resume(path, progress(name), **given)
-    print_result(result, path, json_file, report)
-
-
-def _resume_hint(path: Path, flower_server: FlowerServer) -> str:
-    """The command that resumes a run at the address that its clients know."""
-    options = f" --host {flower_server.host}" if flower_server.host != HOST else ""
-    options += f" --port {flower_server.port}" if flower_server.port != PORT else ""
-    return f"Resume with: fewer server --resume {path} --keys {flower_server.credentials.folder}{options}"
+            result = flower_server.resume(path, progress(path.name), **given)
+    print_result(result, path, output)
 
 
 def _prepare_process() -> None:

@@ -8,11 +8,12 @@ import tomllib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
 
+from fewer.cli.printing import Output
 from fewer.errors import SettingError, unknown_name
 from fewer.registry import METHODS, MODELS
 from fewer.runs.settings import Settings
@@ -33,29 +34,40 @@ def complete_models(incomplete: str) -> list[str]:
 def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[Command], Command]:
     """Adds an option for each setting. The command receives the given ones as the dict `given`.
 
-    `texts` replace the help texts of options that have another meaning in this command.
+    A command with a parameter `output` also gets the options of `Output`. `texts` replace the help texts of options
+    that have another meaning in this command.
     """
 
     def decorate(command: Command) -> Command:
         names = [name for name in Settings.model_fields if name not in without]
+        own = inspect.signature(command, eval_str=True).parameters
+        outputs = _OUTPUT_TYPES if "output" in own else {}
 
         def wrapped(**values: Any) -> None:
             given = {name: value for name in names if (value := values.pop(name, None)) not in (None, [])}
+            if outputs:
+                values["output"] = Output(**{name: values.pop(name) for name in outputs})
             command(given=_merge_settings(values.pop("settings"), given), **values)
 
-        command_parameters = [
-            p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "given"
+        parameters = [
+            *(parameter for name, parameter in own.items() if name not in ("given", "output")),
+            *(_keyword(name, Output._field_defaults[name], kind) for name, kind in outputs.items()),
+            _keyword("settings", None, _SETTINGS_FILE),
+            *(_make_parameter(name, Settings.model_fields[name], texts.get(name)) for name in names),
         ]
-        file = inspect.Parameter("settings", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_SETTINGS_FILE)
-        generated = [_make_parameter(name, Settings.model_fields[name], texts.get(name)) for name in names]
-        wrapped.__signature__ = inspect.Signature([*command_parameters, file, *generated])  # type: ignore[attr-defined]
-        wrapped.__annotations__ = {p.name: p.annotation for p in [*command_parameters, file, *generated]}
+        wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
         return wrapped
 
     return decorate
 
 
+def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_OUTPUT_TYPES = get_type_hints(Output, include_extras=True)
 _SETTINGS_FILE = Annotated[
     Path | None,
     typer.Option("--settings", metavar="FILE.toml", help="Read settings from a TOML file; flags override it."),
@@ -81,9 +93,7 @@ def _make_parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Pa
         show_default=False,
         autocompletion=complete_models if name == "model" else None,
     )
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
-    )
+    return _keyword(name, None, Annotated[kind | None, option])
 
 
 def _flags(name: str) -> list[str]:

@@ -6,9 +6,10 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -21,7 +22,6 @@ RUNS = Path("runs")
 """The default directory of runs."""
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run directory. \\[default: runs/…]")]
 Report = Annotated[bool, typer.Option("--report/--no-report", help="Write an HTML report next to the run.")]
-
 Track = Annotated[
     list[str] | None,
     typer.Option("--track", metavar="NAME", help="Also send metrics to tensorboard or mlflow; may be repeated."),
@@ -42,8 +42,24 @@ Json = Annotated[
     ),
 ]
 
-RESUME_HINTS: list[str] = []
-"""Hints how to continue if the user stops the command now. The last one is printed."""
+
+class Output(NamedTuple):
+    """The options of every command that trains: where its results go."""
+
+    report: Report = True
+    track: Track = None
+    out: Out = None
+    json_file: Json = None
+
+
+@contextmanager
+def resumable(hint: str) -> Iterator[None]:
+    """Adds a hint how to continue, in case that the user stops this block or a run in it loses its quorum."""
+    try:
+        yield
+    except (KeyboardInterrupt, QuorumLost) as stop:
+        stop.add_note(hint)
+        raise
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -51,13 +67,10 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
-        RESUME_HINTS.clear()
         try:
             command(*args, **kwargs)
         except FewerError as error:
-            print(f"fewer: {error}", file=sys.stderr)
-            if isinstance(error, QuorumLost) and RESUME_HINTS:  # the run can continue
-                print(RESUME_HINTS[-1], file=sys.stderr)
+            print("\n".join([f"fewer: {error}", *_hints(error)]), file=sys.stderr)
             raise typer.Exit(2) from None
         except BrokenPipeError:
             sys.stderr.close()
@@ -66,11 +79,15 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
             problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             print(f"fewer: {problem}", file=sys.stderr)
             raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            print(f"\nStopped. {RESUME_HINTS[-1]}" if RESUME_HINTS else "\nStopped.", file=sys.stderr)
+        except KeyboardInterrupt as stop:
+            print(" ".join(["\nStopped.", *_hints(stop)]), file=sys.stderr)
             raise typer.Exit(130) from None
 
     return guarded
+
+
+def _hints(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -117,13 +134,13 @@ def write_report_page(runs: list[Path], folder: Path) -> Path:
     return write_report(runs, folder / "report", pictures=False)[0]
 
 
-def print_result(result: Result, path: Path, json_file: Path | None, report: bool) -> None:
+def print_result(result: Result, path: Path, output: Output) -> None:
     """Prints the result of a finished run and writes its report."""
     from fewer.cli.progress import format_duration, format_megabytes
     from fewer.runs.settings import settings_hash
     from fewer.runs.statistics import half_width
 
-    page = write_report_page([path], path) if report else None
+    page = write_report_page([path], path) if output.report else None
     metrics = result.metrics
     content = {
         "method": result.method.name,
@@ -132,7 +149,7 @@ def print_result(result: Result, path: Path, json_file: Path | None, report: boo
         "run": str(path),
         "history": result.history,
     }
-    if write_json(json_file, content):
+    if write_json(output.json_file, content):
         return
     print(
         f"{result.method.name}: accuracy {metrics['accuracy']:.2%} after {metrics['round']} rounds, "

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,12 +35,15 @@ class RemoteFile(NamedTuple):
     """Algorithm and digest, as in "md5:…"; empty if none is published."""
 
 
+def _list_files(base: str, folder: str, checksums: Mapping[str, str]) -> tuple[RemoteFile, ...]:
+    """Files at the same address, by name."""
+    return tuple(RemoteFile(f"{base}/{name}", folder, name, checksum) for name, checksum in checksums.items())
+
+
 def _list_idx_files(base: str, folder: str, *checksums: str) -> tuple[RemoteFile, ...]:
     names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    return tuple(
-        RemoteFile(f"{base}/{name}-ubyte.gz", folder, f"{name}-ubyte.gz", f"md5:{checksum}")
-        for name, checksum in zip(names, checksums, strict=True)
-    )
+    files = {f"{name}-ubyte.gz": f"md5:{checksum}" for name, checksum in zip(names, checksums, strict=True)}
+    return _list_files(base, folder, files)
 
 
 _MNIST = _list_idx_files(
@@ -51,8 +54,7 @@ _MNIST = _list_idx_files(
     "9fb629c4189551a2d022fa330f9573f3",
     "ec29112dd5afa0611ce80d1b7f02629c",
 )
-_QMNIST = "https://raw.githubusercontent.com/facebookresearch/qmnist/master"
-_OMNIGLOT = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python"
+_TORONTO = "https://www.cs.toronto.edu/~kriz"
 
 DOWNLOADS: dict[str, tuple[RemoteFile, ...]] = {
     "mnist": _MNIST,
@@ -65,37 +67,25 @@ DOWNLOADS: dict[str, tuple[RemoteFile, ...]] = {
         "bb300cfdad3c16e7a12a480ee83cd310",
     ),
     "qmnist": (
-        *(
-            RemoteFile(f"{_QMNIST}/{name}", "qmnist", name, f"md5:{checksum}")
-            for name, checksum in (
-                ("qmnist-train-labels-idx2-int.gz", "0058f8dd561b90ffdd0f734c6a30e5e4"),
-                ("qmnist-test-labels-idx2-int.gz", "5b5b05890a5e13444e108efe57b788aa"),
-            )
+        *_list_files(
+            "https://raw.githubusercontent.com/facebookresearch/qmnist/master",
+            "qmnist",
+            {
+                "qmnist-train-labels-idx2-int.gz": "md5:0058f8dd561b90ffdd0f734c6a30e5e4",
+                "qmnist-test-labels-idx2-int.gz": "md5:5b5b05890a5e13444e108efe57b788aa",
+            },
         ),
         *_MNIST,
     ),
-    "cifar10": (
-        RemoteFile(
-            "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
-            "cifar10",
-            "cifar-10-python.tar.gz",
-            "md5:c58f30108f718f92721af3b95e74349a",
-        ),
-    ),
-    "cifar100": (
-        RemoteFile(
-            "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
-            "cifar100",
-            "cifar-100-python.tar.gz",
-            "md5:eb9058c3a382ffc7106e4002c42a8d85",
-        ),
-    ),
-    "omniglot": tuple(
-        RemoteFile(f"{_OMNIGLOT}/{name}", "omniglot", name, f"md5:{checksum}")
-        for name, checksum in (
-            ("images_background.zip", "68d2efa1b9178cc56df9314c21c6e718"),
-            ("images_evaluation.zip", "6b91aef0f799c5bb55b94e3f2daec811"),
-        )
+    "cifar10": _list_files(_TORONTO, "cifar10", {"cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530"}),
+    "cifar100": _list_files(_TORONTO, "cifar100", {"cifar-100-binary.tar.gz": "md5:03b5dce01913d631647c71ecec9e9cb8"}),
+    "omniglot": _list_files(
+        "https://raw.githubusercontent.com/brendenlake/omniglot/master/python",
+        "omniglot",
+        {
+            "images_background.zip": "md5:68d2efa1b9178cc56df9314c21c6e718",
+            "images_evaluation.zip": "md5:6b91aef0f799c5bb55b94e3f2daec811",
+        },
     ),
     "20newsgroups": (
         RemoteFile(
@@ -105,13 +95,10 @@ DOWNLOADS: dict[str, tuple[RemoteFile, ...]] = {
             "sha256:8f1b2514ca22a5ade8fbb9cfa5727df95fa587f4c87b786e15c759fa66d95610",
         ),
     ),
-    "movielens-100k": (
-        RemoteFile(
-            "https://files.grouplens.org/datasets/movielens/ml-100k.zip",
-            "movielens-100k",
-            "ml-100k.zip",
-            "md5:0e33842e24a9c977be4e0107933c0723",
-        ),
+    "movielens-100k": _list_files(
+        "https://files.grouplens.org/datasets/movielens",
+        "movielens-100k",
+        {"ml-100k.zip": "md5:0e33842e24a9c977be4e0107933c0723"},
     ),
     "har": (
         RemoteFile(

@@ -18,6 +18,11 @@ def norm_layer(kind: Norm, channels: int, dimensions: int = 2) -> nn.Module:
     return nn.GroupNorm(1, channels) if kind == "group" else nn.Identity()
 
 
+def _conv(channels: int, width: int, kernel: int, norm: Norm, stride: int = 1, padding: int = 0) -> nn.Sequential:
+    """A convolution with `width` filters, a norm layer and ReLU."""
+    return nn.Sequential(nn.Conv2d(channels, width, kernel, stride, padding), norm_layer(norm, width), nn.ReLU())
+
+
 @MODELS.register("cnn")
 class SmallCNN(EncoderHead):
     """FedMK's net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes."""
@@ -26,12 +31,8 @@ class SmallCNN(EncoderHead):
         channels, height, width = shape
         flat = 16 * ((height + 3) // 4) * ((width + 3) // 4)
         encoder = nn.Sequential(
-            nn.Conv2d(channels, 6, 3, stride=2, padding=1),
-            norm_layer(norm, 6),
-            nn.ReLU(),
-            nn.Conv2d(6, 16, 3, stride=2, padding=1),
-            norm_layer(norm, 16),
-            nn.ReLU(),
+            *_conv(channels, 6, 3, norm, stride=2, padding=1),
+            *_conv(6, 16, 3, norm, stride=2, padding=1),
             nn.Flatten(),
             nn.Linear(flat, 32),
             nn.ReLU(),
@@ -46,13 +47,9 @@ class LeNet5(EncoderHead):
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none") -> None:
         channels, height, width = shape
         encoder = nn.Sequential(
-            nn.Conv2d(channels, 6, 5, padding=2),
-            norm_layer(norm, 6),
-            nn.ReLU(),
+            *_conv(channels, 6, 5, norm, padding=2),
             nn.MaxPool2d(2),
-            nn.Conv2d(6, 16, 5),
-            norm_layer(norm, 16),
-            nn.ReLU(),
+            *_conv(6, 16, 5, norm),
             nn.MaxPool2d(2),
             nn.Flatten(),
             nn.Linear(16 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2), 120),
@@ -95,13 +92,9 @@ class FemnistCNN(EncoderHead):
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none") -> None:
         channels, height, width = shape
         encoder = nn.Sequential(
-            nn.Conv2d(channels, 32, 5, padding=2),
-            norm_layer(norm, 32),
-            nn.ReLU(),
+            *_conv(channels, 32, 5, norm, padding=2),
             nn.MaxPool2d(2),
-            nn.Conv2d(32, 64, 5, padding=2),
-            norm_layer(norm, 64),
-            nn.ReLU(),
+            *_conv(32, 64, 5, norm, padding=2),
             nn.MaxPool2d(2),
             nn.Flatten(),
             nn.Linear(64 * (height // 4) * (width // 4), 2048),
@@ -181,8 +174,7 @@ class AlexNet(EncoderHead):
         layers: list[nn.Module] = []
         channels = shape[0]
         for out_channels, kernel, stride, padding, pool in convolutions:
-            layers += [nn.Conv2d(channels, out_channels, kernel, stride, padding), norm_layer(norm, out_channels)]
-            layers.append(nn.ReLU())
+            layers += _conv(channels, out_channels, kernel, norm, stride, padding)
             if pool:
                 layers.append(nn.MaxPool2d(3, 2))
             channels = out_channels

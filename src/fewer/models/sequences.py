@@ -71,6 +71,16 @@ class _WordVectors(nn.Module):
         return vectors[x]
 
 
+class _WordLSTM(nn.Module):
+    """An LSTM over word vectors."""
+
+    def __init__(self, vocabulary: int, width: int, vectors: Tensor | None, hidden: int, **options: int) -> None:
+        super().__init__()
+        width = width if vectors is None else vectors.shape[1]
+        self.words = _WordVectors(vocabulary, width, vectors)
+        self.lstm = LSTM(width, hidden, batch_first=True, **options)
+
+
 @MODELS.register("text-bilstm")
 class TextBiLSTM(EncoderHead):
     """A bidirectional LSTM (2 × 50) over word vectors (F2L on text); features are its mean output over the words."""
@@ -78,18 +88,11 @@ class TextBiLSTM(EncoderHead):
     def __init__(
         self, shape: tuple[int], classes: int, vocabulary: int, width: int = 300, vectors: Tensor | None = None
     ) -> None:
-        super().__init__(
-            _MeanOutput(vocabulary, vectors.shape[1] if vectors is not None else width, vectors), 100, classes
-        )
+        super().__init__(_MeanOutput(vocabulary, width, vectors, 50, bidirectional=True), 100, classes)
 
 
-class _MeanOutput(nn.Module):
-    """A bidirectional LSTM; features are its mean output over words that are not padding."""
-
-    def __init__(self, vocabulary: int, width: int, vectors: Tensor | None) -> None:
-        super().__init__()
-        self.words = _WordVectors(vocabulary, width, vectors)
-        self.lstm = LSTM(width, 50, batch_first=True, bidirectional=True)
+class _MeanOutput(_WordLSTM):
+    """Features are the mean output over words that are not padding."""
 
     def forward(self, x: Tensor) -> Tensor:
         mask = (x != PAD).unsqueeze(2)
@@ -104,18 +107,11 @@ class SentimentLSTM(EncoderHead):
     def __init__(
         self, shape: tuple[int], classes: int, vocabulary: int, width: int = 300, vectors: Tensor | None = None
     ) -> None:
-        super().__init__(
-            _LastWord(vocabulary, vectors.shape[1] if vectors is not None else width, vectors), 100, classes
-        )
+        super().__init__(_LastWord(vocabulary, width, vectors, 100, num_layers=2), 100, classes)
 
 
-class _LastWord(nn.Module):
-    """A two-layer LSTM; features are its output at the last word before the padding."""
-
-    def __init__(self, vocabulary: int, width: int, vectors: Tensor | None) -> None:
-        super().__init__()
-        self.words = _WordVectors(vocabulary, width, vectors)
-        self.lstm = LSTM(width, 100, 2, batch_first=True)
+class _LastWord(_WordLSTM):
+    """Features are the output at the last word before the padding."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.lstm(self.words(x))[0]

@@ -57,8 +57,8 @@ class FlowerServer:
     """
 
     credentials: Credentials
-    host: str = "127.0.0.1"
-    port: int = 8443
+    host: str = SuperLink.host
+    port: int = SuperLink.port
     timeout: float = 600.0
     """Seconds to wait for all clients. After that, the run starts if enough clients for a quorum are online."""
     log: Callable[[str], None] = lambda text: None
@@ -106,12 +106,8 @@ class FlowerServer:
 
     def check_experiment(self, experiment: Experiment) -> None:
         """Raises SettingError if the experiment cannot run between machines, or the keys do not match its clients."""
-        _reject_files(
-            _shared_settings(experiment),
-            ("method", "model"),
-            ("method_options", "model_options"),
-            "which clients on other machines do not have",
-        )
+        reason = "which clients on other machines do not have"
+        _reject_files(_shared_settings(experiment), ["method", "model"], reason)
         if (keys := list(self.credentials.public_keys)) != list(range(len(experiment.data))):
             raise SettingError(
                 f"clients = {len(experiment.data)}, but {self.credentials.folder} has keys of clients {keys}"
@@ -132,7 +128,8 @@ class FlowerServer:
 
     def _wait_for_clients(self, clients: Flower) -> None:
         """Waits until all clients are online, or until the timeout has passed and there is a quorum."""
-        end, last_logged = time.monotonic() + self.timeout, -1
+        end = time.monotonic() + self.timeout
+        last_logged: int | None = None
         while (online := len(retry_until_answered(self.superlink.online_clients))) < len(clients):
             if online != last_logged:
                 self.log(f"{online} of {len(clients)} clients are online")
@@ -155,11 +152,11 @@ def _shared_settings(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _reject_files(settings: Mapping[str, Any], names: Sequence[str], groups: Sequence[str], reason: str) -> None:
-    """Raises SettingError if one of these settings, or an option in one of these groups, names a file."""
-    pairs = [(name, settings[name]) for name in names]
-    pairs += [pair for group in groups for pair in settings[group].items()]
-    for name, value in pairs:
+def _reject_files(settings: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
+    """Raises SettingError if one of these settings, or one of its options, names a file."""
+    values = [(name, settings[name]) for name in names]
+    values += [option for name in names for option in settings[f"{name}_options"].items()]
+    for name, value in values:
         for string in _find_strings(value):
             if ":" in string or ".." in string or string.startswith("/") or (name == "vectors" and string != "own"):
                 raise SettingError(f"{name} = {string} names a file, {reason}")
@@ -302,11 +299,8 @@ class ClientDaemon:
         return build_handler_runner(experiment, folder, self.keys, folder.name)
 
     def _build_experiment(self, settings: Mapping[str, Any], data_info: Mapping[str, Any]) -> Experiment:
-        names, groups = ["method", "model"], ["method_options", "model_options"]
         reason = "which this client does not accept from a server"
-        if not self.data:
-            names, groups = [*names, "data"], [*groups, "data_options"]
-        _reject_files(settings, names, groups, reason)
+        _reject_files(settings, ["method", "model", *([] if self.data else ["data"])], reason)
         for name in find(settings["method"]).file_options:
             if file := settings["method_options"].get(name):
                 raise SettingError(f"{name} = {file} names a file, {reason}")

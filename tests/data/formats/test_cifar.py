@@ -90,7 +90,7 @@ def test_hostile_pickles_execute_nothing(tmp_path: Path) -> None:
         (b"(cnumpy\ndtype\nS'" + command.encode() + b"'\no.", "plain data"),  # OBJ
         (b"\x80\x02cnumpy\nload\n(X\x01\x00\x00\x00atR.", "numpy.load"),
         (b"\x80\x04\x8c\x05numpy\x8c\x0dndarray.tobyt\x93.", "ndarray.tobyt"),
-        (b"\x80\x02cnumpy\ndtype\n}X\x04\x00\x00\x00codeK\x01sb.", "sets the state"),
+        (b"\x80\x02cnumpy\ndtype\n}X\x04\x00\x00\x00codeK\x01sb.", "not a dictionary"),
         (b"\x80\x02cnumpy\ndtype\nX\x01\x00\x00\x00O\x85R.", "type 'O'"),
         (b"\x80\x02X\x01\x00\x00\x00aQ.", "plain data"),  # persistent
         (b"\x80\x02\x82\x01.", "plain data"),  # extension

@@ -105,7 +105,7 @@ class FakeUpload:
 
     def link(self, folder: Path) -> SuperLink:
         link = SuperLink(Credentials(folder))
-        link._grid = SimpleNamespace(_runtime_client=self, node=None, run=SimpleNamespace(run_id=1))  # type: ignore[assignment]
+        link._grid = SimpleNamespace(http=self, node=None, run=SimpleNamespace(run_id=1))  # type: ignore[assignment]
         return link
 
 

@@ -6,6 +6,7 @@ any process that holds a secret, and start no other program. Fewer holds that se
 that Flower must send contains no code), and no message starts a process.
 
     credentials.py   the certificate authority, the server's certificate, the clients' keys
+    flwr_compat.py   Flower's private names
     programs.py      Flower's programs as child processes, quiet and offline
     executor.py      takes work from them
     envelope.py      calls and replies as Flower messages

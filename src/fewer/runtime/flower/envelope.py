@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
-from flwr.common.constant import ErrorCode
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
+from fewer.runtime.flower import flwr_compat as compat
 from fewer.runtime.handlers import Call, Failure, Hop, Reply
 from fewer.wire import Refused
 from fewer.wire.message import MAX_REASON
@@ -50,7 +49,7 @@ def pack_answer(reply: Reply) -> RecordDict:
 def read_answer(message: Message) -> Reply:
     """Reads the reply in a Flower message. Anything that is not a valid answer becomes a refused reply."""
     if message.has_error():
-        gone = message.error.code == ErrorCode.NODE_UNAVAILABLE
+        gone = message.error.code == compat.ErrorCode.NODE_UNAVAILABLE
         return Reply(b"", "lost", "its node is gone" if gone else message.error.reason or str(message.error.code))
     try:
         values, blob = _read_content(message.content)
@@ -69,7 +68,7 @@ def read_answer(message: Message) -> Reply:
 
 def message_size(message: Message) -> int:
     """Bytes of a message as Flower packs it, including the payload."""
-    return sum(len(part.deflate()) for part in get_all_nested_objects(message).values())
+    return sum(len(part.deflate()) for part in compat.get_all_nested_objects(message).values())
 
 
 def _pack_content(values: dict[str, Any], blob: bytes) -> RecordDict:

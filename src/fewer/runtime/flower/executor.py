@@ -10,17 +10,8 @@ from threading import Lock
 from typing import Any
 
 import httpx
-from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
-from flwr.proto.runtime_pb2 import (
-    AcquireTaskRequest,
-    PullAppMessagesRequest,
-    PullAppMessagesResponse,
-    SendTaskHeartbeatRequest,
-)
-from flwr.supercore.constant import TaskType
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
-from flwr.supercore.runtime import RuntimeHttpClient
 
+from fewer.runtime.flower import flwr_compat as compat
 from fewer.runtime.flower.programs import secret_file
 
 logging.getLogger("flwr").setLevel(logging.ERROR)
@@ -28,20 +19,20 @@ MIN_PAUSE, MAX_PAUSE = 0.05, 0.2
 """Seconds between two polls for content that the SuperNode is still fetching."""
 
 
-def connect_executor(address: str, home: Path, root_certificate: bytes | None) -> RuntimeHttpClient:
+def connect_executor(address: str, home: Path, root_certificate: bytes | None) -> compat.RuntimeHttpClient:
     """Returns an HTTP client that may take work from the program with this home. No certificate means no TLS."""
     secret = secret_file(home).read_bytes()
-    signing = SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={"/flwr.proto.Runtime/AcquireTask"})
-    version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-    return RuntimeHttpClient.from_server_address(
+    signing = compat.SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={compat.ACQUIRE_TASK})
+    version = compat.RuntimeVersionHttpInterceptor(component_name="SuperExec")
+    return compat.RuntimeHttpClient.from_server_address(
         address, root_certificate is None, root_certificate, [version, signing]
     )
 
 
-def send_heartbeat(http: RuntimeHttpClient) -> bool:
+def send_heartbeat(http: compat.RuntimeHttpClient) -> bool:
     """Tells a SuperLink or SuperNode that its task is still running. Returns False if the message did not arrive."""
     try:
-        return http.SendTaskHeartbeat(SendTaskHeartbeatRequest()).success
+        return http.SendTaskHeartbeat(compat.SendTaskHeartbeatRequest()).success
     except httpx.HTTPError:
         return False
 
@@ -49,10 +40,10 @@ def send_heartbeat(http: RuntimeHttpClient) -> bool:
 # --- a client's questions --------------------------------------------------------------------------------------
 
 
-def acquire_question(http: RuntimeHttpClient) -> str:
+def acquire_question(http: compat.RuntimeHttpClient) -> str:
     """Claims a question that waits at the SuperNode. Returns its token, or "" if none waits."""
     try:
-        return http.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])).token
+        return http.AcquireTask(compat.AcquireTaskRequest(supported_task_types=[compat.TaskType.CLIENT_APP])).token
     except httpx.HTTPError:  # the SuperNode has not started yet, or has ended
         return ""
 
@@ -65,7 +56,7 @@ class QuestionDropped(Exception):
         self.newer_token = newer_token
 
 
-class PollingClient(RuntimeHttpClient):
+class PollingClient(compat.RuntimeHttpClient):
     """Pulls a question, and waits until the SuperNode has all of it. Raises QuestionDropped if it never will.
 
     A SuperNode first makes a task for a message, then fetches its content. If the run ends in between (its server was
@@ -80,13 +71,13 @@ class PollingClient(RuntimeHttpClient):
         super().__init__(*args, **kwargs)
         self._newer_token, self._wait, self._lock = "", MIN_PAUSE, Lock()  # several threads pull objects
 
-    def PullMessages(self, request: PullAppMessagesRequest) -> PullAppMessagesResponse:  # noqa: N802
+    def PullMessages(self, request: compat.PullAppMessagesRequest) -> compat.PullAppMessagesResponse:  # noqa: N802
         """Pulls the message without its content."""
         while not (response := super().PullMessages(request)).messages_list:
             self._pause()
         return response
 
-    def PullObject(self, request: PullObjectRequest) -> PullObjectResponse:  # noqa: N802
+    def PullObject(self, request: compat.PullObjectRequest) -> compat.PullObjectResponse:  # noqa: N802
         """Pulls one object of the message's content."""
         while True:
             try:

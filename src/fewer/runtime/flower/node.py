@@ -10,14 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from flwr.app import Message
-from flwr.common.constant import SubStatus
-from flwr.supercore.address import parse_address
-from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
-from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from fewer.errors import RunError
 from fewer.runtime.flower import envelope
+from fewer.runtime.flower import flwr_compat as compat
 from fewer.runtime.flower.executor import (
     PollingClient,
     QuestionDropped,
@@ -56,7 +52,7 @@ class Node:
         for name in ("node.key", "ca.crt"):
             if not (self.keys / name).is_file():
                 raise RunError(f"{self.keys} has no {name} (expected: a folder client-N from `fewer keys init`)")
-        if parse_address(self.address) is None:
+        if compat.parse_address(self.address) is None:
             raise RunError(f"'{self.address}' is not the address of a server (expected: HOST:PORT)")
         wait = 1.0
         while True:
@@ -79,7 +75,7 @@ class Node:
         arguments += ["--auth-supernode-private-key", self.keys.resolve() / "node.key"]
         arguments += ["--isolation", "process", "--superexec-auth-secret-file", secret_file(home)]
         arguments += ["--host", "127.0.0.1", "--port", port]
-        return Program("flwr.supernode.cli:flower_supernode", list(map(str, arguments)), home), port
+        return Program(compat.SUPERNODE, list(map(str, arguments)), home), port
 
     def _answer_until_exit(self, program: Program, port: int, answer: AnswerCallback) -> str:
         """Answers questions until the SuperNode ends or an answer is lost. Returns the reason."""
@@ -113,17 +109,20 @@ class Node:
         self, port: int, token: str, answer: AnswerCallback, find_newer_task: Callable[[], str]
     ) -> str:
         """Answers the question with this token. Returns the token of a newer question if this one was dropped."""
-        signing = RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"), RuntimeTokenHttpInterceptor(token)
+        signing = (
+            compat.RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
+            compat.RuntimeTokenHttpInterceptor(token),
+        )
         http = PollingClient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
         http.find_newer_task = find_newer_task
-        heartbeat = HeartbeatSender(lambda: send_heartbeat(http))
+        heartbeat = compat.HeartbeatSender(lambda: send_heartbeat(http))
         heartbeat.start()
         try:
             try:
-                message, context, _, _ = pull_task_input(http)
+                message, context, _, _ = compat.pull_task_input(http)
             except QuestionDropped as dropped:
                 if dropped.newer_token:  # otherwise the SuperNode has ended the task itself
-                    push_task_output(http, None, SubStatus.FAILED, "")
+                    compat.push_task_output(http, None, compat.SubStatus.FAILED, "")
                 return dropped.newer_token
             try:
                 call, blob = envelope.read_question(message.content)
@@ -133,8 +132,8 @@ class Node:
             except Exception as error:  # for example, a full disk: report it, and the next question may succeed
                 self.log(f"{type(error).__name__}: {error}")
                 reply = Reply(b"", "failed", type(error).__name__)
-            push_message(http, Message(envelope.pack_answer(reply), reply_to=message), context)
-            push_task_output(http, context, SubStatus.COMPLETED, "")
+            compat.push_message(http, Message(envelope.pack_answer(reply), reply_to=message), context)
+            compat.push_task_output(http, context, compat.SubStatus.COMPLETED, "")
             return ""
         finally:
             if heartbeat.is_running:

@@ -7,36 +7,17 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, NamedTuple, Self, cast
 
 import httpx
 from flwr.app import Message
-from flwr.cli.build import build_fab_from_files
-from flwr.common.constant import SubStatus
-from flwr.common.serde import fab_to_proto, run_from_proto, user_config_to_proto
-from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest, UnregisterNodeRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
-from flwr.proto.runtime_pb2 import (
-    AcquireTaskRequest,
-    PullAppMessagesRequest,
-    PullTaskInputRequest,
-    PushTaskOutputRequest,
-)
-from flwr.supercore.constant import TaskType
-from flwr.supercore.control import ControlHttpClient
-from flwr.supercore.fab import Fab
-from flwr.supercore.heartbeat import HeartbeatSender
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError, inflate_object_from_contents
-from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.superlink.grid import HttpGrid
 
 from fewer.errors import RunError
 from fewer.runtime.flower import bypass_proxy, envelope
+from fewer.runtime.flower import flwr_compat as compat
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.executor import connect_executor, send_heartbeat
 from fewer.runtime.flower.programs import Program, secret_file
@@ -108,8 +89,8 @@ class SuperLink:
     """Bytes of the run's messages as Flower packs them."""
     _lock: IO[str] | None = field(default=None, repr=False)
     _program: Program | None = field(default=None, repr=False)
-    _grid: HttpGrid | None = field(default=None, repr=False)
-    _heartbeat: HeartbeatSender | None = field(default=None, repr=False)
+    _grid: compat.RunGrid | None = field(default=None, repr=False)
+    _heartbeat: compat.HeartbeatSender | None = field(default=None, repr=False)
     _partial_replies: dict[str, PartialReply] = field(default_factory=dict, repr=False)
 
     @property
@@ -129,7 +110,7 @@ class SuperLink:
         arguments += ["--host", self.host, "--port", self.port, "--database", home / "superlink.db"]
         arguments += ["--isolation", "process", "--superexec-auth-secret-file", secret_file(home)]
         arguments += ["--disable-runtime-dependency-installation"]
-        self._program = Program("flwr.superlink.cli:flower_superlink", list(map(str, arguments)), home)
+        self._program = Program(compat.SUPERLINK, list(map(str, arguments)), home)
         self._lock = lock_file(home / "lock")
         if self._lock is None:
             raise RunError(f"another server uses the keys in {self.credentials.folder}")
@@ -163,7 +144,7 @@ class SuperLink:
         end = time.monotonic() + START_TIMEOUT
         while True:
             with suppress(httpx.TransportError), self._open_control() as control:
-                control.ListNodes(ListNodesRequest())
+                control.ListNodes(compat.ListNodesRequest())
                 return
             if self._program.pid is None or time.monotonic() > end:
                 reason = self._program.exit_reason()
@@ -179,12 +160,12 @@ class SuperLink:
     def _register_clients(self) -> None:
         """Admits exactly the clients whose public keys are in the credentials folder."""
         with self._open_control() as control:
-            nodes = control.ListNodes(ListNodesRequest()).nodes_info
+            nodes = control.ListNodes(compat.ListNodesRequest()).nodes_info
             registered = {node.public_key: node for node in nodes if not node.unregistered_at}
-            keys = {key: client for client, key in self.credentials.public_keys.items()}
+            keys = self._clients_by_key()
             for key in keys.keys() - registered.keys():
                 try:
-                    control.RegisterNode(RegisterNodeRequest(public_key=key, name=f"client-{keys[key]}"))
+                    control.RegisterNode(compat.RegisterNodeRequest(public_key=key, name=f"client-{keys[key]}"))
                 except httpx.HTTPStatusError as error:
                     folder = self.credentials.folder
                     raise RunError(
@@ -192,17 +173,16 @@ class SuperLink:
                         f"(create a new key; or delete {folder / 'flower'} to register all keys in {folder} again)"
                     ) from error
             for key in registered.keys() - keys.keys():
-                control.UnregisterNode(UnregisterNodeRequest(node_id=registered[key].node_id))
+                control.UnregisterNode(compat.UnregisterNodeRequest(node_id=registered[key].node_id))
 
-    @contextmanager
-    def _open_control(self) -> Iterator[ControlHttpClient]:
-        http = ControlHttpClient.from_server_address(
-            self.address, False, self._root_certificate, [RuntimeVersionHttpInterceptor(component_name="flwr-cli")]
+    def _clients_by_key(self) -> dict[bytes, int]:
+        return {key: client for client, key in self.credentials.public_keys.items()}
+
+    def _open_control(self) -> closing[compat.ControlHttpClient]:
+        version = compat.RuntimeVersionHttpInterceptor(component_name="flwr-cli")
+        return closing(
+            compat.ControlHttpClient.from_server_address(self.address, False, self._root_certificate, [version])
         )
-        try:
-            yield http
-        finally:
-            http.close()
 
     @property
     def _root_certificate(self) -> bytes:
@@ -223,50 +203,39 @@ class SuperLink:
             raise SuperLinkLost(f"Flower's SuperLink does not accept the run ({error})") from error
 
     def _submit_run(self, experiment: str) -> None:
-        fab, _ = build_fab_from_files({"pyproject.toml": APP})
+        fab, _ = compat.build_fab_from_files({"pyproject.toml": APP})
         with self._open_control() as control:
             response = control.StartRun(
-                StartRunRequest(
-                    fab=fab_to_proto(Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
-                    override_config=user_config_to_proto({"experiment": experiment}),
+                compat.StartRunRequest(
+                    fab=compat.fab_to_proto(compat.Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
+                    override_config=compat.user_config_to_proto({"experiment": experiment}),
                 )
             )
         if not response.HasField("run_id"):
             raise RunError("Flower's SuperLink does not accept the run")
-        self._grid = HttpGrid(self.address, False, self._root_certificate, token=self._claim_task(response.run_id))
-        # Fewer retries on its own: Flower's retries would interrupt this process.
-        self._grid._retry_invoker = None  # type: ignore[assignment]
-        task = self._grid._runtime_client.PullTaskInput(PullTaskInputRequest())
-        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
-            task.task_id,
-            task.run.run_id,
-            task.context.node_id,
-        )
-        self._grid.set_run(run_from_proto(task.run))
-        self._heartbeat = HeartbeatSender(partial(send_heartbeat, self._grid._runtime_client))
+        self._grid = compat.RunGrid(self.address, self._root_certificate, self._claim_task(response.run_id))
+        self._grid.enter_run()
+        self._heartbeat = compat.HeartbeatSender(partial(send_heartbeat, self._grid.http))
         self._heartbeat.start()
 
     def _claim_task(self, run: int) -> str:
         """Claims the run's task. Returns the token that makes this process the server of the run."""
-        http = connect_executor(self.address, self.credentials.folder / "flower", self._root_certificate)
-        try:
-            while True:
-                response = http.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP]))
-                if not response.token:
-                    raise RunError("Flower's SuperLink has lost the run that it accepted")
+        home = self.credentials.folder / "flower"
+        request = compat.AcquireTaskRequest(supported_task_types=[compat.TaskType.SERVER_APP])
+        with closing(connect_executor(self.address, home, self._root_certificate)) as http:
+            while (response := http.AcquireTask(request)).token:
                 if response.task.run_id == run:
                     return response.token
                 # This task belongs to a run that was submitted but never started. It expires on its own.
-        finally:
-            http.close()
+        raise RunError("Flower's SuperLink has lost the run that it accepted")
 
     def end_run(self) -> None:
         """Ends the run on the SuperLink."""
         if self._grid is None:
             return
-        output = PushTaskOutputRequest(sub_status=SubStatus.COMPLETED, details="")
+        output = compat.PushTaskOutputRequest(sub_status=compat.SubStatus.COMPLETED, details="")
         with suppress(httpx.HTTPError):
-            self._grid._runtime_client.PushTaskOutput(output)
+            self._grid.http.PushTaskOutput(output)
         if self._heartbeat and self._heartbeat.is_running:
             self._heartbeat.stop()
         self._grid.close()
@@ -276,7 +245,7 @@ class SuperLink:
 
     def online_clients(self) -> dict[int, RemoteClient]:
         """The clients that are online, by number."""
-        numbers = {key: client for client, key in self.credentials.public_keys.items()}
+        numbers = self._clients_by_key()
         with self._open_grid() as grid:
             nodes = list(grid.get_nodes())
         return {
@@ -314,11 +283,11 @@ class SuperLink:
         question_ids = list(pending)
         with self._open_grid_once() as grid:  # the SuperLink announces a reply only once
             unannounced = [question_id for question_id in question_ids if question_id not in self._partial_replies]
-            response = grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=unannounced))
+            response = grid.http.PullMessages(compat.PullAppMessagesRequest(message_ids=unannounced))
             for announced, tree in zip(response.messages_list, response.message_object_trees, strict=True):
                 # The SuperLink has checked the metadata. A client could write anything into the message.
                 metadata = announced.metadata
-                object_ids = dict.fromkeys(node.object_id for node in iterate_object_tree(tree))
+                object_ids = dict.fromkeys(node.object_id for node in compat.iterate_object_tree(tree))
                 self._partial_replies[metadata.reply_to_message_id] = PartialReply(
                     metadata.message_id, list(object_ids), {}
                 )
@@ -334,21 +303,23 @@ class SuperLink:
             del self._partial_replies[question_id]
         return replies
 
-    def _complete_reply(self, grid: HttpGrid, partial_reply: PartialReply) -> Reply | None:
+    def _complete_reply(self, grid: compat.RunGrid, partial_reply: PartialReply) -> Reply | None:
         """Pulls the missing objects of a reply. Returns None if some have not arrived yet."""
-        http = grid._runtime_client
+        http = grid.http
         sender: dict[str, Any] = {"node": grid.node, "run_id": grid.run.run_id}
         while partial_reply.missing:
-            response = http.PullObject(PullObjectRequest(object_id=partial_reply.missing[0], **sender))
+            response = http.PullObject(compat.PullObjectRequest(object_id=partial_reply.missing[0], **sender))
             if not response.object_found:
                 return Reply(b"", "lost", "its answer is incomplete")
             if not response.object_available:
                 return None
             partial_reply.objects[partial_reply.missing.pop(0)] = response.object_content
-        http.ConfirmMessageReceived(ConfirmMessageReceivedRequest(message_object_id=partial_reply.message, **sender))
+        http.ConfirmMessageReceived(
+            compat.ConfirmMessageReceivedRequest(message_object_id=partial_reply.message, **sender)
+        )
         size = sum(map(len, partial_reply.objects.values()))
         try:
-            message = cast(Message, inflate_object_from_contents(partial_reply.message, partial_reply.objects))
+            message = cast(Message, compat.inflate_object_from_contents(partial_reply.message, partial_reply.objects))
             reply = envelope.read_answer(message)
         except Exception:  # a SuperLink checks only the headers of objects; a client can put anything into the rest
             return Reply(b"", "refused", "not a message")
@@ -356,7 +327,7 @@ class SuperLink:
         return reply
 
     @contextmanager
-    def _open_grid_once(self) -> Iterator[HttpGrid]:
+    def _open_grid_once(self) -> Iterator[compat.RunGrid]:
         """Yields the grid, for requests that must not be repeated."""
         try:
             with self._open_grid() as grid:
@@ -365,7 +336,7 @@ class SuperLink:
             raise SuperLinkLost("Flower's SuperLink does not answer") from error
 
     @contextmanager
-    def _open_grid(self) -> Iterator[HttpGrid]:
+    def _open_grid(self) -> Iterator[compat.RunGrid]:
         """Yields the grid. Raises NoResponse if a request may be repeated, SuperLinkLost if the run is gone."""
         assert self._grid
         try:
@@ -376,5 +347,5 @@ class SuperLink:
             raise NoResponse from error
         except httpx.HTTPStatusError as error:
             raise SuperLinkLost(f"Flower's SuperLink has dropped the run ({error.response.status_code})") from error
-        except ObjectPushError as error:  # for example, its disk is full
+        except compat.ObjectPushError as error:  # for example, its disk is full
             raise SuperLinkLost(f"Flower's SuperLink cannot store a message: {error}") from error
