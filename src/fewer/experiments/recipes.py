@@ -24,8 +24,8 @@ from fewer.experiments.studies import CellRuns, Study, parse_study
 from fewer.experiments.targets import TargetCost, best_accuracy, cost_to_reach
 from fewer.experiments.tune import TRIALS, Trial, mean_client_accuracy, pooled_accuracy
 from fewer.methods import find
-from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import parse_settings
+from fewer.runs.reader import RunReader
 from fewer.runs.settings import Settings
 from fewer.runs.statistics import format_number, half_width
 
@@ -239,7 +239,7 @@ def _measure_target_cost(target: str, cell: Cell, out: Path) -> TargetCost:
     """Returns the cost of reaching the best accuracy of the target row in the same column."""
 
     def histories(row: str) -> list[list[dict[str, Any]]]:
-        return [RunDirectory.open(folder).history() for folder in _run_folders(row, cell, out)]
+        return [RunReader(folder).history for folder in _run_folders(row, cell, out)]
 
     return cost_to_reach(histories(cell.row), best_accuracy(histories(target)))
 

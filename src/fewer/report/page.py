@@ -13,10 +13,11 @@ from typing import Any
 from fewer.methods.new_clients import worst_tenth
 from fewer.report.files import write_files
 from fewer.report.gallery import build_gallery, client_rows
+from fewer.report.groups import RunGroup, differing_settings, group_runs
 from fewer.report.html import render_details, render_figure, render_note, render_page, render_table
 from fewer.report.metrics import MB, Interval, format_percent
-from fewer.report.run_reader import Run, RunGroup, differing_settings, group_runs
 from fewer.report.verdict import verdict, winner
+from fewer.runs.reader import RunReader
 from fewer.runs.settings import METHOD_SETTINGS
 from fewer.runs.statistics import format_number
 
@@ -55,10 +56,9 @@ def _render_report(groups: Sequence[RunGroup], sections: Mapping[str, Sequence[s
         *(f"{group.label}, seed {run.seed}, {run.unfinished}." for group, run in runs if run.unfinished),
         *(
             f"{group.label}, seed {run.seed}, ran between machines: including evaluation, Flower sent "
-            f"{format_number(run.transport_megabytes[0])} MB up and "
-            f"{format_number(run.transport_megabytes[1])} MB down."
+            f"{format_number(sent[0] / MB)} MB up and {format_number(sent[1] / MB)} MB down."
             for group, run in runs
-            if run.transport_megabytes
+            if (sent := run.transport_bytes)
         ),
         *notes,
     ]
@@ -205,14 +205,14 @@ def _describe_differences(groups: Sequence[RunGroup]) -> Iterator[str]:
         yield f"Other settings differ too: {'; '.join(texts)}."
 
 
-def _all_settings(run: Run) -> dict[str, Any]:
+def _all_settings(run: RunReader) -> dict[str, Any]:
     """All settings of a run, its method's own first, without the seed and the data directory."""
     hidden = ("method", *METHOD_SETTINGS, "method_options", "seed", "data_dir")
     others = {key: value for key, value in run.settings.items() if key not in hidden}
     return {"method": run.method_name, **run.metadata["method"], **others}
 
 
-def _format_versions(run: Run) -> str:
+def _format_versions(run: RunReader) -> str:
     return ", ".join(f"{name} {run.metadata['environment'].get(name, '?')}" for name in ("fewer", "torch", "python"))
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from fewer.experiments.targets import best_accuracy, cost_to_reach
 from fewer.methods.new_clients import worst_tenth
+from fewer.report.groups import RunGroup, find_method
 from fewer.report.metrics import Interval, accuracy_curve, client_accuracies, interval
-from fewer.report.run_reader import Run, RunGroup
+from fewer.runs.reader import RunReader
 from fewer.runs.statistics import format_number
 
 MAX_NAMED = 3
@@ -182,7 +183,7 @@ def _describe_early_lead(groups: Sequence[RunGroup]) -> Iterator[str]:
         )
 
 
-def _accuracy_at(run: Run, number: int) -> float:
+def _accuracy_at(run: RunReader, number: int) -> float:
     return next(float(entry["accuracy"]) for entry in run.history if entry["round"] == number)
 
 
@@ -209,7 +210,7 @@ def _describe_target(first: RunGroup, second: RunGroup) -> Iterator[str]:
 
 def _describe_method(group: RunGroup) -> Iterator[str]:
     """First line of the method's docstring."""
-    method = group.runs[0].method_class
+    method = find_method(group.runs[0])
     if lines := ((method and method.__doc__) or "").strip().splitlines():
         yield f"About {group.method_name}: {lines[0]}"
 
