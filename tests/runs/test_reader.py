@@ -18,7 +18,7 @@ LEDGER = "round,client,direction,kind,bytes\n1,0,down,train,8\n1,0,up,train,5\n1
 
 def write_run(path: Path, *events: dict[str, object]) -> Path:
     path.mkdir()
-    metadata = {**dict.fromkeys(PARTS, {}), "format": FORMAT, "settings": {"method": "fedavg"}, "method": {"rounds": 2}}
+    metadata = {**dict.fromkeys(PARTS), "format": FORMAT, "settings": {"method": "fedavg"}, "method": {"rounds": 2}}
     (path / "settings.json").write_text(json.dumps({**metadata, "objects": []}))
     (path / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5}\n{"round": 2, "acc')
     (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

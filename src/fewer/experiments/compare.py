@@ -18,8 +18,8 @@ from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
 from fewer.runs.reader import RunReader
 from fewer.runs.result import Result
 from fewer.runs.settings import METHOD_SETTINGS, Settings
-from fewer.runs.statistics import format_number, half_width
 from fewer.runs.views import Viewable
+from fewer.statistics import Interval, format_interval, format_number, half_width
 
 MB = 1e6
 CACHED_PARTITIONS = 3
@@ -67,7 +67,7 @@ class Row:
 
     def format_accuracy(self) -> str:
         """The accuracy in %, with its confidence interval."""
-        return f"{100 * self.accuracy:.2f}" + ("" if self.ci95 is None else f" ± {100 * self.ci95:.2f}")
+        return format_interval(Interval(self.accuracy, self.ci95))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from fewer.methods import find
 from fewer.runs.experiment import parse_settings
 from fewer.runs.reader import RunReader
 from fewer.runs.settings import Settings
-from fewer.runs.statistics import format_number, half_width
+from fewer.statistics import format_interval, format_number, half_width, interval
 
 MEASURES = {"samples": pooled_accuracy, "clients": mean_client_accuracy}
 """How a recipe averages accuracy (`mean`)."""
@@ -388,7 +388,7 @@ def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Map
     if ours is rivals or not all(seeds):
         return "–"
     half = half_width([statistics.fmean(differences) for differences in seeds])
-    mean = _format_mean([difference for differences in seeds for difference in differences])
+    mean = format_interval(interval([difference for differences in seeds for difference in differences]), 1)
     return mean + ("" if half is None else f" (± {100 * half:.1f})")
 
 
@@ -418,14 +418,9 @@ def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
         lines += ["|---|" + "---|" * len(rounds)]
         for row, seeds in by_row.items():
             by_round = [[seed[number] for seed in seeds if number in seed] for number in rounds]
-            texts = [_format_mean(values) if len(values) == len(seeds) else "–" for values in by_round]
+            texts = [format_interval(interval(values), 1) if len(values) == len(seeds) else "–" for values in by_round]
             lines.append(f"| {row} | " + " | ".join(texts) + " |")
     return lines
-
-
-def _format_mean(values: list[float]) -> str:
-    half = half_width(values)
-    return f"{100 * statistics.fmean(values):.1f}" + ("" if half is None else f" ± {100 * half:.1f}")
 
 
 def _format_traffic(cells: list[Cell]) -> str:

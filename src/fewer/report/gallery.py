@@ -24,7 +24,7 @@ from fewer.report.charts import (
 )
 from fewer.report.groups import RunGroup, differing_settings, find_method
 from fewer.report.html import Picture, Table
-from fewer.report.metrics import Histories, accuracy_curve, client_accuracies, format_percent
+from fewer.report.metrics import Histories, accuracy_curve, client_accuracies
 from fewer.report.pictures import (
     class_counts,
     class_names,
@@ -38,7 +38,7 @@ from fewer.report.style import LineStyle, assign_label_styles, assign_styles
 from fewer.report.verdict import is_paired
 from fewer.runs.reader import RunReader
 from fewer.runs.result import Result, load_run_data, open_run
-from fewer.runs.statistics import format_number
+from fewer.statistics import format_interval, format_number
 
 if TYPE_CHECKING:
     from fewer.data import Data
@@ -85,7 +85,7 @@ def _histories(groups: Sequence[RunGroup]) -> Histories:
 def _draw_accuracy(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:
     histories = _histories(groups)
     several_seeds = any(len(group.runs) > 1 for group in groups)
-    last = ", ".join(f"{group.label} {format_percent(group.accuracy)} %" for group in groups)
+    last = ", ".join(f"{group.label} {format_interval(group.accuracy)} %" for group in groups)
     heads = ("method", "round", "megabytes", "seconds", "accuracy", "ci95")
     rows = [
         (label, point.round, point.megabytes, point.seconds, point.accuracy.mean, point.accuracy.half)
@@ -121,7 +121,7 @@ def _draw_bars(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iter
             for group in groups
             if group.accuracy
         ]
-        values = ", ".join(f"{label} {format_percent(value)} %" for label, value in accuracies.items())
+        values = ", ".join(f"{label} {format_interval(value)} %" for label, value in accuracies.items())
         yield Picture(
             "accuracy-bars",
             figure,

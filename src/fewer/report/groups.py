@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from fewer.errors import FewerError, RunError
 from fewer.experiments.recipes import RECIPE_FILE
 from fewer.plugins import needs_import
-from fewer.report.metrics import MB, Interval, interval
+from fewer.report.metrics import MB
 from fewer.runs.reader import RunReader
-from fewer.runs.statistics import half_width
+from fewer.statistics import Interval, half_width, interval
 
 if TYPE_CHECKING:
     from fewer.methods import Method

@@ -15,10 +15,10 @@ from fewer.registry import VIEWS
 from fewer.report.charts import TITLES, plot_clients, plot_curves
 from fewer.report.files import write_files
 from fewer.report.html import Picture, render_figure, render_image, render_page, render_table
-from fewer.report.metrics import Histories, History, Interval, format_percent
+from fewer.report.metrics import Histories, History
 from fewer.report.page import PAGE, write_report
 from fewer.runs.result import Result
-from fewer.runs.statistics import format_number
+from fewer.statistics import format_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -141,7 +141,7 @@ class ComparisonView(View):
         rows = [
             [
                 label,
-                format_percent(Interval(row.accuracy, row.ci95)),
+                row.format_accuracy(),
                 f"{100 * row.global_accuracy:.2f}",
                 str(row.rounds),
                 format_number(row.mb_up),

@@ -15,11 +15,11 @@ from fewer.report.files import write_files
 from fewer.report.gallery import build_gallery, client_rows
 from fewer.report.groups import RunGroup, differing_settings, group_runs
 from fewer.report.html import render_details, render_figure, render_note, render_page, render_table
-from fewer.report.metrics import MB, Interval, format_percent
+from fewer.report.metrics import MB
 from fewer.report.verdict import verdict, winner
 from fewer.runs.reader import RunReader
 from fewer.runs.settings import METHOD_SETTINGS
-from fewer.runs.statistics import format_number
+from fewer.statistics import Interval, format_interval, format_number
 
 PAGE = "report.html"
 FOLDER = "pictures"
@@ -103,8 +103,8 @@ def _render_results(groups: Sequence[RunGroup]) -> str:
     rows = [
         [
             group.label,
-            format_percent(group.accuracy),
-            format_percent(group.global_accuracy and Interval(group.global_accuracy.mean, None)),
+            format_interval(group.accuracy),
+            format_interval(group.global_accuracy and Interval(group.global_accuracy.mean, None)),
             group.rounds,
             *(format_number(megabytes) for megabytes in group.megabytes),
             f"{group.last_mean('seconds'):,.1f}",
@@ -136,7 +136,7 @@ def _render_paper_comparison(groups: Sequence[RunGroup]) -> Iterator[str]:
             continue
         difference = 100 * ours.mean - position.paper
         rows.append(
-            [position.row, position.column, format_percent(ours), f"{position.paper:.2f}", f"{difference:+.2f}"]
+            [position.row, position.column, format_interval(ours), f"{position.paper:.2f}", f"{difference:+.2f}"]
         )
         about[position.about] = position.quick
     if rows:
