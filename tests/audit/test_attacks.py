@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fewer.audit.attacks import _AttackedRun, find_participants
+from fewer.audit.attacks import _AttackedRun
 from fewer.audit.distance import nearest_neighbors
 from fewer.audit.membership import membership
 from fewer.methods.fedmk import FedMK
+from fewer.runs.reader import RunReader
 from fewer.runs.result import open_run
 from tests.helpers import DIGITS, call
 
@@ -83,9 +84,12 @@ def test_members_and_others_have_the_same_classes(runs: Path) -> None:
 
 
 def test_an_unfinished_round_has_no_members(tmp_path: Path) -> None:
-    lines = ["1,3,up,train", "1,4,down,train", "1,5,up,evaluate/score", "2,6,up,train"]
-    (tmp_path / "ledger.csv").write_text("\n".join(["round,client,direction,kind", *lines]))
-    assert find_participants(tmp_path, 1) == [3] and find_participants(tmp_path, 2) == [3, 6]
+    lines = ["1,3,up,train,9", "1,4,down,train,9", "1,5,up,evaluate/score,9", "2,6,up,train,9"]
+    (tmp_path / "ledger.csv").write_text("".join(f"{line}\n" for line in ["round,client,direction,kind,bytes", *lines]))
+    for rounds, senders in ((1, [3]), (2, [3, 6])):
+        run = RunReader(tmp_path)
+        vars(run).update(history=[{}] * rounds)
+        assert run.participants == senders
 
 
 def test_errors_are_one_line(runs: Path, tmp_path: Path) -> None:

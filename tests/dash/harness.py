@@ -18,7 +18,7 @@ from typing import Any
 
 import fewer
 from fewer.dash.server import create_server, listen
-from fewer.runs.files import FORMAT
+from fewer.runs.reader import FORMAT
 
 SETTINGS = {"seed": 0, "runtime": "inline", "data": "digits"}
 RESTORE_CTRL_C = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background processes ignore Ctrl-C

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fewer.dash import catalog as catalog_module
-from fewer.dash import records
 from fewer.dash.catalog import Catalog
-from fewer.dash.records import read_last_lines
 from fewer.report.style import assign_styles
+from fewer.runs import records
+from fewer.runs.records import read_last_lines
 from tests.dash.harness import FINISHED, STOPPED, hold_lock, metrics, write_run
 
 
@@ -96,11 +96,11 @@ def test_a_recreated_run_is_counted_again(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", events=[absent, FINISHED])
     catalog = Catalog(tmp_path)
     catalog.refresh(now=True)
-    assert catalog.tally(catalog.entries()[0])["absent"] == {"late": 1}
+    assert catalog.follow(catalog.entries()[0]).totals()["absent"] == {"late": 1}
     shutil.rmtree(run)
     write_run(run, rounds=7, events=[absent, absent, FINISHED])
     catalog.refresh(now=True)
-    totals = catalog.tally(catalog.entries()[0])
+    totals = catalog.follow(catalog.entries()[0]).totals()
     assert totals["absent"] == {"late": 2} and totals["traffic"][0]["messages"] == 3
 
 
@@ -154,7 +154,7 @@ def test_only_changes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     answers = 0
     while True:
         totals: dict[str, object] = {}
-        assert bytes_read(lambda: totals.update(catalog.tally(run))) < records.SLICE + records.BLOCK  # noqa: B023
+        assert bytes_read(lambda: totals.update(catalog.follow(run).totals())) < records.SLICE + records.BLOCK  # noqa: B023
         answers += 1
         if totals["complete"]:
             break
@@ -162,4 +162,5 @@ def test_only_changes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with (long / "events.jsonl").open("a") as file:
         file.write(event)
     assert bytes_read(lambda: catalog.refresh(now=True)) < 4 * records.BLOCK
-    assert bytes_read(lambda: catalog.tally(run)) < records.BLOCK and catalog.tally(run)["absent"] == {"late": 50_001}
+    assert bytes_read(lambda: totals.update(catalog.follow(run).totals())) < records.BLOCK
+    assert totals["absent"] == {"late": 50_001}

@@ -17,7 +17,7 @@ from fewer.dash import control
 from fewer.dash.control import LOG, Control
 from fewer.errors import RunError
 from fewer.runs.directory import RunDirectory
-from fewer.runs.files import in_use, writer_pid
+from fewer.runs.reader import RunReader
 from tests.dash.harness import STOPPED, describe_run, hold_lock, serving, write_run
 from tests.helpers import wait_for
 
@@ -26,9 +26,9 @@ def test_only_the_process_that_holds_a_run_is_its_writer(tmp_path: Path) -> None
     run = write_run(tmp_path / "run")
     other = write_run(tmp_path / "other")
     with pytest.raises(RunError, match="is not running"):
-        writer_pid(run)
+        RunReader(run).writer_pid()
     with RunDirectory.open(run), RunDirectory.open(other):
-        assert in_use(run) and writer_pid(run) == os.getpid()
+        assert RunReader(run).in_use and RunReader(run).writer_pid() == os.getpid()
         for text, message in (
             ("", "not on this machine"),
             ("x", "not on this machine"),
@@ -36,14 +36,14 @@ def test_only_the_process_that_holds_a_run_is_its_writer(tmp_path: Path) -> None
         ):
             (run / "lock").write_text(text)
             with pytest.raises(RunError, match=message):
-                writer_pid(run)
+                RunReader(run).writer_pid()
         with subprocess.Popen(["sleep", "60"]) as unrelated:  # as if another process had got the number
             (run / "lock").write_text(str(unrelated.pid))
             with pytest.raises(RunError, match=f"a process other than {unrelated.pid}"):
-                Control().stop(run)
+                Control().stop(RunReader(run))
             assert unrelated.poll() is None
             unrelated.kill()
-    assert not in_use(run)
+    assert not RunReader(run).in_use
 
 
 def test_a_full_disk_is_reported_when_the_lock_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_a_full_disk_is_reported_when_the_lock_is_taken(tmp_path: Path, monkeypa
     monkeypatch.setattr(os, "getpid", full)
     with pytest.raises(RunError, match="No space left on device.*fewer resume"), RunDirectory.open(run):
         pass
-    assert not in_use(run)
+    assert not RunReader(run).in_use
 
 
 HOLDER = """
@@ -79,10 +79,10 @@ def test_a_process_that_ignores_ctrl_c_is_not_reported_as_stopped(tmp_path: Path
         holder.stdout.readline()
         if how == "ignores":
             with pytest.raises(RunError, match=f"process {holder.pid} ignores Ctrl-C.*use kill {holder.pid}"):
-                Control().stop(run)
+                Control().stop(RunReader(run))
             holder.kill()
         else:
-            assert Control().stop(run) == holder.pid
+            assert Control().stop(RunReader(run)) == holder.pid
         assert holder.wait(10) == (-signal.SIGKILL if how == "ignores" else -signal.SIGINT)
 
 
@@ -122,9 +122,9 @@ def test_a_run_that_passes_to_another_process_is_left_alone(tmp_path: Path, monk
     run = write_run(tmp_path / "run")
     with subprocess.Popen(["sleep", "60"]) as process:
         pids = iter([process.pid, process.pid + 1])
-        monkeypatch.setattr(control, "writer_pid", lambda path: next(pids))
+        monkeypatch.setattr(RunReader, "writer_pid", lambda reader: next(pids))
         with pytest.raises(RunError, match="has just passed to another process"):
-            Control().stop(run)
+            Control().stop(RunReader(run))
         assert process.poll() is None
         process.kill()
 
@@ -136,7 +136,7 @@ def test_a_resumed_run_is_independent_of_the_dashboard(tmp_path: Path, monkeypat
         control, "_RESUME_CODE", "import os, sys; print(os.getsid(0) == os.getpid(), sys.flags.safe_path)"
     )
     controller = Control()
-    controller.resume(run, {"settings": {"runtime": "inline"}, "objects": []})
+    controller.resume(RunReader(run))
     controller._started[run][1].wait(40)
     assert (run / LOG).read_text() == "True True\n"
 
@@ -146,10 +146,10 @@ def test_a_run_is_not_started_twice(runs: Path, monkeypatch: pytest.MonkeyPatch)
     barrier = threading.Barrier(2, timeout=0.5)
     resume = Control.resume
 
-    def resume_together(self: Control, run: Path, metadata: dict[str, object]) -> int:
+    def resume_together(self: Control, run: RunReader) -> int:
         with suppress(threading.BrokenBarrierError):  # if there is no second request
             barrier.wait()
-        return resume(self, run, metadata)
+        return resume(self, run)
 
     monkeypatch.setattr(Control, "resume", resume_together)
     responses: list[tuple[int, dict[str, int]]] = []

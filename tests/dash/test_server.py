@@ -42,7 +42,7 @@ def test_the_api_of_a_run(runs: Path) -> None:
         assert [point["round"] for point in site.get(f"{endpoint}/curve")["points"]] == [1, 2, 3]
         assert [event["event"] for event in site.get(f"{endpoint}/events")["events"]] == ["finish", "start"]
         page = site.get(f"{endpoint}/ledger?limit=2")
-        assert page["rows"] == [["3", "0", "down", "evaluate/score", "9"], ["3", "0", "up", "train", "1000"]]
+        assert page["rows"] == [[3, 0, "down", "evaluate/score", 9], [3, 0, "up", "train", 1000]]
         older = site.get(f"{endpoint}/ledger?before={page['before']}")
         assert len(older["rows"]) == 4 and older["before"] == 0
         status, text, headers = site.ask(f"/api/{endpoint}/report")

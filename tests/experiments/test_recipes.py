@@ -19,9 +19,9 @@ from fewer.experiments import Row, recipes
 from fewer.experiments.studies import parse_study
 from fewer.methods import find
 from fewer.report import plot_recipe
-from fewer.report.metrics import interval
 from fewer.report.style import assign_styles
 from fewer.runs.experiment import make_method, parse_settings
+from fewer.statistics import interval
 from tests.helpers import call
 
 

@@ -20,8 +20,8 @@ from fewer.methods.context import ContextFactory
 from fewer.methods.frl import FRL
 from fewer.runs.experiment import load_data
 from fewer.runs.result import open_run
-from fewer.runs.statistics import half_width
 from fewer.runtime import stream
+from fewer.statistics import half_width
 from tests.helpers import call
 from tests.methods.frl_harness import GROUPS, load_digits
 

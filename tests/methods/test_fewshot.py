@@ -55,6 +55,7 @@ def test_every_method_learns_to_classify_novel_classes(kind: type[FewShot], data
     assert result.metrics["tasks"] == 40 and result.metrics["absent"] == 0
     groups = result.metrics["groups"]
     assert len(groups) == 40 and sum(groups) / 40 == pytest.approx(result.accuracy)
+    assert result.metrics["tasks_ci95"] == pytest.approx(2.022691 * np.std(groups, ddof=1) / 40**0.5)  # t(39)
     assert result.metrics["best_round"] in (2, 4, 6) and set(result.metrics["clients"]) == {"0", "1", "2", "3"}
 
 

@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 
 from fewer import FedAvg
-from fewer.report import plot_curves, run_reader, write_report
+from fewer.report import groups as report_groups
+from fewer.report import plot_curves, write_report
+from fewer.report.groups import RunGroup
 from fewer.report.metrics import Histories
-from fewer.report.run_reader import RunGroup
+from fewer.runs.reader import RunReader
 
 
 def round_metrics(number: int, accuracy: float | None, up: int = 0, **more: Any) -> dict[str, Any]:
@@ -72,8 +74,17 @@ class Page(HTMLParser):
         return next(row for row in self.rows if row and row[0] == first)
 
 
+def fake_run(
+    path: Path, metadata: dict[str, Any], history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = ()
+) -> RunReader:
+    """A run that is not on disk."""
+    run = RunReader(path)
+    vars(run).update(metadata=metadata, history=history, events=list(events))
+    return run
+
+
 def group_runs(paths: Sequence[Path]) -> list[RunGroup]:
-    return run_reader.group_runs(paths)[0]
+    return report_groups.group_runs(paths)[0]
 
 
 def report(tmp_path: Path, runs: Sequence[Path]) -> tuple[Page, list[str]]:

@@ -9,8 +9,9 @@ import pytest
 
 from fewer.report import plot_clients
 from fewer.report.charts import plot_bars, plot_density
-from fewer.report.metrics import Interval, accuracy_curve, interval
+from fewer.report.metrics import accuracy_curve
 from fewer.report.style import assign_label_styles
+from fewer.statistics import Interval, interval
 from tests.report.harness import THREE_SEEDS, plot_by_megabyte, plot_by_round, round_metrics
 
 # --- metrics and pictures ---------------------------------------------------------------------------------------

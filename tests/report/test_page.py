@@ -14,9 +14,10 @@ from PIL import Image
 from fewer.methods import find
 from fewer.methods.fedmk import FedMK, FedMKState
 from fewer.report import write_report
-from fewer.report.metrics import accuracy_curve, interval
+from fewer.report.metrics import accuracy_curve
 from fewer.report.style import COLORS, DARK, INK
 from fewer.runs.result import open_run
+from fewer.statistics import interval
 from tests.helpers import call
 from tests.report import harness
 from tests.report.harness import Page, copy_run, group_runs, report, round_metrics
@@ -140,7 +141,7 @@ def test_a_report_executes_no_user_file(tmp_path: Path, runs: Path) -> None:
     find(f"{file}:Clumsy")  # as if `fewer run` had just imported it
     page, pictures = report(tmp_path, [clumsy, runs / "fedmk"])
     assert pictures == [*SEVERAL, "made-by-client-2", "made-by-round-2", *DATA]
-    assert "Pictures from the model of fedavg are not shown: KeyError: &#x27;album&#x27;." in page.text
+    assert "Pictures from the model of fedavg are not shown: KeyError: &#39;album&#39;." in page.text
     assert "About fedavg: Has images" in report(tmp_path, [clumsy])[0].text
 
 
@@ -193,7 +194,7 @@ def test_changed_or_missing_data_is_not_shown(tmp_path: Path, runs: Path) -> Non
     assert pictures == PLAIN and f"The data is not shown: digits has changed since {other.name} was run." in page.text
     gone = copy_run(tmp_path, runs / "fedavg-0", settings={"data": "npz:gone.npz"})
     page, pictures = report(tmp_path, [gone])
-    assert pictures == PLAIN and "The data is not shown: &#x27;gone.npz&#x27; does not exist" in page.text
+    assert pictures == PLAIN and "The data is not shown: &#39;gone.npz&#39; does not exist" in page.text
 
 
 def test_a_stopped_run_without_metrics_by_client(tmp_path: Path, runs: Path) -> None:
@@ -272,12 +273,11 @@ def contrast(first: str, second: str) -> float:
 
 def test_text_and_lines_have_contrast_in_both_themes(tmp_path: Path, runs: Path) -> None:
     page, _ = report(tmp_path, [runs / "fedavg-0"])
-    for block in ("color-scheme: light", "color-scheme: dark"):
-        (declarations, *_) = re.findall(rf"{block};([^}}]*)}}", page.text)
-        values = dict(re.findall(r"--(\w+): (#\w{6});", declarations))
+    colors = re.findall(r"--(\w+): light-dark\((#\w{6}), (#\w{6})\);", page.text)
+    for index, minimum in enumerate((2, 3)):  # the palette's orange and sky are pale on white
+        values = {name: pair[index] for name, *pair in colors}
         background = values["ffffff"]
         assert min(contrast(values[name], background) for name in ("222222", "faint", "link")) >= 4.5
-        minimum = 2 if "light" in block else 3  # the palette's orange and sky are pale on white
         assert min(contrast(values.get(c.lstrip("#").lower(), c), background) for c in COLORS) >= minimum
     assert INK in DARK and "fill: var(--222222)" in page.text and "fill: #222222" not in page.text
 

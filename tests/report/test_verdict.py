@@ -1,17 +1,16 @@
 """A verdict names a winner only if the runs show it."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fewer.methods.fedmk import FedMK
-from fewer.report.metrics import interval
-from fewer.report.page import _render_results
-from fewer.report.run_reader import Run, RunGroup
+from fewer.report.groups import RunGroup
+from fewer.report.page import explain_results, tabulate_results
 from fewer.report.verdict import is_paired, verdict, winner
-from tests.report.harness import round_metrics
+from fewer.statistics import interval
+from tests.report.harness import fake_run, round_metrics
 
 
 def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, rounds: int = 2, **facts: Any) -> RunGroup:
@@ -22,7 +21,7 @@ def group(label: str, *ends: float, mb: float = 1.0, seconds: float = 10.0, roun
         lines = [round_metrics(1, end / 2, int(mb * 250_000)), round_metrics(2, end, int(mb * 500_000))]
         history = [{**metrics, "seconds": seconds * metrics["round"] / 2} for metrics in lines]
         metadata = {"settings": {**settings, "seed": seed}, "method": {"rounds": rounds}, "objects": []}
-        runs.append(Run(Path(f"{label}-{seed}"), metadata, history, []))
+        runs.append(fake_run(Path(f"{label}-{seed}"), metadata, history))
     return RunGroup(label, runs)
 
 
@@ -69,7 +68,7 @@ def test_runs_that_share_seeds_are_compared_seed_by_seed() -> None:
     assert verdict([fedmk, far])[0].endswith("(3 seeds). Its 95 % interval overlaps no other.")
     # the lead stays significant in round 2, but not in round 1
     for run, start in zip(fedmk.runs, (0.31, 0.20, 0.45), strict=True):
-        run.history[0]["accuracy"] = start  # type: ignore[index]
+        run.history[0]["accuracy"] = start
     assert winner([fedmk, fedavg]) is fedmk and not any(
         text.startswith("Early lead") for text in verdict([fedmk, fedavg])
     )
@@ -79,15 +78,15 @@ def test_the_verdict_mentions_the_worst_clients() -> None:
     fedmk, fedavg = group("fedmk", 0.8, 0.8), group("fedavg", 0.7, 0.7)
     for method_runs, low in ((fedmk, 0.5), (fedavg, 0.2)):
         for run in method_runs.runs:
-            run.history[-1]["clients"] = {"0": 0.9, "1": low}  # type: ignore[index]
+            run.history[-1]["clients"] = {"0": 0.9, "1": low}
     assert "Its worst tenth of clients reaches 50.0 %, compared with 20.0 % for fedavg." in verdict([fedmk, fedavg])
 
 
 def test_the_best_is_the_first_row() -> None:
     worse, better, unevaluated = group("local", 0.3, 0.31), group("fedavg", 0.7, 0.71), group("fedmk", 0.0)
-    unevaluated.runs[0].history[0].pop("accuracy"), unevaluated.runs[0].history[1].pop("accuracy")  # type: ignore[attr-defined]
-    rows = re.findall(r"<tr[^>]*><t[hd][^>]*>(\w+)</t", _render_results([unevaluated, worse, better]))
-    assert rows[1:] == ["fedavg", "local", "fedmk"]
+    unevaluated.runs[0].history[0].pop("accuracy"), unevaluated.runs[0].history[1].pop("accuracy")
+    rows = tabulate_results([unevaluated, worse, better]).rows
+    assert [row[0] for row in rows] == ["fedavg", "local", "fedmk"]
 
 
 def test_no_winner_with_one_seed_or_different_tasks_or_unfinished_runs() -> None:
@@ -102,23 +101,22 @@ def test_no_winner_with_one_seed_or_different_tasks_or_unfinished_runs() -> None
     assert verdict([early])[0].startswith("No run has finished yet")
     fair = group("fedmeta", 0.5, 0.5, 0.51)
     for run in fair.runs:
-        run.history[-1]["fairness"] = {"mean": 0.5}  # type: ignore[index]
+        run.history[-1]["fairness"] = {"mean": 0.5}
     assert winner([sure, fair]) is None and "are evaluated differently" in verdict([sure, fair])[0]
 
 
 def test_an_evaluation_on_groups_has_an_interval_over_groups() -> None:
     frl = group("frl", 0.5)
     assert frl.accuracy == (0.5, None) and frl.averaged_over == "1 seed"
-    frl.runs[0].history[-1]["groups"] = [0.4, 0.5, 0.6]  # type: ignore[index]
+    frl.runs[0].history[-1]["groups"] = [0.4, 0.5, 0.6]
     assert frl.accuracy == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and frl.averaged_over == "3 groups"
     f2l = group("f2l", 0.5)
     for figure, value in (("groups", [0.4, 0.5, 0.6]), ("tasks", 3)):
-        f2l.runs[0].history[-1][figure] = value  # type: ignore[index]
+        f2l.runs[0].history[-1][figure] = value
     assert f2l.averaged_over == "3 tasks" and winner([frl, f2l]) is None
     for evaluated, text in (
         (frl, "groups that start from the prepared model; mean"),
         (f2l, "queries of novel classes; mean"),
     ):
-        assert text in _render_results([evaluated]) and f"95 % confidence over {evaluated.units}" in _render_results(
-            [evaluated]
-        )
+        explanation = explain_results([evaluated])
+        assert text in explanation and f"95 % confidence over {evaluated.units}" in explanation

@@ -6,7 +6,6 @@ the clients' real samples, so only a simulated federation can be audited.
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -23,12 +22,10 @@ from fewer.data import Data
 from fewer.errors import FewerError, RunError, SettingError
 from fewer.methods.capabilities import HasSyntheticData
 from fewer.models import load_weights
-from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import load_data, parse_settings
-from fewer.runs.result import Result, open_run
+from fewer.runs.reader import RunReader
+from fewer.runs.result import Result, load_run_data, open_run
 from fewer.runs.settings import settings_hash
 from fewer.runtime.streams import stream
-from fewer.wire.ledger import EVALUATION
 
 CLIENTS = 10
 STEPS, STARTS = 500, 2
@@ -108,8 +105,8 @@ def audit(
         result, path = path, path.folder.parent
     else:
         path = Path(path)
-        result = _open_with_data(path, data, model, data_dir)
-    attacked = _AttackedRun(result, find_participants(path, len(result.history)), clients)
+        result = open_run(path, data=load_run_data(RunReader(path), data, data_dir), model=model)
+    attacked = _AttackedRun(result, RunReader(path).participants, clients)
     metrics: dict[str, Any] = {}
     images: list[AttackImages] = []
     if attacked.synthetic:
@@ -144,9 +141,7 @@ class _AttackedRun:
                 f"{result.method.name} has no global model and its clients send no synthetic data: "
                 "no attack of this audit applies"
             )
-        candidates = [
-            client for client in sorted(participants) if not sent or (client in sent and len(sent[client][1]))
-        ]
+        candidates = [client for client in participants if not sent or (client in sent and len(sent[client][1]))]
         if not candidates:
             raise FewerError("no client has taken part yet, so there is nothing to audit")
         drawn = torch.randperm(len(candidates), generator=self.stream("parties"))[:clients]
@@ -388,31 +383,6 @@ class _AttackedRun:
                     f"Clients of this run sent the result of {steps} steps on {batch_size} samples each, "
                     "which should reveal less."
                 )
-
-
-def _open_with_data(path: Path, data: Data | None, model: Any, data_dir: Path | None) -> Result:
-    """Opens a run together with the data that it was run on."""
-    metadata = RunDirectory.open(path).metadata
-    if data is None and "data" not in metadata["objects"]:
-        settings = {**metadata["settings"], **({"data_dir": data_dir} if data_dir else {})}
-        data = load_data(parse_settings(settings))
-    if data is not None and data.fingerprint() != metadata["data"]["fingerprint"]:
-        raise RunError(f"{data.name} has changed since {path} was run")
-    return open_run(path, data=data, model=model)
-
-
-def find_participants(path: Path, rounds: int) -> list[int]:
-    """Clients that sent a training message in a completed round."""
-    with (path / "ledger.csv").open(newline="") as file:
-        return sorted(
-            {
-                int(line["client"])
-                for line in csv.DictReader(file)
-                if line["direction"] == "up"
-                and not line["kind"].startswith(EVALUATION)
-                and int(line["round"]) <= rounds
-            }
-        )
 
 
 def _global_models(result: Result) -> dict[str, nn.Module]:

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.learning.augment import apply_affine, draw_affine
+from fewer.statistics import LEVEL, wilson_interval
 
 CHUNK = 1000
 VARIANTS = 8
 """Transformed copies of each sample."""
 FALSE_POSITIVE_RATE = 0.01
 """False positive rate at which the true positive rate is measured."""
-Z = 1.959963984540054
-"""97.5 % quantile of the standard normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,13 @@ def membership(members: Tensor, nonmembers: Tensor) -> Membership:
     m, n = len(inside), len(outside)
     if m < 2 or n < 2:
         raise ValueError(f"a confidence interval needs 2 members and 2 nonmembers, got {m} and {n}")
-    ranks = _ranks(np.concatenate([inside, outside]))
-    beaten = (ranks[:m] - _ranks(inside)) / n  # for each member: the fraction of nonmembers below it
-    beating = (ranks[m:] - _ranks(outside)) / m  # for each nonmember: the fraction of members below it
+    from scipy.stats import norm, rankdata
+
+    ranks = rankdata(np.concatenate([inside, outside]))
+    beaten = (ranks[:m] - rankdata(inside)) / n  # for each member: the fraction of nonmembers below it
+    beating = (ranks[m:] - rankdata(outside)) / m  # for each nonmember: the fraction of members below it
     auc = float(beaten.mean())
-    half = Z * math.sqrt(beaten.var(ddof=1) / m + beating.var(ddof=1) / n)
+    half = float(norm.ppf((1 + LEVEL) / 2)) * math.sqrt(beaten.var(ddof=1) / m + beating.var(ddof=1) / n)
     threshold = np.sort(outside)[::-1][int(FALSE_POSITIVE_RATE * n)]
     true_positive_rate = float((inside > threshold).mean())
     return Membership(auc, max(0.0, auc - half), min(1.0, auc + half), true_positive_rate, m, n)
@@ -71,19 +72,8 @@ class Proportion:
 
 
 def estimate_proportion(count: int, total: int) -> Proportion:
-    """Returns `count / total` with its interval, assuming independent draws (Wilson, JASA 1927)."""
-    fraction, scale = count / total, 1 + Z**2 / total
-    middle = (fraction + Z**2 / (2 * total)) / scale
-    half = Z / scale * math.sqrt(fraction * (1 - fraction) / total + Z**2 / (4 * total**2))
-    return Proportion(fraction, middle - half, middle + half, total)
-
-
-def _ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Ranks from 1; equal values share the mean of their ranks."""
-    _, positions, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[positions]
-    return ranks
+    """Returns `count / total` with its interval."""
+    return Proportion(count / total, *wilson_interval(count, total), total)
 
 
 def _finite_scores(scores: Tensor) -> NDArray[np.float64]:

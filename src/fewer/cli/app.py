@@ -512,7 +512,7 @@ def _print_comparison(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fewer.runs.statistics import format_number
+    from fewer.statistics import format_number
 
     best = max(row.accuracy for row in comparison.rows)
     title = f"{comparison.settings['data']}, {comparison.clients} clients"

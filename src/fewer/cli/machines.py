@@ -238,17 +238,17 @@ def local_cluster(
     """
     _prepare_process()
     from fewer.errors import SettingError
-    from fewer.runs.directory import RunDirectory
     from fewer.runs.experiment import parse_settings
     from fewer.runs.machines import local_cluster as start_cluster
+    from fewer.runs.reader import RunReader
 
     experiment = None
     if resume is not None:
         if clients is not None or output.out is not None:
             raise SettingError("--resume RUN cannot be combined with N, METHOD or --out")
         path = resume
-        metadata = RunDirectory.open(path).metadata
-        settings, count = parse_settings({**metadata["settings"], **given}), metadata["data"]["clients"]
+        run = RunReader(path)
+        settings, count = parse_settings({**run.settings, **given}), run.metadata["data"]["clients"]
     elif clients is None:
         raise SettingError("N is missing: pass the number of clients, or --resume RUN")
     else:

@@ -138,7 +138,7 @@ def print_result(result: Result, path: Path, output: Output) -> None:
     """Prints the result of a finished run and writes its report."""
     from fewer.cli.progress import format_duration, format_megabytes
     from fewer.runs.settings import settings_hash
-    from fewer.runs.statistics import half_width
+    from fewer.statistics import format_interval, interval
 
     page = write_report_page([path], path) if output.report else None
     metrics = result.metrics
@@ -162,10 +162,8 @@ def print_result(result: Result, path: Path, output: Output) -> None:
             f"standard deviation {fairness['variance'] ** 0.5:.2%}, worst tenth {fairness['worst']:.2%}"
         )
     if groups := metrics.get("groups"):
-        half = half_width(groups)
-        interval = "" if half is None else f", ± {100 * half:.2f} (95 % CI)"
         unit = "tasks" if "tasks" in metrics else "groups that started from the prepared model"
-        print(f"Mean over {len(groups)} {unit}{interval}")
+        print(f"Mean over {len(groups)} {unit}: {format_interval(interval(groups))} % (95 % CI)")
     if metrics.get("global_accuracy") is not None:
         print(f"Each client's model on all clients' test samples: {metrics['global_accuracy']:.2%}")
     print(f"Run directory: {path}" + (f", report: {page}" if page else ""))

@@ -3,7 +3,6 @@
 catalog.py      finds runs and tracks their state
 control.py      stops and resumes runs
 guard.py        authentication and protection against other sites
-records.py      reads files that grow: last lines, older pages, new lines
 server.py       the HTTP API
 static/         the page
 """

@@ -7,17 +7,14 @@ import os
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from fewer.dash.records import Curve, EventTally, parse_line, read_last_lines
 from fewer.errors import FewerError
 from fewer.report.style import DARK, LineStyle, assign_styles
-from fewer.runs.files import EVENTS, METRICS, SETTINGS, in_use, read_metadata
-
-T = TypeVar("T")
+from fewer.runs.reader import EVENTS, METRICS, SETTINGS, RunFollower, RunReader
 
 MAX_DEPTH = 6
 """How many directory levels below the root are searched."""
@@ -30,7 +27,7 @@ RECENT = 60.0
 CLOCK_TICK = 2.0
 """Seconds for which a changed directory is read again: it may change twice within one tick of the file clock."""
 CACHE_SIZE = 64
-"""Number of runs whose curve and tally stay in memory."""
+"""Number of runs whose records stay in memory."""
 STATES = ("running", "starting", "stopped", "crashed", "finished", "damaged")
 _FILES = (SETTINGS, METRICS, EVENTS)
 
@@ -44,12 +41,16 @@ class RunEntry:
 
     id: str
     name: str
-    path: Path
+    reader: RunReader
     versions: FileVersions = ()
     row: dict[str, Any] = field(default_factory=dict)
     revision: int = 0
     """Number of the last change, counted over all runs."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.reader.path
 
     @property
     def state(self) -> str:
@@ -72,8 +73,7 @@ class Catalog:
         self._lock = threading.RLock()
         self._folders: dict[Path, tuple[int, bool, list[Path]]] = {}
         self._last_active, self._last_full = -FULL_INTERVAL, -FULL_INTERVAL
-        self._curves: OrderedDict[str, Curve] = OrderedDict()
-        self._tallies: OrderedDict[str, EventTally] = OrderedDict()
+        self._followers: OrderedDict[str, RunFollower] = OrderedDict()
 
     def refresh(self, *, now: bool = False) -> None:
         """Checks for changes, unless the last check was a moment ago."""
@@ -106,17 +106,14 @@ class Catalog:
         """Number of runs by state."""
         return Counter(run.state for run in self.entries())
 
-    def curve(self, run: RunEntry) -> list[dict[str, Any]]:
-        """Metrics of a run by round."""
+    def follow(self, run: RunEntry) -> RunFollower:
+        """The records of a run, as far as they have been read."""
         with self._lock:
-            curve = _get_cached(self._curves, run.id, lambda: Curve.open(run.path))
-        return curve.points()
-
-    def tally(self, run: RunEntry) -> dict[str, Any]:
-        """Totals of a run's faults and messages, as far as they have been read."""
-        with self._lock:
-            tally = _get_cached(self._tallies, run.id, lambda: EventTally.open(run.path))
-        return tally.update()
+            follower = self._followers.setdefault(run.id, RunFollower(run.path))
+            self._followers.move_to_end(run.id)
+            while len(self._followers) > CACHE_SIZE:
+                self._followers.popitem(last=False)
+        return follower
 
     # --- finding runs -------------------------------------------------------------------------------------------
 
@@ -128,7 +125,7 @@ class Catalog:
             self.revision += 1
         for id, (path, name) in by_id.items():
             if id not in self.runs:
-                self.runs[id] = RunEntry(id, name, path)
+                self.runs[id] = RunEntry(id, name, RunReader(path))
                 self.discovered += 1
 
     def _run_directories(self, folder: Path, depth: int) -> Iterator[Path]:
@@ -166,8 +163,8 @@ class Catalog:
         if versions == run.versions and not active and start_time is None:
             return
         if versions[:1] != run.versions[:1]:
-            self._curves.pop(run.id, None)
-            self._tallies.pop(run.id, None)
+            run.reader = RunReader(run.path)
+            self._followers.pop(run.id, None)
         row = self._read_row(run, versions, start_time)
         run.versions = versions
         if row != run.row:
@@ -178,28 +175,17 @@ class Catalog:
         changed = max((version[0] for version in versions if version), default=0) / 1e9
         row: dict[str, Any] = {"id": run.id, "name": run.name, "changed": round(changed, 3)}
         try:
-            if not run.metadata or versions[:1] != run.versions[:1]:
-                run.metadata = read_metadata(run.path)
-            row |= self._describe(run.metadata, _read_method_name(run.path))
+            row |= self._describe(run.reader)
         except (FewerError, KeyError, TypeError, AttributeError) as error:
             return {**row, "method": "?", "data": "?", "state": "damaged", "reason": str(error)}
-        row |= _read_progress(run.path)
-        lines = read_last_lines(run.path / EVENTS, 5).lines
-        last = next((event for line in lines if (event := parse_line(line))), {})
-        if in_use(run.path):
-            state = "running"
-        elif last.get("event") == "finish" or (last.get("event") == "resume" and last.get("round") == row["rounds"]):
-            state = "finished"
-        elif start_time and last.get("time", 0.0) < start_time:  # the process has not written an event yet
-            state = "starting"
-        else:
-            state = "stopped" if last.get("event") == "stop" else "crashed"
-        return {**row, "state": state, "reason": str(last.get("reason", "")) if state == "stopped" else ""}
+        state, reason, last_event = run.reader.status()
+        if state in ("stopped", "crashed") and start_time and last_event < start_time:
+            state, reason = "starting", ""  # the process has not written an event yet
+        return {**row, **run.reader.progress(), "state": state, "reason": reason}
 
-    def _describe(self, metadata: Mapping[str, Any], method_name: str) -> dict[str, Any]:
+    def _describe(self, run: RunReader) -> dict[str, Any]:
         """The part of a row that comes from the settings."""
-        settings, data = metadata["settings"], metadata["data"]
-        method = method_name or str(settings["method"]).rpartition(":")[2]
+        settings, data, method = run.settings, run.metadata["data"], run.method_name
         self.styles = assign_styles([method], self.styles)
         color, marker, dash = self.styles[method]
         return {
@@ -212,30 +198,8 @@ class Catalog:
             "clients": data["clients"],
             "seed": settings["seed"],
             "runtime": settings["runtime"],
-            "rounds": metadata["method"]["rounds"],
+            "rounds": run.rounds,
         }
-
-
-def _read_method_name(path: Path) -> str:
-    """The method's name, as in reports; empty if the run has not started."""
-    try:
-        with (path / EVENTS).open("rb") as file:
-            return str(parse_line(file.readline(1 << 16)).get("method", ""))
-    except OSError:
-        return ""
-
-
-def _read_progress(path: Path) -> dict[str, Any]:
-    """Metrics of the last round; the accuracy is the last one measured."""
-    progress: dict[str, Any] = {"round": 0, "accuracy": None, "up": 0, "down": 0, "seconds": 0.0}
-    lines, before = read_last_lines(path / METRICS, 1)
-    for line in lines:
-        metrics = parse_line(line)
-        progress |= {name: metrics[name] for name in progress if isinstance(metrics.get(name), int | float)}
-    if progress["round"] and progress["accuracy"] is None:
-        older = map(parse_line, read_last_lines(path / METRICS, 200, before).lines)
-        progress["accuracy"] = next((metrics["accuracy"] for metrics in older if "accuracy" in metrics), None)
-    return progress
 
 
 def _file_version(path: Path) -> tuple[int, int, int] | None:
@@ -249,11 +213,3 @@ def _file_version(path: Path) -> tuple[int, int, int] | None:
 def _run_id(name: str) -> str:
     """The id of a run in URLs; a hash, so that no path can be requested."""
     return hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:12]
-
-
-def _get_cached(cache: OrderedDict[str, T], id: str, create: Callable[[], T]) -> T:
-    value = cache.pop(id, None) or create()
-    cache[id] = value
-    while len(cache) > CACHE_SIZE:
-        cache.popitem(last=False)
-    return value

@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fewer.errors import RunError
-from fewer.runs.files import writer_pid
+from fewer.runs.reader import RunReader
 
 LOG = "resume.log"
 """File in the run directory with the output of a `fewer resume` started by the dashboard."""
@@ -28,16 +26,16 @@ class Control:
     def __init__(self) -> None:
         self._started: dict[Path, tuple[float, subprocess.Popen[bytes]]] = {}
 
-    def stop(self, run: Path) -> int:
+    def stop(self, run: RunReader) -> int:
         """Interrupts the process that writes a run, and returns its id."""
-        pid = writer_pid(run)
+        pid = run.writer_pid()
         try:
             handle = os.pidfd_open(pid)
         except OSError as error:
             raise RunError(f"cannot reach process {pid}: {error.strerror}") from error
         try:
-            if writer_pid(run) != pid:  # checked again: from here on, the handle cannot refer to another process
-                raise RunError(f"{run} has just passed to another process: try again")
+            if run.writer_pid() != pid:  # checked again: from here on, the handle cannot refer to another process
+                raise RunError(f"{run.path} has just passed to another process: try again")
             if _ignores_interrupt(pid):
                 raise RunError(
                     f"process {pid} ignores Ctrl-C, because it was started in the background of a script: "
@@ -50,23 +48,23 @@ class Control:
             os.close(handle)
         return pid
 
-    def resume(self, run: Path, metadata: Mapping[str, Any]) -> int:
+    def resume(self, run: RunReader) -> int:
         """Starts `fewer resume` in its own session, so that it outlives the dashboard, and returns its process id."""
-        if reason := why_not_resumable(run, metadata):
+        if reason := why_not_resumable(run):
             raise RunError(reason)
         try:
-            with (run / LOG).open("ab") as log:
+            with (run.path / LOG).open("ab") as log:
                 start = time.time()
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-c", _RESUME_CODE, "resume", str(run)],
+                    [sys.executable, "-P", "-c", _RESUME_CODE, "resume", str(run.path)],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     start_new_session=True,
                 )
         except OSError as error:
-            raise RunError(f"cannot resume {run}: {error.strerror}") from error
-        self._started[run] = start, process
+            raise RunError(f"cannot resume {run.path}: {error.strerror}") from error
+        self._started[run.path] = start, process
         return process.pid
 
     def start_time(self, run: Path) -> float | None:
@@ -75,12 +73,12 @@ class Control:
         return start if process and process.poll() is None else None
 
 
-def why_not_resumable(run: Path, metadata: Mapping[str, Any]) -> str:
+def why_not_resumable(run: RunReader) -> str:
     """Why the dashboard cannot resume a run; empty if it can."""
-    if metadata["settings"]["runtime"] == "flower":
-        return f"its clients are on other machines: use fewer server --resume {run} --keys DIR"
-    if objects := metadata["objects"]:
-        return f"it was run with your own {objects[0]}: use fewer.resume({str(run)!r}, {objects[0]}=…) in Python"
+    if run.settings["runtime"] == "flower":
+        return f"its clients are on other machines: use fewer server --resume {run.path} --keys DIR"
+    if objects := run.metadata["objects"]:
+        return f"it was run with your own {objects[0]}: use fewer.resume({str(run.path)!r}, {objects[0]}=…) in Python"
     return ""
 
 

@@ -28,10 +28,10 @@ import fewer
 from fewer.dash.catalog import STATES, Catalog, RunEntry
 from fewer.dash.control import LOG, Control, why_not_resumable
 from fewer.dash.guard import Guard, choose_token
-from fewer.dash.records import parse_line, read_last_lines
 from fewer.errors import FewerError, RunError, SettingError
 from fewer.report.style import assign_label_styles
-from fewer.runs.files import EVENTS, LEDGER
+from fewer.runs.reader import EVENTS, LEDGER, parse_messages
+from fewer.runs.records import parse_line, read_last_lines
 from fewer.runs.settings import RUNTIME_SETTINGS
 
 REPORT = "report/report.html"
@@ -153,7 +153,7 @@ class Dashboard:
         """A run's row, settings and environment."""
         run = self._find_run(request)
         self.catalog.refresh_run(run)
-        metadata = run.metadata
+        metadata = run.reader.metadata if run.state != "damaged" else {}
         return json_response(
             {
                 "row": run.row,
@@ -166,9 +166,7 @@ class Dashboard:
                     "data": metadata.get("data"),
                     "command": " ".join(map(str, metadata.get("command", []))),
                 },
-                "why_not_resumable": (
-                    why_not_resumable(run.path, metadata) if run.state != "damaged" else "it is damaged"
-                ),
+                "why_not_resumable": why_not_resumable(run.reader) if metadata else "it is damaged",
                 "report": (run.path / REPORT).is_file(),
                 "log": (run.path / LOG).is_file(),
                 "read_only": self.read_only,
@@ -180,7 +178,7 @@ class Dashboard:
         runs = [self.catalog.runs[id] for id in _run_ids(request) if id in self.catalog.runs]
         runs = [run for run in runs if run.row["state"] != "damaged"][:MAX_COMPARED]
         styles = assign_label_styles({run.id: run.row["method"] for run in runs}, self.catalog.styles)
-        settings = [{**run.metadata["settings"], **run.metadata["method"]} for run in runs]
+        settings = [{**run.reader.settings, **run.reader.metadata["method"]} for run in runs]
         names = dict.fromkeys(name for run_settings in settings for name in run_settings)
         differing = [name for name in names if _differs(name, settings)]
         siblings = len(runs) > 1 and len({run.path.parent for run in runs}) == 1
@@ -203,11 +201,11 @@ class Dashboard:
 
     def curve(self, request: Request) -> Response:
         """Metrics by round."""
-        return json_response({"points": self.catalog.curve(self._find_run(request))})
+        return json_response({"points": self.catalog.follow(self._find_run(request)).curve()})
 
     def tally(self, request: Request) -> Response:
         """Totals of faults and messages, as far as they have been read."""
-        return json_response(self.catalog.tally(self._find_run(request)))
+        return json_response(self.catalog.follow(self._find_run(request)).totals())
 
     def events(self, request: Request) -> Response:
         """Events, newest first."""
@@ -217,8 +215,7 @@ class Dashboard:
     def ledger(self, request: Request) -> Response:
         """Messages, newest first."""
         lines, before = self._read_page(request, LEDGER)
-        rows = [line.decode(errors="replace").split(",") for line in lines]
-        return json_response({"rows": [row for row in rows if row[0].isdecimal()], "before": before})
+        return json_response({"rows": list(parse_messages(lines)), "before": before})
 
     def log(self, request: Request) -> Response:
         """The last lines of output of a `fewer resume` started by the dashboard."""
@@ -268,7 +265,7 @@ class Dashboard:
 
     def stop(self, request: Request) -> Response:
         """Stops a run."""
-        return json_response({"process": self.control.stop(self._find_run(request).path)})
+        return json_response({"process": self.control.stop(self._find_run(request).reader)})
 
     def resume(self, request: Request) -> Response:
         """Resumes a run."""
@@ -277,7 +274,7 @@ class Dashboard:
             self.catalog.refresh_run(run)
             if run.state not in ("stopped", "crashed"):
                 raise RunError(f"cannot resume {run.path}: it is {run.state}")
-            process = self.control.resume(run.path, run.metadata)
+            process = self.control.resume(run.reader)
             self.catalog.refresh_run(run)
         return json_response({"process": process})
 

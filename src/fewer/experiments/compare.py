@@ -13,13 +13,13 @@ from fewer.errors import RunError, SettingError
 from fewer.experiments.tune import TRIALS, Trial, pooled_accuracy, tune_experiment
 from fewer.methods import Method, find
 from fewer.runs import trackers
-from fewer.runs.directory import RunDirectory
 from fewer.runs.engine import Progress, experiment_from_arguments, initial_state, resume, run_experiment
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
+from fewer.runs.reader import RunReader
 from fewer.runs.result import Result
 from fewer.runs.settings import METHOD_SETTINGS, Settings
-from fewer.runs.statistics import format_number, half_width
 from fewer.runs.views import Viewable
+from fewer.statistics import Interval, format_interval, format_number, half_width
 
 MB = 1e6
 CACHED_PARTITIONS = 3
@@ -67,7 +67,7 @@ class Row:
 
     def format_accuracy(self) -> str:
         """The accuracy in %, with its confidence interval."""
-        return f"{100 * self.accuracy:.2f}" + ("" if self.ci95 is None else f" ± {100 * self.ci95:.2f}")
+        return format_interval(Interval(self.accuracy, self.ci95))
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ class SeedRunner:
             self.paths.append(path)
         if path is None or not (path / "settings.json").exists():
             return run_experiment(experiment, path, progress, track=self.track)
-        if RunDirectory.open(path).metadata["hash"] != experiment.hash:
+        if RunReader(path).metadata["hash"] != experiment.hash:
             raise RunError(f"{path} holds a run with other settings: choose another --out")
         return resume(
             path, method=method, data=self.data, model=self.model, progress=progress, track=self.track or None

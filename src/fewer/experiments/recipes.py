@@ -24,10 +24,10 @@ from fewer.experiments.studies import CellRuns, Study, parse_study
 from fewer.experiments.targets import TargetCost, best_accuracy, cost_to_reach
 from fewer.experiments.tune import TRIALS, Trial, mean_client_accuracy, pooled_accuracy
 from fewer.methods import find
-from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import parse_settings
+from fewer.runs.reader import RunReader
 from fewer.runs.settings import Settings
-from fewer.runs.statistics import format_number, half_width
+from fewer.statistics import format_interval, format_number, half_width, interval
 
 MEASURES = {"samples": pooled_accuracy, "clients": mean_client_accuracy}
 """How a recipe averages accuracy (`mean`)."""
@@ -239,7 +239,7 @@ def _measure_target_cost(target: str, cell: Cell, out: Path) -> TargetCost:
     """Returns the cost of reaching the best accuracy of the target row in the same column."""
 
     def histories(row: str) -> list[list[dict[str, Any]]]:
-        return [RunDirectory.open(folder).history() for folder in _run_folders(row, cell, out)]
+        return [RunReader(folder).history for folder in _run_folders(row, cell, out)]
 
     return cost_to_reach(histories(cell.row), best_accuracy(histories(target)))
 
@@ -388,7 +388,7 @@ def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Map
     if ours is rivals or not all(seeds):
         return "–"
     half = half_width([statistics.fmean(differences) for differences in seeds])
-    mean = _format_mean([difference for differences in seeds for difference in differences])
+    mean = format_interval(interval([difference for differences in seeds for difference in differences]), 1)
     return mean + ("" if half is None else f" (± {100 * half:.1f})")
 
 
@@ -418,14 +418,9 @@ def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
         lines += ["|---|" + "---|" * len(rounds)]
         for row, seeds in by_row.items():
             by_round = [[seed[number] for seed in seeds if number in seed] for number in rounds]
-            texts = [_format_mean(values) if len(values) == len(seeds) else "–" for values in by_round]
+            texts = [format_interval(interval(values), 1) if len(values) == len(seeds) else "–" for values in by_round]
             lines.append(f"| {row} | " + " | ".join(texts) + " |")
     return lines
-
-
-def _format_mean(values: list[float]) -> str:
-    half = half_width(values)
-    return f"{100 * statistics.fmean(values):.1f}" + ("" if half is None else f" ± {100 * half:.1f}")
 
 
 def _format_traffic(cells: list[Cell]) -> str:

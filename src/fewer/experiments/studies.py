@@ -27,8 +27,8 @@ from fewer.methods.registry import names_with
 from fewer.runs.engine import one_thread
 from fewer.runs.experiment import load_data
 from fewer.runs.result import Result, open_run
-from fewer.runs.statistics import half_width
 from fewer.runtime.streams import stream
+from fewer.statistics import format_interval, interval
 
 EMBEDDING_CAPTION = (
     "t-SNE of a member's embedding after its local training in the last round. Diamonds: its own samples; circles: "
@@ -128,9 +128,8 @@ def emd(cells: Sequence[CellRuns], paper: Sequence[float] = ()) -> Study:
             _measure_distance(open_run(path), open_run(first))
             for path, first in zip(paths, cells[0].paths, strict=True)
         ]
-        half = half_width(distances)
         heads.append(column)
-        our_values.append(f"{statistics.fmean(distances):.3f}" + (f" ± {half:.3f}" if half is not None else ""))
+        our_values.append(format_interval(interval(distances), 3, 1))
         metrics[column] = distances
     paper_values = [f"{value:.3f}" for value in paper] + ["–"] * (len(heads) - len(paper))
     lines = ["", f"## Earth mover's distance to {heads[0]}", "", "| | " + " | ".join(heads) + " |"]
@@ -165,9 +164,8 @@ def unused(cells: Sequence[CellRuns]) -> Study:
     for row, column, paths in cells:
         scores = [_score_unused(open_run(path)) for path in paths]
         accuracies = [100 * counts.correct / counts.total for counts in scores]
-        half = half_width(accuracies)
         metrics[f"{row}, {column}"] = accuracies
-        accuracy = f"{statistics.fmean(accuracies):.2f}" + (f" ± {half:.2f}" if half is not None else "")
+        accuracy = format_interval(interval(accuracies), 2, 1)
         lines.append(f"| {row}, {column} | {accuracy} | {scores[0].total:,} |")
     return Study(lines, metrics)
 

@@ -32,6 +32,7 @@ from fewer.methods.method import Method, State
 from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite
 from fewer.runtime import Clients, Unable, on_client, stream
+from fewer.statistics import half_width
 from fewer.wire import Shaped
 
 Part = Literal["validation", "test"]
@@ -183,7 +184,6 @@ class FewShot(Method[FewShotState]):
         """Accuracy on tasks of novel classes for each predictor, with a 95 % confidence interval for the first."""
         accuracies = self.task_accuracies(self.ask_eval_counts(state, clients))
         first = [accuracy for by_task in accuracies[0].values() for accuracy in by_task]
-        ci95 = 1.96 * statistics.stdev(first) / len(first) ** 0.5 if len(first) > 1 else None
         by_predictor = {
             name: mean_accuracy(by_client) for name, by_client in zip(self.predictor_order(), accuracies, strict=True)
         }
@@ -191,7 +191,7 @@ class FewShot(Method[FewShotState]):
             "accuracy": mean_accuracy(accuracies[0]),
             **by_predictor,
             "tasks": len(first),
-            "tasks_ci95": ci95,
+            "tasks_ci95": half_width(first),
             "best_round": state.best_round,
             "validation_accuracy": state.validation_accuracy if state.best_round else None,
         }

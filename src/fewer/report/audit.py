@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from html import escape
 from pathlib import Path
 
 from fewer.audit import AttackImages, Audit
 from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.report.files import write_files
-from fewer.report.html import Picture, render_figure, render_note, render_page, render_table
+from fewer.report.html import Picture, Table, render
 from fewer.report.pictures import plot_image_rows
 
 PAGE, METRICS = "audit.html", "audit.json"
@@ -22,14 +21,10 @@ def write_audit(audit: Audit, out: Path) -> list[Path]:
     title = f"Privacy audit: {audit.method} on {audit.data} after {rounds}"
     clients = ", ".join(map(str, audit.clients))
     about = f"Attacked clients ({len(audit.clients)}): {clients}. {LIMITS} Hash of the run's settings: {audit.hash}."
-    body = [
-        render_table(HEADS, summary_rows(audit)),
-        f'<p class="small">{escape(MEANING)}</p>',
-        *map(render_note, audit.notes),
-        f'<div class="pictures">{"".join(map(render_figure, pictures))}</div>',
-        f'<p class="small">{escape(about)}</p>',
-    ]
-    page = render_page(title, body).encode()
+    table = Table(HEADS, summary_rows(audit))
+    page = render(
+        PAGE, title=title, table=table, meaning=MEANING, notes=audit.notes, pictures=pictures, about=about
+    ).encode()
     return write_files(
         out,
         {

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from fewer.report.metrics import Interval
 from fewer.report.style import INK, SIZE
+from fewer.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

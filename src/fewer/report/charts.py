@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from fewer.report.axes import accuracy_limits, add_legend, create_axes, create_subplots, hide_frame, shorten
-from fewer.report.metrics import MB, Histories, Interval, Point, accuracy_curve, client_accuracies
+from fewer.report.metrics import MB, Histories, Point, accuracy_curve, client_accuracies
 from fewer.report.style import BLUE, INK, ORANGE, LineStyle, assign_styles, text_color, theme
+from fewer.statistics import Interval, format_interval
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -165,10 +166,9 @@ def plot_bars(results: Mapping[str, Interval], styles: Styles) -> Figure:
         if any(half):
             whiskers = [np.minimum(half, mean), np.minimum(half, 100 - np.array(mean))]  # accuracy is within 0 to 100
             axes.errorbar(mean, y, xerr=whiskers, color=INK, linestyle="", capsize=3, linewidth=1.2)
-        for index, (value, width) in enumerate(zip(mean, half, strict=True)):
-            text = f"{value:.1f}" + (f" ± {width:.1f}" if width else "")
+        for index, (accuracy, value, width) in enumerate(zip(shown.values(), mean, half, strict=True)):
             end = (min(100, value + width), index)
-            axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", size=8)
+            axes.annotate(format_interval(accuracy, 1), end, (4, 0), textcoords="offset points", va="center", size=8)
         axes.set_yticks(y, [shorten(label, 32) for label in shown])
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
@@ -206,7 +206,7 @@ def plot_heatmap(title: str, grid: Grid) -> Figure:
                 value = (cell.mean - low) / (high - low) if high > low else 0.5
                 box = [x - 0.5, x + 0.5], [y - 0.5] * 2, [y + 0.5] * 2
                 axes.fill_between(*box, color=colors(value), linewidth=0)
-                text = f"{100 * cell.mean:.1f}" + (f"\n± {100 * cell.half:.1f}" if cell.half is not None else "")
+                text = format_interval(cell, 1).replace(" ±", "\n±")
                 color = text_color(value)
                 axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8, linespacing=1.1)
         axes.set_xticks(range(len(grid.columns)), [shorten(str(value), 10) for value in grid.columns])

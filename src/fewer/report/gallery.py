@@ -22,8 +22,9 @@ from fewer.report.charts import (
     plot_ring,
     plot_traffic,
 )
+from fewer.report.groups import RunGroup, differing_settings, find_method
 from fewer.report.html import Picture, Table
-from fewer.report.metrics import Histories, accuracy_curve, client_accuracies, format_percent
+from fewer.report.metrics import Histories, accuracy_curve, client_accuracies
 from fewer.report.pictures import (
     class_counts,
     class_names,
@@ -33,15 +34,15 @@ from fewer.report.pictures import (
     plot_image_grid,
     plot_partition,
 )
-from fewer.report.run_reader import Run, RunGroup, differing_settings
 from fewer.report.style import LineStyle, assign_label_styles, assign_styles
 from fewer.report.verdict import is_paired
-from fewer.runs.statistics import format_number
+from fewer.runs.reader import RunReader
+from fewer.runs.result import Result, load_run_data, open_run
+from fewer.statistics import format_interval, format_number
 
 if TYPE_CHECKING:
     from fewer.data import Data
     from fewer.methods import ImageGrid
-    from fewer.runs.result import Result
 
 MAX_RING = 100
 """Maximum number of clients drawn as a ring."""
@@ -84,7 +85,7 @@ def _histories(groups: Sequence[RunGroup]) -> Histories:
 def _draw_accuracy(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:
     histories = _histories(groups)
     several_seeds = any(len(group.runs) > 1 for group in groups)
-    last = ", ".join(f"{group.label} {format_percent(group.accuracy)} %" for group in groups)
+    last = ", ".join(f"{group.label} {format_interval(group.accuracy)} %" for group in groups)
     heads = ("method", "round", "megabytes", "seconds", "accuracy", "ci95")
     rows = [
         (label, point.round, point.megabytes, point.seconds, point.accuracy.mean, point.accuracy.half)
@@ -120,7 +121,7 @@ def _draw_bars(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iter
             for group in groups
             if group.accuracy
         ]
-        values = ", ".join(f"{label} {format_percent(value)} %" for label, value in accuracies.items())
+        values = ", ".join(f"{label} {format_interval(value)} %" for label, value in accuracies.items())
         yield Picture(
             "accuracy-bars",
             figure,
@@ -246,7 +247,7 @@ def client_rows(groups: Sequence[RunGroup]) -> list[tuple[str, int, int, float]]
     ]
 
 
-def build_ring(run: Run) -> Ring | None:
+def build_ring(run: RunReader) -> Ring | None:
     """The ring of a run; None if its method has none."""
     statistics = run.history[-1].get("ring")
     if not statistics:
@@ -255,7 +256,10 @@ def build_ring(run: Run) -> Ring | None:
     for (source, target, _), count in run.hops.items():
         hops[source, target] += count
     kinds = {kind for _, _, kind in run.hops}
-    skipped = Counter(event["client"] for event in run.absences if event.get("handler") in kinds and "client" in event)
+    skipped: Counter[int] = Counter()
+    for absence, count in run.absences.items():
+        if absence.handler in kinds and absence.client is not None:
+            skipped[absence.client] += count
     weights = {int(client): values["distill_weight"] for client, values in statistics.items()}
     adopted = {int(client): values["adopted"] for client, values in statistics.items()}
     return Ring(hops, skipped, weights, adopted)
@@ -289,7 +293,7 @@ def _draw_data_and_models(groups: Sequence[RunGroup]) -> tuple[list[Picture], li
     data_pictures: list[Picture] = []
     model_pictures: list[Picture] = []
     notes: list[str] = []
-    first_runs: dict[str, Run] = {}
+    first_runs: dict[str, RunReader] = {}
     for group in groups:
         first_runs.setdefault(_data_key(group), group.runs[0])
     loaded: dict[str, Data] = {}
@@ -297,10 +301,10 @@ def _draw_data_and_models(groups: Sequence[RunGroup]) -> tuple[list[Picture], li
         if "data" in run.metadata["objects"]:
             continue
         try:
-            loaded[key] = data = _load_data(run)
+            loaded[key] = data = load_run_data(run)
             data_pictures += _draw_data(run, data, _suffix(index))
         except FewerError as error:
-            notes.append(f"The data is not shown: {error}.")
+            notes.append(f"The data is not shown: {error}.".replace(str(run.path), run.path.name))
     for index, group in enumerate(groups):
         if group_data := loaded.get(_data_key(group)):
             try:
@@ -317,17 +321,7 @@ def _data_key(group: RunGroup) -> str:
     return json.dumps(group.runs[0].data_settings)
 
 
-def _load_data(run: Run) -> Data:
-    """The data of a run; RunError if it is missing or has changed."""
-    from fewer.runs.experiment import load_data, parse_settings
-
-    data = load_data(parse_settings(run.settings))
-    if data.fingerprint() != run.metadata["data"]["fingerprint"]:
-        raise RunError(f"{data.name} has changed since {run.path.name} was run")
-    return data
-
-
-def _draw_data(run: Run, data: Data, suffix: str) -> Iterator[Picture]:
+def _draw_data(run: RunReader, data: Data, suffix: str) -> Iterator[Picture]:
     """The partition and examples of the data."""
     counts = class_counts(data)
     names = class_names(data, range(data.classes))
@@ -354,10 +348,9 @@ def _draw_data(run: Run, data: Data, suffix: str) -> Iterator[Picture]:
 def _draw_models(group: RunGroup, data: Data, suffix: str) -> Iterator[Picture]:
     """Synthetic images and embeddings of the first run, if its method has them."""
     from fewer.methods.capabilities import HasEmbeddings, HasImageGrids
-    from fewer.runs.result import open_run
 
     run = group.runs[0]
-    method = run.method_class
+    method = find_method(run)
     if method is None or not issubclass(method, HasImageGrids | HasEmbeddings):
         return
     if needs_import(str(run.settings["model"])):

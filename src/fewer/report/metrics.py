@@ -6,32 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fewer.runs.statistics import half_width
+from fewer.statistics import Interval, interval
 
 MB = 1e6
 History = Sequence[Mapping[str, Any]]
 """The metrics of a run, one entry per round, as in metrics.jsonl."""
 Histories = Mapping[str, Sequence[History]]
 """For each method, the histories of its runs, one per seed."""
-
-
-class Interval(NamedTuple):
-    """A mean and the half-width of its 95 % confidence interval (Student's t); None for a single value."""
-
-    mean: float
-    half: float | None
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Mean and confidence interval of the values."""
-    return Interval(statistics.fmean(values), half_width(values))
-
-
-def format_percent(value: Interval | None) -> str:
-    """Formats a mean in %, with its confidence interval."""
-    if value is None:
-        return "–"
-    return f"{100 * value.mean:.2f}" + ("" if value.half is None else f" ± {100 * value.half:.2f}")
 
 
 class Point(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,11 @@ from fewer.experiments.compare import Comparison, Row
 from fewer.registry import VIEWS
 from fewer.report.charts import TITLES, plot_clients, plot_curves
 from fewer.report.files import write_files
-from fewer.report.html import Picture, render_figure, render_image, render_page, render_table
-from fewer.report.metrics import Histories, History, Interval, format_percent
+from fewer.report.html import Picture, Table, render
+from fewer.report.metrics import Histories, History
 from fewer.report.page import PAGE, write_report
 from fewer.runs.result import Result
-from fewer.runs.statistics import format_number
+from fewer.statistics import format_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,8 +37,8 @@ class View(ABC):
         """One line that describes the result."""
 
     @abstractmethod
-    def table(self) -> str:
-        """The metrics as an HTML table."""
+    def table(self) -> Table:
+        """The metrics as a table."""
 
     @abstractmethod
     def run_directories(self) -> list[Path]:
@@ -62,11 +61,11 @@ class View(ABC):
 
     def html(self) -> str:
         """Table and plot; only the title before the first evaluation."""
-        title = escape(self.title())
+        title = self.title()
         if not self._is_evaluated():
-            return f"<p>{title}: no round has been evaluated yet</p>"
-        picture = Picture("accuracy", self.plot("round"), "", f"Line chart: accuracy by round. {self.title()}")
-        return f"<p><strong>{title}</strong></p>{self.table()}{render_image(picture)}"
+            return render("notebook.html", title=title, picture=None)
+        picture = Picture("accuracy", self.plot("round"), "", f"Line chart: accuracy by round. {title}")
+        return render("notebook.html", title=title, table=self.table(), picture=picture)
 
     def report(self, out: Path) -> Path:
         """Writes the report of the kept runs, or a page with the table and all plots, into `out`; returns its path."""
@@ -79,8 +78,7 @@ class View(ABC):
             for by, title in _ALL_TITLES.items()
             if (figure := self._plot(by))
         ]
-        figures = "".join(map(render_figure, pictures))
-        page = render_page(self.title(), [self.table(), f'<div class="pictures">{figures}</div>'])
+        page = render("result.html", title=self.title(), table=self.table(), pictures=pictures)
         return write_files(out, {PAGE: page.encode()})[0]
 
     def _is_evaluated(self) -> bool:
@@ -107,12 +105,12 @@ class RunView(View):
         done, planned = len(self.result.history), self.result.method.rounds
         return f"{self.result.method.name} on {self.result.data.name}, round {done} of {planned}"
 
-    def table(self) -> str:
+    def table(self) -> Table:
         """The metrics of the last evaluated round."""
         last = next(entry for entry in reversed(self.result.history) if "accuracy" in entry)
         cells = [f"{100 * last['accuracy']:.2f}", format_number(last["up"] / 1e6), format_number(last["down"] / 1e6)]
-        heads = ["method", "accuracy %", "MB up", "MB down", "seconds"]
-        return render_table(heads, [[self.result.method.name, *cells, f"{last['seconds']:.1f}"]])
+        heads = ("method", "accuracy %", "MB up", "MB down", "seconds")
+        return Table(heads, [(self.result.method.name, *cells, f"{last['seconds']:.1f}")])
 
 
 @VIEWS.register("comparison")
@@ -135,22 +133,22 @@ class ComparisonView(View):
         """Data and number of clients."""
         return f"{self.comparison.settings['data']}, {self.comparison.clients} clients"
 
-    def table(self) -> str:
+    def table(self) -> Table:
         """One row per method."""
-        heads = ["method", "accuracy %", "global accuracy %", "rounds", "MB up", "MB down", "seconds"]
+        heads = ("method", "accuracy %", "global accuracy %", "rounds", "MB up", "MB down", "seconds")
         rows = [
-            [
+            (
                 label,
-                format_percent(Interval(row.accuracy, row.ci95)),
+                row.format_accuracy(),
                 f"{100 * row.global_accuracy:.2f}",
                 str(row.rounds),
                 format_number(row.mb_up),
                 format_number(row.mb_down),
                 f"{row.seconds:.1f}",
-            ]
+            )
             for label, row in zip(self.comparison.labels, self.comparison.rows, strict=True)
         ]
-        return render_table(heads, rows)
+        return Table(heads, rows)
 
 
 def _add_client_accuracies(row: Row) -> Sequence[History]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from fewer.methods.new_clients import worst_tenth
 from fewer.report.files import write_files
-from fewer.report.gallery import build_gallery, client_rows
-from fewer.report.html import render_details, render_figure, render_note, render_page, render_table
-from fewer.report.metrics import MB, Interval, format_percent
-from fewer.report.run_reader import Run, RunGroup, differing_settings, group_runs
+from fewer.report.gallery import Gallery, build_gallery, client_rows
+from fewer.report.groups import RunGroup, differing_settings, group_runs
+from fewer.report.html import Table, render
+from fewer.report.metrics import MB
 from fewer.report.verdict import verdict, winner
+from fewer.runs.reader import RunReader
 from fewer.runs.settings import METHOD_SETTINGS
-from fewer.runs.statistics import format_number
+from fewer.statistics import Interval, format_interval, format_number
 
 PAGE = "report.html"
 FOLDER = "pictures"
@@ -40,129 +40,112 @@ def write_report(runs: Sequence[Path], out: Path, pictures: bool = True) -> list
     write_files(out, {})  # fails early if the directory cannot be written
     gallery, notes = build_gallery(groups)
     notes += [f"{path.name} is left out: it has no completed round yet." for path in empty]
-    sections = {section: list(map(render_figure, drawn)) for section, drawn in gallery.items()}
-    files = {PAGE: _render_report(groups, sections, notes).encode()}
+    files = {PAGE: _render_report(groups, gallery, notes).encode()}
     for picture in chain(*gallery.values()) if pictures else ():
         files |= picture.files(FOLDER)
     return write_files(out, files)
 
 
-def _render_report(groups: Sequence[RunGroup], sections: Mapping[str, Sequence[str]], notes: Sequence[str]) -> str:
+def _render_report(groups: Sequence[RunGroup], gallery: Gallery, notes: Sequence[str]) -> str:
     runs = [(group, run) for group in groups for run in group.runs]
-    title = "; ".join(dict.fromkeys(run.data_summary for _, run in runs))
     notes = [
         *_describe_differences(groups),
         *(f"{group.label}, seed {run.seed}, {run.unfinished}." for group, run in runs if run.unfinished),
         *(
             f"{group.label}, seed {run.seed}, ran between machines: including evaluation, Flower sent "
-            f"{format_number(run.transport_megabytes[0])} MB up and "
-            f"{format_number(run.transport_megabytes[1])} MB down."
+            f"{format_number(sent[0] / MB)} MB up and {format_number(sent[1] / MB)} MB down."
             for group, run in runs
-            if run.transport_megabytes
+            if (sent := run.transport_bytes)
         ),
         *notes,
     ]
-    environments = list({json.dumps(run.metadata["environment"]): run for _, run in runs}.values())
+    environments = {json.dumps(run.metadata["environment"]): run.metadata["environment"] for _, run in runs}.values()
     hashes = [
-        [group.label, str(run.seed), run.metadata["hash"], run.metadata["data"]["fingerprint"], run.path.name]
+        (group.label, run.seed, run.metadata["hash"], run.metadata["data"]["fingerprint"], run.path.name)
         for group, run in runs
     ]
-    tables_after = {"Traffic": _render_traffic(groups), "Clients": _render_worst_clients(groups)}
-    parts = [
-        f'<div class="verdict">{"".join(f"<p>{escape(text)}</p>" for text in verdict(groups))}</div>',
-        _render_results(groups),
-        *map(render_note, notes),
-        *_render_paper_comparison(groups),
-    ]
-    for section, figures in sections.items():
-        parts += [
-            f"<h2>{section}</h2>",
-            f'<div class="pictures">{"".join(figures)}</div>',
-            tables_after.get(section, ""),
-        ]
-    parts += [
-        "<h2>Faults</h2>",
-        _render_faults(groups),
-        "<h2>Settings</h2>",
-        *(render_details(group.label, _render_pairs(_all_settings(group.runs[0]))) for group in groups),
-        render_details(
-            "Seeds and hashes", render_table(["method", "seed", "settings", "data", "run"], hashes, name="Hashes")
-        ),
-        "<h2>Environment</h2>",
-        *(render_details(_format_versions(run), _render_pairs(run.metadata["environment"])) for run in environments),
-        '<p class="small">This page is self-contained. <code>fewer report RUN…</code> also writes each picture as PNG '
-        "and SVG, and its values as CSV.</p>",
-    ]
-    return render_page(title, parts)
+    paper, sources = compare_with_paper(groups)
+    return render(
+        PAGE,
+        title="; ".join(dict.fromkeys(run.data_summary for _, run in runs)),
+        verdict=verdict(groups),
+        results=tabulate_results(groups),
+        explanation=explain_results(groups),
+        notes=notes,
+        paper=paper,
+        sources=sources,
+        gallery=gallery,
+        traffic=_tabulate_traffic(groups),
+        worst_clients=tabulate_worst_clients(groups),
+        faults=_tabulate_faults(groups),
+        settings={group.label: _tabulate_values(_all_settings(group.runs[0])) for group in groups},
+        hashes=Table(("method", "seed", "settings", "data", "run"), hashes, "Hashes"),
+        environments=[(_format_versions(values), _tabulate_values(values)) for values in environments],
+    )
 
 
-def _render_results(groups: Sequence[RunGroup]) -> str:
-    heads = ["method", "accuracy %", "global accuracy %", "rounds", "MB up", "MB down", "seconds", "seeds"]
+def tabulate_results(groups: Sequence[RunGroup]) -> Table:
+    """Accuracy, traffic and time of each group, the most accurate first."""
+    heads = ("method", "accuracy %", "global accuracy %", "rounds", "MB up", "MB down", "seconds", "seeds")
     best = winner(groups)
     ranked = sorted(groups, key=lambda group: -group.accuracy.mean if group.accuracy else 1)
     rows = [
-        [
+        (
             group.label,
-            format_percent(group.accuracy),
-            format_percent(group.global_accuracy and Interval(group.global_accuracy.mean, None)),
+            format_interval(group.accuracy),
+            format_interval(group.global_accuracy and Interval(group.global_accuracy.mean, None)),
             group.rounds,
             *(format_number(megabytes) for megabytes in group.megabytes),
             f"{group.last_mean('seconds'):,.1f}",
             ", ".join(str(run.seed) for run in group.runs),
-        ]
+        )
         for group in ranked
     ]
+    return Table(heads, rows, "Results", ranked.index(best) if best else None)
+
+
+def explain_results(groups: Sequence[RunGroup]) -> str:
+    """What the numbers in the table of results mean."""
     several_seeds = any(len(group.runs) > 1 for group in groups)
     units = next((group.units for group in groups if group.units), None)
     averaged = f"; mean ± 95 % confidence over {units or 'seeds'}" if several_seeds or units else ""
     totals = "mean over seeds" if several_seeds else "totals"
-    explanation = (
+    return (
         f"Accuracy: {ACCURACY_MEANING[units]}{averaged}. Global accuracy: each client’s model on all clients’ test "
         f"samples. MB and seconds: {totals}."
     )
-    return (
-        render_table(heads, rows, [ranked.index(best)] if best else [], name="Results")
-        + f'<p class="small">{explanation}</p>'
-    )
 
 
-def _render_paper_comparison(groups: Sequence[RunGroup]) -> Iterator[str]:
-    """Our accuracy next to the paper's, for runs of a recipe that has the paper's values."""
+def compare_with_paper(groups: Sequence[RunGroup]) -> tuple[Table, dict[str, bool]]:
+    """Our accuracy next to the paper's, for runs of a recipe that has the paper's values.
+
+    Also returns the recipes, with True for quick settings.
+    """
     rows = []
-    about = {}
+    sources = {}
     for group in groups:
         position = group.table_position
         if position is None or position.paper is None or (ours := position.measure(group.runs)) is None:
             continue
         difference = 100 * ours.mean - position.paper
         rows.append(
-            [position.row, position.column, format_percent(ours), f"{position.paper:.2f}", f"{difference:+.2f}"]
+            (position.row, position.column, format_interval(ours), f"{position.paper:.2f}", f"{difference:+.2f}")
         )
-        about[position.about] = position.quick
-    if rows:
-        yield "<h2>Comparison with the paper</h2>"
-        heads = ["row", "column", "ours %", "paper %", "difference"]
-        yield render_table(heads, rows, name="Comparison with the paper")
-        for text, quick in about.items():
-            yield f'<p class="small">{escape(text)}</p>'
-            if quick:
-                yield render_note("These runs use the recipe’s quick settings and are not comparable with the paper.")
+        sources[position.about] = position.quick
+    return Table(("row", "column", "ours %", "paper %", "difference"), rows, "Comparison with the paper"), sources
 
 
-def _render_traffic(groups: Sequence[RunGroup]) -> str:
+def _tabulate_traffic(groups: Sequence[RunGroup]) -> Table:
     """All kinds of messages, including those too small for a label in the picture."""
     rows = [
-        [group.label, direction, kind, format_number(size / MB)]
+        (group.label, direction, kind, format_number(size / MB))
         for group in groups
         for (direction, kind), size in sorted(group.traffic.items(), key=lambda item: -item[1])
     ]
-    if not rows:
-        return ""
-    table = render_table(["method", "direction", "kind", "MB"], rows, name="Traffic by kind")
-    return render_details("Traffic by kind", table)
+    return Table(("method", "direction", "kind", "MB"), rows, "Traffic by kind")
 
 
-def _render_worst_clients(groups: Sequence[RunGroup]) -> str:
+def tabulate_worst_clients(groups: Sequence[RunGroup]) -> Table:
     """The clients with the lowest accuracy."""
     rows = []
     for group in groups:
@@ -175,22 +158,21 @@ def _render_worst_clients(groups: Sequence[RunGroup]) -> str:
         )
         values = [row[3] for row in ranked]
         mean, worst = statistics.fmean(values), worst_tenth(values)
-        rows.append([group.label, f"{100 * mean:.1f}", f"{100 * worst:.1f}", names])
-    heads = ["method", "mean over clients %", "worst tenth %", "worst clients %"]
-    return render_table(heads, rows, name="Worst clients") if rows else ""
+        rows.append((group.label, f"{100 * mean:.1f}", f"{100 * worst:.1f}", names))
+    return Table(("method", "mean over clients %", "worst tenth %", "worst clients %"), rows, "Worst clients")
 
 
-def _render_faults(groups: Sequence[RunGroup]) -> str:
-    """Absent answers by reason, and how often runs were interrupted and resumed."""
+def _tabulate_faults(groups: Sequence[RunGroup]) -> Table | None:
+    """Absent answers by reason, and how often runs were interrupted and resumed; None without faults."""
     reasons = sorted({reason for group in groups for reason in group.absent_counts})
     interruptions = [sum(run.interruptions for run in group.runs) for group in groups]
     if not reasons and not any(interruptions):
-        return "<p>All clients answered, and no run was interrupted.</p>"
+        return None
     rows = []
     for group, count in zip(groups, interruptions, strict=True):
         absent = group.absent_counts
-        rows.append([group.label, *(f"{absent[reason]:,}" for reason in reasons), f"{absent.total():,}", f"{count:,}"])
-    return render_table(["method", *reasons, "absent in total", "resumed"], rows, name="Faults")
+        rows.append((group.label, *(f"{absent[reason]:,}" for reason in reasons), f"{absent.total():,}", f"{count:,}"))
+    return Table(("method", *reasons, "absent in total", "resumed"), rows, "Faults")
 
 
 def _describe_differences(groups: Sequence[RunGroup]) -> Iterator[str]:
@@ -205,17 +187,17 @@ def _describe_differences(groups: Sequence[RunGroup]) -> Iterator[str]:
         yield f"Other settings differ too: {'; '.join(texts)}."
 
 
-def _all_settings(run: Run) -> dict[str, Any]:
+def _all_settings(run: RunReader) -> dict[str, Any]:
     """All settings of a run, its method's own first, without the seed and the data directory."""
     hidden = ("method", *METHOD_SETTINGS, "method_options", "seed", "data_dir")
     others = {key: value for key, value in run.settings.items() if key not in hidden}
     return {"method": run.method_name, **run.metadata["method"], **others}
 
 
-def _format_versions(run: Run) -> str:
-    return ", ".join(f"{name} {run.metadata['environment'].get(name, '?')}" for name in ("fewer", "torch", "python"))
+def _format_versions(environment: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {environment.get(name, '?')}" for name in ("fewer", "torch", "python"))
 
 
-def _render_pairs(values: Mapping[str, Any]) -> str:
+def _tabulate_values(values: Mapping[str, Any]) -> Table:
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
-    return render_table(["name", "value"], [(key, "–" if text == "null" else text) for key, text in texts.items()])
+    return Table(("name", "value"), [(key, "–" if text == "null" else text) for key, text in texts.items()])

@@ -11,9 +11,10 @@ from fewer.experiments.studies import Study
 from fewer.report.audit import draw_images
 from fewer.report.charts import plot_columns, plot_curves
 from fewer.report.files import write_files
-from fewer.report.metrics import Histories, Interval, accuracy_curve
+from fewer.report.metrics import Histories, accuracy_curve
 from fewer.report.pictures import plot_embeddings
 from fewer.report.style import assign_label_styles, png
+from fewer.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 from fewer.experiments.targets import best_accuracy, cost_to_reach
 from fewer.methods.new_clients import worst_tenth
-from fewer.report.metrics import Interval, accuracy_curve, client_accuracies, interval
-from fewer.report.run_reader import Run, RunGroup
-from fewer.runs.statistics import format_number
+from fewer.report.groups import RunGroup, find_method
+from fewer.report.metrics import accuracy_curve, client_accuracies
+from fewer.runs.reader import RunReader
+from fewer.statistics import Interval, format_interval, format_number, interval
 
 MAX_NAMED = 3
 """Maximum number of close competitors that are named."""
@@ -145,7 +146,7 @@ def _describe_lead(ranked: Sequence[RunGroup], by_seed: bool) -> str:
     text = "Its 95 % interval overlaps no other"
     if by_seed:
         lead = _paired_lead(_final_accuracies(first), _final_accuracies(second))
-        text = f"Paired by seed, it leads {second.label} by {100 * lead.mean:.1f} ± {100 * (lead.half or 0):.1f} points"
+        text = f"Paired by seed, it leads {second.label} by {format_interval(lead, 1)} points"
         text += " and all others significantly" if more else ""
     comparisons = f" ({len(ranked) - 1} comparisons, each at 95 %, without correction)" if more else ""
     return f"{text}{comparisons}."
@@ -177,12 +178,12 @@ def _describe_early_lead(groups: Sequence[RunGroup]) -> Iterator[str]:
     ):
         second, label = others[0]
         yield (
-            f"Early lead: after round {start}, {leader} had {_format_interval(first)}, ahead of {label} with "
-            f"{_format_interval(second)}."
+            f"Early lead: after round {start}, {leader} had {format_interval(first, 1)} %, ahead of {label} with "
+            f"{format_interval(second, 1)} %."
         )
 
 
-def _accuracy_at(run: Run, number: int) -> float:
+def _accuracy_at(run: RunReader, number: int) -> float:
     return next(float(entry["accuracy"]) for entry in run.history if entry["round"] == number)
 
 
@@ -209,7 +210,7 @@ def _describe_target(first: RunGroup, second: RunGroup) -> Iterator[str]:
 
 def _describe_method(group: RunGroup) -> Iterator[str]:
     """First line of the method's docstring."""
-    method = group.runs[0].method_class
+    method = find_method(group.runs[0])
     if lines := ((method and method.__doc__) or "").strip().splitlines():
         yield f"About {group.method_name}: {lines[0]}"
 
@@ -236,12 +237,7 @@ def _accuracy(group: RunGroup) -> Interval:
 
 
 def _format_accuracy(group: RunGroup) -> str:
-    return _format_interval(_accuracy(group))
-
-
-def _format_interval(value: Interval) -> str:
-    mean, half = value
-    return f"{100 * mean:.1f} %" if half is None else f"{100 * mean:.1f} ± {100 * half:.1f} %"
+    return f"{format_interval(_accuracy(group), 1)} %"
 
 
 def _format_megabytes(count: float) -> str:

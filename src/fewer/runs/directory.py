@@ -27,22 +27,24 @@ from pathlib import Path
 from typing import IO, Any
 
 from fewer.errors import RunError
-from fewer.runs.files import EVENTS as EVENTS
-from fewer.runs.files import FORMAT, LOCK, RECORDS, SETTINGS, read_metadata
+from fewer.ledger import Entry
+from fewer.runs.reader import CHECKPOINT, CLIENTS, EVENTS, FORMAT, LEDGER, LOCK, METRICS, SETTINGS, RunReader
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import delete_state_after, lock_file, write_durably
-from fewer.wire import Tree, pack, unpack
-from fewer.wire.ledger import Entry
+from fewer.wire import Tree, pack
 
 HOPS = "hops"
+RECORDS = (METRICS, LEDGER)
+"""The files whose lengths a checkpoint stores."""
 
 
 class RunDirectory:
     """One run on disk. Only the process that holds the lock writes to it."""
 
-    def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        self.path = path
-        self.metadata = metadata
+    def __init__(self, reader: RunReader) -> None:
+        self.reader = reader
+        self.path = reader.path
+        self.metadata = reader.metadata
         self._lock: IO[str] | None = None
         self._records: dict[str, FileIO] = {}
 
@@ -51,7 +53,7 @@ class RunDirectory:
         """Creates the directory of a new run."""
         check_unused(path)
         try:
-            (path / "clients").mkdir(parents=True, exist_ok=True)
+            (path / CLIENTS).mkdir(parents=True, exist_ok=True)
             _write_metadata(path, {"format": FORMAT, **metadata})
         except OSError as error:
             raise RunError(f"{path} cannot be created: {error.strerror}") from error
@@ -60,12 +62,12 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
         """Opens the directory of an existing run; RunError if it is not one."""
-        return cls(path, read_metadata(path))
+        return cls(RunReader(path))
 
     @property
     def clients(self) -> Path:
         """The folder of the clients' private state."""
-        return self.path / "clients"
+        return self.path / CLIENTS
 
     @property
     def journal(self) -> Journal:
@@ -96,11 +98,7 @@ class RunDirectory:
 
     def rewind_to_checkpoint(self) -> dict[str, Any] | None:
         """Returns the last checkpoint, or None, after removing everything that was written since."""
-        path = self.path / "checkpoint.safetensors"
-        try:
-            checkpoint = unpack(path.read_bytes()) if path.exists() else None
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.path} is damaged: checkpoint.safetensors cannot be read ({error})") from error
+        checkpoint = self.reader.read_checkpoint()
         for name in RECORDS:
             file = self._records[name] = (self.path / name).open("ab", buffering=0)
             length = checkpoint["lengths"][name] if checkpoint else 0
@@ -108,8 +106,8 @@ class RunDirectory:
                 raise RunError(f"{self.path} is damaged: {name} is shorter than the checkpoint says")
             file.truncate(length)
             file.seek(0, os.SEEK_END)
-        if not self._records["ledger.csv"].tell():
-            self._write("ledger.csv", ",".join(Entry._fields) + "\n")
+        if not self._records[LEDGER].tell():
+            self._write(LEDGER, ",".join(Entry._fields) + "\n")
         self._records[EVENTS] = (self.path / EVENTS).open("ab", buffering=0)
         round = checkpoint["round"] if checkpoint else 0
         delete_state_after(self.clients, round, self.journal.finished_clients(round + 1))
@@ -117,7 +115,7 @@ class RunDirectory:
 
     def update_metadata(self, **parts: Any) -> None:
         """Changes entries of settings.json that do not affect results."""
-        self.metadata = {**self.metadata, **parts}
+        self.metadata.update(parts)
         try:
             _write_metadata(self.path, self.metadata)
         except OSError as error:
@@ -129,11 +127,11 @@ class RunDirectory:
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Appends the metrics of a round to metrics.jsonl."""
-        self._write("metrics.jsonl", json.dumps(metrics) + "\n")
+        self._write(METRICS, json.dumps(metrics) + "\n")
 
     def log_messages(self, entries: Iterable[Entry]) -> None:
         """Appends the messages of a round to ledger.csv."""
-        self._write("ledger.csv", "".join(",".join(map(str, entry)) + "\n" for entry in entries))
+        self._write(LEDGER, "".join(",".join(map(str, entry)) + "\n" for entry in entries))
 
     def save_checkpoint(self, **content: Tree) -> None:
         """Saves a finished round: first the records, then the checkpoint, which stores their lengths."""
@@ -141,7 +139,7 @@ class RunDirectory:
             for name in RECORDS:
                 os.fsync(self._records[name].fileno())
             lengths = {name: self._records[name].tell() for name in RECORDS}
-            write_durably(self.path / "checkpoint.safetensors", pack({**content, "lengths": lengths}))
+            write_durably(self.path / CHECKPOINT, pack({**content, "lengths": lengths}))
             self.journal.clear()
         except OSError as error:
             raise self._write_error(error) from error
@@ -160,30 +158,6 @@ class RunDirectory:
             f"Fix the cause, then run: fewer resume {self.path}"
         )
 
-    # --- reading --------------------------------------------------------------------------------------------
-
-    def read(self) -> dict[str, Any]:
-        """The last checkpoint, without taking the lock."""
-        path = self.path / "checkpoint.safetensors"
-        try:
-            checkpoint: dict[str, Any] = unpack(path.read_bytes())
-        except FileNotFoundError:
-            raise RunError(f"{self.path} has no checkpoint yet: its first round has not finished") from None
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.path} is damaged: checkpoint.safetensors cannot be read ({error})") from error
-        return checkpoint
-
-    def history(self) -> list[dict[str, Any]]:
-        """The metrics of all rounds so far. An incomplete last line is ignored."""
-        file = self.path / "metrics.jsonl"
-        if not file.exists() and not (self.path / "checkpoint.safetensors").exists():  # the run has just started
-            return []
-        try:
-            *lines, _ = file.read_text().split("\n")
-            return [json.loads(line) for line in lines]
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.path} is damaged: metrics.jsonl cannot be read ({error})") from error
-
 
 def check_unused(path: Path) -> None:
     """Raises RunError if `path` exists and is not empty."""
@@ -200,4 +174,4 @@ def _is_unused(path: Path) -> bool:
     if not path.is_dir():
         return False
     entries = {entry.name for entry in path.iterdir()}
-    return entries <= {"clients", "settings.json.part"} and not any((path / "clients").glob("*"))
+    return entries <= {CLIENTS, f"{SETTINGS}.part"} and not any((path / CLIENTS).glob("*"))

@@ -228,10 +228,7 @@ def resume(
     allowed = (*RUNTIME_SETTINGS, *FAULT_SETTINGS)
     if fixed := sorted(changed.keys() - set(allowed)):
         raise SettingError(f"{fixed[0]} cannot change when a run resumes (allowed: {', '.join(allowed)})")
-    objects = {"method": method, "data": data, "model": model}
-    for part in recorded["objects"]:
-        if objects[part] is None:
-            raise RunError(f"{path} was run with your own {part}: pass it to fewer.resume(path, {part}=…)")
+    directory.reader.check_objects(method=method, data=data, model=model)
     new_settings = parse_settings({**resolve_start_model(recorded["settings"], path), **changed})
     experiment = build_experiment(new_settings, method, data, model)
     _check_options(experiment.method, recorded["method"])
@@ -368,7 +365,7 @@ def _train(
         result = Result(method, experiment.task, experiment.data, settings, state, client_folder if directory else None)
         if checkpoint and directory:
             result.state = restore_state(type(state), checkpoint["state"], directory.path)
-            result.history, result.seconds = directory.history(), checkpoint["seconds"]
+            result.history, result.seconds = directory.reader.history, checkpoint["seconds"]
             changes = {name: str(value) for name, value in (changed or {}).items()}
             directory.log_event("resume", round=checkpoint["round"], changed=changes)
         elif directory:

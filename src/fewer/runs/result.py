@@ -17,7 +17,7 @@ from fewer.methods import Context, ContextFactory, Method
 from fewer.methods.capabilities import AdaptsToNewClients
 from fewer.methods.registry import names_with
 from fewer.models import Task, load_weights
-from fewer.runs.directory import RunDirectory
+from fewer.runs.reader import CLIENTS, RunReader
 from fewer.runs.settings import Settings
 from fewer.runs.trackers import scalars
 from fewer.runs.views import Viewable
@@ -125,21 +125,33 @@ def open_run(path: str | Path, *, method: Method | None = None, data: Data | Non
     from fewer.runs.engine import initial_state, restore_state
     from fewer.runs.experiment import build_experiment, parse_settings
 
-    directory = RunDirectory.open(Path(path))
-    for part, given in (("data", data), ("model", model)):
-        if part in directory.metadata["objects"] and given is None:
-            raise RunError(f"{path} was run with your own {part}: pass {part}=… in Python")
-    checkpoint = directory.read()
-    settings = parse_settings(resolve_start_model(directory.metadata["settings"], directory.path))
+    run = RunReader(Path(path))
+    run.check_objects(data=data, model=model)
+    checkpoint = run.read_checkpoint()
+    if checkpoint is None:
+        raise RunError(f"{path} has no checkpoint yet: its first round has not finished")
+    settings = parse_settings(resolve_start_model(run.settings, run.path))
     experiment = build_experiment(settings, method, data, model)
-    state = restore_state(type(initial_state(experiment)), checkpoint["state"], directory.path)
+    state = restore_state(type(initial_state(experiment)), checkpoint["state"], run.path)
     return Result(
         experiment.method,
         experiment.task,
         experiment.data,
         experiment.settings,
         state,
-        directory.clients,
-        directory.history()[: checkpoint["round"]],
+        run.path / CLIENTS,
+        run.history[: checkpoint["round"]],
         checkpoint["seconds"],
     )
+
+
+def load_run_data(run: RunReader, data: Data | None = None, data_dir: Path | None = None) -> Data:
+    """Loads the data of a run, unless it is given; RunError if it has changed since, or is a Python object."""
+    from fewer.runs.experiment import load_data, parse_settings
+
+    run.check_objects(data=data)
+    if data is None:
+        data = load_data(parse_settings(run.settings | ({"data_dir": data_dir} if data_dir else {})))
+    if data.fingerprint() != run.metadata["data"]["fingerprint"]:
+        raise RunError(f"{data.name} has changed since {run.path} was run")
+    return data

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from fewer.errors import QuorumLost, RunError, SettingError
+from fewer.ledger import EVALUATION
 from fewer.runtime.handlers import Call, Reply, encode_message, stream_name
 from fewer.runtime.ring import Journal, RelayRun
 from fewer.runtime.streams import SERVER, seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
-from fewer.wire.ledger import EVALUATION
 
 MAX_EVAL_COHORT = 100
 """The largest number of clients that an evaluation asks."""

@@ -186,7 +186,7 @@ function pager(path, record, { head, caption, cells, first = null }) {
   };
 }
 
-const messageCells = ([round, client, direction, kind, bytes]) => [round, client, direction, kind, formatCount(Number(bytes))];
+const messageCells = ([round, client, direction, kind, bytes]) => [round, client, direction, kind, formatCount(bytes)];
 
 function eventCells({ time, event: kind, ...details }) {
   const describe = {

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fewer.dash import records
-from fewer.dash.records import Curve, EventTally, GrowingFile, read_last_lines
+from fewer.runs import records
+from fewer.runs.reader import RunFollower
+from fewer.runs.records import GrowingFile, read_last_lines
 from tests.dash.harness import STOPPED, metrics, write_run
 
 
@@ -66,12 +67,12 @@ def test_a_curve_is_thinned_out_and_keeps_its_end(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("w") as file:
         for number in range(1, 1203):
             file.write(json.dumps({**metrics(number), "clients": {"0": 1.0}}) + "\n")
-    curve = Curve.open(run)
-    points = curve.points()
+    curve = RunFollower(run)
+    points = curve.curve()
     assert len(points) == 401 and points[-1]["round"] == 1202 and "clients" not in points[0]
     assert {b["round"] - a["round"] for a, b in pairwise(points)} == {3}
     (run / "metrics.jsonl").write_text(json.dumps(metrics(1)) + "\n")  # a resumed run removes later rounds
-    assert [point["round"] for point in curve.points()] == [1]
+    assert [point["round"] for point in curve.curve()] == [1]
 
 
 def test_the_tally_counts_repeated_rounds_once(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_the_tally_counts_repeated_rounds_once(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", events=[*absent, STOPPED, resumed, {**absent[2], "reason": "dropped"}])
     with (run / "events.jsonl").open("a") as file:
         file.write('{"event": "abs\n{"event": "absent"}\n')  # one truncated by a kill, and an incomplete one
-    totals = EventTally.open(run).update()
+    totals = RunFollower(run).totals()
     assert totals["absent"] == {"late": 2, "dropped": 1, "?": 1} and totals["complete"] and totals["fraction_read"] == 1
     train, score = totals["traffic"]
     assert train == {"direction": "up", "kind": "train", "messages": 3, "bytes": 3000}

@@ -21,6 +21,17 @@ class Entry(NamedTuple):
     kind: str
     bytes: int
 
+    @classmethod
+    def parse(cls, line: str) -> Entry:
+        """Parses a line of ledger.csv; ValueError if it is not a message."""
+        round, client, direction, kind, size = line.rstrip("\n").split(",")
+        return cls(int(round), int(client), "up" if direction == "up" else "down", kind, int(size))
+
+    @property
+    def is_training(self) -> bool:
+        """False for messages of evaluation."""
+        return not self.kind.startswith(EVALUATION)
+
 
 @dataclass
 class Ledger:
@@ -31,8 +42,8 @@ class Ledger:
 
     def add(self, round: int, client: int, direction: Direction, kind: str, size: int) -> None:
         """Counts one message of `size` bytes."""
-        self.entries.append(Entry(round, client, direction, kind, size))
-        if not kind.startswith(EVALUATION):
+        self.entries.append(entry := Entry(round, client, direction, kind, size))
+        if entry.is_training:
             self.total[direction] += size
 
     def drain(self) -> list[Entry]:

@@ -8,9 +8,10 @@ import pytest
 
 from fewer.errors import RunError
 from fewer.report import write_report
-from fewer.report.page import _render_worst_clients
-from fewer.report.run_reader import Run, RunGroup
-from tests.report.harness import copy_run, group_runs
+from fewer.report.groups import RunGroup
+from fewer.report.page import tabulate_worst_clients
+from fewer.runs.reader import RunReader
+from tests.report.harness import copy_run, fake_run, group_runs
 
 # --- the page ---------------------------------------------------------------------------------------------------
 
@@ -45,9 +46,11 @@ def test_absent_answers_of_a_repeated_round_count_once(tmp_path: Path, runs: Pat
     assert group_runs([copy])[0].absent_counts == group_runs([runs / "bold"])[0].absent_counts
 
 
-def make_run(history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = (), path: Path = Path("run")) -> Run:
+def make_run(
+    history: list[dict[str, Any]], events: Sequence[dict[str, Any]] = (), path: Path = Path("run")
+) -> RunReader:
     metadata = {"settings": {"method": "fedavg", "seed": 0}, "method": {"rounds": len(history)}, "objects": []}
-    return Run(path, metadata, history, events)
+    return fake_run(path, metadata, history, events)
 
 
 def test_faults_of_repeated_rounds_do_not_count() -> None:
@@ -66,8 +69,8 @@ def test_an_unfinished_round_is_not_in_the_traffic(tmp_path: Path) -> None:
 
 def test_the_worst_tenth_by_arithmetic() -> None:
     clients = {str(client): client / 100 for client in range(1, 21)}
-    text = _render_worst_clients([RunGroup("fedavg", [make_run([{"round": 1, "clients": clients}])])])
-    assert "<td>10.5</td><td>1.5</td><td>client 1 1.0, client 2 2.0, client 3 3.0</td>" in text
+    table = tabulate_worst_clients([RunGroup("fedavg", [make_run([{"round": 1, "clients": clients}])])])
+    assert table.rows == [("fedavg", "10.5", "1.5", "client 1 1.0, client 2 2.0, client 3 3.0")]
 
 
 def test_an_incomplete_last_line_is_ignored(tmp_path: Path, runs: Path) -> None:
