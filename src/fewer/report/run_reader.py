@@ -149,7 +149,7 @@ class Run:
     def unfinished(self) -> str:
         """How far an unfinished run has come, and why it stopped; empty for a finished run."""
         planned, done = self.metadata["method"]["rounds"], len(self.history)
-        if done == planned:
+        if done == planned or (self.events and self.events[-1]["event"] == "finish"):  # a callback may end a run early
             return ""
         reason = self.events[-1].get("reason") if self.events else None
         return f"is at round {done} of {planned}" + (f"; it stopped: {reason}" if reason else "")
