@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import fewer
 from benchmarks import work
+from benchmarks.federated import PrintRounds
 from fewer.data import ArrayData, Data, from_clients
 from fewer.methods import Scores
 from fewer.methods.frl import FRL
@@ -41,12 +42,12 @@ class UnevaluatedFRL(FRL):
         return Scores({"accuracy": 0.0})
 
 
-class EpisodePrinter(work.RoundPrinter):
+class PrintEpisodes(PrintRounds):
     """Prints one line per episode instead of one per round."""
 
-    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
-        if metrics["round"] % (ROUNDS + 1) == 0:
-            super().on_round_end(metrics)
+    def on_round_end(self, run: fewer.Run, metrics: Mapping[str, Any]) -> None:
+        if run.round % (ROUNDS + 1) == 0:
+            super().on_round_end(run, metrics)
 
 
 def make_data() -> ArrayData:
@@ -92,15 +93,15 @@ def main() -> None:
     """Runs one side and prints each episode."""
     torch.set_num_threads(1)
     side, count = sys.argv[1], int(sys.argv[2])
-    printer = EpisodePrinter()
     if side == "bare":
         x, y = torch.randn(SAMPLES, 3, 32, 32), torch.arange(SAMPLES) % 2
-        for number in range(1, count + 1):
+        printer = work.RoundPrinter()
+        for _ in range(count):
             run_bare_passes(x, y)
-            printer.on_round_end({"round": number * (ROUNDS + 1), "accuracy": 0.0})
+            printer.print_round({"accuracy": 0.0})
         return
     method = UnevaluatedFRL(rounds=count * (ROUNDS + 1), cohort=CLIENTS, group_rounds=ROUNDS, batch_size=BATCH_SIZE)
-    fewer.run(method, make_data(), model="conv4", progress=printer, **SIDES[side])
+    fewer.run(method, make_data(), model="conv4", callbacks=[PrintEpisodes()], **SIDES[side])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -71,19 +72,29 @@ class Population(Data):
         return str(self.count)
 
 
+class PrintRounds(fewer.Callback):
+    """Prints each round."""
+
+    def on_run_start(self, run: fewer.Run) -> None:
+        self.printer = work.RoundPrinter()
+
+    def on_round_end(self, run: fewer.Run, metrics: Mapping[str, Any]) -> None:
+        self.printer.print_round(metrics)
+
+
 def main() -> None:
     """Runs the workload or the population and prints each round."""
-    printer = work.RoundPrinter()
+    callbacks = [PrintRounds()]
     task, rounds, text, *rest = sys.argv[1:]
     settings: dict[str, Any] = json.loads(text)
     if task == "work":
         method = WorkloadFedAvg(
             rounds=int(rounds), cohort=work.COHORT, lr=work.LR, local_steps=work.LOCAL_STEPS, batch_size=work.BATCH_SIZE
         )
-        fewer.run(method, load_workload(*rest), model=work.build_net(), progress=printer, **settings)
+        fewer.run(method, load_workload(*rest), model=work.build_net(), callbacks=callbacks, **settings)
     else:
         small = find(rest[1])(rounds=int(rounds), cohort=work.COHORT, local_steps=5)  # type: ignore[call-arg]
-        fewer.run(small, Population(int(rest[0])), evaluate_every=int(rounds), progress=printer, **settings)
+        fewer.run(small, Population(int(rest[0])), evaluate_every=int(rounds), callbacks=callbacks, **settings)
 
 
 if __name__ == "__main__":

@@ -31,16 +31,13 @@ Array = NDArray[Any]
 
 
 class RoundPrinter:
-    """A progress callback. It prints each round as a line of JSON, then waits for a line until stdin is closed."""
+    """Prints each round as a line of JSON, then waits for a line until stdin is closed."""
 
     def __init__(self) -> None:
         self.start = time.perf_counter()
 
-    def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
-
-    def on_answer(self, round: int, done: int, asked: int) -> None: ...
-
-    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
+    def print_round(self, metrics: Mapping[str, Any]) -> None:
+        """Prints the time since the last round, and the accuracy."""
         seconds = time.perf_counter() - self.start
         print(json.dumps({"seconds": seconds, "accuracy": metrics.get("accuracy")}), flush=True)
         sys.stdin.readline()
@@ -182,7 +179,7 @@ def main() -> None:
     rounds, *directory = sys.argv[1:]
     printer = RoundPrinter()
     for accuracy in islice(run_bare_loop(load_arrays(*directory)), int(rounds)):
-        printer.on_round_end({"accuracy": accuracy})
+        printer.print_round({"accuracy": accuracy})
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -123,12 +123,10 @@ class Stop(Exception):
     """Stops a run."""
 
 
-class Stopping:
+class Stopping(fewer.Callback):
     """Stops a run after its second round."""
 
-    def on_run_start(self, *_: Any) -> None: ...
-    def on_answer(self, *_: Any) -> None: ...
-    def on_round_end(self, metrics: Any) -> None:
+    def on_round_end(self, run: fewer.Run, metrics: Any) -> None:
         if metrics["round"] == 2:
             raise Stop
 
@@ -211,19 +209,15 @@ def run_contents(path: Path) -> dict[str, Any]:
     }
 
 
-class Interrupt:
+class Interrupt(fewer.Callback):
     """Interrupts a run after `after` answers in its second round."""
 
     def __init__(self, after: int) -> None:
         self.after = after
 
-    def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
-
-    def on_answer(self, round: int, done: int, asked: int) -> None:
-        if round == 2 and done == self.after:
+    def on_answer(self, run: fewer.Run, answered: int, asked: int) -> None:
+        if run.round == 2 and answered == self.after:
             raise KeyboardInterrupt
-
-    def on_round_end(self, metrics: Mapping[str, Any]) -> None: ...
 
 
 DIGITS = ["--data", "digits", "--clients", "6"]

@@ -160,7 +160,9 @@ def test_compare_trains_a_plain_net_with_fedmk_too(my_data: ArrayData) -> None:
 
 
 def test_compare_finds_a_method_that_cannot_start_before_the_first_run(my_data: ArrayData) -> None:
-    started: list[str] = []
+    class Started(fewer.Callback):
+        def on_run_start(self, run: fewer.Run) -> None:
+            pytest.fail("a run has started")
 
     class NoLinear(nn.Module):
         def __init__(self) -> None:
@@ -171,8 +173,7 @@ def test_compare_finds_a_method_that_cannot_start_before_the_first_run(my_data: 
             return x.flatten(1) @ self.weight
 
     with pytest.raises(SettingError, match="model NoLinear has no encoder and no head"):
-        fewer.compare(["fedavg", "fedmk"], my_data, model=NoLinear, progress=started.append)
-    assert not started
+        fewer.compare(["fedavg", "fedmk"], my_data, model=NoLinear, callbacks=[Started()])
 
 
 def test_wrong_arguments_get_one_clear_line(my_data: ArrayData) -> None:

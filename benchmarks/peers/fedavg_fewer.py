@@ -31,16 +31,14 @@ class HarnessFedAvg(fewer.FedAvg):
         return {}
 
 
-class Clock:
+class Clock(fewer.Callback):
     def __init__(self, log: Any) -> None:
         self.log = log
 
-    def on_run_start(self, method: str, done: int, rounds: int) -> None:
+    def on_run_start(self, run: fewer.Run) -> None:
         self.log.start()
 
-    def on_answer(self, round: int, done: int, asked: int) -> None: ...
-
-    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
+    def on_round_end(self, run: fewer.Run, metrics: Mapping[str, Any]) -> None:
         self.log.round(metrics["accuracy"])
 
 
@@ -53,7 +51,7 @@ def main() -> None:
     data = fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids)
     method = HarnessFedAvg(rounds=args.rounds, cohort=C.COHORT, lr=C.LR, local_steps=C.STEPS, batch_size=C.BATCH)
     runtime = "pool" if args.procs > 1 else "inline"
-    fewer.run(method, data, model=C.net(), runtime=runtime, workers=args.procs, progress=Clock(log))
+    fewer.run(method, data, model=C.net(), runtime=runtime, workers=args.procs, callbacks=[Clock(log)])
     log.done()
 
 

@@ -50,7 +50,10 @@ from fewer.methods.metafed import MetaFed as MetaFed
 from fewer.methods.per_fedavg import PerFedAvg as PerFedAvg
 from fewer.methods.reptile import Reptile as Reptile
 from fewer.models import Task as Task
+from fewer.runs import Callback as Callback
+from fewer.runs import EarlyStopping as EarlyStopping
 from fewer.runs import Result as Result
+from fewer.runs import Run as Run
 from fewer.runs import Settings as Settings
 from fewer.runs import open_run as open_run
 from fewer.runs import resume as resume

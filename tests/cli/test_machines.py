@@ -88,11 +88,11 @@ def test_a_stopped_local_cluster_prints_how_to_resume_and_resumes(
     joined: list[Sequence[str]] = []
     resumed: list[tuple[Path, dict[str, Any]]] = []
 
-    def start_and_stop(self: FlowerServer, unused: Any, out: Path, progress: Any) -> None:
+    def start_and_stop(self: FlowerServer, unused: Any, out: Path, callbacks: Any) -> None:
         run_experiment(experiment(2, rounds=1, runtime="inline"), out)
         raise KeyboardInterrupt
 
-    def resume_run(self: FlowerServer, out: Path, progress: Any, **changed: Any) -> None:
+    def resume_run(self: FlowerServer, out: Path, callbacks: Any, **changed: Any) -> None:
         resumed.append((out, changed))
         raise QuorumLost("too few")
 

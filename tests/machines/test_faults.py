@@ -22,6 +22,7 @@ import pytest
 import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
+import fewer
 from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import run_experiment
 from fewer.runtime.flower.clients import Flower
@@ -40,20 +41,18 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     wait_for(lambda: not created.strays(), 30)
 
 
-class After:
+class After(fewer.Callback):
     """Calls a function once: after a round, or after the first answer in a round."""
 
     def __init__(self, action: Callable[[], Any], round: int = 0, answer: int = 0) -> None:
         self.action, self.after_round, self.answer_round = action, round, answer
 
-    def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
-
-    def on_answer(self, round: int, done: int, asked: int) -> None:
-        if (round, done) == (self.answer_round, 1):
+    def on_answer(self, run: fewer.Run, answered: int, asked: int) -> None:
+        if (run.round, answered) == (self.answer_round, 1):
             self.answer_round = 0
             self.action()
 
-    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
+    def on_round_end(self, run: fewer.Run, metrics: Mapping[str, Any]) -> None:
         if metrics["round"] == self.after_round:
             self.action()
 
@@ -129,7 +128,7 @@ def test_a_killed_supernode_is_started_again(cluster: Cluster, tmp_path: Path) -
     cluster.join(1)
     watch = After(lambda: cluster.node(1).kill(), round=1)
     with cluster.server() as server:
-        server.start(experiment(2), tmp_path / "run", watch)
+        server.start(experiment(2), tmp_path / "run", [watch])
         server.start(experiment(2), tmp_path / "again")
     assert [(client, reason) for _, client, reason in absent(tmp_path / "run")] in ([(1, "lost")] * n for n in (1, 2))
     assert same_as_inline(tmp_path / "again", tmp_path / "inline")
@@ -143,7 +142,7 @@ def test_a_killed_superlink_is_started_again(when: dict[str, int], cluster: Clus
     with cluster.server() as server:
         first = server.superlink.pid
         watch = After(lambda: os.kill(first or 0, signal.SIGKILL), **when)
-        server.start(experiment(2, rounds=3), tmp_path / "run", watch)
+        server.start(experiment(2, rounds=3), tmp_path / "run", [watch])
         assert server.superlink.pid not in (None, first)
     assert same_as_inline(tmp_path / "run", tmp_path / "inline", rounds=3)
 
@@ -156,7 +155,7 @@ def test_a_lost_quorum_stops_the_run_and_it_can_resume(cluster: Cluster, tmp_pat
     settings: dict[str, Any] = {"rounds": 3, "quorum": 1.0}
     with cluster.server() as server:
         with pytest.raises(QuorumLost, match="round 2: 1 of 2 clients answered, 2 needed"):
-            server.start(experiment(2, **settings), run, After(lambda: cluster.kill(1), round=1))
+            server.start(experiment(2, **settings), run, [After(lambda: cluster.kill(1), round=1)])
         cluster.join(1)
         server.resume(run)
     assert same_as_inline(run, tmp_path / "inline", **settings)
@@ -172,7 +171,7 @@ def test_a_sealed_ring_resumes_at_the_hop_where_it_was_interrupted(cluster: Clus
     run, ring = tmp_path / "run", experiment(2, "metafed", validation=0.2)
     with cluster.server() as server:
         with pytest.raises(KeyboardInterrupt):
-            server.start(ring, run, After(stop, answer=2))
+            server.start(ring, run, [After(stop, answer=2)])
         assert list((run / "hops").glob("00000002-*"))
         server.resume(run)
     for client in (0, 1):  # no client was asked twice
@@ -195,7 +194,7 @@ def test_a_client_that_joins_late_takes_part_in_later_rounds(cluster: Cluster, t
     cluster.join(0)
     with cluster.server(timeout=0) as server:
         wait_for(lambda: cluster.logged(0, "joined"), TIMEOUT)
-        server.start(experiment(2, rounds=3), tmp_path / "run", After(join_late, round=1))
+        server.start(experiment(2, rounds=3), tmp_path / "run", [After(join_late, round=1)])
     assert absent(tmp_path / "run") == [(1, 1, "lost")]
 
 

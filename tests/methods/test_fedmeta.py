@@ -163,7 +163,7 @@ def test_pool_and_resume_give_the_same_numbers(method: NewClients, tmp_path: Pat
     pooled = fewer.run(method, data, seed=2, runtime="pool")
 
     with pytest.raises(Stop):
-        fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())
+        fewer.run(method, data, seed=2, out=tmp_path / "run", callbacks=[Stopping()])
     resumed = fewer.resume(tmp_path / "run")
     for other in (pooled, resumed):
         assert [{**line, "seconds": 0} for line in other.history] == [

@@ -55,16 +55,13 @@ def test_pool_and_resume_give_the_same_bits(init_from: str, tmp_path: Path) -> N
 
     class Stop(Exception): ...
 
-    class Interrupt:
-        def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
-        def on_answer(self, round: int, done: int, asked: int) -> None:
-            if round == 2 and done == 2:
+    class Interrupt(fewer.Callback):
+        def on_answer(self, run: fewer.Run, answered: int, asked: int) -> None:
+            if run.round == 2 and answered == 2:
                 raise Stop
 
-        def on_round_end(self, metrics: Any) -> None: ...
-
     with pytest.raises(Stop):
-        run(tmp_path / "c", method, progress=Interrupt())
+        run(tmp_path / "c", method, callbacks=[Interrupt()])
     resumed = fewer.resume(tmp_path / "c", method=method, data=DATA)
     assert is_same(uninterrupted.state, resumed.state)
     assert (tmp_path / "a/ledger.csv").read_text() == (tmp_path / "c/ledger.csv").read_text()

@@ -68,17 +68,13 @@ def test_pool_and_resume_give_the_same_result(kind: type[FewShot], data: ArrayDa
     class Stop(Exception):
         pass
 
-    class Interrupt:
-        def on_run_start(self, method: str, done: int, rounds: int) -> None: ...
-
-        def on_answer(self, round: int, done: int, asked: int) -> None:
-            if round == 3 and done == 3:
+    class Interrupt(fewer.Callback):
+        def on_answer(self, run: fewer.Run, answered: int, asked: int) -> None:
+            if run.round == 3 and answered == 3:
                 raise Stop
 
-        def on_round_end(self, metrics: Any) -> None: ...
-
     with pytest.raises(Stop):
-        run(method, data, out=tmp_path / "interrupted", progress=Interrupt())
+        run(method, data, out=tmp_path / "interrupted", callbacks=[Interrupt()])
     resumed = fewer.resume(tmp_path / "interrupted", method=method, data=data, model=net)
     for other in (pool, resumed):
         assert other.metrics["accuracy"] == uninterrupted.metrics["accuracy"]

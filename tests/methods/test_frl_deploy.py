@@ -44,15 +44,10 @@ def test_all_members_deploy_unless_the_cohort_is_smaller(tmp_path: Any) -> None:
 
 def test_a_deployed_group_no_longer_needs_the_prepared_model(tmp_path: Path) -> None:
     fewer.run(FRLScratch(**SMALL), federation(), model=initial_net(), out=tmp_path / "run")
-    for name, progress in (("uninterrupted", None), ("interrupted", Stopping())):
-        deploy_group = partial(
-            deploy, tmp_path / "run", federation(), model=Small, out=tmp_path / name, progress=progress
-        )
-        if progress is None:
-            deploy_group()
-        else:
-            with pytest.raises(Stop):
-                deploy_group()
+    deploy_group = partial(deploy, tmp_path / "run", federation(), model=Small)
+    deploy_group(out=tmp_path / "uninterrupted")
+    with pytest.raises(Stop):
+        deploy_group(out=tmp_path / "interrupted", callbacks=[Stopping()])
     shutil.rmtree(tmp_path / "run")
     resumed = fewer.resume(tmp_path / "interrupted", data=federation(), model=Small)
     x = torch.from_numpy(UNSEEN[0])

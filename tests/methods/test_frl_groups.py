@@ -279,7 +279,7 @@ def test_pool_and_resume_within_an_episode_give_the_same_numbers(method: Prepari
     data = load_digits()
     expected = fewer.run(method, data, seed=2)
     with pytest.raises(Stop):
-        fewer.run(method, data, seed=2, out=tmp_path / "run", progress=Stopping())
+        fewer.run(method, data, seed=2, out=tmp_path / "run", callbacks=[Stopping()])
     for other in (fewer.run(method, data, seed=2, runtime="pool"), fewer.resume(tmp_path / "run")):
         assert [{**h, "seconds": 0} for h in other.history] == [{**h, "seconds": 0} for h in expected.history]
         weights, expected_weights = other.state.shared, expected.state.shared

@@ -129,7 +129,7 @@ def test_groups_give_the_same_result_in_a_pool_and_after_resuming(inner: str, tm
     result = fewer.run(method, data, model=net, seed=SEED, out=tmp_path / "uninterrupted")
     fewer.run(method, data, model=net, seed=SEED, out=tmp_path / "pool", runtime="pool")
     with pytest.raises(KeyboardInterrupt):
-        fewer.run(method, data, model=net, seed=SEED, out=tmp_path / "interrupted", progress=Interrupt(1))
+        fewer.run(method, data, model=net, seed=SEED, out=tmp_path / "interrupted", callbacks=[Interrupt(1)])
     fewer.resume(tmp_path / "interrupted", method=method, data=data, model=net)
     members = {
         kind: {

@@ -40,7 +40,7 @@ def test_a_run_resumes_at_the_hop_where_it_stopped(after: int, tmp_path: Path) -
     options: dict[str, Any] = {"model": linear(), "seed": SEED, "drop": 0.1, "corrupt": 0.2}
     fewer.run(method, DATA, out=tmp_path / "uninterrupted", **options)
     with pytest.raises(KeyboardInterrupt):
-        fewer.run(method, DATA, out=tmp_path / "interrupted", progress=Interrupt(after), **options)
+        fewer.run(method, DATA, out=tmp_path / "interrupted", callbacks=[Interrupt(after)], **options)
     received_before = len([hop for hop in RECEIVED if hop[0] == 2])
     saved = next((tmp_path / "interrupted/clients/000/000003").glob("federation.00000001.safetensors"))
     saved.with_name("federation.00000002.safetensors").write_bytes(saved.read_bytes()[:99])  # an unfinished write
@@ -137,7 +137,7 @@ def test_hops_made_with_other_settings_are_discarded(tmp_path: Path) -> None:
     seed = find_seed_with_faults(Faults(drop=0.2), [None, "drop", None, None])
     options: dict[str, Any] = {"model": linear(), "seed": seed}
     with pytest.raises(KeyboardInterrupt):
-        fewer.run(MetaFed(**SMALL), DATA, drop=0.2, out=tmp_path / "run", progress=Interrupt(3), **options)
+        fewer.run(MetaFed(**SMALL), DATA, drop=0.2, out=tmp_path / "run", callbacks=[Interrupt(3)], **options)
     resumed = fewer.resume(tmp_path / "run", data=DATA, model=linear(), drop=0.0)
     assert_same_result(resumed, fewer.run(MetaFed(**SMALL), DATA, out=tmp_path / "uninterrupted", **options))
 

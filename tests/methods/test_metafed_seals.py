@@ -139,15 +139,16 @@ def test_the_relay_holds_only_ciphertext(sealed: bool, tmp_path: Path) -> None:
     leaks: list[Any] = []
 
     class SearchForSecret(Interrupt):
-        def on_answer(self, round: int, done: int, asked: int) -> None:
-            if round == 1 and done == 3 and Path(method.file).exists():
+        def on_answer(self, run: fewer.Run, answered: int, asked: int) -> None:
+            if run.round == 1 and answered == 3 and Path(method.file).exists():
                 reversed_secret = Path(method.file).read_bytes()
                 relay_files = [path for path in out.rglob("*") if path.is_file() and "clients" not in path.parts]
                 assert any("hops" in path.parts for path in relay_files)
                 leaks.extend(path for path in relay_files if reversed_secret in path.read_bytes()[::-1])
                 leaks.extend(["memory"] if in_memory(reversed_secret) else [])
 
-    fewer.run(method, DATA, model=linear(), seed=SEED, runtime="pool", workers=1, out=out, progress=SearchForSecret(99))
+    settings: dict[str, Any] = {"seed": SEED, "runtime": "pool", "workers": 1}
+    fewer.run(method, DATA, model=linear(), out=out, callbacks=[SearchForSecret(99)], **settings)
     assert bool(leaks) is not sealed  # without the seal, the search must find the secret
     reversed_secret = Path(method.file).read_bytes()
     outgoing = list(out.glob("clients/*/*/ring_outgoing*"))

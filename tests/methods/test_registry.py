@@ -28,7 +28,7 @@ def test_pool_and_resume_give_the_same_bits(kind: type[LocalTraining], digits: D
     assert metrics(inline) == metrics(pool) and any(line["absent"] for line in inline.history)
     assert run_contents(tmp_path / "inline") == run_contents(tmp_path / "pool")
     with pytest.raises(KeyboardInterrupt):
-        fewer.run(method, digits, out=tmp_path / "interrupted", progress=Interrupt(3), **settings)
+        fewer.run(method, digits, out=tmp_path / "interrupted", callbacks=[Interrupt(3)], **settings)
     fewer.resume(tmp_path / "interrupted")
     assert run_contents(tmp_path / "interrupted") == run_contents(tmp_path / "inline")
 

@@ -14,8 +14,9 @@ from fewer import FedAvg
 from fewer.data import Data
 from fewer.errors import SettingError
 from fewer.registry import TRACKERS
+from fewer.runs.callbacks import Metrics, Tracker
 from fewer.runs.directory import RunDirectory
-from fewer.runs.trackers import Metrics, RunInfo, scalars
+from fewer.runs.result import scalars
 from tests.helpers import DIGITS, Stop, Stopping, call
 
 
@@ -35,7 +36,7 @@ def test_tensorboard_reads_back_what_a_run_wrote(tmp_path: Path, data: Data) -> 
 
     method, run = FedAvg(rounds=3, cohort=4, local_steps=2), tmp_path / "run"
     with pytest.raises(Stop):
-        fewer.run(method, data, out=run, progress=Stopping(), track=["tensorboard"])
+        fewer.run(method, data, out=run, callbacks=[Stopping()], track=["tensorboard"])
     result = fewer.resume(run, track=["tensorboard"])
     read = EventAccumulator(str(run / "tensorboard")).Reload()
     assert len(list((run / "tensorboard").iterdir())) == 2  # one file from before the interruption, one with all rounds
@@ -57,7 +58,7 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, data: Data, monkeypa
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run = tmp_path / "it's a run"
     with pytest.raises(Stop):
-        fewer.run(FedAvg(rounds=3, cohort=4, local_steps=2), data, out=run, progress=Stopping(), track=["mlflow"])
+        fewer.run(FedAvg(rounds=3, cohort=4, local_steps=2), data, out=run, callbacks=[Stopping()], track=["mlflow"])
     from mlflow import MlflowClient
     from mlflow.telemetry.utils import is_telemetry_disabled
 
@@ -85,24 +86,25 @@ def test_mlflow_reads_back_what_a_run_wrote(tmp_path: Path, data: Data, monkeypa
     assert {tracked.data.params["lr"] for tracked in tracked_runs} == {"0.1", "0.7"} and len(tracked_runs) == 2
 
 
-class RecordingTracker:
+class RecordingTracker(Tracker):
     """A user's tracker that records its calls and can fail."""
 
     calls: list[Any] = []  # noqa: RUF012
     fails = ""
 
-    def __init__(self, run_info: RunInfo, history: Sequence[Metrics]) -> None:
+    def on_run_start(self, run: fewer.Run) -> None:
         if self.fails == "start":
             raise ValueError("no\nroom")
-        self.calls.append((run_info.path.name, run_info.method, len(history)))
+        assert run.path
+        self.calls.append((run.path.name, run.method.name, len(run.history)))
 
-    def round(self, metrics: Metrics) -> None:
+    def on_round_end(self, run: fewer.Run, metrics: Metrics) -> None:
         if self.fails == "round":
             raise ValueError("full")
         self.calls.append(metrics["round"])
 
-    def close(self, reason: str) -> None:
-        self.calls.append(reason)
+    def on_run_end(self, run: fewer.Run, error: BaseException | None) -> None:
+        self.calls.append(run.end_reason(error))
 
 
 @pytest.fixture
@@ -150,7 +152,7 @@ def test_a_resumed_run_is_tracked_without_repeated_rounds(
                 FedAvg(rounds=3, cohort=2, local_steps=1),
                 data,
                 out=tmp_path / name,
-                progress=Stopping(),
+                callbacks=[Stopping()],
                 track=["noted"],
             )
         return tmp_path / name
@@ -160,7 +162,7 @@ def test_a_resumed_run_is_tracked_without_repeated_rounds(
         return trackers
 
     run = interrupted_run("run")
-    assert saved_trackers(run) == ["noted"] and tracker.calls == [("run", "fedavg", 0), 1, "Stop: "]
+    assert saved_trackers(run) == ["noted"] and tracker.calls == [("run", "fedavg", 0), 1, 2, "Stop: "]
     tracker.calls.clear()
     fewer.resume(run)
     assert tracker.calls == [("run", "fedavg", 2), 3, ""]
@@ -188,7 +190,7 @@ def test_a_server_tracks_its_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     calls: list[tuple[str, Any]] = []
 
-    def start_run(experiment: object, out: Path, progress: object, connect: object, track: Sequence[str]) -> str:
+    def start_run(experiment: object, out: Path, callbacks: object, connect: object, track: Sequence[str]) -> str:
         calls.append(("start", track))
         raise SuperLinkLost("gone")
 

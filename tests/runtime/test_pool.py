@@ -80,7 +80,7 @@ def _serve_and_die(data: Data, pids: Any) -> None:
 
     experiment, connect = make_experiment(data, Sleepy(cohort=6, nap=60), runtime="pool")
     clients = connect(Path())
-    clients.round, clients.on_progress = 1, send_pids_and_die
+    clients.round, clients.on_answer = 1, send_pids_and_die
     experiment.method.round(experiment.method.init(experiment.task, 0), clients)
 
 

@@ -160,7 +160,7 @@ def deploy(
     experiment = build_experiment(parse_settings(deploy_settings(prepared, given)))
     path = output.out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
     with resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
-        result = run_experiment(experiment, path, progress(experiment.method.name), track=output.track or ())
+        result = run_experiment(experiment, path, [progress], track=output.track or ())
     print_result(result, path, output)
 
 
@@ -179,6 +179,7 @@ def resume(
     ] = None,
     slow: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
     corrupt: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
+    debug: Annotated[bool | None, typer.Option("--debug", help="Run inline; show the traceback of a client.")] = None,
     report: Report = True,
     track: Track = None,
     json_file: Json = None,
@@ -192,8 +193,9 @@ def resume(
 
     with resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
+        changed["debug"] = debug
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
-        result = resume_run(path, progress=progress(path.name), track=track, **changed)
+        result = resume_run(path, callbacks=[progress], track=track, **changed)
     print_result(result, path, Output(report, json_file=json_file))
 
 
@@ -225,7 +227,7 @@ def compare(
     data, model = (given.pop(name, Settings.model_fields[name].default) for name in ("data", "model"))
     options: dict[str, Any] = {"seeds": seeds, "tune": tune, "trials": trials, "track": output.track or ()}
     with resumable(f"Continue with the same command and --out {folder}"), show_progress() as progress:
-        table = compare_methods(methods, data, model=model, out=folder, progress=progress, **options, **given)
+        table = compare_methods(methods, data, model=model, out=folder, callbacks=[progress], **options, **given)
     page = write_report_page(table.runs, folder) if output.report else None
     if not write_json(output.json_file, table.to_json()):
         _print_comparison(table)
@@ -267,7 +269,7 @@ def reproduce(
     changes = {"data_dir": data_dir, "runtime": runtime}
     with resumable("Run the same command to continue."), show_progress() as progress:
         recipe, cells = recipes.reproduce(
-            name, folder, quick=quick, columns=column or (), changes=changes, watch=progress, track=track or ()
+            name, folder, quick=quick, columns=column or (), changes=changes, callbacks=[progress], track=track or ()
         )
     study = recipes.run_study(recipe, cells, folder)
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
@@ -490,6 +492,7 @@ def _train(given: dict[str, Any], output: Output, tune: bool, trials: int) -> No
     from fewer.cli.progress import show_progress
     from fewer.experiments.tune import find_search_space, tune_experiment
     from fewer.runs import trackers
+    from fewer.runs.callbacks import Label
     from fewer.runs.engine import run_experiment
     from fewer.runs.experiment import build_experiment, parse_settings
 
@@ -497,14 +500,14 @@ def _train(given: dict[str, Any], output: Output, tune: bool, trials: int) -> No
     trackers.find(output.track or ())  # reports a wrong name before the first trial
     with show_progress() as progress:
         if tune:
-            label = f"{experiment.method.name} tuning"
-            experiment, done = tune_experiment(experiment, trials, None, progress(label))
+            label = Label(f"{experiment.method.name} tuning")
+            experiment, done = tune_experiment(experiment, trials, None, [label, progress])
             tuned = find_search_space(experiment.method)
             chosen = ", ".join(f"{name} = {getattr(experiment.method, name):g}" for name in tuned)
             print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
         path = output.out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
         with resumable(f"Resume with: fewer resume {path}"):
-            result = run_experiment(experiment, path, progress(experiment.method.name), track=output.track or ())
+            result = run_experiment(experiment, path, [progress], track=output.track or ())
     print_result(result, path, output)
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 HOST, PORT, TIMEOUT = "127.0.0.1", 8443, 600.0
 HELP_PANEL = "Between machines"
-OTHER_SETTINGS = ("method", "runtime", "workers")
-"""Settings without an option: METHOD is an argument, and the runtime is always Flower."""
+OTHER_SETTINGS = ("method", "runtime", "workers", "debug")
+"""Settings without an option: METHOD is an argument, and the runtime is always Flower, without debugging."""
 
 Method = Annotated[
     str | None, typer.Argument(metavar="METHOD", help="A method's name.", autocompletion=complete_methods)
@@ -285,9 +285,9 @@ def _train(
 
     with show_progress() as progress, server as flower_server, resumable(hint):
         if experiment:
-            result = flower_server.start(experiment, path, progress(experiment.method.name))
+            result = flower_server.start(experiment, path, [progress])
         else:
-            result = flower_server.resume(path, progress(path.name), **given)
+            result = flower_server.resume(path, [progress], **given)
     print_result(result, path, output)
 
 

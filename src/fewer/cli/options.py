@@ -80,11 +80,11 @@ def _make_parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Pa
     help = text or (field.description or "").replace("\n", " ")
     if choices:
         help += f" ({' | '.join(choices)})"
-    if field.default not in (None, {}) and "[default" not in help:
+    if plain is not bool and field.default not in (None, {}) and "[default" not in help:
         help += f" [default: {field.default:g}]" if isinstance(field.default, float) else f" [default: {field.default}]"
     pairs = field.default == {}
     kind: Any = list[str] if pairs else plain
-    metavar = "NAME=VALUE" if pairs else {int: "N", float: "X", Path: "DIR"}.get(plain, "NAME")
+    metavar = "NAME=VALUE" if pairs else {int: "N", float: "X", Path: "DIR", bool: None}.get(plain, "NAME")
     option = typer.Option(
         *_flags(name),
         help=help.replace("[", "\\["),
@@ -105,7 +105,7 @@ def _flags(name: str) -> list[str]:
 
 
 def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...]]:
-    """Returns int, float, str or Path for a field's annotation, and its choices if it has any."""
+    """Returns int, float, bool, str or Path for a field's annotation, and its choices if it has any."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _plain_type(get_args(annotation)[0])
@@ -113,7 +113,7 @@ def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...]]:
         return str, get_args(annotation)
     if origin in (Union, types.UnionType):
         return _plain_type(next(part for part in get_args(annotation) if part is not type(None)))
-    return (annotation if annotation in (int, float, Path) else str), ()
+    return (annotation if annotation in (int, float, bool, Path) else str), ()
 
 
 def _merge_settings(file: Path | None, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -63,19 +63,26 @@ def resumable(hint: str) -> Iterator[None]:
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Prints an error as one line, with exit code 2; after Ctrl-C, a hint how to continue, with exit code 130."""
+    """Prints an error as one line, with exit code 2; after Ctrl-C, a hint how to continue, with exit code 130.
+
+    With --debug, errors keep their traceback.
+    """
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
         except FewerError as error:
+            if kwargs.get("debug"):
+                raise
             print("\n".join([f"fewer: {error}", *_hints(error)]), file=sys.stderr)
             raise typer.Exit(2) from None
         except BrokenPipeError:
             sys.stderr.close()
             raise typer.Exit(1) from None
         except OSError as error:
+            if kwargs.get("debug"):
+                raise
             problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
             print(f"fewer: {problem}", file=sys.stderr)
             raise typer.Exit(2) from None
@@ -156,6 +163,8 @@ def print_result(result: Result, path: Path, output: Output) -> None:
         f"{format_megabytes(metrics['up'])} up, {format_megabytes(metrics['down'])} down, "
         f"{format_duration(metrics['seconds'])}"
     )
+    if result.stopped:
+        print(f"Ended before round {result.method.rounds}: {result.stopped}")
     if fairness := metrics.get("fairness"):
         print(
             f"New clients, each adapted to its support set: mean {fairness['mean']:.2%}, "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from fewer.runs import Progress
+from fewer.runs.callbacks import Callback, Metrics, Run
 
 
 def format_megabytes(count: float) -> str:
@@ -27,80 +27,74 @@ def format_duration(seconds: float) -> str:
     return f"{total // 3600} h {total % 3600 // 60:02d} min"
 
 
-@dataclass
-class ProgressLines:
+class ProgressLines(Callback):
     """Prints one line per round, with the time left."""
 
-    label: str
-    rounds: int = 0
-    started: float = 0.0
-    done_before: int = 0
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-    def on_run_start(self, method: str, done: int, rounds: int) -> None:
+    def on_run_start(self, run: Run) -> None:
         """Starts the clock."""
-        self.rounds, self.done_before, self.started = rounds, done, time.monotonic()
-        self.show(done, "")
+        self.started, self.finished_rounds, self.metrics = time.monotonic(), len(run.history), dict[str, Any]()
+        self.show(run, "")
 
-    def on_answer(self, round: int, done: int, asked: int) -> None:
-        """Prints nothing."""
-
-    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
+    def on_round_end(self, run: Run, metrics: Metrics) -> None:
         """Shows the metrics of the round and the time left."""
         self.metrics |= metrics
-        done = metrics["round"]
-        seconds_per_round = (time.monotonic() - self.started) / (done - self.done_before)
+        seconds_per_round = (time.monotonic() - self.started) / (run.round - self.finished_rounds)
         parts = []
         if "accuracy" in self.metrics:
             parts.append(f"accuracy {self.metrics['accuracy']:.1%}")
         parts.append(f"up {format_megabytes(metrics['up'])}, down {format_megabytes(metrics['down'])}")
         if metrics["absent"]:
             parts.append(f"{metrics['absent']} absent")
-        left = (self.rounds - done) * seconds_per_round
+        left = (run.method.rounds - run.round) * seconds_per_round
         parts.append(f"{format_duration(left)} left" if left else f"{format_duration(metrics['seconds'])} total")
-        self.show(done, "  ".join(parts))
+        self.show(run, "  ".join(parts))
 
-    def show(self, done: int, text: str) -> None:
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        """Shows why the run ended early, if a callback stopped it."""
+        if error is None and run.stopped:
+            self.show(run, f"ends here: {run.stopped}")
+
+    def show(self, run: Run, text: str) -> None:
         """Prints a line."""
+        rounds = f"round {len(run.history)}/{run.method.rounds}"
         if text:
-            print(f"{self.label}  round {done}/{self.rounds}  {text}", file=sys.stderr, flush=True)
-        elif done:
-            print(f"{self.label}  resumes after round {done}/{self.rounds}", file=sys.stderr, flush=True)
+            print(f"{run.label}  {rounds}  {text}", file=sys.stderr, flush=True)
+        elif run.history:
+            print(f"{run.label}  resumes after {rounds}", file=sys.stderr, flush=True)
 
 
 @dataclass
 class ProgressBar(ProgressLines):
-    """Draws a bar that advances with each answer. It uses no thread, so that workers can be forked."""
+    """Draws a bar per run that advances with each answer. It uses no thread, so that workers can be forked."""
 
-    bars: Any = None
+    bars: Any
     task: Any = None
-    done: int = 0
 
-    def show(self, done: int, text: str) -> None:
-        """Draws the bar."""
-        self.done = done
-        if self.task is None:
-            self.task = self.bars.add_task(self.label, total=self.rounds, text="", done="")
-        self.bars.update(self.task, completed=done, done=f"{done}/{self.rounds}", text=text or "…", refresh=True)
+    def on_run_start(self, run: Run) -> None:
+        """Adds a bar."""
+        self.task = self.bars.add_task(run.label, total=run.method.rounds, text="", done="")
+        super().on_run_start(run)
 
-    def on_answer(self, round: int, done: int, asked: int) -> None:
+    def on_answer(self, run: Run, answered: int, asked: int) -> None:
         """Advances the bar within the round."""
-        self.bars.update(self.task, completed=min(self.done + done / asked, self.done + 0.99), refresh=True)
+        self.bars.update(self.task, completed=len(run.history) + min(answered / asked, 0.99), refresh=True)
+
+    def show(self, run: Run, text: str) -> None:
+        """Draws the bar."""
+        done, rounds = len(run.history), run.method.rounds
+        self.bars.update(self.task, completed=done, done=f"{done}/{rounds}", text=text or "…", refresh=True)
 
 
 @contextmanager
-def show_progress() -> Iterator[Any]:
-    """Yields a function that makes the progress display of a run from its label."""
+def show_progress() -> Iterator[Callback]:
+    """Yields a callback that displays the progress of runs."""
     if not sys.stderr.isatty():
-        yield ProgressLines
+        yield ProgressLines()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn
-    from rich.progress import Progress as Bars
+    from rich.progress import BarColumn, Progress, TextColumn
 
     columns = TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.fields[done]}")
-    with Bars(*columns, TextColumn("{task.fields[text]}"), console=Console(stderr=True), auto_refresh=False) as bars:
-        yield lambda label: ProgressBar(label, bars=bars)
-
-
-__all__ = ["Progress", "format_duration", "format_megabytes", "show_progress"]
+    text = TextColumn("{task.fields[text]}")
+    with Progress(*columns, text, console=Console(stderr=True), auto_refresh=False) as bars:
+        yield ProgressBar(bars)

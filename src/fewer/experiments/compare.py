@@ -13,7 +13,8 @@ from fewer.errors import RunError, SettingError
 from fewer.experiments.tune import TRIALS, Trial, pooled_accuracy, tune_experiment
 from fewer.methods import Method, find
 from fewer.runs import trackers
-from fewer.runs.engine import Progress, experiment_from_arguments, initial_state, resume, run_experiment
+from fewer.runs.callbacks import Callback, Label, check_callbacks
+from fewer.runs.engine import experiment_from_arguments, initial_state, resume, run_experiment
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
 from fewer.runs.reader import RunReader
 from fewer.runs.result import Result
@@ -39,7 +40,7 @@ class Row:
     global_accuracy: float
     """Accuracy of each client's model on all clients' test samples."""
     rounds: int
-    """Rounds of each run."""
+    """Rounds of each run; of the longest if some ended early."""
     mb_up: float
     """Megabytes that clients sent."""
     mb_down: float
@@ -107,10 +108,6 @@ class Comparison(Viewable):
         return {**asdict(self), "runs": [str(path) for path in self.runs]}
 
 
-ProgressFactory = Callable[[str], Progress | None]
-"""Makes the progress display of a run from its label, such as "fedavg seed 1"."""
-
-
 class ComparedMethod(NamedTuple):
     """A method to compare: its label and experiment, and the method itself if it was given as an object."""
 
@@ -128,7 +125,7 @@ def compare(
     tune: bool = False,
     trials: int = TRIALS,
     out: str | Path | None = None,
-    progress: ProgressFactory = lambda label: None,
+    callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
     **settings: Any,
 ) -> Comparison:
@@ -138,7 +135,8 @@ def compare(
 
     `methods` are objects or names; `data` and `model` are as in `fewer.run`. With `tune`, each method is first
     tuned by `trials` trials on held-out training data. `rounds`, `cohort` and `codec` apply to all methods;
-    `method_options` apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`.
+    `method_options` apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`. `callbacks`
+    follow all runs and all trials.
 
     With `out`, run directories are kept there. Finished runs are reused, and interrupted ones continue. Data given as
     an object is the same for all seeds; data given by name is partitioned anew for each seed.
@@ -154,7 +152,7 @@ def compare(
     shared_model = model if not isinstance(model, str) else None
     folder = None if out is None else Path(out)
     runner = SeedRunner(
-        seeds, trials if tune else 0, folder, progress, track=track, data=shared_data, model=shared_model
+        seeds, trials if tune else 0, folder, callbacks, track=track, data=shared_data, model=shared_model
     )
     rows = [runner.run(entry.experiment.settings, entry.label, method=entry.method) for entry in entries]
     first = entries[0].experiment
@@ -213,17 +211,19 @@ class SeedRunner:
         seeds: int,
         trials: int,
         out: Path | None,
-        watch: ProgressFactory,
+        callbacks: Sequence[Callback] = (),
         measure: Callable[[Result], float] = pooled_accuracy,
         track: Sequence[str] = (),
         data: Data | None = None,
         model: Model | None = None,
+        title: str = "",
     ) -> None:
         if seeds < 1:
             raise SettingError(f"seeds must be at least 1, got {seeds}")
         trackers.find(track)  # reports a wrong name before the first trial
-        self.seeds, self.trials, self.out, self.watch, self.measure = seeds, trials, out, watch, measure
-        self.track, self.data, self.model = track, data, model
+        check_callbacks(callbacks)
+        self.seeds, self.trials, self.out, self.callbacks, self.measure = seeds, trials, out, callbacks, measure
+        self.track, self.data, self.model, self.title = track, data, model, title
         self.paths: list[Path] = []
         """The run directories so far."""
         self._partitions: dict[str, Data] = {}
@@ -252,30 +252,40 @@ class SeedRunner:
         if self.trials and tuned:
             file = self.out and self.out / f"{stem}-trials.json"
             experiment, done = tune_experiment(
-                experiment, self.trials, file, self.watch(f"{label} tuning"), self.measure
+                experiment, self.trials, file, self._label(f"{label} tuning"), self.measure
             )
         tuned_method = None if method is None else experiment.method
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):
             seeded = self.experiment(experiment.settings.model_copy(update={"seed": seed}), tuned_method)
-            progress = self.watch(f"{label} seed {seed}" if self.seeds > 1 else label)
+            callbacks = self._label(f"{label} seed {seed}" if self.seeds > 1 else label)
             results.append(
-                self._run_or_resume(seeded, self.out and self.out / f"{stem}-seed{seed}", progress, tuned_method)
+                self._run_or_resume(seeded, self.out and self.out / f"{stem}-seed{seed}", callbacks, tuned_method)
             )
         return _build_row(experiment, results, [self.measure(result) for result in results], done)
 
+    def _label(self, label: str) -> list[Callback]:
+        """The callbacks of a run with this label."""
+        return [Label(f"{self.title} {label}".strip()), *self.callbacks]
+
     def _run_or_resume(
-        self, experiment: Experiment, path: Path | None, progress: Progress | None, method: Method | None
+        self, experiment: Experiment, path: Path | None, callbacks: Sequence[Callback], method: Method | None
     ) -> Result:
         """Starts a run, continues it, or reuses it if it is finished."""
         if path:
             self.paths.append(path)
         if path is None or not (path / "settings.json").exists():
-            return run_experiment(experiment, path, progress, track=self.track)
+            return run_experiment(experiment, path, callbacks, track=self.track)
         if RunReader(path).metadata["hash"] != experiment.hash:
             raise RunError(f"{path} holds a run with other settings: choose another --out")
         return resume(
-            path, method=method, data=self.data, model=self.model, progress=progress, track=self.track or None
+            path,
+            method=method,
+            data=self.data,
+            model=self.model,
+            callbacks=callbacks,
+            track=self.track or None,
+            debug=experiment.settings.debug or None,
         )
 
 
@@ -308,7 +318,7 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
         accuracy=statistics.fmean(accuracies),
         ci95=half_width(groups or accuracies),
         global_accuracy=statistics.fmean(scores.get("global_accuracy", scores["accuracy"]) for scores in last),
-        rounds=method.rounds,
+        rounds=max(len(result.history) for result in results),
         mb_up=statistics.fmean(scores["up"] for scores in last) / MB,
         mb_down=statistics.fmean(scores["down"] for scores in last) / MB,
         seconds=statistics.fmean(result.seconds for result in results),

@@ -19,11 +19,12 @@ from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 import fewer
 from fewer.errors import SettingError, setting_error, unknown_name
-from fewer.experiments.compare import ProgressFactory, Row, SeedRunner, assign_options
+from fewer.experiments.compare import Row, SeedRunner, assign_options
 from fewer.experiments.studies import CellRuns, Study, parse_study
 from fewer.experiments.targets import TargetCost, best_accuracy, cost_to_reach
 from fewer.experiments.tune import TRIALS, Trial, mean_client_accuracy, pooled_accuracy
 from fewer.methods import find
+from fewer.runs.callbacks import Callback
 from fewer.runs.experiment import parse_settings
 from fewer.runs.reader import RunReader
 from fewer.runs.settings import Settings
@@ -139,7 +140,7 @@ def reproduce(
     quick: bool = False,
     columns: Sequence[str] = (),
     changes: Mapping[str, Any] | None = None,
-    watch: ProgressFactory = lambda label: None,
+    callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
 ) -> tuple[Recipe, list[Cell]]:
     """Runs all rows, in `columns` or in all columns. Reuses finished runs in `out` and resumes interrupted ones.
@@ -167,8 +168,8 @@ def reproduce(
         title = column.name
         if columns and title not in columns:
             continue
-        folder, watch_column = out / slugify(title), _add_title(watch, title)
-        runner = SeedRunner(recipe.seeds, recipe.trials, folder, watch_column, MEASURES[recipe.mean], track)
+        folder, measure = out / slugify(title), MEASURES[recipe.mean]
+        runner = SeedRunner(recipe.seeds, recipe.trials, folder, callbacks, measure, track, title=title)
         for row, settings in zip(recipe.row, row_settings(column, recipe, quick), strict=True):
             ours = runner.run(parse_settings({**settings, **(changes or {})}), slugify(row.name), row.tune)
             cells.append(Cell(row.name, title, ours, _paper_value(row, index)))
@@ -193,10 +194,6 @@ def _describe_layout(recipe: Recipe, quick: bool) -> dict[str, Any]:
         for row in recipe.row
     }
     return {"title": recipe.title, "paper": recipe.paper, "mean": recipe.mean, "quick": quick, "cells": cells}
-
-
-def _add_title(watch: ProgressFactory, title: str) -> ProgressFactory:
-    return lambda label: watch(f"{title} {label}")
 
 
 def row_settings(column: RecipeColumn, recipe: Recipe, quick: bool) -> list[dict[str, Any]]:

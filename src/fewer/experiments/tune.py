@@ -14,7 +14,8 @@ from fewer.data import Data
 from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.methods import Method
 from fewer.methods.capabilities import HasSearchSpace, HasTuningSplit
-from fewer.runs.engine import Progress, experiment_from_arguments, run_experiment
+from fewer.runs.callbacks import Callback
+from fewer.runs.engine import experiment_from_arguments, run_experiment
 from fewer.runs.experiment import Experiment, Model
 from fewer.runs.result import Result
 from fewer.runs.views import to_data_frame
@@ -56,7 +57,7 @@ def tune(
     *,
     model: Model = "cnn",
     trials: int = TRIALS,
-    progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Tuning:
     """Chooses a method's options on held-out training data: `fewer.tune(FedAvg(), data, model=MyNet).method`.
@@ -64,7 +65,7 @@ def tune(
     It takes the arguments of `fewer.run`, and runs exactly `trials` trials. Test data is never used.
     """
     experiment = experiment_from_arguments(method, data, model, settings)
-    best, done = tune_experiment(experiment, trials, progress=progress)
+    best, done = tune_experiment(experiment, trials, callbacks=callbacks)
     return Tuning(best.method, done)
 
 
@@ -82,7 +83,7 @@ def tune_experiment(
     experiment: Experiment,
     trials: int = TRIALS,
     trials_file: Path | None = None,
-    progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
     measure: Callable[[Result], float] = pooled_accuracy,
 ) -> tuple[Experiment, list[Trial]]:
     """Runs exactly `trials` trials; returns the experiment with the best settings, and all trials.
@@ -100,7 +101,8 @@ def tune_experiment(
     def evaluate(point: Point) -> float:
         if _point_key(point) not in accuracies:
             try:
-                accuracy: float | None = measure(run_experiment(_apply_point(tuning_experiment, point), None, progress))
+                result = run_experiment(_apply_point(tuning_experiment, point), None, callbacks)
+                accuracy: float | None = measure(result)
             except QuorumLost:  # all answers were refused: the weights are no longer finite
                 accuracy = None
             accuracies[_point_key(point)] = accuracy

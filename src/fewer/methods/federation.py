@@ -27,7 +27,7 @@ from fewer.methods.scores import COUNTS_SCHEMA
 from fewer.models import Task, Weights, get_weights, net_factory
 from fewer.registry import MODELS
 from fewer.runtime import Clients, Unable, on_client
-from fewer.runtime.streams import SERVER, global_streams
+from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Direction
 
 WARM_UP = "begin"
@@ -175,8 +175,8 @@ class ClientGroup:
         with self._open_members(self.inner_method, task) as clients:
             with global_streams(clients.seed, "start"):
                 state = self.inner_method.init(task, clients.seed)
-            for clients.round in self._round_numbers(purpose):
-                with global_streams(clients.seed, clients.round, SERVER):
+            for number in self._round_numbers(purpose):
+                with clients.training_round(number):
                     state = self.inner_method.round(state, clients)
         if not isinstance(self.inner_method, PersonalMethod):
             shared: Weights = state.shared
@@ -192,17 +192,18 @@ class ClientGroup:
         """Rounds of federated averaging with the teacher's loss."""
         handlers = GroupHandlers(self.inner_method, self.budget)
         with self._open_members(handlers, replace_task_net(self.client.task, self.net)) as clients:
-            for clients.round in self._round_numbers("study"):
-                answers = clients.ask(
-                    range(len(clients)),
-                    handlers.local_distill,
-                    model=model,
-                    teacher=teacher.model,
-                    net=self.net,
-                    teacher_net=teacher.net,
-                    distill_weight=teacher.distill_weight,
-                    returns=model_schema(model),
-                )
+            for number in self._round_numbers("study"):
+                with clients.training_round(number):
+                    answers = clients.ask(
+                        range(len(clients)),
+                        handlers.local_distill,
+                        model=model,
+                        teacher=teacher.model,
+                        net=self.net,
+                        teacher_net=teacher.net,
+                        distill_weight=teacher.distill_weight,
+                        returns=model_schema(model),
+                    )
                 model = average_by_size(answers)
         return model
 
@@ -223,9 +224,9 @@ class ClientGroup:
     def _open_members(self, handlers: object, task: Task) -> Iterator[Clients]:
         """Connects to the members and counts the bytes. If too few answer, the federation is `Unable`."""
         clients = self.client.members(handlers, task)
-        clients.round = self.client.round * self.inner_rounds
         try:
-            yield clients
+            with clients.training_round(self.client.round * self.inner_rounds):
+                yield clients
         except QuorumLost as lost:
             raise Unable(f"inside the federation: {lost}") from lost
         finally:

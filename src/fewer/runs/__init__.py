@@ -4,8 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fewer.runs.callbacks import Callback as Callback
+    from fewer.runs.callbacks import EarlyStopping as EarlyStopping
+    from fewer.runs.callbacks import Run as Run
     from fewer.runs.directory import RunDirectory as RunDirectory
-    from fewer.runs.engine import Progress as Progress
     from fewer.runs.engine import resume as resume
     from fewer.runs.engine import run as run
     from fewer.runs.result import Result as Result
@@ -13,8 +15,10 @@ if TYPE_CHECKING:
     from fewer.runs.settings import Settings as Settings
 
 _MODULES = {
+    "Callback": "callbacks",
+    "EarlyStopping": "callbacks",
+    "Run": "callbacks",
     "RunDirectory": "directory",
-    "Progress": "engine",
     "resume": "engine",
     "run": "engine",
     "Result": "result",

@@ -1,4 +1,4 @@
-"""The training loop of all methods: rounds, evaluation, logs and checkpoints."""
+"""The training loop of all methods: it runs and evaluates rounds. Callbacks record them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,39 +26,28 @@ from fewer.methods import ContextFactory, Method, find, names
 from fewer.methods.capabilities import HasSettingWarnings
 from fewer.registry import METHODS
 from fewer.runs import trackers
-from fewer.runs.artifacts import copy_start_model, resolve_start_model, write_artifact
+from fewer.runs.artifacts import copy_start_model, resolve_start_model
+from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import Experiment, Model, build_experiment, parse_settings
+from fewer.runs.recorder import FailureLog, Recorder
 from fewer.runs.result import Result
-from fewer.runs.settings import FAULT_SETTINGS, METHOD_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options
+from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options
 from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
-from fewer.runtime.streams import SERVER, global_streams
-from fewer.wire import Ledger
+from fewer.runtime.ring import Journal
+from fewer.runtime.streams import global_streams
 
 _LOG = logging.getLogger("fewer")
 _WARNED: set[str] = set()
 """Warnings that this process has logged."""
 
 
-class Progress(Protocol):
-    """Callbacks that display the progress of a run."""
+Connect = Callable[..., Clients]
+"""`connect(experiment, client_folder, finished_rounds, **options)` returns the clients of a run.
 
-    def on_run_start(self, method_name: str, finished_rounds: int, rounds: int) -> None:
-        """Called when a run starts, or resumes after `finished_rounds` rounds."""
-
-    def on_answer(self, round: int, answered: int, asked: int) -> None:
-        """Called after each answer of a client: `answered` of `asked` clients have answered so far."""
-
-    def on_round_end(self, metrics: Mapping[str, Any]) -> None:
-        """Called after each round."""
-
-
-Connect = Callable[[Experiment, Path, int], Clients]
-"""`connect(experiment, client_folder, finished_rounds)` returns the clients of a run.
-
-`client_folder` has the private state of all simulated clients.
+`client_folder` has the private state of all simulated clients. `options` are arguments of `Clients`.
 """
 
 
@@ -70,7 +60,7 @@ def run(
     *,
     model: Model = "cnn",
     out: str | Path | None = None,
-    progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
     **settings: Any,
 ) -> Result:
@@ -83,11 +73,12 @@ def run(
     - `model`: a name, a class or function that returns an `nn.Module`, or an `nn.Module`. Training starts from the
       weights of an `nn.Module`.
     - `out`: the run directory. Without it, nothing is kept on disk.
+    - `callbacks`: objects that follow the run, such as `[EarlyStopping(patience=3)]`.
     - `track`: trackers that also receive the metrics, such as `["tensorboard"]`.
     - All other arguments are the options of the command line, with underscores. `Settings` lists them.
     """
     experiment = experiment_from_arguments(method, data, model, settings)
-    return run_experiment(experiment, None if out is None else Path(out), progress, track=track)
+    return run_experiment(experiment, None if out is None else Path(out), callbacks, track=track)
 
 
 def experiment_from_arguments(
@@ -176,22 +167,30 @@ def _data_settings(data: Data) -> dict[str, Any]:
 def run_experiment(
     experiment: Experiment,
     out: Path | None = None,
-    progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
     connect: Connect | None = None,
     track: Sequence[str] = (),
 ) -> Result:
     """Runs an experiment from its first round. `out` is the run directory to create."""
     connect = connect or _local_connect(experiment.settings)
-    tracker_classes = trackers.find(track)
+    check_callbacks(callbacks)
+    new_trackers = trackers.find(track)
     if track and out is None:
         raise SettingError(f"track = {track[0]} needs a run directory: pass out=DIR")
-    state = initial_state(experiment)
+    run = _new_run(experiment, experiment.method.name)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
-            return _train(experiment, state, None, Path(folder), progress, connect, {})
+            observers = Observers(run, [FailureLog(Path(folder))], callbacks)
+            return _train(experiment, run, Path(folder), observers, connect)
     with RunDirectory.create(out, {**_run_metadata(experiment), "track": list(track)}) as directory:
         copy_start_model(experiment.method, directory.path)  # so that the run can resume without the original file
-        return _train(experiment, state, directory, directory.clients, progress, connect, tracker_classes)
+        return _train_recorded(experiment, run, Recorder(directory), new_trackers, callbacks, connect)
+
+
+def _new_run(experiment: Experiment, label: str) -> Run:
+    """Returns a run before its first round."""
+    parts = experiment.method, experiment.task, experiment.data, experiment.settings, initial_state(experiment)
+    return Run(*parts, hash=experiment.hash, label=label)
 
 
 def initial_state(experiment: Experiment) -> Any:
@@ -206,7 +205,7 @@ def resume(
     method: Method | None = None,
     data: Data | None = None,
     model: Model | None = None,
-    progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
     connect: Connect | None = None,
     track: Sequence[str] | None = None,
     **settings: Any,
@@ -214,16 +213,18 @@ def resume(
     """Continues a run from its last checkpoint. Unless settings change, the numbers are those of an uninterrupted run.
 
     - `method`, `data`, `model`: pass them again if they were Python objects.
+    - `callbacks`: pass them again, too.
     - `connect`: how to reach remote clients, if the run has any.
     - `track`: replaces the run's trackers. New trackers receive all rounds.
-    - Further arguments change settings. `runtime`, `workers` and `data_dir` do not affect the numbers; `device` may.
-      `quorum`, `deadline`, `drop`, `slow` and `corrupt` do. Change them to continue a run that stopped because too few
-      clients answered.
+    - Further arguments change settings. `runtime`, `workers`, `data_dir` and `debug` do not affect the numbers;
+      `device` may. `quorum`, `deadline`, `drop`, `slow` and `corrupt` do. Change them to continue a run that stopped
+      because too few clients answered.
     """
     path = Path(path)
     directory = RunDirectory.open(path)
     recorded = directory.metadata
-    tracker_classes = trackers.find_installed(recorded.get("track", ())) if track is None else trackers.find(track)
+    check_callbacks(callbacks)
+    all_trackers = trackers.find_installed(recorded.get("track", ())) if track is None else trackers.find(track)
     changed = {name: value for name, value in settings.items() if value is not None}
     allowed = (*RUNTIME_SETTINGS, *FAULT_SETTINGS)
     if fixed := sorted(changed.keys() - set(allowed)):
@@ -243,17 +244,35 @@ def resume(
     with directory:
         if track is not None:
             directory.update_metadata(track=list(track))
-        return _train(
-            experiment,
-            initial_state(experiment),
-            directory,
-            directory.clients,
-            progress,
-            connect,
-            tracker_classes,
-            changed,
-            new_trackers=track is not None,
-        )
+        if any(name in FAULT_SETTINGS for name in changed):
+            directory.journal.clear()  # discards the messages of the unfinished round; it starts again
+        run, recorder = _new_run(experiment, path.name), Recorder(directory, changed)
+        return _train_recorded(experiment, run, recorder, all_trackers, callbacks, connect)
+
+
+def _train_recorded(
+    experiment: Experiment,
+    run: Run,
+    recorder: Recorder,
+    all_trackers: Sequence[Tracker],
+    callbacks: Sequence[Callback],
+    connect: Connect,
+) -> Result:
+    """Runs the remaining rounds in the recorder's run directory, from its last checkpoint if it has one."""
+    directory = recorder.directory
+    run.path, run.folder = directory.path, directory.clients
+    if checkpoint := directory.rewind_to_checkpoint():
+        run.state = restore_state(type(run.state), checkpoint["state"], directory.path)
+        run.history, run.seconds = list(directory.reader.history), checkpoint["seconds"]
+        run.stopped = checkpoint.get("stopped", "")
+        run.ledger.total.update(checkpoint["ledger"])
+    if run.finished:
+        if run.stopped:
+            done = f"{len(run.history)} of {run.method.rounds} rounds"
+            _LOG.warning(f"{run.path} is finished after {done}: {run.stopped}")
+        all_trackers = [tracker for tracker in all_trackers if tracker.required]
+    observers = Observers(run, [recorder, *all_trackers], callbacks)
+    return _train(experiment, run, directory.clients, observers, connect, directory.journal)
 
 
 def _check_options(method: Method, recorded: Mapping[str, Any]) -> None:
@@ -297,13 +316,15 @@ def _local_connect(settings: Settings) -> Connect:
     return connect_clients
 
 
-def connect_clients(experiment: Experiment, client_folder: Path, finished_rounds: int = 0) -> Clients:
+def connect_clients(experiment: Experiment, client_folder: Path, finished_rounds: int = 0, **options: Any) -> Clients:
     """Makes the simulated clients of an experiment, in this process (inline) or in a pool of worker processes."""
-    handlers = build_handler_runner(experiment, client_folder)
-    options = runtime_options(experiment)
-    if experiment.settings.runtime == "inline":
-        return Inline(**options, handlers=handlers)
-    return Pool(**options, handlers=handlers, workers=experiment.settings.workers, cost=experiment.data.size)
+    settings = experiment.settings
+    options |= {**runtime_options(experiment), "handlers": build_handler_runner(experiment, client_folder)}
+    if settings.runtime == "inline" or settings.debug:
+        if settings.runtime != "inline":
+            _LOG.warning(f"debug: clients run inline instead of in the {settings.runtime}; the results are the same")
+        return Inline(**options)
+    return Pool(**options, workers=settings.workers, cost=experiment.data.size)
 
 
 def build_handler_runner(
@@ -316,7 +337,8 @@ def build_handler_runner(
     """
     seed = experiment.settings.seed
     contexts = ContextFactory(experiment.data, experiment.task, seed, client_folder, sealing_keys=keys)
-    return HandlerRunner(experiment.method, contexts, seed, experiment.task.device, run_id.encode())
+    debug = experiment.settings.debug
+    return HandlerRunner(experiment.method, contexts, seed, experiment.task.device, run_id.encode(), debug)
 
 
 def runtime_options(experiment: Experiment) -> dict[str, Any]:
@@ -343,126 +365,81 @@ def one_thread() -> Iterator[None]:
 
 def _train(
     experiment: Experiment,
-    state: Any,
-    directory: RunDirectory | None,
-    client_folder: Path,
-    progress: Progress | None,
+    run: Run,
+    folder: Path,
+    observers: Observers,
     connect: Connect,
-    tracker_classes: Mapping[str, trackers.TrackerClass],
-    changed: Mapping[str, Any] | None = None,
-    new_trackers: bool = True,
+    journal: Journal | None = None,
 ) -> Result:
-    """Runs the remaining rounds. Starts from the last checkpoint, or from `state` if no round has finished.
+    """Runs the remaining rounds. `folder` has the clients' private state."""
+    method = experiment.method
 
-    `changed` are the settings that changed on resume. `new_trackers` is False if a resumed run keeps its trackers.
-    """
-    method, settings = experiment.method, experiment.settings
-    if directory and any(name in FAULT_SETTINGS for name in changed or {}):
-        directory.journal.clear()  # discards the messages of the unfinished round; it starts again
-    checkpoint = directory.rewind_to_checkpoint() if directory else None
-    with ExitStack() as stack:
-        stack.enter_context(one_thread())
-        result = Result(method, experiment.task, experiment.data, settings, state, client_folder if directory else None)
-        if checkpoint and directory:
-            result.state = restore_state(type(state), checkpoint["state"], directory.path)
-            result.history, result.seconds = directory.reader.history, checkpoint["seconds"]
-            changes = {name: str(value) for name, value in (changed or {}).items()}
-            directory.log_event("resume", round=checkpoint["round"], changed=changes)
-        elif directory:
-            directory.log_event("start", method=method.name, hash=experiment.hash)
-        if progress:
-            progress.on_run_start(method.name, len(result.history), method.rounds)
+    def on_absent(absent: Absent, handler: str) -> None:
+        run.absent.append(absent)
+        observers.notify("on_absent", absent, handler)
+
+    with one_thread(), observers.follow():
         if isinstance(method, HasSettingWarnings):
             warn_once(method.name, method.setting_warnings())
-        finished = len(result.history) == method.rounds
-        if finished and not new_trackers:
-            return result
-        run_info = _tracker_info(experiment, client_folder.parent)
-        log_to_trackers = stack.enter_context(
-            trackers.open_trackers(tracker_classes, run_info, result.history, new_trackers)
+        if run.finished:
+            return run
+        clients = connect(
+            experiment,
+            folder,
+            len(run.history),
+            ledger=run.ledger,
+            journal=journal,
+            on_answer=partial(observers.notify, "on_answer"),
+            on_absent=on_absent,
         )
-        if finished:
-            return result
-        clients: Clients | None = None
-        try:
-            clients = stack.enter_context(connect(experiment, client_folder, len(result.history)))
-            clients.ledger.total.update(checkpoint["ledger"] if checkpoint else {})
-            clients.journal = directory.journal if directory else None
-            for number in range(len(result.history) + 1, method.rounds + 1):
-                metrics = _run_round(experiment, clients, number, result, directory, progress)
-                if directory:
-                    directory.log_metrics(metrics)
-                    directory.log_messages(clients.ledger.drain())
-                    directory.save_checkpoint(
-                        round=number,
-                        state=vars(result.state),
-                        ledger=dict(clients.ledger.total),
-                        seconds=result.seconds,
-                    )
-                if progress:
-                    progress.on_round_end(metrics)
-                log_to_trackers(metrics)
-        except BaseException as error:  # Ctrl-C, too
-            if directory:
-                transport = clients.transport_bytes() if clients else {}
-                reason = f"{type(error).__name__}: {error}"
-                directory.log_event("stop", round=len(result.history), reason=reason, **transport)
-            raise
-        if directory:
-            write_artifact(result, directory.path)
-            directory.log_event("finish", round=method.rounds, **clients.transport_bytes())
-    return result
+        with clients:
+            try:
+                while not run.finished:
+                    _run_round(experiment, run, clients, observers)
+            finally:
+                run.transport_bytes = clients.transport_bytes()
+    return run
 
 
-def _tracker_info(experiment: Experiment, path: Path) -> trackers.RunInfo:
-    """Returns the name, hash and hyperparameters of a run, for its trackers."""
-    repeated = {"method_options", *METHOD_SETTINGS}  # they are among the method's fields
-    settings = experiment.settings.model_dump(mode="json", exclude={*repeated, "data_dir"})
-    options = experiment.method.model_dump(mode="json")
-    return trackers.RunInfo(path, experiment.method.name, experiment.hash, {**options, **settings})
+def _run_round(experiment: Experiment, run: Run, clients: Clients, observers: Observers) -> None:
+    """Runs, evaluates and records one round. It is the last one if a callback stops the run."""
+    method = experiment.method
+    started, seconds = time.perf_counter(), run.seconds
+    run.round, run.absent = len(run.history) + 1, []
+    observers.notify("on_round_start")
+    last = run.round == method.rounds or bool(run.stop_request)
+    will_evaluate = last or run.round % experiment.settings.evaluate_every == 0
+    with clients.training_round(run.round, will_evaluate, last):
+        state = method.round(run.state, clients)
+    metrics: dict[str, Any] = {"round": run.round, "absent": len(run.absent)}
 
+    def evaluate(is_last: bool) -> None:
+        del run.absent[metrics["absent"] :]  # those of an earlier evaluation
+        if will_evaluate:
+            with clients.evaluation(is_last):
+                metrics.update(method.evaluate(state, clients, experiment.data).as_dict())
+        warn_once(method.name, _skip_warnings(run.absent))
+        if len(run.absent) > metrics["absent"]:
+            metrics["unmeasured"] = len(run.absent) - metrics["absent"]
+        run.seconds = seconds + time.perf_counter() - started
+        metrics.update(up=run.ledger.total["up"], down=run.ledger.total["down"], seconds=round(run.seconds, 3))
 
-def _run_round(
-    experiment: Experiment,
-    clients: Clients,
-    number: int,
-    result: Result,
-    directory: RunDirectory | None,
-    progress: Progress | None,
-) -> dict[str, Any]:
-    """Runs and evaluates one round. Updates `result` and returns the metrics of the round."""
-    method, settings = experiment.method, experiment.settings
-    started = time.perf_counter()
-    absences: list[Absent] = []
-
-    def record_absence(absent: Absent, handler: str) -> None:
-        absences.append(absent)
-        if directory:
-            details = {"client": absent.client, "reason": absent.reason, "handler": handler, "detail": absent.detail}
-            directory.log_event("absent", round=number, **details)
-
-    last = number == method.rounds
-    clients.round, clients.evaluating = number, False
-    clients.is_last, clients.will_evaluate = last, last or number % settings.evaluate_every == 0
-    clients.on_absent = record_absence
-    if progress:
-        clients.on_progress = lambda answered, asked: progress.on_answer(number, answered, asked)
-    with global_streams(settings.seed, number, SERVER):
-        state = method.round(result.state, clients)
-    absent_in_training = len(absences)
-    metrics: dict[str, Any] = {"round": number, "absent": absent_in_training}
-    clients.evaluating = True
-    with global_streams(settings.seed, number, "evaluate"):
-        if clients.will_evaluate:
-            metrics |= method.evaluate(state, clients, experiment.data).as_dict()
-    warn_once(method.name, _skip_warnings(absences))
-    if len(absences) > absent_in_training:
-        metrics["unmeasured"] = len(absences) - absent_in_training
-    result.seconds += time.perf_counter() - started
-    metrics |= {**_total_bytes(clients.ledger), "seconds": round(result.seconds, 3)}
-    result.state = state
-    result.history.append(metrics)
-    return metrics
+    evaluate(last)
+    run.state = state
+    run.history.append(metrics)
+    try:
+        observers.end_round(metrics)
+        if run.stop_request and will_evaluate and run.round < method.rounds:
+            if not last:
+                evaluate(is_last=True)
+            run.stopped = run.stop_request
+    except BaseException:
+        if run.stop_request:
+            run.history.pop()  # a resumed run repeats this round, and the callbacks decide again
+        else:
+            observers.record_round(metrics)
+        raise
+    observers.record_round(metrics)
 
 
 def warn_once(name: str, texts: Iterable[str]) -> None:
@@ -482,11 +459,6 @@ def _skip_warnings(absences: Sequence[Absent]) -> Iterator[str]:
     for reason, clients in clients_by_reason.items():
         listed = ", ".join(map(str, sorted(clients)[:10])) + (" …" if len(clients) > 10 else "")
         yield f"skipped {'client' if len(clients) == 1 else 'clients'} {listed}: {reason}"
-
-
-def _total_bytes(ledger: Ledger) -> dict[str, int]:
-    """Returns the bytes that clients have sent (up) and received (down) so far."""
-    return {"up": ledger.total["up"], "down": ledger.total["down"]}
 
 
 def restore_state(state_class: type[Any], content: Mapping[str, Any], path: Path) -> Any:

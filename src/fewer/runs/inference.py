@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from fewer.methods.capabilities import WritesArtifact
 from fewer.methods.registry import names_with
 from fewer.models import Weights, load_weights
 from fewer.runs.artifacts import deploy_settings
-from fewer.runs.engine import Progress, run
+from fewer.runs.callbacks import Callback
+from fewer.runs.engine import run
 from fewer.runs.experiment import Model
 from fewer.runs.result import Result, open_run
 
@@ -118,7 +119,7 @@ def deploy(
     *,
     model: Model | None = None,
     out: str | Path | None = None,
-    progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Result:
     """Trains a model for the clients of `data` from a prepared one: `fewer.deploy("runs/…", data).model`.
@@ -128,7 +129,7 @@ def deploy(
     """
     resolved = deploy_settings(Path(prepared), settings)
     named_model = resolved.pop("model")
-    return run(resolved.pop("method"), data, model=model or named_model, out=out, progress=progress, **resolved)
+    return run(resolved.pop("method"), data, model=model or named_model, out=out, callbacks=callbacks, **resolved)
 
 
 def export(path: Path, out: Path, client: int | None = None) -> list[Path]:

@@ -26,8 +26,9 @@ from fewer.data.sources import read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
 from fewer.runs import trackers
+from fewer.runs.callbacks import Callback
 from fewer.runs.directory import HOPS
-from fewer.runs.engine import Connect, Progress, build_handler_runner, resume, run_experiment, runtime_options
+from fewer.runs.engine import Connect, build_handler_runner, resume, run_experiment, runtime_options
 from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings
 from fewer.runs.result import Result
 from fewer.runtime.flower.clients import Flower, retry_until_answered
@@ -80,19 +81,19 @@ class FlowerServer:
     def __exit__(self, *error: object) -> None:
         self.superlink.__exit__(*error)
 
-    def start(self, experiment: Experiment, out: Path, progress: Progress | None = None) -> Result:
+    def start(self, experiment: Experiment, out: Path, callbacks: Sequence[Callback] = ()) -> Result:
         """Starts a run."""
         self.check_experiment(experiment)
-        attempt = partial(run_experiment, experiment, out, progress, self._connect_to(out), self.track or ())
-        return self._run_with_restarts(attempt, self._resume_attempt(out, progress))
+        attempt = partial(run_experiment, experiment, out, callbacks, self._connect_to(out), self.track or ())
+        return self._run_with_restarts(attempt, self._resume_attempt(out, callbacks))
 
-    def resume(self, out: Path, progress: Progress | None = None, **changed: Any) -> Result:
+    def resume(self, out: Path, callbacks: Sequence[Callback] = (), **changed: Any) -> Result:
         """Resumes a run."""
-        retry = self._resume_attempt(out, progress, **changed)  # keeps the trackers in the run's directory
+        retry = self._resume_attempt(out, callbacks, **changed)  # keeps the trackers in the run's directory
         return self._run_with_restarts(partial(retry, track=self.track), retry)
 
-    def _resume_attempt(self, out: Path, progress: Progress | None, **changed: Any) -> Callable[..., Result]:
-        return partial(resume, out, progress=progress, connect=self._connect_to(out), **changed)
+    def _resume_attempt(self, out: Path, callbacks: Sequence[Callback], **changed: Any) -> Callable[..., Result]:
+        return partial(resume, out, callbacks=callbacks, connect=self._connect_to(out), **changed)
 
     def _run_with_restarts(self, attempt: Callable[[], Result], retry: Callable[[], Result]) -> Result:
         """Completes a run, even if the SuperLink loses it on the way."""
@@ -106,6 +107,8 @@ class FlowerServer:
 
     def check_experiment(self, experiment: Experiment) -> None:
         """Raises SettingError if the experiment cannot run between machines, or the keys do not match its clients."""
+        if experiment.settings.debug:
+            raise SettingError("debug needs simulated clients: a traceback never leaves a client's machine")
         reason = "which clients on other machines do not have"
         _reject_files(_shared_settings(experiment), ["method", "model"], reason)
         if (keys := list(self.credentials.public_keys)) != list(range(len(experiment.data))):
@@ -116,11 +119,11 @@ class FlowerServer:
     def _connect_to(self, out: Path) -> Connect:
         """Starts a session of the run on the SuperLink and waits for the clients."""
 
-        def connect(experiment: Experiment, folder: Path, done: int) -> Flower:
+        def connect(experiment: Experiment, folder: Path, done: int, **options: Any) -> Flower:
             self.check_experiment(experiment)
             self.superlink.start_run(json.dumps(_describe_session(experiment, out, done)))
             handlers = build_handler_runner(experiment, folder)
-            clients = Flower(**runtime_options(experiment), handlers=handlers, superlink=self.superlink)
+            clients = Flower(**runtime_options(experiment), **options, handlers=handlers, superlink=self.superlink)
             self._wait_for_clients(clients)
             return clients
 

@@ -181,7 +181,7 @@ class RunReader:
     def unfinished(self) -> str:
         """How far an unfinished run has come, and why it stopped; empty for a finished run."""
         done = len(self.history)
-        if done == self.rounds:
+        if done == self.rounds or (self.events and self.events[-1]["event"] == "finish"):  # a callback may end it early
             return ""
         reason = self.events[-1].get("reason") if self.events else None
         return f"is at round {done} of {self.rounds}" + (f"; it stopped: {reason}" if reason else "")

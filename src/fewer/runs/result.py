@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +20,6 @@ from fewer.methods.registry import names_with
 from fewer.models import Task, load_weights
 from fewer.runs.reader import CLIENTS, RunReader
 from fewer.runs.settings import Settings
-from fewer.runs.trackers import scalars
 from fewer.runs.views import Viewable
 
 
@@ -39,6 +39,8 @@ class Result(Viewable):
     history: list[dict[str, Any]] = field(default_factory=list)
     """The metrics of each round: accuracy, loss, and the bytes (up, down) and seconds so far."""
     seconds: float = 0.0
+    stopped: str = ""
+    """Why a callback ended the run before its last round; empty otherwise."""
 
     def __repr__(self) -> str:
         accuracy = f", accuracy {self.metrics['accuracy']:.4f}" if "accuracy" in self.metrics else ""
@@ -142,6 +144,7 @@ def open_run(path: str | Path, *, method: Method | None = None, data: Data | Non
         run.path / CLIENTS,
         run.history[: checkpoint["round"]],
         checkpoint["seconds"],
+        checkpoint.get("stopped", ""),
     )
 
 
@@ -155,3 +158,14 @@ def load_run_data(run: RunReader, data: Data | None = None, data_dir: Path | Non
     if data.fingerprint() != run.metadata["data"]["fingerprint"]:
         raise RunError(f"{data.name} has changed since {run.path} was run")
     return data
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the metrics that are numbers, nested ones as `group/name`, without per-client metrics."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        if isinstance(value, int | float) and name != "round":
+            numbers[name] = float(value)
+        elif isinstance(value, Mapping) and not any(str(key).isdigit() for key in value):
+            numbers |= {f"{name}/{key}": number for key, number in scalars(value).items()}
+    return numbers

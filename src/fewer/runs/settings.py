@@ -13,7 +13,7 @@ from fewer.choices import Codec, Norm, Partition, RuntimeName
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 
-RUNTIME_SETTINGS = ("runtime", "workers", "device", "data_dir")
+RUNTIME_SETTINGS = ("runtime", "workers", "device", "data_dir", "debug")
 """Settings that do not affect results."""
 FAULT_SETTINGS = ("quorum", "deadline", "drop", "slow", "corrupt")
 """Settings that may also change on resume, so that a run that lost its quorum can continue. The change is logged."""
@@ -82,6 +82,8 @@ class Settings(BaseModel):
     """Worker processes of the pool."""
     device: str = Field("cpu", title="Run")
     """Any torch device: cpu, cuda, cuda:1, mps."""
+    debug: bool = Field(False, title="Run", exclude=True)
+    """Run inline, and stop with the traceback if a client fails."""
 
     quorum: Probability = Field(0.0, title="Faults")
     """Fraction of the asked clients that must answer, or the run stops."""

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -16,7 +17,7 @@ from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.ledger import EVALUATION
 from fewer.runtime.handlers import Call, Reply, encode_message, stream_name
 from fewer.runtime.ring import Journal, RelayRun
-from fewer.runtime.streams import SERVER, seed_of, stream
+from fewer.runtime.streams import SERVER, global_streams, seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
 
 MAX_EVAL_COHORT = 100
@@ -98,20 +99,40 @@ class Clients(ABC):
     faults: Faults = Faults()
     rules: RoundRules = RoundRules()
     ledger: Ledger = field(default_factory=Ledger)
+    on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
+    """Called for each absent client, with the handler's name."""
+    on_answer: Callable[[int, int], None] = lambda answered, asked: None
+    """Called after each answer, with the number of answers so far and the number of clients asked."""
+    journal: Journal | None = None
+    """Records the hops of a ring until its round is over."""
     round: int = 0
+    """The current round; `training_round` sets it."""
     evaluating: bool = False
     will_evaluate: bool = True
     """True if the current round ends with an evaluation."""
     is_last: bool = False
     """True if no round follows the current one."""
-    on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
-    """Called for each absent client, with the handler's name."""
-    on_progress: Callable[[int, int], None] = lambda done, asked: None
-    """Called after each answer, with the number of answers so far and the number of clients asked."""
-    journal: Journal | None = None
-    """Records the hops of a ring until its round is over."""
     _relay_calls: tuple[int, int] = field(default=(0, 0), repr=False)
     """A round, and the number of relay calls in it so far."""
+
+    # --- rounds ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def training_round(self, number: int, will_evaluate: bool = True, is_last: bool = False) -> Iterator[None]:
+        """Trains in round `number`: all random streams and faults are those of this round."""
+        self.round, self.will_evaluate, self.is_last = number, will_evaluate, is_last
+        with global_streams(self.seed, number, SERVER):
+            yield
+
+    @contextmanager
+    def evaluation(self, is_last: bool) -> Iterator[None]:
+        """Evaluates the current round: without faults and deadlines, and with bytes that no total includes."""
+        self.evaluating, self.is_last = True, is_last
+        try:
+            with global_streams(self.seed, self.round, "evaluate"):
+                yield
+        finally:
+            self.evaluating = False
 
     # --- sampling -------------------------------------------------------------------------------------------
 
@@ -173,7 +194,7 @@ class Clients(ABC):
                 answers[call.client] = outcome
             else:
                 absent[call.client] = outcome
-            self.on_progress(done, len(asked))
+            self.on_answer(done, len(asked))
         for client in who:  # in the order of `who`, so that the ledger is the same in every runtime
             if client not in unsent:
                 self.ledger.add(self.round, client, "down", kind, len(messages[client]))

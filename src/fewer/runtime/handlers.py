@@ -177,11 +177,13 @@ class HandlerRunner:
     device: torch.device
     run_id: bytes = b""
     """Part of every sealed message, so that a client refuses messages from other runs with the same key."""
+    debug: bool = False
+    """Raises a handler's exception instead of turning it into a missing answer."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The last message and its decoded fields."""
 
     def answer(self, call: Call, blob: bytes) -> Reply:
-        """Runs one handler on one message. Every error becomes a reply too."""
+        """Runs one handler on one message. Every error becomes a reply too, unless `debug` is True."""
         start = time.perf_counter()
 
         def make_reply(blob: bytes = b"", **failure: Any) -> Reply:
@@ -210,6 +212,10 @@ class HandlerRunner:
         except Unable as unable:
             return make_reply(failure="unable", detail=str(unable))
         except (Exception, SystemExit) as error:  # a client that crashes is a missing answer, not the end of the run
+            if self.debug:
+                who = f"client {call.client}" if call.client >= 0 else "server"
+                error.add_note(f"{who}, round {call.round}, handler {call.handler}")
+                raise
             self.contexts.log_error(call.client, f"round {call.round}, {call.handler}\n{traceback.format_exc()}\n")
             last = traceback.extract_tb(error.__traceback__)[-1]
             location = f"{PurePath(last.filename).name}:{last.lineno}"

@@ -96,7 +96,7 @@ class RelayRun:
             elif self._deliver_to(client, late=fault == "slow"):
                 self.holders = [*(holder for holder in self.holders if holder != client), client]
                 self.taken += 1
-            self.clients.on_progress(done, len(order))
+            self.clients.on_answer(done, len(order))
 
     def _deliver_to(self, client: int, late: bool) -> bool:
         """Returns True if this client takes the message in time. A client that refuses two holders is at fault."""

@@ -194,7 +194,7 @@ function eventCells({ time, event: kind, ...details }) {
     resume: () => `after round ${details.round}${Object.keys(details.changed ?? {}).length ? `, with ${JSON.stringify(details.changed)}` : ""}`,
     absent: () => `round ${details.round}, client ${details.client}: ${details.reason} (${details.handler})${details.detail ? `: ${details.detail}` : ""}`,
     stop: () => `after round ${details.round}: ${formatReason(String(details.reason))}`,
-    finish: () => `after round ${details.round}`,
+    finish: () => `after round ${details.round}${details.reason ? `: ${details.reason}` : ""}`,
   }[kind];
   return [formatTime(time ?? 0), kind ?? "?", describe ? describe() : JSON.stringify(details)];
 }

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
@@ -17,17 +16,20 @@ from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from fewer.registry import TRACKERS
-from fewer.runs.trackers import Metrics, RunInfo, scalars
+from fewer.runs.callbacks import Metrics, Run, Tracker
+from fewer.runs.result import scalars
 
 FOLDER = "tensorboard"
 
 
 @TRACKERS.register("tensorboard")
-class TensorBoard:
+class TensorBoard(Tracker):
     """Writes one file per start or resume. The last file has all rounds and takes precedence."""
 
-    def __init__(self, info: RunInfo, history: Sequence[Metrics]) -> None:
-        folder = info.path / FOLDER
+    def on_run_start(self, run: Run) -> None:
+        """Starts a file with the settings, or with all rounds so far."""
+        assert run.path
+        folder = run.path / FOLDER
         folder.mkdir(exist_ok=True)
         number = len(list(folder.iterdir()))
         self._path = folder / f"events.out.tfevents.{int(time.time()):010d}.{number}.fewer"
@@ -35,20 +37,21 @@ class TensorBoard:
         if number:  # discards all rounds of earlier files
             self._write(Event(step=1, session_log=SessionLog(status=SessionLog.START)))
         else:
-            text = "\n".join(f"    {name} = {json.dumps(value, default=str)}" for name, value in info.settings.items())
-            summary = _text_summary("settings", f"{info.method} {info.hash}\n\n{text}")
+            settings = run.hyperparameters().items()
+            text = "\n".join(f"    {name} = {json.dumps(value, default=str)}" for name, value in settings)
+            summary = _text_summary("settings", f"{run.method.name} {run.hash}\n\n{text}")
             self._write(Event(step=0, summary=Summary(value=[summary])))
-        for metrics in history:
-            self.round(metrics)
+        for metrics in run.history:
+            self.on_round_end(run, metrics)
 
-    def round(self, metrics: Metrics) -> None:
+    def on_round_end(self, run: Run, metrics: Metrics) -> None:
         """Writes all scalars of a round."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(metrics).items()]
         self._write(Event(step=metrics["round"], summary=Summary(value=values)))
 
-    def close(self, reason: str) -> None:
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Writes why the run stopped early, if it did."""
-        if reason:
+        if reason := run.end_reason(error):
             self._write(Event(summary=Summary(value=[_text_summary("stopped", reason)])))
 
     def _write(self, event: Event) -> None:
