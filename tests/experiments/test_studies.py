@@ -77,7 +77,7 @@ def test_a_members_embedding_is_computed_after_its_training() -> None:
     method = FRL(rounds=4, head="distance", lr=1.0, unseen_classes=1, **{**GROUPS, "samples_per_class": 30})
     result = fewer.run(method, load_digits())
     embedding, accuracy, _ = _embed_member(result, 1, 2, 40)
-    server: Any = ContextFactory(result.data, result.task, 0, Path())(-1, 0)
+    server: Any = ContextFactory(result.data, result.task, 0, Path()).server(0, 0)
     group = method.draw_group(server.global_test, [6, 7, 8, 9], 1, 0, 1)
     assert set(embedding.labels.tolist()) == set(group.queries.labels.tolist())
     assert len({6, 7, 8, 9} & set(embedding.labels.tolist())) == 1

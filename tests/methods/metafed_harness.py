@@ -102,8 +102,8 @@ class RingHarness:
         return state
 
     @property
-    def hops(self) -> list[tuple[int, int]]:
-        """Sender and receiver of each message; sender -1 means the ring starts here."""
+    def hops(self) -> list[tuple[int | None, int]]:
+        """Sender and receiver of each message; no sender means the ring starts here."""
         return [
             (call.hop.peer, call.client) for call, _ in self.clients.down if call.hop and call.handler != FETCH_OUTGOING
         ]
@@ -114,7 +114,7 @@ class RingHarness:
         return [
             blob
             for call, blob in self.clients.down
-            if call.hop and call.handler != FETCH_OUTGOING and call.hop.peer >= 0
+            if call.hop and call.handler != FETCH_OUTGOING and call.hop.peer is not None
         ]
 
     @property

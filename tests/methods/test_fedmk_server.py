@@ -21,7 +21,7 @@ from tests.methods.fedmk_harness import CLASSES, SEED, SHAPE, make_contexts, mak
 
 
 def make_server(folder: Path, task: Task | None = None) -> Server:
-    context = make_contexts(folder, task)(-1, 1)
+    context = make_contexts(folder, task).server(0, 1)
     assert isinstance(context, Server)
     return context
 

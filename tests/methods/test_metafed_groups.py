@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -162,7 +162,7 @@ def test_a_group_head_averages_by_size_and_evaluates_all_members(tmp_path: Path)
     seed, members_data = seed_of(SEED, 0, "members"), group_clients(data, 2).members_of(0)
     task = Task((FEATURES,), CLASSES, linear, pretrained=initial)
     factory = ContextFactory(members_data, task, seed, tmp_path / "by-hand")
-    member_contexts = [cast(Client, factory(member, 1)) for member in range(2)]
+    member_contexts = [factory(member, 1) for member in range(2)]
     members = [SingleClient(context, "", TrainingBudget(0.3, 2, 4)) for context in member_contexts]
     counts = [member.evaluate(initial, "") for member in members]
     assert federation_group.evaluate(initial, "") == tuple(map(sum, zip(*counts, strict=True)))

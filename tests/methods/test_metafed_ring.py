@@ -38,7 +38,7 @@ from tests.methods.metafed_harness import (
 def test_each_federation_sends_to_the_next(tmp_path: Path) -> None:
     harness = make_harness(MetaFed(rounds=2, local_steps=1), linear(), tmp_path / "sealed")
     harness.rounds(2)
-    assert harness.hops == [(-1, 0), (0, 1), (1, 2), (2, 3), (3, 0), (0, 1), (1, 2), (2, 3)]
+    assert harness.hops == [(None, 0), (0, 1), (1, 2), (2, 3), (3, 0), (0, 1), (1, 2), (2, 3)]
     ledger = [entry for entry in harness.clients.ledger.entries if entry.kind != "warm_up"]
     assert [entry.client for entry in ledger if entry.direction == "up"] == [0, 1, 2, 3, 0, 1, 2]
     downs = [entry for entry in ledger if entry.direction == "down"]
@@ -124,7 +124,7 @@ def test_a_damaged_model_is_refused_and_the_previous_one_is_sent(tmp_path: Path)
         )
         harness.rounds(1)
         assert harness.absences == [(1, "refused")] and harness.state.holders == [0, 2, 3]
-        assert harness.hops == [(-1, 0), (0, 1), (1, 2), (0, 2), (2, 3)]
+        assert harness.hops == [(None, 0), (0, 1), (1, 2), (0, 2), (2, 3)]
         assert "by client 2: " in harness.clients.absences[0].detail
         harness.rounds(1)
         assert harness.state.holders == [0, 1, 2, 3]
@@ -207,13 +207,13 @@ def test_the_ring_restarts_if_the_first_holder_trusts_no_key(tmp_path: Path) -> 
     pin_all(harness)
     (tmp_path / "000/000000/pins.json").write_text(json.dumps({"1": "0" * 64}))
     harness.rounds(1)
-    assert harness.absences == [(0, "refused")] and harness.hops == [(-1, 0), (-1, 1), (1, 2), (2, 3)]
+    assert harness.absences == [(0, "refused")] and harness.hops == [(None, 0), (None, 1), (1, 2), (2, 3)]
 
 
 def test_the_ring_restarts_if_the_first_holder_is_gone(tmp_path: Path) -> None:
     harness = make_harness(MetaFed(**SMALL), linear(), tmp_path, injected_faults={(1, 0): "corrupt"})
     harness.rounds(1)
-    assert harness.hops == [(-1, 0), (0, 1), (-1, 1), (1, 2), (2, 3)] and harness.state.holders == [1, 2, 3]
+    assert harness.hops == [(None, 0), (0, 1), (None, 1), (1, 2), (2, 3)] and harness.state.holders == [1, 2, 3]
     for path in (tmp_path / "000/000003").glob("ring_outgoing.*"):
         path.unlink()
     harness.rounds(1)

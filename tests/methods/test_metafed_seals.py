@@ -73,7 +73,7 @@ def test_the_relay_can_neither_request_nor_inject_a_model(tmp_path: Path) -> Non
         assert reply.failure == "refused" and "is not an @on_client handler" in reply.detail
         assert not reply.blob
         injected = encode(name, {"model": all_sevens(linear()), "net": ""})
-        reply = answer(Call(2, name, 2, hop=Hop(-1, name, 6, True)), injected)
+        reply = answer(Call(2, name, 2, hop=Hop(None, name, 6, True)), injected)
         assert reply.failure == "refused" and reply.detail == "a message without a sender"
     assert answer(Call(2, "warm_up", 2, hop=delivery.hop), blob).failure == "refused"
     assert answer(Call(2, FETCH_OUTGOING, 2), b"").failure == "refused"

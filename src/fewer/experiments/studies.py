@@ -21,7 +21,6 @@ from fewer.data import ArrayData
 from fewer.errors import SettingError, unknown_name
 from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
 from fewer.learning.prototypes import prototype_logits
-from fewer.methods import Server
 from fewer.methods.capabilities import Embedding, HasEmbeddings, HasSyntheticData
 from fewer.methods.registry import names_with
 from fewer.runs.engine import one_thread
@@ -231,8 +230,7 @@ def _find_embedding(result: Result, number: int, member: int) -> Embedding | Non
     """The features and prototypes of a group, if the method has any."""
     if not isinstance(result.method, HasEmbeddings):
         return None
-    server = result.context()
-    assert isinstance(server, Server)
+    server = result.contexts().server(0, len(result.history))
     with one_thread():
         return result.method.embedding(server, result.state, result.data, number, member)
 

@@ -18,6 +18,7 @@ from fewer.models import Task, Weights, load_weights
 from fewer.runtime import Clients, Store, Unable, open_members, seed_of, stream
 from fewer.runtime.keys import KeyFiles, Keys
 from fewer.runtime.store import client_folder
+from fewer.runtime.streams import server_key
 
 
 class _ReusableNet:
@@ -45,7 +46,7 @@ class Context:
     """The base of `Client` and `Server`: the round, the task, random generators, and nets to load weights into."""
 
     id: int
-    """The client's number. On the server: -1, -2, … for the items of `clients.map_on_server`."""
+    """The client's number; on the server, the number of the item of `clients.map_on_server`."""
     round: int
     """The current round, starting at 1."""
     seed: int
@@ -68,12 +69,22 @@ class Context:
 
     def stream(self, purpose: str) -> torch.Generator:
         """A random generator seeded by (seed, round, client, purpose). The same purpose repeats the same numbers."""
-        return stream(self.seed, self.round, self.id, purpose)
+        return stream(self.seed, self.round, self.stream_key, purpose)
+
+    @property
+    def stream_key(self) -> int:
+        """The key of this context in random streams."""
+        return self.id
 
 
 @dataclass
 class Server(Context):
     """What an `@on_server` handler receives as its first argument."""
+
+    @property
+    def stream_key(self) -> int:
+        """The key of this item of work in random streams."""
+        return server_key(self.id)
 
 
 @dataclass
@@ -146,12 +157,14 @@ class ContextFactory:
     sealing_keys: Keys | None = None
     """Keys that encrypt messages from client to client. Default: the key files in `folder`."""
 
-    def __call__(self, client: int, round: int) -> Context:
-        """The `Client` with this number; the `Server` for negative numbers."""
-        context = Server(client, round, self.seed, self.task, self.data.test, self.nets)
-        if client < 0:
-            return context
-        return Client(**vars(context), store=self.store(client, round), _data=self.data)
+    def __call__(self, client: int, round: int) -> Client:
+        """The client with this number."""
+        shared = client, round, self.seed, self.task, self.data.test, self.nets
+        return Client(*shared, store=self.store(client, round), _data=self.data)
+
+    def server(self, item: int, round: int) -> Server:
+        """The server, at one item of its own work."""
+        return Server(item, round, self.seed, self.task, self.data.test, self.nets)
 
     @property
     def keys(self) -> Keys:
@@ -162,9 +175,9 @@ class ContextFactory:
         """The client's private store."""
         return Store(client_folder(self.folder, client), round if self.store_round is None else self.store_round)
 
-    def log_error(self, client: int, error: str) -> None:
+    def log_error(self, client: int | None, error: str) -> None:
         """Appends an error to errors.txt in the client's folder, or in `folder` for the server."""
-        folder = client_folder(self.folder, client) if client >= 0 else self.folder
+        folder = self.folder if client is None else client_folder(self.folder, client)
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "errors.txt").open("a") as file:
             file.write(error)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.federated import convert_inputs, convert_labels
 from fewer.errors import DataError, RunError, SettingError
-from fewer.methods import Context, ContextFactory, Method
+from fewer.methods import ContextFactory, Method
 from fewer.methods.capabilities import AdaptsToNewClients
 from fewer.methods.registry import names_with
 from fewer.models import Task, load_weights
@@ -63,13 +63,11 @@ class Result(Viewable):
     @property
     def model(self) -> nn.Module:
         """The trained global model, in evaluation mode."""
-        return self.method.build_predictor(self.state.shared, self.context()).eval()
+        return self.method.build_predictor(self.state.shared, self.contexts().server(0, len(self.history))).eval()
 
-    def context(self, client: int = -1) -> Context:
-        """The context of a client's handlers, or of the server's, after the last round."""
-        return ContextFactory(self.data, self.task, self.settings.seed, self.folder or Path())(
-            client, len(self.history)
-        )
+    def contexts(self) -> ContextFactory:
+        """Makes the contexts of handlers, as in the run."""
+        return ContextFactory(self.data, self.task, self.settings.seed, self.folder or Path())
 
     def personal_model(self, client: int) -> nn.Module:
         """The model of one client, in evaluation mode."""
@@ -79,7 +77,7 @@ class Result(Viewable):
             raise RunError(f"the model of client {client} exists only on that client's machine")
         if self.folder is None:
             raise RunError("clients' models are kept only in a run directory: run with out=DIR")
-        return self.method.build_predictor(self.state.shared, self.context(client)).eval()
+        return self.method.build_predictor(self.state.shared, self.contexts()(client, len(self.history))).eval()
 
     def to_samples(self, x: Tensor, name: str) -> Samples:
         """Converts raw inputs to samples for the model, normalized like the training data."""

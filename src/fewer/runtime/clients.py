@@ -249,14 +249,14 @@ class Clients(ABC):
         results: dict[int, dict[str, Any]] = {}
         for _ in range(MAX_ATTEMPTS):
             missing = [index for index in range(len(items)) if index not in results]
-            calls = [(Call(-1 - index, handler.__name__, self.round, items[index]), message) for index in missing]
+            calls = [(Call(index, handler.__name__, self.round, True, items[index]), message) for index in missing]
             for call, reply in self._deliver_calls(calls):
                 if reply is None:
                     continue
                 if reply.failure:
                     raise RuntimeError(f"server handler '{handler.__name__}' failed: {reply.detail}")
                 try:
-                    results[-1 - call.client] = decode(reply.blob)[1]
+                    results[call.client] = decode(reply.blob)[1]
                 except Refused as refused:
                     raise RunError(
                         f"server handler '{handler.__name__}' returned invalid values: {refused.reason}"
@@ -286,7 +286,7 @@ class Clients(ABC):
 
     def _call_deadline(self, call: Call) -> float | None:
         """Seconds that this call may take. Evaluation and the server's own work have no deadline."""
-        return None if self.evaluating or call.client < 0 else self.rules.deadline
+        return None if self.evaluating or call.on_server else self.rules.deadline
 
     def _encode_messages(
         self, handler: Callable[..., Any], kind: str, who: Sequence[int], fields: Mapping[str, Field | Each]

@@ -15,7 +15,7 @@ import torch
 
 from fewer.runtime.keys import Keys
 from fewer.runtime.store import Store
-from fewer.runtime.streams import seed_globals
+from fewer.runtime.streams import seed_globals, server_key
 from fewer.wire import Refused, decode, encode
 from fewer.wire.sealing import Header, parse_sealed, seal, unseal
 
@@ -106,8 +106,8 @@ LAST_ROUND = 99_999_999
 class Hop:
     """One step of a message from client to client."""
 
-    peer: int
-    """The client to seal for, or the client that the message comes from; -1 for the first message of a ring."""
+    peer: int | None
+    """The client to seal for, or the client that the message comes from; None for the first message of a ring."""
     kind: str
     """The handler that receives the message."""
     number: int
@@ -120,13 +120,20 @@ class Call:
     """A call of one handler on one client. The encoded message is sent with it."""
 
     client: int
-    """The client's number; negative for work on the server."""
+    """The client's number; for work on the server, the number of the item."""
     handler: str
     round: int
+    on_server: bool = False
+    """True for work on the server (`clients.map_on_server`)."""
     item: Mapping[str, int] = field(default_factory=dict)
     """The item of `clients.map_on_server`."""
     hop: Hop | None = None
     """Set if the call is part of `clients.relay`."""
+
+    @property
+    def stream_key(self) -> int:
+        """The key of the caller in random streams."""
+        return server_key(self.client) if self.on_server else self.client
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Call:
@@ -151,7 +158,7 @@ class Reply:
 
 
 class ContextProvider(Protocol):
-    """Makes the object that a handler gets as its first argument: a `Client`, or the `Server` for negative numbers."""
+    """Makes the object that a handler gets as its first argument: a `Client` or the `Server`."""
 
     @property
     def keys(self) -> Keys:
@@ -163,7 +170,10 @@ class ContextProvider(Protocol):
     def __call__(self, client: int, round: int) -> Any:
         """The client's data, store and streams for this round."""
 
-    def log_error(self, client: int, error: str) -> None:
+    def server(self, item: int, round: int) -> Any:
+        """The server's streams for one item of its work."""
+
+    def log_error(self, client: int | None, error: str) -> None:
         """Logs a traceback on the client's own disk. It may contain private data, so it is never sent."""
 
 
@@ -193,18 +203,20 @@ class HandlerRunner:
             if call.handler == FETCH_OUTGOING and call.hop:
                 return make_reply(self._read_outgoing(call))
             handler = self._find_handler(call)
-            fields = self._decode_fields(self._open_message(call, blob) if call.hop and call.hop.peer >= 0 else blob)
-            if call.hop and call.hop.peer < 0 and fields:
+            has_sender = call.hop is not None and call.hop.peer is not None
+            fields = self._decode_fields(self._open_message(call, blob) if has_sender else blob)
+            if call.hop and not has_sender and fields:
                 raise Refused("a message without a sender")
-            if call.client < 0:
+            if call.on_server:
                 fields |= call.item
             _check_signature(handler, fields)
-            seed_globals(self.seed, call.round, call.client, stream_name(handler))
-            answer = handler(self.contexts(call.client, call.round), **fields)
+            seed_globals(self.seed, call.round, call.stream_key, stream_name(handler))
+            make_context = self.contexts.server if call.on_server else self.contexts
+            answer = handler(make_context(call.client, call.round), **fields)
             if call.hop:
                 self._store_outgoing(call, handler, answer)
                 return make_reply()
-            if call.client < 0:  # nothing leaves the server
+            if call.on_server:  # nothing is sent
                 return make_reply(encode(call.handler, answer))
             return make_reply(encode_message(handler, call.handler, answer))
         except Refused as refused:
@@ -213,17 +225,18 @@ class HandlerRunner:
             return make_reply(failure="unable", detail=str(unable))
         except (Exception, SystemExit) as error:  # a client that crashes is a missing answer, not the end of the run
             if self.debug:
-                who = f"client {call.client}" if call.client >= 0 else "server"
+                who = "server" if call.on_server else f"client {call.client}"
                 error.add_note(f"{who}, round {call.round}, handler {call.handler}")
                 raise
-            self.contexts.log_error(call.client, f"round {call.round}, {call.handler}\n{traceback.format_exc()}\n")
+            client = None if call.on_server else call.client
+            self.contexts.log_error(client, f"round {call.round}, {call.handler}\n{traceback.format_exc()}\n")
             last = traceback.extract_tb(error.__traceback__)[-1]
             location = f"{PurePath(last.filename).name}:{last.lineno}"
             return make_reply(failure="failed", detail=f"{type(error).__name__} at {location}")
 
     def _find_handler(self, call: Call) -> Callable[..., Mapping[str, Any]]:
         handler = getattr(self.program, call.handler, None)
-        side: Side = "server" if call.client < 0 else "ring" if call.hop else "client"
+        side: Side = "server" if call.on_server else "ring" if call.hop else "client"
         if getattr(handler, "__side__", None) != side:
             raise Refused(f"'{call.handler}' is not an @on_{side} handler")
         return cast(Callable[..., Mapping[str, Any]], handler)
@@ -232,7 +245,7 @@ class HandlerRunner:
 
     def _open_message(self, call: Call, blob: bytes) -> bytes:
         """Opens the message from another client. Raises Refused if its header is wrong or it is a replay."""
-        assert call.hop
+        assert call.hop and call.hop.peer is not None
         if not call.hop.sealed:
             return blob
         sealed = parse_sealed(blob)
@@ -268,6 +281,8 @@ class HandlerRunner:
         if not call.hop.sealed:
             return bytes(outgoing.numpy())
         keys, peer = self.contexts.keys, call.hop.peer
+        if peer is None:
+            raise Refused("an outgoing message without a receiver")
         header = Header(call.client, peer, call.hop.kind, call.round, call.hop.number)
         private, receiver = keys.private(call.client), keys.public(call.client, peer)
         return seal(bytes(outgoing.numpy()), header, private, receiver, self.run_id)

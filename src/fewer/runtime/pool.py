@@ -115,7 +115,7 @@ class Pool(Clients):
                 self._replace_worker(worker)
 
     def _expected_cost(self, call: Call) -> float:
-        return self.cost(call.client) if call.client >= 0 else 0.0
+        return 0.0 if call.on_server else self.cost(call.client)
 
     def _collect_replies(self) -> Iterator[tuple[Call, Reply | None]]:
         """Waits until a worker answers, dies or overruns the deadline, and yields the outcomes."""

@@ -153,7 +153,7 @@ class RelayRun:
 
     def _hand_over(self, client: int, blob: bytes, may_retry: bool) -> Reply:
         """Calls the handler of the client with the fetched message."""
-        holder = self.holders[-1] if self.holders else -1
+        holder = self.holders[-1] if self.holders else None
         hop = Hop(holder, self.handler, self.calls - 1, self.sealed)
         reply = self._make_call(client, self.handler, hop, blob, may_retry and bool(self.holders))
         if self.holders and reply.sent:

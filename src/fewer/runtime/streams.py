@@ -56,3 +56,8 @@ def global_streams(*key: int | str) -> Iterator[None]:
     with preserve_global_rng():
         seed_globals(*key)
         yield
+
+
+def server_key(item: int) -> int:
+    """The key of an item of the server's work in random streams. Clients have the keys 0, 1, …"""
+    return -1 - item

@@ -58,7 +58,14 @@ def test_a_flower_error_is_a_lost_answer() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"client": -1, "handler": "x", "round": 1}', '{"client": "0", "handler": "x", "round": 1}'],
+    [
+        "",
+        "[]",
+        "{}",
+        '{"client": -1, "handler": "x", "round": 1}',
+        '{"client": 0, "handler": "x", "round": 1, "on_server": true}',
+        '{"client": "0", "handler": "x", "round": 1}',
+    ],
 )
 def test_an_invalid_question_is_refused(text: str) -> None:
     with pytest.raises(Refused):

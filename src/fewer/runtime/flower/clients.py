@@ -30,13 +30,15 @@ class Flower(Inline):
     superlink: SuperLink = field(kw_only=True)
 
     def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
-        yield from super()._deliver_calls([(call, blob) for call, blob in calls if call.client < 0])
+        yield from super()._deliver_calls([(call, blob) for call, blob in calls if call.on_server])
         online = retry_until_answered(self.superlink.online_clients)
         questions = []
         for call, blob in calls:
+            if call.on_server:
+                continue
             if call.client in online:
                 questions.append((Question(call, online[call.client]), blob))
-            elif call.client >= 0:
+            else:
                 yield call, Reply(b"", "lost", "not online", sent=False)
         deadlines = [limit for question, _ in questions if (limit := self._call_deadline(question.call)) is not None]
         timeout = max(deadlines) + TRANSIT if deadlines else None

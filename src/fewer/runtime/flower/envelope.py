@@ -29,11 +29,12 @@ def read_question(content: RecordDict) -> tuple[Call, bytes]:
         call = Call.from_dict(json.loads(str(values["call"])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Refused("not a question") from error
-    hop = call.hop or Hop(0, "", 0, True)
-    numbers, names = (call.client, call.round, hop.peer, hop.number), (call.handler, hop.kind)
+    hop = call.hop or Hop(None, "", 0, True)
+    peer = 0 if hop.peer is None else hop.peer
+    numbers, names = (call.client, call.round, peer, hop.number), (call.handler, hop.kind)
     if any(type(number) is not int for number in numbers) or any(type(name) is not str for name in names):
         raise Refused("not a question to a client")
-    if call.client < 0:
+    if call.on_server is not False or call.client < 0:
         raise Refused("not a question to a client")
     if hop.sealed is not True:
         raise Refused("messages from client to client must be sealed between machines")
