@@ -314,12 +314,8 @@ class _AttackedRun:
         pairs = {client: pair for client in self.clients if (pair := self.matched_samples(client))}
         if not pairs:
             return
-        (x, y), (other_x, other_y) = (
-            (
-                torch.cat([pair[side][0] for pair in pairs.values()]),
-                torch.cat([pair[side][1] for pair in pairs.values()]),
-            )
-            for side in (0, 1)
+        x, y, other_x, other_y = (
+            torch.cat([pair[side][part] for pair in pairs.values()]) for side in (0, 1) for part in (0, 1)
         )
         if len(y) < 2:
             return

@@ -515,8 +515,6 @@ def _print_comparison(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fewer.statistics import format_number
-
     best = max(row.accuracy for row in comparison.rows)
     title = f"{comparison.settings['data']}, {comparison.clients} clients"
     table = Table(title=title, title_justify="left")
@@ -524,15 +522,7 @@ def _print_comparison(comparison: Comparison) -> None:
     for head in ("accuracy %", "global %", "rounds", "MB up", "MB down", "seconds"):
         table.add_column(head, justify="right")
     for label, row in zip(comparison.labels, comparison.rows, strict=True):
-        cells = [
-            row.format_accuracy(),
-            f"{100 * row.global_accuracy:.2f}",
-            str(row.rounds),
-            format_number(row.mb_up),
-            format_number(row.mb_down),
-            f"{row.seconds:.1f}",
-        ]
-        table.add_row(label, *cells, style="bold" if row.accuracy == best else "")
+        table.add_row(label, *row.format_cells(), style="bold" if row.accuracy == best else "")
     Console().print(table)
     sampled = " (100 sampled clients, for methods with personal models)" if comparison.clients > 100 else ""
     if any(row.groups for row in comparison.rows):

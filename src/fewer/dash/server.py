@@ -179,8 +179,8 @@ class Dashboard:
         runs = [run for run in runs if run.row["state"] != "damaged"][:MAX_COMPARED]
         styles = assign_label_styles({run.id: run.row["method"] for run in runs}, self.catalog.styles)
         settings = [{**run.reader.settings, **run.reader.metadata["method"]} for run in runs]
-        names = dict.fromkeys(name for run_settings in settings for name in run_settings)
-        differing = [name for name in names if _differs(name, settings)]
+        names = dict.fromkeys(name for values in settings for name in values if name not in HIDDEN_SETTINGS)
+        differing = [name for name in names if len({json.dumps(s[name]) for s in settings if name in s}) > 1]
         siblings = len(runs) > 1 and len({run.path.parent for run in runs}) == 1
         return json_response(
             {
@@ -293,11 +293,6 @@ _STATIC = _read_static_files()
 
 def _run_ids(request: Request) -> list[str]:
     return list(dict.fromkeys(filter(None, request.query_params.get("ids", "").split(","))))[:MAX_ROWS]
-
-
-def _differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
-    values = [run_settings[key] for run_settings in settings if key in run_settings]
-    return key not in HIDDEN_SETTINGS and any(value != values[0] for value in values)
 
 
 def _contains(run: RunEntry, words: Sequence[str]) -> bool:

@@ -70,6 +70,12 @@ class Row:
         """The accuracy in %, with its confidence interval."""
         return format_interval(Interval(self.accuracy, self.ci95))
 
+    def format_cells(self) -> list[str]:
+        """The cells of a table: accuracy and global accuracy in %, rounds, MB up and down, seconds."""
+        megabytes = map(format_number, (self.mb_up, self.mb_down))
+        means = self.format_accuracy(), f"{100 * self.global_accuracy:.2f}"
+        return [*means, str(self.rounds), *megabytes, f"{self.seconds:.1f}"]
+
 
 @dataclass(frozen=True)
 class Comparison(Viewable):

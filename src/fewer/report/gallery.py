@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fewer.data import Data
 from fewer.errors import FewerError, RunError
+from fewer.experiments.studies import EMBEDDING_CAPTION, embed_samples
+from fewer.methods.capabilities import HasEmbeddings, HasImageGrids, ImageGrid
 from fewer.plugins import needs_import
 from fewer.report.charts import (
     TITLES,
@@ -39,10 +42,6 @@ from fewer.report.verdict import is_paired
 from fewer.runs.reader import RunReader
 from fewer.runs.result import Result, load_run_data, open_run
 from fewer.statistics import format_interval, format_number
-
-if TYPE_CHECKING:
-    from fewer.data import Data
-    from fewer.methods import ImageGrid
 
 MAX_RING = 100
 """Maximum number of clients drawn as a ring."""
@@ -347,8 +346,6 @@ def _draw_data(run: RunReader, data: Data, suffix: str) -> Iterator[Picture]:
 
 def _draw_models(group: RunGroup, data: Data, suffix: str) -> Iterator[Picture]:
     """Synthetic images and embeddings of the first run, if its method has them."""
-    from fewer.methods.capabilities import HasEmbeddings, HasImageGrids
-
     run = group.runs[0]
     method = find_method(run)
     if method is None or not issubclass(method, HasImageGrids | HasEmbeddings):
@@ -385,8 +382,6 @@ def _draw_synthetic_images(group: RunGroup, data: Data, grids: Sequence[ImageGri
 
 
 def _draw_embedding(group: RunGroup, result: Result, suffix: str) -> Iterator[Picture]:
-    from fewer.experiments.studies import EMBEDDING_CAPTION, embed_samples
-
     if (cloud := embed_samples(result)) is None:
         return
     points = [

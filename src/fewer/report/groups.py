@@ -7,23 +7,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fewer.errors import FewerError, RunError
 from fewer.experiments.recipes import RECIPE_FILE
+from fewer.methods import Method, find
 from fewer.plugins import needs_import
 from fewer.report.metrics import MB
 from fewer.runs.reader import RunReader
 from fewer.statistics import Interval, half_width, interval
 
-if TYPE_CHECKING:
-    from fewer.methods import Method
-
 
 def find_method(run: RunReader) -> type[Method] | None:
     """The method of a run; None if it is not installed, or lives in a file: reports do not execute user files."""
-    from fewer.methods import find
-
     name = str(run.settings["method"])
     try:
         return None if needs_import(name) else find(name)

@@ -136,19 +136,8 @@ class ComparisonView(View):
     def table(self) -> Table:
         """One row per method."""
         heads = ("method", "accuracy %", "global accuracy %", "rounds", "MB up", "MB down", "seconds")
-        rows = [
-            (
-                label,
-                row.format_accuracy(),
-                f"{100 * row.global_accuracy:.2f}",
-                str(row.rounds),
-                format_number(row.mb_up),
-                format_number(row.mb_down),
-                f"{row.seconds:.1f}",
-            )
-            for label, row in zip(self.comparison.labels, self.comparison.rows, strict=True)
-        ]
-        return Table(heads, rows)
+        labeled = zip(self.comparison.labels, self.comparison.rows, strict=True)
+        return Table(heads, [(label, *row.format_cells()) for label, row in labeled])
 
 
 def _add_client_accuracies(row: Row) -> Sequence[History]:

@@ -169,29 +169,11 @@ def plot_embeddings(title: str, clouds: Mapping[str, Cloud]) -> Figure:
             for number, label in enumerate(np.unique(cloud.prototype_labels)):
                 color = COLORS[number % len(COLORS)]
                 for own, marker, size in ((False, "o", 9), (True, "D", 20)):
-                    points = cloud.points[(cloud.labels == label) & (cloud.own == own)]
-                    edge = INK if own else "none"
-                    axes.scatter(
-                        points[:, 0],
-                        points[:, 1],
-                        s=size,
-                        marker=marker,
-                        color=color,
-                        edgecolors=edge,
-                        linewidths=0.6,
-                        alpha=0.8,
-                    )
-                prototype = cloud.prototypes[cloud.prototype_labels == label]
-                axes.scatter(
-                    prototype[:, 0],
-                    prototype[:, 1],
-                    s=190,
-                    marker="*",
-                    color=color,
-                    edgecolors=INK,
-                    linewidths=0.9,
-                    zorder=3,
-                )
+                    x, y = cloud.points[(cloud.labels == label) & (cloud.own == own)].T
+                    look: Any = {"marker": marker, "edgecolors": INK if own else "none", "linewidths": 0.6}
+                    axes.scatter(x, y, s=size, color=color, alpha=0.8, **look)
+                x, y = cloud.prototypes[cloud.prototype_labels == label].T
+                axes.scatter(x, y, s=190, marker="*", color=color, edgecolors=INK, linewidths=0.9, zorder=3)
             axes.set(xticks=[], yticks=[])
             hide_frame(axes)
     return figure

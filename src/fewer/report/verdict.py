@@ -237,7 +237,7 @@ def _accuracy(group: RunGroup) -> Interval:
 
 
 def _format_accuracy(group: RunGroup) -> str:
-    return f"{format_interval(_accuracy(group), 1)} %"
+    return f"{format_interval(group.accuracy, 1)} %"
 
 
 def _format_megabytes(count: float) -> str:

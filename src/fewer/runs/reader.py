@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fewer.errors import RunError
 from fewer.ledger import Entry
 from fewer.runs.records import GrowingFile, parse_line, read_last_lines
 from fewer.runs.settings import METHOD_SETTINGS, RUNTIME_SETTINGS, Settings
+
+K = TypeVar("K")
 
 FORMAT = 2
 PARTS = {"settings", "hash", "objects", "method", "data", "environment"}
@@ -33,8 +35,6 @@ LOCK = "lock"
 MAX_POINTS = 500
 """Maximum number of points of a curve."""
 CURVE_METRICS = ("round", "accuracy", "loss", "up", "down", "seconds", "absent")
-PROGRESS: Mapping[str, Any] = {"round": 0, "accuracy": None, "up": 0, "down": 0, "seconds": 0.0}
-"""The progress of a run before its first round."""
 _NO_TASK = (*RUNTIME_SETTINGS, *METHOD_SETTINGS, "method", "method_options", "seed", "data_seed", "evaluate_every")
 """Settings that do not affect results, that the method's options repeat, or that differ between seeds."""
 
@@ -155,7 +155,7 @@ class RunReader:
 
     def progress(self) -> dict[str, Any]:
         """Metrics of the last round now; the accuracy is the last one measured."""
-        progress = dict(PROGRESS)
+        progress: dict[str, Any] = {"round": 0, "accuracy": None, "up": 0, "down": 0, "seconds": 0.0}
         lines, before = read_last_lines(self.path / METRICS, 1)
         for line in lines:
             metrics = parse_line(line)
@@ -209,15 +209,15 @@ class RunReader:
             raise self._damaged(EVENTS, error) from error
         return [event for event in map(parse_line, lines) if "event" in event]
 
-    @property
+    @cached_property
     def absences(self) -> Counter[Absence]:
         """Absent answers. If a round was repeated after a resume, only its last attempt counts."""
-        return _total(count_absences(self.events))
+        return sum_counts(count_absences(self.events).values())
 
     @property
     def absent_counts(self) -> Counter[str]:
         """Number of absent answers by reason."""
-        return count_reasons(self.absences)
+        return sum_counts({absence.reason: count} for absence, count in self.absences.items())
 
     @property
     def interruptions(self) -> int:
@@ -361,9 +361,10 @@ class RunFollower:
                 counts = self.traffic.setdefault((entry.direction, entry.kind), [0, 0])
                 counts[0] += 1
                 counts[1] += entry.bytes
+            reasons = ({absence.reason: n} for round in self.absent.values() for absence, n in round.items())
             size, read = (sum(getattr(f, part) for f in (self._events, self._ledger)) for part in ("size", "offset"))
             return {
-                "absent": dict(count_reasons(_total(self.absent)).most_common()),
+                "absent": dict(sum_counts(reasons).most_common()),
                 "traffic": [
                     {"direction": direction, "kind": kind, "messages": messages, "bytes": count}
                     for (direction, kind), (messages, count) in sorted(
@@ -391,19 +392,12 @@ def count_absences(
     return by_round
 
 
-def _total(by_round: Mapping[int, Counter[Absence]]) -> Counter[Absence]:
-    total: Counter[Absence] = Counter()
-    for absences in by_round.values():
-        total.update(absences)
+def sum_counts(counts: Iterable[Mapping[K, int]]) -> Counter[K]:
+    """Adds counts, in place: the sum of many `Counter`s takes quadratic time."""
+    total: Counter[K] = Counter()
+    for part in counts:
+        total.update(part)
     return total
-
-
-def count_reasons(absences: Counter[Absence]) -> Counter[str]:
-    """Number of absent answers by reason."""
-    reasons: Counter[str] = Counter()
-    for absence, count in absences.items():
-        reasons[absence.reason] += count
-    return reasons
 
 
 def parse_messages(lines: Iterable[bytes]) -> Iterator[Entry]:
