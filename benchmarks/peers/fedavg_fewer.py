@@ -1,4 +1,7 @@
-"""Fewer's FedAvg with the harness's cohorts, batches, model and data; --procs 2 uses a pool of 2 workers."""
+"""Fewer's FedAvg with the harness's cohorts, batches, model and data; --procs 2 uses a pool of 2 workers.
+
+Fewer keeps images as bytes, as they are on disk, and normalizes each batch.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ import fewer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+MEAN, STD = 0.1307, 0.3081
+"""The harness's normalization."""
 
 
 class HarnessFedAvg(fewer.FedAvg):
@@ -42,13 +49,22 @@ class Clock(fewer.Callback):
         self.log.round(metrics["accuracy"])
 
 
-def main() -> None:
-    args, log = C.args(), C.Log()
-    x, y, test_x, test_y = C.load(args.data)
+def load_data(directory: str | None) -> fewer.data.Data:
+    """Loads the harness's samples and converts its normalized images back to bytes."""
+    x, y, test_x, test_y = C.load(directory)
     client_ids = np.empty(len(y), np.int64)
     for number, rows in enumerate(C.split(y)):
         client_ids[rows] = number
-    data = fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids)
+    for images in (x, test_x):
+        images *= 255 * STD
+        images += 255 * MEAN
+    x, test_x = (np.rint(images, out=images).astype(np.uint8) for images in (x, test_x))
+    return fewer.data.from_arrays(x, y, test=(test_x, test_y), client_ids=client_ids, normalization=(MEAN, STD))
+
+
+def main() -> None:
+    args, log = C.args(), C.Log()
+    data = load_data(args.data)
     method = HarnessFedAvg(rounds=args.rounds, cohort=C.COHORT, lr=C.LR, local_steps=C.STEPS, batch_size=C.BATCH)
     runtime = "pool" if args.procs > 1 else "inline"
     fewer.run(method, data, model=C.net(), runtime=runtime, workers=args.procs, callbacks=[Clock(log)])

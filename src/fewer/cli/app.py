@@ -13,7 +13,7 @@ import fewer
 from fewer.cli import data as data_commands
 from fewer.cli.data import DataDir
 from fewer.cli.machines import add_machines
-from fewer.cli.options import complete_methods, parse_assignments, with_settings
+from fewer.cli.options import App, complete_methods, parse_assignments, with_settings
 from fewer.cli.printing import (
     RUNS,
     Json,
@@ -34,7 +34,7 @@ from fewer.errors import SettingError
 if TYPE_CHECKING:
     from fewer.experiments import Comparison
 
-app = typer.Typer(
+app = App(
     help="Federated learning in fewer rounds, with fewer samples and fewer bytes.",
     no_args_is_help=True,
     rich_markup_mode="rich",

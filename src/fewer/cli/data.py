@@ -10,21 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from fewer.cli.options import with_settings
+from fewer.cli.options import App, with_settings
 from fewer.cli.printing import Json, print_rows, report_errors, write_json
 from fewer.errors import SettingError
-from fewer.runs.settings import Settings
 
-app = typer.Typer(help="List, inspect and download data.", no_args_is_help=True)
+app = App(help="List, inspect and download data.", no_args_is_help=True)
 DataDir = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Directory of the data files. \\[default: $FEWER_DATA]")
 ]
-
-
-NOT_DATA = (
-    "data",
-    *(name for name, field in Settings.model_fields.items() if field.title != "Data" and name != "seed"),
-)
 
 
 @app.command("list")
@@ -51,7 +44,7 @@ def list_data(data_dir: DataDir = None, json_file: Json = None) -> None:
 
 @app.command()
 @report_errors
-@with_settings(without=NOT_DATA)
+@with_settings(group="Data", without=("data",))
 def inspect(
     given: dict[str, Any],
     name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset, or FORMAT:PATH.")],

@@ -8,15 +8,20 @@ import tomllib
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import click
 import typer
-from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
+from typer.main import get_click_param
+from typer.models import ParamMeta
 
 from fewer.cli.printing import Output
 from fewer.errors import SettingError, unknown_name
 from fewer.registry import METHODS, MODELS
-from fewer.runs.settings import Settings
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
 
 Command = Callable[..., None]
 
@@ -31,20 +36,53 @@ def complete_models(incomplete: str) -> list[str]:
     return [name for name in MODELS if name.startswith(incomplete)]
 
 
-def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[Command], Command]:
+class SettingsCommand(TyperCommand):
+    """A command that makes its options for settings on first use, so that `fewer --help` loads no settings."""
+
+    @property
+    def params(self) -> list[click.Parameter]:
+        """Arguments and options."""
+        if make_options := vars(self.callback).pop(_MAKE_OPTIONS, None):
+            self._params += make_options()
+        return self._params
+
+    @params.setter
+    def params(self, params: list[click.Parameter]) -> None:
+        self._params = params
+
+
+class App(typer.Typer):
+    """Commands, some of them `with_settings`."""
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Command], Command]:  # type: ignore[override]
+        """Adds a command."""
+        return super().command(name, cls=SettingsCommand, **options)
+
+
+_MAKE_OPTIONS = "make_options"
+"""The attribute of a command that makes its options for settings."""
+
+
+def with_settings(
+    *, without: tuple[str, ...] = (), group: str | None = None, **texts: str
+) -> Callable[[Command], Command]:
     """Adds an option for each setting. The command receives the given ones as the dict `given`.
 
-    A command with a parameter `output` also gets the options of `Output`. `texts` replace the help texts of options
-    that have another meaning in this command.
+    A command with a parameter `output` also gets the options of `Output`. With `group`, only settings of this group and
+    the seed have an option. `texts` replace the help texts of options that have another meaning in this command.
     """
 
+    def list_names() -> list[str]:
+        fields = _settings_fields()
+        in_group = [name for name in fields if group in (None, fields[name].title) or name == "seed"]
+        return [name for name in in_group if name not in without]
+
     def decorate(command: Command) -> Command:
-        names = [name for name in Settings.model_fields if name not in without]
         own = inspect.signature(command, eval_str=True).parameters
         outputs = _OUTPUT_TYPES if "output" in own else {}
 
         def wrapped(**values: Any) -> None:
-            given = {name: value for name in names if (value := values.pop(name, None)) not in (None, [])}
+            given = {name: value for name in list_names() if (value := values.pop(name, None)) not in (None, ())}
             if outputs:
                 values["output"] = Output(**{name: values.pop(name) for name in outputs})
             command(given=_merge_settings(values.pop("settings"), given), **values)
@@ -53,11 +91,11 @@ def with_settings(*, without: tuple[str, ...] = (), **texts: str) -> Callable[[C
             *(parameter for name, parameter in own.items() if name not in ("given", "output")),
             *(_keyword(name, Output._field_defaults[name], kind) for name, kind in outputs.items()),
             _keyword("settings", None, _SETTINGS_FILE),
-            *(_make_parameter(name, Settings.model_fields[name], texts.get(name)) for name in names),
         ]
         wrapped.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
+        setattr(wrapped, _MAKE_OPTIONS, lambda: [_make_option(name, texts.get(name)) for name in list_names()])
         return wrapped
 
     return decorate
@@ -74,8 +112,15 @@ _SETTINGS_FILE = Annotated[
 ]
 
 
-def _make_parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Parameter:
+def _settings_fields() -> dict[str, FieldInfo]:
+    from fewer.runs.settings import Settings
+
+    return Settings.model_fields
+
+
+def _make_option(name: str, text: str | None) -> click.Parameter:
     """Makes the option of one setting. `Settings` validates the value, so errors are the same everywhere."""
+    field = _settings_fields()[name]
     plain, choices = _plain_type(field.annotation)
     help = text or (field.description or "").replace("\n", " ")
     if choices:
@@ -86,20 +131,21 @@ def _make_parameter(name: str, field: FieldInfo, text: str | None) -> inspect.Pa
     kind: Any = list[str] if pairs else plain
     metavar = "NAME=VALUE" if pairs else {int: "N", float: "X", Path: "DIR", bool: None}.get(plain, "NAME")
     option = typer.Option(
-        *_flags(name),
+        None,
+        *_flags(name, pairs),
         help=help.replace("[", "\\["),
         metavar=metavar,
         rich_help_panel=field.title,
         show_default=False,
         autocompletion=complete_models if name == "model" else None,
     )
-    return _keyword(name, None, Annotated[kind | None, option])
+    return get_click_param(ParamMeta(name=name, default=option, annotation=kind | None))[0]
 
 
-def _flags(name: str) -> list[str]:
+def _flags(name: str, pairs: bool) -> list[str]:
     """Returns the flags of a setting: `--cohort`; `--method-option` and `-o` for the dict `method_options`."""
     flag = f"--{name.replace('_', '-')}"
-    if Settings.model_fields[name].default == {}:
+    if pairs:
         flag = flag.removesuffix("s")
     return [flag, "-o"] if name == "method_options" else [flag]
 
@@ -138,8 +184,8 @@ def _read_settings(file: Path) -> dict[str, Any]:
         raise SettingError(f"{file} is not TOML: {error}") from error
     settings = {name.replace("-", "_"): value for name, value in content.items()}
     for name in settings:
-        if name not in Settings.model_fields:
-            raise unknown_name(f"setting in {file}", name, Settings.model_fields)
+        if name not in _settings_fields():
+            raise unknown_name(f"setting in {file}", name, _settings_fields())
     if not isinstance(settings.get("method", ""), str):
         raise SettingError(f"method in {file} must be a name; its options belong to the table [method_options]")
     return settings

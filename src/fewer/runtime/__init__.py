@@ -3,6 +3,7 @@
 from fewer.runtime.clients import Absent, Answer, Answers, Clients, Each, Faults, RoundRules
 from fewer.runtime.handlers import HandlerRunner, Unable, on_client, on_ring, on_server
 from fewer.runtime.inline import Inline, open_members
+from fewer.runtime.memory import keep_freed_memory
 from fewer.runtime.pool import Pool
 from fewer.runtime.store import Store
 from fewer.runtime.streams import seed_of, stream
@@ -27,3 +28,5 @@ __all__ = [
     "seed_of",
     "stream",
 ]
+
+keep_freed_memory()

@@ -26,8 +26,8 @@ import torch
 
 from fewer.runtime.clients import Clients
 from fewer.runtime.handlers import Call, HandlerRunner, Reply
+from fewer.runtime.memory import return_freed_memory
 
-_LIBC = ctypes.CDLL(None)
 GRACE = 0.5
 """Seconds past the deadline before a worker that does not answer is killed."""
 
@@ -84,8 +84,7 @@ class Pool(Clients):
     def __post_init__(self) -> None:
         self._context = cast(Any, multiprocessing.get_context(self._start_method()))
         if self._start_method() == "fork":
-            if hasattr(_LIBC, "malloc_trim"):
-                _LIBC.malloc_trim(0)  # otherwise every worker would inherit memory that is freed but not returned
+            return_freed_memory()  # otherwise every worker would inherit it
             gc.freeze()  # keeps the collector from touching, and thereby copying, pages that the workers share
         for _ in range(self.workers):
             self._running.append(self._start_worker())
