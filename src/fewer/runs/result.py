@@ -114,26 +114,34 @@ class Result(Viewable):
         load_weights(net, self.method.initialization(shared))
         support = replace(samples, y=labels).to(self.task.device)
         with one_thread():
-            self.method.adapt(net, support, shared)
+            self.method.adapt(net, support, shared, self.task)
         return net.eval()
 
 
-def open_run(path: str | Path, *, method: Method | None = None, data: Data | None = None, model: Any = None) -> Result:
+def open_run(
+    path: str | Path,
+    *,
+    method: Method | None = None,
+    data: Data | None = None,
+    model: Any = None,
+    loss: Any = None,
+    metrics: Any = None,
+) -> Result:
     """Opens the run in a directory, finished or not: its history, its model and its clients' models.
 
-    Pass `method`, `data` and `model` again if they were Python objects.
+    Pass `method`, `data`, `model`, `loss` and `metrics` again if they were Python objects.
     """
     from fewer.runs.artifacts import resolve_start_model
     from fewer.runs.engine import initial_state, restore_state
     from fewer.runs.experiment import build_experiment, parse_settings
 
     run = RunReader(Path(path))
-    run.check_objects(data=data, model=model)
+    run.check_objects(data=data, model=model, loss=loss, metrics=metrics)
     checkpoint = run.read_checkpoint()
     if checkpoint is None:
         raise RunError(f"{path} has no checkpoint yet: its first round has not finished")
     settings = parse_settings(resolve_start_model(run.settings, run.path))
-    experiment = build_experiment(settings, method, data, model)
+    experiment = build_experiment(settings, method, data, model, loss, metrics)
     state = restore_state(type(initial_state(experiment)), checkpoint["state"], run.path)
     return Result(
         experiment.method,
