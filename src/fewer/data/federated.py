@@ -361,8 +361,8 @@ def federate(
         labels, test_labels = (np.zeros(len(part), np.int64) for part in (targets, test_targets))  # one class
         if partition not in CLASSLESS_PARTITIONS:
             raise SettingError(
-                f"partition = {partition} needs classes, but data '{name}' has {targets.shape[1]} float targets "
-                f"(allowed: {', '.join(CLASSLESS_PARTITIONS)})"
+                f"partition = {partition} needs classes, but the targets of data '{name}' are not class labels "
+                f"0, 1, 2, … (allowed: {', '.join(CLASSLESS_PARTITIONS)})"
             )
     if partition == "natural":
         assert raw.client_ids is not None and owners is not None
