@@ -46,9 +46,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 def torch_loop(net: nn.Module, batches: list[tuple[Tensor, Tensor]], name: str, schedule: str) -> None:
     """Trains with torch.optim, as its documentation shows."""
-    make = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[name.split()[0]]
-    optimizer = make(net.parameters(), 0.05, **OPTIMIZERS[name])
-    schedules = torch.optim.lr_scheduler
+    classes: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    optimizer = classes[name.split()[0]](net.parameters(), 0.05, **OPTIMIZERS[name])
+    schedules: Any = torch.optim.lr_scheduler
     scheduler: Any = {
         "constant": lambda: schedules.ConstantLR(optimizer, 1.0),
         "cosine": lambda: schedules.CosineAnnealingLR(optimizer, len(batches)),
@@ -56,7 +56,7 @@ def torch_loop(net: nn.Module, batches: list[tuple[Tensor, Tensor]], name: str, 
     }[schedule]()
     for x, y in batches:
         optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
+        F.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         scheduler.step()
 
@@ -68,7 +68,7 @@ def test_optimizers_and_schedules_are_those_of_torch(name: str, schedule: str) -
     expected = copy.deepcopy(net)
     batches = [(torch.from_numpy(x).double(), torch.from_numpy(y)) for x, y in PAIRS if len(y)] * 3
     torch_loop(expected, batches, name, schedule)
-    options = LocalOptimizer(optimizer=name.split()[0], lr_schedule=schedule, **OPTIMIZERS[name])  # type: ignore[arg-type]
+    options = LocalOptimizer(optimizer=name.split()[0], lr_schedule=schedule, **OPTIMIZERS[name])
     sgd(net, iter(batches), 0.05, optimizer=options)
     for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
