@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from fewer.data import Samples, from_arrays
 
@@ -88,3 +89,16 @@ def test_constant_bytes_do_not_divide_by_zero() -> None:
     x = np.full((20, 2), 255, np.uint8)
     data = from_arrays(x, np.zeros(20, int), clients=1, min_samples_per_client=1)
     assert data.test.slice(0, 1)[0].abs().max() < 1e-6
+
+
+def test_a_data_loader_takes_samples() -> None:
+    x, y = torch.arange(14, dtype=torch.uint8).reshape(7, 2), torch.arange(7) % 3
+    samples = Samples(x, y, torch.tensor([6, 1, 2, 5]), shift=1.0, scale=2.0)
+    loaded = list(DataLoader(samples, batch_size=3))  # type: ignore[arg-type]
+    expected = list(samples.chunks(3))
+    assert len(loaded) == len(expected) == 2
+    for (loaded_x, loaded_y), (x, y) in zip(loaded, expected, strict=True):
+        assert torch.equal(loaded_x, x) and torch.equal(loaded_y, y)
+    assert torch.equal(samples[-1][0], samples[3][0]) and samples[1][1].item() == 1
+    with pytest.raises(IndexError):
+        samples[4]

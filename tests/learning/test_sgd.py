@@ -1,11 +1,19 @@
-"""Batches and frozen weights in local SGD."""
+"""Local training: batches, frozen weights, optimizers and schedules."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import copy
+from typing import Any
 
-from fewer.learning import draw_batches, sgd
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fewer.errors import SettingError
+from fewer.learning import LocalOptimizer, draw_batches, sgd
+from fewer.methods.fedavg import FedAvg
 from fewer.models import get_weights
 from tests.methods.linear_harness import CLASSES, FEATURES, PAIRS
 
@@ -26,3 +34,48 @@ def test_sgd_does_not_change_frozen_weights() -> None:
     sgd(net, [(torch.from_numpy(PAIRS[1][0]), torch.from_numpy(PAIRS[1][1]))], 0.1)
     changed = {name for name, tensor in get_weights(net).items() if not torch.equal(tensor, before[name])}
     assert changed == {"1.weight", "1.bias"} and net.training
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.9},
+    "adam": {"weight_decay": 0.1},
+    "adamw": {"weight_decay": 0.1},
+    "sgd with weight decay": {"weight_decay": 0.1},
+}
+
+
+def torch_loop(net: nn.Module, batches: list[tuple[Tensor, Tensor]], name: str, schedule: str) -> None:
+    """Trains with torch.optim, as its documentation shows."""
+    classes: Any = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    optimizer = classes[name.split()[0]](net.parameters(), 0.05, **OPTIMIZERS[name])
+    schedules: Any = torch.optim.lr_scheduler
+    scheduler: Any = {
+        "constant": lambda: schedules.ConstantLR(optimizer, 1.0),
+        "cosine": lambda: schedules.CosineAnnealingLR(optimizer, len(batches)),
+        "linear": lambda: schedules.LambdaLR(optimizer, lambda step: 1 - step / len(batches)),
+    }[schedule]()
+    for x, y in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_and_schedules_are_those_of_torch(name: str, schedule: str) -> None:
+    net = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
+    expected = copy.deepcopy(net)
+    batches = [(torch.from_numpy(x).double(), torch.from_numpy(y)) for x, y in PAIRS if len(y)] * 3
+    torch_loop(expected, batches, name, schedule)
+    options = LocalOptimizer(optimizer=name.split()[0], lr_schedule=schedule, **OPTIMIZERS[name])
+    sgd(net, iter(batches), 0.05, optimizer=options)
+    for ours, theirs in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_momentum_is_refused_for_adam() -> None:
+    with pytest.raises(ValidationError):
+        LocalOptimizer(optimizer="adam", momentum=0.9)
+    with pytest.raises(SettingError, match=r"fedavg: momentum = 0\.9: adam has no momentum; use optimizer = sgd"):
+        FedAvg(optimizer="adam", momentum=0.9)

@@ -30,6 +30,7 @@ from fewer.methods.new_clients import NewClients, fairness
 from fewer.methods.per_fedavg import PerFedAvg
 from fewer.methods.reptile import Reptile
 from fewer.models import Weights
+from fewer.models.objective import count_top_k
 from fewer.runs.experiment import build_experiment, parse_settings
 from fewer.runs.result import open_run
 from tests.helpers import DIGITS, call
@@ -343,8 +344,8 @@ def test_invalid_adaptations_are_reported(tmp_path: Path) -> None:
 def test_a_prediction_is_correct_among_the_top_k() -> None:
     scores = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 0.0, 0.0, 5.0]])
     y = torch.tensor([2, 1])
-    assert [count_correct(scores, y, top).correct for top in (1, 2, 3, 4, 9)] == [0, 0, 2, 2, 2]
-    assert count_correct(scores, torch.tensor([1, 2]), 2).correct == 1  # ties go to the first class
+    assert [count_top_k(scores, y, top) for top in (1, 2, 3, 4, 9)] == [0, 0, 2, 2, 2]
+    assert count_top_k(scores, torch.tensor([1, 2]), 2) == 1  # ties go to the first class
     assert count_correct(torch.full((1, 2), torch.nan), torch.tensor([1])).loss == MAX_LOSS
 
 

@@ -26,6 +26,8 @@ from fewer.errors import DataError, SettingError, unknown_name
 
 MAX_CLASSES = 1 << 20
 """Labels must be below this. Arrays of class counts are as long as the largest label."""
+CLASSLESS_PARTITIONS = ("iid", "quantity", "natural")
+"""Partitions of data without classes."""
 TEST_FRACTION = 0.2
 """Fraction held out for testing if the data has no test set."""
 
@@ -49,7 +51,7 @@ class Data(ABC):
     shape: tuple[int, ...]
     """Shape of one input."""
     classes: int
-    """Number of classes."""
+    """Number of classes; of labels or numbers to predict, if targets are floats."""
     tokens: tuple[str, ...] = ()
     """The vocabulary, if inputs are text. Token ids are positions in it."""
     test: Samples
@@ -67,6 +69,11 @@ class Data(ABC):
     def vocab_size(self) -> int | None:
         """Number of tokens in the vocabulary; None if inputs are not text."""
         return len(self.tokens) or None
+
+    @property
+    def has_classes(self) -> bool:
+        """True if each target is one class; otherwise targets are floats (samples × outputs)."""
+        return not self.test.y.is_floating_point()
 
     @abstractmethod
     def __len__(self) -> int:
@@ -90,6 +97,12 @@ class Data(ABC):
 
     def to(self, device: torch.device) -> Data:
         """Copies the data to a device."""
+        return self
+
+    def as_numbers(self) -> Data:
+        """The same data with numbers as targets, for regression."""
+        if self.has_classes:
+            raise DataError(f"data '{self.name}' has class labels, and a regression needs float targets")
         return self
 
     def hold_out(self, fraction: float, seed: int) -> Data:
@@ -178,6 +191,15 @@ class ArrayData(Data):
         """Copies the data to a device."""
         return replace(self, source=self.source.to(device), global_test=self.global_test.to(device))
 
+    def as_numbers(self) -> ArrayData:
+        """The same data with numbers as targets. Integer labels without names become numbers."""
+        if not self.has_classes:
+            return self
+        if self.class_names or self.tokens:
+            raise DataError(f"data '{self.name}' has named classes, and a regression needs numbers")
+        source, test = (replace(samples, y=samples.y.float()[:, None]) for samples in (self.source, self.global_test))
+        return replace(self, classes=1, source=source, global_test=test)
+
     def hold_out(self, fraction: float, seed: int) -> ArrayData:
         """Replaces the test data with a fraction of each client's training data, for tuning.
 
@@ -202,7 +224,9 @@ class ArrayData(Data):
         """
         rows = np.sort(self.train.rows)
         owners = np.unique(row_clients[rows], return_inverse=True)[1].reshape(-1)
-        groups = owners * MAX_CLASSES + self.source.y.cpu().numpy()[rows]
+        groups = owners * MAX_CLASSES
+        if self.has_classes:
+            groups += self.source.y.cpu().numpy()[rows]
         _, groups, sizes = np.unique(groups, return_inverse=True, return_counts=True)
         lateness = np.empty(len(rows))  # 0 … 1: the position of a row among those of its owner and class
         lateness[np.argsort(groups, kind="stable")] = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
@@ -213,6 +237,8 @@ class ArrayData(Data):
     @cached_property
     def unseen_classes(self) -> frozenset[int]:
         """Classes of the global test set that no client trains on."""
+        if not self.has_classes:
+            return frozenset()
         train_labels = self.source.y.cpu()[torch.from_numpy(self.train.rows)]
         return frozenset(self.global_test.labels.tolist()) - frozenset(train_labels.tolist())
 
@@ -248,7 +274,9 @@ def from_arrays(
     name: str = "arrays",
     **settings: Any,
 ) -> ArrayData:
-    """Builds federated data from inputs `x` and labels `y`.
+    """Builds federated data from inputs `x` and targets `y`.
+
+    Targets are class labels (integers), numbers (floats, n or n × outputs) or sets of labels (a matrix of 0 and 1).
 
     `client_ids` names the owner of each sample. Each owner becomes a client; without it, the samples are partitioned.
     Without `test`, a fifth of each client's samples is held out.
@@ -261,8 +289,8 @@ def from_arrays(
     owners = None if client_ids is None else np.asarray(client_ids)
     test_set = None
     if test is not None:
-        test_set = _prepare_inputs(test[0], f"{name} (test)"), convert_labels(test[1], f"{name} (test)")
-    raw = RawDataset(_prepare_inputs(x, name), convert_labels(y, name), test_set, owners, normalization=normalization)
+        test_set = _prepare_inputs(test[0], f"{name} (test)"), convert_targets(test[1], f"{name} (test)")
+    raw = RawDataset(_prepare_inputs(x, name), convert_targets(y, name), test_set, owners, normalization=normalization)
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
@@ -325,8 +353,17 @@ def federate(
     validation_rows = rows[:0]
     if validation and raw.time_ordered and raw.client_ids is not None and partition != "natural":
         rows, validation_rows = hold_out_rows(raw, rows, validation)  # the latest rows of each original owner
-    labels = convert_labels(raw.y, name)
-    test_labels = labels[test_rows] if raw.test is None else convert_labels(raw.test[1], f"{name} (test)")
+    targets = convert_targets(raw.y, name)
+    test_targets = targets[test_rows] if raw.test is None else convert_targets(raw.test[1], f"{name} (test)")
+    labels, test_labels = targets, test_targets
+    if targets.dtype.kind == "f" or test_targets.dtype.kind == "f":
+        targets, test_targets = _match_targets(targets, test_targets, name)
+        labels, test_labels = (np.zeros(len(part), np.int64) for part in (targets, test_targets))  # one class
+        if partition not in CLASSLESS_PARTITIONS:
+            raise SettingError(
+                f"partition = {partition} needs classes, but the targets of data '{name}' are not class labels "
+                f"0, 1, 2, … (allowed: {', '.join(CLASSLESS_PARTITIONS)})"
+            )
     if partition == "natural":
         assert raw.client_ids is not None and owners is not None
         test_owners = raw.client_ids[test_rows] if raw.test is None else raw.test_client_ids
@@ -345,10 +382,12 @@ def federate(
         held_out = _sort_rows(Parts(validation_rows[held_out.rows], held_out.offsets))
     elif validation:
         train, held_out = hold_out_fraction(train, validation, None if raw.time_ordered else rng)
-    source, global_test, tokens = _build_samples(raw, labels, test_labels, train, name, vocab_size, max_length)
+    source, global_test, tokens = _build_samples(raw, targets, test_targets, train, name, vocab_size, max_length)
     if raw.test is None:
         global_test = replace(source, rows=torch.from_numpy(test_rows))
     classes = max(len(raw.class_names), int(max(labels.max(), test_labels.max(initial=0))) + 1)
+    if targets.ndim == 2:
+        classes = targets.shape[1]
     if raw.split is not None:
         classes = raw.split[0]
     return ArrayData(
@@ -469,8 +508,8 @@ def _partition_by_client(
 
 def _build_samples(
     raw: RawDataset,
-    labels: NDArray[np.int64],
-    test_labels: NDArray[np.int64],
+    targets: NDArray[Any],
+    test_targets: NDArray[Any],
     train: Parts,
     name: str,
     vocab_size: int,
@@ -484,7 +523,7 @@ def _build_samples(
         test_x = None if test_x is None else text.encode(list(test_x), tokens, max_length)
     inputs = convert_inputs(x, name)
     shift, scale = (0.0, 1.0) if tokens else _compute_normalization(inputs, train.rows, raw.normalization)
-    source = Samples(inputs, torch.from_numpy(labels), None, shift, scale, bool(tokens))
+    source = Samples(inputs, torch.from_numpy(targets), None, shift, scale, bool(tokens))
     if test_x is None:
         return source, source, tokens
     test_inputs = convert_inputs(test_x, f"{name} (test)")
@@ -492,7 +531,7 @@ def _build_samples(
         raise DataError(
             f"data '{name}' has training inputs of {_describe(inputs)}, but test inputs of {_describe(test_inputs)}"
         )
-    global_test = replace(source, x=test_inputs, y=torch.from_numpy(test_labels))
+    global_test = replace(source, x=test_inputs, y=torch.from_numpy(test_targets))
     return source, global_test, tokens
 
 
@@ -530,9 +569,9 @@ def from_clients(clients: Sequence[Any], **settings: Any) -> ArrayData:
 
 
 def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
-    """Builds federated data from a torch Dataset of (input, label) pairs. `settings` are those of `from_arrays`.
+    """Builds federated data from a torch Dataset of (input, target) pairs. `settings` are those of `from_arrays`.
 
-    Inputs may be tensors, arrays or images; labels must be numbers. The Dataset is read once.
+    Inputs may be tensors, arrays or images; targets must be numbers. The Dataset is read once.
     """
     if not len(dataset):
         raise DataError("the Dataset has no samples")
@@ -541,7 +580,7 @@ def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
 
 def _read_dataset(dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     pairs = [dataset[index] for index in range(len(dataset))]
-    return np.stack([np.asarray(x) for x, _ in pairs]), np.asarray([int(y) for _, y in pairs])
+    return np.stack([np.asarray(x) for x, _ in pairs]), np.stack([np.asarray(y) for _, y in pairs])
 
 
 def _as_pair(samples: Any, client: int) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -581,6 +620,37 @@ def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:
     elif inputs.dtype != torch.uint8:
         inputs = inputs.long()
     return inputs.unsqueeze(1) if inputs.ndim == 3 and inputs.dtype == torch.uint8 else inputs
+
+
+def convert_targets(y: ArrayLike | Tensor, name: str) -> NDArray[Any]:
+    """Converts targets to class labels if they are, and otherwise to floats (samples × outputs).
+
+    Floats are class labels if all of them are 0, 1, 2, … A matrix of floats, or of 0 and 1, has several outputs.
+    """
+    targets = np.asarray(y.cpu() if isinstance(y, Tensor) else y)
+    is_matrix = targets.ndim == 2 and targets.shape[1] > 1
+    is_float = targets.dtype.kind == "f"
+    if is_matrix and targets.dtype.kind in "iub" and np.isin(targets, (0, 1)).all():
+        return targets.astype(np.float32)
+    if not is_float or targets.ndim not in (1, 2):
+        return convert_labels(targets, name)
+    if not np.isfinite(targets).all():
+        raise DataError(f"data '{name}' has NaN or infinity among its targets")
+    if not is_matrix and ((targets % 1 == 0) & (targets >= 0) & (targets < MAX_CLASSES)).all():
+        return convert_labels(targets, name)
+    return targets.astype(np.float32).reshape(len(targets), -1)
+
+
+def _match_targets(
+    targets: NDArray[Any], test_targets: NDArray[Any], name: str
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Both parts as floats, even if all targets of one part are integers."""
+    train, test = (part.astype(np.float32).reshape(len(part), -1) for part in (targets, test_targets))
+    if train.shape[1] != test.shape[1]:
+        raise DataError(
+            f"data '{name}' has {train.shape[1]} training targets per sample, but {test.shape[1]} for testing"
+        )
+    return train, test
 
 
 def convert_labels(y: ArrayLike | Tensor, name: str) -> NDArray[np.int64]:

@@ -20,7 +20,7 @@ class RawDataset:
     x: Inputs
     """Images as bytes, features or time series as floats, token ids as integers, or texts."""
     y: Array
-    """Class labels, starting at 0."""
+    """Class labels, starting at 0; or numbers or sets of labels (a matrix of 0 and 1) to predict."""
     test: tuple[Inputs, Array] | None = None
     """Test inputs and labels; None if the source has no test set."""
     client_ids: Array | None = None

@@ -14,7 +14,7 @@ BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Samples:
-    """Inputs `x`, labels `y`, and the `rows` that belong to this view (all rows if None).
+    """Inputs `x`, labels or other targets `y`, and the `rows` that belong to this view (all rows if None).
 
     Rows are gathered on use, so all clients share one copy of the data. Pixels stay bytes until then: `shift` and
     `scale` normalize them to (x − shift) · scale. Token ids become 64-bit integers.

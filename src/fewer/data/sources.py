@@ -104,6 +104,8 @@ def read(name: str, data_dir: str | Path | None = None, **options: Any) -> RawDa
     raw = _read_source(name, data_dir, source_options)
     if split is not None and "unseen_classes" in options:
         raise SettingError(f"data '{name}' cannot have both split and unseen_classes; choose one")
+    if (split is not None or len(source_options) < len(options)) and (raw.y.ndim > 1 or raw.y.dtype.kind == "f"):
+        raise SettingError(f"data '{name}' has no classes: split, classes and unseen_classes do not apply")
     if len(source_options) < len(options):
         raw = split_seen_unseen(raw, options.get("classes"), options.get("unseen_classes"), name)
     return raw if split is None else apply_class_split(raw, split, name)

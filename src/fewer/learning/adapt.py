@@ -25,11 +25,11 @@ from torch.nn import functional as F
 from fewer.models import Weights
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs and labels."""
+"""Inputs and targets."""
 LearningRate = float | Mapping[str, Tensor]
 """One learning rate (α) for all weights, or one per weight."""
 Criterion = Callable[[Tensor, Tensor], Tensor]
-"""Maps logits and labels to a loss."""
+"""Maps outputs and targets to a loss."""
 
 
 class MetaGradient(NamedTuple):
@@ -50,11 +50,17 @@ def trainable_weights(net: nn.Module) -> Weights:
     return {name: tensor.detach() for name, tensor in net.named_parameters() if tensor.requires_grad}
 
 
-def adapt_weights(net: nn.Module, weights: Mapping[str, Tensor], batches: Sequence[Batch], lr: LearningRate) -> Weights:
+def adapt_weights(
+    net: nn.Module,
+    weights: Mapping[str, Tensor],
+    batches: Sequence[Batch],
+    lr: LearningRate,
+    criterion: Criterion = F.cross_entropy,
+) -> Weights:
     """Takes one inner step per batch. Returns θ_K without a graph."""
     theta = dict(weights)
     for batch in batches:
-        theta = _inner_step(theta, _inner_gradients(net, theta, batch, graph=False)[1], lr)
+        theta = _inner_step(theta, _inner_gradients(net, theta, batch, criterion, graph=False)[1], lr)
     return theta
 
 
@@ -66,12 +72,13 @@ def meta_gradient(
     lr: LearningRate,
     first_order: bool,
     criterion: Criterion = F.cross_entropy,
+    inner_criterion: Criterion = F.cross_entropy,
 ) -> MetaGradient:
     """The gradient of L_Q(θ_K) with respect to θ_0 and α, with one inner step per support batch.
 
-    `first_order` drops the second derivatives. `criterion` is L_Q; inner steps always use the cross-entropy.
+    `first_order` drops the second derivatives. `criterion` is L_Q and `inner_criterion` L_S.
     """
-    return meta_gradients(net, weights, support, query, lr, first_order, [criterion])[0]
+    return meta_gradients(net, weights, support, query, lr, first_order, [criterion], inner_criterion)[0]
 
 
 def meta_gradients(
@@ -82,12 +89,13 @@ def meta_gradients(
     lr: LearningRate,
     first_order: bool,
     criteria: Sequence[Criterion],
+    inner_criterion: Criterion = F.cross_entropy,
 ) -> list[MetaGradient]:
     """`meta_gradient` for several query losses that share the same inner steps."""
     path = []
     theta: Weights = dict(weights)
     for batch in support:
-        theta, gradients = _inner_gradients(net, theta, batch, graph=not first_order)
+        theta, gradients = _inner_gradients(net, theta, batch, inner_criterion, graph=not first_order)
         path.append((theta, gradients))
         theta = _inner_step(theta, gradients, lr)
     adapted = theta
@@ -104,11 +112,13 @@ def meta_gradients(
     return results
 
 
-def _inner_gradients(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, graph: bool) -> tuple[Weights, Weights]:
+def _inner_gradients(
+    net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion, graph: bool
+) -> tuple[Weights, Weights]:
     """θ as leaf tensors, and g = ∇L(θ); with `graph`, g can be differentiated again."""
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in theta.items()}
     with _differentiable_twice(net, graph):
-        loss = _loss(net, leaves, batch)
+        loss = _loss(net, leaves, batch, criterion)
         gradients = torch.autograd.grad(
             loss, list(leaves.values()), create_graph=graph, allow_unused=True, materialize_grads=True
         )
@@ -154,7 +164,7 @@ def _select_lr(lr: LearningRate, name: str) -> float | Tensor:
     return lr if isinstance(lr, float) else lr[name]
 
 
-def _loss(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion = F.cross_entropy) -> Tensor:
+def _loss(net: nn.Module, theta: Mapping[str, Tensor], batch: Batch, criterion: Criterion) -> Tensor:
     x, y = batch
     return criterion(functional_call(net, dict(theta), (x,)), y)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.learning.sgd import Loss, sgd
+from fewer.learning.sgd import PLAIN_SGD, LocalOptimizer, Loss, sgd
 from fewer.models import split_net
 
 RIDGE = 0.01
@@ -51,7 +51,9 @@ def distill(
     lr: float,
     weight: float,
     feature_map: nn.Module | None = None,
+    optimizer: LocalOptimizer = PLAIN_SGD,
 ) -> None:
-    """Trains the net in place by SGD on `feature_loss`, together with `feature_map` if there is one."""
+    """Trains the net in place on `feature_loss`, together with `feature_map` if there is one."""
     feature_map = feature_map or nn.Identity()
-    sgd(nn.ModuleList([net, feature_map]), batches, lr, loss=feature_loss(net, teacher, weight, feature_map))
+    loss = feature_loss(net, teacher, weight, feature_map)
+    sgd(nn.ModuleList([net, feature_map]), batches, lr, loss=loss, optimizer=optimizer)

@@ -1,19 +1,80 @@
-"""Plain SGD, the local training of most methods."""
+"""Local training: gradient steps on batches, by default plain SGD."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data import Samples
+from fewer.models import Task
 
 GradientHook = Callable[[list[Tensor], tuple[Tensor, ...]], None]
 """Takes parameters and gradients, and changes the gradients in place."""
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""Maps a net, inputs and labels to a loss."""
+"""Maps a net, inputs and targets to a loss."""
+Step = Callable[[tuple[Tensor, ...]], None]
+"""Changes parameters in place, given their gradients."""
+
+
+def _neutral(default: Any) -> Any:
+    """The default of an option that is not part of a run's hash as long as it is not set."""
+    return Field(default, json_schema_extra={"neutral": True})
+
+
+class LocalOptimizer(BaseModel):
+    """Options of the optimizer of local training. Its state and its schedule start fresh in every round."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    optimizer: Literal["sgd", "adam", "adamw"] = _neutral("sgd")
+    """Optimizer of local training. It starts fresh in each round."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = _neutral(0.0)
+    """Momentum of local training with sgd."""
+    weight_decay: NonNegativeFloat = _neutral(0.0)
+    """Weight decay of local training: an L2 penalty for sgd and adam, decoupled for adamw."""
+    lr_schedule: Literal["constant", "cosine", "linear"] = _neutral("constant")
+    """Learning rate over the local steps of a round: constant, or down to 0 along a cosine or a line."""
+
+    @field_validator("momentum")
+    @classmethod
+    def _check_momentum(cls, momentum: float, info: ValidationInfo) -> float:
+        if momentum and (optimizer := info.data.get("optimizer", "sgd")) != "sgd":
+            raise PydanticCustomError("momentum", f"{optimizer} has no momentum; use optimizer = sgd")
+        return momentum
+
+    def make_step(self, parameters: list[Tensor], lr: float, steps: int) -> Step:
+        """Returns the function that takes one of `steps` steps."""
+        if (self.optimizer, self.momentum, self.weight_decay, self.lr_schedule) == ("sgd", 0, 0, "constant"):
+            return lambda gradients: torch._foreach_add_(parameters, gradients, alpha=-lr)
+        optimizer: torch.optim.Optimizer
+        if self.optimizer == "sgd":
+            optimizer = torch.optim.SGD(parameters, lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        else:
+            make_optimizer = torch.optim.Adam if self.optimizer == "adam" else torch.optim.AdamW
+            optimizer = make_optimizer(parameters, lr, weight_decay=self.weight_decay)
+        schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+        if self.lr_schedule == "cosine":
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        elif self.lr_schedule == "linear":
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, steps)
+
+        def step(gradients: tuple[Tensor, ...]) -> None:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            if schedule:
+                schedule.step()
+
+        return step
+
+
+PLAIN_SGD = LocalOptimizer()
 
 
 def draw_batches(num_samples: int, steps: int, batch_size: int, stream: torch.Generator) -> Tensor:
@@ -40,22 +101,31 @@ def cross_entropy(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(net(x), y)
 
 
+def task_loss(task: Task) -> Loss:
+    """The loss of the task, as a function of a net and a batch."""
+    return lambda net, x, y: task.loss(net(x), y)
+
+
 def sgd(
     net: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
     lr: float,
     modify_gradients: GradientHook | None = None,
     loss: Loss = cross_entropy,
+    optimizer: LocalOptimizer = PLAIN_SGD,
 ) -> None:
-    """Trains the net in place, with one step w ← w − lr · ∇loss per batch.
+    """Trains the net in place, with one step per batch: w ← w − lr · ∇loss, or that of another optimizer.
 
     `modify_gradients(parameters, gradients)` may change the gradients before each step.
     """
     net.train()
     parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
+    if optimizer.lr_schedule != "constant":
+        batches = list(batches)
+    step = optimizer.make_step(parameters, lr, len(batches) if isinstance(batches, list) else 0)
     for x, y in batches:
         gradients = torch.autograd.grad(loss(net, x, y), parameters, allow_unused=True, materialize_grads=True)
         with torch.no_grad():
             if modify_gradients is not None:
                 modify_gradients(parameters, gradients)
-            torch._foreach_add_(parameters, gradients, alpha=-lr)
+            step(gradients)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import PositiveFloat, PositiveInt
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from fewer.data import Data, Samples
 from fewer.errors import SettingError
-from fewer.learning.evaluate import count_correct
+from fewer.learning.evaluate import measure_outputs
 from fewer.methods.context import Client, Context
 from fewer.methods.method import ModelState, NoGlobalModel
 from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
@@ -65,6 +65,10 @@ class Alone(NewClients[AloneState]):
 
     def init(self, task: Task, seed: int) -> AloneState:
         """Starts from the initial model."""
+        if self.learner != "net" and not task.has_classes:
+            raise SettingError(
+                f"learner = {self.learner} needs classes, but this is a {task.kind} task; use learner = net"
+            )
         return AloneState(task.initial_weights(seed))
 
     def round(self, state: AloneState, clients: Clients) -> AloneState:
@@ -75,11 +79,11 @@ class Alone(NewClients[AloneState]):
         """The initial model."""
         return shared
 
-    def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
+    def adapt(self, net: nn.Module, support: Samples, shared: Weights, task: Task) -> None:
         """Trains the net from scratch on the support set, in place."""
         if self.learner != "net":
             raise SettingError(f"learner = {self.learner} trains no net; use learner = net")
-        adapt_in_place(net, full_batches(support, self.local_steps), self.lr)
+        adapt_in_place(net, full_batches(support, self.local_steps), self.lr, task.loss)
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """The model that a client learns from its support set."""
@@ -98,14 +102,15 @@ class Alone(NewClients[AloneState]):
             raise SettingError("learner = last-used needs samples in time order, and this data has no order")
         return super().evaluate(state, clients, data)
 
-    @on_client(exact=("model",))
-    def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
-        """Counts correct predictions; `last-used` predicts each query from the labels before it."""
+    @on_client(exact=("model", "sums"))
+    def answer_queries(self, client: Client, model: Weights) -> dict[str, Any]:
+        """Evaluates on the query set; `last-used` predicts each query from the labels before it."""
         if self.learner != "last-used":
             return super().answer_queries(client, model)
         labels = self.client_samples(client).labels
         first = len(labels) - len(self.support_and_query(client)[1])
-        return count_correct(recency_scores(labels, first, client.task.classes), labels[first:], self.top_k)._asdict()
+        scores = recency_scores(labels, first, client.task.classes)
+        return measure_outputs(scores, labels[first:], client.task, self.top_k)._asdict()
 
 
 def recency_scores(labels: Tensor, first: int, classes: int) -> Tensor:

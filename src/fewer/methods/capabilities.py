@@ -58,7 +58,7 @@ class AdaptsToNewClients(Protocol):
     def initialization(self, shared: Weights) -> Weights:
         """Returns the weights that adaptation starts from, given `state.shared`."""
 
-    def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
+    def adapt(self, net: nn.Module, support: Samples, shared: Weights, task: Task) -> None:
         """Adapts a net with `initialization(shared)` to the support set of a new client, in place."""
 
 

@@ -14,17 +14,18 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fewer.data import Samples
 from fewer.errors import SettingError
-from fewer.learning import draw_batches, sgd, weighted_mean
+from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss, weighted_mean
 from fewer.learning.augment import apply_affine, draw_affine
+from fewer.learning.sgd import GradientHook, Loss
 from fewer.methods.context import Client
 from fewer.methods.method import Method, ModelState, StateT
 from fewer.methods.scores import MAX_SAMPLES
@@ -34,7 +35,7 @@ from fewer.runtime import Answers, Clients, on_client
 from fewer.wire import Number
 
 
-class LocalTraining(Method[StateT]):
+class LocalTraining(LocalOptimizer, Method[StateT], Generic[StateT]):
     """ClientUpdate: a client trains the model that it receives. Many methods build on it."""
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.01, 0.03, 0.1, 0.3)}
@@ -55,7 +56,18 @@ class LocalTraining(Method[StateT]):
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − η ∇ℓ(w; b) for each batch b, in place. Override this to change local training."""
-        sgd(net, self.training_samples(client).batches(self.batch_indices(client)), self.lr)
+        self.train_net(net, client, self.training_samples(client).batches(self.batch_indices(client)))
+
+    def train_net(
+        self,
+        net: nn.Module,
+        client: Client,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        loss: Loss | None = None,
+        modify_gradients: GradientHook | None = None,
+    ) -> None:
+        """Takes one local step per batch, in place. Default loss: that of the task."""
+        sgd(net, batches, self.lr, modify_gradients, loss or task_loss(client.task), optimizer=self)
 
     def training_samples(self, client: Client) -> Samples:
         """The samples that a client trains on: by default all."""
@@ -123,4 +135,4 @@ class FedAvgAugmented(FedAvg):
         """Trains as FedAvg does, in place, with a new random affine map for each image in each step."""
         stream = client.stream("moves")
         batches = client.train.batches(self.batch_indices(client))
-        sgd(net, ((apply_affine(x, draw_affine(len(x), stream)), y) for x, y in batches), self.lr)
+        self.train_net(net, client, ((apply_affine(x, draw_affine(len(x), stream)), y) for x, y in batches))

@@ -15,10 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import NonNegativeInt, PositiveFloat
 from torch import nn
-from torch.nn import functional as F
 
 from fewer.data import Samples
 from fewer.learning.flops import MAX_FLOPS
@@ -48,8 +46,7 @@ class FedAvgMeta(NewClients[FedAvgMetaState], LocalTraining[FedAvgMetaState]):
         "adapt_lr": (0.01, 0.03, 0.1, 0.3),
     }
 
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    """Optimizer of local training. Adam starts fresh in each round."""
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"  # not neutral: it is older than the option of other methods
     adapt_steps: NonNegativeInt = 1
     """Fine-tuning steps of a new client, each on its full support set."""
     adapt_lr: PositiveFloat = 0.1
@@ -85,24 +82,12 @@ class FedAvgMeta(NewClients[FedAvgMetaState], LocalTraining[FedAvgMetaState]):
         """At most `max_samples`."""
         return self.client_samples(client)
 
-    def fit(self, net: nn.Module, client: Client) -> None:
-        """w ← w − η ∇ℓ(w; b) for each batch b, or a step of Adam, in place. Override this to change local training."""
-        if self.optimizer == "sgd":
-            super().fit(net, client)
-            return
-        batches = self.client_samples(client).batches(self.batch_indices(client))
-        optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=self.lr)
-        for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-
     # A new client.
 
     def initialization(self, shared: Weights) -> Weights:
         """The global model."""
         return shared
 
-    def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
+    def adapt(self, net: nn.Module, support: Samples, shared: Weights, task: Task) -> None:
         """Fine-tunes on the support set."""
-        adapt_in_place(net, full_batches(support, self.adapt_steps), self.adapt_lr)
+        adapt_in_place(net, full_batches(support, self.adapt_steps), self.adapt_lr, task.loss)

@@ -29,10 +29,9 @@ from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.learning import sgd
 from fewer.methods.context import Client
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.methods.method import ModelState, PersonalMethod
+from fewer.methods.method import ModelState, Needs, PersonalMethod
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, on_client
@@ -62,6 +61,8 @@ class FedDistillState(ModelState):
 @METHODS.register("feddistill")
 class FedDistill(LocalTraining[FedDistillState]):
     """FedAvg whose clients also learn from each other's mean logits per class."""
+
+    needs: ClassVar[Needs] = "classes"
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {**LocalTraining.tunable, "distill_weight": (0.03, 0.1, 0.3, 1.0)}
 
@@ -110,7 +111,7 @@ class FedDistill(LocalTraining[FedDistillState]):
             kl = F.kl_div(logits.log_softmax(1), teacher[y].log_softmax(1), reduction="none", log_target=True).sum(1)
             return F.cross_entropy(scores, y) + self.distill_weight * (kl * known[y]).mean()
 
-        sgd(net, client.train.batches(self.batch_indices(client)), self.lr, loss=loss)
+        self.train_net(net, client, client.train.batches(self.batch_indices(client)), loss)
         mean_logits = (logit_sums / counts.clamp(min=1)[:, None]).float()
         return {"model": get_weights(net), "size": len(client.train), "logits": mean_logits, "held": counts > 0}
 

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fewer.errors import QuorumLost
-from fewer.learning import Counts, draw_batches, evaluate_net, sgd
+from fewer.learning import Counts, LocalOptimizer, draw_batches, evaluate_net, sgd
 from fewer.learning.distill import distill, fit_feature_map
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
+from fewer.learning.sgd import PLAIN_SGD
 from fewer.methods.context import Client
 from fewer.methods.fedavg import average_by_size, model_schema
 from fewer.methods.method import Method, PersonalMethod
@@ -45,6 +46,7 @@ class TrainingBudget:
     batch_size: int
     codec: Codec = "float32"
     """Encoding of models that are sent inside a group."""
+    optimizer: LocalOptimizer = PLAIN_SGD
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,7 @@ class SingleClient:
     def local_train(self, model: Weights, purpose: str) -> Weights:
         """SGD on the cross-entropy."""
         net = replace_client_net(self.client, self.net).net(model)
-        sgd(net, self._batches(purpose), self.budget.lr)
+        sgd(net, self._batches(purpose), self.budget.lr, optimizer=self.budget.optimizer)
         return get_weights(net)
 
     def distill(self, model: Weights, teacher: Teacher) -> Weights:
@@ -107,8 +109,8 @@ class SingleClient:
         feature_map = None
         if teacher.net != self.net:
             feature_map = fit_feature_map(student_net, teacher_net, self.client.train.slice(0, MAX_MAP_SAMPLES)[0])
-        batches = self._batches("study")
-        distill(student_net, teacher_net, batches, self.budget.lr, teacher.distill_weight, feature_map)
+        budget, batches = self.budget, self._batches("study")
+        distill(student_net, teacher_net, batches, budget.lr, teacher.distill_weight, feature_map, budget.optimizer)
         return get_weights(student_net)
 
     def evaluate(self, model: Weights, net: str) -> Counts:

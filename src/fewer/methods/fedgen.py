@@ -36,11 +36,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.learning import sgd
 from fewer.learning.generator import build_generator, train_generator
 from fewer.methods.context import Client, Server
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.methods.method import ModelState
+from fewer.methods.method import ModelState, Needs
 from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, all_finite, get_weights, load_weights, split_net
 from fewer.registry import METHODS
@@ -64,6 +63,8 @@ class FedGenState(ModelState):
 @METHODS.register("fedgen")
 class FedGen(LocalTraining[FedGenState]):
     """FedAvg whose clients also learn from generated features; the generator is trained on all clients' heads."""
+
+    needs: ClassVar[Needs] = "classes"
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         **LocalTraining.tunable,
@@ -144,7 +145,7 @@ class FedGen(LocalTraining[FedGenState]):
                 kl = F.kl_div(scores.log_softmax(1), teacher, reduction="batchmean", log_target=True)
                 return F.cross_entropy(scores, y) + weight * (generated_loss + kl)  # Eq 5
 
-            sgd(net, client.train.batches(self.batch_indices(client)), self.lr, loss=loss)
+            self.train_net(net, client, client.train.batches(self.batch_indices(client)), loss)
         else:
             self.fit(net, client)
         counts = torch.bincount(client.train.labels, minlength=len(class_weights))

@@ -175,6 +175,8 @@ class FedMeta(NewClients[FedMetaState]):
             self.query_batch(queries, generator),
             self.inner_lrs(algorithm),
             first_order=self.algorithm == "fomaml",
+            criterion=client.task.loss,
+            inner_criterion=client.task.loss,
         )
         gradient = g_u.weights
         if self.clip_norm is not None:
@@ -222,7 +224,7 @@ class FedMeta(NewClients[FedMetaState]):
             return self.inner_lr
         return {name.removeprefix(ALPHA): tensor for name, tensor in shared.items() if name.startswith(ALPHA)}
 
-    def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
+    def adapt(self, net: nn.Module, support: Samples, shared: Weights, task: Task) -> None:
         """Line 15: θ_u ← θ_u − α ∘ ∇L_S(θ_u), `adapt_steps` times from θ, in place."""
         steps = self.inner_steps if self.adapt_steps is None else self.adapt_steps
-        adapt_in_place(net, full_batches(support, steps), self.inner_lrs(shared))
+        adapt_in_place(net, full_batches(support, steps), self.inner_lrs(shared), task.loss)

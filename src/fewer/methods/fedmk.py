@@ -67,7 +67,7 @@ from fewer.learning.match import match_statistics
 from fewer.methods.capabilities import ImageGrid
 from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
 from fewer.methods.context import Client, Server
-from fewer.methods.method import Method, ModelState
+from fewer.methods.method import Method, ModelState, Needs
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
@@ -97,6 +97,8 @@ class FedMKState(ModelState):
 @METHODS.register("fedmk")
 class FedMK(Method[FedMKState]):
     """Clients condense their data into a few synthetic images; the server trains the global model on these."""
+
+    needs: ClassVar[Needs] = "classes"
 
     tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {"server_lr": (0.02, 0.05, 0.1, 0.2)}
 

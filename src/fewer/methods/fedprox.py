@@ -19,7 +19,6 @@ import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 
-from fewer.learning import sgd
 from fewer.methods.context import Client
 from fewer.methods.fedavg import FedAvg
 from fewer.registry import METHODS
@@ -43,4 +42,4 @@ class FedProx(FedAvg):
             torch._foreach_add_(gradients, torch._foreach_sub(w, w_t), alpha=self.mu)
 
         batches = client.train.batches(self.batch_indices(client))
-        sgd(net, batches, self.lr, modify_gradients=add_proximal_gradient)
+        self.train_net(net, client, batches, modify_gradients=add_proximal_gradient)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -30,7 +30,7 @@ from fewer.learning.prototypes import (
 )
 from fewer.learning.sgd import epoch_batches
 from fewer.methods.context import Client, Context
-from fewer.methods.method import Method, State, StateT
+from fewer.methods.method import Method, Needs, State, StateT
 from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
@@ -68,6 +68,8 @@ class GroupState(State):
 
 class FewRounds(Method[StateT]):
     """R rounds of a group of clients, starting from a given model."""
+
+    needs: ClassVar[Needs] = "classes"
 
     head: Literal["linear", "distance", "gpal"] = "gpal"
     """Classify by a linear layer, by distance to prototypes, or by distance with GPAL."""

@@ -28,7 +28,7 @@ from fewer.data.episodes import Episode, sample_episode
 from fewer.errors import DataError, QuorumLost, SettingError
 from fewer.methods.context import Client, Context
 from fewer.methods.fedavg import average_equally
-from fewer.methods.method import Method, State
+from fewer.methods.method import Method, Needs, State
 from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite
 from fewer.runtime import Clients, Unable, on_client, stream
@@ -60,7 +60,7 @@ class FewShotState(State):
 class FewShot(Method[FewShotState]):
     """A method that trains on tasks of base classes and solves tasks of novel classes."""
 
-    needs: ClassVar[Literal["", "classes", "novel classes"]] = "novel classes"
+    needs: ClassVar[Needs] = "novel classes"
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.001, 0.003, 0.01)}

@@ -14,7 +14,7 @@ import statistics
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from fewer.errors import SettingError
 from fewer.learning import Counts, evaluate_net
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.methods.context import Server
-from fewer.methods.method import Method, StateT
+from fewer.methods.method import Method, Needs, StateT
 from fewer.methods.scores import Scores
 from fewer.models import Weights, all_finite
 from fewer.runtime import Clients, on_server, seed_of, stream
@@ -47,6 +47,8 @@ class Group(NamedTuple):
 
 class EvaluatedOnGroups(Method[StateT]):
     """A method that prepares a model with the clients of the run and is evaluated on groups with other classes."""
+
+    needs: ClassVar[Needs] = "classes"
 
     eval_groups: PositiveInt = 100
     """Number of groups to evaluate on."""

@@ -53,7 +53,7 @@ from torch import nn
 from fewer.data import Data
 from fewer.data.federations import group_clients
 from fewer.errors import SettingError
-from fewer.learning import Counts
+from fewer.learning import Counts, LocalOptimizer
 from fewer.methods.context import Client
 from fewer.methods.federation import (
     WARM_UP,
@@ -65,7 +65,7 @@ from fewer.methods.federation import (
     replace_client_net,
     replace_task_net,
 )
-from fewer.methods.method import Method, PersonalMethod, State
+from fewer.methods.method import Method, Needs, PersonalMethod, State
 from fewer.methods.registry import find
 from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite, norm_weight_names, split_net
@@ -91,8 +91,10 @@ class RingState(State):
 
 
 @METHODS.register("metafed")
-class MetaFed(PersonalMethod[RingState]):
+class MetaFed(LocalOptimizer, PersonalMethod[RingState]):
     """Federations in a ring teach each other, one model per hop. Each ends with its own model; there is no server."""
+
+    needs: ClassVar[Needs] = "classes"
 
     tunable: ClassVar[dict[str, tuple[float, ...]]] = {
         "lr": (0.01, 0.03, 0.1, 0.3),
@@ -285,7 +287,7 @@ class MetaFed(PersonalMethod[RingState]):
 
     def build_federation(self, client: Client, local_steps: int | None = None) -> Federation:
         """A single client, or a group of clients with an inner method."""
-        budget = TrainingBudget(self.lr, local_steps or self.local_steps, self.batch_size, self.codec)
+        budget = TrainingBudget(self.lr, local_steps or self.local_steps, self.batch_size, self.codec, self)
         net = self.net_name(client)
         if self.federations is None:
             return SingleClient(client, net, budget)
@@ -306,6 +308,8 @@ class MetaFed(PersonalMethod[RingState]):
             "codec": self.codec,
         }
         shared = {name: value for name, value in options.items() if name in method.model_fields}
+        if issubclass(method, LocalOptimizer):
+            shared |= {name: getattr(self, name) for name in LocalOptimizer.model_fields}
         try:
             return method(**{**shared, "rounds": self.inner_rounds, **self.inner_options})
         except SettingError as error:

@@ -13,9 +13,17 @@ from typing_extensions import TypeVar
 
 from fewer.data import Data
 from fewer.errors import SettingError, setting_error
-from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
+from fewer.learning import Evaluation, measure_net
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, empty_evaluation
 from fewer.methods.context import Client, Context, Server
-from fewer.methods.scores import COUNTS_SCHEMA, Scores, accuracy_by_client, pool_counts
+from fewer.methods.scores import (
+    EVALUATION_SCHEMA,
+    Scores,
+    pool_evaluations,
+    primary_by_client,
+    primary_metric,
+    read_evaluations,
+)
 from fewer.models import Task, Weights
 from fewer.runtime import Clients, on_client, on_server
 from fewer.wire import Codec
@@ -24,6 +32,9 @@ DEFAULT_COHORT = 10
 """Clients asked in each round if `cohort` is not set."""
 EVAL_CHUNK_SIZE = 2500
 """Samples of the global test set that a worker evaluates in one call."""
+
+
+Needs = Literal["", "classes", "novel classes"]
 
 
 class State:
@@ -79,7 +90,7 @@ class Method(BaseModel, Generic[StateT]):
     """The registered name; for unregistered methods, the class name in lower case."""
     tunable: ClassVar[Mapping[str, Sequence[float]]] = {}
     """The hyperparameters that `--tune` searches, most important first, with starting values in ascending order."""
-    needs: ClassVar[Literal["", "classes", "novel classes"]] = ""
+    needs: ClassVar[Needs] = ""
     """What the task must have: nothing in particular, classes, or test classes that are not in the training data."""
     file_options: ClassVar[tuple[str, ...]] = ()
     """Options that name files. Only the server reads them; remote clients receive "" instead."""
@@ -124,17 +135,15 @@ class Method(BaseModel, Generic[StateT]):
         """
         starts = range(0, len(data.test), EVAL_CHUNK_SIZE)
         chunks = [{"start": start, "stop": start + EVAL_CHUNK_SIZE} for start in starts]
-        counts = clients.map_on_server(self.score_chunk, chunks, model=state.shared)
-        scores = pool_counts([Counts(**count) for count in counts])
-        by_client = self.count_on_clients(state, clients) if clients.is_last else {}
-        if not any(count.total for count in by_client.values()):
+        answers = clients.map_on_server(self.score_chunk, chunks, model=state.shared)
+        scores = pool_evaluations([Evaluation(**answer) for answer in answers])
+        by_client = self.evaluate_clients(state, clients) if clients.is_last else {}
+        evaluations = list(by_client.values())
+        if not any(evaluation.total for evaluation in evaluations):
             return scores
-        personal = pool_counts(list(by_client.values())).metrics["accuracy"]
-        return replace(
-            scores,
-            metrics={**scores.metrics, "personal_accuracy": personal},
-            clients=accuracy_by_client(by_client),
-        )
+        name = primary_metric(evaluations)
+        personal = {f"personal_{name}": pool_evaluations(evaluations).metrics[name]}
+        return replace(scores, metrics={**scores.metrics, **personal}, clients=primary_by_client(by_client))
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """Builds the model of a `Client`, or on the `Server` the global model, from `state.shared`.
@@ -149,36 +158,35 @@ class Method(BaseModel, Generic[StateT]):
         """Draws the clients of this round."""
         return clients.sample(min(DEFAULT_COHORT, len(clients)) if self.cohort is None else self.cohort)
 
-    def count_on_clients(self, state: StateT, clients: Clients, use_global_test: bool = False) -> dict[int, Counts]:
-        """Counts correct predictions of each client's model on its own test samples, or on the global test set."""
+    def evaluate_clients(self, state: StateT, clients: Clients, use_global_test: bool = False) -> dict[int, Evaluation]:
+        """Evaluates each client's model on its own test samples, or on the global test set."""
         answers = clients.ask(
             clients.eval_cohort(),
             self.score,
             model=state.shared,
             use_global_test=use_global_test,
-            returns=COUNTS_SCHEMA,
+            returns=EVALUATION_SCHEMA,
         )
-        counts = {answer.client: Counts(**answer.fields) for answer in answers}
-        # Leave out clients that claim more correct predictions than samples.
-        return {client: count for client, count in counts.items() if count.correct <= count.total}
+        return read_evaluations(answers, clients, "score")
 
     # Evaluation handlers.
 
-    @on_client(exact=("model",))
-    def score(self, client: Client, model: Weights, use_global_test: bool) -> dict[str, float]:
-        """Counts the correct predictions of the client's model. All counts are 0 if it lacks the global test set."""
+    @on_client(exact=("model", "sums"))
+    def score(self, client: Client, model: Weights, use_global_test: bool) -> dict[str, Any]:
+        """Evaluates the client's model. The evaluation is empty if the client lacks the global test set."""
         if use_global_test and not client.has_global_test:
-            return Counts(0, 0, 0.0)._asdict()
+            return empty_evaluation(client.task)._asdict()
         samples = client.global_test if use_global_test else client.test
-        return evaluate_net(self.build_predictor(model, client), samples.chunks(EVAL_BATCH_SIZE))._asdict()
+        net = self.build_predictor(model, client)
+        return measure_net(net, samples.chunks(EVAL_BATCH_SIZE), client.task)._asdict()
 
     @on_server
-    def score_chunk(self, server: Server, model: Weights, start: int, stop: int) -> dict[str, float]:
-        """Counts the global model's correct predictions on one chunk of the global test set."""
+    def score_chunk(self, server: Server, model: Weights, start: int, stop: int) -> dict[str, Any]:
+        """Evaluates the global model on one chunk of the global test set."""
         stop = min(stop, len(server.global_test))
         starts = range(start, stop, EVAL_BATCH_SIZE)
         batches = (server.global_test.slice(first, min(first + EVAL_BATCH_SIZE, stop)) for first in starts)
-        return evaluate_net(self.build_predictor(model, server), batches)._asdict()
+        return measure_net(self.build_predictor(model, server), batches, server.task)._asdict()
 
 
 class NoGlobalModel(SettingError):
@@ -196,15 +204,17 @@ class PersonalMethod(Method[StateT]):
 
         After the last round also by client, and on the global test set if clients have it.
         """
-        counts = self.count_on_clients(state, clients)
-        scores = pool_counts(list(counts.values()))
+        by_client = self.evaluate_clients(state, clients)
+        evaluations = list(by_client.values())
+        scores = pool_evaluations(evaluations)
         if not clients.is_last:
             return scores
-        on_global_test = list(self.count_on_clients(state, clients, use_global_test=True).values())
-        has_global_test = any(count.total for count in on_global_test)
-        global_accuracy = pool_counts(on_global_test).metrics["accuracy"] if has_global_test else None
-        personal = {"personal_accuracy": scores.metrics["accuracy"], "global_accuracy": global_accuracy}
-        return replace(scores, metrics={**scores.metrics, **personal}, clients=accuracy_by_client(counts))
+        name = primary_metric(evaluations)
+        on_global_test = list(self.evaluate_clients(state, clients, use_global_test=True).values())
+        has_global_test = any(evaluation.total for evaluation in on_global_test)
+        global_value = pool_evaluations(on_global_test).metrics[name] if has_global_test else None
+        personal = {f"personal_{name}": scores.metrics[name], f"global_{name}": global_value}
+        return replace(scores, metrics={**scores.metrics, **personal}, clients=primary_by_client(by_client))
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """Builds the model of a client. There is no global model."""

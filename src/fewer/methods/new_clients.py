@@ -27,19 +27,27 @@ from typing_extensions import TypeVar
 
 from fewer.data import Data, Samples
 from fewer.data.episodes import ThreeWaySplit, split_clients, split_support_query
-from fewer.learning.adapt import Batch, LearningRate, adapt_weights, trainable_weights
-from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
+from fewer.learning.adapt import Batch, Criterion, LearningRate, adapt_weights, trainable_weights
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, Evaluation, measure_net
 from fewer.learning.flops import FlopCounter, count_flops
 from fewer.methods.context import Client, Context
 from fewer.methods.method import DEFAULT_COHORT, Method, State
-from fewer.methods.scores import COUNTS_SCHEMA, Scores, accuracy_by_client, pool_counts
-from fewer.models import Weights
+from fewer.methods.scores import (
+    EVALUATION_SCHEMA,
+    Scores,
+    pool_evaluations,
+    primary_by_client,
+    primary_metric,
+    read_evaluations,
+)
+from fewer.models import Task, Weights
+from fewer.models.objective import find_metric
 from fewer.runtime import Clients, Unable, on_client, stream
 
 CLIENT_FRACTIONS = 0.8, 0.1, 0.1
 """Fractions of training, validation and new clients."""
 WORST_FRACTION = 0.1
-"""Fraction of clients whose mean accuracy is the `worst` of the fairness metrics."""
+"""Fraction of clients whose mean is the `worst` of the fairness metrics."""
 
 _split_clients = lru_cache(split_clients)
 
@@ -119,7 +127,7 @@ class NewClients(Method[CountingStateT]):
     # Evaluation.
 
     @abstractmethod
-    def adapt(self, net: nn.Module, support: Samples, shared: Weights) -> None:
+    def adapt(self, net: nn.Module, support: Samples, shared: Weights, task: Task) -> None:
         """Adapts a net to a support set, in place. The net holds `initialization(shared)`."""
 
     @abstractmethod
@@ -130,7 +138,7 @@ class NewClients(Method[CountingStateT]):
         """The model before adaptation; on a client, adapted to its support set."""
         net = context.net(self.initialization(shared))
         if isinstance(context, Client):
-            self.adapt(net, self.support_and_query(context)[0], shared)
+            self.adapt(net, self.support_and_query(context)[0], shared, context.task)
         return net
 
     def evaluate(self, state: CountingStateT, clients: Clients, data: Data) -> Scores:
@@ -138,32 +146,34 @@ class NewClients(Method[CountingStateT]):
 
         After the last round also by client, with the fairness over clients.
         """
-        counts = self.ask_query_counts(state, clients)
-        scores = pool_counts(list(counts.values()))
+        by_client = self.evaluate_queries(state, clients)
+        scores = pool_evaluations(list(by_client.values()))
         metrics = scores.metrics | ({"flops": state.flops} if self.count_flops else {})
         if not clients.is_last:
             return replace(scores, metrics=metrics)
-        accuracies = accuracy_by_client(counts)
-        return replace(scores, metrics=metrics | {"fairness": fairness(list(accuracies.values()))}, clients=accuracies)
+        values = primary_by_client(by_client)
+        higher_is_better = find_metric(primary_metric(list(by_client.values()))).higher_is_better
+        spread = fairness(list(values.values()), higher_is_better)
+        return replace(scores, metrics=metrics | {"fairness": spread}, clients=values)
 
-    def ask_query_counts(self, state: CountingStateT, clients: Clients) -> dict[int, Counts]:
-        """Asks each evaluation client for its counts and drops impossible ones."""
+    def evaluate_queries(self, state: CountingStateT, clients: Clients) -> dict[int, Evaluation]:
+        """Evaluates the model of each evaluation client on its query set."""
         cohort = self.eval_cohort_of(clients)
-        answers = clients.ask(cohort, self.answer_queries, model=state.shared, returns=COUNTS_SCHEMA)
-        counts = {answer.client: Counts(**answer.fields) for answer in answers}
-        return {client: count for client, count in counts.items() if count.correct <= count.total}
+        answers = clients.ask(cohort, self.answer_queries, model=state.shared, returns=EVALUATION_SCHEMA)
+        return read_evaluations(answers, clients, "answer_queries")
 
-    @on_client(exact=("model",))
-    def answer_queries(self, client: Client, model: Weights) -> dict[str, float]:
-        """Adapts to the support set and counts correct predictions on the query set."""
+    @on_client(exact=("model", "sums"))
+    def answer_queries(self, client: Client, model: Weights) -> dict[str, Any]:
+        """Adapts to the support set and evaluates on the query set."""
         queries = self.support_and_query(client)[1]
-        return evaluate_net(self.build_predictor(model, client), queries.chunks(EVAL_BATCH_SIZE), self.top_k)._asdict()
+        net = self.build_predictor(model, client)
+        return measure_net(net, queries.chunks(EVAL_BATCH_SIZE), client.task, self.top_k)._asdict()
 
 
-def adapt_in_place(net: nn.Module, batches: Sequence[Batch], lr: LearningRate) -> None:
+def adapt_in_place(net: nn.Module, batches: Sequence[Batch], lr: LearningRate, criterion: Criterion) -> None:
     """Takes one inner step for each batch, in place."""
     net.train()
-    adapted = adapt_weights(net, trainable_weights(net), batches, lr)
+    adapted = adapt_weights(net, trainable_weights(net), batches, lr, criterion)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
             if name in adapted:
@@ -175,17 +185,17 @@ def full_batches(samples: Samples, steps: int) -> list[Batch]:
     return [samples.all()] * steps
 
 
-def worst_tenth(accuracies: Sequence[float]) -> float:
-    """The mean of the lowest tenth of the accuracies, at least of one."""
-    ranked = sorted(accuracies)
+def worst_tenth(values: Sequence[float], higher_is_better: bool = True) -> float:
+    """The mean of the worst tenth of the values, at least of one."""
+    ranked = sorted(values, reverse=not higher_is_better)
     return statistics.fmean(ranked[: ceil(WORST_FRACTION * len(ranked))])
 
 
-def fairness(accuracies: Sequence[float]) -> Mapping[str, float]:
-    """Mean and variance over clients, and the mean of the worst tenth."""
-    ranked = sorted(accuracies)
+def fairness(values: Sequence[float], higher_is_better: bool = True) -> Mapping[str, float]:
+    """Mean and variance of the primary metric over clients, and the mean of the worst tenth."""
+    ranked = sorted(values)
     return {
         "mean": statistics.fmean(ranked),
         "variance": statistics.pvariance(ranked),
-        "worst": worst_tenth(ranked),
+        "worst": worst_tenth(ranked, higher_is_better),
     }

@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import PositiveFloat
-from torch import nn
+from torch import Tensor, nn
 
 from fewer.learning import draw_batches
 from fewer.learning.adapt import meta_gradient, trainable_weights
@@ -55,9 +55,10 @@ class PerFedAvg(FedAvgMeta):
         samples = self.client_samples(client)
         indices = draw_batches(len(samples), 2 * self.local_steps, self.batch_size, client.stream("batches"))
         batches = list(samples.batches(indices))
-        parameters = dict(net.named_parameters())
+        parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        step, loss = self.make_step(parameters, self.lr, self.local_steps), client.task.loss
         for inner, outer in zip(batches[::2], batches[1::2], strict=True):
-            meta = meta_gradient(net, trainable_weights(net), [inner], outer, self.adapt_lr, self.first_order)
+            w = trainable_weights(net)
+            meta = meta_gradient(net, w, [inner], outer, self.adapt_lr, self.first_order, loss, loss)
             with torch.no_grad():
-                for name, gradient in meta.weights.items():
-                    parameters[name].sub_(gradient, alpha=self.lr)
+                step(tuple(meta.weights[name] for name in w))

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from fewer.errors import SettingError
-from fewer.learning import Counts
-from fewer.wire import Number, Schema
+from fewer.learning import Evaluation
+from fewer.learning.evaluate import add_evaluations
+from fewer.runtime import Absent, Answers, Clients
+from fewer.wire import Number, Schema, Shaped
 
 MAX_SAMPLES = 10**9
 """The largest number of samples that a client may report."""
 COUNTS_SCHEMA: Schema = {"correct": Number(int, 0), "total": Number(int, 0, MAX_SAMPLES), "loss": float}
+"""What a client returns that counts correct predictions."""
+EVALUATION_SCHEMA: Schema = {
+    "total": Number(int, 0, MAX_SAMPLES),
+    "loss": float,
+    "metrics": str,
+    "sums": Shaped((None, None), torch.float64),
+}
 """What a client returns that evaluates a model."""
 Metrics = dict[str, Any]
 """Metrics by name: a line of metrics.jsonl."""
@@ -23,13 +35,13 @@ class Scores:
     """The metrics of an evaluation, and what they are a mean over."""
 
     metrics: Metrics
-    """`accuracy`, `loss` and any further metrics; empty if nothing was evaluated."""
+    """The metrics of the task, `loss` and any further metrics; empty if nothing was evaluated."""
     unit: Literal["samples", "clients", "groups", "tasks"] = "samples"
-    """What accuracy is the mean over."""
+    """What the metrics are the mean over."""
     values: Sequence[float] = ()
-    """The accuracy of every group or task."""
+    """The primary metric of every group or task."""
     clients: Mapping[int, float] = field(default_factory=dict)
-    """Accuracy by client."""
+    """The primary metric by client."""
 
     def as_dict(self) -> Metrics:
         """Returns all scores for metrics.jsonl."""
@@ -37,19 +49,37 @@ class Scores:
         if self.values:
             parts["groups"] = list(self.values)
         if self.clients:
-            parts["clients"] = {str(client): accuracy for client, accuracy in self.clients.items()}
+            parts["clients"] = {str(client): value for client, value in self.clients.items()}
         return {**self.metrics, **parts}
 
 
-def pool_counts(counts: Sequence[Counts]) -> Scores:
-    """Returns accuracy and mean loss over all samples of all counts."""
-    total = sum(count.total for count in counts)
-    if not total:
+def pool_evaluations(evaluations: Sequence[Evaluation]) -> Scores:
+    """Returns the metrics and the mean loss over all samples of all evaluations."""
+    if not any(evaluation.total for evaluation in evaluations):
         raise SettingError("there are no test samples to evaluate on")
-    accuracy, loss = sum(count.correct for count in counts) / total, sum(count.loss for count in counts) / total
-    return Scores({"accuracy": accuracy, "loss": loss})
+    return Scores(add_evaluations(evaluations).values())
 
 
-def accuracy_by_client(counts: Mapping[int, Counts]) -> dict[int, float]:
-    """Returns the accuracy of each client that has samples."""
-    return {client: count.correct / count.total for client, count in counts.items() if count.total}
+def primary_metric(evaluations: Sequence[Evaluation]) -> str:
+    """Returns the name of the primary metric."""
+    return evaluations[0].metrics.partition(",")[0]
+
+
+def primary_by_client(evaluations: Mapping[int, Evaluation]) -> dict[int, float]:
+    """Returns the primary metric of each client that has samples."""
+    return {
+        client: evaluation.values()[primary_metric([evaluation])]
+        for client, evaluation in evaluations.items()
+        if evaluation.total
+    }
+
+
+def read_evaluations(answers: Answers, clients: Clients, handler: str) -> dict[int, Evaluation]:
+    """Returns the evaluation of each client. Impossible ones, and those of other metrics than most, are refused."""
+    evaluations = {answer.client: Evaluation(**answer.fields) for answer in answers}
+    forms = {client: (part.metrics, part.sums.shape) for client, part in evaluations.items() if part.is_possible()}
+    common = Counter(forms.values()).most_common(1)
+    valid = {client for client, form in forms.items() if form == common[0][0]}
+    for client in evaluations.keys() - valid:
+        clients.on_absent(Absent(client, "refused", "impossible metrics, or not those of the other clients"), handler)
+    return {client: evaluation for client, evaluation in evaluations.items() if client in valid}

@@ -1,4 +1,4 @@
-"""The task: inputs, classes and net."""
+"""The task: inputs, targets, net, loss and metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from fewer.models.objective import ACCURACY, Kind, Loss, Metric
 from fewer.models.weights import Weights, get_weights
 from fewer.runtime.streams import global_streams
 
@@ -16,19 +18,30 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Task:
-    """The inputs, classes and net that all clients share."""
+    """The inputs, targets, net, loss and metrics that all clients share."""
 
     shape: tuple[int, ...]
     """Shape of one input."""
     classes: int
-    """Number of classes."""
+    """Number of classes; of labels or numbers to predict, if targets are floats."""
     build_net: Callable[[], nn.Module]
     """Builds a net with random weights from the global generators."""
     device: torch.device = CPU
     pretrained: Weights | None = None
     """Initial weights; drawn at random if None."""
+    kind: Kind = "classification"
+    """What the net predicts."""
+    loss: Loss = F.cross_entropy
+    """Maps the outputs of a batch and its targets to the mean loss."""
+    metrics: tuple[Metric, ...] = (ACCURACY,)
+    """What evaluations measure. The first metric is the primary one, which ranks runs."""
     _initial: dict[int, Weights] = field(default_factory=dict, init=False, repr=False, compare=False)
     """The most recent initial weights, by seed. Cached, because clients need them in every round."""
+
+    @property
+    def has_classes(self) -> bool:
+        """True if the net predicts one class for each sample."""
+        return self.kind in ("classification", "next-token")
 
     def net(self) -> nn.Module:
         """Builds a net on the task's device. Load weights before you use it."""

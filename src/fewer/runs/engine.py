@@ -24,12 +24,13 @@ from fewer.data import Data
 from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import ContextFactory, Method, find, names
 from fewer.methods.capabilities import HasSettingWarnings
+from fewer.models.objective import Loss
 from fewer.registry import METHODS
 from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import Experiment, Model, build_experiment, parse_settings
+from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings
 from fewer.runs.recorder import FailureLog, Recorder
 from fewer.runs.result import Result
 from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options
@@ -59,6 +60,8 @@ def run(
     data: Data | str = "fashion-mini",
     *,
     model: Model = "cnn",
+    loss: Loss | str | None = None,
+    metrics: Metrics = (),
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
@@ -72,12 +75,14 @@ def run(
     - `data`: an object made by `fewer.data`, or a name.
     - `model`: a name, a class or function that returns an `nn.Module`, or an `nn.Module`. Training starts from the
       weights of an `nn.Module`.
+    - `loss`: a name (cross-entropy, bce, mse, mae, huber), or a function of outputs and targets.
+    - `metrics`: names (mae, mse, rmse, r2, f1, exact-match), and functions of outputs and targets.
     - `out`: the run directory. Without it, nothing is kept on disk.
     - `callbacks`: objects that follow the run, such as `[EarlyStopping(patience=3)]`.
     - `track`: trackers that also receive the metrics, such as `["tensorboard"]`.
     - All other arguments are the options of the command line, with underscores. `Settings` lists them.
     """
-    experiment = experiment_from_arguments(method, data, model, settings)
+    experiment = experiment_from_arguments(method, data, model, {**settings, "loss": loss, "metrics": metrics})
     return run_experiment(experiment, None if out is None else Path(out), callbacks, track=track)
 
 
@@ -105,12 +110,24 @@ def experiment_from_arguments(
         settings |= _data_settings(data)
     if isinstance(model, str):
         settings["model"] = model
+    loss, metrics = settings.get("loss"), settings.get("metrics", ())
+    if callable(loss):
+        settings["loss"] = _function_name(loss)
+    if own_metrics := any(map(callable, metrics)):
+        settings["metrics"] = [_function_name(metric) if callable(metric) else metric for metric in metrics]
     return build_experiment(
         parse_settings(settings),
         method if isinstance(method, Method) else None,
         data if isinstance(data, Data) else None,
         model if not isinstance(model, str) else None,
+        loss if callable(loss) else None,
+        metrics if own_metrics else None,
     )
+
+
+def _function_name(function: Any) -> str:
+    """The name of a user's function in the settings of a run."""
+    return f"({getattr(function, '__name__', type(function).__name__)})"
 
 
 def _check_arguments(method: object, data: object, model: object) -> None:
@@ -138,7 +155,7 @@ def _is_option(name: str) -> bool:
 def _find_conflict(settings: Mapping[str, Any], kind: str) -> str | None:
     """Returns the first setting that belongs to an object of this kind (method or data)."""
     # The title of a field is its group. These are in the groups Method and Data, but no part of such an object.
-    allowed = ("norm", "model_options", "data_dir")
+    allowed = ("norm", "model_options", "loss", "metrics", "data_dir")
     fields = Settings.model_fields
     for name in settings:
         if name in fields and fields[name].title == kind.capitalize() and name not in allowed:
@@ -205,6 +222,8 @@ def resume(
     method: Method | None = None,
     data: Data | None = None,
     model: Model | None = None,
+    loss: Loss | None = None,
+    metrics: Metrics | None = None,
     callbacks: Sequence[Callback] = (),
     connect: Connect | None = None,
     track: Sequence[str] | None = None,
@@ -212,7 +231,7 @@ def resume(
 ) -> Result:
     """Continues a run from its last checkpoint. Unless settings change, the numbers are those of an uninterrupted run.
 
-    - `method`, `data`, `model`: pass them again if they were Python objects.
+    - `method`, `data`, `model`, `loss`, `metrics`: pass them again if they were Python objects.
     - `callbacks`: pass them again, too.
     - `connect`: how to reach remote clients, if the run has any.
     - `track`: replaces the run's trackers. New trackers receive all rounds.
@@ -229,9 +248,9 @@ def resume(
     allowed = (*RUNTIME_SETTINGS, *FAULT_SETTINGS)
     if fixed := sorted(changed.keys() - set(allowed)):
         raise SettingError(f"{fixed[0]} cannot change when a run resumes (allowed: {', '.join(allowed)})")
-    directory.reader.check_objects(method=method, data=data, model=model)
+    directory.reader.check_objects(method=method, data=data, model=model, loss=loss, metrics=metrics)
     new_settings = parse_settings({**resolve_start_model(recorded["settings"], path), **changed})
-    experiment = build_experiment(new_settings, method, data, model)
+    experiment = build_experiment(new_settings, method, data, model, loss, metrics)
     _check_options(experiment.method, recorded["method"])
     old_runtime, new_runtime = recorded["settings"]["runtime"], experiment.settings.runtime
     if "flower" in (old_runtime, new_runtime) and old_runtime != new_runtime:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,14 +16,18 @@ from torch import nn
 from fewer.data import ArrayData, Data, load
 from fewer.data.text import compute_word_vectors, load_word_vectors
 from fewer.errors import DataError, SettingError, setting_error
+from fewer.learning.evaluate import measure_outputs
 from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
 from fewer.models import Task, get_weights, net_factory
+from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
 from fewer.registry import MODELS
 from fewer.runs.settings import METHOD_SETTINGS, Settings, settings_hash
 from fewer.runtime.streams import global_streams
 
 Model = str | nn.Module | Callable[..., nn.Module]
+Metrics = Sequence[str | Callable[[torch.Tensor, torch.Tensor], Any]]
+"""Names of metrics, and functions of outputs and targets."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ def parse_settings(settings: Mapping[str, Any]) -> Settings:
 
 def _resolve_path(name: str, value: Any) -> Any:
     """Makes the path in FILE.py:Name or FORMAT:PATH absolute if it exists, so that a run can resume anywhere."""
-    if name not in ("method", "model", "data") or not isinstance(value, str) or ":" not in value:
+    if name == "metrics" and value:
+        return [_resolve_path("metric", part) for part in (value.split(",") if isinstance(value, str) else value)]
+    if name not in ("method", "model", "data", "loss", "metric") or not isinstance(value, str) or ":" not in value:
         return value
     first, last = value.split(":", 1) if name == "data" else value.rsplit(":", 1)
     path = Path(last if name == "data" else first)
@@ -64,16 +70,27 @@ def _resolve_path(name: str, value: Any) -> Any:
 
 
 def build_experiment(
-    settings: Settings, method: Method | None = None, data: Data | None = None, model: Model | None = None
+    settings: Settings,
+    method: Method | None = None,
+    data: Data | None = None,
+    model: Model | None = None,
+    loss: Loss | None = None,
+    metrics: Metrics | None = None,
 ) -> Experiment:
     """Builds the experiment that the settings name. Objects passed here replace what the settings name."""
     if method is None:
         method = make_method(find(settings.method), settings)
-    objects = tuple(name for name, given in (("data", data), ("model", model)) if given is not None)
+    given = {"data": data, "model": model, "loss": loss, "metrics": metrics}
+    objects = tuple(name for name, value in given.items() if value is not None)
     if data is None:
         data = load_data(settings)
     elif data.origin is not None:
         objects = tuple(name for name in objects if name != "data")
+    if predicted_kind(settings.loss if loss is None else loss) == "regression":
+        data = data.as_numbers()
+    objective = make_objective(settings, data, loss, metrics)
+    if method.needs:
+        _check_classes(method, settings, objective)
     if isinstance(method, PreparesData):
         data = method.prepare_data(data)
     if method.cohort is not None and method.cohort > len(data):
@@ -92,7 +109,7 @@ def build_experiment(
             f"(allowed: {', '.join(allowed)})"
         )
     device = make_device(settings.device)
-    task = make_task(settings.model if model is None else model, settings, data, device)
+    task = make_task(settings.model if model is None else model, settings, data, objective, device)
     return Experiment(method, task, data.to(device), settings, objects)
 
 
@@ -104,6 +121,9 @@ def make_method(method_class: type[Method], settings: Settings) -> Method:
 
 def load_data(settings: Settings) -> Data:
     """The data that the settings name, partitioned among clients."""
+    data_options = settings.data_options
+    if settings.data.startswith("csv:") and predicted_kind(settings.loss) == "regression":
+        data_options = {"regression": True, **data_options}
     return load(
         settings.data,
         data_dir=settings.data_dir,
@@ -117,9 +137,31 @@ def load_data(settings: Settings) -> Data:
         shards=settings.shards,
         vocab_size=settings.vocab_size,
         max_length=settings.max_length,
-        data_options=settings.data_options,
+        data_options=data_options,
         seed=settings.seed if settings.data_seed is None else settings.data_seed,
     )
+
+
+def make_objective(
+    settings: Settings, data: Data, loss: Loss | None = None, metrics: Metrics | None = None
+) -> Objective:
+    """The loss and the metrics of the settings, or these objects, for the targets of this data."""
+    targets = data.source.y if isinstance(data, ArrayData) else data.test.y
+    next_token = bool(data.tokens) and getattr(data, "class_names", ()) == data.tokens
+    chosen = settings.metrics if metrics is None else metrics
+    return build_objective(settings.loss if loss is None else loss, chosen, targets, data.name, next_token)
+
+
+def _check_classes(method: Method, settings: Settings, objective: Objective) -> None:
+    """Raises SettingError if the method needs classes, and the objective is another one than predicting them."""
+    if objective.loss is LOSSES["cross-entropy"][0]:
+        return
+    allowed = ", ".join(name for name in names() if not find(name).needs)
+    if objective.kind in ("classification", "next-token"):
+        raise SettingError(
+            f"{method.name} has its own loss; loss = {settings.loss} does not apply (allowed: {allowed})"
+        )
+    raise SettingError(f"{method.name} needs classes, but this is a {objective.kind} task (allowed: {allowed})")
 
 
 def make_device(name: str) -> torch.device:
@@ -132,7 +174,7 @@ def make_device(name: str) -> torch.device:
     return device
 
 
-def make_task(model: Model, settings: Settings, data: Data, device: torch.device) -> Task:
+def make_task(model: Model, settings: Settings, data: Data, objective: Objective, device: torch.device) -> Task:
     """Builds the task of training this model on this data, and tries the model on one sample."""
     initial = None
     if isinstance(model, nn.Module):
@@ -142,7 +184,7 @@ def make_task(model: Model, settings: Settings, data: Data, device: torch.device
         factory = model if not isinstance(model, str) else MODELS.find(model)
         facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocab_size}
         make = net_factory(factory, facts, _model_options(settings, data))
-    task = Task(data.shape, data.classes, make, device, initial)
+    task = Task(data.shape, data.classes, make, device, initial, *objective)
     _try_model(task, data)
     return task
 
@@ -184,12 +226,34 @@ def _try_model(task: Task, data: Data) -> None:
         raise SettingError("the model has no trainable parameters (requires_grad)")
     try:
         with torch.no_grad():
-            scores = net.to(task.device).eval()(data.test.slice(0, 1)[0].to(task.device))
+            x, y = (tensor.to(task.device) for tensor in data.test.slice(0, 1))
+            outputs = net.to(task.device).eval()(x)
     except Exception as error:
         raise SettingError(f"the model rejects inputs of shape {data.shape}: {_describe_error(error)}") from error
-    if not isinstance(scores, torch.Tensor) or scores.ndim != 2 or scores.shape[1] < data.classes:
-        shape = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
-        raise SettingError(f"the model returns {shape} for one sample (allowed: 1 × at least {data.classes} classes)")
+    shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+    if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2 or outputs.shape[1] < data.classes:
+        expected = f"at least {data.classes} classes" if task.has_classes else f"{data.classes} outputs"
+        raise SettingError(f"the model returns {shape} for one sample (allowed: 1 × {expected})")
+    if not task.has_classes and outputs.shape[1] > data.classes:
+        raise SettingError(f"the model returns {shape} for one sample (allowed: 1 × {data.classes} outputs)")
+    if not data.novel:
+        _try_objective(task, outputs, y)
+
+
+def _try_objective(task: Task, outputs: torch.Tensor, y: torch.Tensor) -> None:
+    """Computes the loss and the metrics of one sample. A user's function may raise anything."""
+    try:
+        loss = task.loss(outputs, y)
+    except Exception as error:
+        raise SettingError(f"the loss cannot be computed: {_describe_error(error)}") from error
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        raise SettingError(
+            f"the loss must be a tensor with one number, got {getattr(loss, 'shape', type(loss).__name__)}"
+        )
+    try:
+        measure_outputs(outputs, y, task)
+    except Exception as error:
+        raise SettingError(f"a metric cannot be computed: {_describe_error(error)}") from error
 
 
 def _describe_error(error: Exception) -> str:

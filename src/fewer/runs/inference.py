@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import safetensors.torch
 import torch
-from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from fewer.data import Data, Samples, text
-from fewer.data.federated import convert_inputs, convert_labels
+from fewer.data.federated import convert_inputs
 from fewer.data.raw_dataset import Inputs
 from fewer.data.sources import read_inputs
 from fewer.errors import DataError, FewerError, SettingError
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, add_evaluations, measure_outputs
 from fewer.methods import Method
 from fewer.methods.capabilities import WritesArtifact
 from fewer.methods.registry import names_with
-from fewer.models import Weights, load_weights
+from fewer.models import Task, Weights, load_weights
 from fewer.runs.artifacts import deploy_settings
 from fewer.runs.callbacks import Callback
 from fewer.runs.engine import run
@@ -36,30 +35,52 @@ def predictions(
     client: int | None = None,
     options: Mapping[str, Any] | None = None,
     weights: Path | None = None,
-) -> tuple[list[str], float | None]:
-    """Returns predictions as lines of CSV, and the accuracy if the data has labels.
+) -> tuple[list[str], dict[str, float] | None]:
+    """Returns predictions as lines of CSV, and the metrics if the data has targets.
 
     `weights` is a file written by `adapt` or `export`; it replaces the run's weights. `options` default to the run's
     data options if the format is the same. For the dataset of the run, the test samples are used.
     """
     result = open_run(path)
+    task = result.task
     net = result.model if client is None else result.personal_model(client)
     if weights is not None:
         load_weights(net, _load_weights_file(weights))
-    labels: NDArray[np.int64] | None
+    targets: Tensor | None
     if name == result.settings.data and not options:
-        samples, labels = result.data.test, result.data.test.all()[1].cpu().numpy()
+        samples, targets = result.data.test, result.data.test.labels.cpu()
     else:
-        samples, labels = _read_samples(result, name, directory, options)
-    lines, correct = ["sample,class,confidence"], 0
+        samples, targets = _read_samples(result, name, directory, options)
+    lines, evaluations = [_prediction_heads(task)], []
     with torch.no_grad():
-        for start in range(0, len(samples), 1000):
-            batch = samples.slice(start, start + 1000)[0].to(result.task.device)
-            confidences, classes = net(batch).softmax(1).max(1)
-            for row, (label, confidence) in enumerate(zip(classes.tolist(), confidences.tolist(), strict=True), start):
-                lines.append(f"{row},{label},{confidence:.6f}")
-                correct += labels is not None and int(labels[row]) == label
-    return lines, None if labels is None else correct / len(labels)
+        for start in range(0, len(samples), EVAL_BATCH_SIZE):
+            outputs = net(samples.slice(start, start + EVAL_BATCH_SIZE)[0].to(task.device)).cpu()
+            lines += [f"{row},{cells}" for row, cells in enumerate(_format_predictions(outputs, task), start)]
+            if targets is not None:
+                evaluations.append(measure_outputs(outputs, targets[start : start + EVAL_BATCH_SIZE], task))
+    return lines, add_evaluations(evaluations).values() if evaluations else None
+
+
+def _prediction_heads(task: Task) -> str:
+    """The first line of predictions as CSV."""
+    if task.has_classes:
+        return "sample,class,confidence"
+    names = ["labels"] if task.kind == "multi-label" else [f"value_{output}" for output in range(task.classes)]
+    return ",".join(["sample", *names])
+
+
+def _format_predictions(outputs: Tensor, task: Task) -> Iterator[str]:
+    """Yields the cells of each sample: its class and confidence, its labels separated by spaces, or its numbers."""
+    if task.has_classes:
+        confidences, classes = outputs.softmax(1).max(1)
+        for label, confidence in zip(classes.tolist(), confidences.tolist(), strict=True):
+            yield f"{label},{confidence:.6f}"
+    elif task.kind == "multi-label":
+        for row in outputs > 0:
+            yield " ".join(map(str, row.nonzero()[:, 0].tolist()))
+    else:
+        for values in outputs.tolist():
+            yield ",".join(f"{value:.6g}" for value in values)
 
 
 def adapt(
@@ -71,20 +92,23 @@ def adapt(
 ) -> tuple[list[Path], int]:
     """Adapts the model of a run to this data and writes the files of `export`. Also returns the number of samples."""
     result = open_run(path)
-    samples, labels = _read_samples(result, name, directory, options)
-    if labels is None:
+    samples, targets = _read_samples(result, name, directory, options)
+    if targets is None:
         raise DataError(f"data '{name}' has no labels to adapt to (npz: an array y)")
-    net = result.adapt(samples, torch.from_numpy(labels))
-    return _write_model(result, net, out), len(labels)
+    net = result.adapt(samples, targets)
+    return _write_model(result, net, out), len(targets)
 
 
 def _read_samples(
     result: Result, name: str, directory: Path | None, options: Mapping[str, Any] | None
-) -> tuple[Samples, NDArray[np.int64] | None]:
-    """Reads samples for the model, and their labels if there are any."""
+) -> tuple[Samples, Tensor | None]:
+    """Reads samples for the model, and their targets if there are any."""
     same_format = name.partition(":")[0] == result.settings.data.partition(":")[0]
-    x, y = read_inputs(name, directory, options or (result.settings.data_options if same_format else {}))
-    return _convert_to_samples(result, x, name), None if y is None else convert_labels(y, name)
+    chosen = dict(options or (result.settings.data_options if same_format else {}))
+    if name.startswith("csv:") and result.task.kind == "regression":
+        chosen["regression"] = True
+    x, y = read_inputs(name, directory, chosen)
+    return _convert_to_samples(result, x, name), None if y is None else result.to_targets(y, name)
 
 
 def _load_weights_file(path: Path) -> Weights:
@@ -152,6 +176,7 @@ def _write_model(result: Result, net: nn.Module, out: Path) -> list[Path]:
             "rounds": len(result.history),
             "input": ["batch", *result.data.shape],
             "normalize": {"subtract": test.shift, "multiply": test.scale},
+            "predicts": result.task.kind,
             "classes": result.data.classes,
             "class_names": list(getattr(result.data, "class_names", ())),
             "tokens": list(result.data.tokens),

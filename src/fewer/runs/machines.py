@@ -110,7 +110,7 @@ class FlowerServer:
         if experiment.settings.debug:
             raise SettingError("debug needs simulated clients: a traceback never leaves a client's machine")
         reason = "which clients on other machines do not have"
-        _reject_files(_shared_settings(experiment), ["method", "model"], reason)
+        _reject_files(_shared_settings(experiment), ["method", "model", "loss", "metrics"], reason)
         if (keys := list(self.credentials.public_keys)) != list(range(len(experiment.data))):
             raise SettingError(
                 f"clients = {len(experiment.data)}, but {self.credentials.folder} has keys of clients {keys}"
@@ -157,8 +157,8 @@ def _shared_settings(experiment: Experiment) -> dict[str, Any]:
 
 def _reject_files(settings: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
     """Raises SettingError if one of these settings, or one of its options, names a file."""
-    values = [(name, settings[name]) for name in names]
-    values += [option for name in names for option in settings[f"{name}_options"].items()]
+    values = [(name, settings.get(name)) for name in names]
+    values += [option for name in names for option in settings.get(f"{name}_options", {}).items()]
     for name, value in values:
         for string in _find_strings(value):
             if ":" in string or ".." in string or string.startswith("/") or (name == "vectors" and string != "own"):
@@ -303,7 +303,7 @@ class ClientDaemon:
 
     def _build_experiment(self, settings: Mapping[str, Any], data_info: Mapping[str, Any]) -> Experiment:
         reason = "which this client does not accept from a server"
-        _reject_files(settings, ["method", "model", *([] if self.data else ["data"])], reason)
+        _reject_files(settings, ["method", "model", "loss", "metrics", *([] if self.data else ["data"])], reason)
         for name in find(settings["method"]).file_options:
             if file := settings["method_options"].get(name):
                 raise SettingError(f"{name} = {file} names a file, {reason}")

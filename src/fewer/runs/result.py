@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from fewer.data import Data, Samples
-from fewer.data.federated import convert_inputs, convert_labels
+from fewer.data.federated import convert_inputs, convert_labels, convert_targets
 from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import ContextFactory, Method
 from fewer.methods.capabilities import AdaptsToNewClients
@@ -89,6 +89,19 @@ class Result(Viewable):
             raise DataError(f"data '{name}' has {x.dtype} inputs; the model was trained on {self.data.test.x.dtype}")
         return replace(self.data.test, x=x, y=torch.zeros(len(x), dtype=torch.int64), rows=None)
 
+    def to_targets(self, y: ArrayLike | Tensor, name: str) -> Tensor:
+        """Converts class labels, or numbers and sets of labels, to targets of the task."""
+        if self.task.has_classes:
+            labels = torch.from_numpy(convert_labels(y, name))
+            if len(labels) and int(labels.max()) >= self.data.classes:
+                raise DataError(f"data '{name}' has label {int(labels.max())} (allowed: 0 … {self.data.classes - 1})")
+            return labels
+        targets = torch.from_numpy(convert_targets(y, name)).float()
+        targets = targets.reshape(len(targets), -1)
+        if targets.shape[1] != self.data.classes:
+            raise DataError(f"data '{name}' has {targets.shape[1]} targets per sample, expected {self.data.classes}")
+        return targets
+
     def adapt(self, x: Samples | ArrayLike | Tensor, y: ArrayLike | Tensor) -> nn.Module:
         """The model of a new client, adapted to its inputs and labels, in evaluation mode.
 
@@ -98,40 +111,46 @@ class Result(Viewable):
             allowed = ", ".join(names_with(AdaptsToNewClients))
             raise SettingError(f"{self.method.name} does not adapt to new data (allowed: {allowed})")
         samples = x if isinstance(x, Samples) else self.to_samples(convert_inputs(x, "x"), "x")
-        labels = torch.from_numpy(convert_labels(y, "y"))
-        if not len(labels) or len(labels) != len(samples.x):
+        targets = self.to_targets(y, "y")
+        if not len(targets) or len(targets) != len(samples.x):
             raise DataError(
-                f"adapt needs one label per input, at least 1; got {len(samples.x)} inputs and {len(labels)} labels"
+                f"adapt needs one label per input, at least 1; got {len(samples.x)} inputs and {len(targets)} labels"
             )
-        if int(labels.max()) >= self.data.classes:
-            raise DataError(f"cannot adapt to label {int(labels.max())} (allowed: 0 … {self.data.classes - 1})")
         from fewer.runs.engine import one_thread
 
         shared = self.state.shared
         net = self.task.net()
         load_weights(net, self.method.initialization(shared))
-        support = replace(samples, y=labels).to(self.task.device)
+        support = replace(samples, y=targets).to(self.task.device)
         with one_thread():
-            self.method.adapt(net, support, shared)
+            self.method.adapt(net, support, shared, self.task)
         return net.eval()
 
 
-def open_run(path: str | Path, *, method: Method | None = None, data: Data | None = None, model: Any = None) -> Result:
+def open_run(
+    path: str | Path,
+    *,
+    method: Method | None = None,
+    data: Data | None = None,
+    model: Any = None,
+    loss: Any = None,
+    metrics: Any = None,
+) -> Result:
     """Opens the run in a directory, finished or not: its history, its model and its clients' models.
 
-    Pass `method`, `data` and `model` again if they were Python objects.
+    Pass `method`, `data`, `model`, `loss` and `metrics` again if they were Python objects.
     """
     from fewer.runs.artifacts import resolve_start_model
     from fewer.runs.engine import initial_state, restore_state
     from fewer.runs.experiment import build_experiment, parse_settings
 
     run = RunReader(Path(path))
-    run.check_objects(data=data, model=model)
+    run.check_objects(data=data, model=model, loss=loss, metrics=metrics)
     checkpoint = run.read_checkpoint()
     if checkpoint is None:
         raise RunError(f"{path} has no checkpoint yet: its first round has not finished")
     settings = parse_settings(resolve_start_model(run.settings, run.path))
-    experiment = build_experiment(settings, method, data, model)
+    experiment = build_experiment(settings, method, data, model, loss, metrics)
     state = restore_state(type(initial_state(experiment)), checkpoint["state"], run.path)
     return Result(
         experiment.method,

@@ -7,16 +7,20 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from fewer.choices import Codec, Norm, Partition, RuntimeName
 
 Probability = Annotated[float, Field(ge=0, le=1)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: names.split(",") if isinstance(names, str) else names)]
+"""Names, separated by commas in a text."""
 
 RUNTIME_SETTINGS = ("runtime", "workers", "device", "data_dir", "debug")
 """Settings that do not affect results."""
 FAULT_SETTINGS = ("quorum", "deadline", "drop", "slow", "corrupt")
 """Settings that may also change on resume, so that a run that lost its quorum can continue. The change is logged."""
+NEUTRAL: dict[str, Any] = {"neutral": True}
+"""Marks a field that the hash leaves out at its default, so that new fields keep the hashes of published results."""
 METHOD_SETTINGS = ("rounds", "cohort", "codec")
 """Settings that are options of every method."""
 
@@ -42,6 +46,10 @@ class Settings(BaseModel):
     """Normalization layers of the net. [default: the net's; cnn has group]"""
     model_options: dict[str, Any] = Field({}, title="Method")
     """An option of the net, as name=value (resnet12: width=0.25); may be repeated."""
+    loss: str | None = Field(None, title="Method", json_schema_extra=NEUTRAL)
+    """The loss: cross-entropy, bce (sets of labels), mse, mae, huber, or FILE.py:name. [default: cross-entropy]"""
+    metrics: Names = Field((), title="Method", json_schema_extra=NEUTRAL)
+    """Metrics, separated by commas: mae, mse, rmse, r2, f1, exact-match, or FILE.py:name. [default: the loss's]"""
 
     data: str = Field("fashion-mini", title="Data")
     """A dataset (see `fewer data list`), or FORMAT:PATH: npz:FILE, csv:FILE, jsonl:FILE, folder:DIR, idx:DIR, …"""
@@ -99,22 +107,24 @@ class Settings(BaseModel):
 
 def settings_hash(settings: Settings, method: BaseModel) -> str:
     """Returns a hash of all settings that affect results."""
-    content = settings.model_dump(mode="json", exclude={*RUNTIME_SETTINGS, *METHOD_SETTINGS, "method_options"})
-    content |= {name: _remove_folder(content[name]) for name in ("method", "model", "data")}
+    left_out = {*RUNTIME_SETTINGS, *METHOD_SETTINGS, "method_options", *neutral_options(settings)}
+    content = settings.model_dump(mode="json", exclude=left_out)
+    content |= {name: _remove_folder(content[name]) for name in ("method", "model", "data", "loss") if name in content}
+    content |= {"metrics": list(map(_remove_folder, settings.metrics))} if settings.metrics else {}
     content["method_settings"] = method.model_dump(mode="json", exclude=neutral_options(method))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def neutral_options(method: BaseModel) -> set[str]:
-    """Returns the neutral options at their default, where they change nothing.
+def neutral_options(options: BaseModel) -> set[str]:
+    """Returns the neutral options of a method, or the neutral settings, at their default, where they change nothing.
 
     `Field(DEFAULT, json_schema_extra={"neutral": True})` declares one. The hash leaves it out and runs recorded without
     it resume, so new options do not change the hashes of published results.
     """
     return {
         name
-        for name, field in type(method).model_fields.items()
-        if field.json_schema_extra == {"neutral": True} and getattr(method, name) == field.get_default()
+        for name, field in type(options).model_fields.items()
+        if field.json_schema_extra == NEUTRAL and getattr(options, name) == field.get_default()
     }
 
 

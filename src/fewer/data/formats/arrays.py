@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.readers import as_labels, reader
+from fewer.data.formats.readers import as_labels, as_targets, reader
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError
 from fewer.registry import FORMATS
@@ -36,8 +36,8 @@ def read_npz(path: Path, join_validation: bool = True) -> RawDataset:
         return _read_medmnist(arrays, path, join_validation)
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path} has only one of 'x_test' and 'y_test' (it has: {present})")
-    test = (arrays["x_test"], as_labels(arrays["y_test"], path)) if "x_test" in arrays else None
-    return RawDataset(arrays["x"], as_labels(arrays["y"], path), test, arrays.get("client"), arrays.get("client_test"))
+    test = (arrays["x_test"], as_targets(arrays["y_test"], path)) if "x_test" in arrays else None
+    return RawDataset(arrays["x"], as_targets(arrays["y"], path), test, arrays.get("client"), arrays.get("client_test"))
 
 
 def _read_medmnist(arrays: dict[str, Array], path: Path, join_validation: bool) -> RawDataset:

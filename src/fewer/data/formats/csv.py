@@ -16,21 +16,29 @@ from fewer.registry import FORMATS
 
 @FORMATS.register("csv")
 @reader("CSV with a header")
-def read_csv(path: Path, label: str = "label", client: str | None = None, text: str | None = None) -> RawDataset:
+def read_csv(
+    path: Path, label: str = "label", client: str | None = None, text: str | None = None, regression: bool = False
+) -> RawDataset:
     """A table separated by commas, semicolons or tabs, optionally compressed with gzip.
 
     `label`, `client` and `text` name columns. With `text`, that column is the input. Otherwise all other columns whose
-    first value is a number are features.
+    first value is a number are features. With `regression`, labels are numbers to predict; a regression loss sets it.
     """
     header, rows = _parse_table(decode_text(read_contents(path), path), path)
     for name in (label, client, text):
         if name is not None and name not in header:
             raise DataError(f"{path} has no column '{name}' (it has: {', '.join(header)})")
     columns = dict(zip(header, zip(*rows, strict=True), strict=True))
-    y, class_names = number_labels(columns.pop(label), f"{path}, column '{label}',")
+    labels = columns.pop(label)
+    targets: Array
+    class_names: tuple[str, ...] = ()
+    if regression:
+        targets = _parse_features({label: labels}, path)
+    else:
+        targets, class_names = number_labels(labels, f"{path}, column '{label}',")
     client_ids = None if client is None else np.array(columns.pop(client))
     x: Inputs = _parse_features(columns, path) if text is None else list(columns[text])
-    return RawDataset(x, y, client_ids=client_ids, class_names=class_names)
+    return RawDataset(x, targets, client_ids=client_ids, class_names=class_names)
 
 
 def _parse_table(content: str, path: Path) -> tuple[list[str], list[list[str]]]:

@@ -72,6 +72,8 @@ def _check_part(x: Inputs, y: Array, client_ids: Array | None, class_names: Sequ
         raise DataError(f"{where} has {len(x)} inputs and {len(y)} labels")
     if client_ids is not None and len(client_ids) != len(x):
         raise DataError(f"{where} has {len(x)} inputs and {len(client_ids)} client ids")
+    if y.ndim == 2 or y.dtype.kind == "f":  # numbers or sets of labels, checked when the data is partitioned
+        return
     classes = len(class_names) or MAX_CLASSES
     invalid = np.flatnonzero((y < 0) | (y >= classes))
     if len(invalid):
@@ -176,6 +178,14 @@ def number_labels(labels: Sequence[str] | Sequence[int], where: object) -> tuple
     if (fractional := np.flatnonzero(values % 1 != 0)).size:
         raise DataError(f"{where} has label {labels[fractional[0]]} (allowed: integers or names)")
     return values.astype(np.int64), ()
+
+
+def as_targets(values: Array, where: object) -> Array:
+    """Converts class labels to int64. Numbers to predict and matrices of several targets stay as they are."""
+    is_matrix = values.ndim == 2 and values.shape[1] > 1
+    if is_matrix or (values.dtype.kind == "f" and not ((values % 1 == 0) & (values >= 0)).all()):
+        return values
+    return as_labels(values, where)
 
 
 def as_labels(values: Any, where: object) -> NDArray[np.int64]:

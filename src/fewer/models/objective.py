@@ -1,0 +1,208 @@
+"""Objectives: what a net predicts, the loss that it minimizes, and the metrics that it is evaluated by.
+
+Losses and metrics compare a net's outputs with targets. Targets of a classification are labels (n). Those of a
+multi-label task (0 or 1) and of a regression are floats (n × outputs), like the outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fewer.errors import SettingError, unknown_name
+from fewer.plugins import load_from_file
+
+Kind = Literal["classification", "next-token", "multi-label", "regression"]
+"""What a net predicts: a class, the next token of a text, a set of labels, or numbers."""
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Maps the outputs of a batch and its targets to the mean loss."""
+
+LOSSES: Mapping[str, tuple[Loss, Kind]] = {
+    "cross-entropy": (F.cross_entropy, "classification"),
+    "bce": (F.binary_cross_entropy_with_logits, "multi-label"),
+    "mse": (F.mse_loss, "regression"),
+    "mae": (F.l1_loss, "regression"),
+    "huber": (F.huber_loss, "regression"),
+}
+"""The built-in losses, each with what it predicts."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that is computed from sums over samples, so that batches and clients can be pooled."""
+
+    name: str
+    rows: int
+    """Number of sums for each output."""
+    sums: Callable[[Tensor, Tensor], Tensor]
+    """Sums over the samples of a batch, given outputs and targets (rows × outputs, or rows × 1)."""
+    value: Callable[[Tensor, int], Tensor]
+    """The metric, given all sums (rows × outputs) and the number of samples."""
+    low: float = -math.inf
+    """The smallest possible value."""
+    high: float = math.inf
+    """The largest possible value."""
+    higher_is_better: bool = True
+
+    @property
+    def percent(self) -> bool:
+        """True if values are fractions, which people read in percent."""
+        return (self.low, self.high) == (0, 1)
+
+
+def count_top_k(scores: Tensor, y: Tensor, k: int = 1) -> int:
+    """Counts the labels among the `k` highest scores (samples × classes). Among equals, the first class ranks first."""
+    ranked = scores.argmax(1, keepdim=True) if k == 1 else scores.sort(dim=1, descending=True, stable=True).indices
+    return int((ranked[:, :k] == y[:, None]).sum())
+
+
+def _confusion(logits: Tensor, targets: Tensor) -> Tensor:
+    """True positives, false positives and false negatives of each label; a label is predicted if its logit is > 0."""
+    predicted, true = logits > 0, targets > 0.5
+    return torch.stack([(a & b).sum(0) for a, b in ((predicted, true), (predicted, ~true), (~predicted, true))])
+
+
+def _f1(sums: Tensor, total: int) -> Tensor:
+    hits, false_positives, misses = sums.sum(1).unbind()
+    return (2 * hits).div((2 * hits + false_positives + misses).clamp(min=1))
+
+
+def _moments(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Σ (y − ŷ)², Σ y and Σ y² of each output."""
+    y = targets.double()
+    return torch.stack([(y - outputs).square().sum(0), y.sum(0), y.square().sum(0)])
+
+
+def _r2(sums: Tensor, total: int) -> Tensor:
+    """1 − Σ (y − ŷ)² / Σ (y − mean)², averaged over outputs; 0 for an output whose targets are all equal."""
+    residual, y, y_squared = sums
+    spread = y_squared - y.square() / total
+    constant = spread <= 1e-12 * y_squared
+    return torch.where(constant, (residual == 0).double(), 1 - residual / spread.where(~constant, 1.0)).mean()
+
+
+def _mean(sums: Tensor, total: int) -> Tensor:
+    return sums.mean() / total
+
+
+def _first(sums: Tensor, total: int) -> Tensor:
+    return sums[0, 0] / total
+
+
+def _errors(power: int) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda outputs, targets: (outputs.double() - targets).abs().pow(power).sum(0, keepdim=True)
+
+
+def _exact_matches(logits: Tensor, targets: Tensor) -> Tensor:
+    return ((logits > 0) == (targets > 0.5)).all(1).sum().view(1, 1)
+
+
+_METRICS: Mapping[Kind, Sequence[Metric]] = {
+    "classification": (
+        Metric("accuracy", 1, lambda scores, y: torch.tensor([[count_top_k(scores, y)]]), _first, 0, 1),
+    ),
+    "multi-label": (
+        Metric("f1", 3, _confusion, _f1, 0, 1),
+        Metric("exact-match", 1, _exact_matches, _first, 0, 1),
+    ),
+    "regression": (
+        Metric("mae", 1, _errors(1), _mean, 0, higher_is_better=False),
+        Metric("mse", 1, _errors(2), _mean, 0, higher_is_better=False),
+        Metric("rmse", 1, _errors(2), lambda sums, total: (sums / total).sqrt().mean(), 0, higher_is_better=False),
+        Metric("r2", 3, _moments, _r2, high=1),
+    ),
+}
+"""The built-in metrics by what is predicted. The first is the default."""
+METRICS = {metric.name: metric for metrics in _METRICS.values() for metric in metrics}
+ACCURACY = METRICS["accuracy"]
+
+
+def find_metric(name: str) -> Metric:
+    """The built-in metric of this name. Any other name is a user's metric: its value is the mean over samples."""
+    return METRICS.get(name) or Metric(name, 1, lambda outputs, targets: torch.zeros(1, 1), _first)
+
+
+class Objective(NamedTuple):
+    """What is predicted, the loss, and the metrics. The first metric is the primary one, which ranks runs."""
+
+    kind: Kind
+    loss: Loss
+    metrics: tuple[Metric, ...]
+
+
+def predicted_kind(loss: Loss | str | None) -> Kind | None:
+    """What a built-in loss predicts; None for a user's loss, which works for any targets."""
+    name = "cross-entropy" if loss is None else loss
+    return LOSSES[name][1] if isinstance(name, str) and name in LOSSES else None
+
+
+def build_objective(
+    loss: Loss | str | None, metrics: Sequence[Any], targets: Tensor, name: str, next_token: bool = False
+) -> Objective:
+    """The objective for these targets of data `name`. Losses and metrics are names, FILE.py:name, or functions.
+
+    `next_token` is True if the inputs are text, and the classes are the tokens of its vocabulary.
+    """
+    kind = predicted_kind(loss)
+    loss = "cross-entropy" if loss is None else loss
+    fitting = _kind_of(targets)
+    if kind is None:
+        kind = fitting
+    elif kind != fitting and not (kind == "regression" and fitting == "multi-label"):
+        allowed = [name for name, (_, predicted) in LOSSES.items() if predicted == fitting]
+        raise SettingError(
+            f"loss = {loss} is for {kind}, but data '{name}' has {_DESCRIPTIONS[fitting]} "
+            f"(allowed: {', '.join(allowed)}, or your own function)"
+        )
+    if isinstance(loss, str):
+        if ":" not in loss and loss not in LOSSES:
+            raise unknown_name("loss", loss, [*LOSSES, "FILE.py:name"])
+        loss = load_from_file(loss) if ":" in loss else LOSSES[loss][0]
+    if not callable(loss):
+        raise SettingError(f"loss must be a name or a function of outputs and targets, got {type(loss).__name__}")
+    chosen = [_build_metric(metric, kind) for metric in metrics] or [_METRICS[kind][0]]
+    if kind == "classification":
+        chosen = [ACCURACY, *(metric for metric in chosen if metric is not ACCURACY)]
+        kind = "next-token" if next_token else kind
+    return Objective(kind, loss, tuple(chosen))
+
+
+_DESCRIPTIONS = {
+    "classification": "class labels",
+    "multi-label": "sets of labels (a matrix of 0 and 1)",
+    "regression": "numbers as targets",
+}
+
+
+def _kind_of(targets: Tensor) -> Kind:
+    """What targets of this type, shape and content are for."""
+    if not targets.is_floating_point():
+        return "classification"
+    is_binary = targets.shape[1] > 1 and bool(((targets == 0) | (targets == 1)).all())
+    return "multi-label" if is_binary else "regression"
+
+
+def _build_metric(metric: Any, kind: Kind) -> Metric:
+    if isinstance(metric, str) and ":" in metric:
+        metric = load_from_file(metric)
+    if callable(metric):
+        better = bool(getattr(metric, "higher_is_better", True))
+        return Metric(
+            metric.__name__, 1, lambda o, t: _sum_over_samples(metric(o, t), t), _first, higher_is_better=better
+        )
+    allowed = [built_in.name for built_in in _METRICS[kind]]
+    if metric not in allowed:
+        raise unknown_name(f"metric of {kind}", str(metric), [*allowed, "FILE.py:name"])
+    return METRICS[metric]
+
+
+def _sum_over_samples(value: Any, targets: Tensor) -> Tensor:
+    """The sum of a user's metric over a batch, given its mean or one value per sample."""
+    values: Tensor = torch.as_tensor(value, dtype=torch.float64)
+    return (values.sum() if values.ndim else values * len(targets)).view(1, 1)
