@@ -119,8 +119,8 @@ def test_runs_are_listed_found_sorted_and_opened(site: DashboardClient, open_pag
     expect(page.locator("tbody")).to_contain_text("No matching runs.")
     page.get_by_label("Search").fill("")
     expect(page.locator("tbody tr")).to_have_count(7)
-    page.get_by_role("columnheader", name="accuracy").get_by_role("link").click()
-    expect(page.get_by_role("columnheader", name="accuracy")).to_have_attribute("aria-sort", "descending")
+    page.get_by_role("columnheader", name="metric").get_by_role("link").click()
+    expect(page.get_by_role("columnheader", name="metric")).to_have_attribute("aria-sort", "descending")
     expect(page.locator("a.open").first).to_have_text("fedmk-seed0")
     page.get_by_label("State").select_option("stopped")
     expect(page.locator("tbody tr")).to_have_count(2)
@@ -212,7 +212,7 @@ def test_the_dashboard_works_by_keyboard_alone(site: DashboardClient, open_page:
     for _ in range(6):
         page.keyboard.press("Tab")
         names.append(focused.evaluate("element => element.textContent.trim() || element.value || element.className"))
-    assert names[:4] == ["Stop", "Resume", "accuracy", "round"] and focused.count() == 1
+    assert names[:4] == ["Stop", "Resume", "metric", "round"] and focused.count() == 1
     assert page.locator(":focus-visible").evaluate("element => getComputedStyle(element).outlineStyle") == "solid"
 
 

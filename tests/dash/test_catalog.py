@@ -43,7 +43,7 @@ def test_runs_are_found_with_their_states(tmp_path: Path) -> None:
         assert states(catalog)["more/stopped"] == "running"
     assert states(catalog)["more/stopped"] == "crashed"
     row = next(run.row for run in catalog.entries() if run.name == "done")
-    assert (row["round"], row["rounds"], row["accuracy"], row["up"]) == (3, 10, pytest.approx(0.3), 3000)
+    assert (row["round"], row["rounds"], row["value"], row["up"]) == (3, 10, pytest.approx(0.3), 3000)
     assert states(Catalog(tmp_path / "done")) == {"done": "finished"}
 
 
@@ -66,7 +66,7 @@ def test_the_list_shows_the_last_evaluated_accuracy(tmp_path: Path) -> None:
     catalog = Catalog(tmp_path)
     catalog.refresh()
     (entry,) = catalog.entries()
-    assert (entry.row["round"], entry.row["accuracy"]) == (5, pytest.approx(0.3))
+    assert (entry.row["round"], entry.row["value"]) == (5, pytest.approx(0.3))
 
 
 def test_runs_are_found_six_directories_deep(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_nan_and_infinity_become_null(runs: Path) -> None:
     with (runs / "one/metrics.jsonl").open("a") as file:
         file.write('{"round": 4, "accuracy": NaN, "loss": Infinity, "up": 1, "down": 1, "seconds": 1}\n')
     with serving(runs) as site:
-        assert site.row("one")["accuracy"] is None
+        assert site.row("one")["value"] is None
 
 
 def test_followers_receive_changes(runs: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fewer.experiments import recipes
-from fewer.experiments.targets import TargetCost, best_accuracy, cost_to_reach
+from fewer.experiments.targets import TargetCost, best_value, cost_to_reach
 from fewer.report import write_report
 
 
@@ -26,7 +26,7 @@ def test_cost_to_reach_a_target() -> None:
         ]
 
     runs = [history([0.1, 0.5, None, 0.7]), history([0.3, 0.3, 0.9, 0.5])]
-    assert best_accuracy(runs) == pytest.approx(0.6)
+    assert best_value(runs) == pytest.approx(0.6)
     assert cost_to_reach(runs, 0.4) == TargetCost(0.4, 2, 6.0, 10.0)
     assert cost_to_reach(runs, 0.61) == TargetCost(0.61)
 

@@ -27,7 +27,7 @@ def test_a_finer_search_stays_in_the_allowed_range(monkeypatch: pytest.MonkeyPat
 
     def run_trial(experiment: Any, *_: Any) -> Any:
         tried.append(experiment.method.gamma)
-        return SimpleNamespace(accuracy=experiment.method.gamma)
+        return SimpleNamespace(value=experiment.method.gamma)
 
     monkeypatch.setattr(sys.modules[tune_experiment.__module__], "run_experiment", run_trial)
     experiment = build_experiment(

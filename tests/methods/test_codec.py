@@ -81,7 +81,7 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
         reply = answer(self, call, blob)
         for side, sent in (("down", blob), ("up", reply.blob)):
             if sent:
-                recorded.append(parse_message("server" if call.client < 0 else side, sent))
+                recorded.append(parse_message("server" if call.on_server else side, sent))
         return reply
 
     monkeypatch.setattr(HandlerRunner, "answer", record)

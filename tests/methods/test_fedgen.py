@@ -205,7 +205,7 @@ def test_fedgen_sends_the_generator_and_counts_too(tmp_path: Path) -> None:
     model = 4 * ((FEATURES + 1) * 4 + (4 + 1) * CLASSES)
     generator = 4 * ((32 + CLASSES + 1) * 256 + 4 * 256 + (256 + 1) * 4) + 8
     down, up = (
-        [blob for call, blob in messages if call.client >= 0]  # the others stay on the server
+        [blob for call, blob in messages if not call.on_server]  # the others stay on the server
         for messages in (harness.clients.down, harness.clients.up)
     )
     assert [data_bytes(blob) for blob in down] == [model + generator + 4 * CLASSES] * 6

@@ -9,7 +9,7 @@ import pytest
 
 from fewer.report import plot_clients
 from fewer.report.charts import plot_bars, plot_density
-from fewer.report.metrics import accuracy_curve
+from fewer.report.metrics import metric_curve
 from fewer.report.style import assign_label_styles
 from fewer.statistics import Interval, interval
 from tests.report.harness import THREE_SEEDS, plot_by_megabyte, plot_by_round, round_metrics
@@ -52,7 +52,7 @@ def test_only_rounds_that_all_seeds_evaluated_are_shown() -> None:
         [round_metrics(1, None), round_metrics(2, 0.4), round_metrics(3, None), round_metrics(4, 0.5)],
         [round_metrics(1, 0.1), round_metrics(2, 0.6), round_metrics(3, None)],
     ]
-    assert [(point.round, point.accuracy.mean) for point in accuracy_curve(histories)] == [(2, 0.5)]
+    assert [(point.round, point.value.mean) for point in metric_curve(histories)] == [(2, 0.5)]
     assert plot_by_round({"fedavg": [[round_metrics(1, None)]]}) is None
     assert plot_by_round({}) is None
 

@@ -18,7 +18,7 @@ def test_runs_that_differ_in_two_settings_make_a_heat_map(tmp_path: Path, runs: 
     ]
     groups = group_runs(paths)
     grid = build_grid(groups)
-    accuracy = groups[0].accuracy
+    accuracy = groups[0].value
     assert grid == Grid("batch_size", "lr", [4, 8, 16], [0.1, 0.3], [[accuracy] * 3, [None, accuracy, accuracy]])
     drawn = plot_heatmap("fedavg", grid).axes[0]
     assert len(drawn.collections) == len(drawn.texts) == 5

@@ -14,7 +14,7 @@ from PIL import Image
 from fewer.methods import find
 from fewer.methods.fedmk import FedMK, FedMKState
 from fewer.report import write_report
-from fewer.report.metrics import accuracy_curve
+from fewer.report.metrics import metric_curve
 from fewer.report.style import COLORS, DARK, INK
 from fewer.runs.result import open_run
 from fewer.statistics import interval
@@ -179,7 +179,7 @@ def test_names_are_escaped_and_absent_answers_counted(tmp_path: Path, runs: Path
 def test_a_run_that_was_not_evaluated_in_every_round(tmp_path: Path, runs: Path) -> None:
     report(tmp_path, [runs / "sparse"])
     (group,) = group_runs([runs / "sparse"])
-    assert [point.round for point in accuracy_curve([run.history for run in group.runs])] == [2, 3]
+    assert [point.round for point in metric_curve([run.history for run in group.runs])] == [2, 3]
 
 
 def test_user_data_is_not_shown(tmp_path: Path, runs: Path) -> None:
@@ -246,7 +246,7 @@ def test_ours_is_compared_with_the_paper(tmp_path: Path, runs: Path) -> None:
     recipe = {"title": "T", "paper": "P", "mean": "samples", "quick": False, "cells": {"iid/fedavg-tuned": cell}}
     (tmp_path / "recipe/recipe.json").write_text(json.dumps(recipe))
     page, _ = report(tmp_path, sorted(folder.iterdir()))
-    ours = group_runs(sorted(folder.iterdir()))[0].accuracy
+    ours = group_runs(sorted(folder.iterdir()))[0].value
     assert ours and ours.half
     shown = f"{100 * ours.mean:.2f} ± {100 * ours.half:.2f}"
     assert page.row("FedAvg, tuned") == ["FedAvg, tuned", "IID", shown, "70.50", f"{100 * ours.mean - 70.5:+.2f}"]

@@ -107,9 +107,9 @@ def test_no_winner_with_one_seed_or_different_tasks_or_unfinished_runs() -> None
 
 def test_an_evaluation_on_groups_has_an_interval_over_groups() -> None:
     frl = group("frl", 0.5)
-    assert frl.accuracy == (0.5, None) and frl.averaged_over == "1 seed"
+    assert frl.value == (0.5, None) and frl.averaged_over == "1 seed"
     frl.runs[0].history[-1]["groups"] = [0.4, 0.5, 0.6]
-    assert frl.accuracy == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and frl.averaged_over == "3 groups"
+    assert frl.value == pytest.approx((0.5, interval([0.4, 0.5, 0.6]).half)) and frl.averaged_over == "3 groups"
     f2l = group("f2l", 0.5)
     for figure, value in (("groups", [0.4, 0.5, 0.6]), ("tasks", 3)):
         f2l.runs[0].history[-1][figure] = value

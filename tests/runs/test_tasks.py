@@ -17,6 +17,8 @@ from fewer import FedAvg
 from fewer.data import ArrayData, from_arrays, from_clients, from_dataset
 from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import find, names
+from fewer.runs.callbacks import EarlyStopping
+from fewer.runs.reader import RunFollower, RunReader
 from fewer.runs.settings import Settings, settings_hash
 from tests.helpers import call
 
@@ -162,13 +164,14 @@ def test_the_command_line_takes_losses_and_metrics(tmp_path: Path) -> None:
     call("resume", str(tmp_path / "own"))
     line = json.loads((tmp_path / "own" / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"mae", "bias"} <= line.keys()
-    predicted = call("predict", str(tmp_path / "named"), "--data", f"csv:{tmp_path}/table.csv")
+    write_csv(tmp_path / "others.csv")
+    predicted = call("predict", str(tmp_path / "named"), "--data", f"csv:{tmp_path}/others.csv")
     lines = predicted.stdout.splitlines()
     assert lines[0] == "sample,value_0" and len(lines) == 121
     result = fewer.open_run(tmp_path / "named")
-    value = float(result.model(torch.from_numpy(np.round(X[:1], 4)))[0, 0])
+    value = float(result.model(torch.from_numpy(np.round(X[:1], 4))).detach()[0, 0])
     assert float(lines[1].split(",")[1]) == pytest.approx(value, rel=1e-4)
-    call("export", str(tmp_path / "named"), str(tmp_path / "exported"))
+    call("export", tmp_path / "named", "--out", tmp_path / "exported")
     assert json.loads((tmp_path / "exported" / "model.json").read_text())["predicts"] == "regression"
 
 
@@ -178,11 +181,62 @@ def test_predictions_of_sets_are_labels(tmp_path: Path) -> None:
         FedAvg(rounds=2), f"npz:{tmp_path}/sets.npz", model="mlp", loss="bce", clients=3, partition="iid",
         out=tmp_path / "run",
     )  # fmt: skip
-    output = call("predict", str(tmp_path / "run"), "--data", f"npz:{tmp_path}/sets.npz")
+    np.savez(tmp_path / "others.npz", x=X, y=SETS)  # for the data of the run, only test samples are predicted
+    output = call("predict", str(tmp_path / "run"), "--data", f"npz:{tmp_path}/others.npz")
     net = fewer.open_run(tmp_path / "run").model
     labels = [" ".join(str(label) for label in row.nonzero()[:, 0].tolist()) for row in net(torch.from_numpy(X)) > 0]
     lines = output.stdout.splitlines()
     assert lines[0] == "sample,labels" and lines[1:] == [f"{row},{cells}" for row, cells in enumerate(labels)]
+
+
+# --- the primary metric -----------------------------------------------------------------------------------------
+
+
+def test_a_result_shows_its_primary_metric(tmp_path: Path) -> None:
+    result = fewer.run(
+        FedAvg(rounds=1), numbers(), model=Linear, loss="mse", metrics=["rmse", "r2"], out=tmp_path / "run"
+    )
+    assert repr(result) == f"Result(fedavg, 1 of 1 rounds, rmse {result.metrics['rmse']:.4f})"
+    assert result.value == result.metrics["rmse"] and result.records()[0]["r2"] == result.metrics["r2"]
+    with pytest.raises(SettingError, match=r"this regression task has no accuracy: use metrics\['rmse'\]"):
+        _ = result.accuracy
+    recorded = json.loads((tmp_path / "run" / "settings.json").read_text())["metric"]
+    assert recorded == {"name": "rmse", "higher_is_better": False, "percent": False}
+    run = RunReader(tmp_path / "run")
+    assert run.value == run.progress()["value"] == result.value
+    assert RunFollower(tmp_path / "run").curve()[-1]["value"] == result.value
+
+
+def test_tuning_prefers_the_lower_error() -> None:
+    tuning = fewer.tune(FedAvg(rounds=2), numbers(), model=Linear, loss="mse", trials=4)
+    errors = {trial.settings["lr"]: trial.accuracy for trial in tuning.trials}
+    assert (
+        tuning.method.model_dump()["lr"] == min(errors, key=lambda lr: errors[lr] or np.inf)
+        and len(set(errors.values())) == 4
+    )
+    assert "mae" in tuning.to_pandas()
+
+
+def test_a_comparison_ranks_the_lower_error_first(tmp_path: Path) -> None:
+    methods = [FedAvg(rounds=2, lr=0.0001), FedAvg(rounds=2, lr=0.1)]
+    own: dict[str, Any] = {"data": numbers(), "model": Linear, "loss": pseudo_huber, "metrics": ["mae", largest_error]}
+    table = fewer.compare(methods, **own, seeds=2, out=tmp_path)
+    assert fewer.compare(methods, **own, seeds=2, out=tmp_path).rows == table.rows  # from the kept runs
+    slow, fast = table.rows
+    assert slow.accuracy > fast.accuracy and {"mae", "global_mae"} <= table.records()[0].keys()
+    assert f"{fast.accuracy:.4g}" in str(table) and "%" not in str(table)
+    page = table.report(tmp_path / "page").read_text()
+    assert f"{table.labels[1]} wins: {fast.accuracy:.4g}" in page and "mae by round" in page and "ccuracy" not in page
+    assert table.plot("round").axes[0].get_ylabel() == "mae" == table.plot("client").axes[0].get_ylabel()
+    assert f"{fast.accuracy:.4g}" in table._repr_html_()
+
+
+@pytest.mark.parametrize(("metric", "higher_is_better"), [("mae", False), ("r2", True)])
+def test_early_stopping_follows_the_direction_of_the_metric(metric: str, higher_is_better: bool) -> None:
+    method, stopping = FedAvg(rounds=30, lr=0.05), EarlyStopping(patience=2)
+    result = fewer.run(method, numbers(), model=Linear, loss="mse", metrics=[metric], callbacks=[stopping])
+    values = [line[metric] if higher_is_better else -line[metric] for line in result.history]
+    assert len(values) < 30 and max(values) == values[-3] and f"{metric} has not improved" in result.stopped
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------
@@ -257,7 +311,7 @@ def test_csv_targets_are_numbers_only_for_a_regression(tmp_path: Path) -> None:
     assert result.data.classes == 1 and set(result.data.test.labels[:, 0].tolist()) == {-1, -2, -3}
     classes = fewer.run(FedAvg(rounds=1), f"csv:{tmp_path}/table.csv", **settings)
     assert classes.data.classes == 3
-    write_csv(tmp_path / "table.csv")
+    write_csv(tmp_path / "table.csv", np.abs(Y[:120, 0]))
     with pytest.raises(DataError, match="allowed: integers or names"):
         fewer.run(FedAvg(rounds=1), f"csv:{tmp_path}/table.csv", **settings)
 

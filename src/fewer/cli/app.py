@@ -418,18 +418,18 @@ def predict(
         Path, typer.Option("--out", metavar="FILE.csv", help="The output file; - for standard output.")
     ] = Path("-"),
 ) -> None:
-    """Write a trained model's predictions for new data as CSV: sample, class, confidence."""
+    """Write a trained model's predictions for new data as CSV: sample, and class and confidence, labels, or values."""
     from fewer.runs.inference import predictions
 
-    lines, accuracy = predictions(path, data, data_dir, client, parse_assignments(data_options or []), weights)
+    lines, metrics = predictions(path, data, data_dir, client, parse_assignments(data_options or []), weights)
     text = "".join(line + "\n" for line in lines)
     if str(out) == "-":
         sys.stdout.write(text)
     else:
         out.write_text(text)
         print(f"{len(lines) - 1} predictions in {out}")
-    if accuracy is not None:
-        print(f"accuracy {accuracy:.2%} on the labels of the data", file=sys.stderr)
+    if metrics is not None:
+        print(f"{metrics} on the labels of the data", file=sys.stderr)
 
 
 @app.command(rich_help_panel="Use")
@@ -515,21 +515,22 @@ def _print_comparison(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    best = max(row.accuracy for row in comparison.rows)
+    metric = comparison.metric
+    best = max(metric.rank(row.accuracy) for row in comparison.rows)
     title = f"{comparison.settings['data']}, {comparison.clients} clients"
     table = Table(title=title, title_justify="left")
     table.add_column("method")
-    for head in ("accuracy %", "global %", "rounds", "MB up", "MB down", "seconds"):
+    for head in (metric.label, f"global{metric.unit}", "rounds", "MB up", "MB down", "seconds"):
         table.add_column(head, justify="right")
     for label, row in zip(comparison.labels, comparison.rows, strict=True):
-        table.add_row(label, *row.format_cells(), style="bold" if row.accuracy == best else "")
+        table.add_row(label, *row.format_cells(), style="bold" if metric.rank(row.accuracy) == best else "")
     Console().print(table)
     sampled = " (100 sampled clients, for methods with personal models)" if comparison.clients > 100 else ""
     if any(row.groups for row in comparison.rows):
         print("Rows evaluated on groups or tasks: mean ± 95 % CI over them.")
     seeds = comparison.settings["seeds"]
     print(
-        f"accuracy: each test sample is predicted by its own client's model{sampled}"
+        f"{metric.name}: each test sample is predicted by its own client's model{sampled}"
         + (f"; ± 95 % CI over {seeds} seeds." if seeds > 1 else ".")
     )
     print("global: each client's model on all clients' test samples, averaged.")

@@ -66,7 +66,7 @@ def inspect(
     facts = {
         "name": name,
         "input": list(data.shape),
-        "classes": data.classes,
+        "classes" if data.has_classes else "outputs": data.classes,
         "clients": len(data),
         "training samples": int(sizes.sum()),
         "test samples": len(data.test),
@@ -79,8 +79,8 @@ def inspect(
     out.mkdir(parents=True, exist_ok=True)
     stem = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
     pictures = []
-    for kind, picture in (("partition", plot_partition(data)), ("examples", plot_examples(data))):
-        if picture is not None:
+    for kind, plot in (("partition", plot_partition), ("examples", plot_examples)) if data.has_classes else ():
+        if (picture := plot(data)) is not None:
             pictures.append(out / f"{stem}-{kind}.png")
             picture.savefig(pictures[-1])
     if write_json(json_file, {**facts, "pictures": [str(path) for path in pictures]}):

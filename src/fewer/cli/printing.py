@@ -148,7 +148,7 @@ def print_result(result: Result, path: Path, output: Output) -> None:
     from fewer.statistics import format_interval, interval
 
     page = write_report_page([path], path) if output.report else None
-    metrics = result.metrics
+    metrics, metric = result.metrics, result.metric
     content = {
         "method": result.method.name,
         **{name: value for name, value in metrics.items() if name != "clients"},
@@ -159,7 +159,7 @@ def print_result(result: Result, path: Path, output: Output) -> None:
     if write_json(output.json_file, content):
         return
     print(
-        f"{result.method.name}: accuracy {metrics['accuracy']:.2%} after {metrics['round']} rounds, "
+        f"{result.method.name}: {metric.name} {metric.format(result.value)} after {metrics['round']} rounds, "
         f"{format_megabytes(metrics['up'])} up, {format_megabytes(metrics['down'])} down, "
         f"{format_duration(metrics['seconds'])}"
     )
@@ -167,14 +167,14 @@ def print_result(result: Result, path: Path, output: Output) -> None:
         print(f"Ended before round {result.method.rounds}: {result.stopped}")
     if fairness := metrics.get("fairness"):
         print(
-            f"New clients, each adapted to its support set: mean {fairness['mean']:.2%}, "
-            f"standard deviation {fairness['variance'] ** 0.5:.2%}, worst tenth {fairness['worst']:.2%}"
+            f"New clients, each adapted to its support set: mean {metric.format(fairness['mean'])}, standard deviation "
+            f"{metric.format(fairness['variance'] ** 0.5)}, worst tenth {metric.format(fairness['worst'])}"
         )
     if groups := metrics.get("groups"):
         unit = "tasks" if "tasks" in metrics else "groups that started from the prepared model"
         print(f"Mean over {len(groups)} {unit}: {format_interval(interval(groups))} % (95 % CI)")
-    if metrics.get("global_accuracy") is not None:
-        print(f"Each client's model on all clients' test samples: {metrics['global_accuracy']:.2%}")
+    if (global_value := metrics.get(f"global_{metric.name}")) is not None:
+        print(f"Each client's model on all clients' test samples: {metric.format(global_value)}")
     print(f"Run directory: {path}" + (f", report: {page}" if page else ""))
     if groups and "tasks" not in metrics:
         print(f"To deploy it to a group: fewer deploy {path} --data …")

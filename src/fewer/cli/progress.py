@@ -40,8 +40,8 @@ class ProgressLines(Callback):
         self.metrics |= metrics
         seconds_per_round = (time.monotonic() - self.started) / (run.round - self.finished_rounds)
         parts = []
-        if "accuracy" in self.metrics:
-            parts.append(f"accuracy {self.metrics['accuracy']:.1%}")
+        if run.metric.name in self.metrics:
+            parts.append(f"{run.metric.name} {run.metric.format(self.metrics[run.metric.name], 1)}")
         parts.append(f"up {format_megabytes(metrics['up'])}, down {format_megabytes(metrics['down'])}")
         if metrics["absent"]:
             parts.append(f"{metrics['absent']} absent")

@@ -199,6 +199,7 @@ class Catalog:
             "seed": settings["seed"],
             "runtime": settings["runtime"],
             "rounds": run.rounds,
+            "metric": {"name": run.metric.name, "percent": run.metric.percent},
         }
 
 

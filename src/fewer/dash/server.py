@@ -50,7 +50,7 @@ HIDDEN_SETTINGS = ("method", "method_options", *RUNTIME_SETTINGS)
 """Settings left out of comparisons: results do not depend on them, or other settings repeat them."""
 SORT_KEYS: Mapping[str, Callable[[RunEntry], Any]] = {
     "changed": lambda run: run.row["changed"],
-    "accuracy": lambda run: run.row.get("accuracy") or 0.0,
+    "metric": lambda run: run.row.get("value") or 0.0,
     "bytes": lambda run: run.row.get("up", 0) + run.row.get("down", 0),
     "seconds": lambda run: run.row.get("seconds", 0.0),
     "name": lambda run: run.name,

@@ -6,21 +6,23 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from fewer.data import Data
 from fewer.errors import RunError, SettingError
-from fewer.experiments.tune import TRIALS, Trial, pooled_accuracy, tune_experiment
+from fewer.experiments.tune import TRIALS, Trial, pooled_value, tune_experiment
 from fewer.methods import Method, find
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback, Label, check_callbacks
 from fewer.runs.engine import experiment_from_arguments, initial_state, resume, run_experiment
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
+from fewer.runs.metric import ACCURACY, PrimaryMetric
 from fewer.runs.reader import RunReader
-from fewer.runs.result import Result
+from fewer.runs.result import Result, primary_metric
 from fewer.runs.settings import METHOD_SETTINGS, Settings
 from fewer.runs.views import Viewable
-from fewer.statistics import Interval, format_interval, format_number, half_width
+from fewer.statistics import Interval, format_number, half_width
 
 MB = 1e6
 CACHED_PARTITIONS = 3
@@ -34,11 +36,11 @@ class Row:
     method: str
     """The method's name."""
     accuracy: float
-    """Accuracy: each client's model predicts that client's test samples."""
+    """The primary metric (see `primary`): each client's model predicts that client's test samples."""
     ci95: float | None
     """Half-width of the 95 % confidence interval of the accuracy; None with one seed."""
     global_accuracy: float
-    """Accuracy of each client's model on all clients' test samples."""
+    """The primary metric of each client's model on all clients' test samples."""
     rounds: int
     """Rounds of each run; of the longest if some ended early."""
     mb_up: float
@@ -52,7 +54,7 @@ class Row:
     accuracies: list[float]
     """The accuracy for each seed."""
     curves: list[list[dict[str, Any]]]
-    """For each seed, the evaluated rounds: round, accuracy, and the bytes (up, down) and seconds so far."""
+    """For each seed, the evaluated rounds: round, the primary metric, and the bytes (up, down) and seconds so far."""
     settings: dict[str, Any]
     """The method's options."""
     hash: str
@@ -66,14 +68,22 @@ class Row:
     unit_accuracies: list[dict[str, float]] = field(default_factory=list)
     """For each seed, the accuracy of each group, or of each client if there are no groups."""
 
+    metric: dict[str, Any] = field(default_factory=dict)
+    """What `accuracy` and its relatives measure, if it is not accuracy: the fields of a `PrimaryMetric`."""
+
+    @property
+    def primary(self) -> PrimaryMetric:
+        """The metric that ranks the methods."""
+        return PrimaryMetric(**self.metric)
+
     def format_accuracy(self) -> str:
-        """The accuracy in %, with its confidence interval."""
-        return format_interval(Interval(self.accuracy, self.ci95))
+        """The primary metric, in % if it is a fraction, with its confidence interval."""
+        return self.primary.format_interval(Interval(self.accuracy, self.ci95))
 
     def format_cells(self) -> list[str]:
-        """The cells of a table: accuracy and global accuracy in %, rounds, MB up and down, seconds."""
+        """The cells of a table: the primary metric, also on the global test set, rounds, MB up and down, seconds."""
         megabytes = map(format_number, (self.mb_up, self.mb_down))
-        means = self.format_accuracy(), f"{100 * self.global_accuracy:.2f}"
+        means = self.format_accuracy(), self.primary.format_interval(Interval(self.global_accuracy, None))
         return [*means, str(self.rounds), *megabytes, f"{self.seconds:.1f}"]
 
 
@@ -94,17 +104,29 @@ class Comparison(Viewable):
 
     def records(self) -> list[dict[str, Any]]:
         """The metrics of each method."""
-        names = ("accuracy", "ci95", "global_accuracy", "rounds", "mb_up", "mb_down", "seconds")
+        names, metric = ("rounds", "mb_up", "mb_down", "seconds"), self.metric.name
         return [
-            {"method": label, **{name: getattr(row, name) for name in names}, "seeds": len(row.seeds)}
+            {
+                "method": label,
+                metric: row.accuracy,
+                "ci95": row.ci95,
+                f"global_{metric}": row.global_accuracy,
+                **{name: getattr(row, name) for name in names},
+                "seeds": len(row.seeds),
+            }
             for label, row in zip(self.labels, self.rows, strict=True)
         ]
 
+    @property
+    def metric(self) -> PrimaryMetric:
+        """The metric that ranks the methods."""
+        return self.rows[0].primary
+
     def __str__(self) -> str:
-        """One line per method: accuracy, traffic and time."""
+        """One line per method: the primary metric, traffic and time."""
         width = max(map(len, self.labels))
         return "\n".join(
-            f"{label:{width}}  {row.format_accuracy()} %  {row.rounds} rounds  "
+            f"{label:{width}}  {row.format_accuracy()}{self.metric.unit}  {row.rounds} rounds  "
             f"{format_number(row.mb_up)} MB up  {format_number(row.mb_down)} MB down  {row.seconds:.1f} s"
             for label, row in zip(self.labels, self.rows, strict=True)
         )
@@ -139,9 +161,9 @@ def compare(
 
         fewer.compare([FedAvg(lr=0.1), FedProx(mu=0.1), "fedmk"], data=my_data, model=MyNet, seeds=3, tune=True)
 
-    `methods` are objects or names; `data` and `model` are as in `fewer.run`. With `tune`, each method is first
-    tuned by `trials` trials on held-out training data. `rounds`, `cohort` and `codec` apply to all methods;
-    `method_options` apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`. `callbacks`
+    `methods` are objects or names; `data`, `model`, `loss` and `metrics` are as in `fewer.run`. With `tune`, each
+    method is first tuned by `trials` trials on held-out training data. `rounds`, `cohort` and `codec` apply to all
+    methods; `method_options` apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`. `callbacks`
     follow all runs and all trials.
 
     With `out`, run directories are kept there. Finished runs are reused, and interrupted ones continue. Data given as
@@ -155,11 +177,10 @@ def compare(
         raise SettingError("no methods to compare: pass at least one")
     entries = _build_entries(methods, data, model, settings)
     shared_data = data if isinstance(data, Data) else None
-    shared_model = model if not isinstance(model, str) else None
+    objects = {"model": model, "loss": settings.get("loss"), "metrics": settings.get("metrics")}
+    own = {name: value for name, value in objects.items() if name in entries[0].experiment.objects}
     folder = None if out is None else Path(out)
-    runner = SeedRunner(
-        seeds, trials if tune else 0, folder, callbacks, track=track, data=shared_data, model=shared_model
-    )
+    runner = SeedRunner(seeds, trials if tune else 0, folder, callbacks, track=track, data=shared_data, objects=own)
     rows = [runner.run(entry.experiment.settings, entry.label, method=entry.method) for entry in entries]
     first = entries[0].experiment
     shared = first.settings.model_dump(mode="json", exclude={"method", "method_options", *METHOD_SETTINGS})
@@ -218,10 +239,10 @@ class SeedRunner:
         trials: int,
         out: Path | None,
         callbacks: Sequence[Callback] = (),
-        measure: Callable[[Result], float] = pooled_accuracy,
+        measure: Callable[[Result], float] = pooled_value,
         track: Sequence[str] = (),
         data: Data | None = None,
-        model: Model | None = None,
+        objects: Mapping[str, Any] = MappingProxyType({}),
         title: str = "",
     ) -> None:
         if seeds < 1:
@@ -229,7 +250,7 @@ class SeedRunner:
         trackers.find(track)  # reports a wrong name before the first trial
         check_callbacks(callbacks)
         self.seeds, self.trials, self.out, self.callbacks, self.measure = seeds, trials, out, callbacks, measure
-        self.track, self.data, self.model, self.title = track, data, model, title
+        self.track, self.data, self.objects, self.title = track, data, objects, title
         self.paths: list[Path] = []
         """The run directories so far."""
         self._partitions: dict[str, Data] = {}
@@ -239,7 +260,7 @@ class SeedRunner:
     def experiment(self, settings: Settings, method: Method | None = None) -> Experiment:
         """Builds the experiment that the settings name, with cached data if possible."""
         data = self.data if self.data is not None else self._load_partition(settings)
-        return build_experiment(settings, method, data, self.model)
+        return build_experiment(settings, method, data, **self.objects)
 
     def _load_partition(self, settings: Settings) -> Data:
         key = settings.model_dump_json(
@@ -288,10 +309,10 @@ class SeedRunner:
             path,
             method=method,
             data=self.data,
-            model=self.model,
             callbacks=callbacks,
             track=self.track or None,
             debug=experiment.settings.debug or None,
+            **self.objects,
         )
 
 
@@ -319,11 +340,13 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
     method = experiment.method
     last = [result.metrics for result in results]
     groups = [accuracy for scores in last for accuracy in scores.get("groups", ())]
+    metric = primary_metric(experiment.task)
+    names = "round", metric.name, "up", "down", "seconds"
     return Row(
         method=method.name,
         accuracy=statistics.fmean(accuracies),
         ci95=half_width(groups or accuracies),
-        global_accuracy=statistics.fmean(scores.get("global_accuracy", scores["accuracy"]) for scores in last),
+        global_accuracy=statistics.fmean(scores.get(f"global_{metric.name}", scores[metric.name]) for scores in last),
         rounds=max(len(result.history) for result in results),
         mb_up=statistics.fmean(scores["up"] for scores in last) / MB,
         mb_down=statistics.fmean(scores["down"] for scores in last) / MB,
@@ -331,11 +354,7 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
         seeds=[result.settings.seed for result in results],
         accuracies=accuracies,
         curves=[
-            [
-                {name: line[name] for name in ("round", "accuracy", "up", "down", "seconds")}
-                for line in result.history
-                if "accuracy" in line
-            ]
+            [{name: line[name] for name in names} for line in result.history if metric.name in line]
             for result in results
         ],
         settings=method.model_dump(mode="json"),
@@ -344,4 +363,5 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
         groups=len(groups),
         units="tasks" if "tasks" in last[0] else "groups",
         unit_accuracies=[read_unit_accuracies(scores) for scores in last],
+        metric={} if metric == ACCURACY else asdict(metric),
     )

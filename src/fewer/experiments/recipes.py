@@ -21,8 +21,8 @@ import fewer
 from fewer.errors import SettingError, setting_error, unknown_name
 from fewer.experiments.compare import Row, SeedRunner, assign_options
 from fewer.experiments.studies import CellRuns, Study, parse_study
-from fewer.experiments.targets import TargetCost, best_accuracy, cost_to_reach
-from fewer.experiments.tune import TRIALS, Trial, mean_client_accuracy, pooled_accuracy
+from fewer.experiments.targets import TargetCost, best_value, cost_to_reach
+from fewer.experiments.tune import TRIALS, Trial, mean_client_value, pooled_value
 from fewer.methods import find
 from fewer.runs.callbacks import Callback
 from fewer.runs.experiment import parse_settings
@@ -30,7 +30,7 @@ from fewer.runs.reader import RunReader
 from fewer.runs.settings import Settings
 from fewer.statistics import format_interval, format_number, half_width, interval
 
-MEASURES = {"samples": pooled_accuracy, "clients": mean_client_accuracy}
+MEASURES = {"samples": pooled_value, "clients": mean_client_value}
 """How a recipe averages accuracy (`mean`)."""
 RECIPE_FILE = "recipe.json"
 """A file next to the runs of a recipe. It maps each run to its row and column, and holds the paper's values."""
@@ -238,7 +238,7 @@ def _measure_target_cost(target: str, cell: Cell, out: Path) -> TargetCost:
     def histories(row: str) -> list[list[dict[str, Any]]]:
         return [RunReader(folder).history for folder in _run_folders(row, cell, out)]
 
-    return cost_to_reach(histories(cell.row), best_accuracy(histories(target)))
+    return cost_to_reach(histories(cell.row), best_value(histories(target)))
 
 
 def write_results(

@@ -17,7 +17,7 @@ from fewer.methods.capabilities import HasSearchSpace, HasTuningSplit
 from fewer.runs.callbacks import Callback
 from fewer.runs.engine import experiment_from_arguments, run_experiment
 from fewer.runs.experiment import Experiment, Model
-from fewer.runs.result import Result
+from fewer.runs.result import Result, primary_metric
 from fewer.runs.views import to_data_frame
 from fewer.runtime.store import write_durably
 
@@ -31,10 +31,11 @@ Point = dict[str, float]
 
 @dataclass(frozen=True)
 class Trial:
-    """The settings of one trial and its accuracy on held-out data (None if training diverged)."""
+    """The settings of one trial and its result on held-out data."""
 
     settings: Point
     accuracy: float | None
+    """The primary metric: accuracy, unless the task has no classes. None if training diverged."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,12 @@ class Tuning:
     """The method with the best options found."""
     trials: list[Trial]
     """All trials, in order."""
+    metric: str = "accuracy"
+    """The name of the primary metric."""
 
     def to_pandas(self) -> Any:
-        """The trials as a pandas DataFrame: one column per option, and the accuracy."""
-        return to_data_frame([{**trial.settings, "accuracy": trial.accuracy} for trial in self.trials])
+        """The trials as a pandas DataFrame: one column per option, and the primary metric."""
+        return to_data_frame([{**trial.settings, self.metric: trial.accuracy} for trial in self.trials])
 
 
 def tune(
@@ -66,16 +69,16 @@ def tune(
     """
     experiment = experiment_from_arguments(method, data, model, settings)
     best, done = tune_experiment(experiment, trials, callbacks=callbacks)
-    return Tuning(best.method, done)
+    return Tuning(best.method, done, primary_metric(best.task).name)
 
 
-def pooled_accuracy(result: Result) -> float:
-    """Returns the accuracy over all evaluated samples."""
-    return result.accuracy
+def pooled_value(result: Result) -> float:
+    """Returns the primary metric over all evaluated samples."""
+    return result.value
 
 
-def mean_client_accuracy(result: Result) -> float:
-    """Returns the mean over clients of the accuracy of each client's model on its own samples."""
+def mean_client_value(result: Result) -> float:
+    """Returns the mean over clients of the primary metric of each client's model on its own samples."""
     return statistics.fmean(result.metrics["clients"].values())
 
 
@@ -84,7 +87,7 @@ def tune_experiment(
     trials: int = TRIALS,
     trials_file: Path | None = None,
     callbacks: Sequence[Callback] = (),
-    measure: Callable[[Result], float] = pooled_accuracy,
+    measure: Callable[[Result], float] = pooled_value,
 ) -> tuple[Experiment, list[Trial]]:
     """Runs exactly `trials` trials; returns the experiment with the best settings, and all trials.
 
@@ -93,7 +96,7 @@ def tune_experiment(
     search_space = find_search_space(experiment.method)
     if not search_space:
         return experiment, []
-    tuning_experiment = _hold_out(experiment)
+    tuning_experiment, metric = _hold_out(experiment), primary_metric(experiment.task)
     task = f"{experiment.hash} {experiment.data.fingerprint()}"
     done = _load_trials(trials_file, task) if trials_file and trials_file.exists() else []
     accuracies = {_point_key(trial.settings): trial.accuracy for trial in done}
@@ -111,7 +114,7 @@ def tune_experiment(
                 content = {"task": task, "trials": [asdict(trial) for trial in done]}
                 write_durably(trials_file, json.dumps(content).encode())
         accuracy = accuracies[_point_key(point)]
-        return -math.inf if accuracy is None else accuracy
+        return -math.inf if accuracy is None else metric.rank(accuracy)
 
     first = {name: float(getattr(experiment.method, name)) for name in search_space}
     best = coordinate_search(evaluate, search_space, first, trials, lambda point: _is_valid(experiment, point))

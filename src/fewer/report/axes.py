@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fewer.report.style import INK, SIZE
+from fewer.runs.metric import ACCURACY, PrimaryMetric
 from fewer.statistics import Interval
 
 if TYPE_CHECKING:
@@ -41,12 +42,15 @@ def create_subplots(title: str, names: Sequence[str], size: tuple[float, float] 
     return figure, subplots[: len(names)]
 
 
-def accuracy_limits(accuracies: Iterable[Interval]) -> tuple[float, float]:
-    """Axis limits in %, slightly below the lowest and above the highest interval."""
-    intervals = list(accuracies)
-    low = min(100 * (accuracy.mean - (accuracy.half or 0)) for accuracy in intervals)
-    high = max(100 * (accuracy.mean + (accuracy.half or 0)) for accuracy in intervals)
-    return max(0.0, low - 3), min(100.0, high + 3)
+def value_limits(values: Iterable[Interval], metric: PrimaryMetric = ACCURACY) -> tuple[float, float]:
+    """Axis limits slightly below the lowest and above the highest interval."""
+    intervals = list(values)
+    low = min(metric.scale * (value.mean - (value.half or 0)) for value in intervals)
+    high = max(metric.scale * (value.mean + (value.half or 0)) for value in intervals)
+    if metric.percent:
+        return max(0.0, low - 3), min(100.0, high + 3)
+    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - margin, high + margin
 
 
 def add_legend(figure: Figure, handles: Mapping[str, Artist]) -> None:

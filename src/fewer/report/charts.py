@@ -1,4 +1,4 @@
-"""Plots of runs: accuracy by round, megabyte, second and client; bars, heat maps, traffic and rings."""
+"""Plots of runs: the primary metric by round, megabyte, second and client; bars, heat maps, traffic and rings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from fewer.report.axes import accuracy_limits, add_legend, create_axes, create_subplots, hide_frame, shorten
-from fewer.report.metrics import MB, Histories, Point, accuracy_curve, client_accuracies
+from fewer.report.axes import add_legend, create_axes, create_subplots, hide_frame, shorten, value_limits
+from fewer.report.metrics import MB, Histories, Point, client_values, metric_curve
 from fewer.report.style import BLUE, INK, ORANGE, LineStyle, assign_styles, text_color, theme
-from fewer.statistics import Interval, format_interval
+from fewer.runs.metric import ACCURACY, PrimaryMetric
+from fewer.statistics import Interval
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -22,21 +23,24 @@ if TYPE_CHECKING:
 By = Literal["round", "megabytes", "seconds"]
 Styles = Mapping[str, LineStyle]
 _X_LABELS = {"round": "round", "megabytes": "MB sent, up and down", "seconds": "seconds, including evaluation"}
-TITLES: dict[By, str] = {
-    "round": "Accuracy by round",
-    "megabytes": "Accuracy by traffic",
-    "seconds": "Accuracy by time",
-}
+TITLES: dict[By, str] = {"round": "by round", "megabytes": "by traffic", "seconds": "by time"}
+"""Titles of curves, after the name of the metric."""
 MAX_MEANS = 4
 """Maximum number of methods for which the mean over clients is drawn."""
 MAX_BARS = 40
 """Maximum number of bars in a picture."""
 
 
-def plot_curves(title: str, subplots: Mapping[str, Histories], by: By, styles: Styles | None = None) -> Figure | None:
-    """Plots accuracy with 95 % confidence bands over seeds, a subplot per set of histories; None without points."""
+def plot_curves(
+    title: str,
+    subplots: Mapping[str, Histories],
+    by: By,
+    styles: Styles | None = None,
+    metric: PrimaryMetric = ACCURACY,
+) -> Figure | None:
+    """Plots a metric with 95 % confidence bands over seeds, a subplot per set of histories; None without points."""
     curves = {
-        name: {label: points for label, runs in histories.items() if (points := accuracy_curve(runs))}
+        name: {label: points for label, runs in histories.items() if (points := metric_curve(runs, metric))}
         for name, histories in subplots.items()
     }
     all_points = [points for subplot in curves.values() for points in subplot.values()]
@@ -52,27 +56,27 @@ def plot_curves(title: str, subplots: Mapping[str, Histories], by: By, styles: S
         handles: dict[str, Artist] = {}
         for axes, subplot in zip(drawn, curves.values(), strict=True):
             for label, points in subplot.items():
-                handles[label] = _draw_curve(axes, points, by, styles[label])
+                handles[label] = _draw_curve(axes, points, by, styles[label], metric.scale)
             if logarithmic:
                 axes.set_xscale("log")
                 axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             else:
                 axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=by == "round", min_n_ticks=1))
             axes.set(xlabel=_X_LABELS[by])
-        accuracies = (point.accuracy for points in all_points for point in points)
-        drawn[0].set(ylabel="accuracy %", ylim=accuracy_limits(accuracies))
+        values = (point.value for points in all_points for point in points)
+        drawn[0].set(ylabel=metric.label, ylim=value_limits(values, metric))
         add_legend(figure, handles)
     return figure
 
 
-def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle) -> Artist:
+def _draw_curve(axes: Axes, points: Sequence[Point], by: str, style: LineStyle, scale: float) -> Artist:
     """Draws a line with its band, or with an error bar if there is only one point."""
     x = [getattr(point, by) for point in points]
-    mean = np.array([100 * point.accuracy.mean for point in points])
-    half = np.array([100 * (point.accuracy.half or 0) for point in points])
+    mean = np.array([scale * point.value.mean for point in points])
+    half = np.array([scale * (point.value.half or 0) for point in points])
     marker_step = max(1, len(x) // 12)
     (line,) = axes.plot(x, mean, style.dash, color=style.color, marker=style.marker, markevery=marker_step)
-    if points[0].accuracy.half is not None:
+    if points[0].value.half is not None:
         if len(x) == 1:
             axes.errorbar(x, mean, half, color=style.color, capsize=4)
         else:
@@ -101,86 +105,94 @@ def plot_columns(title: str, subplots: Mapping[str, Mapping[str, Mapping[str, In
             axes.set_xlim(-0.5, len(columns) - 0.5)
             axes.grid(False, axis="x")
         all_cells = (cell for subplot in subplots.values() for row in subplot.values() for cell in row.values())
-        drawn[0].set(ylabel="accuracy %", ylim=accuracy_limits(all_cells))
+        drawn[0].set(ylabel="accuracy %", ylim=value_limits(all_cells))
         add_legend(figure, handles)
     return figure
 
 
-def plot_clients(histories: Histories, styles: Styles | None = None) -> Figure | None:
-    """Plots clients from worst to best by their last accuracy, and the mean; None without per-client metrics."""
-    accuracies = {method: values for method, runs in histories.items() if (values := client_accuracies(runs))}
-    if not accuracies:
+def plot_clients(histories: Histories, styles: Styles | None = None, metric: PrimaryMetric = ACCURACY) -> Figure | None:
+    """Plots clients from worst to best by their last value, and the mean; None without per-client metrics."""
+    by_method = {method: values for method, runs in histories.items() if (values := client_values(runs, metric))}
+    if not by_method:
         return None
     styles = styles or assign_styles(histories)
     with theme():
-        figure, axes = create_axes("Accuracy by client")
+        figure, axes = create_axes(f"{metric.title} by client")
         handles: dict[str, Artist] = {}
-        for index, (method, values) in enumerate(accuracies.items()):
+        for index, (method, values) in enumerate(by_method.items()):
             color, marker, _ = styles[method]
             x = 100 * (np.arange(len(values)) + 0.5) / len(values)
-            y = 100 * np.array(values)
-            label = f"{method}, mean {y.mean():.1f}"
+            y = metric.scale * np.array(values)
+            label = f"{method}, mean {metric.format_interval(Interval(float(np.mean(values)), None), 1)}"
             marker_step = max(1, len(x) // 40)
             (handles[label],) = axes.plot(x, y, color=color, marker=marker, markersize=4, markevery=marker_step, lw=0.6)
-            if len(accuracies) <= MAX_MEANS:
-                gap = 8 * min(len(accuracies) - 1, 2)
+            if len(by_method) <= MAX_MEANS:
+                gap = 8 * min(len(by_method) - 1, 2)
                 axes.axhline(y.mean(), color=color, linestyle=(8 * index, (8, gap)), linewidth=1.2)
-        axes.set(xlabel="clients, worst to best, %", ylabel="accuracy %", xlim=(0, 100))
+        axes.set(xlabel="clients, worst to best, %", ylabel=metric.label, xlim=(0, 100))
         add_legend(figure, handles)
     return figure
 
 
-def plot_density(histories: Histories, styles: Styles | None = None) -> Figure | None:
-    """Plots the distribution of client accuracies (kernel density, Scott's bandwidth); None below three values."""
-    accuracies = {
-        method: values for method, runs in histories.items() if len(set(values := client_accuracies(runs))) >= 3
+def plot_density(histories: Histories, styles: Styles | None = None, metric: PrimaryMetric = ACCURACY) -> Figure | None:
+    """Plots the distribution over clients (kernel density, Scott's bandwidth); None below three values."""
+    by_method = {
+        method: values for method, runs in histories.items() if len(set(values := client_values(runs, metric))) >= 3
     }
-    if not accuracies:
+    if not by_method:
         return None
     from scipy.stats import gaussian_kde
 
     styles = styles or assign_styles(histories)
     with theme():
-        figure, axes = create_axes("Distribution of accuracy over clients")
+        figure, axes = create_axes(f"Distribution of {metric.name} over clients")
         handles: dict[str, Artist] = {}
-        x = np.linspace(0, 1, 201)
-        for method, values in accuracies.items():
+        every_value = [Interval(value, None) for values in by_method.values() for value in values]
+        low, high = (0.0, 100.0) if metric.percent else value_limits(every_value, metric)
+        x = np.linspace(low, high, 201)
+        for method, values in by_method.items():
             color, marker, dash = styles[method]
-            density = gaussian_kde(values)(x) / 100
-            (handles[method],) = axes.plot(100 * x, density, dash, color=color, marker=marker, markevery=20)
-        axes.set(xlabel="accuracy %", ylabel="density", xlim=(0, 100), ylim=(0, None))
+            density = gaussian_kde(values)(x / metric.scale) / metric.scale
+            (handles[method],) = axes.plot(x, density, dash, color=color, marker=marker, markevery=20)
+        axes.set(xlabel=metric.label, ylabel="density", xlim=(low, high), ylim=(0, None))
         add_legend(figure, handles)
     return figure
 
 
-def plot_bars(results: Mapping[str, Interval], styles: Styles) -> Figure:
+def plot_bars(results: Mapping[str, Interval], styles: Styles, metric: PrimaryMetric = ACCURACY) -> Figure:
     """Plots one bar per method or variant, with its 95 % confidence interval and its value."""
     shown = dict(list(results.items())[:MAX_BARS])
-    mean = [100 * accuracy.mean for accuracy in shown.values()]
-    half = [100 * (accuracy.half or 0) for accuracy in shown.values()]
+    mean = [metric.scale * value.mean for value in shown.values()]
+    half = [metric.scale * (value.half or 0) for value in shown.values()]
+    limit = 100.0 if metric.percent else math.inf
     with theme():
         note = f"\n(first {MAX_BARS} of {len(results)})" if len(results) > MAX_BARS else ""
-        figure, axes = create_axes(f"Final accuracy{note}", (4.8, 0.9 + 0.27 * len(shown)))
+        figure, axes = create_axes(f"Final {metric.name}{note}", (4.8, 0.9 + 0.27 * len(shown)))
         y = np.arange(len(shown))
         axes.barh(y, mean, color=[styles[label].color for label in shown], height=0.7)
         if any(half):
-            whiskers = [np.minimum(half, mean), np.minimum(half, 100 - np.array(mean))]  # accuracy is within 0 to 100
+            whiskers = [np.array(half), np.array(half)]
+            if metric.percent:  # within 0 to 100
+                whiskers = [np.minimum(half, mean), np.minimum(half, 100 - np.array(mean))]
             axes.errorbar(mean, y, xerr=whiskers, color=INK, linestyle="", capsize=3, linewidth=1.2)
-        for index, (accuracy, value, width) in enumerate(zip(shown.values(), mean, half, strict=True)):
-            end = (min(100, value + width), index)
-            axes.annotate(format_interval(accuracy, 1), end, (4, 0), textcoords="offset points", va="center", size=8)
+        for index, (result, value, width) in enumerate(zip(shown.values(), mean, half, strict=True)):
+            end = (min(limit, max(0.0, value) + width), index)
+            axes.annotate(
+                metric.format_interval(result, 1), end, (4, 0), textcoords="offset points", va="center", size=8
+            )
         axes.set_yticks(y, [shorten(label, 32) for label in shown])
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
-        top = min(100.0, max(m + h for m, h in zip(mean, half, strict=True)))
-        axes.set(xlabel="accuracy %", xlim=(0, 1.35 * top or 1.0))
-        axes.set_xticks([tick for tick in axes.get_xticks() if tick <= 100])
+        top = min(limit, max(0.0, *(m + h for m, h in zip(mean, half, strict=True))))
+        bottom = 1.2 * min(0.0, *(m - h for m, h in zip(mean, half, strict=True))) if not metric.percent else 0.0
+        axes.set(xlabel=metric.label, xlim=(bottom, 1.35 * top or 1.0))
+        axes.set_xticks([tick for tick in axes.get_xticks() if tick <= limit])
         axes.invert_yaxis()
     return figure
 
 
 class Grid(NamedTuple):
-    """Accuracies of a method by two of its settings; None if a cell has no run."""
+    """The primary metric of a method by two of its settings; None if a cell has no run."""
 
     x_name: str
     y_name: str
@@ -189,11 +201,11 @@ class Grid(NamedTuple):
     cells: Sequence[Sequence[Interval | None]]
 
 
-def plot_heatmap(title: str, grid: Grid) -> Figure:
-    """Plots accuracy by two settings; lighter is better, and each cell shows its value."""
+def plot_heatmap(title: str, grid: Grid, metric: PrimaryMetric = ACCURACY) -> Figure:
+    """Plots the primary metric by two settings; lighter is better, and each cell shows its value."""
     from matplotlib import colormaps
 
-    means = [cell.mean for row in grid.cells for cell in row if cell]
+    means = [metric.rank(cell.mean) for row in grid.cells for cell in row if cell]
     low, high = min(means), max(means)
     colors = colormaps["viridis"]
     with theme():
@@ -203,10 +215,10 @@ def plot_heatmap(title: str, grid: Grid) -> Figure:
             for x, cell in enumerate(row):
                 if cell is None:
                     continue
-                value = (cell.mean - low) / (high - low) if high > low else 0.5
+                value = (metric.rank(cell.mean) - low) / (high - low) if high > low else 0.5
                 box = [x - 0.5, x + 0.5], [y - 0.5] * 2, [y + 0.5] * 2
                 axes.fill_between(*box, color=colors(value), linewidth=0)
-                text = format_interval(cell, 1).replace(" ±", "\n±")
+                text = metric.format_interval(cell, 1).replace(" ±", "\n±")
                 color = text_color(value)
                 axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8, linespacing=1.1)
         axes.set_xticks(range(len(grid.columns)), [shorten(str(value), 10) for value in grid.columns])

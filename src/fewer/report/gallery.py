@@ -27,7 +27,7 @@ from fewer.report.charts import (
 )
 from fewer.report.groups import RunGroup, differing_settings, find_method
 from fewer.report.html import Picture, Table
-from fewer.report.metrics import Histories, accuracy_curve, client_accuracies
+from fewer.report.metrics import Histories, client_values, metric_curve
 from fewer.report.pictures import (
     class_counts,
     class_names,
@@ -41,7 +41,7 @@ from fewer.report.style import LineStyle, assign_label_styles, assign_styles
 from fewer.report.verdict import is_paired
 from fewer.runs.reader import RunReader
 from fewer.runs.result import Result, load_run_data, open_run
-from fewer.statistics import format_interval, format_number
+from fewer.statistics import Interval, format_number
 
 MAX_RING = 100
 """Maximum number of clients drawn as a ring."""
@@ -53,7 +53,7 @@ def build_gallery(groups: Sequence[RunGroup]) -> tuple[Gallery, list[str]]:
     """Draws all pictures that there is data for; also returns notes on pictures that are left out."""
     styles = _assign_styles(groups)
     gallery: Gallery = {
-        "Accuracy": [*_draw_accuracy(groups, styles), *_draw_bars(groups, styles)],
+        groups[0].metric.title: [*_draw_curves(groups, styles), *_draw_bars(groups, styles)],
         "Two settings": list(_draw_heatmaps(groups)),
         "Traffic": list(_draw_traffic(groups)),
         "Clients": list(_draw_clients(groups, styles)),
@@ -81,57 +81,56 @@ def _histories(groups: Sequence[RunGroup]) -> Histories:
     return {group.label: [run.history for run in group.runs] for group in groups}
 
 
-def _draw_accuracy(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:
+def _draw_curves(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:
     histories = _histories(groups)
     several_seeds = any(len(group.runs) > 1 for group in groups)
-    last = ", ".join(f"{group.label} {format_interval(group.accuracy)} %" for group in groups)
-    heads = ("method", "round", "megabytes", "seconds", "accuracy", "ci95")
+    metric = groups[0].metric
+    last = ", ".join(f"{group.label} {metric.format_interval(group.value)}{metric.unit}" for group in groups)
+    heads = ("method", "round", "megabytes", "seconds", metric.name, "ci95")
     rows = [
-        (label, point.round, point.megabytes, point.seconds, point.accuracy.mean, point.accuracy.half)
+        (label, point.round, point.megabytes, point.seconds, point.value.mean, point.value.half)
         for label, runs in histories.items()
-        for point in accuracy_curve(runs)
+        for point in metric_curve(runs, metric)
     ]
     band = ": mean over seeds with its 95 % confidence band." if several_seeds else "."
     plots: dict[str, tuple[By, str]] = {
-        "accuracy-by-round": ("round", f"Accuracy by round{band}"),
-        "accuracy-by-megabyte": (
+        f"{metric.name}-by-round": ("round", f"{metric.title} by round{band}"),
+        f"{metric.name}-by-megabyte": (
             "megabytes",
-            "Accuracy by megabytes sent so far, up and down. Curves further left are cheaper.",
+            f"{metric.title} by megabytes sent so far, up and down. Curves further left are cheaper.",
         ),
-        "accuracy-by-second": (
+        f"{metric.name}-by-second": (
             "seconds",
-            "Accuracy by wall-clock time. It depends on the machine and on what else was running.",
+            f"{metric.title} by wall-clock time. It depends on the machine and on what else was running.",
         ),
     }
     for name, (by, caption) in plots.items():
         if by == "seconds" and not all(row[3] for row in rows):
             continue
-        if figure := plot_curves(TITLES[by], {"": histories}, by, styles):
-            alt = f"Line chart: {TITLES[by].lower()}. Last: {last}."
+        if figure := plot_curves(f"{metric.title} {TITLES[by]}", {"": histories}, by, styles, metric):
+            alt = f"Line chart: {metric.name} {TITLES[by]}. Last: {last}."
             yield Picture(name, figure, caption, alt, Table(heads, rows))
 
 
 def _draw_bars(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:
-    accuracies = {group.label: group.accuracy for group in groups if group.accuracy}
-    if len(accuracies) > 1:
-        figure = plot_bars(accuracies, styles)
-        rows = [
-            (group.label, group.accuracy.mean, group.accuracy.half, len(group.runs))
-            for group in groups
-            if group.accuracy
-        ]
-        values = ", ".join(f"{label} {format_interval(value)} %" for label, value in accuracies.items())
+    metric = groups[0].metric
+    groups = [group for group in groups if group.metric == metric]
+    results = {group.label: group.value for group in groups if group.value}
+    if len(results) > 1:
+        figure = plot_bars(results, styles, metric)
+        rows = [(group.label, group.value.mean, group.value.half, len(group.runs)) for group in groups if group.value]
+        values = ", ".join(f"{label} {metric.format_interval(value)}{metric.unit}" for label, value in results.items())
         yield Picture(
-            "accuracy-bars",
+            f"{metric.name}-bars",
             figure,
-            f"Final accuracy of all methods and variants.{_explain_whiskers(groups)}",
-            f"Bar chart of final accuracy: {values}.",
-            Table(("method", "accuracy", "ci95", "seeds"), rows),
+            f"Final {metric.name} of all methods and variants.{_explain_whiskers(groups)}",
+            f"Bar chart of final {metric.name}: {values}.",
+            Table(("method", metric.name, "ci95", "seeds"), rows),
         )
 
 
 def _explain_whiskers(groups: Sequence[RunGroup]) -> str:
-    if all(group.accuracy is None or group.accuracy.half is None for group in groups):
+    if all(group.value is None or group.value.half is None for group in groups):
         return ""
     rule = (
         "All methods have the same seeds and are compared seed by seed, so a lead may be significant although "
@@ -143,7 +142,7 @@ def _explain_whiskers(groups: Sequence[RunGroup]) -> str:
 
 
 def build_grid(groups: Sequence[RunGroup]) -> Grid | None:
-    """Accuracies by the two settings in which the runs of one method differ; None if there are not exactly two."""
+    """Results by the two settings in which the runs of one method differ; None if there are not exactly two."""
     settings = [{**group.runs[0].task_settings, **group.runs[0].metadata["method"]} for group in groups]
     keys = differing_settings(settings)
     if len(keys) != 2:
@@ -153,7 +152,7 @@ def build_grid(groups: Sequence[RunGroup]) -> Grid | None:
     if min(len(columns), len(rows)) < 2:
         return None
     cells = {
-        (json.dumps(values[y_name]), json.dumps(values[x_name])): group.accuracy
+        (json.dumps(values[y_name]), json.dumps(values[x_name])): group.value
         for values, group in zip(settings, groups, strict=True)
     }
     table = [[cells.get((json.dumps(row), json.dumps(column))) for column in columns] for row in rows]
@@ -169,7 +168,7 @@ def _unique_values(values: Sequence[Any]) -> list[Any]:
 def _draw_heatmaps(groups: Sequence[RunGroup]) -> Iterator[Picture]:
     """A heat map for each method that was run with several values of two settings."""
     for index, name in enumerate(dict.fromkeys(group.method_name for group in groups)):
-        variants = [group for group in groups if group.method_name == name and group.accuracy]
+        variants = [group for group in groups if group.method_name == name and group.value]
         if not (grid := build_grid(variants) if len(variants) > 2 else None):
             continue
         rows = [
@@ -178,12 +177,14 @@ def _draw_heatmaps(groups: Sequence[RunGroup]) -> Iterator[Picture]:
             for column, cell in zip(grid.columns, cells, strict=True)
             if cell
         ]
+        metric = variants[0].metric
         yield Picture(
             f"settings{_suffix(index)}",
-            plot_heatmap(f"{name}: accuracy % by {grid.x_name} and {grid.y_name}", grid),
-            f"Accuracy of {name} by {grid.x_name} and {grid.y_name}. Lighter is better; blank cells were not run.",
-            f"Heat map of {len(rows)} accuracies of {name} by {grid.x_name} and {grid.y_name}.",
-            Table((grid.y_name, grid.x_name, "accuracy", "ci95"), rows),
+            plot_heatmap(f"{name}: {metric.label} by {grid.x_name} and {grid.y_name}", grid, metric),
+            f"{metric.title} of {name} by {grid.x_name} and {grid.y_name}. "
+            "Lighter is better; blank cells were not run.",
+            f"Heat map of {len(rows)} values of {name} by {grid.x_name} and {grid.y_name}.",
+            Table((grid.y_name, grid.x_name, metric.name, "ci95"), rows),
         )
 
 
@@ -212,32 +213,35 @@ def _draw_traffic(groups: Sequence[RunGroup]) -> Iterator[Picture]:
 
 def _draw_clients(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:
     histories = _histories(groups)
-    table = Table(("method", "seed", "client", "accuracy"), client_rows(groups))
+    metric = groups[0].metric
+    table = Table(("method", "seed", "client", metric.name), client_rows(groups))
     ranges = ", ".join(
-        f"{label} from {100 * values[0]:.1f} to {100 * values[-1]:.1f} %"
+        f"{label} from {metric.format_interval(Interval(values[0], None), 1)} "
+        f"to {metric.format_interval(Interval(values[-1], None), 1)}{metric.unit}"
         for label, runs in histories.items()
-        if (values := client_accuracies(runs))
+        if (values := client_values(runs, metric))
     )
-    if figure := plot_clients(histories, styles):
+    if figure := plot_clients(histories, styles, metric):
         yield Picture(
-            "accuracy-by-client",
+            f"{metric.name}-by-client",
             figure,
-            "Accuracy of each client on its own test samples, from worst to best, over all runs, and the mean.",
-            f"Clients in order of accuracy: {ranges}.",
+            f"{metric.title} of each client on its own test samples, from worst to best, over all runs, and the mean.",
+            f"Clients in order of {metric.name}: {ranges}.",
             table,
         )
-    if figure := plot_density(histories, styles):
+    if figure := plot_density(histories, styles, metric):
+        side = "right" if metric.higher_is_better else "left"
         yield Picture(
-            "accuracy-density",
+            f"{metric.name}-density",
             figure,
-            "Distribution of client accuracies. A narrow peak on the right means that all clients do well.",
-            f"Density of client accuracies: {ranges}.",
+            f"Distribution of {metric.name} over clients. A narrow peak on the {side} means that all clients do well.",
+            f"Density of {metric.name} over clients: {ranges}.",
             table,
         )
 
 
 def client_rows(groups: Sequence[RunGroup]) -> list[tuple[str, int, int, float]]:
-    """Returns method, seed, client and last accuracy, one row per client and run."""
+    """Returns method, seed, client and last primary metric, one row per client and run."""
     return [
         (group.label, run.seed, int(client), accuracy)
         for group in groups
@@ -321,7 +325,9 @@ def _data_key(group: RunGroup) -> str:
 
 
 def _draw_data(run: RunReader, data: Data, suffix: str) -> Iterator[Picture]:
-    """The partition and examples of the data."""
+    """The partition and examples of the data, if it has classes."""
+    if not data.has_classes:
+        return
     counts = class_counts(data)
     names = class_names(data, range(data.classes))
     classes_per_client = (counts > 0).sum(1).mean()

@@ -14,6 +14,7 @@ from fewer.experiments.recipes import RECIPE_FILE
 from fewer.methods import Method, find
 from fewer.plugins import needs_import
 from fewer.report.metrics import MB
+from fewer.runs.metric import PrimaryMetric
 from fewer.runs.reader import RunReader
 from fewer.statistics import Interval, half_width, interval
 
@@ -54,7 +55,7 @@ class TablePosition:
     def measure(self, runs: Sequence[RunReader]) -> Interval | None:
         """Our accuracy, averaged as the recipe says."""
         if self.mean == "samples":
-            return RunGroup(self.row, runs).accuracy
+            return RunGroup(self.row, runs).value
         by_client = [list(run.history[-1].get("clients", {}).values()) for run in runs]
         return interval([interval(values).mean for values in by_client]) if all(by_client) else None
 
@@ -82,15 +83,20 @@ class RunGroup:
         return not any(run.unfinished for run in self.runs)
 
     @property
-    def accuracy(self) -> Interval | None:
-        """Accuracy over the evaluated seeds; if runs were evaluated on groups, the interval is over groups."""
-        groups = [accuracy for run in self.runs for accuracy in run.history[-1].get("groups", ())]
-        over_seeds = _known_interval([run.accuracy for run in self.runs])
+    def metric(self) -> PrimaryMetric:
+        """The metric that ranks methods."""
+        return self.runs[0].metric
+
+    @property
+    def value(self) -> Interval | None:
+        """The primary metric over seeds; if runs were evaluated on groups, the interval is over groups."""
+        groups = [value for run in self.runs for value in run.history[-1].get("groups", ())]
+        over_seeds = _known_interval([run.value for run in self.runs])
         return Interval(over_seeds.mean, half_width(groups)) if over_seeds and groups else over_seeds
 
     @property
     def averaged_over(self) -> str:
-        """What the accuracy is averaged over."""
+        """What the primary metric is averaged over."""
         groups = sum(len(run.history[-1].get("groups", ())) for run in self.runs)
         return f"{groups} {self.units}" if groups else "1 seed" if len(self.runs) == 1 else f"{len(self.runs)} seeds"
 
@@ -107,9 +113,9 @@ class RunGroup:
         return {key: size / len(self.runs) for key, size in total.items()}
 
     @property
-    def global_accuracy(self) -> Interval | None:
-        """Global accuracy over the evaluated seeds."""
-        return _known_interval([run.global_accuracy for run in self.runs])
+    def global_value(self) -> Interval | None:
+        """The primary metric on all clients' test samples, over the evaluated seeds."""
+        return _known_interval([run.global_value for run in self.runs])
 
     def last_mean(self, metric: str) -> float:
         """Mean over seeds of a metric in the last round."""

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fewer.runs.metric import ACCURACY, PrimaryMetric
 from fewer.statistics import Interval, interval
 
 MB = 1e6
@@ -23,21 +24,23 @@ class Point(NamedTuple):
     """Megabytes sent by then, up and down together, mean over seeds."""
     seconds: float
     """Seconds by then, mean over seeds; 0 if not recorded."""
-    accuracy: Interval
+    value: Interval
+    """The primary metric."""
 
 
-def accuracy_curve(histories: Sequence[History]) -> list[Point]:
+def metric_curve(histories: Sequence[History], metric: PrimaryMetric = ACCURACY) -> list[Point]:
     """Returns a point for each round in which all runs of a method were evaluated."""
-    runs = [{int(entry["round"]): entry for entry in history if "accuracy" in entry} for history in histories]
+    runs = [{int(entry["round"]): entry for entry in history if metric.name in entry} for history in histories]
     points = []
     for number in sorted(set.intersection(*(set(run) for run in runs))) if runs else []:
         entries = [run[number] for run in runs]
         megabytes = statistics.fmean((entry["up"] + entry["down"]) / MB for entry in entries)
         seconds = statistics.fmean(entry.get("seconds", 0.0) for entry in entries)
-        points.append(Point(number, megabytes, seconds, interval([entry["accuracy"] for entry in entries])))
+        points.append(Point(number, megabytes, seconds, interval([entry[metric.name] for entry in entries])))
     return points
 
 
-def client_accuracies(histories: Sequence[History]) -> list[float]:
-    """Last accuracies of all clients of all runs, in ascending order."""
-    return sorted(value for history in histories if history for value in history[-1].get("clients", {}).values())
+def client_values(histories: Sequence[History], metric: PrimaryMetric = ACCURACY) -> list[float]:
+    """Last primary metric of all clients of all runs, from worst to best."""
+    values = [value for history in histories if history for value in history[-1].get("clients", {}).values()]
+    return sorted(values, key=metric.rank)

@@ -16,17 +16,23 @@ from fewer.report.files import write_files
 from fewer.report.html import Picture, Table, render
 from fewer.report.metrics import Histories, History
 from fewer.report.page import PAGE, write_report
+from fewer.runs.metric import PrimaryMetric
 from fewer.runs.result import Result
-from fewer.statistics import format_number
+from fewer.statistics import Interval, format_number
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_ALL_TITLES = {**{str(by): title for by, title in TITLES.items()}, "client": "Accuracy by client"}
+_ALL_TITLES = {**{str(by): title for by, title in TITLES.items()}, "client": "by client"}
 
 
 class View(ABC):
     """The display of a result: a title, a table and plots."""
+
+    @property
+    @abstractmethod
+    def metric(self) -> PrimaryMetric:
+        """The metric that is shown."""
 
     @abstractmethod
     def histories(self) -> Histories:
@@ -45,7 +51,7 @@ class View(ABC):
         """The directories of the runs, if they were kept."""
 
     def plot(self, by: str) -> Figure:
-        """Plots accuracy by round, megabytes, seconds or client."""
+        """Plots the primary metric by round, megabytes, seconds or client."""
         if by not in _ALL_TITLES:
             raise SettingError(f"by must be one of {', '.join(_ALL_TITLES)}, got {by!r}")
         figure = self._plot(by)
@@ -56,15 +62,21 @@ class View(ABC):
     def _plot(self, by: str) -> Figure | None:
         histories = self.histories()
         if by == "client":
-            return plot_clients(histories)
-        return next(plot_curves(title, {"": histories}, axis) for axis, title in TITLES.items() if axis == by)
+            return plot_clients(histories, metric=self.metric)
+        (curve,) = (
+            plot_curves(f"{self.metric.title} {title}", {"": histories}, axis, metric=self.metric)
+            for axis, title in TITLES.items()
+            if axis == by
+        )
+        return curve
 
     def html(self) -> str:
         """Table and plot; only the title before the first evaluation."""
         title = self.title()
         if not self._is_evaluated():
             return render("notebook.html", title=title, picture=None)
-        picture = Picture("accuracy", self.plot("round"), "", f"Line chart: accuracy by round. {title}")
+        name = self.metric.name
+        picture = Picture(name, self.plot("round"), "", f"Line chart: {name} by round. {title}")
         return render("notebook.html", title=title, table=self.table(), picture=picture)
 
     def report(self, out: Path) -> Path:
@@ -74,15 +86,15 @@ class View(ABC):
         if not self._is_evaluated():
             raise SettingError(f"nothing to report yet: no round of {self.title()} has been evaluated")
         pictures = [
-            Picture(f"accuracy-by-{by}", figure, title, f"Chart: {title}. {self.title()}")
-            for by, title in _ALL_TITLES.items()
+            Picture(f"{self.metric.name}-by-{by}", figure, title, f"Chart: {title}. {self.title()}")
+            for by, title in ((by, f"{self.metric.title} {title}") for by, title in _ALL_TITLES.items())
             if (figure := self._plot(by))
         ]
         page = render("result.html", title=self.title(), table=self.table(), pictures=pictures)
         return write_files(out, {PAGE: page.encode()})[0]
 
     def _is_evaluated(self) -> bool:
-        return any("accuracy" in entry for runs in self.histories().values() for run in runs for entry in run)
+        return any(self.metric.name in entry for runs in self.histories().values() for run in runs for entry in run)
 
 
 @VIEWS.register("run")
@@ -91,6 +103,11 @@ class RunView(View):
     """The view of one run."""
 
     result: Result
+
+    @property
+    def metric(self) -> PrimaryMetric:
+        """The metric of the run."""
+        return self.result.metric
 
     def histories(self) -> Histories:
         """The history of the run."""
@@ -107,9 +124,11 @@ class RunView(View):
 
     def table(self) -> Table:
         """The metrics of the last evaluated round."""
-        last = next(entry for entry in reversed(self.result.history) if "accuracy" in entry)
-        cells = [f"{100 * last['accuracy']:.2f}", format_number(last["up"] / 1e6), format_number(last["down"] / 1e6)]
-        heads = ("method", "accuracy %", "MB up", "MB down", "seconds")
+        metric = self.metric
+        last = next(entry for entry in reversed(self.result.history) if metric.name in entry)
+        value = metric.format_interval(Interval(last[metric.name], None))
+        cells = [value, format_number(last["up"] / 1e6), format_number(last["down"] / 1e6)]
+        heads = ("method", metric.label, "MB up", "MB down", "seconds")
         return Table(heads, [(self.result.method.name, *cells, f"{last['seconds']:.1f}")])
 
 
@@ -119,6 +138,11 @@ class ComparisonView(View):
     """The view of a comparison."""
 
     comparison: Comparison
+
+    @property
+    def metric(self) -> PrimaryMetric:
+        """The metric that ranks the methods."""
+        return self.comparison.metric
 
     def histories(self) -> Histories:
         """The histories of all methods; the last round includes metrics by client."""
@@ -135,7 +159,8 @@ class ComparisonView(View):
 
     def table(self) -> Table:
         """One row per method."""
-        heads = ("method", "accuracy %", "global accuracy %", "rounds", "MB up", "MB down", "seconds")
+        metric = self.metric
+        heads = ("method", metric.label, f"global {metric.label}", "rounds", "MB up", "MB down", "seconds")
         labeled = zip(self.comparison.labels, self.comparison.rows, strict=True)
         return Table(heads, [(label, *row.format_cells()) for label, row in labeled])
 

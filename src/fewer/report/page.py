@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -23,8 +24,8 @@ from fewer.statistics import Interval, format_interval, format_number
 PAGE = "report.html"
 FOLDER = "pictures"
 """Folder next to the page: each picture as PNG and SVG, and its values as CSV."""
-ACCURACY_MEANING = {
-    None: "each test sample is classified by its client's model",
+MEANING = {
+    None: "each test sample is predicted by its client's model",
     "groups": "accuracy of groups that start from the prepared model",
     "tasks": "accuracy on queries of novel classes",
 }
@@ -85,15 +86,16 @@ def _render_report(groups: Sequence[RunGroup], gallery: Gallery, notes: Sequence
 
 
 def tabulate_results(groups: Sequence[RunGroup]) -> Table:
-    """Accuracy, traffic and time of each group, the most accurate first."""
-    heads = ("method", "accuracy %", "global accuracy %", "rounds", "MB up", "MB down", "seconds", "seeds")
+    """The primary metric, traffic and time of each group, the best first."""
+    metric = groups[0].metric
+    heads = ("method", metric.label, f"global {metric.label}", "rounds", "MB up", "MB down", "seconds", "seeds")
     best = winner(groups)
-    ranked = sorted(groups, key=lambda group: -group.accuracy.mean if group.accuracy else 1)
+    ranked = sorted(groups, key=lambda group: -metric.rank(group.value.mean) if group.value else math.inf)
     rows = [
         (
             group.label,
-            format_interval(group.accuracy),
-            format_interval(group.global_accuracy and Interval(group.global_accuracy.mean, None)),
+            metric.format_interval(group.value),
+            metric.format_interval(group.global_value and Interval(group.global_value.mean, None)),
             group.rounds,
             *(format_number(megabytes) for megabytes in group.megabytes),
             f"{group.last_mean('seconds'):,.1f}",
@@ -108,11 +110,12 @@ def explain_results(groups: Sequence[RunGroup]) -> str:
     """What the numbers in the table of results mean."""
     several_seeds = any(len(group.runs) > 1 for group in groups)
     units = next((group.units for group in groups if group.units), None)
+    metric = groups[0].metric
     averaged = f"; mean ± 95 % confidence over {units or 'seeds'}" if several_seeds or units else ""
     totals = "mean over seeds" if several_seeds else "totals"
     return (
-        f"Accuracy: {ACCURACY_MEANING[units]}{averaged}. Global accuracy: each client’s model on all clients’ test "
-        f"samples. MB and seconds: {totals}."
+        f"{metric.title}: {MEANING[units]}{averaged}. Global {metric.name}: each client’s model on "
+        f"all clients’ test samples. MB and seconds: {totals}."
     )
 
 
@@ -146,20 +149,26 @@ def _tabulate_traffic(groups: Sequence[RunGroup]) -> Table:
 
 
 def tabulate_worst_clients(groups: Sequence[RunGroup]) -> Table:
-    """The clients with the lowest accuracy."""
+    """The clients with the worst primary metric."""
+    metric = groups[0].metric
     rows = []
+
+    def format_value(value: float) -> str:
+        return metric.format_interval(Interval(value, None), 1)
+
     for group in groups:
-        ranked = sorted(client_rows([group]), key=lambda row: row[3])
+        ranked = sorted(client_rows([group]), key=lambda row: metric.rank(row[3]))
         if len(ranked) < 2:
             continue
         names = ", ".join(
-            f"client {client}{f' (seed {seed})' if len(group.runs) > 1 else ''} {100 * value:.1f}"
+            f"client {client}{f' (seed {seed})' if len(group.runs) > 1 else ''} {format_value(value)}"
             for _, seed, client, value in ranked[:3]
         )
         values = [row[3] for row in ranked]
-        mean, worst = statistics.fmean(values), worst_tenth(values)
-        rows.append((group.label, f"{100 * mean:.1f}", f"{100 * worst:.1f}", names))
-    return Table(("method", "mean over clients %", "worst tenth %", "worst clients %"), rows, "Worst clients")
+        mean, worst = statistics.fmean(values), worst_tenth(values, metric.higher_is_better)
+        rows.append((group.label, format_value(mean), format_value(worst), names))
+    heads = ("method", *(f"{head}{metric.unit}" for head in ("mean over clients", "worst tenth", "worst clients")))
+    return Table(heads, rows, "Worst clients")
 
 
 def _tabulate_faults(groups: Sequence[RunGroup]) -> Table | None:

@@ -11,7 +11,7 @@ from fewer.experiments.studies import Study
 from fewer.report.audit import draw_images
 from fewer.report.charts import plot_columns, plot_curves
 from fewer.report.files import write_files
-from fewer.report.metrics import Histories, accuracy_curve
+from fewer.report.metrics import Histories, metric_curve
 from fewer.report.pictures import plot_embeddings
 from fewer.report.style import assign_label_styles, png
 from fewer.statistics import Interval
@@ -42,7 +42,7 @@ def _accuracies_after(cells: Sequence[Cell], rounds: int) -> dict[str, dict[str,
     """Accuracy by row and column after this many rounds; 0 means after the last."""
     accuracies: dict[str, dict[str, Interval]] = {}
     for cell in cells:
-        by_round = {point.round: point.accuracy for point in accuracy_curve(cell.ours.curves)}
+        by_round = {point.round: point.value for point in metric_curve(cell.ours.curves)}
         accuracy = by_round.get(rounds) if rounds else Interval(cell.ours.accuracy, cell.ours.ci95)
         if accuracy:
             accuracies.setdefault(cell.row, {})[cell.column] = accuracy

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fewer.experiments.targets import best_accuracy, cost_to_reach
+from fewer.experiments.targets import best_value, cost_to_reach
 from fewer.methods.new_clients import worst_tenth
 from fewer.report.groups import RunGroup, find_method
-from fewer.report.metrics import accuracy_curve, client_accuracies
+from fewer.report.metrics import client_values, metric_curve
+from fewer.runs.metric import PrimaryMetric
 from fewer.runs.reader import RunReader
-from fewer.statistics import Interval, format_interval, format_number, interval
+from fewer.statistics import Interval, format_number, interval
 
 MAX_NAMED = 3
 """Maximum number of close competitors that are named."""
@@ -56,23 +57,25 @@ def winner(groups: Sequence[RunGroup]) -> RunGroup | None:
 def is_paired(groups: Sequence[RunGroup]) -> bool:
     """True if all finished groups have the same seeds, at least two: then they are compared seed by seed.
 
-    Runs with the same seed share the partition. An easy partition raises both accuracies, but not their difference.
+    Runs with the same seed share the partition. An easy partition changes both results, but not their difference.
     """
     done = _finished(groups)
     seeds = {tuple((run.seed, run.data_seed) for run in group.runs) for group in done}
     if len(seeds) != 1 or len(done[0].runs) < 2 or any(group.units for group in done):
         return False
-    return all(run.accuracy is not None for group in done for run in group.runs)
+    return all(run.value is not None for group in done for run in group.runs)
 
 
 def _finished(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    return [group for group in groups if group.finished and group.accuracy]
+    return [group for group in groups if group.finished and group.value]
 
 
 def _why_not_comparable(groups: Sequence[RunGroup]) -> str:
     """Why the groups cannot be compared; empty if they can."""
     if len({str(group.runs[0].data_settings) for group in groups}) > 1:
         return "These runs have different tasks, so there is no winner. The differences are listed below."
+    if len({group.metric for group in groups}) > 1:
+        return "These runs are measured by different metrics, so there is no winner."
     if len({_evaluation_kind(group) for group in groups}) > 1:
         return (
             "These methods are evaluated differently (on all clients, new clients, groups or tasks), so there is no "
@@ -87,18 +90,19 @@ def _evaluation_kind(group: RunGroup) -> tuple[bool, ...]:
 
 
 def _rank(groups: Sequence[RunGroup]) -> list[RunGroup]:
-    return sorted(groups, key=lambda group: -_accuracy(group).mean)
+    return sorted(groups, key=lambda group: -group.metric.rank(_value(group).mean))
 
 
 def _is_behind(group: RunGroup, first: RunGroup, by_seed: bool) -> bool:
     """True if this group is significantly worse than the first."""
     if by_seed:
-        return _is_ahead(_final_accuracies(first), _final_accuracies(group))
-    return _is_below(_accuracy(group), _accuracy(first))
+        return _is_ahead(_final_ranks(first), _final_ranks(group))
+    return _is_behind_interval(_value(group), _value(first), group.metric)
 
 
-def _final_accuracies(group: RunGroup) -> list[float]:
-    return [run.accuracy for run in group.runs if run.accuracy is not None]
+def _final_ranks(group: RunGroup) -> list[float]:
+    """The last value of each run, higher if it is better."""
+    return [group.metric.rank(run.value) for run in group.runs if run.value is not None]
 
 
 def _paired_lead(first: Sequence[float], second: Sequence[float]) -> Interval:
@@ -111,31 +115,34 @@ def _is_ahead(first: Sequence[float], second: Sequence[float]) -> bool:
     return lead.half is not None and lead.mean > lead.half
 
 
-def _is_below(lower: Interval, upper: Interval) -> bool:
+def _is_behind_interval(worse: Interval, better: Interval, metric: PrimaryMetric) -> bool:
     """True if both 95 % intervals are known and do not overlap."""
-    return lower.half is not None and upper.half is not None and lower.mean + lower.half < upper.mean - upper.half
+    if worse.half is None or better.half is None:
+        return False
+    return metric.rank(worse.mean) + worse.half < metric.rank(better.mean) - better.half
 
 
 def _describe_winner(ranked: Sequence[RunGroup]) -> str:
     first, second, *_ = ranked
-    if any(_accuracy(group).half is None for group in ranked):
+    metric = first.metric
+    if any(_value(group).half is None for group in ranked):
         return (
-            f"{first.label} has the highest accuracy, {_format_accuracy(first)}, ahead of {second.label} with "
-            f"{_format_accuracy(second)}. With a single seed this may be chance; use --seeds 3."
+            f"{first.label} has the {metric.best} {metric.name}, {_format_value(first)}, ahead of {second.label} with "
+            f"{_format_value(second)}. With a single seed this may be chance; use --seeds 3."
         )
     by_seed = is_paired(ranked)
     close = [group for group in ranked[1:] if not _is_behind(group, first, by_seed)]
     if not close:
         return (
-            f"{first.label} wins: {_format_accuracy(first)} accuracy, ahead of {second.label} with "
-            f"{_format_accuracy(second)} ({first.averaged_over}). {_describe_lead(ranked, by_seed)}"
+            f"{first.label} wins: {_format_value(first)} {metric.name}, ahead of {second.label} with "
+            f"{_format_value(second)} ({first.averaged_over}). {_describe_lead(ranked, by_seed)}"
         )
     rest = "" if len(close) == len(ranked) - 1 else " All others are behind."
-    names = ", ".join(f"{group.label} {_format_accuracy(group)}" for group in close[:MAX_NAMED])
+    names = ", ".join(f"{group.label} {_format_value(group)}" for group in close[:MAX_NAMED])
     names += f" and {len(close) - MAX_NAMED} more" if len(close) > MAX_NAMED else ""
     doubt = f"paired by seed its lead over {names} is not significant" if by_seed else f"its interval overlaps {names}"
     return (
-        f"No clear winner: {first.label} has the highest mean, {_format_accuracy(first)}, but {doubt} "
+        f"No clear winner: {first.label} has the {metric.best} mean, {_format_value(first)}, but {doubt} "
         f"(95 %, {first.averaged_over}).{rest}"
     )
 
@@ -145,8 +152,8 @@ def _describe_lead(ranked: Sequence[RunGroup], by_seed: bool) -> str:
     first, second, *more = ranked
     text = "Its 95 % interval overlaps no other"
     if by_seed:
-        lead = _paired_lead(_final_accuracies(first), _final_accuracies(second))
-        text = f"Paired by seed, it leads {second.label} by {format_interval(lead, 1)} points"
+        lead = first.metric.format_interval(_paired_lead(_final_ranks(first), _final_ranks(second)), 1)
+        text = f"Paired by seed, it leads {second.label} by {lead}{' points' if first.metric.percent else ''}"
         text += " and all others significantly" if more else ""
     comparisons = f" ({len(ranked) - 1} comparisons, each at 95 %, without correction)" if more else ""
     return f"{text}{comparisons}."
@@ -161,49 +168,60 @@ def _describe_cost(group: RunGroup) -> str:
 def _describe_early_lead(groups: Sequence[RunGroup]) -> Iterator[str]:
     """Who was significantly ahead in the first round in which all were evaluated, if there were more rounds."""
     curves = {
-        group.label: {point.round: point.accuracy for point in accuracy_curve([run.history for run in group.runs])}
+        group.label: {
+            point.round: point.value for point in metric_curve([run.history for run in group.runs], group.metric)
+        }
         for group in groups
     }
+    metric = groups[0].metric
     common = sorted(set.intersection(*(set(points) for points in curves.values())))
     if len(common) < 2:
         return
     start = common[0]
-    ranked = sorted(((points[start], label) for label, points in curves.items()), key=lambda pair: -pair[0].mean)
+    ranked = sorted(
+        ((points[start], label) for label, points in curves.items()), key=lambda pair: -metric.rank(pair[0].mean)
+    )
     (first, leader), *others = ranked
     by_seed = is_paired(groups)
-    accuracies = {group.label: [_accuracy_at(run, start) for run in group.runs] for group in groups}
+    ranks = {group.label: [metric.rank(_value_at(run, start)) for run in group.runs] for group in groups}
     if all(
-        _is_ahead(accuracies[leader], accuracies[label]) if by_seed else _is_below(accuracy, first)
-        for accuracy, label in others
+        _is_ahead(ranks[leader], ranks[label]) if by_seed else _is_behind_interval(value, first, metric)
+        for value, label in others
     ):
         second, label = others[0]
         yield (
-            f"Early lead: after round {start}, {leader} had {format_interval(first, 1)} %, ahead of {label} with "
-            f"{format_interval(second, 1)} %."
+            f"Early lead: after round {start}, {leader} had {_format_interval(first, metric)}, ahead of {label} with "
+            f"{_format_interval(second, metric)}."
         )
 
 
-def _accuracy_at(run: RunReader, number: int) -> float:
-    return next(float(entry["accuracy"]) for entry in run.history if entry["round"] == number)
+def _value_at(run: RunReader, number: int) -> float:
+    return next(float(entry[run.metric.name]) for entry in run.history if entry["round"] == number)
 
 
 def _describe_worst_clients(first: RunGroup, second: RunGroup) -> Iterator[str]:
     """How well the worst tenth of clients does."""
-    accuracies = [client_accuracies([run.history for run in group.runs]) for group in (first, second)]
-    if all(accuracies):
-        worst, other = (100 * worst_tenth(values) for values in accuracies)
-        yield f"Its worst tenth of clients reaches {worst:.1f} %, compared with {other:.1f} % for {second.label}."
+    metric = first.metric
+    by_group = [client_values([run.history for run in group.runs], metric) for group in (first, second)]
+    if all(by_group):
+        worst, other = (
+            _format_interval(Interval(worst_tenth(values, metric.higher_is_better), None), metric)
+            for values in by_group
+        )
+        yield f"Its worst tenth of clients reaches {worst}, compared with {other} for {second.label}."
 
 
 def _describe_target(first: RunGroup, second: RunGroup) -> Iterator[str]:
-    """When the first reached the best accuracy of the second."""
+    """When the first reached the best value of the second."""
+    metric = first.metric
     histories, others = ([run.history for run in group.runs] for group in (first, second))
-    target = best_accuracy(others)
-    cost, other = cost_to_reach(histories, target), cost_to_reach(others, target)
+    target = best_value(others, metric)
+    cost, other = cost_to_reach(histories, target, metric), cost_to_reach(others, target, metric)
     if cost.round is not None and other.round is not None and cost.mb is not None and other.mb is not None:
         yield (
-            f"{first.label} reached the best accuracy of {second.label}, {100 * target:.1f} %, in round {cost.round} "
-            f"after {_format_megabytes(cost.mb)}; {second.label} did in round {other.round} after "
+            f"{first.label} reached the best {metric.name} of {second.label}, "
+            f"{_format_interval(Interval(target, None), metric)}, in round {cost.round} after "
+            f"{_format_megabytes(cost.mb)}; {second.label} did in round {other.round} after "
             f"{_format_megabytes(other.mb)}."
         )
 
@@ -217,27 +235,29 @@ def _describe_method(group: RunGroup) -> Iterator[str]:
 
 def _describe_personal_models(group: RunGroup) -> Iterator[str]:
     """How personal models do on the test samples of all clients."""
-    if any("global_accuracy" in run.history[-1] for run in group.runs) and group.global_accuracy:
-        yield (
-            f"{group.label} trains one model per client; on everyone's test data they average "
-            f"{100 * group.global_accuracy.mean:.1f} %."
-        )
+    name = f"global_{group.metric.name}"
+    if any(name in run.history[-1] for run in group.runs) and group.global_value:
+        average = _format_interval(Interval(group.global_value.mean, None), group.metric)
+        yield f"{group.label} trains one model per client; on everyone's test data they average {average}."
 
 
 def _describe_result(group: RunGroup) -> str:
-    return (
-        f"{group.label} reaches {_format_accuracy(group)} accuracy ({group.averaged_over}). It {_describe_cost(group)}."
-    )
+    result = f"{_format_value(group)} {group.metric.name} ({group.averaged_over})"
+    return f"{group.label} reaches {result}. It {_describe_cost(group)}."
 
 
-def _accuracy(group: RunGroup) -> Interval:
-    accuracy = group.accuracy
-    assert accuracy
-    return accuracy
+def _value(group: RunGroup) -> Interval:
+    value = group.value
+    assert value
+    return value
 
 
-def _format_accuracy(group: RunGroup) -> str:
-    return f"{format_interval(group.accuracy, 1)} %"
+def _format_value(group: RunGroup) -> str:
+    return _format_interval(_value(group), group.metric)
+
+
+def _format_interval(value: Interval, metric: PrimaryMetric) -> str:
+    return metric.format_interval(value, 1) + metric.unit
 
 
 def _format_megabytes(count: float) -> str:

@@ -104,17 +104,18 @@ class Tracker(Callback):
 class EarlyStopping(Callback):
     """Ends a run when a metric has not improved by more than `min_delta` in `patience` evaluations.
 
-    `metric` is a name in the metrics of a round, such as "accuracy" or "loss". `mode` says whether "max" or "min" is
-    better. A resumed run makes the same decision as an uninterrupted one.
+    `metric` is a name in the metrics of a round, such as "loss"; by default the primary metric. `mode` says whether
+    "max" or "min" is better; by default it follows from the metric. A resumed run makes the same decision as an
+    uninterrupted one.
     """
 
-    metric: str = "accuracy"
+    metric: str | None = None
     patience: int = 3
     min_delta: float = 0.0
-    mode: Literal["max", "min"] = "max"
+    mode: Literal["max", "min"] | None = None
 
     def __post_init__(self) -> None:
-        if self.patience < 1 or self.min_delta < 0 or self.mode not in ("max", "min"):
+        if self.patience < 1 or self.min_delta < 0 or self.mode not in (None, "max", "min"):
             raise SettingError(
                 "EarlyStopping needs patience >= 1, min_delta >= 0 and mode = max or min, "
                 f"got {self.patience}, {self.min_delta} and {self.mode!r}"
@@ -122,24 +123,27 @@ class EarlyStopping(Callback):
 
     def on_run_start(self, run: Run) -> None:
         """Counts the finished rounds."""
-        self.sign = 1 if self.mode == "max" else -1
+        self.name = self.metric or run.metric.name
+        directions = {metric.name: metric.higher_is_better for metric in run.task.metrics}
+        higher_is_better = directions.get(self.name, self.name != "loss") if self.mode is None else self.mode == "max"
+        self.sign = 1 if higher_is_better else -1
         self.best, self.since_best = -math.inf, 0
         for metrics in run.history:
             self._count(metrics)
 
     def on_round_end(self, run: Run, metrics: Metrics) -> None:
         """Stops the run after `patience` evaluations without improvement."""
-        if self.metric not in (numbers := scalars(metrics)) and run.round % run.settings.evaluate_every == 0:
+        if self.name not in (numbers := scalars(metrics)) and run.round % run.settings.evaluate_every == 0:
             raise SettingError(
-                f"EarlyStopping: {run.method.name} has no metric '{self.metric}' (allowed: {', '.join(numbers)})"
+                f"EarlyStopping: {run.method.name} has no metric '{self.name}' (allowed: {', '.join(numbers)})"
             )
         self._count(metrics)
         if self.since_best >= self.patience:
             best = self.sign * self.best
-            run.stop(f"{self.metric} has not improved on {best:.4g} in {self.patience} evaluations")
+            run.stop(f"{self.name} has not improved on {best:.4g} in {self.patience} evaluations")
 
     def _count(self, metrics: Metrics) -> None:
-        value = scalars(metrics).get(self.metric)
+        value = scalars(metrics).get(self.name)
         if value is None:  # the round was not evaluated
             return
         if self.sign * value > self.best + self.min_delta:

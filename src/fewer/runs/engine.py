@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callba
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings
 from fewer.runs.recorder import FailureLog, Recorder
-from fewer.runs.result import Result
+from fewer.runs.result import Result, primary_metric
 from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options
 from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
@@ -310,6 +310,7 @@ def _run_metadata(experiment: Experiment) -> dict[str, Any]:
         "settings": experiment.settings.model_dump(mode="json"),
         "hash": experiment.hash,
         "objects": list(experiment.objects),
+        "metric": asdict(primary_metric(experiment.task)),
         "method": experiment.method.model_dump(mode="json"),
         "data": {"name": data.name, "clients": len(data), "fingerprint": data.fingerprint()},
         "environment": {

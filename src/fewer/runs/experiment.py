@@ -124,7 +124,7 @@ def load_data(settings: Settings) -> Data:
     data_options = settings.data_options
     if settings.data.startswith("csv:") and predicted_kind(settings.loss) == "regression":
         data_options = {"regression": True, **data_options}
-    return load(
+    data = load(
         settings.data,
         data_dir=settings.data_dir,
         clients=settings.clients,
@@ -140,6 +140,7 @@ def load_data(settings: Settings) -> Data:
         data_options=data_options,
         seed=settings.seed if settings.data_seed is None else settings.data_seed,
     )
+    return data.as_numbers() if predicted_kind(settings.loss) == "regression" else data
 
 
 def make_objective(

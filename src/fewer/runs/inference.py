@@ -25,6 +25,7 @@ from fewer.runs.artifacts import deploy_settings
 from fewer.runs.callbacks import Callback
 from fewer.runs.engine import run
 from fewer.runs.experiment import Model
+from fewer.runs.metric import PrimaryMetric
 from fewer.runs.result import Result, open_run
 
 
@@ -35,8 +36,8 @@ def predictions(
     client: int | None = None,
     options: Mapping[str, Any] | None = None,
     weights: Path | None = None,
-) -> tuple[list[str], dict[str, float] | None]:
-    """Returns predictions as lines of CSV, and the metrics if the data has targets.
+) -> tuple[list[str], str | None]:
+    """Returns predictions as lines of CSV, and the metrics as text if the data has targets.
 
     `weights` is a file written by `adapt` or `export`; it replaces the run's weights. `options` default to the run's
     data options if the format is the same. For the dataset of the run, the test samples are used.
@@ -58,7 +59,11 @@ def predictions(
             lines += [f"{row},{cells}" for row, cells in enumerate(_format_predictions(outputs, task), start)]
             if targets is not None:
                 evaluations.append(measure_outputs(outputs, targets[start : start + EVAL_BATCH_SIZE], task))
-    return lines, add_evaluations(evaluations).values() if evaluations else None
+    if not evaluations:
+        return lines, None
+    values = add_evaluations(evaluations).values()
+    metrics = (PrimaryMetric(metric.name, percent=metric.percent) for metric in task.metrics)
+    return lines, ", ".join(f"{metric.name} {metric.format(values[metric.name])}" for metric in metrics)
 
 
 def _prediction_heads(task: Task) -> str:

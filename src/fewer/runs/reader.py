@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from fewer.errors import RunError
 from fewer.ledger import Entry
+from fewer.runs.metric import PrimaryMetric
 from fewer.runs.records import GrowingFile, parse_line, read_last_lines
 from fewer.runs.settings import METHOD_SETTINGS, RUNTIME_SETTINGS, Settings
 
@@ -34,7 +35,7 @@ CLIENTS = "clients"
 LOCK = "lock"
 MAX_POINTS = 500
 """Maximum number of points of a curve."""
-CURVE_METRICS = ("round", "accuracy", "loss", "up", "down", "seconds", "absent")
+CURVE_METRICS = ("round", "value", "loss", "up", "down", "seconds", "absent")
 _NO_TASK = (*RUNTIME_SETTINGS, *METHOD_SETTINGS, "method", "method_options", "seed", "data_seed", "evaluate_every")
 """Settings that do not affect results, that the method's options repeat, or that differ between seeds."""
 
@@ -154,28 +155,36 @@ class RunReader:
             raise self._damaged(METRICS, error) from error
 
     def progress(self) -> dict[str, Any]:
-        """Metrics of the last round now; the accuracy is the last one measured."""
-        progress: dict[str, Any] = {"round": 0, "accuracy": None, "up": 0, "down": 0, "seconds": 0.0}
+        """Metrics of the last round now; `value` is the last primary metric measured."""
+        progress: dict[str, Any] = {"round": 0, "value": None, "up": 0, "down": 0, "seconds": 0.0}
+        metric = self.metric.name
         lines, before = read_last_lines(self.path / METRICS, 1)
         for line in lines:
             metrics = parse_line(line)
+            metrics["value"] = metrics.get(metric)
             progress |= {name: metrics[name] for name in progress if isinstance(metrics.get(name), int | float)}
-        if progress["round"] and progress["accuracy"] is None:
+        if progress["round"] and progress["value"] is None:
             older = map(parse_line, read_last_lines(self.path / METRICS, 200, before).lines)
-            progress["accuracy"] = next((metrics["accuracy"] for metrics in older if "accuracy" in metrics), None)
+            progress["value"] = next((metrics[metric] for metrics in older if metric in metrics), None)
         return progress
 
     @property
-    def accuracy(self) -> float | None:
-        """Last measured accuracy."""
-        return next((entry["accuracy"] for entry in reversed(self.history) if "accuracy" in entry), None)
+    def metric(self) -> PrimaryMetric:
+        """The metric that ranks runs."""
+        return PrimaryMetric(**self.metadata.get("metric", {}))
 
     @property
-    def global_accuracy(self) -> float | None:
-        """Accuracy of each client's model on all clients' test samples; known once a run has finished."""
-        default = None if self.unfinished else self.accuracy
-        accuracy: float | None = self.history[-1].get("global_accuracy", default)
-        return accuracy
+    def value(self) -> float | None:
+        """Last measured primary metric."""
+        name = self.metric.name
+        return next((entry[name] for entry in reversed(self.history) if name in entry), None)
+
+    @property
+    def global_value(self) -> float | None:
+        """The primary metric of each client's model on all clients' test samples; known once a run has finished."""
+        default = None if self.unfinished else self.value
+        value: float | None = self.history[-1].get(f"global_{self.metric.name}", default)
+        return value
 
     @property
     def unfinished(self) -> str:
@@ -335,6 +344,11 @@ class RunFollower:
         )
         self._lock = threading.Lock()
 
+    @cached_property
+    def metric(self) -> PrimaryMetric:
+        """The metric that is the `value` of a round."""
+        return RunReader(self.path).metric
+
     def curve(self) -> list[dict[str, Any]]:
         """The rounds so far, thinned out evenly if there are many; the last round is always included."""
         with self._lock:
@@ -345,7 +359,8 @@ class RunFollower:
                 if not lines:
                     break
                 for metrics in map(parse_line, lines):
-                    self.rows.append({name: metrics[name] for name in CURVE_METRICS if name in metrics})
+                    metrics["value"] = metrics.get(self.metric.name)
+                    self.rows.append({name: metrics[name] for name in CURVE_METRICS if metrics.get(name) is not None})
             step = -(-len(self.rows) // MAX_POINTS) or 1
             return self.rows[::-1][::step][::-1]
 

@@ -18,6 +18,7 @@ from fewer.methods import ContextFactory, Method
 from fewer.methods.capabilities import AdaptsToNewClients
 from fewer.methods.registry import names_with
 from fewer.models import Task, load_weights
+from fewer.runs.metric import PrimaryMetric
 from fewer.runs.reader import CLIENTS, RunReader
 from fewer.runs.settings import Settings
 from fewer.runs.views import Viewable
@@ -37,14 +38,20 @@ class Result(Viewable):
     folder: Path | None = None
     """The clients' private state, if it was kept."""
     history: list[dict[str, Any]] = field(default_factory=list)
-    """The metrics of each round: accuracy, loss, and the bytes (up, down) and seconds so far."""
+    """The metrics of each round: those of the task, loss, and the bytes (up, down) and seconds so far."""
     seconds: float = 0.0
     stopped: str = ""
     """Why a callback ended the run before its last round; empty otherwise."""
 
     def __repr__(self) -> str:
-        accuracy = f", accuracy {self.metrics['accuracy']:.4f}" if "accuracy" in self.metrics else ""
-        return f"Result({self.method.name}, {len(self.history)} of {self.method.rounds} rounds{accuracy})"
+        name = self.metric.name
+        value = f", {name} {self.metrics[name]:.4f}" if name in self.metrics else ""
+        return f"Result({self.method.name}, {len(self.history)} of {self.method.rounds} rounds{value})"
+
+    @property
+    def metric(self) -> PrimaryMetric:
+        """The metric that ranks runs: accuracy, or the first of the task's metrics."""
+        return primary_metric(self.task)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -57,8 +64,15 @@ class Result(Viewable):
 
     @property
     def accuracy(self) -> float:
-        """Accuracy after the last round."""
+        """Accuracy after the last round, if the task has classes."""
+        if not self.task.has_classes:
+            raise SettingError(f"this {self.task.kind} task has no accuracy: use metrics['{self.metric.name}']")
         return float(self.metrics["accuracy"])
+
+    @property
+    def value(self) -> float:
+        """The primary metric after the last round."""
+        return float(self.metrics[self.metric.name])
 
     @property
     def model(self) -> nn.Module:
@@ -125,6 +139,12 @@ class Result(Viewable):
         with one_thread():
             self.method.adapt(net, support, shared, self.task)
         return net.eval()
+
+
+def primary_metric(task: Task) -> PrimaryMetric:
+    """The metric that ranks runs of this task."""
+    first = task.metrics[0]
+    return PrimaryMetric(first.name, first.higher_is_better, first.percent)
 
 
 def open_run(

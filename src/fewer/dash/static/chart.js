@@ -157,9 +157,12 @@ const X = {
   second: { name: "second", title: "seconds", value: (point) => point.seconds },
 };
 const Y = {
-  accuracy: { name: "accuracy", title: "accuracy %", unit: " %", value: (point) => point.accuracy, factor: 100 },
-  loss: { name: "loss", title: "loss", unit: "", value: (point) => point.loss, factor: 1 },
+  metric: ({ name, percent }) => ({
+    name, title: percent ? `${name} %` : name, unit: percent ? " %" : "", value: (point) => point.value, factor: percent ? 100 : 1,
+  }),
+  loss: () => ({ name: "loss", title: "loss", unit: "", value: (point) => point.loss, factor: 1 }),
 };
+const ACCURACY = { name: "accuracy", percent: true };
 
 function choice(legend, name, options, chosen, onChoice) {
   return h("fieldset", { class: "choice" }, h("legend", {}, legend), Object.keys(options).map((option) =>
@@ -169,10 +172,10 @@ function choice(legend, name, options, chosen, onChoice) {
 /** A chart of runs with a choice of both axes. `update` takes [{label, color, marker, dash, points: metrics by round}]. */
 export function curves() {
   const lineChart = chart({ empty: "No round has been evaluated yet." });
-  const chosen = { x: "round", y: "accuracy" };
+  const chosen = { x: "round", y: "metric" };
   let runs = [];
   const show = () => {
-    const [x, y] = [X[chosen.x], Y[chosen.y]];
+    const [x, y] = [X[chosen.x], Y[chosen.y](runs[0]?.metric ?? ACCURACY)];
     lineChart.update(runs.map((run) => ({
       ...run,
       points: run.points

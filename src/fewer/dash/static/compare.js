@@ -2,7 +2,7 @@
 
 import { follow, request } from "./app.js";
 import { curves, swatch } from "./chart.js";
-import { badge, formatDuration, formatMegabytes, formatPercent, formatValue, h, table } from "./dom.js";
+import { badge, formatDuration, formatMegabytes, formatMetric, formatValue, h, table } from "./dom.js";
 
 export async function createComparisonView(query) {
   const ids = query.get("compare").split(",").filter(Boolean);
@@ -19,11 +19,11 @@ export async function createComparisonView(query) {
 
   function show() {
     chart.update([...rows.values()].map((row) => ({ ...row, label: label(row), points: points.get(row.id) })));
-    results.replaceChildren(table("Compared runs", ["run", "state", "round", "accuracy", "sent", "time"], [...rows.values()].map((row) => [
+    results.replaceChildren(table("Compared runs", ["run", "state", "round", "metric", "sent", "time"], [...rows.values()].map((row) => [
       h("span", { class: "key" }, swatch(row), " ", h("a", { href: `/?run=${row.id}` }, label(row))),
       badge(row.state),
       `${row.round}/${row.rounds}`,
-      formatPercent(row.accuracy),
+      formatMetric(row),
       formatMegabytes(row.up + row.down),
       formatDuration(row.seconds),
     ]), true));

@@ -30,7 +30,12 @@ export function table(caption, heads, rows, numbers = false) {
 /** The value of a setting as text. */
 export const formatValue = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
 
-export const formatPercent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(2)} %`);
+/** The primary metric of a run; its name too, unless it is accuracy. */
+export function formatMetric({ metric, value }) {
+  if (value === null || value === undefined) return "–";
+  const text = metric.percent ? `${(100 * value).toFixed(2)} %` : String(Number(value.toPrecision(4)));
+  return metric.name === "accuracy" ? text : `${metric.name} ${text}`;
+}
 
 const formatNumber = (value) => (value >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3))));
 

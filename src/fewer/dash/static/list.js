@@ -2,7 +2,7 @@
 
 import { follow, navigate, request } from "./app.js";
 import { swatch } from "./chart.js";
-import { age, badge, formatCount, formatDuration, formatMegabytes, formatPercent, h, STATE_TEXTS } from "./dom.js";
+import { age, badge, formatCount, formatDuration, formatMegabytes, formatMetric, h, STATE_TEXTS } from "./dom.js";
 
 const LIMIT = 50;
 const selected = new Map(); // runs to compare, by id, across all pages
@@ -13,7 +13,7 @@ const COLUMNS = [
   [null, "data", "wide"],
   [null, "state", ""],
   [null, "round", ""],
-  ["accuracy", "accuracy", "number"],
+  ["metric", "metric", "number"],
   ["bytes", "sent", "number wide"],
   ["seconds", "time", "number wide"],
   ["changed", "changed", "wide"],
@@ -105,7 +105,7 @@ export async function createListView(query) {
       cells[2].replaceChildren(now.clients ? `${now.data}, ${formatCount(now.clients)} clients` : now.data);
       cells[3].replaceChildren(badge(now.state));
       cells[4].replaceChildren(now.rounds ? progress(now) : "–");
-      cells[5].replaceChildren(formatPercent(now.accuracy));
+      cells[5].replaceChildren(formatMetric(now));
       cells[6].replaceChildren(formatMegabytes(sent));
       cells[7].replaceChildren(formatDuration(now.seconds));
       cells[8].replaceChildren(age(now.changed));

@@ -3,7 +3,7 @@
 import { follow, request } from "./app.js";
 import { curves, swatch } from "./chart.js";
 import {
-  badge, formatCount, formatDuration, formatMegabytes, formatPercent, formatReason, formatTime, formatValue, h, STATE_TEXTS, table,
+  badge, formatCount, formatDuration, formatMegabytes, formatMetric, formatReason, formatTime, formatValue, h, STATE_TEXTS, table,
 } from "./dom.js";
 import { progress } from "./list.js";
 
@@ -51,7 +51,7 @@ export async function createRunView(query) {
     resume.setAttribute("aria-disabled", !["stopped", "crashed"].includes(row.state) || Boolean(about.why_not_resumable));
     const facts = [
       ["rounds", row.rounds ? progress(row) : "–"],
-      ["accuracy", formatPercent(row.accuracy)],
+      ["metric", formatMetric(row)],
       ["sent up", formatMegabytes(row.up)],
       ["sent down", formatMegabytes(row.down)],
       ["time", formatDuration(row.seconds)],
