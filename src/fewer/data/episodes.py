@@ -56,26 +56,18 @@ def apply_class_split(raw: RawDataset, split: str, name: str) -> RawDataset:
     (20/5/16), in label order, or prefixes of class names (sci,rec/comp/talk,misc).
     """
     groups = _parse_split(raw, str(split).split("/"), name, split)
-    x, y, client_ids = raw.x, raw.y, raw.client_ids
-    if raw.test is not None:
-        test_x = raw.test[0]
-        x = x + list(test_x) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(test_x)])
-        y = np.concatenate([y, raw.test[1]])
-        has_owners = client_ids is not None and raw.test_client_ids is not None
-        client_ids = np.concatenate([client_ids, raw.test_client_ids]) if has_owners else None
+    raw = raw.merge_test()
     order = [label for group in groups for label in group]
-    new_labels = np.full(max(int(y.max(initial=0)), max(order)) + 1, -1)
+    new_labels = np.full(max(int(raw.y.max(initial=0)), *order) + 1, -1)
     new_labels[order] = np.arange(len(order))
-    selected = np.flatnonzero(new_labels[y] >= 0)
+    selected = np.flatnonzero(new_labels[raw.y] >= 0)
     return replace(
         raw,
-        x=[x[row] for row in selected] if isinstance(x, list) else x[selected],
-        y=new_labels[y[selected]],
-        test=None,
-        client_ids=None if client_ids is None else client_ids[selected],
-        test_client_ids=None,
+        x=raw.select_inputs(selected),
+        y=new_labels[raw.y[selected]],
+        client_ids=None if raw.client_ids is None else raw.client_ids[selected],
         class_names=tuple(raw.class_names[label] for label in order) if raw.class_names else (),
-        split=(len(groups.train), len(groups.validation), len(groups.test)),
+        split=(len(groups[0]), len(groups[1]), len(groups[2])),
     )
 
 

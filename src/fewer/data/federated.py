@@ -340,7 +340,10 @@ def federate(
     if raw.split is not None and validation:
         raise SettingError(f"validation must be 0, got {validation:g}: data '{name}' is split by classes")
     if partition == "natural":
-        raw = _merge_test_of_other_owners(raw, name)
+        if raw.client_ids is None:
+            raise SettingError(f"partition = natural needs client ids, but data '{name}' has none")
+        if raw.test_client_ids is not None and set(raw.test_client_ids.tolist()) - set(raw.client_ids.tolist()):
+            raw = raw.merge_test()  # the owners of test samples become clients, too
     rng = np.random.default_rng(seed)
     rows = np.arange(len(raw.y))
     if _is_windowed(raw) and raw.client_ids is not None:
@@ -446,22 +449,6 @@ def _sort_rows(parts: Parts) -> Parts:
     """Sorts the rows of each client."""
     owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
     return Parts(parts.rows[np.lexsort((parts.rows, owners))], parts.offsets)
-
-
-def _merge_test_of_other_owners(raw: RawDataset, name: str) -> RawDataset:
-    """Merges the test set into the training set if it belongs to other owners, so that all become clients."""
-    if raw.client_ids is None:
-        raise SettingError(f"partition = natural needs client ids, but data '{name}' has none")
-    if (
-        raw.test is None
-        or raw.test_client_ids is None
-        or set(raw.test_client_ids.tolist()) <= set(raw.client_ids.tolist())
-    ):
-        return raw
-    test_x, test_y = raw.test
-    x = raw.x + list(test_x) if isinstance(raw.x, list) else np.concatenate([np.asarray(raw.x), np.asarray(test_x)])
-    client_ids = np.concatenate([raw.client_ids, raw.test_client_ids])
-    return replace(raw, x=x, y=np.concatenate([raw.y, test_y]), client_ids=client_ids, test=None, test_client_ids=None)
 
 
 def _is_windowed(raw: RawDataset) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,3 +38,17 @@ class RawDataset:
     """True if each client's samples are in temporal order. They are then split by time."""
     split: tuple[int, int, int] | None = None
     """Numbers of base, validation and novel classes, in label order, if the classes are split."""
+
+    def merge_test(self) -> RawDataset:
+        """Appends the test samples to the training samples. Client ids stay if those of both parts are known."""
+        if self.test is None:
+            return self
+        x, (test_x, test_y), ids = self.x, self.test, (self.client_ids, self.test_client_ids)
+        x = x + list(test_x) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(test_x)])
+        client_ids = None if any(part is None for part in ids) else np.concatenate(ids)  # type: ignore[arg-type]
+        y = np.concatenate([self.y, test_y])
+        return replace(self, x=x, y=y, test=None, client_ids=client_ids, test_client_ids=None)
+
+    def select_inputs(self, rows: NDArray[np.int64]) -> Inputs:
+        """The inputs at these rows."""
+        return [self.x[row] for row in rows] if isinstance(self.x, list) else self.x[rows]

@@ -237,20 +237,13 @@ def _load_looks(source: str = "fashion") -> RawDataset:
 
     if source not in ("fashion", "glyphs"):
         raise unknown_name("source of looks", source, ("fashion", "glyphs"))
-    if source == "fashion":
-        raw = _load_fashion_mini()
-        assert raw.test is not None
-        x, y = np.concatenate([raw.x, raw.test[0]]), np.concatenate([raw.y, raw.test[1]])
-    else:
-        raw = _load_glyphs()
-        x, y = np.asarray(raw.x), raw.y
-    looks = np.random.default_rng(0).integers(4, size=len(y))
+    raw = (_load_fashion_mini() if source == "fashion" else _load_glyphs()).merge_test()
+    x = np.asarray(raw.x)
+    looks = np.random.default_rng(0).integers(4, size=len(x))
     images = np.empty_like(x)
     for look in range(4):
         images[looks == look] = glyphs.apply_looks(x[looks == look])[look]
-    return RawDataset(
-        images, y, client_ids=np.array(glyphs.LOOKS)[looks], class_names=raw.class_names, normalization=(0.5, 0.5)
-    )
+    return replace(raw, x=images, client_ids=np.array(glyphs.LOOKS)[looks], normalization=(0.5, 0.5))
 
 
 def _load_shakespeare_mini() -> RawDataset:
