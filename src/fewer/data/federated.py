@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from fewer.choices import Partition
 from fewer.data import text
-from fewer.data.partition import PartitionSpec, Parts, hold_out_fraction, partition_labels, partition_like
+from fewer.data.partition import PartitionSpec, Parts, Rows, hold_out_fraction, partition_labels, partition_like
 from fewer.data.raw_dataset import RawDataset
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError, unknown_name
@@ -135,13 +135,10 @@ class ArrayData(Data):
     """Rows of `global_test` by client."""
     origin: Mapping[str, Any] | None = None
     tokens: tuple[str, ...] = ()
-    """The vocabulary, if inputs are token ids."""
     class_names: tuple[str, ...] = ()
     """Names of the classes, if known."""
     time_ordered: bool = False
-    """True if each client's samples are in temporal order."""
     novel: bool = False
-    """True if validation and test samples belong to novel classes."""
     row_clients: NDArray[Any] | None = None
     """The original owner of each row of `source`, if time-ordered data is partitioned other than by client."""
 
@@ -160,13 +157,8 @@ class ArrayData(Data):
 
     def client(self, index: int) -> ClientData:
         """The samples of one client."""
-
-        def view(samples: Samples, parts: Parts) -> Samples:
-            return samples.select(torch.from_numpy(parts.rows_of(index)))
-
-        return ClientData(
-            view(self.source, self.train), view(self.source, self.validation), view(self.global_test, self.tests)
-        )
+        parts = (self.source, self.train), (self.source, self.validation), (self.global_test, self.tests)
+        return ClientData(*(samples.select(torch.from_numpy(rows.rows_of(index))) for samples, rows in parts))
 
     def size(self, index: int) -> int:
         """The number of training samples of one client."""
@@ -210,8 +202,7 @@ class ArrayData(Data):
             train, held_out = hold_out_fraction(self.train, fraction, rng)
         else:
             late = np.isin(self.train.rows, self._latest_rows(self.row_clients, fraction))
-            owners = np.repeat(np.arange(len(self)), self.train.sizes)
-            train, held_out = (Parts.by_owner(self.train.rows[mask], owners[mask], len(self)) for mask in (~late, late))
+            train, held_out = self.train.where(~late), self.train.where(late)
         tests = Parts(np.arange(len(held_out.rows)), held_out.offsets)
         global_test = replace(self.source, rows=torch.from_numpy(held_out.rows).to(self.source.y.device))
         return replace(self, train=train, global_test=global_test, tests=tests, origin=None)
@@ -251,14 +242,10 @@ class ArrayData(Data):
         if len(unseen) == len(classes):
             raise DataError(f"cannot tune on data '{self.name}': clients train on one class only")
         moved = np.isin(labels[data.train.rows], unseen)
-        owners = np.repeat(np.arange(len(self)), data.train.sizes)
         test_rows = data.global_test.rows
         assert test_rows is not None
-        moved_rows = torch.from_numpy(data.train.rows[moved]).to(test_rows.device)
-        train = Parts.by_owner(data.train.rows[~moved], owners[~moved], len(self))
-        return replace(
-            data, train=train, global_test=replace(data.global_test, rows=torch.cat([test_rows, moved_rows]))
-        )
+        rows = torch.cat([test_rows, torch.from_numpy(data.train.rows[moved]).to(test_rows.device)])
+        return replace(data, train=data.train.where(~moved), global_test=replace(data.global_test, rows=rows))
 
 
 # --- user arrays ----------------------------------------------------------------------------------------------
@@ -370,7 +357,12 @@ def federate(
     if partition == "natural":
         assert raw.client_ids is not None and owners is not None
         test_owners = raw.client_ids[test_rows] if raw.test is None else raw.test_client_ids
-        train, tests = _partition_by_client(raw.client_ids, owners, rows, labels, test_owners, test_labels, rng)
+        train = Parts.by_owner(rows, np.searchsorted(owners, raw.client_ids[rows]), len(owners))
+        if test_owners is None:
+            tests = partition_like(train, labels, test_labels, rng)
+        else:
+            known = np.flatnonzero(np.isin(test_owners, owners))
+            tests = Parts.by_owner(known, np.searchsorted(owners, test_owners[known]), len(owners))
     else:
         spec = PartitionSpec(partition, clients, alpha, min_samples_per_client, classes_per_client, shards)
         train, tests = partition_labels(spec, labels[rows], test_labels, seed)
@@ -393,42 +385,23 @@ def federate(
         classes = targets.shape[1]
     if raw.split is not None:
         classes = raw.split[0]
-    return ArrayData(
-        name,
-        classes,
-        source,
-        train,
-        held_out,
-        global_test,
-        tests,
-        origin,
-        tokens,
-        raw.class_names,
-        raw.time_ordered,
-        novel=raw.split is not None,
-        row_clients=raw.client_ids if raw.time_ordered and partition != "natural" else None,
-    )
+    row_clients = raw.client_ids if raw.time_ordered and partition != "natural" else None
+    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients
+    return ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
 
 
-def _split_by_class(
-    parts: Parts, labels: NDArray[np.int64], split: tuple[int, int, int]
-) -> tuple[Parts, Parts, Parts, NDArray[np.int64]]:
+def _split_by_class(parts: Parts, labels: Rows, split: tuple[int, int, int]) -> tuple[Parts, Parts, Parts, Rows]:
     """Splits each client's samples into base, validation and novel classes.
 
     Also returns all rows of novel classes; the third `Parts` holds positions in them.
     """
-    owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
     group = np.searchsorted(np.cumsum(split), labels[parts.rows], side="right")
-    base, validation, novel = (
-        Parts.by_owner(parts.rows[group == number], owners[group == number], len(parts.sizes)) for number in range(3)
-    )
+    base, validation, novel = (parts.where(group == number) for number in range(3))
     rows = np.sort(novel.rows)
     return base, validation, Parts(np.searchsorted(rows, novel.rows), novel.offsets), rows
 
 
-def hold_out_rows(
-    raw: RawDataset, rows: NDArray[np.int64], fraction: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def hold_out_rows(raw: RawDataset, rows: Rows, fraction: float) -> tuple[Rows, Rows]:
     """Holds out a fraction of each owner's rows. Returns the remaining and the held-out rows.
 
     The result does not depend on the seed of the partition. Time-ordered data is split by time. Overlapping windows
@@ -447,8 +420,7 @@ def hold_out_rows(
 
 def _sort_rows(parts: Parts) -> Parts:
     """Sorts the rows of each client."""
-    owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
-    return Parts(parts.rows[np.lexsort((parts.rows, owners))], parts.offsets)
+    return Parts(parts.rows[np.lexsort((parts.rows, parts.owners))], parts.offsets)
 
 
 def _is_windowed(raw: RawDataset) -> bool:
@@ -456,9 +428,7 @@ def _is_windowed(raw: RawDataset) -> bool:
     return isinstance(raw.x, Tensor) and not raw.x.is_contiguous()
 
 
-def _subsample(
-    raw: RawDataset, rows: NDArray[np.int64], fraction: float, rng: np.random.Generator
-) -> tuple[RawDataset, NDArray[np.int64]]:
+def _subsample(raw: RawDataset, rows: Rows, fraction: float, rng: np.random.Generator) -> tuple[RawDataset, Rows]:
     """Keeps a random fraction of the training rows. Also shrinks the arrays if they hold only training rows."""
     if not 0 < fraction <= 1:
         raise SettingError(f"fraction must be > 0 and <= 1, got {fraction:g}")
@@ -471,26 +441,6 @@ def _subsample(
         return raw, subset
     client_ids = None if raw.client_ids is None else raw.client_ids[subset]
     return replace(raw, x=raw.x[subset], y=raw.y[subset], client_ids=client_ids), np.arange(len(subset))
-
-
-def _partition_by_client(
-    client_ids: NDArray[Any],
-    owners: NDArray[Any],
-    rows: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    test_client_ids: NDArray[Any] | None,
-    test_labels: NDArray[np.int64],
-    rng: np.random.Generator,
-) -> tuple[Parts, Parts]:
-    """Makes one client per owner, in sorted order.
-
-    Test samples go to their owners. If those are unknown, test samples are split in the training class proportions.
-    """
-    train = Parts.by_owner(rows, np.searchsorted(owners, client_ids[rows]), len(owners))
-    if test_client_ids is None:
-        return train, partition_like(train, labels, test_labels, rng)
-    known = np.isin(test_client_ids, owners)
-    return train, Parts.by_owner(np.flatnonzero(known), np.searchsorted(owners, test_client_ids[known]), len(owners))
 
 
 def _build_samples(
@@ -546,13 +496,15 @@ def from_clients(clients: Sequence[Any], **settings: Any) -> ArrayData:
     x, y = (np.concatenate([pair[part] for pair in non_empty]) for part in (0, 1))
     inputs = x.tolist() if x.dtype.kind == "U" else x
     data = from_arrays(inputs, y, client_ids=client_ids, partition="natural", **settings)
-    if len(data) == len(pairs):
-        return data
     present = np.unique(client_ids)
-    parts: dict[str, Any] = {
-        name: _add_empty_clients(getattr(data, name), present, len(pairs)) for name in ("train", "validation", "tests")
-    }
-    return replace(data, **parts)
+
+    def add_empty_clients(parts: Parts) -> Parts:
+        offsets = np.zeros(len(pairs) + 1, np.int64)
+        offsets[present + 1] = parts.sizes
+        return Parts(parts.rows, np.cumsum(offsets))
+
+    train, held_out, tests = map(add_empty_clients, (data.train, data.validation, data.tests))
+    return replace(data, train=train, validation=held_out, tests=tests)
 
 
 def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
@@ -577,13 +529,6 @@ def _as_pair(samples: Any, client: int) -> tuple[NDArray[Any], NDArray[Any]]:
     if not isinstance(samples, tuple | list) or len(samples) != 2:
         raise DataError(f"client {client} must be a pair (x, y) or a torch Dataset, got {type(samples).__name__}")
     return np.asarray(samples[0]), np.asarray(samples[1])
-
-
-def _add_empty_clients(parts: Parts, present: NDArray[np.integer], clients: int) -> Parts:
-    """Extends `parts` to `clients` clients. Only the `present` ones have rows."""
-    offsets = np.zeros(clients + 1, np.int64)
-    offsets[present + 1] = parts.sizes
-    return Parts(parts.rows, np.cumsum(offsets))
 
 
 def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:
@@ -665,16 +610,14 @@ def _check_same_length(name: str, x: Any, y: Any) -> None:
         raise DataError(f"data '{name}' has {len(x)} inputs and {len(y)} labels")
 
 
-def _compute_normalization(
-    inputs: Tensor, rows: NDArray[np.int64], normalization: tuple[float, float] | None
-) -> tuple[float, float]:
+def _compute_normalization(inputs: Tensor, rows: Rows, known: tuple[float, float] | None) -> tuple[float, float]:
     """Shift and scale of byte inputs, from the training rows alone; the identity for other inputs."""
     if inputs.dtype != torch.uint8:
         return 0.0, 1.0
-    if normalization is None:
+    if known is None:
         counts = torch.bincount(inputs[torch.from_numpy(rows)].reshape(-1), minlength=256).double()
         values = torch.arange(256).double() / 255
         mean = float((counts * values).sum() / counts.sum())
         std = float(((counts * (values - mean) ** 2).sum() / counts.sum()).sqrt())
-        normalization = mean, std or 1.0
-    return 255 * normalization[0], 1 / (255 * normalization[1])
+        known = mean, std or 1.0
+    return 255 * known[0], 1 / (255 * known[1])
