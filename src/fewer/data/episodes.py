@@ -157,7 +157,7 @@ def sample_episode(samples: Samples, way: int, shot: int, queries: int, generato
         indices = (labels == label).nonzero().squeeze(1)
         chosen.append(indices[torch.randperm(len(indices), generator=generator)[: shot + queries]])
     table = torch.stack(chosen)  # way × (shot + queries)
-    support_x, query_x = (samples.pick(part.reshape(-1))[0] for part in table.split([shot, queries], dim=1))
+    support_x, query_x = (samples.pick(part.reshape(-1))[0] for part in (table[:, :shot], table[:, shot:]))
     device = samples.y.device
     support_y, query_y = (torch.arange(way, device=device).repeat_interleave(count) for count in (shot, queries))
     return Episode(support_x, support_y, query_x, query_y, classes.to(device))

@@ -175,9 +175,8 @@ def partition_like(parts: Parts, labels: Rows, test_labels: Rows, rng: np.random
     """Partitions test samples like the training samples: each client gets the same proportion of each class."""
     clients = len(parts.sizes)
     classes = int(max(labels.max(initial=-1), test_labels.max(initial=-1))) + 1
-    counts = np.bincount(labels[parts.rows] * clients + parts.owners, minlength=classes * clients).reshape(
-        classes, clients
-    )
+    cells = labels[parts.rows] * clients + parts.owners
+    counts = np.bincount(cells, minlength=classes * clients).reshape(classes, clients)
     totals = counts.sum(axis=1, keepdims=True)
     # Classes without training samples are split equally.
     proportions = np.where(totals > 0, counts / np.maximum(totals, 1), 1 / clients)

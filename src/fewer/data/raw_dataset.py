@@ -43,10 +43,11 @@ class RawDataset:
         """Appends the test samples to the training samples. Client ids stay if those of both parts are known."""
         if self.test is None:
             return self
-        x, (test_x, test_y), ids = self.x, self.test, (self.client_ids, self.test_client_ids)
+        x, (test_x, test_y), client_ids = self.x, self.test, None
         x = x + list(test_x) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(test_x)])
-        client_ids = None if any(part is None for part in ids) else np.concatenate(ids)  # type: ignore[arg-type]
         y = np.concatenate([self.y, test_y])
+        if self.client_ids is not None and self.test_client_ids is not None:
+            client_ids = np.concatenate([self.client_ids, self.test_client_ids])
         return replace(self, x=x, y=y, test=None, client_ids=client_ids, test_client_ids=None)
 
     def select_inputs(self, rows: NDArray[np.int64]) -> Inputs:

@@ -116,16 +116,23 @@ def iter_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
     elif zipfile.is_zipfile(path):
         yield from _iter_zip_members(path, str(path), wanted, nested=True)
     else:
-        compressed = _is_gzip(path)
+        with path.open("rb") as archive:
+            compressed = archive.read(2) == b"\x1f\x8b"
         with gzip.open(path) if compressed else path.open("rb") as stream:
             yield from _iter_tar_members(stream, "r:" if compressed else "r:*", str(path), wanted)
             while stream.read(1 << 20):  # gzip checks integrity only at the end of the file
                 pass
 
 
-def _is_gzip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+class Members(dict[str, bytes]):
+    """The wanted files of a directory or archive, by name without folders. A missing one raises `DataError`."""
+
+    def __init__(self, path: Path, wanted: Callable[[str], bool]) -> None:
+        super().__init__((name.rpartition("/")[2], content) for name, content in iter_members(path, wanted))
+        self.path = path
+
+    def __missing__(self, name: str) -> bytes:
+        raise DataError(f"no {name} in {self.path}")
 
 
 def _iter_tar_members(
