@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from fewer.data import Data
 from fewer.errors import RunError, SettingError
@@ -136,14 +136,6 @@ class Comparison(Viewable):
         return {**asdict(self), "runs": [str(path) for path in self.runs]}
 
 
-class ComparedMethod(NamedTuple):
-    """A method to compare: its label and experiment, and the method itself if it was given as an object."""
-
-    label: str
-    experiment: Experiment
-    method: Method | None
-
-
 def compare(
     methods: Sequence[Method | str],
     data: Data | str = "fashion-mini",
@@ -175,23 +167,27 @@ def compare(
         raise SettingError(f"seeds must be the number of seeds, got {seeds!r}")
     if not methods:
         raise SettingError("no methods to compare: pass at least one")
-    entries = _build_entries(methods, data, model, settings)
-    shared_data = data if isinstance(data, Data) else None
+    trials = trials if tune else 0
+    experiments, given_methods = _build_experiments(methods, data, model, settings)
+    labels = _make_labels([experiment.method for experiment in experiments])
+    first = experiments[0]
     objects = {"model": model, "loss": settings.get("loss"), "metrics": settings.get("metrics")}
-    own = {name: value for name, value in objects.items() if name in entries[0].experiment.objects}
-    folder = None if out is None else Path(out)
-    runner = SeedRunner(seeds, trials if tune else 0, folder, callbacks, track=track, data=shared_data, objects=own)
-    rows = [runner.run(entry.experiment.settings, entry.label, method=entry.method) for entry in entries]
-    first = entries[0].experiment
+    own = {name: value for name, value in objects.items() if name in first.objects}
+    own_data, folder = data if isinstance(data, Data) else None, None if out is None else Path(out)
+    runner = SeedRunner(seeds, trials, folder, callbacks, track=track, data=own_data, objects=own)
+    entries = zip(experiments, labels, given_methods, strict=True)
+    rows = [runner.run(experiment.settings, label, method=method) for experiment, label, method in entries]
     shared = first.settings.model_dump(mode="json", exclude={"method", "method_options", *METHOD_SETTINGS})
-    shared |= {"seeds": seeds, "trials": trials if tune else 0}
-    return Comparison(rows, [entry.label for entry in entries], shared, len(first.data), runner.paths)
+    return Comparison(rows, labels, {**shared, "seeds": seeds, "trials": trials}, len(first.data), runner.paths)
 
 
-def _build_entries(
+def _build_experiments(
     methods: Sequence[Method | str], data: Data | str, model: Model, settings: Mapping[str, Any]
-) -> list[ComparedMethod]:
-    """The experiment of each method, built and initialized before the first run so that mistakes show early."""
+) -> tuple[list[Experiment], list[Method | None]]:
+    """The experiment of each method, and the method if it was given as an object.
+
+    All are built and initialized before the first run, so that mistakes show early.
+    """
     common = {name: value for name, value in settings.items() if name not in ("method_options", *METHOD_SETTINGS)}
     overrides = {name: value for name in METHOD_SETTINGS if (value := settings.get(name)) is not None}
     objects = [_override(method, overrides) if isinstance(method, Method) else None for method in methods]
@@ -199,16 +195,12 @@ def _build_entries(
     options = assign_options(named, settings.get("method_options", {}))
     experiments = []
     for given, method in zip(methods, objects, strict=True):
-        if method is not None:
-            experiments.append(experiment_from_arguments(method, data, model, common))
-        else:
-            chosen = {**common, **overrides}
-            if isinstance(given, str):
-                chosen["method_options"] = options[find(given).name]
-            experiments.append(experiment_from_arguments(given, data, model, chosen))
+        chosen = common
+        if isinstance(given, str):
+            chosen = {**common, **overrides, "method_options": options[find(given).name]}
+        experiments.append(experiment_from_arguments(method or given, data, model, chosen))
         initial_state(experiments[-1])
-    labels = _make_labels([experiment.method for experiment in experiments])
-    return [ComparedMethod(*entry) for entry in zip(labels, experiments, objects, strict=True)]
+    return experiments, objects
 
 
 def _override(method: Method, overrides: Mapping[str, Any]) -> Method:

@@ -100,6 +100,10 @@ class Cell:
     target_cost: TargetCost | None = None
     """The cost of reaching the best accuracy of the recipe's target row."""
 
+    def format_accuracy(self) -> str:
+        """Our accuracy, and the paper's."""
+        return self.ours.format_accuracy() + (f" / {self.paper:.2f}" if self.paper is not None else "")
+
 
 def list_recipes() -> dict[str, str]:
     """Returns the title of every built-in recipe by its name."""
@@ -169,6 +173,10 @@ def reproduce(
     if recipe.target is not None:
         cells = [replace(cell, target_cost=_measure_target_cost(recipe.target, cell, out)) for cell in cells]
     return recipe, cells
+
+
+def _add_title(watch: ProgressFactory, title: str) -> ProgressFactory:
+    return lambda label: watch(f"{title} {label}")
 
 
 def _paper_value(row: RecipeRow, column: int) -> float | None:
@@ -277,12 +285,7 @@ def cell_settings(recipe: Recipe, cell: Cell) -> Settings:
 
 
 def render_markdown(
-    recipe: Recipe,
-    cells: list[Cell],
-    command: str,
-    quick: bool,
-    image: str | None = None,
-    machine: str | None = None,
+    recipe: Recipe, cells: list[Cell], command: str, quick: bool, image: str | None = None, machine: str | None = None
 ) -> str:
     """Renders our results next to the paper's, and how they were made. `machine` defaults to this machine."""
     columns = list(dict.fromkeys(cell.column for cell in cells))
@@ -297,7 +300,7 @@ def render_markdown(
     accuracy = "Accuracy" if recipe.mean == "samples" else "Mean accuracy over clients, each with its own model,"
     lines += [f"{accuracy} in %, {interval}; the paper's value after the slash.", ""]
     by_row = {row: [cell for cell in cells if cell.row == row] for row in dict.fromkeys(cell.row for cell in cells)}
-    table = [[row, *map(_format_accuracy, group), *_format_traffic(group)] for row, group in by_row.items()]
+    table = [[row, *map(Cell.format_accuracy, group), *_format_traffic(group)] for row, group in by_row.items()]
     lines += _render_table(["method", *columns, "MB up", "MB down"], table)
     if image and recipe.figure:
         lines += ["", f"![{_ALT_TEXTS[recipe.figure]} of each row]({image})"]
@@ -368,10 +371,6 @@ def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Map
     half = half_width([statistics.fmean(differences) for differences in seeds])
     mean = format_interval(interval([difference for differences in seeds for difference in differences]), 1)
     return mean + ("" if half is None else f" (± {100 * half:.1f})")
-
-
-def _format_accuracy(cell: Cell) -> str:
-    return cell.ours.format_accuracy() + (f" / {cell.paper:.2f}" if cell.paper is not None else "")
 
 
 _ALT_TEXTS = {

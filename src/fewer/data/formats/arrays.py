@@ -45,9 +45,9 @@ def _read_medmnist(arrays: dict[str, Array], path: Path, join_validation: bool) 
         (_move_channels_first(arrays[f"{part}_images"]), as_labels(arrays[f"{part}_labels"], f"{path} ({part})"))
         for part in ("train", "val", "test")
     )
-    if not join_validation:
-        return RawDataset(*train, test)
-    return RawDataset(np.concatenate([train[0], validation[0]]), np.concatenate([train[1], validation[1]]), test)
+    if join_validation:
+        train = np.concatenate([train[0], validation[0]]), np.concatenate([train[1], validation[1]])
+    return RawDataset(*train, test)
 
 
 def _move_channels_first(images: Array) -> Array:

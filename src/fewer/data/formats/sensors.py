@@ -64,13 +64,8 @@ def read_pamap2(path: Path, window: int = 128, stride: int = 64, standardize: bo
     if standardize and len(inputs):
         inputs -= inputs.mean(axis=(0, 2), keepdims=True, dtype=np.float64).astype(np.float32)
         inputs /= np.maximum(inputs.std(axis=(0, 2), keepdims=True, dtype=np.float64), 1e-6).astype(np.float32)
-    return RawDataset(
-        inputs,
-        y.reshape(-1).astype(np.int64),
-        client_ids=np.concatenate(subjects),
-        class_names=tuple(_PAMAP2[activity] for activity in present.tolist()),
-        time_ordered=True,
-    )
+    names, clients = tuple(_PAMAP2[activity] for activity in present.tolist()), np.concatenate(subjects)
+    return RawDataset(inputs, y.astype(np.int64), client_ids=clients, class_names=names, time_ordered=True)
 
 
 @FORMATS.register("har")
@@ -124,13 +119,9 @@ def read_hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool
                 x.append(_cut_windows(series, starts, window))
                 y.append(np.full(len(starts), activity - 1))
                 subjects.append(np.full(len(starts), user))
-    return RawDataset(
-        np.concatenate(x),
-        np.concatenate(y),
-        client_ids=np.concatenate(subjects),
-        class_names=class_names if transitions else _ACTIVITIES,
-        time_ordered=True,
-    )
+    inputs, labels, clients = map(np.concatenate, (x, y, subjects))
+    names = class_names if transitions else _ACTIVITIES
+    return RawDataset(inputs, labels, client_ids=clients, class_names=names, time_ordered=True)
 
 
 def _read_experiment(files: Members, name: str) -> Floats:
