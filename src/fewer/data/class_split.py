@@ -33,14 +33,8 @@ def split_seen_unseen(raw: RawDataset, classes: Any = None, unseen_classes: Any 
         raise SettingError(f"unseen_classes = {unseen_classes} leaves no class of data '{name}' to train on")
     train = train[np.isin(y[train], sorted(seen))]
     test = np.concatenate([test[np.isin(y[test], sorted(seen))], np.flatnonzero(np.isin(y, sorted(unseen)))])
-    return replace(
-        raw,
-        x=merged.select_inputs(train),
-        y=y[train],
-        test=(merged.select_inputs(test), y[test]),
-        client_ids=None if raw.client_ids is None else raw.client_ids[train],
-        test_client_ids=None if merged.client_ids is None else merged.client_ids[test],
-    )
+    held_out = merged.select(test)
+    return replace(raw.select(train), test=(held_out.x, held_out.y), test_client_ids=held_out.client_ids)
 
 
 def _parse_classes(option: str, value: Any, present: set[int], name: str) -> set[int]:

@@ -60,15 +60,10 @@ def apply_class_split(raw: RawDataset, split: str, name: str) -> RawDataset:
     order = [label for group in groups for label in group]
     new_labels = np.full(max(int(raw.y.max(initial=0)), *order) + 1, -1)
     new_labels[order] = np.arange(len(order))
-    selected = np.flatnonzero(new_labels[raw.y] >= 0)
-    return replace(
-        raw,
-        x=raw.select_inputs(selected),
-        y=new_labels[raw.y[selected]],
-        client_ids=None if raw.client_ids is None else raw.client_ids[selected],
-        class_names=tuple(raw.class_names[label] for label in order) if raw.class_names else (),
-        split=(len(groups[0]), len(groups[1]), len(groups[2])),
-    )
+    raw = raw.select(np.flatnonzero(new_labels[raw.y] >= 0))
+    class_names = tuple(raw.class_names[label] for label in order) if raw.class_names else ()
+    counts = len(groups.train), len(groups.validation), len(groups.test)
+    return replace(raw, y=new_labels[raw.y], class_names=class_names, split=counts)
 
 
 def _parse_split(raw: RawDataset, parts: Sequence[str], name: str, split: str) -> ThreeWaySplit:

@@ -439,8 +439,7 @@ def _subsample(raw: RawDataset, rows: Rows, fraction: float, rng: np.random.Gene
         raise SettingError(f"fraction = {fraction:g} keeps none of {len(rows)} samples; raise it")
     if raw.test is None or isinstance(raw.x, list):
         return raw, subset
-    client_ids = None if raw.client_ids is None else raw.client_ids[subset]
-    return replace(raw, x=raw.x[subset], y=raw.y[subset], client_ids=client_ids), np.arange(len(subset))
+    return raw.select(subset), np.arange(len(subset))
 
 
 def _build_samples(

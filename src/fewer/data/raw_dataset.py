@@ -11,7 +11,6 @@ from torch import Tensor
 
 Array = NDArray[Any]
 Inputs = Array | Tensor | list[str]
-"""Images as bytes, features or time series as floats, token ids as integers, or texts."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ class RawDataset:
             client_ids = np.concatenate([self.client_ids, self.test_client_ids])
         return replace(self, x=x, y=y, test=None, client_ids=client_ids, test_client_ids=None)
 
-    def select_inputs(self, rows: NDArray[np.int64]) -> Inputs:
-        """The inputs at these rows."""
-        return [self.x[row] for row in rows] if isinstance(self.x, list) else self.x[rows]
+    def select(self, rows: NDArray[np.int64]) -> RawDataset:
+        """Keeps only these training samples."""
+        x = [self.x[row] for row in rows] if isinstance(self.x, list) else self.x[rows]
+        return replace(self, x=x, y=self.y[rows], client_ids=None if self.client_ids is None else self.client_ids[rows])

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from fewer.data import Data
@@ -222,32 +221,30 @@ def _make_labels(methods: Sequence[Method]) -> list[str]:
     return labels
 
 
+@dataclass
 class SeedRunner:
     """Runs methods with several seeds, after tuning if there are trials. Datasets are loaded once."""
 
-    def __init__(
-        self,
-        seeds: int,
-        trials: int,
-        out: Path | None,
-        callbacks: Sequence[Callback] = (),
-        measure: Callable[[Result], float] = pooled_value,
-        track: Sequence[str] = (),
-        data: Data | None = None,
-        objects: Mapping[str, Any] = MappingProxyType({}),
-        title: str = "",
-    ) -> None:
-        if seeds < 1:
-            raise SettingError(f"seeds must be at least 1, got {seeds}")
-        trackers.find(track)  # reports a wrong name before the first trial
-        check_callbacks(callbacks)
-        self.seeds, self.trials, self.out, self.callbacks, self.measure = seeds, trials, out, callbacks, measure
-        self.track, self.data, self.objects, self.title = track, data, objects, title
-        self.paths: list[Path] = []
-        """The run directories so far."""
-        self._partitions: dict[str, Data] = {}
-        if out:
-            out.mkdir(parents=True, exist_ok=True)
+    seeds: int
+    trials: int
+    out: Path | None
+    callbacks: Sequence[Callback] = ()
+    measure: Callable[[Result], float] = pooled_value
+    track: Sequence[str] = ()
+    data: Data | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
+    paths: list[Path] = field(default_factory=list, init=False)
+    """The run directories so far."""
+    _partitions: dict[str, Data] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise SettingError(f"seeds must be at least 1, got {self.seeds}")
+        trackers.find(self.track)  # reports a wrong name before the first trial
+        check_callbacks(self.callbacks)
+        if self.out:
+            self.out.mkdir(parents=True, exist_ok=True)
 
     def experiment(self, settings: Settings, method: Method | None = None) -> Experiment:
         """Builds the experiment that the settings name, with cached data if possible."""
@@ -255,9 +252,8 @@ class SeedRunner:
         return build_experiment(settings, method, data, **self.objects)
 
     def _load_partition(self, settings: Settings) -> Data:
-        key = settings.model_dump_json(
-            exclude={"method", "method_options", *METHOD_SETTINGS, "model", "norm", "model_options"}
-        )
+        others = {"method", "method_options", *METHOD_SETTINGS, "model", "norm", "model_options"}
+        key = settings.model_dump_json(exclude=others)
         if key not in self._partitions:
             while len(self._partitions) >= CACHED_PARTITIONS:
                 self._partitions.pop(next(iter(self._partitions)))
@@ -269,18 +265,15 @@ class SeedRunner:
         experiment, done = self.experiment(settings, method), list[Trial]()
         stem = "".join(c if c.isalnum() or c in "-._=" else "-" for c in label)
         if self.trials and tuned:
-            file = self.out and self.out / f"{stem}-trials.json"
-            experiment, done = tune_experiment(
-                experiment, self.trials, file, self._label(f"{label} tuning"), self.measure
-            )
+            file, callbacks = self.out and self.out / f"{stem}-trials.json", self._label(f"{label} tuning")
+            experiment, done = tune_experiment(experiment, self.trials, file, callbacks, self.measure)
         tuned_method = None if method is None else experiment.method
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):
             seeded = self.experiment(experiment.settings.model_copy(update={"seed": seed}), tuned_method)
             callbacks = self._label(f"{label} seed {seed}" if self.seeds > 1 else label)
-            results.append(
-                self._run_or_resume(seeded, self.out and self.out / f"{stem}-seed{seed}", callbacks, tuned_method)
-            )
+            path = self.out and self.out / f"{stem}-seed{seed}"
+            results.append(self._run_or_resume(seeded, path, callbacks, tuned_method))
         return _build_row(experiment, results, [self.measure(result) for result in results], done)
 
     def _label(self, label: str) -> list[Callback]:

@@ -175,10 +175,6 @@ def reproduce(
     return recipe, cells
 
 
-def _add_title(watch: ProgressFactory, title: str) -> ProgressFactory:
-    return lambda label: watch(f"{title} {label}")
-
-
 def _paper_value(row: RecipeRow, column: int) -> float | None:
     return row.paper[column] if column < len(row.paper) else None
 

@@ -48,15 +48,9 @@ def read_plays(path: Path, min_characters: int = 200) -> RawDataset:
     client_ids = np.concatenate(
         [np.repeat(np.array([role, NO_CLIENT], dtype), [len(part) - WINDOW, WINDOW]) for role, part in enumerate(parts)]
     )
-    rows = len(characters) - WINDOW
-    return RawDataset(
-        characters.unfold(0, WINDOW, 1)[:rows],
-        characters[WINDOW:].numpy(),
-        client_ids=client_ids[:rows],
-        class_names=tuple(ALPHABET),
-        tokens=tuple(ALPHABET),
-        time_ordered=True,
-    )
+    x, y, client_ids = characters.unfold(0, WINDOW, 1)[:-1], characters[WINDOW:].numpy(), client_ids[:-WINDOW]
+    alphabet = tuple(ALPHABET)
+    return RawDataset(x, y, client_ids=client_ids, class_names=alphabet, tokens=alphabet, time_ordered=True)
 
 
 def encode_characters(characters: str) -> NDArray[np.uint8]:
