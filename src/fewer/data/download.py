@@ -103,7 +103,7 @@ def _fetch(remote: RemoteFile, target: Path, progress: Progress | None) -> None:
     part = target.with_name(f"{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(MAX_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             try:
                 if _receive(remote.url, part, progress):
                     break
@@ -112,9 +112,9 @@ def _fetch(remote: RemoteFile, target: Path, progress: Progress | None) -> None:
                 raise DataError(_describe_failure(remote, target, f"the server returned HTTP {error.code}")) from error
             except (HTTPException, ConnectionError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
-            if attempt == MAX_ATTEMPTS - 1:
-                size = part.stat().st_size if part.exists() else 0
-                raise DataError(_describe_failure(remote, target, f"{reason}; kept {size} bytes for the next attempt"))
+        else:
+            size = part.stat().st_size if part.exists() else 0
+            raise DataError(_describe_failure(remote, target, f"{reason}; kept {size} bytes for the next attempt"))
         if fault := _find_fault(part, remote):
             part.unlink()
             raise DataError(f"removed the corrupt download of {remote.url}: {fault}")

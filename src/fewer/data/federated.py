@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from fewer.choices import Partition
 from fewer.data import text
 from fewer.data.partition import PartitionSpec, Parts, Rows, hold_out_fraction, partition_labels, partition_like
-from fewer.data.raw_dataset import RawDataset
+from fewer.data.raw_dataset import Array, RawDataset
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError, unknown_name
 
@@ -129,17 +129,16 @@ class ArrayData(Data):
     """All training and validation samples."""
     train: Parts
     validation: Parts
-    global_test: Samples
-    """The global test set."""
+    test: Samples
     tests: Parts
-    """Rows of `global_test` by client."""
+    """Rows of `test` by client."""
     origin: Mapping[str, Any] | None = None
     tokens: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
     """Names of the classes, if known."""
     time_ordered: bool = False
     novel: bool = False
-    row_clients: NDArray[Any] | None = None
+    row_clients: Array | None = None
     """The original owner of each row of `source`, if time-ordered data is partitioned other than by client."""
 
     @property
@@ -147,17 +146,12 @@ class ArrayData(Data):
         """Shape of one input."""
         return tuple(self.source.x.shape[1:])
 
-    @cached_property
-    def test(self) -> Samples:  # type: ignore[override]
-        """The global test set: the test samples of all clients."""
-        return self.global_test
-
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
 
     def client(self, index: int) -> ClientData:
         """The samples of one client."""
-        parts = (self.source, self.train), (self.source, self.validation), (self.global_test, self.tests)
+        parts = (self.source, self.train), (self.source, self.validation), (self.test, self.tests)
         return ClientData(*(samples.select(torch.from_numpy(rows.rows_of(index))) for samples, rows in parts))
 
     def size(self, index: int) -> int:
@@ -167,7 +161,7 @@ class ArrayData(Data):
     def fingerprint(self) -> str:
         """A checksum of all arrays and the partition."""
         checksum = 0
-        for samples in (self.source, self.global_test):
+        for samples in (self.source, self.test):
             layout = repr((tuple(samples.x.shape), str(samples.x.dtype), samples.shift, samples.scale))
             checksum = zlib.crc32(layout.encode(), checksum)
             # Windows of one long text overlap: the first value of each row and the last row cover them all.
@@ -181,7 +175,7 @@ class ArrayData(Data):
 
     def to(self, device: torch.device) -> ArrayData:
         """Copies the data to a device."""
-        return replace(self, source=self.source.to(device), global_test=self.global_test.to(device))
+        return replace(self, source=self.source.to(device), test=self.test.to(device))
 
     def as_numbers(self) -> ArrayData:
         """The same data with numbers as targets. Integer labels without names become numbers."""
@@ -189,8 +183,8 @@ class ArrayData(Data):
             return self
         if self.class_names or self.tokens:
             raise DataError(f"data '{self.name}' has named classes, and a regression needs numbers")
-        source, test = (replace(samples, y=samples.y.float()[:, None]) for samples in (self.source, self.global_test))
-        return replace(self, classes=1, source=source, global_test=test)
+        source, test = (replace(samples, y=samples.y.float()[:, None]) for samples in (self.source, self.test))
+        return replace(self, classes=1, source=source, test=test)
 
     def hold_out(self, fraction: float, seed: int) -> ArrayData:
         """Replaces the test data with a fraction of each client's training data, for tuning.
@@ -204,10 +198,10 @@ class ArrayData(Data):
             late = np.isin(self.train.rows, self._latest_rows(self.row_clients, fraction))
             train, held_out = self.train.where(~late), self.train.where(late)
         tests = Parts(np.arange(len(held_out.rows)), held_out.offsets)
-        global_test = replace(self.source, rows=torch.from_numpy(held_out.rows).to(self.source.y.device))
-        return replace(self, train=train, global_test=global_test, tests=tests, origin=None)
+        test = replace(self.source, rows=torch.from_numpy(held_out.rows).to(self.source.y.device))
+        return replace(self, train=train, test=test, tests=tests, origin=None)
 
-    def _latest_rows(self, row_clients: NDArray[Any], fraction: float) -> NDArray[np.int64]:
+    def _latest_rows(self, row_clients: Array, fraction: float) -> NDArray[np.int64]:
         """The latest fraction of each original owner's training rows, spread over its classes.
 
         An owner's classes follow one another in time (one activity after another). Its very last rows could be all
@@ -231,7 +225,7 @@ class ArrayData(Data):
         if not self.has_classes:
             return frozenset()
         train_labels = self.source.y.cpu()[torch.from_numpy(self.train.rows)]
-        return frozenset(self.global_test.labels.tolist()) - frozenset(train_labels.tolist())
+        return frozenset(self.test.labels.tolist()) - frozenset(train_labels.tolist())
 
     def hold_out_classes(self, fraction: float, seed: int) -> ArrayData:
         """Like `hold_out`, but also moves all samples of a fraction of the classes to the test set."""
@@ -242,10 +236,10 @@ class ArrayData(Data):
         if len(unseen) == len(classes):
             raise DataError(f"cannot tune on data '{self.name}': clients train on one class only")
         moved = np.isin(labels[data.train.rows], unseen)
-        test_rows = data.global_test.rows
+        test_rows = data.test.rows
         assert test_rows is not None
         rows = torch.cat([test_rows, torch.from_numpy(data.train.rows[moved]).to(test_rows.device)])
-        return replace(data, train=data.train.where(~moved), global_test=replace(data.global_test, rows=rows))
+        return replace(data, train=data.train.where(~moved), test=replace(data.test, rows=rows))
 
 
 # --- user arrays ----------------------------------------------------------------------------------------------
@@ -443,13 +437,7 @@ def _subsample(raw: RawDataset, rows: Rows, fraction: float, rng: np.random.Gene
 
 
 def _build_samples(
-    raw: RawDataset,
-    targets: NDArray[Any],
-    test_targets: NDArray[Any],
-    train: Parts,
-    name: str,
-    vocab_size: int,
-    max_length: int,
+    raw: RawDataset, targets: Array, test_targets: Array, train: Parts, name: str, vocab_size: int, max_length: int
 ) -> tuple[Samples, Samples, tuple[str, ...]]:
     """Converts training and test data to tensors. Also returns the vocabulary of texts."""
     x, test_x, tokens = raw.x, None if raw.test is None else raw.test[0], raw.tokens
@@ -482,14 +470,13 @@ def from_clients(clients: Sequence[Any], **settings: Any) -> ArrayData:
     `settings` are those of `from_arrays`. Clients without samples are kept.
     """
     pairs = [_as_pair(samples, client) for client, samples in enumerate(clients)]
-    if not sum(len(y) for _, y in pairs):
-        raise DataError("no client in the list has samples")
-    for client, (x, y) in enumerate(pairs):
-        _check_same_length(f"client {client}", x, y)
     non_empty = [pair for pair in pairs if len(pair[1])]
+    if not non_empty:
+        raise DataError("no client in the list has samples")
     client_ids = np.repeat(np.arange(len(pairs)), [len(y) for _, y in pairs])
     first = non_empty[0][0]
-    for client, (x, _) in enumerate(pairs):
+    for client, (x, y) in enumerate(pairs):
+        _check_same_length(f"client {client}", x, y)
         if len(x) and (x.shape[1:] != first.shape[1:] or (x.dtype == np.uint8) != (first.dtype == np.uint8)):
             raise DataError(f"client {client} has inputs of {_describe(x)}, but other clients have {_describe(first)}")
     x, y = (np.concatenate([pair[part] for pair in non_empty]) for part in (0, 1))
@@ -516,12 +503,12 @@ def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
     return from_arrays(*_read_dataset(dataset), **settings)
 
 
-def _read_dataset(dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+def _read_dataset(dataset: Any) -> tuple[Array, Array]:
     pairs = [dataset[index] for index in range(len(dataset))]
     return np.stack([np.asarray(x) for x, _ in pairs]), np.stack([np.asarray(y) for _, y in pairs])
 
 
-def _as_pair(samples: Any, client: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
     """Returns the inputs and labels of one client, given as a pair or as a torch Dataset."""
     if isinstance(samples, Dataset):
         return _read_dataset(samples) if len(samples) else (np.empty(0), np.empty(0, np.int64))  # type: ignore[arg-type]
@@ -553,7 +540,7 @@ def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:
     return inputs.unsqueeze(1) if inputs.ndim == 3 and inputs.dtype == torch.uint8 else inputs
 
 
-def convert_targets(y: ArrayLike | Tensor, name: str) -> NDArray[Any]:
+def convert_targets(y: ArrayLike | Tensor, name: str) -> Array:
     """Converts targets to class labels if they are, and otherwise to floats (samples × outputs).
 
     Floats are class labels if all of them are 0, 1, 2, … A matrix of floats, or of 0 and 1, has several outputs.
@@ -572,9 +559,7 @@ def convert_targets(y: ArrayLike | Tensor, name: str) -> NDArray[Any]:
     return targets.astype(np.float32).reshape(len(targets), -1)
 
 
-def _match_targets(
-    targets: NDArray[Any], test_targets: NDArray[Any], name: str
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _match_targets(targets: Array, test_targets: Array, name: str) -> tuple[Array, Array]:
     """Both parts as floats, even if all targets of one part are integers."""
     train, test = (part.astype(np.float32).reshape(len(part), -1) for part in (targets, test_targets))
     if train.shape[1] != test.shape[1]:
@@ -600,7 +585,7 @@ def convert_labels(y: ArrayLike | Tensor, name: str) -> NDArray[np.int64]:
     return integers
 
 
-def _describe(inputs: Tensor | NDArray[Any]) -> str:
+def _describe(inputs: Tensor | Array) -> str:
     return f"{str(inputs.dtype).removeprefix('torch.')} {tuple(inputs.shape[1:])}"
 
 

@@ -33,7 +33,6 @@ class Row:
     """One method over all seeds. Numbers are means over seeds unless they say otherwise."""
 
     method: str
-    """The method's name."""
     accuracy: float
     """The primary metric (see `primary`): each client's model predicts that client's test samples."""
     ci95: float | None
@@ -49,7 +48,6 @@ class Row:
     seconds: float
     """Seconds of a run."""
     seeds: list[int]
-    """The seeds."""
     accuracies: list[float]
     """The accuracy for each seed."""
     curves: list[list[dict[str, Any]]]

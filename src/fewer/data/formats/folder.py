@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.readers import reader
+from fewer.data.formats.readers import decode_image, reader
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError, SettingError
 from fewer.registry import FORMATS
@@ -70,13 +70,5 @@ def _infer_depth(folders: list[tuple[str, ...]], path: Path) -> int:
 
 
 def _read_pixels(file: Path, size: int, gray: bool) -> Array:
-    from PIL import Image
-
-    try:
-        with Image.open(file) as image:
-            image.draft("L" if gray else "RGB", (size, size))
-            resized = image.convert("L" if gray else "RGB").resize((size, size), Image.Resampling.BILINEAR)
-    except Exception as error:
-        raise DataError(f"{file} is a broken image: {error}") from error
-    pixels = np.asarray(resized)
+    pixels = decode_image(file, str(file), size, "L" if gray else "RGB", "BILINEAR")
     return pixels if gray else np.moveaxis(pixels, -1, 0)

@@ -102,6 +102,18 @@ def decode_text(content: bytes, where: object) -> str:
         raise DataError(f"{where} is not UTF-8 text: {error}") from error
 
 
+def decode_image(file: Path | BytesIO, where: str, size: int, mode: str, resampling: str, *formats: str) -> Array:
+    """The pixels of an image in one of these formats, or in any if none is given, resized to `size` × `size`."""
+    from PIL import Image
+
+    try:
+        with Image.open(file, formats=formats or None) as image:
+            image.draft(mode, (size, size))
+            return np.asarray(image.convert(mode).resize((size, size), Image.Resampling[resampling]))
+    except Exception as error:
+        raise DataError(f"{where} is a broken image: {error}") from error
+
+
 def iter_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     """Yields names and contents of the wanted files in a directory, tar or zip archive. Writes nothing to disk.
 
