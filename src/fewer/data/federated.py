@@ -576,10 +576,13 @@ def convert_labels(y: ArrayLike | Tensor, name: str) -> NDArray[np.int64]:
         labels = labels[:, 0]
     if labels.ndim != 1:
         raise DataError(f"data '{name}' has labels of shape {labels.shape} (expected: one integer per sample)")
+    is_number = labels.dtype.kind in "iufb"
     with np.errstate(invalid="ignore"):
-        integers = labels.astype(np.int64) if labels.dtype.kind in "iufb" else None
-    if integers is None or not np.array_equal(integers, labels) or integers.min(initial=0) < 0:
-        raise DataError(f"data '{name}' has labels that are not class labels (expected: 0, 1, 2, …)")
+        integers = labels.astype(np.int64) if is_number else np.full(len(labels), -1)
+    wrong = np.flatnonzero((integers < 0) | (integers != labels) if is_number else integers < 0)
+    if len(wrong):
+        problem = f"label {labels[wrong[0]]} in sample {wrong[0]} (expected: one integer per sample, >= 0)"
+        raise DataError(f"data '{name}' has labels that are not class labels: {problem}")
     if (largest := integers.max(initial=0)) >= MAX_CLASSES:
         raise DataError(f"labels of data '{name}' must be < {MAX_CLASSES}, got {largest}")
     return integers

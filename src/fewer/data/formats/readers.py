@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from io import BufferedReader, BytesIO
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Concatenate, Literal, ParamSpec
+from typing import IO, Concatenate, Literal, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fewer.data.federated import MAX_CLASSES
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.errors import DataError, FewerError, unknown_name
 
 P = ParamSpec("P")
 Reader = Callable[Concatenate[Path, P], RawDataset]
-
-MAX_CLASSES = 1 << 20
-"""Integers below this are class labels; larger ones are class names."""
 
 
 def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
@@ -197,23 +195,3 @@ def number_labels(labels: Sequence[str] | Sequence[int], where: object) -> tuple
     if (fractional := np.flatnonzero(values % 1 != 0)).size:
         raise DataError(f"{where} has label {labels[fractional[0]]} (allowed: integers or names)")
     return values.astype(np.int64), ()
-
-
-def as_targets(values: Array, where: object) -> Array:
-    """Converts class labels to int64. Numbers to predict and matrices of several targets stay as they are."""
-    is_matrix = values.ndim == 2 and values.shape[1] > 1
-    if is_matrix or (values.dtype.kind == "f" and not ((values % 1 == 0) & (values >= 0)).all()):
-        return values
-    return as_labels(values, where)
-
-
-def as_labels(values: Any, where: object) -> NDArray[np.int64]:
-    """Converts an array of integers, flat or with one column, to int64."""
-    array = np.asarray(values)
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != 1 or array.dtype.kind not in "iufb" or not np.array_equal(array, array.astype(np.int64)):
-        raise DataError(
-            f"{where} has labels of shape {array.shape}, type {array.dtype} (expected: one integer per sample)"
-        )
-    return array.astype(np.int64)
