@@ -16,7 +16,7 @@ def test_unseen_classes_are_used_for_testing_only() -> None:
     data = fewer.data.load(
         "digits", clients=5, partition="iid", data_options={"classes": "0-3,5", "unseen_classes": [8, 9]}
     )
-    all_labels = torch.cat([full.source.y[full.train.rows], full.global_test.labels])
+    all_labels = torch.cat([full.source.y[full.train.rows], full.test.labels])
     trained = torch.cat([data.client(client).train.labels for client in range(5)])
     assert set(trained.tolist()) == {0, 1, 2, 3, 5} and data.unseen_classes == {8, 9} and data.classes == 10
     for label in (8, 9):

@@ -219,7 +219,7 @@ def test_hold_out_takes_test_samples_from_training_alone() -> None:
 def test_hold_out_never_reads_the_test_samples() -> None:
     x, y = arrays()
     data = from_arrays(x, y, clients=4, test=(x + 10_000, y))
-    damaged = replace(data, global_test=Samples(torch.full_like(data.global_test.x, torch.nan), data.global_test.y))
+    damaged = replace(data, test=Samples(torch.full_like(data.test.x, torch.nan), data.test.y))
     first, second = (source.hold_out(0.3, seed=0) for source in (data, damaged))
     assert first.fingerprint() == second.fingerprint()
     assert bool(torch.isfinite(second.test.slice(0, len(second.test))[0]).all())

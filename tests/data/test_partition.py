@@ -313,7 +313,7 @@ def test_time_windows_do_not_leak_into_the_test_set(kind: str) -> None:
     for client_data in all_clients:
         assert 0 < len(client_data.validation) < len(client_data.train)
     tuning_data = data.hold_out(0.2, 0)
-    train_rows, held_out = tuning_data.train.rows, tuning_data.global_test.rows.numpy()  # type: ignore[union-attr]
+    train_rows, held_out = tuning_data.train.rows, tuning_data.test.rows.numpy()  # type: ignore[union-attr]
     assert len(train_rows) == 480 and sorted([*train_rows, *held_out]) == sorted(data.train.rows)
     for owner in range(4):  # tuning uses the same clients, later in time
         assert train_rows[train_rows // 250 == owner].max() < held_out[held_out // 250 == owner].min()
@@ -328,7 +328,7 @@ def test_natural_clients_hold_out_their_last_rows_of_any_class() -> None:
     assert [data.train.rows_of(client).tolist() for client in range(2)] == [[*range(36)], [*range(60, 96)]]
     tuning_data = data.hold_out(0.2, 0)
     assert [tuning_data.train.rows_of(client).tolist() for client in range(2)] == [[*range(29)], [*range(60, 89)]]
-    assert tuning_data.global_test.rows.tolist() == [*range(29, 36), *range(89, 96)]  # type: ignore[union-attr]
+    assert tuning_data.test.rows.tolist() == [*range(29, 36), *range(89, 96)]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("kind", ["iid", "dirichlet"])
@@ -340,7 +340,7 @@ def test_time_ordered_clients_hold_out_the_last_rows_of_each_class(kind: str) ->
     )
     data = federate(replace(raw, test=(raw.x[:8], labels[:8])), clients=4, partition=kind)  # type: ignore[arg-type]
     tuning_data = data.hold_out(0.2, 0)
-    rows = tuning_data.global_test.rows.numpy()  # type: ignore[union-attr]
+    rows = tuning_data.test.rows.numpy()  # type: ignore[union-attr]
     last = [*range(40, 50), 54, *range(87, 95), 99]
     assert sorted(rows) == [start + row for start in (0, 100, 200) for row in last]
     for client in range(4):
@@ -349,7 +349,7 @@ def test_time_ordered_clients_hold_out_the_last_rows_of_each_class(kind: str) ->
             == data.train.rows_of(client).tolist()
         )
     again = group_clients(data, 2).hold_out(0.2, 0)
-    assert sorted(again.global_test.rows.tolist()) == sorted(rows)  # type: ignore[union-attr]
+    assert sorted(again.test.rows.tolist()) == sorted(rows)  # type: ignore[union-attr]
 
 
 def test_the_test_split_ignores_the_seed_and_does_not_affect_normalization() -> None:

@@ -40,7 +40,7 @@ def test_word_vectors_from_a_file(tmp_path: Path) -> None:
     texts = [" ".join(rng.choice(["good", "thing"] if n % 2 else ["bad", "thing"], 4)) for n in range(120)]
     data = fewer.data.from_arrays(texts, np.arange(120) % 2, clients=2, partition="iid")
     result = fewer.run(FedAvg(rounds=1), data, model="text-bilstm", model_options={"vectors": str(file)})
-    vectors = result.model.encoder.words.vectors  # type: ignore[union-attr]
+    vectors = result.model.encoder.vectors  # type: ignore[union-attr]
     assert vectors[data.tokens.index("good")].tolist() == [1, 0, 0, 0]  # type: ignore[index]
     with pytest.raises(SettingError, match="is not text"):
         digits = fewer.data.load("digits", clients=3)

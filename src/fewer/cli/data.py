@@ -96,8 +96,7 @@ def inspect(
 @app.command()
 @report_errors
 def get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A public dataset.")],
-    data_dir: DataDir = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A public dataset.")], data_dir: DataDir = None
 ) -> None:
     """Download a public dataset and verify its checksum. An interrupted download resumes."""
     from fewer.data.download import download
@@ -112,9 +111,8 @@ def get(
         percent = 100 * done // total if total else done // 1_000_000
         if percent != shown and (sys.stderr.isatty() or percent % 10 == 0):
             shown = percent
-            print(
-                f"\r{name}  {done / 1e6:.1f} MB" + (f" of {total / 1e6:.1f}" if total else ""), end="", file=sys.stderr
-            )
+            of_total = f" of {total / 1e6:.1f}" if total else ""
+            print(f"\r{name}  {done / 1e6:.1f} MB{of_total}", end="", file=sys.stderr)
 
     folder = download(name, root, progress)
     print(file=sys.stderr)

@@ -128,11 +128,13 @@ def _make_option(name: str, text: str | None) -> click.Parameter:
     if plain is not bool and field.default not in (None, {}) and "[default" not in help:
         help += f" [default: {field.default:g}]" if isinstance(field.default, float) else f" [default: {field.default}]"
     pairs = field.default == {}
+    flag = f"--{name.replace('_', '-')}"
+    flags = [flag.removesuffix("s") if pairs else flag, *(["-o"] if name == "method_options" else [])]
     kind: Any = list[str] if pairs else plain
     metavar = "NAME=VALUE" if pairs else {int: "N", float: "X", Path: "DIR", bool: None}.get(plain, "NAME")
     option = typer.Option(
         None,
-        *_flags(name, pairs),
+        *flags,
         help=help.replace("[", "\\["),
         metavar=metavar,
         rich_help_panel=field.title,
@@ -140,14 +142,6 @@ def _make_option(name: str, text: str | None) -> click.Parameter:
         autocompletion=complete_models if name == "model" else None,
     )
     return get_click_param(ParamMeta(name=name, default=option, annotation=kind | None))[0]
-
-
-def _flags(name: str, pairs: bool) -> list[str]:
-    """Returns the flags of a setting: `--cohort`; `--method-option` and `-o` for the dict `method_options`."""
-    flag = f"--{name.replace('_', '-')}"
-    if pairs:
-        flag = flag.removesuffix("s")
-    return [flag, "-o"] if name == "method_options" else [flag]
 
 
 def _plain_type(annotation: Any) -> tuple[type, tuple[str, ...]]:
@@ -192,16 +186,14 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """Parses texts of the form `name=value`."""
-    return dict(_parse_assignment(text) for text in texts)
-
-
-def _parse_assignment(text: str) -> tuple[str, Any]:
-    """Parses `lr=0.1` into a name and a number, boolean, list or text."""
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise SettingError(f"option '{text}' is not of the form name=value")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+    """Parses texts such as `lr=0.1` into names and their values: numbers, booleans, lists or texts."""
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise SettingError(f"option '{text}' is not of the form name=value")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,14 +42,12 @@ def load_or_build(name: str, build: Callable[[], Mapping[str, NDArray[Any]]]) ->
 
 
 def _write_entry(entry: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    draft = Path(tempfile.mkdtemp(prefix=f".{entry.name}-", dir=entry.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{entry.name}-", dir=entry.parent) as folder:
+        draft = Path(folder) / entry.name
+        draft.mkdir()
         for key, array in arrays.items():
             with (draft / f"{key}.npy").open("wb") as file:
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())
         draft.rename(entry)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise

@@ -6,15 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fewer.data.federated import TEST_FRACTION, hold_out_rows
-from fewer.data.raw_dataset import Inputs, RawDataset
+from fewer.data.raw_dataset import RawDataset
 from fewer.errors import SettingError
 
 OPTIONS = ("classes", "unseen_classes")
 """Options that every data set accepts."""
-Rows = NDArray[np.int64]
 
 
 def split_seen_unseen(raw: RawDataset, classes: Any = None, unseen_classes: Any = None, name: str = "") -> RawDataset:
@@ -23,14 +21,9 @@ def split_seen_unseen(raw: RawDataset, classes: Any = None, unseen_classes: Any 
     If `classes` is given, classes in neither list are dropped. Both are class labels: 3, "0-9" or "0-9,20,30-39".
     Labels do not change.
     """
-    x, y, owners = raw.x, raw.y, raw.client_ids
-    if raw.test is None:
-        train, test = hold_out_rows(raw, np.arange(len(y)), TEST_FRACTION)
-    else:
-        train, test = np.arange(len(y)), len(y) + np.arange(len(raw.test[1]))
-        x, y = _concatenate(x, raw.test[0]), np.concatenate([y, raw.test[1]])
-        has_owners = raw.client_ids is not None and raw.test_client_ids is not None
-        owners = np.concatenate([raw.client_ids, raw.test_client_ids]) if has_owners else None
+    merged = raw.merge_test()
+    y, rows = merged.y, np.arange(len(merged.y))
+    train, test = np.split(rows, [len(raw.y)]) if raw.test else hold_out_rows(raw, rows, TEST_FRACTION)
     present = set(np.unique(y).tolist())
     unseen = _parse_classes("unseen_classes", unseen_classes, present, name) if unseen_classes is not None else set()
     seen = _parse_classes("classes", classes, present, name) if classes is not None else present - unseen
@@ -40,14 +33,8 @@ def split_seen_unseen(raw: RawDataset, classes: Any = None, unseen_classes: Any 
         raise SettingError(f"unseen_classes = {unseen_classes} leaves no class of data '{name}' to train on")
     train = train[np.isin(y[train], sorted(seen))]
     test = np.concatenate([test[np.isin(y[test], sorted(seen))], np.flatnonzero(np.isin(y, sorted(unseen)))])
-    return replace(
-        raw,
-        x=_select_rows(x, train),
-        y=y[train],
-        test=(_select_rows(x, test), y[test]),
-        client_ids=None if raw.client_ids is None else raw.client_ids[train],
-        test_client_ids=None if owners is None else owners[test],
-    )
+    held_out = merged.select(test)
+    return replace(raw.select(train), test=(held_out.x, held_out.y), test_client_ids=held_out.client_ids)
 
 
 def _parse_classes(option: str, value: Any, present: set[int], name: str) -> set[int]:
@@ -65,11 +52,3 @@ def _parse_classes(option: str, value: Any, present: set[int], name: str) -> set
     if not classes:
         raise SettingError(f"{option} = {value} of data '{name}' names no class")
     return classes
-
-
-def _concatenate(x: Inputs, test_x: Inputs) -> Inputs:
-    return x + list(test_x) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(test_x)])
-
-
-def _select_rows(x: Inputs, rows: Rows) -> Inputs:
-    return [x[row] for row in rows] if isinstance(x, list) else x[rows]

@@ -6,10 +6,10 @@ import gzip
 import hashlib
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -35,79 +35,53 @@ class RemoteFile(NamedTuple):
     """Algorithm and digest, as in "md5:…"; empty if none is published."""
 
 
-def _list_files(base: str, folder: str, checksums: Mapping[str, str]) -> tuple[RemoteFile, ...]:
-    """Files at the same address, by name."""
-    return tuple(RemoteFile(f"{base}/{name}", folder, name, checksum) for name, checksum in checksums.items())
+def _parse_downloads(table: str) -> dict[str, tuple[RemoteFile, ...]]:
+    """Parses a table: a line with a data set's folder and address, then an indented line for each of its files.
+
+    That line has the checksum (or -), the name, and the name at the address if it differs.
+    """
+    downloads: dict[str, tuple[RemoteFile, ...]] = {}
+    folder = base = ""
+    for line in table.strip().splitlines():
+        if not line.startswith(" "):
+            folder, base = line.split()
+            downloads[folder] = ()
+        else:
+            checksum, name, *remote_name = line.split()
+            url = f"{base}/{remote_name[0] if remote_name else name}"
+            downloads[folder] += (RemoteFile(url, folder, name, checksum.removeprefix("-")),)
+    return downloads
 
 
-def _list_idx_files(base: str, folder: str, *checksums: str) -> tuple[RemoteFile, ...]:
-    names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    files = {f"{name}-ubyte.gz": f"md5:{checksum}" for name, checksum in zip(names, checksums, strict=True)}
-    return _list_files(base, folder, files)
-
-
-_MNIST = _list_idx_files(
-    "https://ossci-datasets.s3.amazonaws.com/mnist",
-    "mnist",
-    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-    "d53e105ee54ea40749a09fcbcd1e9432",
-    "9fb629c4189551a2d022fa330f9573f3",
-    "ec29112dd5afa0611ce80d1b7f02629c",
-)
-_TORONTO = "https://www.cs.toronto.edu/~kriz"
-
-DOWNLOADS: dict[str, tuple[RemoteFile, ...]] = {
-    "mnist": _MNIST,
-    "fashion-mnist": _list_idx_files(
-        "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
-        "fashion-mnist",
-        "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-        "25c81989df183df01b3e8a0aad5dffbe",
-        "bef4ecab320f06d8554ea6380940ec79",
-        "bb300cfdad3c16e7a12a480ee83cd310",
-    ),
-    "qmnist": (
-        *_list_files(
-            "https://raw.githubusercontent.com/facebookresearch/qmnist/master",
-            "qmnist",
-            {
-                "qmnist-train-labels-idx2-int.gz": "md5:0058f8dd561b90ffdd0f734c6a30e5e4",
-                "qmnist-test-labels-idx2-int.gz": "md5:5b5b05890a5e13444e108efe57b788aa",
-            },
-        ),
-        *_MNIST,
-    ),
-    "cifar10": _list_files(_TORONTO, "cifar10", {"cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530"}),
-    "cifar100": _list_files(_TORONTO, "cifar100", {"cifar-100-binary.tar.gz": "md5:03b5dce01913d631647c71ecec9e9cb8"}),
-    "omniglot": _list_files(
-        "https://raw.githubusercontent.com/brendenlake/omniglot/master/python",
-        "omniglot",
-        {
-            "images_background.zip": "md5:68d2efa1b9178cc56df9314c21c6e718",
-            "images_evaluation.zip": "md5:6b91aef0f799c5bb55b94e3f2daec811",
-        },
-    ),
-    "20newsgroups": (
-        RemoteFile(
-            "https://ndownloader.figshare.com/files/5975967",
-            "20newsgroups",
-            "20news-bydate.tar.gz",
-            "sha256:8f1b2514ca22a5ade8fbb9cfa5727df95fa587f4c87b786e15c759fa66d95610",
-        ),
-    ),
-    "movielens-100k": _list_files(
-        "https://files.grouplens.org/datasets/movielens",
-        "movielens-100k",
-        {"ml-100k.zip": "md5:0e33842e24a9c977be4e0107933c0723"},
-    ),
-    "har": (
-        RemoteFile(
-            "https://archive.ics.uci.edu/static/public/240/human+activity+recognition+using+smartphones.zip",
-            "har",
-            "har.zip",
-        ),
-    ),
-}
+DOWNLOADS = _parse_downloads("""
+mnist https://ossci-datasets.s3.amazonaws.com/mnist
+    md5:f68b3c2dcbeaaa9fbdd348bbdeb94873 train-images-idx3-ubyte.gz
+    md5:d53e105ee54ea40749a09fcbcd1e9432 train-labels-idx1-ubyte.gz
+    md5:9fb629c4189551a2d022fa330f9573f3 t10k-images-idx3-ubyte.gz
+    md5:ec29112dd5afa0611ce80d1b7f02629c t10k-labels-idx1-ubyte.gz
+fashion-mnist https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion
+    md5:8d4fb7e6c68d591d4c3dfef9ec88bf0d train-images-idx3-ubyte.gz
+    md5:25c81989df183df01b3e8a0aad5dffbe train-labels-idx1-ubyte.gz
+    md5:bef4ecab320f06d8554ea6380940ec79 t10k-images-idx3-ubyte.gz
+    md5:bb300cfdad3c16e7a12a480ee83cd310 t10k-labels-idx1-ubyte.gz
+qmnist https://raw.githubusercontent.com/facebookresearch/qmnist/master
+    md5:0058f8dd561b90ffdd0f734c6a30e5e4 qmnist-train-labels-idx2-int.gz
+    md5:5b5b05890a5e13444e108efe57b788aa qmnist-test-labels-idx2-int.gz
+cifar10 https://www.cs.toronto.edu/~kriz
+    md5:c32a1d4ab5d03f1284b67883e8d87530 cifar-10-binary.tar.gz
+cifar100 https://www.cs.toronto.edu/~kriz
+    md5:03b5dce01913d631647c71ecec9e9cb8 cifar-100-binary.tar.gz
+omniglot https://raw.githubusercontent.com/brendenlake/omniglot/master/python
+    md5:68d2efa1b9178cc56df9314c21c6e718 images_background.zip
+    md5:6b91aef0f799c5bb55b94e3f2daec811 images_evaluation.zip
+20newsgroups https://ndownloader.figshare.com/files
+    sha256:8f1b2514ca22a5ade8fbb9cfa5727df95fa587f4c87b786e15c759fa66d95610 20news-bydate.tar.gz 5975967
+movielens-100k https://files.grouplens.org/datasets/movielens
+    md5:0e33842e24a9c977be4e0107933c0723 ml-100k.zip
+har https://archive.ics.uci.edu/static/public/240
+    - har.zip human+activity+recognition+using+smartphones.zip
+""")
+DOWNLOADS["qmnist"] += DOWNLOADS["mnist"]  # its images
 
 
 def download(name: str, directory: str | Path, progress: Progress | None = None) -> Path:
@@ -129,7 +103,7 @@ def _fetch(remote: RemoteFile, target: Path, progress: Progress | None) -> None:
     part = target.with_name(f"{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for attempt in range(MAX_ATTEMPTS):
+        for _ in range(MAX_ATTEMPTS):
             try:
                 if _receive(remote.url, part, progress):
                     break
@@ -138,9 +112,9 @@ def _fetch(remote: RemoteFile, target: Path, progress: Progress | None) -> None:
                 raise DataError(_describe_failure(remote, target, f"the server returned HTTP {error.code}")) from error
             except (HTTPException, ConnectionError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
-            if attempt == MAX_ATTEMPTS - 1:
-                size = part.stat().st_size if part.exists() else 0
-                raise DataError(_describe_failure(remote, target, f"{reason}; kept {size} bytes for the next attempt"))
+        else:
+            size = part.stat().st_size if part.exists() else 0
+            raise DataError(_describe_failure(remote, target, f"{reason}; kept {size} bytes for the next attempt"))
         if fault := _find_fault(part, remote):
             part.unlink()
             raise DataError(f"removed the corrupt download of {remote.url}: {fault}")
@@ -163,7 +137,8 @@ def _receive(url: str, part: Path, progress: Progress | None) -> bool:
         part.unlink()  # longer than the remote file, so not a part of it
         return False
     with response:
-        if received and not (response.status == 206 and _starts_at(response, received)):
+        resumes = str(response.headers["Content-Range"]).startswith(f"bytes {received}-")
+        if received and not (response.status == 206 and resumes):
             received = 0  # the server does not support ranges and sends the whole file
         length = response.headers["Content-Length"]
         total = None if length is None else received + int(length)
@@ -174,10 +149,6 @@ def _receive(url: str, part: Path, progress: Progress | None) -> bool:
                 if progress is not None:
                     progress(received, total)
     return total is None or received == total
-
-
-def _starts_at(response: Any, offset: int) -> bool:
-    return str(response.headers["Content-Range"]).startswith(f"bytes {offset}-")
 
 
 def _find_fault(part: Path, remote: RemoteFile) -> str:

@@ -55,28 +55,15 @@ def apply_class_split(raw: RawDataset, split: str, name: str) -> RawDataset:
     Classes outside the split are dropped. `split` has three parts separated by `/`: the number of classes in each
     (20/5/16), in label order, or prefixes of class names (sci,rec/comp/talk,misc).
     """
+    raw = raw.merge_test()
     groups = _parse_split(raw, str(split).split("/"), name, split)
-    x, y, client_ids = raw.x, raw.y, raw.client_ids
-    if raw.test is not None:
-        test_x = raw.test[0]
-        x = x + list(test_x) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(test_x)])
-        y = np.concatenate([y, raw.test[1]])
-        has_owners = client_ids is not None and raw.test_client_ids is not None
-        client_ids = np.concatenate([client_ids, raw.test_client_ids]) if has_owners else None
     order = [label for group in groups for label in group]
-    new_labels = np.full(max(int(y.max(initial=0)), max(order)) + 1, -1)
+    new_labels = np.full(max(int(raw.y.max(initial=0)), *order) + 1, -1)
     new_labels[order] = np.arange(len(order))
-    selected = np.flatnonzero(new_labels[y] >= 0)
-    return replace(
-        raw,
-        x=[x[row] for row in selected] if isinstance(x, list) else x[selected],
-        y=new_labels[y[selected]],
-        test=None,
-        client_ids=None if client_ids is None else client_ids[selected],
-        test_client_ids=None,
-        class_names=tuple(raw.class_names[label] for label in order) if raw.class_names else (),
-        split=(len(groups.train), len(groups.validation), len(groups.test)),
-    )
+    raw = raw.select(np.flatnonzero(new_labels[raw.y] >= 0))
+    class_names = tuple(raw.class_names[label] for label in order) if raw.class_names else ()
+    counts = len(groups.train), len(groups.validation), len(groups.test)
+    return replace(raw, y=new_labels[raw.y], class_names=class_names, split=counts)
 
 
 def _parse_split(raw: RawDataset, parts: Sequence[str], name: str, split: str) -> ThreeWaySplit:
@@ -87,8 +74,7 @@ def _parse_split(raw: RawDataset, parts: Sequence[str], name: str, split: str) -
             f"prefixes of class names, got {split}"
         )
     if all(part.isdecimal() for part in parts):
-        last = max(int(labels.max(initial=-1)) for labels in (raw.y, *(raw.test or ())[1:]))
-        return split_classes(max(len(raw.class_names), last + 1), *map(int, parts))
+        return split_classes(max(len(raw.class_names), int(raw.y.max(initial=-1)) + 1), *map(int, parts))
     groups: list[list[int]] = []
     for part in parts:
         prefixes = tuple(filter(None, part.split(",")))
@@ -124,23 +110,17 @@ def split_support_query(
         return samples, samples
     if generator is not None:
         rows = rows[torch.randperm(len(rows), generator=generator)]
-    labels = samples.y.cpu()[rows]
-    groups = (
-        [(labels == label).nonzero().squeeze(1) for label in torch.unique(labels)]
-        if by_class
-        else [torch.arange(len(rows))]
-    )
+    groups = [rows]
+    if by_class:
+        labels = samples.y.cpu()[rows]
+        groups = [rows[labels == label] for label in torch.unique(labels)]
     support, query = [], []
     for group in groups:
         count = min(max(1, round(len(group) * support_fraction)), max(1, len(group) - 1))
-        support.append(rows[group[:count]])
-        query.append(rows[group[count:]])
-    device = samples.y.device
-
-    def view(parts: list[Tensor]) -> Samples:
-        return replace(samples, rows=torch.cat(parts).to(device))
-
-    return view(support), view(query)
+        support.append(group[:count])
+        query.append(group[count:])
+    support_rows, query_rows = (torch.cat(parts).to(samples.y.device) for parts in (support, query))
+    return replace(samples, rows=support_rows), replace(samples, rows=query_rows)
 
 
 class Episode(NamedTuple):
@@ -161,8 +141,7 @@ def sample_episode(samples: Samples, way: int, shot: int, queries: int, generato
     if min(way, shot, queries) < 1:
         raise SettingError(f"way, shot and queries must be >= 1, got {way}, {shot} and {queries}")
     labels = samples.labels.cpu()
-    counts = torch.bincount(labels)
-    eligible = (counts >= shot + queries).nonzero().squeeze(1)
+    eligible = (torch.bincount(labels) >= shot + queries).nonzero().squeeze(1)
     if len(eligible) < way:
         raise DataError(
             f"{way}-way {shot}-shot needs {way} classes with {shot} + {queries} samples each, got {len(eligible)}"
@@ -173,13 +152,7 @@ def sample_episode(samples: Samples, way: int, shot: int, queries: int, generato
         indices = (labels == label).nonzero().squeeze(1)
         chosen.append(indices[torch.randperm(len(indices), generator=generator)[: shot + queries]])
     table = torch.stack(chosen)  # way × (shot + queries)
-    support_x, _ = samples.pick(table[:, :shot].reshape(-1))
-    query_x, _ = samples.pick(table[:, shot:].reshape(-1))
-    episode_labels = torch.arange(way, device=samples.y.device)
-    return Episode(
-        support_x,
-        episode_labels.repeat_interleave(shot),
-        query_x,
-        episode_labels.repeat_interleave(queries),
-        classes.to(episode_labels.device),
-    )
+    support_x, query_x = (samples.pick(part.reshape(-1))[0] for part in (table[:, :shot], table[:, shot:]))
+    device = samples.y.device
+    support_y, query_y = (torch.arange(way, device=device).repeat_interleave(count) for count in (shot, queries))
+    return Episode(support_x, support_y, query_x, query_y, classes.to(device))

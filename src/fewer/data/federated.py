@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 
 from fewer.choices import Partition
 from fewer.data import text
-from fewer.data.partition import PartitionSpec, Parts, hold_out_fraction, partition_labels, partition_like
-from fewer.data.raw_dataset import RawDataset
+from fewer.data.partition import PartitionSpec, Parts, Rows, hold_out_fraction, partition_labels, partition_like
+from fewer.data.raw_dataset import Array, RawDataset
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError, unknown_name
 
@@ -129,20 +129,16 @@ class ArrayData(Data):
     """All training and validation samples."""
     train: Parts
     validation: Parts
-    global_test: Samples
-    """The global test set."""
+    test: Samples
     tests: Parts
-    """Rows of `global_test` by client."""
+    """Rows of `test` by client."""
     origin: Mapping[str, Any] | None = None
     tokens: tuple[str, ...] = ()
-    """The vocabulary, if inputs are token ids."""
     class_names: tuple[str, ...] = ()
     """Names of the classes, if known."""
     time_ordered: bool = False
-    """True if each client's samples are in temporal order."""
     novel: bool = False
-    """True if validation and test samples belong to novel classes."""
-    row_clients: NDArray[Any] | None = None
+    row_clients: Array | None = None
     """The original owner of each row of `source`, if time-ordered data is partitioned other than by client."""
 
     @property
@@ -150,23 +146,13 @@ class ArrayData(Data):
         """Shape of one input."""
         return tuple(self.source.x.shape[1:])
 
-    @cached_property
-    def test(self) -> Samples:  # type: ignore[override]
-        """The global test set: the test samples of all clients."""
-        return self.global_test
-
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
 
     def client(self, index: int) -> ClientData:
         """The samples of one client."""
-
-        def view(samples: Samples, parts: Parts) -> Samples:
-            return samples.select(torch.from_numpy(parts.rows_of(index)))
-
-        return ClientData(
-            view(self.source, self.train), view(self.source, self.validation), view(self.global_test, self.tests)
-        )
+        parts = (self.source, self.train), (self.source, self.validation), (self.test, self.tests)
+        return ClientData(*(samples.select(torch.from_numpy(rows.rows_of(index))) for samples, rows in parts))
 
     def size(self, index: int) -> int:
         """The number of training samples of one client."""
@@ -175,7 +161,7 @@ class ArrayData(Data):
     def fingerprint(self) -> str:
         """A checksum of all arrays and the partition."""
         checksum = 0
-        for samples in (self.source, self.global_test):
+        for samples in (self.source, self.test):
             layout = repr((tuple(samples.x.shape), str(samples.x.dtype), samples.shift, samples.scale))
             checksum = zlib.crc32(layout.encode(), checksum)
             # Windows of one long text overlap: the first value of each row and the last row cover them all.
@@ -189,7 +175,7 @@ class ArrayData(Data):
 
     def to(self, device: torch.device) -> ArrayData:
         """Copies the data to a device."""
-        return replace(self, source=self.source.to(device), global_test=self.global_test.to(device))
+        return replace(self, source=self.source.to(device), test=self.test.to(device))
 
     def as_numbers(self) -> ArrayData:
         """The same data with numbers as targets. Integer labels without names become numbers."""
@@ -197,8 +183,8 @@ class ArrayData(Data):
             return self
         if self.class_names or self.tokens:
             raise DataError(f"data '{self.name}' has named classes, and a regression needs numbers")
-        source, test = (replace(samples, y=samples.y.float()[:, None]) for samples in (self.source, self.global_test))
-        return replace(self, classes=1, source=source, global_test=test)
+        source, test = (replace(samples, y=samples.y.float()[:, None]) for samples in (self.source, self.test))
+        return replace(self, classes=1, source=source, test=test)
 
     def hold_out(self, fraction: float, seed: int) -> ArrayData:
         """Replaces the test data with a fraction of each client's training data, for tuning.
@@ -210,13 +196,12 @@ class ArrayData(Data):
             train, held_out = hold_out_fraction(self.train, fraction, rng)
         else:
             late = np.isin(self.train.rows, self._latest_rows(self.row_clients, fraction))
-            owners = np.repeat(np.arange(len(self)), self.train.sizes)
-            train, held_out = (Parts.by_owner(self.train.rows[mask], owners[mask], len(self)) for mask in (~late, late))
+            train, held_out = self.train.where(~late), self.train.where(late)
         tests = Parts(np.arange(len(held_out.rows)), held_out.offsets)
-        global_test = replace(self.source, rows=torch.from_numpy(held_out.rows).to(self.source.y.device))
-        return replace(self, train=train, global_test=global_test, tests=tests, origin=None)
+        test = replace(self.source, rows=torch.from_numpy(held_out.rows).to(self.source.y.device))
+        return replace(self, train=train, test=test, tests=tests, origin=None)
 
-    def _latest_rows(self, row_clients: NDArray[Any], fraction: float) -> NDArray[np.int64]:
+    def _latest_rows(self, row_clients: Array, fraction: float) -> NDArray[np.int64]:
         """The latest fraction of each original owner's training rows, spread over its classes.
 
         An owner's classes follow one another in time (one activity after another). Its very last rows could be all
@@ -240,7 +225,7 @@ class ArrayData(Data):
         if not self.has_classes:
             return frozenset()
         train_labels = self.source.y.cpu()[torch.from_numpy(self.train.rows)]
-        return frozenset(self.global_test.labels.tolist()) - frozenset(train_labels.tolist())
+        return frozenset(self.test.labels.tolist()) - frozenset(train_labels.tolist())
 
     def hold_out_classes(self, fraction: float, seed: int) -> ArrayData:
         """Like `hold_out`, but also moves all samples of a fraction of the classes to the test set."""
@@ -251,14 +236,10 @@ class ArrayData(Data):
         if len(unseen) == len(classes):
             raise DataError(f"cannot tune on data '{self.name}': clients train on one class only")
         moved = np.isin(labels[data.train.rows], unseen)
-        owners = np.repeat(np.arange(len(self)), data.train.sizes)
-        test_rows = data.global_test.rows
+        test_rows = data.test.rows
         assert test_rows is not None
-        moved_rows = torch.from_numpy(data.train.rows[moved]).to(test_rows.device)
-        train = Parts.by_owner(data.train.rows[~moved], owners[~moved], len(self))
-        return replace(
-            data, train=train, global_test=replace(data.global_test, rows=torch.cat([test_rows, moved_rows]))
-        )
+        rows = torch.cat([test_rows, torch.from_numpy(data.train.rows[moved]).to(test_rows.device)])
+        return replace(data, train=data.train.where(~moved), test=replace(data.test, rows=rows))
 
 
 # --- user arrays ----------------------------------------------------------------------------------------------
@@ -340,7 +321,10 @@ def federate(
     if raw.split is not None and validation:
         raise SettingError(f"validation must be 0, got {validation:g}: data '{name}' is split by classes")
     if partition == "natural":
-        raw = _merge_test_of_other_owners(raw, name)
+        if raw.client_ids is None:
+            raise SettingError(f"partition = natural needs client ids, but data '{name}' has none")
+        if raw.test_client_ids is not None and set(raw.test_client_ids.tolist()) - set(raw.client_ids.tolist()):
+            raw = raw.merge_test()  # the owners of test samples become clients, too
     rng = np.random.default_rng(seed)
     rows = np.arange(len(raw.y))
     if _is_windowed(raw) and raw.client_ids is not None:
@@ -367,7 +351,12 @@ def federate(
     if partition == "natural":
         assert raw.client_ids is not None and owners is not None
         test_owners = raw.client_ids[test_rows] if raw.test is None else raw.test_client_ids
-        train, tests = _partition_by_client(raw.client_ids, owners, rows, labels, test_owners, test_labels, rng)
+        train = Parts.by_owner(rows, np.searchsorted(owners, raw.client_ids[rows]), len(owners))
+        if test_owners is None:
+            tests = partition_like(train, labels, test_labels, rng)
+        else:
+            known = np.flatnonzero(np.isin(test_owners, owners))
+            tests = Parts.by_owner(known, np.searchsorted(owners, test_owners[known]), len(owners))
     else:
         spec = PartitionSpec(partition, clients, alpha, min_samples_per_client, classes_per_client, shards)
         train, tests = partition_labels(spec, labels[rows], test_labels, seed)
@@ -390,42 +379,23 @@ def federate(
         classes = targets.shape[1]
     if raw.split is not None:
         classes = raw.split[0]
-    return ArrayData(
-        name,
-        classes,
-        source,
-        train,
-        held_out,
-        global_test,
-        tests,
-        origin,
-        tokens,
-        raw.class_names,
-        raw.time_ordered,
-        novel=raw.split is not None,
-        row_clients=raw.client_ids if raw.time_ordered and partition != "natural" else None,
-    )
+    row_clients = raw.client_ids if raw.time_ordered and partition != "natural" else None
+    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients
+    return ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
 
 
-def _split_by_class(
-    parts: Parts, labels: NDArray[np.int64], split: tuple[int, int, int]
-) -> tuple[Parts, Parts, Parts, NDArray[np.int64]]:
+def _split_by_class(parts: Parts, labels: Rows, split: tuple[int, int, int]) -> tuple[Parts, Parts, Parts, Rows]:
     """Splits each client's samples into base, validation and novel classes.
 
     Also returns all rows of novel classes; the third `Parts` holds positions in them.
     """
-    owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
     group = np.searchsorted(np.cumsum(split), labels[parts.rows], side="right")
-    base, validation, novel = (
-        Parts.by_owner(parts.rows[group == number], owners[group == number], len(parts.sizes)) for number in range(3)
-    )
+    base, validation, novel = (parts.where(group == number) for number in range(3))
     rows = np.sort(novel.rows)
     return base, validation, Parts(np.searchsorted(rows, novel.rows), novel.offsets), rows
 
 
-def hold_out_rows(
-    raw: RawDataset, rows: NDArray[np.int64], fraction: float
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def hold_out_rows(raw: RawDataset, rows: Rows, fraction: float) -> tuple[Rows, Rows]:
     """Holds out a fraction of each owner's rows. Returns the remaining and the held-out rows.
 
     The result does not depend on the seed of the partition. Time-ordered data is split by time. Overlapping windows
@@ -444,24 +414,7 @@ def hold_out_rows(
 
 def _sort_rows(parts: Parts) -> Parts:
     """Sorts the rows of each client."""
-    owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
-    return Parts(parts.rows[np.lexsort((parts.rows, owners))], parts.offsets)
-
-
-def _merge_test_of_other_owners(raw: RawDataset, name: str) -> RawDataset:
-    """Merges the test set into the training set if it belongs to other owners, so that all become clients."""
-    if raw.client_ids is None:
-        raise SettingError(f"partition = natural needs client ids, but data '{name}' has none")
-    if (
-        raw.test is None
-        or raw.test_client_ids is None
-        or set(raw.test_client_ids.tolist()) <= set(raw.client_ids.tolist())
-    ):
-        return raw
-    test_x, test_y = raw.test
-    x = raw.x + list(test_x) if isinstance(raw.x, list) else np.concatenate([np.asarray(raw.x), np.asarray(test_x)])
-    client_ids = np.concatenate([raw.client_ids, raw.test_client_ids])
-    return replace(raw, x=x, y=np.concatenate([raw.y, test_y]), client_ids=client_ids, test=None, test_client_ids=None)
+    return Parts(parts.rows[np.lexsort((parts.rows, parts.owners))], parts.offsets)
 
 
 def _is_windowed(raw: RawDataset) -> bool:
@@ -469,9 +422,7 @@ def _is_windowed(raw: RawDataset) -> bool:
     return isinstance(raw.x, Tensor) and not raw.x.is_contiguous()
 
 
-def _subsample(
-    raw: RawDataset, rows: NDArray[np.int64], fraction: float, rng: np.random.Generator
-) -> tuple[RawDataset, NDArray[np.int64]]:
+def _subsample(raw: RawDataset, rows: Rows, fraction: float, rng: np.random.Generator) -> tuple[RawDataset, Rows]:
     """Keeps a random fraction of the training rows. Also shrinks the arrays if they hold only training rows."""
     if not 0 < fraction <= 1:
         raise SettingError(f"fraction must be > 0 and <= 1, got {fraction:g}")
@@ -482,38 +433,11 @@ def _subsample(
         raise SettingError(f"fraction = {fraction:g} keeps none of {len(rows)} samples; raise it")
     if raw.test is None or isinstance(raw.x, list):
         return raw, subset
-    client_ids = None if raw.client_ids is None else raw.client_ids[subset]
-    return replace(raw, x=raw.x[subset], y=raw.y[subset], client_ids=client_ids), np.arange(len(subset))
-
-
-def _partition_by_client(
-    client_ids: NDArray[Any],
-    owners: NDArray[Any],
-    rows: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    test_client_ids: NDArray[Any] | None,
-    test_labels: NDArray[np.int64],
-    rng: np.random.Generator,
-) -> tuple[Parts, Parts]:
-    """Makes one client per owner, in sorted order.
-
-    Test samples go to their owners. If those are unknown, test samples are split in the training class proportions.
-    """
-    train = Parts.by_owner(rows, np.searchsorted(owners, client_ids[rows]), len(owners))
-    if test_client_ids is None:
-        return train, partition_like(train, labels, test_labels, rng)
-    known = np.isin(test_client_ids, owners)
-    return train, Parts.by_owner(np.flatnonzero(known), np.searchsorted(owners, test_client_ids[known]), len(owners))
+    return raw.select(subset), np.arange(len(subset))
 
 
 def _build_samples(
-    raw: RawDataset,
-    targets: NDArray[Any],
-    test_targets: NDArray[Any],
-    train: Parts,
-    name: str,
-    vocab_size: int,
-    max_length: int,
+    raw: RawDataset, targets: Array, test_targets: Array, train: Parts, name: str, vocab_size: int, max_length: int
 ) -> tuple[Samples, Samples, tuple[str, ...]]:
     """Converts training and test data to tensors. Also returns the vocabulary of texts."""
     x, test_x, tokens = raw.x, None if raw.test is None else raw.test[0], raw.tokens
@@ -546,26 +470,27 @@ def from_clients(clients: Sequence[Any], **settings: Any) -> ArrayData:
     `settings` are those of `from_arrays`. Clients without samples are kept.
     """
     pairs = [_as_pair(samples, client) for client, samples in enumerate(clients)]
-    if not sum(len(y) for _, y in pairs):
-        raise DataError("no client in the list has samples")
-    for client, (x, y) in enumerate(pairs):
-        _check_same_length(f"client {client}", x, y)
     non_empty = [pair for pair in pairs if len(pair[1])]
+    if not non_empty:
+        raise DataError("no client in the list has samples")
     client_ids = np.repeat(np.arange(len(pairs)), [len(y) for _, y in pairs])
     first = non_empty[0][0]
-    for client, (x, _) in enumerate(pairs):
+    for client, (x, y) in enumerate(pairs):
+        _check_same_length(f"client {client}", x, y)
         if len(x) and (x.shape[1:] != first.shape[1:] or (x.dtype == np.uint8) != (first.dtype == np.uint8)):
             raise DataError(f"client {client} has inputs of {_describe(x)}, but other clients have {_describe(first)}")
     x, y = (np.concatenate([pair[part] for pair in non_empty]) for part in (0, 1))
     inputs = x.tolist() if x.dtype.kind == "U" else x
     data = from_arrays(inputs, y, client_ids=client_ids, partition="natural", **settings)
-    if len(data) == len(pairs):
-        return data
     present = np.unique(client_ids)
-    parts: dict[str, Any] = {
-        name: _add_empty_clients(getattr(data, name), present, len(pairs)) for name in ("train", "validation", "tests")
-    }
-    return replace(data, **parts)
+
+    def add_empty_clients(parts: Parts) -> Parts:
+        offsets = np.zeros(len(pairs) + 1, np.int64)
+        offsets[present + 1] = parts.sizes
+        return Parts(parts.rows, np.cumsum(offsets))
+
+    train, held_out, tests = map(add_empty_clients, (data.train, data.validation, data.tests))
+    return replace(data, train=train, validation=held_out, tests=tests)
 
 
 def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
@@ -578,25 +503,18 @@ def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
     return from_arrays(*_read_dataset(dataset), **settings)
 
 
-def _read_dataset(dataset: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+def _read_dataset(dataset: Any) -> tuple[Array, Array]:
     pairs = [dataset[index] for index in range(len(dataset))]
     return np.stack([np.asarray(x) for x, _ in pairs]), np.stack([np.asarray(y) for _, y in pairs])
 
 
-def _as_pair(samples: Any, client: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
     """Returns the inputs and labels of one client, given as a pair or as a torch Dataset."""
     if isinstance(samples, Dataset):
         return _read_dataset(samples) if len(samples) else (np.empty(0), np.empty(0, np.int64))  # type: ignore[arg-type]
     if not isinstance(samples, tuple | list) or len(samples) != 2:
         raise DataError(f"client {client} must be a pair (x, y) or a torch Dataset, got {type(samples).__name__}")
     return np.asarray(samples[0]), np.asarray(samples[1])
-
-
-def _add_empty_clients(parts: Parts, present: NDArray[np.integer], clients: int) -> Parts:
-    """Extends `parts` to `clients` clients. Only the `present` ones have rows."""
-    offsets = np.zeros(clients + 1, np.int64)
-    offsets[present + 1] = parts.sizes
-    return Parts(parts.rows, np.cumsum(offsets))
 
 
 def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:
@@ -622,7 +540,7 @@ def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:
     return inputs.unsqueeze(1) if inputs.ndim == 3 and inputs.dtype == torch.uint8 else inputs
 
 
-def convert_targets(y: ArrayLike | Tensor, name: str) -> NDArray[Any]:
+def convert_targets(y: ArrayLike | Tensor, name: str) -> Array:
     """Converts targets to class labels if they are, and otherwise to floats (samples × outputs).
 
     Floats are class labels if all of them are 0, 1, 2, … A matrix of floats, or of 0 and 1, has several outputs.
@@ -641,9 +559,7 @@ def convert_targets(y: ArrayLike | Tensor, name: str) -> NDArray[Any]:
     return targets.astype(np.float32).reshape(len(targets), -1)
 
 
-def _match_targets(
-    targets: NDArray[Any], test_targets: NDArray[Any], name: str
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _match_targets(targets: Array, test_targets: Array, name: str) -> tuple[Array, Array]:
     """Both parts as floats, even if all targets of one part are integers."""
     train, test = (part.astype(np.float32).reshape(len(part), -1) for part in (targets, test_targets))
     if train.shape[1] != test.shape[1]:
@@ -660,16 +576,19 @@ def convert_labels(y: ArrayLike | Tensor, name: str) -> NDArray[np.int64]:
         labels = labels[:, 0]
     if labels.ndim != 1:
         raise DataError(f"data '{name}' has labels of shape {labels.shape} (expected: one integer per sample)")
+    is_number = labels.dtype.kind in "iufb"
     with np.errstate(invalid="ignore"):
-        integers = labels.astype(np.int64) if labels.dtype.kind in "iufb" else None
-    if integers is None or not np.array_equal(integers, labels) or integers.min(initial=0) < 0:
-        raise DataError(f"data '{name}' has labels that are not class labels (expected: 0, 1, 2, …)")
+        integers = labels.astype(np.int64) if is_number else np.full(len(labels), -1)
+    wrong = np.flatnonzero((integers < 0) | (integers != labels) if is_number else integers < 0)
+    if len(wrong):
+        problem = f"label {labels[wrong[0]]} in sample {wrong[0]} (expected: one integer per sample, >= 0)"
+        raise DataError(f"data '{name}' has labels that are not class labels: {problem}")
     if (largest := integers.max(initial=0)) >= MAX_CLASSES:
         raise DataError(f"labels of data '{name}' must be < {MAX_CLASSES}, got {largest}")
     return integers
 
 
-def _describe(inputs: Tensor | NDArray[Any]) -> str:
+def _describe(inputs: Tensor | Array) -> str:
     return f"{str(inputs.dtype).removeprefix('torch.')} {tuple(inputs.shape[1:])}"
 
 
@@ -678,16 +597,14 @@ def _check_same_length(name: str, x: Any, y: Any) -> None:
         raise DataError(f"data '{name}' has {len(x)} inputs and {len(y)} labels")
 
 
-def _compute_normalization(
-    inputs: Tensor, rows: NDArray[np.int64], normalization: tuple[float, float] | None
-) -> tuple[float, float]:
+def _compute_normalization(inputs: Tensor, rows: Rows, known: tuple[float, float] | None) -> tuple[float, float]:
     """Shift and scale of byte inputs, from the training rows alone; the identity for other inputs."""
     if inputs.dtype != torch.uint8:
         return 0.0, 1.0
-    if normalization is None:
+    if known is None:
         counts = torch.bincount(inputs[torch.from_numpy(rows)].reshape(-1), minlength=256).double()
         values = torch.arange(256).double() / 255
         mean = float((counts * values).sum() / counts.sum())
         std = float(((counts * (values - mean) ** 2).sum() / counts.sum()).sqrt())
-        normalization = mean, std or 1.0
-    return 255 * normalization[0], 1 / (255 * normalization[1])
+        known = mean, std or 1.0
+    return 255 * known[0], 1 / (255 * known[1])

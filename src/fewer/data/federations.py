@@ -28,13 +28,8 @@ class Federations(ArrayData):
             return Parts(parts.rows[offsets[0] : offsets[-1]], offsets - offsets[0])
 
         data = self.members
-        return replace(
-            data,
-            train=slice_parts(data.train),
-            validation=slice_parts(data.validation),
-            tests=slice_parts(data.tests),
-            origin=None,
-        )
+        train, validation, tests = map(slice_parts, (data.train, data.validation, data.tests))
+        return replace(data, train=train, validation=validation, tests=tests, origin=None)
 
     def to(self, device: torch.device) -> Federations:
         """Copies the data to a device."""

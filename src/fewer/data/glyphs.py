@@ -30,11 +30,7 @@ _CANVAS = 96
 
 def draw_glyphs(size: int = 28) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
     """Returns images (n × size × size, white on black), labels and writers, ordered by writer and class."""
-    count = WRITERS * len(CLASSES) * COPIES
-    images = np.empty((count, size, size), np.uint8)
-    for writer in range(WRITERS):
-        block = len(CLASSES) * COPIES
-        images[writer * block : (writer + 1) * block] = _draw_writer(writer, size)
+    images = np.concatenate([_draw_writer(writer, size) for writer in range(WRITERS)])
     labels = np.tile(np.repeat(np.arange(len(CLASSES)), COPIES), WRITERS)
     writers = np.repeat(np.arange(WRITERS), len(CLASSES) * COPIES)
     return images, labels, writers
@@ -75,11 +71,10 @@ def _draw_writer(writer: int, size: int) -> NDArray[np.uint8]:
             jitter = rng.normal(0, jitter_scale, 5)
             angle, shear = tilt + jitter[0], slant + jitter[1]
             width_scale, height_scale = width * np.exp(jitter[2]), height * np.exp(jitter[3])
-            scale = _CANVAS / size
             # The inverse map: from a pixel of the drawing to a point on the canvas, both relative to their centers.
             c, s = np.cos(angle), np.sin(angle)
             forward = np.array([[c, -s], [s, c]]) @ np.array([[width_scale, shear], [0, height_scale]])
-            a, b, d, e = (np.linalg.inv(forward) * scale).ravel()
+            a, b, d, e = (np.linalg.inv(forward) * (_CANVAS / size)).ravel()
             center = (size - 1) / 2 + rng.normal(0, 20 * jitter_scale, 2)
             x, y = np.array([_CANVAS / 2, _CANVAS / 2]) - np.array([[a, b], [d, e]]) @ center
             matrix = (a, b, x, d, e, y)

@@ -30,6 +30,15 @@ class Parts(NamedTuple):
         """The number of rows of each client."""
         return np.diff(self.offsets)
 
+    @property
+    def owners(self) -> Rows:
+        """The client of each row."""
+        return np.repeat(np.arange(len(self.sizes)), self.sizes)
+
+    def where(self, mask: NDArray[np.bool_]) -> Parts:
+        """The rows at which `mask` is true."""
+        return Parts.by_owner(self.rows[mask], self.owners[mask], len(self.sizes))
+
     @classmethod
     def by_owner(cls, rows: Rows, owners: NDArray[np.integer], clients: int) -> Parts:
         """Groups rows by owner. The rows of a client keep their order."""
@@ -91,7 +100,7 @@ def partition_dirichlet_pairs(labels: Rows, spec: PartitionSpec, rng: np.random.
     for pair in range(len(pairs.sizes)):
         rows, first = pairs.rows_of(pair), 2 * pair
         halves = partition_dirichlet(labels[rows], replace(spec, clients=min(2, spec.clients - first)), rng)
-        owners[rows[halves.rows]] = first + np.repeat(np.arange(len(halves.sizes)), halves.sizes)
+        owners[rows[halves.rows]] = first + halves.owners
     return Parts.by_owner(np.arange(len(labels)), owners, spec.clients)
 
 
@@ -166,8 +175,8 @@ def partition_like(parts: Parts, labels: Rows, test_labels: Rows, rng: np.random
     """Partitions test samples like the training samples: each client gets the same proportion of each class."""
     clients = len(parts.sizes)
     classes = int(max(labels.max(initial=-1), test_labels.max(initial=-1))) + 1
-    owners = np.repeat(np.arange(clients), parts.sizes)
-    counts = np.bincount(labels[parts.rows] * clients + owners, minlength=classes * clients).reshape(classes, clients)
+    cells = labels[parts.rows] * clients + parts.owners
+    counts = np.bincount(cells, minlength=classes * clients).reshape(classes, clients)
     totals = counts.sum(axis=1, keepdims=True)
     # Classes without training samples are split equally.
     proportions = np.where(totals > 0, counts / np.maximum(totals, 1), 1 / clients)
@@ -198,19 +207,14 @@ def hold_out_fraction(parts: Parts, fraction: float, rng: np.random.Generator | 
     """
     if not 0 < fraction < 1:
         raise SettingError(f"the fraction to hold out must be > 0 and < 1, got {fraction:g}")
-    owners = np.repeat(np.arange(len(parts.sizes)), parts.sizes)
-    position = np.arange(len(owners)) - np.repeat(parts.offsets[:-1], parts.sizes)
-    rows = parts.rows
+    position = np.arange(len(parts.rows)) - np.repeat(parts.offsets[:-1], parts.sizes)
     if rng is None:
         position = np.repeat(parts.sizes, parts.sizes) - 1 - position  # from the end
     else:
-        rows = rows[np.lexsort((rng.random(len(owners)), owners))]  # shuffled within each client
+        shuffled = np.lexsort((rng.random(len(parts.rows)), parts.owners))  # within each client
+        parts = Parts(parts.rows[shuffled], parts.offsets)
     held_out = position < np.repeat(np.floor(parts.sizes * fraction), parts.sizes)
-
-    def select(mask: NDArray[np.bool_]) -> Parts:
-        return Parts.by_owner(rows[mask], owners[mask], len(parts.sizes))
-
-    return select(~held_out), select(held_out)
+    return parts.where(~held_out), parts.where(held_out)
 
 
 def partition_labels(spec: PartitionSpec, train_labels: Rows, test_labels: Rows, seed: int) -> tuple[Parts, Parts]:

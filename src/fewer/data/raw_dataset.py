@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 Array = NDArray[Any]
 Inputs = Array | Tensor | list[str]
-"""Images as bytes, features or time series as floats, token ids as integers, or texts."""
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,19 @@ class RawDataset:
     """True if each client's samples are in temporal order. They are then split by time."""
     split: tuple[int, int, int] | None = None
     """Numbers of base, validation and novel classes, in label order, if the classes are split."""
+
+    def merge_test(self) -> RawDataset:
+        """Appends the test samples to the training samples. Client ids stay if those of both parts are known."""
+        if self.test is None:
+            return self
+        x, (test_x, test_y), client_ids = self.x, self.test, None
+        x = x + list(test_x) if isinstance(x, list) else np.concatenate([np.asarray(x), np.asarray(test_x)])
+        y = np.concatenate([self.y, test_y])
+        if self.client_ids is not None and self.test_client_ids is not None:
+            client_ids = np.concatenate([self.client_ids, self.test_client_ids])
+        return replace(self, x=x, y=y, test=None, client_ids=client_ids, test_client_ids=None)
+
+    def select(self, rows: NDArray[np.int64]) -> RawDataset:
+        """Keeps only these training samples."""
+        x = [self.x[row] for row in rows] if isinstance(self.x, list) else self.x[rows]
+        return replace(self, x=x, y=self.y[rows], client_ids=None if self.client_ids is None else self.client_ids[rows])

@@ -41,7 +41,7 @@ def build_user_tasks(
     selected[selected] = (counts >= min_records)[user.reshape(-1)]
     if not selected.any():
         raise DataError(f"no user has {min_records} records; lower min_records or raise max_items")
-    raw = replace(raw, x=raw.x[selected], y=raw.y[selected], client_ids=raw.client_ids[selected])
+    raw = raw.select(np.flatnonzero(selected))
     if not own_classes:
         return raw
     classes = max_items or int(item_rank[selected].max()) + 1
@@ -69,8 +69,6 @@ def generate_usage(users: int = 40, records: int = 60, services: int = 30) -> Ra
                 last if habit == 0 and last < services else usual[period] if habit == 1 else rng.choice(user_services)
             )
             y.append(last)
-    client_ids = np.repeat(np.arange(users), records)
+    inputs, labels, client_ids = np.stack(x), np.array(y, np.int64), np.repeat(np.arange(users), records)
     class_names = tuple(f"service {number}" for number in range(1, services + 1))
-    return RawDataset(
-        np.stack(x), np.array(y, np.int64), client_ids=client_ids, class_names=class_names, time_ordered=True
-    )
+    return RawDataset(inputs, labels, client_ids=client_ids, class_names=class_names, time_ordered=True)

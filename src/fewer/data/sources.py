@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -133,13 +135,10 @@ def read_inputs(
     """Reads inputs for prediction, and labels if known: the test set if there is one, otherwise all samples."""
     if name.startswith("npz:"):
         path = _find_path(name.removeprefix("npz:"), data_dir)
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                if "x" in arrays and "y" not in arrays:
-                    return arrays["x"], None
-        except Exception as error:  # the reader below reports it
-            if not isinstance(error, OSError | ValueError | TypeError | KeyError | EOFError):
-                raise
+        errors = OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile  # the reader below reports them
+        with suppress(*errors), np.load(path, allow_pickle=False) as arrays:
+            if "x" in arrays and "y" not in arrays:
+                return arrays["x"], None
     raw = read(name, data_dir, **(options or {}))
     return raw.test if raw.test is not None else (raw.x, raw.y)
 
@@ -147,9 +146,7 @@ def read_inputs(
 def _read_files(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
     reader: Callable[..., RawDataset] = FORMATS[format]
     _check_options(reader, options, format)
-    if format not in SLOW:
-        return reader(path, **options)
-    return _read_through_cache(format, path, options)
+    return _read_through_cache(format, path, options) if format in SLOW else reader(path, **options)
 
 
 def _read_through_cache(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
@@ -161,26 +158,14 @@ def _read_through_cache(format: str, path: Path, options: Mapping[str, Any]) -> 
 
     def build() -> dict[str, Any]:
         raw = FORMATS[format](path, **options)
-        test = raw.test or (None, None)
-        owners = raw.client_ids, raw.test_client_ids
-        values = (raw.x, raw.y, *test, *owners, raw.class_names, raw.tokens, raw.time_ordered)
-        return {key: np.asarray(value) for key, value in zip(keys, values, strict=True) if value is not None}
+        test_x, test_y = raw.test or (None, None)
+        values = {**vars(raw), "test_x": test_x, "test_y": test_y}
+        return {key: np.asarray(values[key]) for key in keys if values[key] is not None}
 
-    arrays = load_or_build(f"{format}-{digest}", build)
-    x, y, test_x, test_y, client_ids, test_client_ids, class_names, tokens, time_ordered = (
-        arrays.get(key) for key in keys
-    )
-    assert x is not None and y is not None and class_names is not None and tokens is not None
-    return RawDataset(
-        x,
-        y,
-        None if test_x is None or test_y is None else (test_x, test_y),
-        client_ids,
-        test_client_ids,
-        tuple(str(name) for name in class_names),
-        tuple(str(token) for token in tokens),
-        time_ordered=bool(time_ordered),
-    )
+    arrays: dict[str, Any] = load_or_build(f"{format}-{digest}", build)
+    test = (arrays.pop("test_x"), arrays.pop("test_y")) if "test_x" in arrays else None
+    names: dict[str, Any] = {key: tuple(arrays.pop(key).tolist()) for key in ("class_names", "tokens")}
+    return RawDataset(test=test, time_ordered=bool(arrays.pop("time_ordered")), **names, **arrays)
 
 
 def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any], name: str) -> None:
@@ -222,13 +207,8 @@ def _load_glyphs(size: int = 28) -> RawDataset:
     arrays = load_or_build(
         f"glyphs-{size}", lambda: dict(zip(("x", "y", "client"), glyphs.draw_glyphs(size), strict=True))
     )
-    return RawDataset(
-        arrays["x"],
-        arrays["y"],
-        client_ids=arrays["client"],
-        class_names=tuple(glyphs.CLASSES),
-        normalization=(0.13, 0.26),
-    )
+    x, y, writers, class_names = arrays["x"], arrays["y"], arrays["client"], tuple(glyphs.CLASSES)
+    return RawDataset(x, y, client_ids=writers, class_names=class_names, normalization=(0.13, 0.26))
 
 
 def _load_looks(source: str = "fashion") -> RawDataset:
@@ -237,20 +217,13 @@ def _load_looks(source: str = "fashion") -> RawDataset:
 
     if source not in ("fashion", "glyphs"):
         raise unknown_name("source of looks", source, ("fashion", "glyphs"))
-    if source == "fashion":
-        raw = _load_fashion_mini()
-        assert raw.test is not None
-        x, y = np.concatenate([raw.x, raw.test[0]]), np.concatenate([raw.y, raw.test[1]])
-    else:
-        raw = _load_glyphs()
-        x, y = np.asarray(raw.x), raw.y
-    looks = np.random.default_rng(0).integers(4, size=len(y))
+    raw = (_load_fashion_mini() if source == "fashion" else _load_glyphs()).merge_test()
+    x = np.asarray(raw.x)
+    looks = np.random.default_rng(0).integers(4, size=len(x))
     images = np.empty_like(x)
     for look in range(4):
         images[looks == look] = glyphs.apply_looks(x[looks == look])[look]
-    return RawDataset(
-        images, y, client_ids=np.array(glyphs.LOOKS)[looks], class_names=raw.class_names, normalization=(0.5, 0.5)
-    )
+    return replace(raw, x=images, client_ids=np.array(glyphs.LOOKS)[looks], normalization=(0.5, 0.5))
 
 
 def _load_shakespeare_mini() -> RawDataset:
@@ -279,9 +252,10 @@ NAMES = (*EMBEDDED, *FILES)
 def _find_path(path: str, data_dir: str | Path | None) -> Path:
     """Finds a path as given, or below the data directory."""
     root = data_dir or os.environ.get("FEWER_DATA")
-    for candidate in [Path(path), *([Path(root) / path] if root else [])]:
-        if candidate.exists():
-            return candidate
+    if Path(path).exists():
+        return Path(path)
+    if root and (Path(root) / path).exists():
+        return Path(root) / path
     if root:
         raise DataError(f"no '{path}' in {root}")
     raise DataError(f"'{path}' does not exist, and no data directory is set: pass --data-dir or set FEWER_DATA")

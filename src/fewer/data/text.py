@@ -90,8 +90,7 @@ def load_word_vectors(path: Path, tokens: Sequence[str]) -> Tensor:
                 if index == 0 and len(values) == 1:  # fastText header: number of words, width
                     continue
                 if vectors is None:
-                    width = len(values)
-                    vectors = torch.randn(len(tokens), width, generator=torch.Generator().manual_seed(0)) * 0.1
+                    vectors = torch.randn(len(tokens), len(values), generator=torch.Generator().manual_seed(0)) * 0.1
                 if len(values) != vectors.shape[1]:
                     raise DataError(f"{path}, line {index + 1} has {len(values)} values, expected {vectors.shape[1]}")
                 if word in ids:

@@ -6,8 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from fewer.data import Data
 from fewer.errors import RunError, SettingError
@@ -34,7 +33,6 @@ class Row:
     """One method over all seeds. Numbers are means over seeds unless they say otherwise."""
 
     method: str
-    """The method's name."""
     accuracy: float
     """The primary metric (see `primary`): each client's model predicts that client's test samples."""
     ci95: float | None
@@ -50,7 +48,6 @@ class Row:
     seconds: float
     """Seconds of a run."""
     seeds: list[int]
-    """The seeds."""
     accuracies: list[float]
     """The accuracy for each seed."""
     curves: list[list[dict[str, Any]]]
@@ -136,14 +133,6 @@ class Comparison(Viewable):
         return {**asdict(self), "runs": [str(path) for path in self.runs]}
 
 
-class ComparedMethod(NamedTuple):
-    """A method to compare: its label and experiment, and the method itself if it was given as an object."""
-
-    label: str
-    experiment: Experiment
-    method: Method | None
-
-
 def compare(
     methods: Sequence[Method | str],
     data: Data | str = "fashion-mini",
@@ -175,23 +164,27 @@ def compare(
         raise SettingError(f"seeds must be the number of seeds, got {seeds!r}")
     if not methods:
         raise SettingError("no methods to compare: pass at least one")
-    entries = _build_entries(methods, data, model, settings)
-    shared_data = data if isinstance(data, Data) else None
+    trials = trials if tune else 0
+    experiments, given_methods = _build_experiments(methods, data, model, settings)
+    labels = _make_labels([experiment.method for experiment in experiments])
+    first = experiments[0]
     objects = {"model": model, "loss": settings.get("loss"), "metrics": settings.get("metrics")}
-    own = {name: value for name, value in objects.items() if name in entries[0].experiment.objects}
-    folder = None if out is None else Path(out)
-    runner = SeedRunner(seeds, trials if tune else 0, folder, callbacks, track=track, data=shared_data, objects=own)
-    rows = [runner.run(entry.experiment.settings, entry.label, method=entry.method) for entry in entries]
-    first = entries[0].experiment
+    own = {name: value for name, value in objects.items() if name in first.objects}
+    own_data, folder = data if isinstance(data, Data) else None, None if out is None else Path(out)
+    runner = SeedRunner(seeds, trials, folder, callbacks, track=track, data=own_data, objects=own)
+    entries = zip(experiments, labels, given_methods, strict=True)
+    rows = [runner.run(experiment.settings, label, method=method) for experiment, label, method in entries]
     shared = first.settings.model_dump(mode="json", exclude={"method", "method_options", *METHOD_SETTINGS})
-    shared |= {"seeds": seeds, "trials": trials if tune else 0}
-    return Comparison(rows, [entry.label for entry in entries], shared, len(first.data), runner.paths)
+    return Comparison(rows, labels, {**shared, "seeds": seeds, "trials": trials}, len(first.data), runner.paths)
 
 
-def _build_entries(
+def _build_experiments(
     methods: Sequence[Method | str], data: Data | str, model: Model, settings: Mapping[str, Any]
-) -> list[ComparedMethod]:
-    """The experiment of each method, built and initialized before the first run so that mistakes show early."""
+) -> tuple[list[Experiment], list[Method | None]]:
+    """The experiment of each method, and the method if it was given as an object.
+
+    All are built and initialized before the first run, so that mistakes show early.
+    """
     common = {name: value for name, value in settings.items() if name not in ("method_options", *METHOD_SETTINGS)}
     overrides = {name: value for name in METHOD_SETTINGS if (value := settings.get(name)) is not None}
     objects = [_override(method, overrides) if isinstance(method, Method) else None for method in methods]
@@ -199,16 +192,12 @@ def _build_entries(
     options = assign_options(named, settings.get("method_options", {}))
     experiments = []
     for given, method in zip(methods, objects, strict=True):
-        if method is not None:
-            experiments.append(experiment_from_arguments(method, data, model, common))
-        else:
-            chosen = {**common, **overrides}
-            if isinstance(given, str):
-                chosen["method_options"] = options[find(given).name]
-            experiments.append(experiment_from_arguments(given, data, model, chosen))
+        chosen = common
+        if isinstance(given, str):
+            chosen = {**common, **overrides, "method_options": options[find(given).name]}
+        experiments.append(experiment_from_arguments(method or given, data, model, chosen))
         initial_state(experiments[-1])
-    labels = _make_labels([experiment.method for experiment in experiments])
-    return [ComparedMethod(*entry) for entry in zip(labels, experiments, objects, strict=True)]
+    return experiments, objects
 
 
 def _override(method: Method, overrides: Mapping[str, Any]) -> Method:
@@ -230,32 +219,30 @@ def _make_labels(methods: Sequence[Method]) -> list[str]:
     return labels
 
 
+@dataclass
 class SeedRunner:
     """Runs methods with several seeds, after tuning if there are trials. Datasets are loaded once."""
 
-    def __init__(
-        self,
-        seeds: int,
-        trials: int,
-        out: Path | None,
-        callbacks: Sequence[Callback] = (),
-        measure: Callable[[Result], float] = pooled_value,
-        track: Sequence[str] = (),
-        data: Data | None = None,
-        objects: Mapping[str, Any] = MappingProxyType({}),
-        title: str = "",
-    ) -> None:
-        if seeds < 1:
-            raise SettingError(f"seeds must be at least 1, got {seeds}")
-        trackers.find(track)  # reports a wrong name before the first trial
-        check_callbacks(callbacks)
-        self.seeds, self.trials, self.out, self.callbacks, self.measure = seeds, trials, out, callbacks, measure
-        self.track, self.data, self.objects, self.title = track, data, objects, title
-        self.paths: list[Path] = []
-        """The run directories so far."""
-        self._partitions: dict[str, Data] = {}
-        if out:
-            out.mkdir(parents=True, exist_ok=True)
+    seeds: int
+    trials: int
+    out: Path | None
+    callbacks: Sequence[Callback] = ()
+    measure: Callable[[Result], float] = pooled_value
+    track: Sequence[str] = ()
+    data: Data | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
+    title: str = ""
+    paths: list[Path] = field(default_factory=list, init=False)
+    """The run directories so far."""
+    _partitions: dict[str, Data] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise SettingError(f"seeds must be at least 1, got {self.seeds}")
+        trackers.find(self.track)  # reports a wrong name before the first trial
+        check_callbacks(self.callbacks)
+        if self.out:
+            self.out.mkdir(parents=True, exist_ok=True)
 
     def experiment(self, settings: Settings, method: Method | None = None) -> Experiment:
         """Builds the experiment that the settings name, with cached data if possible."""
@@ -263,9 +250,8 @@ class SeedRunner:
         return build_experiment(settings, method, data, **self.objects)
 
     def _load_partition(self, settings: Settings) -> Data:
-        key = settings.model_dump_json(
-            exclude={"method", "method_options", *METHOD_SETTINGS, "model", "norm", "model_options"}
-        )
+        others = {"method", "method_options", *METHOD_SETTINGS, "model", "norm", "model_options"}
+        key = settings.model_dump_json(exclude=others)
         if key not in self._partitions:
             while len(self._partitions) >= CACHED_PARTITIONS:
                 self._partitions.pop(next(iter(self._partitions)))
@@ -277,18 +263,15 @@ class SeedRunner:
         experiment, done = self.experiment(settings, method), list[Trial]()
         stem = "".join(c if c.isalnum() or c in "-._=" else "-" for c in label)
         if self.trials and tuned:
-            file = self.out and self.out / f"{stem}-trials.json"
-            experiment, done = tune_experiment(
-                experiment, self.trials, file, self._label(f"{label} tuning"), self.measure
-            )
+            file, callbacks = self.out and self.out / f"{stem}-trials.json", self._label(f"{label} tuning")
+            experiment, done = tune_experiment(experiment, self.trials, file, callbacks, self.measure)
         tuned_method = None if method is None else experiment.method
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):
             seeded = self.experiment(experiment.settings.model_copy(update={"seed": seed}), tuned_method)
             callbacks = self._label(f"{label} seed {seed}" if self.seeds > 1 else label)
-            results.append(
-                self._run_or_resume(seeded, self.out and self.out / f"{stem}-seed{seed}", callbacks, tuned_method)
-            )
+            path = self.out and self.out / f"{stem}-seed{seed}"
+            results.append(self._run_or_resume(seeded, path, callbacks, tuned_method))
         return _build_row(experiment, results, [self.measure(result) for result in results], done)
 
     def _label(self, label: str) -> list[Callback]:

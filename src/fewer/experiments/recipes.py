@@ -9,8 +9,6 @@ import statistics
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,26 +100,26 @@ class Cell:
     target_cost: TargetCost | None = None
     """The cost of reaching the best accuracy of the recipe's target row."""
 
+    def format_accuracy(self) -> str:
+        """Our accuracy, and the paper's."""
+        return self.ours.format_accuracy() + (f" / {self.paper:.2f}" if self.paper is not None else "")
+
 
 def list_recipes() -> dict[str, str]:
     """Returns the title of every built-in recipe by its name."""
-    return {name: tomllib.loads(file.read_text())["title"] for name, file in sorted(_recipe_files().items())}
+    return {name: tomllib.loads(file.read_text())["title"] for name, file in _recipe_files().items()}
 
 
 def load_recipe(name: str) -> Recipe:
     """Loads a built-in recipe by name, or a recipe file."""
     known = _recipe_files()
-    if name.endswith(".toml"):
-        path = Path(name)
-        if not path.is_file():
-            raise SettingError(f"recipe file '{name}' does not exist")
-        text = path.read_text()
-    elif name in known:
-        text = known[name].read_text()
-    else:
+    path = known.get(name, Path(name))
+    if name not in known and path.suffix != ".toml":
         raise unknown_name("recipe", name, [*known, "FILE.toml"])
+    if not path.is_file():
+        raise SettingError(f"recipe file '{name}' does not exist")
     try:
-        return _parse_recipe(name, tomllib.loads(text))
+        return _parse_recipe(name, tomllib.loads(path.read_text()))
     except tomllib.TOMLDecodeError as error:
         raise SettingError(f"recipe '{name}' is not valid TOML: {error}") from error
 
@@ -165,14 +163,13 @@ def reproduce(
     (out / RECIPE_FILE).write_text(json.dumps(_describe_layout(recipe, quick), indent=1) + "\n")
     cells = []
     for index, column in enumerate(recipe.column):
-        title = column.name
-        if columns and title not in columns:
+        if columns and column.name not in columns:
             continue
-        folder, measure = out / slugify(title), MEASURES[recipe.mean]
-        runner = SeedRunner(recipe.seeds, recipe.trials, folder, callbacks, measure, track, title=title)
+        folder, measure = out / slugify(column.name), MEASURES[recipe.mean]
+        runner = SeedRunner(recipe.seeds, recipe.trials, folder, callbacks, measure, track, title=column.name)
         for row, settings in zip(recipe.row, row_settings(column, recipe, quick), strict=True):
             ours = runner.run(parse_settings({**settings, **(changes or {})}), slugify(row.name), row.tune)
-            cells.append(Cell(row.name, title, ours, _paper_value(row, index)))
+            cells.append(Cell(row.name, column.name, ours, _paper_value(row, index)))
     if recipe.target is not None:
         cells = [replace(cell, target_cost=_measure_target_cost(recipe.target, cell, out)) for cell in cells]
     return recipe, cells
@@ -184,15 +181,11 @@ def _paper_value(row: RecipeRow, column: int) -> float | None:
 
 def _describe_layout(recipe: Recipe, quick: bool) -> dict[str, Any]:
     """Describes the table: for each folder of runs its row, its column and the paper's value."""
-    cells = {
-        f"{slugify(column.name)}/{slugify(row.name)}": {
-            "row": row.name,
-            "column": column.name,
-            "paper": _paper_value(row, index),
-        }
-        for index, column in enumerate(recipe.column)
-        for row in recipe.row
-    }
+    cells = {}
+    for index, column in enumerate(recipe.column):
+        for row in recipe.row:
+            cell = {"row": row.name, "column": column.name, "paper": _paper_value(row, index)}
+            cells[f"{slugify(column.name)}/{slugify(row.name)}"] = cell
     return {"title": recipe.title, "paper": recipe.paper, "mean": recipe.mean, "quick": quick, "cells": cells}
 
 
@@ -204,9 +197,8 @@ def row_settings(column: RecipeColumn, recipe: Recipe, quick: bool) -> list[dict
         layers = [recipe.settings, quick_settings, column.model_extra or {}, column.quick]
     shared = {key: value for layer in layers for key, value in layer.items()}
     method_classes = [find(row.method) for row in recipe.row]
-    common = assign_options(
-        method_classes, {key: value for layer in layers for key, value in layer.get("method_options", {}).items()}
-    )
+    options = {key: value for layer in layers for key, value in layer.get("method_options", {}).items()}
+    common = assign_options(method_classes, options)
     return [
         {
             **shared,
@@ -283,40 +275,29 @@ def read_results(content: Mapping[str, Any]) -> tuple[Recipe, list[Cell]]:
 def cell_settings(recipe: Recipe, cell: Cell) -> Settings:
     """Returns the settings of the cell's first seed, with the method options that the cell's runs used."""
     column = next(column for column in recipe.column if column.name == cell.column)
-    rows = {
-        row.name: settings for row, settings in zip(recipe.row, row_settings(column, recipe, quick=False), strict=True)
-    }
-    settings = rows[cell.row]
+    position = [row.name for row in recipe.row].index(cell.row)
+    settings = row_settings(column, recipe, quick=False)[position]
     return parse_settings({**settings, "method_options": cell.ours.settings, "seed": cell.ours.seeds[0]})
 
 
 def render_markdown(
-    recipe: Recipe,
-    cells: list[Cell],
-    command: str,
-    quick: bool,
-    image: str | None = None,
-    machine: str | None = None,
+    recipe: Recipe, cells: list[Cell], command: str, quick: bool, image: str | None = None, machine: str | None = None
 ) -> str:
     """Renders our results next to the paper's, and how they were made. `machine` defaults to this machine."""
     columns = list(dict.fromkeys(cell.column for cell in cells))
     lines = [f"# {recipe.title}", "", recipe.about.strip().replace("\n", " "), "", f"Paper: {recipe.paper}.", ""]
     if quick:
-        lines += [
-            "**Quick mode**: smaller data and fewer rounds, to try the recipe. Do not compare it with the paper.",
-            "",
-        ]
+        lines += ["**Quick mode**: smaller data and fewer rounds, to try the recipe. Do not compare it with the paper."]
+        lines += [""]
     first = cells[0].ours
     several_seeds = len(first.seeds) > 1
     units = f"{first.groups} {first.units}" if first.groups else "seeds" if several_seeds else None
     interval = f"mean ± 95 % CI over {units}" if units else "one seed"
     accuracy = "Accuracy" if recipe.mean == "samples" else "Mean accuracy over clients, each with its own model,"
     lines += [f"{accuracy} in %, {interval}; the paper's value after the slash.", ""]
-    lines += ["| method | " + " | ".join(columns) + " | MB up | MB down |", "|---|" + "---|" * (len(columns) + 2)]
-    for row in dict.fromkeys(cell.row for cell in cells):
-        row_cells = [cell for cell in cells if cell.row == row]
-        values = " | ".join(_format_accuracy(cell) for cell in row_cells)
-        lines.append(f"| {row} | {values} | {_format_traffic(row_cells)} |")
+    by_row = {row: [cell for cell in cells if cell.row == row] for row in dict.fromkeys(cell.row for cell in cells)}
+    table = [[row, *map(Cell.format_accuracy, group), *_format_traffic(group)] for row, group in by_row.items()]
+    lines += _render_table(["method", *columns, "MB up", "MB down"], table)
     if image and recipe.figure:
         lines += ["", f"![{_ALT_TEXTS[recipe.figure]} of each row]({image})"]
     if recipe.by_round:
@@ -340,22 +321,24 @@ def describe_machine() -> str:
     )
 
 
+def _render_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Renders a Markdown table."""
+    return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
 def _render_target_costs(recipe: Recipe, cells: list[Cell]) -> list[str]:
     """Renders the cost of reaching the target, if the recipe has one."""
-    costs = [(cell, cell.target_cost) for cell in cells if cell.target_cost is not None]
-    if not costs:
+    rows = []
+    for cell in cells:
+        if (cost := cell.target_cost) is not None:
+            values = [cost.round, cost.mb and format_number(cost.mb), cost.gflop and format_number(cost.gflop)]
+            texts = ["never" if cost.round is None else "–" if value is None else str(value) for value in values]
+            rows.append([cell.row, cell.column, f"{100 * cost.target:.2f}", *texts])
+    if not rows:
         return []
-    lines = [
-        "",
-        f"Cost of reaching the best accuracy of *{recipe.target}* (mean over seeds, evaluated rounds only):",
-        "",
-    ]
-    lines += ["| method | column | target | rounds | MB, up and down | GFLOP of clients |", "|---|---|---|---|---|---|"]
-    for cell, cost in costs:
-        values = [cost.round, cost.mb and format_number(cost.mb), cost.gflop and format_number(cost.gflop)]
-        texts = ["never" if cost.round is None else "–" if value is None else str(value) for value in values]
-        lines.append(f"| {cell.row} | {cell.column} | {100 * cost.target:.2f} | {' | '.join(texts)} |")
-    return lines
+    title = f"Cost of reaching the best accuracy of *{recipe.target}* (mean over seeds, evaluated rounds only):"
+    titles = ("method", "column", "target", "rounds", "MB, up and down", "GFLOP of clients")
+    return ["", title, "", *_render_table(titles, rows)]
 
 
 def _render_differences(recipe: Recipe, cells: list[Cell]) -> list[str]:
@@ -363,20 +346,17 @@ def _render_differences(recipe: Recipe, cells: list[Cell]) -> list[str]:
     if not recipe.rivals:
         return []
     units = cells[0].ours.units if cells[0].ours.groups else "clients"
-    lines = [
-        "",
+    title = (
         f"Difference to a rival in points: mean and 95 % CI over all {units} that both rows were evaluated on. "
         f"Within a seed, {units} share one trained model"
-        + ("; the CI over the seeds' means is in brackets:" if len(cells[0].ours.seeds) > 1 else ":"),
-        "",
-        "| method | column | " + " | ".join(f"minus {rival}" for rival in recipe.rivals) + " |",
-        "|---|---|" + "---|" * len(recipe.rivals),
-    ]
+        + ("; the CI over the seeds' means is in brackets:" if len(cells[0].ours.seeds) > 1 else ":")
+    )
     accuracies = {(cell.row, cell.column): cell.ours.unit_accuracies for cell in cells}
-    for (row, column), ours in accuracies.items():
-        texts = " | ".join(_format_difference(ours, accuracies[rival, column]) for rival in recipe.rivals)
-        lines.append(f"| {row} | {column} | {texts} |")
-    return lines
+    rows = [
+        [row, column, *(_format_difference(ours, accuracies[rival, column]) for rival in recipe.rivals)]
+        for (row, column), ours in accuracies.items()
+    ]
+    return ["", title, "", *_render_table(["method", "column", *(f"minus {rival}" for rival in recipe.rivals)], rows)]
 
 
 def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Mapping[str, float]]) -> str:
@@ -387,10 +367,6 @@ def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Map
     half = half_width([statistics.fmean(differences) for differences in seeds])
     mean = format_interval(interval([difference for differences in seeds for difference in differences]), 1)
     return mean + ("" if half is None else f" (± {100 * half:.1f})")
-
-
-def _format_accuracy(cell: Cell) -> str:
-    return cell.ours.format_accuracy() + (f" / {cell.paper:.2f}" if cell.paper is not None else "")
 
 
 _ALT_TEXTS = {
@@ -409,20 +385,20 @@ def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
             for cell in cells
             if cell.column == column
         }
+        table = []
         all_rounds = sorted({number for seeds in by_row.values() for seed in seeds for number in seed})
         rounds = recipe.by_round if isinstance(recipe.by_round, list) else all_rounds
-        lines += ["", f"Accuracy by round, {column}:", "", "| method | " + " | ".join(map(str, rounds)) + " |"]
-        lines += ["|---|" + "---|" * len(rounds)]
         for row, seeds in by_row.items():
             by_round = [[seed[number] for seed in seeds if number in seed] for number in rounds]
             texts = [format_interval(interval(values), 1) if len(values) == len(seeds) else "–" for values in by_round]
-            lines.append(f"| {row} | " + " | ".join(texts) + " |")
+            table.append([row, *texts])
+        lines += ["", f"Accuracy by round, {column}:", "", *_render_table(["method", *map(str, rounds)], table)]
     return lines
 
 
-def _format_traffic(cells: list[Cell]) -> str:
-    means = (sum(getattr(cell.ours, name) for cell in cells) / len(cells) for name in ("mb_up", "mb_down"))
-    return " | ".join(format_number(mean) for mean in means)
+def _format_traffic(cells: list[Cell]) -> list[str]:
+    columns = [cell.ours.mb_up for cell in cells], [cell.ours.mb_down for cell in cells]
+    return [format_number(sum(values) / len(values)) for values in columns]
 
 
 def _format_chosen(cell: Cell) -> str:
@@ -436,11 +412,7 @@ def slugify(text: str) -> str:
     return "-".join(words.lower().split())
 
 
-def _recipe_files() -> dict[str, Traversable]:
-    recipes = {}
-    for group in files("fewer.experiments").joinpath("tables").iterdir():
-        if group.is_dir():
-            for file in group.iterdir():
-                if file.name.endswith(".toml"):
-                    recipes[f"{group.name}/{file.name.removesuffix('.toml')}"] = file
-    return recipes
+def _recipe_files() -> dict[str, Path]:
+    """The built-in recipes by name, such as `fedmk/table1`."""
+    folder = Path(__file__).parent / "tables"
+    return {f"{file.parent.name}/{file.stem}": file for file in sorted(folder.glob("*/*.toml"))}

@@ -175,7 +175,7 @@ def _score_unused(result: Result) -> Counts:
     data, full = result.data, load_data(result.settings.model_copy(update={"fraction": 1.0}))
     assert isinstance(full, ArrayData)
     held_rows = np.concatenate([data.train.rows, data.validation.rows])
-    test_inputs = data.global_test.x if data.global_test.rows is None else data.global_test.x[data.global_test.rows]
+    test_inputs = data.test.x if data.test.rows is None else data.test.x[data.test.rows]
     used = {sample.tobytes() for x in (data.source.x[held_rows], test_inputs) for sample in x.numpy()}
     rows = [row for row, sample in enumerate(full.source.x.numpy()) if sample.tobytes() not in used]
     unused_samples = replace(data.source, x=full.source.x[rows], y=full.source.y[rows], rows=None)

@@ -5,7 +5,6 @@ from fewer.models.nets import net_factory
 from fewer.models.split import EncoderHead, split_net
 from fewer.models.task import Task
 from fewer.models.weights import Weights, all_finite, get_weights, load_weights, norm_weight_names
-from fewer.registry import MODELS
 
 __all__ = [
     "EncoderHead",
@@ -15,13 +14,7 @@ __all__ = [
     "all_finite",
     "get_weights",
     "load_weights",
-    "names",
     "net_factory",
     "norm_weight_names",
     "split_net",
 ]
-
-
-def names() -> list[str]:
-    """The names of all registered models."""
-    return list(MODELS)

@@ -18,9 +18,12 @@ def norm_layer(kind: Norm, channels: int, dimensions: int = 2) -> nn.Module:
     return nn.GroupNorm(1, channels) if kind == "group" else nn.Identity()
 
 
-def _conv(channels: int, width: int, kernel: int, norm: Norm, stride: int = 1, padding: int = 0) -> nn.Sequential:
-    """A convolution with `width` filters, a norm layer and ReLU."""
-    return nn.Sequential(nn.Conv2d(channels, width, kernel, stride, padding), norm_layer(norm, width), nn.ReLU())
+def _conv(
+    channels: int, width: int, kernel: int, norm: Norm, stride: int = 1, padding: int = 0, pool: nn.Module | None = None
+) -> list[nn.Module]:
+    """A convolution with `width` filters, a norm layer, ReLU, and a pool if there is one."""
+    layers = [nn.Conv2d(channels, width, kernel, stride, padding), norm_layer(norm, width), nn.ReLU()]
+    return layers if pool is None else [*layers, pool]
 
 
 @MODELS.register("cnn")
@@ -33,9 +36,7 @@ class SmallCNN(EncoderHead):
         encoder = nn.Sequential(
             *_conv(channels, 6, 3, norm, stride=2, padding=1),
             *_conv(6, 16, 3, norm, stride=2, padding=1),
-            nn.Flatten(),
-            nn.Linear(flat, 32),
-            nn.ReLU(),
+            *(nn.Flatten(), nn.Linear(flat, 32), nn.ReLU()),
         )
         super().__init__(encoder, 32, classes)
 
@@ -47,15 +48,10 @@ class LeNet5(EncoderHead):
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none") -> None:
         channels, height, width = shape
         encoder = nn.Sequential(
-            *_conv(channels, 6, 5, norm, padding=2),
-            nn.MaxPool2d(2),
-            *_conv(6, 16, 5, norm),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(16 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2), 120),
-            nn.ReLU(),
-            nn.Linear(120, 84),
-            nn.ReLU(),
+            *_conv(channels, 6, 5, norm, padding=2, pool=nn.MaxPool2d(2)),
+            *_conv(6, 16, 5, norm, pool=nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(16 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2), 120), nn.ReLU()),
+            *(nn.Linear(120, 84), nn.ReLU()),
         )
         super().__init__(encoder, 84, classes)
 
@@ -92,13 +88,9 @@ class FemnistCNN(EncoderHead):
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none") -> None:
         channels, height, width = shape
         encoder = nn.Sequential(
-            *_conv(channels, 32, 5, norm, padding=2),
-            nn.MaxPool2d(2),
-            *_conv(32, 64, 5, norm, padding=2),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(64 * (height // 4) * (width // 4), 2048),
-            nn.ReLU(),
+            *_conv(channels, 32, 5, norm, padding=2, pool=nn.MaxPool2d(2)),
+            *_conv(32, 64, 5, norm, padding=2, pool=nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(64 * (height // 4) * (width // 4), 2048), nn.ReLU()),
         )
         super().__init__(encoder, 2048, classes)
 
@@ -135,9 +127,8 @@ class ResidualBlock(nn.Module):
             if index < 2:
                 layers.append(nn.LeakyReLU(0.1))
         self.path = nn.Sequential(*layers)
-        self.shortcut = nn.Sequential(
-            nn.Conv2d(in_channels, out_channels, 1, bias=False), norm_layer(norm, out_channels)
-        )
+        shortcut = nn.Conv2d(in_channels, out_channels, 1, bias=False)
+        self.shortcut = nn.Sequential(shortcut, norm_layer(norm, out_channels))
         self.after = nn.Sequential(nn.LeakyReLU(0.1), nn.MaxPool2d(2), DropBlock(drop_prob, block_size))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,30 +155,17 @@ class AlexNet(EncoderHead):
     """AlexNet in the "one weird trick" version (MetaFed on VLCS), with optional norm layers."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none", dropout: float = 0.5) -> None:
-        convolutions = [
-            (64, 11, 4, 2, True),
-            (192, 5, 1, 2, True),
-            (384, 3, 1, 1, False),
-            (256, 3, 1, 1, False),
-            (256, 3, 1, 1, True),
-        ]
-        layers: list[nn.Module] = []
-        channels = shape[0]
-        for out_channels, kernel, stride, padding, pool in convolutions:
-            layers += _conv(channels, out_channels, kernel, norm, stride, padding)
-            if pool:
-                layers.append(nn.MaxPool2d(3, 2))
-            channels = out_channels
-        layers += [nn.AdaptiveAvgPool2d(6), nn.Flatten()]
-        layers += [
-            nn.Dropout(dropout),
-            nn.Linear(256 * 36, 4096),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(4096, 4096),
-            nn.ReLU(),
-        ]
-        super().__init__(nn.Sequential(*layers), 4096, classes)
+        encoder = nn.Sequential(
+            *_conv(shape[0], 64, 11, norm, stride=4, padding=2, pool=nn.MaxPool2d(3, 2)),
+            *_conv(64, 192, 5, norm, padding=2, pool=nn.MaxPool2d(3, 2)),
+            *_conv(192, 384, 3, norm, padding=1),
+            *_conv(384, 256, 3, norm, padding=1),
+            *_conv(256, 256, 3, norm, padding=1, pool=nn.MaxPool2d(3, 2)),
+            *(nn.AdaptiveAvgPool2d(6), nn.Flatten()),
+            *(nn.Dropout(dropout), nn.Linear(256 * 36, 4096), nn.ReLU()),
+            *(nn.Dropout(dropout), nn.Linear(4096, 4096), nn.ReLU()),
+        )
+        super().__init__(encoder, 4096, classes)
 
 
 @MODELS.register("sensor-cnn")
@@ -197,16 +175,8 @@ class SensorCNN(EncoderHead):
     def __init__(self, shape: tuple[int, int], classes: int, norm: Norm = "batch") -> None:
         channels, length = shape
         encoder = nn.Sequential(
-            nn.Conv1d(channels, 16, 9, padding=4),
-            norm_layer(norm, 16, 1),
-            nn.ReLU(),
-            nn.MaxPool1d(2),
-            nn.Conv1d(16, 32, 9, padding=4),
-            norm_layer(norm, 32, 1),
-            nn.ReLU(),
-            nn.MaxPool1d(2),
-            nn.Flatten(),
-            nn.Linear(32 * (length // 4), 64),
-            nn.ReLU(),
+            *(nn.Conv1d(channels, 16, 9, padding=4), norm_layer(norm, 16, 1), nn.ReLU(), nn.MaxPool1d(2)),
+            *(nn.Conv1d(16, 32, 9, padding=4), norm_layer(norm, 32, 1), nn.ReLU(), nn.MaxPool1d(2)),
+            *(nn.Flatten(), nn.Linear(32 * (length // 4), 64), nn.ReLU()),
         )
         super().__init__(encoder, 64, classes)

@@ -13,15 +13,12 @@ from fewer.errors import SettingError, unknown_name
 from fewer.models.images import AlexNet, Conv4, FemnistCNN, LeNet5, ResNet12, SensorCNN, SmallCNN
 from fewer.models.sequences import CharLSTM, SentimentLSTM, TextBiLSTM
 
+_IMAGES, _WINDOWS, _TEXT = (3, "images (channels, height, width)"), (2, "windows (channels, time)"), (1, "text")
 _INPUTS = {
-    SensorCNN: (2, "windows (channels, time)"),
-    CharLSTM: (1, "text"),
-    TextBiLSTM: (1, "text"),
-    SentimentLSTM: (1, "text"),
+    **dict.fromkeys((SmallCNN, LeNet5, Conv4, ResNet12, FemnistCNN, AlexNet), _IMAGES),
+    **dict.fromkeys((CharLSTM, TextBiLSTM, SentimentLSTM), _TEXT),
+    SensorCNN: _WINDOWS,
 }
-_INPUTS |= dict.fromkeys(
-    (SmallCNN, LeNet5, Conv4, ResNet12, FemnistCNN, AlexNet), (3, "images (channels, height, width)")
-)
 """Number of input dimensions, and a description for errors."""
 
 

@@ -52,33 +52,25 @@ class _LastOutput(nn.Module):
         return out[:, -1]
 
 
-class _WordVectors(nn.Module):
-    """Fixed word vectors: loaded from a file, or drawn once at random."""
+class _WordLSTM(nn.Module):
+    """An LSTM over fixed word vectors: loaded from a file, or drawn once at random."""
 
-    def __init__(self, vocabulary: int, width: int, vectors: Tensor | None) -> None:
+    def __init__(self, vocabulary: int, width: int, vectors: Tensor | None, hidden: int, **options: int) -> None:
         super().__init__()
         if vectors is None:
             vectors = torch.randn(vocabulary, width, generator=torch.Generator().manual_seed(0)) / width**0.5
             vectors[PAD] = 0
-        if vectors.shape != (vocabulary, width):
-            raise SettingError(
-                f"word vectors have shape {tuple(vectors.shape)}, but the model needs {(vocabulary, width)}"
-            )
+        shape, needed = tuple(vectors.shape), (vocabulary, vectors.shape[1])
+        if shape != needed:
+            raise SettingError(f"word vectors have shape {shape}, but the model needs {needed}")
+        self.vectors: Tensor
         self.register_buffer("vectors", vectors, persistent=False)
+        self.lstm = LSTM(needed[1], hidden, batch_first=True, **options)
 
-    def forward(self, x: Tensor) -> Tensor:
-        vectors: Tensor = self.vectors  # type: ignore[assignment]
-        return vectors[x]
-
-
-class _WordLSTM(nn.Module):
-    """An LSTM over word vectors."""
-
-    def __init__(self, vocabulary: int, width: int, vectors: Tensor | None, hidden: int, **options: int) -> None:
-        super().__init__()
-        width = width if vectors is None else vectors.shape[1]
-        self.words = _WordVectors(vocabulary, width, vectors)
-        self.lstm = LSTM(width, hidden, batch_first=True, **options)
+    def outputs(self, x: Tensor) -> Tensor:
+        """The outputs at each word."""
+        out: Tensor = self.lstm(self.vectors[x])[0]
+        return out
 
 
 @MODELS.register("text-bilstm")
@@ -96,8 +88,7 @@ class _MeanOutput(_WordLSTM):
 
     def forward(self, x: Tensor) -> Tensor:
         mask = (x != PAD).unsqueeze(2)
-        out: Tensor = self.lstm(self.words(x))[0] * mask
-        return out.sum(1) / mask.sum(1).clamp(min=1)
+        return (self.outputs(x) * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
 @MODELS.register("sentiment-lstm")
@@ -114,9 +105,8 @@ class _LastWord(_WordLSTM):
     """Features are the output at the last word before the padding."""
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.lstm(self.words(x))[0]
         last = (x != PAD).sum(1).clamp(min=1) - 1
-        return out[torch.arange(len(x), device=x.device), last]
+        return self.outputs(x)[torch.arange(len(x), device=x.device), last]
 
 
 @MODELS.register("mlp")

@@ -48,30 +48,29 @@ def find_head(task: Task, net: nn.Module) -> tuple[nn.Module, int]:
 def _is_output(layer: nn.Module, task: Task, net: nn.Module) -> bool:
     """Returns True if the layer's output is the output of the net."""
     outputs: list[Tensor] = []
-    hook = layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output))
-    training = net.training
-    try:
-        with torch.no_grad():
-            scores = net.eval()(torch.zeros(1, *task.shape, device=task.device))
-    finally:
-        hook.remove()
-        net.train(training)
+    with layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output)):
+        scores = _probe(net, task)
     return bool(outputs) and outputs[-1].ndim == 2 and torch.equal(outputs[-1], scores)
 
 
 def feature_width(task: Task, net: nn.Module | None = None) -> int:
     """The number of features that the encoder of `net` (by default the task's net) outputs."""
-    encoder, _ = split_net(net or task.net())
-    training = encoder.training
-    zeros = torch.zeros(1, *task.shape, device=task.device)
-    with torch.no_grad():
-        try:
-            shape = encoder.eval()(zeros).shape
-        except (RuntimeError, IndexError):  # an embedding or a table of word vectors takes integer tokens
-            shape = encoder(zeros.long()).shape
-    encoder.train(training)
+    shape = _probe(split_net(net or task.net())[0], task).shape
     if len(shape) != 2:
         raise SettingError(
             f"this method needs an encoder that outputs one vector per sample, got outputs of shape {[*shape[1:]]}"
         )
     return int(shape[1])
+
+
+@torch.no_grad()
+def _probe(module: nn.Module, task: Task) -> Tensor:
+    """The output for an input of zeros, in evaluation mode."""
+    training, zeros = module.training, torch.zeros(1, *task.shape, device=task.device)
+    try:
+        output: Tensor = module.eval()(zeros)
+    except (RuntimeError, IndexError):  # an embedding or a table of word vectors takes integer tokens
+        output = module(zeros.long())
+    finally:
+        module.train(training)
+    return output

@@ -346,7 +346,7 @@ class ClientDaemon:
             return replace(samples, shift=data_info["shift"], scale=data_info["scale"])
 
         return SingleClientData(
-            replace(data, source=normalize(data.source), global_test=normalize(data.global_test)),
+            replace(data, source=normalize(data.source), test=normalize(data.test)),
             data_info["clients"],
             data_info["classes"],
         )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.readers import as_labels, as_targets, reader
+from fewer.data.federated import convert_labels, convert_targets
+from fewer.data.formats.readers import reader
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError
 from fewer.registry import FORMATS
@@ -36,18 +37,19 @@ def read_npz(path: Path, join_validation: bool = True) -> RawDataset:
         return _read_medmnist(arrays, path, join_validation)
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path} has only one of 'x_test' and 'y_test' (it has: {present})")
-    test = (arrays["x_test"], as_targets(arrays["y_test"], path)) if "x_test" in arrays else None
-    return RawDataset(arrays["x"], as_targets(arrays["y"], path), test, arrays.get("client"), arrays.get("client_test"))
+    y, *test_y = (convert_targets(arrays[name], str(path)) for name in ("y", "y_test") if name in arrays)
+    test = (arrays["x_test"], test_y[0]) if test_y else None
+    return RawDataset(arrays["x"], y, test, arrays.get("client"), arrays.get("client_test"))
 
 
 def _read_medmnist(arrays: dict[str, Array], path: Path, join_validation: bool) -> RawDataset:
     train, validation, test = (
-        (_move_channels_first(arrays[f"{part}_images"]), as_labels(arrays[f"{part}_labels"], f"{path} ({part})"))
+        (_move_channels_first(arrays[f"{part}_images"]), convert_labels(arrays[f"{part}_labels"], f"{path} ({part})"))
         for part in ("train", "val", "test")
     )
-    if not join_validation:
-        return RawDataset(*train, test)
-    return RawDataset(np.concatenate([train[0], validation[0]]), np.concatenate([train[1], validation[1]]), test)
+    if join_validation:
+        train = np.concatenate([train[0], validation[0]]), np.concatenate([train[1], validation[1]])
+    return RawDataset(*train, test)
 
 
 def _move_channels_first(images: Array) -> Array:

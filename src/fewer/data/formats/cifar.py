@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from fewer.data.formats.readers import decode_text, find_inside, iter_members, reader
+from fewer.data.formats.readers import Members, decode_text, find_inside, reader
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError, unknown_name
 from fewer.registry import FORMATS
@@ -30,9 +30,8 @@ Batch = tuple[Array, Array]
 def read_cifar10(path: Path) -> RawDataset:
     """CIFAR-10: an archive, a directory that contains it, or the extracted files."""
     parts = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    (x, y), (test_x, test_y), names = _read_parts(
-        path, "cifar-10", parts, {"label": "batches.meta.txt"}, "batches.meta"
-    )
+    kinds = {"label": "batches.meta.txt"}
+    (x, y), (test_x, test_y), names = _read_parts(path, "cifar-10", parts, kinds, "batches.meta")
     return RawDataset(x, y[0], (test_x, test_y[0]), class_names=names[0])
 
 
@@ -70,10 +69,7 @@ def _read_parts(
     suffixes = ("binary.tar.gz", "binary", "batches-bin", "python.tar.gz", "python", "batches-py")
     path = find_inside(path, *(f"{dataset}-{suffix}" for suffix in suffixes))
     binary, pickled = {*(f"{part}.bin" for part in parts), *kinds.values()}, {*parts, meta}
-    files = {
-        name.rpartition("/")[2]: content
-        for name, content in iter_members(path, lambda name: name.rpartition("/")[2] in binary | pickled)
-    }
+    files = Members(path, lambda name: name.rpartition("/")[2] in binary | pickled)
     if not files:
         raise DataError(f"{path} has neither {dataset}-binary.tar.gz nor {dataset}-python.tar.gz, nor their contents")
     needed = binary if binary & files.keys() else pickled

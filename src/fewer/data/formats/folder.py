@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.readers import reader
+from fewer.data.formats.readers import decode_image, reader
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError, SettingError
 from fewer.registry import FORMATS
@@ -41,18 +41,14 @@ def read_folder(path: Path, size: int = 32, gray: bool = False, depth: int | Non
         if len(parts) < depth:
             raise DataError(f"{file} is not in a class folder (expected: {depth} folders above each image)")
     class_names, y = np.unique(np.array([parts[depth - 1] for parts in folders]), return_inverse=True)
-    y = y.reshape(-1).astype(np.int64)
     domains = np.array([parts[0] for parts in folders]) if depth == 2 else None
     with ThreadPoolExecutor() as pool:
         x = np.stack(list(pool.map(partial(_read_pixels, size=size, gray=gray), files)))
-    return RawDataset(
-        x[~is_test],
-        y[~is_test],
-        (x[is_test], y[is_test]) if is_test.any() else None,
-        None if domains is None else domains[~is_test],
-        None if domains is None or not is_test.any() else domains[is_test],
-        tuple(class_names.tolist()),
-    )
+    names, clients = tuple(class_names.tolist()), None if domains is None else domains[~is_test]
+    if not is_test.any():
+        return RawDataset(x, y, client_ids=clients, class_names=names)
+    test_clients = None if domains is None else domains[is_test]
+    return RawDataset(x[~is_test], y[~is_test], (x[is_test], y[is_test]), clients, test_clients, names)
 
 
 def _find_images(path: Path) -> list[Path]:
@@ -74,13 +70,5 @@ def _infer_depth(folders: list[tuple[str, ...]], path: Path) -> int:
 
 
 def _read_pixels(file: Path, size: int, gray: bool) -> Array:
-    from PIL import Image
-
-    try:
-        with Image.open(file) as image:
-            image.draft("L" if gray else "RGB", (size, size))
-            resized = image.convert("L" if gray else "RGB").resize((size, size), Image.Resampling.BILINEAR)
-    except Exception as error:
-        raise DataError(f"{file} is a broken image: {error}") from error
-    pixels = np.asarray(resized)
+    pixels = decode_image(file, str(file), size, "L" if gray else "RGB", "BILINEAR")
     return pixels if gray else np.moveaxis(pixels, -1, 0)

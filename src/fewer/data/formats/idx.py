@@ -12,12 +12,7 @@ from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError
 from fewer.registry import FORMATS
 
-_DIMENSIONS = {
-    "train-images-idx3-ubyte": 3,
-    "train-labels-idx1-ubyte": 1,
-    "t10k-images-idx3-ubyte": 3,
-    "t10k-labels-idx1-ubyte": 1,
-}
+_NAMES = "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 _DTYPES = {0x08: "u1", 0x0C: ">i4"}
 _DIGIT, _WRITER, _COLUMNS = 0, 2, 8
 
@@ -26,7 +21,7 @@ _DIGIT, _WRITER, _COLUMNS = 0, 2, 8
 @reader("a directory of four idx files")
 def read_idx(path: Path) -> RawDataset:
     """Four idx files in the layout of MNIST, optionally compressed with gzip."""
-    x, y, test_x, test_y = (_read_array(_find_file(path, name), count) for name, count in _DIMENSIONS.items())
+    x, y, test_x, test_y = (_read_array(_find_file(path, name), 3 if "images" in name else 1) for name in _NAMES)
     return RawDataset(x, y.astype(np.int64), (test_x, test_y.astype(np.int64)))
 
 

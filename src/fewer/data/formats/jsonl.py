@@ -25,7 +25,12 @@ def read_jsonl(path: Path, text: str = "text", label: str = "label", client: str
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        entry = _parse_object(line, where)
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON: {error}") from error
+        if not isinstance(entry, dict):
+            raise DataError(f"{where} is not an object (expected: {{...}})")
         for key in (text, label, client):
             if key is not None and key not in entry:
                 raise DataError(f"{where} has no '{key}' (it has: {', '.join(sorted(entry)) or 'nothing'})")
@@ -41,13 +46,3 @@ def read_jsonl(path: Path, text: str = "text", label: str = "label", client: str
         raise DataError(f"{path} has no samples")
     y, class_names = number_labels(labels, path)
     return RawDataset(texts, y, client_ids=None if client is None else np.array(client_ids), class_names=class_names)
-
-
-def _parse_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise DataError(f"{where} is not an object (expected: {{...}})")
-    return entry

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.formats.readers import find_inside, iter_members, reader
+from fewer.data.formats.readers import Members, find_inside, reader
 from fewer.data.raw_dataset import RawDataset
 from fewer.data.recommendation import build_user_tasks
 from fewer.errors import DataError, unknown_name
 from fewer.registry import FORMATS
 
 Floats = NDArray[np.float32]
+Integers = NDArray[np.int64]
 
 _GENRES, _OCCUPATIONS, _DAYS = (
     words.split()
@@ -64,17 +65,11 @@ def read_movielens(
     if items not in ("films", "genres"):
         raise unknown_name("items of movielens", items, ("films", "genres"))
     path = find_inside(path, "ml-100k.zip", "ml-100k")
-    needed = ("u.data", "u.item", "u.user")
-    files = {
-        name.rpartition("/")[2]: content.decode("latin-1")
-        for name, content in iter_members(path, lambda name: name.rpartition("/")[2] in needed)
-    }
-    for name in needed:
-        if name not in files:
-            raise DataError(f"no {name} in {path}")
-    genres, years, titles = _parse_films(_parse_table(files["u.item"], "|", 5 + len(_GENRES), f"{path}: u.item"))
-    users = _parse_users(_parse_table(files["u.user"], "|", 5, f"{path}: u.user"))
-    user, film, rating, time = _parse_ratings(files["u.data"], len(users), len(titles), path)
+    files = Members(path, lambda name: name.rpartition("/")[2] in ("u.data", "u.item", "u.user"))
+    layouts = ("u.data", "\t", 4), ("u.item", "|", 5 + len(_GENRES)), ("u.user", "|", 5)
+    ratings, films, people = (_parse_table(files, *layout) for layout in layouts)
+    (genres, years, titles), users = _parse_films(films), _parse_users(people)
+    user, film, rating, time = _parse_ratings(ratings, len(users), len(titles), path)
     history = _compute_history(user, film, rating, time, genres, years)
     x = np.concatenate([history[:, :-2], users[user], _encode_time(time), history[:, -2:]], axis=1)
     if items == "films":
@@ -87,11 +82,11 @@ def read_movielens(
     return build_user_tasks(raw, own_classes, max_items, min_records)
 
 
-def _parse_table(content: str, separator: str, columns: int, where: str) -> list[list[str]]:
-    rows = [line.split(separator) for line in content.splitlines() if line.strip()]
+def _parse_table(files: Members, name: str, separator: str, columns: int) -> list[list[str]]:
+    rows = [line.split(separator) for line in files[name].decode("latin-1").splitlines() if line.strip()]
     for number, row in enumerate(rows, 1):
         if len(row) != columns:
-            raise DataError(f"{where}, line {number} has {len(row)} columns, expected {columns}")
+            raise DataError(f"{files.path}: {name}, line {number} has {len(row)} columns, expected {columns}")
     return rows
 
 
@@ -116,9 +111,8 @@ def _parse_users(rows: list[list[str]]) -> Floats:
     return users
 
 
-def _parse_ratings(content: str, users: int, films: int, path: Path) -> tuple[NDArray[np.int64], ...]:
+def _parse_ratings(rows: list[list[str]], users: int, films: int, path: Path) -> tuple[Integers, ...]:
     """Returns users and films (numbered from 0), ratings and times, sorted by user and time."""
-    rows = _parse_table(content, "\t", 4, f"{path}: u.data")
     if rows and not rows[0][0].isdecimal():  # some copies have a header
         rows = rows[1:]
     if not rows:
@@ -132,12 +126,7 @@ def _parse_ratings(content: str, users: int, films: int, path: Path) -> tuple[ND
 
 
 def _compute_history(
-    user: NDArray[np.int64],
-    film: NDArray[np.int64],
-    rating: NDArray[np.int64],
-    time: NDArray[np.int64],
-    genres: Floats,
-    years: Floats,
+    user: Integers, film: Integers, rating: Integers, time: Integers, genres: Floats, years: Floats
 ) -> Floats:
     """Computes features of a user's films before each one. The last two are times since the last and first film."""
     rows = np.arange(len(user))
@@ -154,7 +143,7 @@ def _compute_history(
     return np.column_stack([known * history, np.log1p(before) / 5, known * elapsed]).astype(np.float32)
 
 
-def _encode_time(time: NDArray[np.int64]) -> Floats:
+def _encode_time(time: Integers) -> Floats:
     """One-hot hour and day of the week, in UTC."""
     hours, days = time % _DAY // _HOUR, (time // _DAY + 3) % 7  # January 1, 1970 was a Thursday
     return np.column_stack([np.eye(24)[hours], np.eye(7)[days]]).astype(np.float32)

@@ -23,28 +23,24 @@ _ADDRESS = re.compile(r"[^\s<>()\",:;]+@[^\s<>()\",:;]+")
 def read_newsgroups(path: Path) -> RawDataset:
     """Posts without headers, quotes and signatures; a class is a group, a client is a sender's address."""
     path = find_inside(path, "20news-bydate.tar.gz")
-    texts: dict[str, list[str]] = {"train": [], "test": []}
-    groups: dict[str, list[str]] = {"train": [], "test": []}
-    senders: dict[str, list[str]] = {"train": [], "test": []}
+    posts: dict[str, list[tuple[str, str, str]]] = {"train": [], "test": []}
     for name, content in sorted(iter_members(path, lambda name: name.count("/") >= 2)):
         folder, group, _ = name.split("/")[-3:]
         part = folder.rpartition("-")[2]
-        if part not in texts:
+        if part not in posts:
             raise DataError(f"{path} has '{name}' (expected: 20news-bydate-train/group/post and 20news-bydate-test)")
         head, _, body = content.decode("latin-1").replace("\r\n", "\n").partition("\n\n")
-        texts[part].append(_FOOTER.split(_QUOTE.sub("", body), maxsplit=1)[0].strip())
-        groups[part].append(group)
-        senders[part].append(_parse_sender(head))
-    class_names = sorted({*groups["train"], *groups["test"]})
-    y, test_y = (np.array([class_names.index(group) for group in groups[part]], np.int64) for part in ("train", "test"))
-    return RawDataset(
-        texts["train"],
-        y,
-        (texts["test"], test_y),
-        np.array(senders["train"]),
-        np.array(senders["test"]),
-        tuple(class_names),
+        posts[part].append((_FOOTER.split(_QUOTE.sub("", body), maxsplit=1)[0].strip(), group, _parse_sender(head)))
+    class_names = sorted({group for part in posts.values() for _, group, _ in part})
+    (x, y, senders), (test_x, test_y, test_senders) = (
+        (
+            [text for text, _, _ in part],
+            np.array([class_names.index(group) for _, group, _ in part], np.int64),
+            np.array([sender for _, _, sender in part]),
+        )
+        for part in posts.values()
     )
+    return RawDataset(x, y, (test_x, test_y), senders, test_senders, tuple(class_names))
 
 
 def _parse_sender(head: str) -> str:

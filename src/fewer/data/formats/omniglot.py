@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fewer.data.formats.readers import find_inside, iter_members, reader
+from fewer.data.formats.readers import decode_image, find_inside, iter_members, reader
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError, SettingError
 from fewer.registry import FORMATS
@@ -45,16 +45,6 @@ def _read_characters(path: Path, part: str, size: int, invert: bool) -> tuple[Ar
             raise DataError(f"{source} has '{name}' (expected: Alphabet/characterNN/NNNN_drawer.png)")
         characters.append(f"{alphabet}/{character}")
         drawers[row] = int(drawer)
-        x[row] = _decode_image(content, size, f"{source}: {name}")
+        x[row] = decode_image(BytesIO(content), f"{source}: {name}", size, "L", "BOX", "PNG")
     class_names, y = np.unique(np.array(characters), return_inverse=True)
     return 255 - x if invert else x, y.reshape(-1).astype(np.int64), drawers, class_names.tolist()
-
-
-def _decode_image(content: bytes, size: int, where: str) -> Array:
-    from PIL import Image
-
-    try:
-        image = Image.open(BytesIO(content), formats=("PNG",)).convert("L")
-    except Exception as error:
-        raise DataError(f"{where} is a broken image: {error}") from error
-    return np.asarray(image.resize((size, size), Image.Resampling.BOX))

@@ -48,15 +48,9 @@ def read_plays(path: Path, min_characters: int = 200) -> RawDataset:
     client_ids = np.concatenate(
         [np.repeat(np.array([role, NO_CLIENT], dtype), [len(part) - WINDOW, WINDOW]) for role, part in enumerate(parts)]
     )
-    rows = len(characters) - WINDOW
-    return RawDataset(
-        characters.unfold(0, WINDOW, 1)[:rows],
-        characters[WINDOW:].numpy(),
-        client_ids=client_ids[:rows],
-        class_names=tuple(ALPHABET),
-        tokens=tuple(ALPHABET),
-        time_ordered=True,
-    )
+    x, y, client_ids = characters.unfold(0, WINDOW, 1)[:-1], characters[WINDOW:].numpy(), client_ids[:-WINDOW]
+    alphabet = tuple(ALPHABET)
+    return RawDataset(x, y, client_ids=client_ids, class_names=alphabet, tokens=alphabet, time_ordered=True)
 
 
 def encode_characters(characters: str) -> NDArray[np.uint8]:
@@ -106,10 +100,8 @@ def _parse_speeches(play: str) -> list[tuple[str, str]]:
     """
     start = _START.search(play)
     play = _IN_LINES.sub("", _WHOLE_LINES.sub(_DIRECTION, play[start.start() if start else 0 :]))
-    split_blocks = (
-        [line.strip() for line in block.split("\n") if line.strip()] for block in re.split(r"\n\s*\n", play)
-    )
-    blocks = [lines for lines in split_blocks if lines]
+    blocks = [[line.strip() for line in block.split("\n") if line.strip()] for block in re.split(r"\n\s*\n", play)]
+    blocks = [lines for lines in blocks if lines]
     names = _find_names(blocks)
     speeches: list[tuple[str, list[str]]] = []
     speaking = False
@@ -132,10 +124,8 @@ def _find_names(blocks: list[list[str]]) -> set[str]:
     dotted = {line for line in first_lines if _NAME.fullmatch(line) and not _NUMBER.fullmatch(line)}
     bare = {line for line in first_lines if _BARE_NAME.fullmatch(line)}
     capitals = {line for line in dotted if all(word in (word.upper(), "and", "of", "the") for word in line.split())}
-    if _count_lines(first_lines, bare) > _count_lines(first_lines, dotted):
+    kinds = bare, dotted, capitals
+    bare_count, dotted_count, capitals_count = (sum(first_lines[line] for line in kind) for kind in kinds)
+    if bare_count > dotted_count:
         return bare | capitals
-    return capitals if 2 * _count_lines(first_lines, capitals) > _count_lines(first_lines, dotted) else dotted
-
-
-def _count_lines(counts: Counter[str], lines: set[str]) -> int:
-    return sum(counts[line] for line in lines)
+    return capitals if 2 * capitals_count > dotted_count else dotted

@@ -11,19 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from io import BufferedReader, BytesIO
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, Concatenate, Literal, ParamSpec
+from typing import IO, Concatenate, Literal, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fewer.data.federated import MAX_CLASSES
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.errors import DataError, FewerError, unknown_name
 
 P = ParamSpec("P")
 Reader = Callable[Concatenate[Path, P], RawDataset]
-
-MAX_CLASSES = 1 << 20
-"""Integers below this are class labels; larger ones are class names."""
 
 
 def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
@@ -102,6 +100,18 @@ def decode_text(content: bytes, where: object) -> str:
         raise DataError(f"{where} is not UTF-8 text: {error}") from error
 
 
+def decode_image(file: Path | BytesIO, where: str, size: int, mode: str, resampling: str, *formats: str) -> Array:
+    """The pixels of an image in one of these formats, or in any if none is given, resized to `size` × `size`."""
+    from PIL import Image
+
+    try:
+        with Image.open(file, formats=formats or None) as image:
+            image.draft(mode, (size, size))
+            return np.asarray(image.convert(mode).resize((size, size), Image.Resampling[resampling]))
+    except Exception as error:
+        raise DataError(f"{where} is a broken image: {error}") from error
+
+
 def iter_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     """Yields names and contents of the wanted files in a directory, tar or zip archive. Writes nothing to disk.
 
@@ -116,16 +126,23 @@ def iter_members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[st
     elif zipfile.is_zipfile(path):
         yield from _iter_zip_members(path, str(path), wanted, nested=True)
     else:
-        compressed = _is_gzip(path)
+        with path.open("rb") as archive:
+            compressed = archive.read(2) == b"\x1f\x8b"
         with gzip.open(path) if compressed else path.open("rb") as stream:
             yield from _iter_tar_members(stream, "r:" if compressed else "r:*", str(path), wanted)
             while stream.read(1 << 20):  # gzip checks integrity only at the end of the file
                 pass
 
 
-def _is_gzip(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
+class Members(dict[str, bytes]):
+    """The wanted files of a directory or archive, by name without folders. A missing one raises `DataError`."""
+
+    def __init__(self, path: Path, wanted: Callable[[str], bool]) -> None:
+        super().__init__((name.rpartition("/")[2], content) for name, content in iter_members(path, wanted))
+        self.path = path
+
+    def __missing__(self, name: str) -> bytes:
+        raise DataError(f"no {name} in {self.path}")
 
 
 def _iter_tar_members(
@@ -178,23 +195,3 @@ def number_labels(labels: Sequence[str] | Sequence[int], where: object) -> tuple
     if (fractional := np.flatnonzero(values % 1 != 0)).size:
         raise DataError(f"{where} has label {labels[fractional[0]]} (allowed: integers or names)")
     return values.astype(np.int64), ()
-
-
-def as_targets(values: Array, where: object) -> Array:
-    """Converts class labels to int64. Numbers to predict and matrices of several targets stay as they are."""
-    is_matrix = values.ndim == 2 and values.shape[1] > 1
-    if is_matrix or (values.dtype.kind == "f" and not ((values % 1 == 0) & (values >= 0)).all()):
-        return values
-    return as_labels(values, where)
-
-
-def as_labels(values: Any, where: object) -> NDArray[np.int64]:
-    """Converts an array of integers, flat or with one column, to int64."""
-    array = np.asarray(values)
-    if array.ndim == 2 and array.shape[1] == 1:
-        array = array[:, 0]
-    if array.ndim != 1 or array.dtype.kind not in "iufb" or not np.array_equal(array, array.astype(np.int64)):
-        raise DataError(
-            f"{where} has labels of shape {array.shape}, type {array.dtype} (expected: one integer per sample)"
-        )
-    return array.astype(np.int64)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.formats.readers import find_inside, iter_members, reader
+from fewer.data.formats.readers import Members, find_inside, reader
 from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError, SettingError
 from fewer.registry import FORMATS
@@ -20,25 +20,11 @@ Integers = NDArray[np.int64]
 _ACTIVITIES = ("walking", "walking upstairs", "walking downstairs", "sitting", "standing", "lying")
 _TRANSITIONS = ("stand to sit", "sit to stand", "sit to lie", "lie to sit", "stand to lie", "lie to stand")
 _PAMAP2 = {
-    1: "lying",
-    2: "sitting",
-    3: "standing",
-    4: "walking",
-    5: "running",
-    6: "cycling",
-    7: "Nordic walking",
-    9: "watching TV",
-    10: "computer work",
-    11: "car driving",
-    12: "ascending stairs",
-    13: "descending stairs",
-    16: "vacuum cleaning",
-    17: "ironing",
-    18: "folding laundry",
-    19: "house cleaning",
-    20: "playing soccer",
+    1: "lying", 2: "sitting", 3: "standing", 4: "walking", 5: "running", 6: "cycling", 7: "Nordic walking",
+    9: "watching TV", 10: "computer work", 11: "car driving", 12: "ascending stairs", 13: "descending stairs",
+    16: "vacuum cleaning", 17: "ironing", 18: "folding laundry", 19: "house cleaning", 20: "playing soccer",
     24: "rope jumping",
-}
+}  # fmt: skip
 _PAMAP2_COLUMNS = 54
 _HEART_RATE = 2
 _UNITS = (3, 20, 37)
@@ -78,13 +64,8 @@ def read_pamap2(path: Path, window: int = 128, stride: int = 64, standardize: bo
     if standardize and len(inputs):
         inputs -= inputs.mean(axis=(0, 2), keepdims=True, dtype=np.float64).astype(np.float32)
         inputs /= np.maximum(inputs.std(axis=(0, 2), keepdims=True, dtype=np.float64), 1e-6).astype(np.float32)
-    return RawDataset(
-        inputs,
-        y.reshape(-1).astype(np.int64),
-        client_ids=np.concatenate(subjects),
-        class_names=tuple(_PAMAP2[activity] for activity in present.tolist()),
-        time_ordered=True,
-    )
+    names, clients = tuple(_PAMAP2[activity] for activity in present.tolist()), np.concatenate(subjects)
+    return RawDataset(inputs, y.astype(np.int64), client_ids=clients, class_names=names, time_ordered=True)
 
 
 @FORMATS.register("har")
@@ -93,25 +74,15 @@ def read_har(path: Path) -> RawDataset:
     """Windows of 128 readings of nine signals, unchanged; test subjects differ from training subjects."""
     path = find_inside(path, "UCI HAR Dataset", "UCI HAR Dataset.zip", "har.zip")
     wanted = re.compile(r"(?:.*/)?(?:train|test)/(?:Inertial Signals/\w+|[yY]_\w+|subject_\w+)\.txt")
-    files = {
-        name.rpartition("/")[2]: content
-        for name, content in iter_members(
-            path, lambda name: wanted.fullmatch(name) is not None and "__MACOSX" not in name
-        )
-    }
+    files = Members(path, lambda name: wanted.fullmatch(name) is not None and "__MACOSX" not in name)
     signals = [f"{kind}_{axis}" for kind in ("body_acc", "body_gyro", "total_acc") for axis in "xyz"]
-
-    def read_table(name: str) -> Floats:
-        if name not in files:
-            raise DataError(f"no {name} in {path}")
-        return _parse_numbers(files[name], f"{path}: {name}")
-
     parts = []
     for part in ("train", "test"):
-        channels = [read_table(f"{signal}_{part}.txt") for signal in signals]
+        channels = [_parse_member(files, f"{signal}_{part}.txt") for signal in signals]
         if len({channel.shape for channel in channels}) > 1:
             raise DataError(f"{path} has {part} signals of unequal lengths")
-        labels, subjects = (read_table(f"{kind}_{part}.txt")[:, 0].astype(np.int64) for kind in ("y", "subject"))
+        tables = (_parse_member(files, f"{kind}_{part}.txt") for kind in ("y", "subject"))
+        labels, subjects = (table[:, 0].astype(np.int64) for table in tables)
         parts.append((np.stack(channels, axis=1), labels - 1, subjects))
     (x, y, subjects), (test_x, test_y, test_subjects) = parts
     return RawDataset(x, y, (test_x, test_y), subjects, test_subjects, _ACTIVITIES, time_ordered=True)
@@ -127,13 +98,8 @@ def read_hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool
     _check_window(window, stride)
     path = find_inside(path, "RawData", "HAPT Data Set.zip", "HAPT Data Set/RawData")
     wanted = re.compile(r"(?:.*/)?(?:RawData/)?(?:(?:acc|gyro)_exp\d+_user\d+|labels)\.txt")
-    files = {
-        name.rpartition("/")[2]: content
-        for name, content in iter_members(path, lambda name: bool(wanted.fullmatch(name)))
-    }
-    if "labels.txt" not in files:
-        raise DataError(f"no labels.txt in {path}")
-    labels = _parse_numbers(files["labels.txt"], f"{path}: labels.txt").astype(np.int64)
+    files = Members(path, lambda name: bool(wanted.fullmatch(name)))
+    labels = _parse_member(files, "labels.txt").astype(np.int64)
     if labels.shape[1] != 5:
         raise DataError(
             f"{path}: labels.txt has {labels.shape[1]} columns (expected: experiment user activity start end)"
@@ -141,7 +107,7 @@ def read_hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool
     class_names = _ACTIVITIES + _TRANSITIONS
     x, y, subjects = [], [], []
     for experiment, user in sorted({(row[0], row[1]) for row in labels.tolist()}):
-        series = _read_experiment(files, f"exp{experiment:02}_user{user:02}.txt", path)
+        series = _read_experiment(files, f"exp{experiment:02}_user{user:02}.txt")
         for _, _, activity, first, last in labels[(labels[:, :2] == (experiment, user)).all(axis=1)].tolist():
             if not (1 <= activity <= len(class_names) and 1 <= first <= last <= len(series)):
                 row = f"{experiment} {user} {activity} {first} {last}"
@@ -153,25 +119,17 @@ def read_hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool
                 x.append(_cut_windows(series, starts, window))
                 y.append(np.full(len(starts), activity - 1))
                 subjects.append(np.full(len(starts), user))
-    return RawDataset(
-        np.concatenate(x),
-        np.concatenate(y),
-        client_ids=np.concatenate(subjects),
-        class_names=class_names if transitions else _ACTIVITIES,
-        time_ordered=True,
-    )
+    inputs, labels, clients = map(np.concatenate, (x, y, subjects))
+    names = class_names if transitions else _ACTIVITIES
+    return RawDataset(inputs, labels, client_ids=clients, class_names=names, time_ordered=True)
 
 
-def _read_experiment(files: dict[str, bytes], name: str, path: Path) -> Floats:
+def _read_experiment(files: Members, name: str) -> Floats:
     """Reads both sensors of one experiment: (time, channels)."""
-    parts = []
-    for kind in ("acc", "gyro"):
-        if f"{kind}_{name}" not in files:
-            raise DataError(f"no {kind}_{name} in {path}")
-        parts.append(_parse_numbers(files[f"{kind}_{name}"], f"{path}: {kind}_{name}"))
-    if parts[0].shape != parts[1].shape or parts[0].shape[1] != 3:
-        raise DataError(f"{path}: acc_{name} and gyro_{name} have shapes {parts[0].shape} and {parts[1].shape}")
-    return np.concatenate(parts, axis=1)
+    acc, gyro = (_parse_member(files, f"{kind}_{name}") for kind in ("acc", "gyro"))
+    if acc.shape != gyro.shape or acc.shape[1] != 3:
+        raise DataError(f"{files.path}: acc_{name} and gyro_{name} have shapes {acc.shape} and {gyro.shape}")
+    return np.concatenate([acc, gyro], axis=1)
 
 
 # --- series and windows ---------------------------------------------------------------------------------------
@@ -180,6 +138,10 @@ def _read_experiment(files: dict[str, bytes], name: str, path: Path) -> Floats:
 def _check_window(window: int, stride: int) -> None:
     if window < 1 or stride < 1:
         raise SettingError(f"window and stride must be >= 1, got {window} and {stride}")
+
+
+def _parse_member(files: Members, name: str) -> Floats:
+    return _parse_numbers(files[name], f"{files.path}: {name}")
 
 
 def _parse_numbers(content: bytes, where: str) -> Floats:
