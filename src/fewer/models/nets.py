@@ -14,7 +14,7 @@ from fewer.models.images import AlexNet, Conv4, FemnistCNN, LeNet5, ResNet12, Se
 from fewer.models.sequences import CharLSTM, SentimentLSTM, TextBiLSTM
 
 _IMAGES, _WINDOWS, _TEXT = (3, "images (channels, height, width)"), (2, "windows (channels, time)"), (1, "text")
-_INPUTS = {
+_INPUTS: dict[object, tuple[int, str]] = {
     **dict.fromkeys((SmallCNN, LeNet5, Conv4, ResNet12, FemnistCNN, AlexNet), _IMAGES),
     **dict.fromkeys((CharLSTM, TextBiLSTM, SentimentLSTM), _TEXT),
     SensorCNN: _WINDOWS,
@@ -34,7 +34,7 @@ def net_factory(
         if name not in parameters:
             allowed = [key for key in parameters if key not in data_facts]
             raise unknown_name(f"option of model {getattr(model, '__name__', model)}", name, allowed)
-    dimensions, inputs = _INPUTS.get(model, (None, ""))  # type: ignore[call-overload]
+    dimensions, inputs = _INPUTS.get(model, (None, ""))
     if dimensions is not None and len(data_facts["shape"]) != dimensions:
         raise SettingError(f"model {model.__name__} takes {inputs}, but inputs have shape {data_facts['shape']}")
     if "vocabulary" in parameters and data_facts.get("vocabulary") is None:
