@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +101,19 @@ def test_wire_and_runtime_import_no_method(layer: str) -> None:
     assert modules
     for module in modules:
         assert not [other for other in imports_of(module) if layer_of(other) == "methods"]
+
+
+PAPERS = re.compile("fedmk|frl|metafed|f2l|fedmeta", re.IGNORECASE)
+ABOVE_AND_BELOW = [module for module in MODULES if layer_of(module) in {*LAYERS} - {"methods", "learning", "cli"}]
+
+
+@pytest.mark.parametrize("module", ABOVE_AND_BELOW)
+def test_only_methods_know_papers(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text())
+    for node in ast.walk(tree):  # docstrings may have examples
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""
+    assert not PAPERS.search(ast.unparse(tree))
 
 
 RUNTIMES = ("fewer.runtime.inline", "fewer.runtime.pool", "fewer.runtime.Inline", "fewer.runtime.Pool")

@@ -94,7 +94,7 @@ def partition_dirichlet(labels: Rows, spec: PartitionSpec, rng: np.random.Genera
 
 
 def partition_dirichlet_pairs(labels: Rows, spec: PartitionSpec, rng: np.random.Generator) -> Parts:
-    """Gives equal random shares to pairs of clients. Each pair splits its share by dirichlet (as in MetaFed)."""
+    """Gives equal random shares to pairs of clients. Each pair splits its share by dirichlet."""
     pairs = partition_iid(labels, replace(spec, clients=(spec.clients + 1) // 2), rng)
     owners = np.empty(len(labels), np.int64)
     for pair in range(len(pairs.sizes)):

@@ -28,7 +28,7 @@ def _conv(
 
 @MODELS.register("cnn")
 class SmallCNN(EncoderHead):
-    """FedMK's net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes."""
+    """The default net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "group") -> None:
         channels, height, width = shape
@@ -43,7 +43,7 @@ class SmallCNN(EncoderHead):
 
 @MODELS.register("lenet5")
 class LeNet5(EncoderHead):
-    """LeNet-5 with ReLU and max pooling (MetaFed on 28×28). 61,706 parameters on 1×28×28, ten classes."""
+    """LeNet-5 with ReLU and max pooling. 61,706 parameters on 1×28×28, ten classes."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none") -> None:
         channels, height, width = shape
@@ -58,7 +58,7 @@ class LeNet5(EncoderHead):
 
 @MODELS.register("conv4")
 class Conv4(EncoderHead):
-    """Four blocks of 3×3 convolution (64 channels), norm, ReLU and pool (FRL, few-shot learning).
+    """Four blocks of 3×3 convolution (64 channels), norm, ReLU and pool, common in few-shot learning.
 
     For inputs of 32×32, only the first two blocks have a pool. ReLU follows the pool: the result is the same at a
     quarter of the cost.
@@ -83,7 +83,7 @@ class Conv4(EncoderHead):
 
 @MODELS.register("femnist-cnn")
 class FemnistCNN(EncoderHead):
-    """LEAF's net for FEMNIST (FedMeta): two 5×5 convolutions, 2048 features. 6,603,710 parameters for 62 classes."""
+    """LEAF's net for FEMNIST: two 5×5 convolutions, 2048 features. 6,603,710 parameters for 62 classes."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none") -> None:
         channels, height, width = shape
@@ -139,7 +139,7 @@ class ResidualBlock(nn.Module):
 
 @MODELS.register("resnet12")
 class ResNet12(EncoderHead):
-    """ResNet-12 with DropBlock in its last two blocks (F2L on images): 64, 160, 320, 640 channels times `width`."""
+    """ResNet-12 with DropBlock in its last two blocks: 64, 160, 320, 640 channels times `width`."""
 
     def __init__(
         self, shape: tuple[int, int, int], classes: int, norm: Norm = "batch", width: float = 1.0, dropout: float = 0.1
@@ -152,7 +152,7 @@ class ResNet12(EncoderHead):
 
 @MODELS.register("alexnet")
 class AlexNet(EncoderHead):
-    """AlexNet in the "one weird trick" version (MetaFed on VLCS), with optional norm layers."""
+    """AlexNet in the "one weird trick" version, with optional norm layers."""
 
     def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "none", dropout: float = 0.5) -> None:
         encoder = nn.Sequential(
@@ -170,7 +170,7 @@ class AlexNet(EncoderHead):
 
 @MODELS.register("sensor-cnn")
 class SensorCNN(EncoderHead):
-    """Two 1-d convolutions over a window of sensor readings, channels × time (MetaFed on PAMAP)."""
+    """Two 1-d convolutions over a window of sensor readings, channels × time."""
 
     def __init__(self, shape: tuple[int, int], classes: int, norm: Norm = "batch") -> None:
         channels, length = shape

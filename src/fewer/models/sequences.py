@@ -25,7 +25,7 @@ class LSTM(nn.LSTM):
 
 @MODELS.register("char-lstm")
 class CharLSTM(EncoderHead):
-    """LEAF's net for Shakespeare (FedMeta): embedding of 8, two LSTM layers of 256; predicts the next character.
+    """LEAF's net for Shakespeare: embedding of 8, two LSTM layers of 256; predicts the next character.
 
     `context` limits the input to the last `context` characters. The cost falls in proportion.
     """
@@ -75,7 +75,7 @@ class _WordLSTM(nn.Module):
 
 @MODELS.register("text-bilstm")
 class TextBiLSTM(EncoderHead):
-    """A bidirectional LSTM (2 × 50) over word vectors (F2L on text); features are its mean output over the words."""
+    """A bidirectional LSTM (2 × 50) over word vectors; features are its mean output over the words."""
 
     def __init__(
         self, shape: tuple[int], classes: int, vocabulary: int, width: int = 300, vectors: Tensor | None = None
@@ -93,7 +93,7 @@ class _MeanOutput(_WordLSTM):
 
 @MODELS.register("sentiment-lstm")
 class SentimentLSTM(EncoderHead):
-    """Two LSTM layers of 100 over 300-d word vectors (FedMeta on Sent140)."""
+    """Two LSTM layers of 100 over 300-d word vectors, as for Sent140."""
 
     def __init__(
         self, shape: tuple[int], classes: int, vocabulary: int, width: int = 300, vectors: Tensor | None = None
@@ -111,7 +111,7 @@ class _LastWord(_WordLSTM):
 
 @MODELS.register("mlp")
 class MLP(EncoderHead):
-    """A perceptron with one hidden layer over flat inputs (FedMeta's recommender: 103-64-40)."""
+    """A perceptron with one hidden layer over flat inputs, such as 103-64-40 for a recommender."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, hidden: int = 64) -> None:
         size = int(torch.Size(shape).numel())

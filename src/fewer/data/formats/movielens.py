@@ -55,7 +55,7 @@ def read_movielens(
 ) -> RawDataset:
     """Films in the order in which each user rated them; a client is a user, a class is a film.
 
-    The features are `FEATURES`. They follow the recommendation task of FedMeta (Chen et al., 2018), where 103 features
+    The features are `FEATURES`. They follow the recommendation task of Chen et al. (2018), where 103 features
     describe the last item, the user and the time, as far as these files provide them.
 
     A user rates a film only once, so a user's earlier films do not predict the next one. With `items = genres`, a class
