@@ -135,6 +135,9 @@ def test_a_client_with_text_uses_the_servers_vocabulary(tmp_path: Path) -> None:
     [
         {"method": "/tmp/evil.py:Evil"},
         {"model": "/tmp/evil.py:Evil"},
+        {"loss": "evil.py:evil"},
+        {"metrics": ["accuracy", "evil.py:evil"]},
+        {"metrics": "evil.py:evil"},
         {"data": "npz:/etc/secret"},
         {"data": "qmnist", "data_options": {"images": "../../etc"}},
         {"method": "frl-deploy", "method_options": {"prepared": "secret"}},

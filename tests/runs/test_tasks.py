@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fewer
 from fewer import FedAvg
+from fewer.audit import audit
 from fewer.data import ArrayData, from_arrays, from_clients, from_dataset
 from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import find, names
@@ -283,6 +284,12 @@ def test_partitions_by_class_are_refused_for_numbers(partition: Any) -> None:
 def test_named_classes_are_not_numbers() -> None:
     with pytest.raises(DataError, match="data 'fashion-mini' has named classes, and a regression needs numbers"):
         fewer.run(FedAvg(rounds=1), "fashion-mini", loss="mse")
+
+
+def test_a_run_without_classes_is_not_audited(tmp_path: Path) -> None:
+    result = fewer.run(FedAvg(rounds=1), numbers(), model=Linear, loss="mse", out=tmp_path / "run")
+    with pytest.raises(SettingError, match="is a regression run; the attacks need classes"):
+        audit(result)
 
 
 # --- data -------------------------------------------------------------------------------------------------------

@@ -106,6 +106,8 @@ def audit(
     else:
         path = Path(path)
         result = open_run(path, data=load_run_data(RunReader(path), data, data_dir), model=model)
+    if not result.task.has_classes:
+        raise SettingError(f"{path} is a {result.task.kind} run; the attacks need classes")
     attacked = _AttackedRun(result, RunReader(path).participants, clients)
     metrics: dict[str, Any] = {}
     images: list[AttackImages] = []

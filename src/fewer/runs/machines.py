@@ -25,12 +25,14 @@ from fewer.data.raw_dataset import Inputs
 from fewer.data.sources import read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
+from fewer.models.objective import predicted_kind
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback
 from fewer.runs.directory import HOPS
 from fewer.runs.engine import Connect, build_handler_runner, resume, run_experiment, runtime_options
 from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings
 from fewer.runs.result import Result
+from fewer.runs.settings import Settings
 from fewer.runtime.flower.clients import Flower, retry_until_answered
 from fewer.runtime.flower.credentials import LOCAL_HOSTS, Credentials
 from fewer.runtime.flower.node import Node
@@ -312,7 +314,7 @@ class ClientDaemon:
         local_settings = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         parsed = parse_settings({**settings, **local_settings})
         if self.data:
-            return build_experiment(parsed, data=self._load_own_data(data_info, parsed.max_length, parsed.validation))
+            return build_experiment(parsed, data=self._load_own_data(data_info, parsed))
         experiment = build_experiment(parsed)
         if (fingerprint := experiment.data.fingerprint()) != data_info["fingerprint"]:
             raise DataError(
@@ -321,19 +323,22 @@ class ClientDaemon:
             )
         return experiment
 
-    def _load_own_data(self, data_info: Mapping[str, Any], max_length: int, validation: float) -> SingleClientData:
+    def _load_own_data(self, data_info: Mapping[str, Any], settings: Settings) -> SingleClientData:
         """The client's own data, normalized like the server's and with the server's vocabulary."""
         assert self.data
-        raw = read(self.data, self.data_dir, **self.data_options)
+        is_regression = predicted_kind(settings.loss) == "regression"
+        csv_option = {"regression": True} if is_regression and self.data.startswith("csv:") else {}
+        raw = read(self.data, self.data_dir, **csv_option, **self.data_options)
         if data_info["tokens"]:
             tokens = tuple(data_info["tokens"])
 
             def encode_text(x: Inputs) -> Inputs:
-                return text.encode(x, tokens, max_length) if isinstance(x, list) else x
+                return text.encode(x, tokens, settings.max_length) if isinstance(x, list) else x
 
             test = raw.test and (encode_text(raw.test[0]), raw.test[1])
             raw = replace(raw, x=encode_text(raw.x), test=test, tokens=tokens)
-        data = federate(raw, clients=1, partition="iid", validation=validation, name=self.data)
+        data = federate(raw, clients=1, partition="iid", validation=settings.validation, name=self.data)
+        data = data.as_numbers() if is_regression else data
         if list(data.shape) != data_info["shape"] or str(data.source.x.dtype) != data_info["dtype"]:
             raise DataError(
                 f"data '{self.data}' has inputs of {data.source.x.dtype} {data.shape}, "
