@@ -14,7 +14,7 @@ from fewer.experiments.tune import TRIALS, Trial, pooled_value, tune_experiment
 from fewer.methods import Method, find
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback, Label, check_callbacks
-from fewer.runs.engine import experiment_from_arguments, initial_state, resume, run_experiment
+from fewer.runs.engine import experiment_from_arguments, resume, run_experiment
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
 from fewer.runs.metric import ACCURACY, PrimaryMetric
 from fewer.runs.reader import RunReader
@@ -196,7 +196,7 @@ def _build_experiments(
         if isinstance(given, str):
             chosen = {**common, **overrides, "method_options": options[find(given).name]}
         experiments.append(experiment_from_arguments(method or given, data, model, chosen))
-        initial_state(experiments[-1])
+        experiments[-1].initial_state()
     return experiments, objects
 
 

@@ -18,7 +18,7 @@ from fewer.errors import RunError
 from fewer.ledger import Entry
 from fewer.runs.metric import PrimaryMetric
 from fewer.runs.records import GrowingFile, parse_line, read_last_lines
-from fewer.runs.settings import METHOD_SETTINGS, RUNTIME_SETTINGS, Settings
+from fewer.runs.settings import METHOD_SETTINGS, RUNTIME_SETTINGS, settings_in_group
 
 K = TypeVar("K")
 
@@ -121,7 +121,7 @@ class RunReader:
     @property
     def data_settings(self) -> dict[str, Any]:
         """Settings of the data and its partition."""
-        names = [name for name, field in Settings.model_fields.items() if field.title == "Data"]
+        names = settings_in_group("Data")
         return {key: value for key, value in self.task_settings.items() if key in names}
 
     @property
