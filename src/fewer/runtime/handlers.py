@@ -309,6 +309,5 @@ def _check_signature(handler: Callable[..., Any], fields: Mapping[str, Any]) -> 
     try:
         _signature(handler.__func__).bind(None, None, **fields)  # type: ignore[attr-defined]
     except TypeError as error:
-        raise Refused(
-            f"fields {sorted(fields)} do not match the parameters of '{handler.__name__}': {error}"
-        ) from error
+        names = sorted(fields)
+        raise Refused(f"fields {names} do not match the parameters of '{handler.__name__}': {error}") from error

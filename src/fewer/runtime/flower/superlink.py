@@ -180,9 +180,8 @@ class SuperLink:
 
     def _open_control(self) -> closing[compat.ControlHttpClient]:
         version = compat.RuntimeVersionHttpInterceptor(component_name="flwr-cli")
-        return closing(
-            compat.ControlHttpClient.from_server_address(self.address, False, self._root_certificate, [version])
-        )
+        server = self.address, False, self._root_certificate
+        return closing(compat.ControlHttpClient.from_server_address(*server, [version]))
 
     @property
     def _root_certificate(self) -> bytes:
@@ -205,12 +204,9 @@ class SuperLink:
     def _submit_run(self, experiment: str) -> None:
         fab, _ = compat.build_fab_from_files({"pyproject.toml": APP})
         with self._open_control() as control:
-            response = control.StartRun(
-                compat.StartRunRequest(
-                    fab=compat.fab_to_proto(compat.Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
-                    override_config=compat.user_config_to_proto({"experiment": experiment}),
-                )
-            )
+            app = compat.fab_to_proto(compat.Fab(hashlib.sha256(fab).hexdigest(), fab, {}))
+            config = compat.user_config_to_proto({"experiment": experiment})
+            response = control.StartRun(compat.StartRunRequest(fab=app, override_config=config))
         if not response.HasField("run_id"):
             raise RunError("Flower's SuperLink does not accept the run")
         self._grid = compat.RunGrid(self.address, self._root_certificate, self._claim_task(response.run_id))
@@ -248,26 +244,17 @@ class SuperLink:
         numbers = self._clients_by_key()
         with self._open_grid() as grid:
             nodes = list(grid.get_nodes())
-        return {
-            numbers[node.public_key]: RemoteClient(node.node_id, node.last_activated_at)
-            for node in nodes
-            if node.public_key in numbers
-        }
+        known = [node for node in nodes if node.public_key in numbers]
+        return {numbers[node.public_key]: RemoteClient(node.node_id, node.last_activated_at) for node in known}
 
     def send_questions(self, questions: Sequence[tuple[Question, bytes]], ttl: float | None) -> dict[str, Question]:
         """Sends questions that expire after `ttl` seconds. Returns them by message id."""
         if not questions:
             return {}
-        messages = [
-            Message(
-                envelope.pack_question(question.call, blob),
-                question.client.node,
-                envelope.TYPE,
-                ttl=ttl,
-                group_id=str(question.call.round),
-            )
-            for question, blob in questions
-        ]
+        messages = []
+        for (call, client), blob in questions:
+            content = envelope.pack_question(call, blob)
+            messages.append(Message(content, client.node, envelope.TYPE, ttl=ttl, group_id=str(call.round)))
         # Never ask twice: the client would continue from the state that it stored the first time.
         with self._open_grid_once() as grid:
             message_ids = list(grid.push_messages(messages))
@@ -288,17 +275,12 @@ class SuperLink:
                 # The SuperLink has checked the metadata. A client could write anything into the message.
                 metadata = announced.metadata
                 object_ids = dict.fromkeys(node.object_id for node in compat.iterate_object_tree(tree))
-                self._partial_replies[metadata.reply_to_message_id] = PartialReply(
-                    metadata.message_id, list(object_ids), {}
-                )
-            self._partial_replies = {
-                key: self._partial_replies[key] for key in question_ids if key in self._partial_replies
-            }
-            replies = {
-                question_id: reply
-                for question_id, partial_reply in self._partial_replies.items()
-                if (reply := self._complete_reply(grid, partial_reply))
-            }
+                partial_reply = PartialReply(metadata.message_id, list(object_ids), {})
+                self._partial_replies[metadata.reply_to_message_id] = partial_reply
+            known = self._partial_replies
+            self._partial_replies = {key: known[key] for key in question_ids if key in known}
+            outcomes = {key: self._complete_reply(grid, reply) for key, reply in self._partial_replies.items()}
+        replies = {question_id: reply for question_id, reply in outcomes.items() if reply}
         for question_id in replies:
             del self._partial_replies[question_id]
         return replies
@@ -314,12 +296,11 @@ class SuperLink:
             if not response.object_available:
                 return None
             partial_reply.objects[partial_reply.missing.pop(0)] = response.object_content
-        http.ConfirmMessageReceived(
-            compat.ConfirmMessageReceivedRequest(message_object_id=partial_reply.message, **sender)
-        )
+        message_id = partial_reply.message
+        http.ConfirmMessageReceived(compat.ConfirmMessageReceivedRequest(message_object_id=message_id, **sender))
         size = sum(map(len, partial_reply.objects.values()))
         try:
-            message = cast(Message, compat.inflate_object_from_contents(partial_reply.message, partial_reply.objects))
+            message = cast(Message, compat.inflate_object_from_contents(message_id, partial_reply.objects))
             reply = envelope.read_answer(message)
         except Exception:  # a SuperLink checks only the headers of objects; a client can put anything into the rest
             return Reply(b"", "refused", "not a message")
