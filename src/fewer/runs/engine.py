@@ -29,15 +29,7 @@ from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import (
-    Experiment,
-    Metrics,
-    Model,
-    build_experiment,
-    one_thread,
-    parse_settings,
-    restore_state,
-)
+from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state
 from fewer.runs.recorder import FailureLog, Recorder
 from fewer.runs.result import Result
 from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options, settings_in_group
@@ -45,6 +37,7 @@ from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
 from fewer.runtime.ring import Journal
+from fewer.runtime.streams import one_thread
 
 _LOG = logging.getLogger("fewer")
 

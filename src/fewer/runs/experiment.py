@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from fewer.registry import MODELS
 from fewer.runs.metric import PrimaryMetric
 from fewer.runs.settings import METHOD_SETTINGS, Settings, settings_hash, settings_in_group
 from fewer.runtime.clients import check_cohort
-from fewer.runtime.streams import global_streams
+from fewer.runtime.streams import global_streams, one_thread
 
 Model = str | nn.Module | Callable[..., nn.Module]
 Metrics = Sequence[str | Callable[[torch.Tensor, torch.Tensor], Any]]
@@ -66,17 +65,6 @@ def restore_state(initial: Any, content: Mapping[str, Any], path: Path) -> Any:
     if {field.name for field in fields(initial)} != content.keys():
         raise RunError(f"{path} was written by another version of this method: its state has other fields")
     return type(initial)(**content)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Limits torch to one thread. Floating-point sums depend on the number of threads, and workers share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def parse_settings(settings: Mapping[str, Any]) -> Settings:

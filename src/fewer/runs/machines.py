@@ -86,16 +86,14 @@ class FlowerServer:
     def start(self, experiment: Experiment, out: Path, callbacks: Sequence[Callback] = ()) -> Result:
         """Starts a run."""
         self.check_experiment(experiment)
-        attempt = partial(run_experiment, experiment, out, callbacks, self._connect_to(out), self.track or ())
-        return self._run_with_restarts(attempt, self._resume_attempt(out, callbacks))
+        connect = self._connect_to(out)
+        attempt = partial(run_experiment, experiment, out, callbacks, connect, self.track or ())
+        return self._run_with_restarts(attempt, partial(resume, out, callbacks=callbacks, connect=connect))
 
     def resume(self, out: Path, callbacks: Sequence[Callback] = (), **changed: Any) -> Result:
         """Resumes a run."""
-        retry = self._resume_attempt(out, callbacks, **changed)  # keeps the trackers in the run's directory
-        return self._run_with_restarts(partial(retry, track=self.track), retry)
-
-    def _resume_attempt(self, out: Path, callbacks: Sequence[Callback], **changed: Any) -> Callable[..., Result]:
-        return partial(resume, out, callbacks=callbacks, connect=self._connect_to(out), **changed)
+        retry = partial(resume, out, callbacks=callbacks, connect=self._connect_to(out), **changed)
+        return self._run_with_restarts(partial(retry, track=self.track), retry)  # a retry keeps the trackers
 
     def _run_with_restarts(self, attempt: Callable[[], Result], retry: Callable[[], Result]) -> Result:
         """Completes a run, even if the SuperLink loses it on the way."""

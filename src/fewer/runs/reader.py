@@ -339,9 +339,8 @@ class RunFollower:
     """Messages and bytes by direction and kind."""
 
     def __post_init__(self) -> None:
-        self._metrics, self._events, self._ledger = (
-            GrowingFile(self.path / name) for name in (METRICS, EVENTS, LEDGER)
-        )
+        files = (GrowingFile(self.path / name) for name in (METRICS, EVENTS, LEDGER))
+        self._metrics, self._events, self._ledger = files
         self._lock = threading.Lock()
 
     @cached_property
@@ -378,13 +377,12 @@ class RunFollower:
                 counts[1] += entry.bytes
             reasons = ({absence.reason: n} for round in self.absent.values() for absence, n in round.items())
             size, read = (sum(getattr(f, part) for f in (self._events, self._ledger)) for part in ("size", "offset"))
+            largest_first = sorted(self.traffic.items(), key=lambda item: -item[1][1])
             return {
                 "absent": dict(sum_counts(reasons).most_common()),
                 "traffic": [
                     {"direction": direction, "kind": kind, "messages": messages, "bytes": count}
-                    for (direction, kind), (messages, count) in sorted(
-                        self.traffic.items(), key=lambda item: -item[1][1]
-                    )
+                    for (direction, kind), (messages, count) in largest_first
                 ],
                 "fraction_read": read / size if size else 1.0,
                 "complete": self._events.complete and self._ledger.complete,

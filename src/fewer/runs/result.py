@@ -19,9 +19,10 @@ from fewer.methods.capabilities import AdaptsToNewClients
 from fewer.methods.registry import names_with
 from fewer.models import load_weights
 from fewer.runs.artifacts import resolve_start_model
-from fewer.runs.experiment import Experiment, build_experiment, load_data, one_thread, parse_settings, restore_state
+from fewer.runs.experiment import Experiment, build_experiment, load_data, parse_settings, restore_state
 from fewer.runs.reader import CLIENTS, RunReader
 from fewer.runs.views import Viewable
+from fewer.runtime.streams import one_thread
 
 
 @dataclass(repr=False, kw_only=True)

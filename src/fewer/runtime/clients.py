@@ -311,10 +311,16 @@ class Clients(ABC):
         return None
 
     def _inject_damage(self, client: int, fault: str | None, blob: bytes) -> bytes:
-        """The client's message as it arrives: damaged if the injected fault is `corrupt`."""
+        """The client's message as it arrives: truncated or with changed bytes if the injected fault is `corrupt`."""
         if fault != "corrupt":
             return blob
-        return _damage_message(blob, np.random.default_rng(seed_of(self.seed, self.round, client, "damage")))
+        rng = np.random.default_rng(seed_of(self.seed, self.round, client, "damage"))
+        if rng.random() < 0.5:
+            return blob[: int(rng.integers(len(blob)))]
+        data = bytearray(blob)
+        for position in rng.integers(len(data), size=8):
+            data[position] ^= int(rng.integers(1, 256))
+        return bytes(data)
 
     def _read_reply(
         self, call: Call, reply: Reply | None, fault: str | None, returns: Schema
@@ -338,13 +344,3 @@ def check_cohort(count: int, available: int) -> None:
     """Raises SettingError unless a cohort of this size can be drawn from the available clients."""
     if not 1 <= count <= available:
         raise SettingError(f"cohort = {count}, but there are only {available} clients (allowed: 1 … {available})")
-
-
-def _damage_message(blob: bytes, rng: np.random.Generator) -> bytes:
-    """Returns the message as after a bad connection: truncated, or with some bytes changed."""
-    if rng.random() < 0.5:
-        return blob[: int(rng.integers(len(blob)))]
-    data = bytearray(blob)
-    for position in rng.integers(len(data), size=8):
-        data[position] ^= int(rng.integers(1, 256))
-    return bytes(data)

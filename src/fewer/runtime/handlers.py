@@ -295,11 +295,9 @@ class HandlerRunner:
         return {name: self._copy_to_device(value) for name, value in self._last["fields"].items()}
 
     def _copy_to_device(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(self.device, copy=True)
         if isinstance(value, dict):
-            return {name: tensor.to(self.device, copy=True) for name, tensor in value.items()}
-        return value
+            return {name: self._copy_to_device(tensor) for name, tensor in value.items()}
+        return value.to(self.device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 _signature = lru_cache(inspect.signature)

@@ -242,7 +242,7 @@ class SuperLink:
     def online_clients(self) -> dict[int, RemoteClient]:
         """The clients that are online, by number."""
         numbers = self._clients_by_key()
-        with self._open_grid() as grid:
+        with self._open_grid(may_repeat=True) as grid:
             nodes = list(grid.get_nodes())
         known = [node for node in nodes if node.public_key in numbers]
         return {numbers[node.public_key]: RemoteClient(node.node_id, node.last_activated_at) for node in known}
@@ -256,7 +256,7 @@ class SuperLink:
             content = envelope.pack_question(call, blob)
             messages.append(Message(content, client.node, envelope.TYPE, ttl=ttl, group_id=str(call.round)))
         # Never ask twice: the client would continue from the state that it stored the first time.
-        with self._open_grid_once() as grid:
+        with self._open_grid() as grid:
             message_ids = list(grid.push_messages(messages))
         self.packed["down"] += sum(map(envelope.message_size, messages))
         return {message_id: question for message_id, (question, _) in zip(message_ids, questions, strict=True)}
@@ -268,7 +268,7 @@ class SuperLink:
         never waits: it looks at an incomplete reply again in the next call.
         """
         question_ids = list(pending)
-        with self._open_grid_once() as grid:  # the SuperLink announces a reply only once
+        with self._open_grid() as grid:  # the SuperLink announces a reply only once
             unannounced = [question_id for question_id in question_ids if question_id not in self._partial_replies]
             response = grid.http.PullMessages(compat.PullAppMessagesRequest(message_ids=unannounced))
             for announced, tree in zip(response.messages_list, response.message_object_trees, strict=True):
@@ -308,24 +308,15 @@ class SuperLink:
         return reply
 
     @contextmanager
-    def _open_grid_once(self) -> Iterator[compat.RunGrid]:
-        """Yields the grid, for requests that must not be repeated."""
-        try:
-            with self._open_grid() as grid:
-                yield grid
-        except NoResponse as error:
-            raise SuperLinkLost("Flower's SuperLink does not answer") from error
-
-    @contextmanager
-    def _open_grid(self) -> Iterator[compat.RunGrid]:
-        """Yields the grid. Raises NoResponse if a request may be repeated, SuperLinkLost if the run is gone."""
+    def _open_grid(self, may_repeat: bool = False) -> Iterator[compat.RunGrid]:
+        """Yields the grid. Raises SuperLinkLost if the run is gone, NoResponse if the request may be repeated."""
         assert self._grid
         try:
             yield self._grid
         except httpx.TransportError as error:
             if self.pid is None:
                 raise SuperLinkLost("Flower's SuperLink has ended") from error
-            raise NoResponse from error
+            raise NoResponse if may_repeat else SuperLinkLost("Flower's SuperLink does not answer") from error
         except httpx.HTTPStatusError as error:
             raise SuperLinkLost(f"Flower's SuperLink has dropped the run ({error.response.status_code})") from error
         except compat.ObjectPushError as error:  # for example, its disk is full
