@@ -27,7 +27,7 @@ def test_only_the_process_that_holds_a_run_is_its_writer(tmp_path: Path) -> None
     other = write_run(tmp_path / "other")
     with pytest.raises(RunError, match="is not running"):
         RunReader(run).writer_pid()
-    with RunDirectory(run), RunDirectory.open(other):
+    with RunDirectory(run), RunDirectory(other):
         assert RunReader(run).in_use and RunReader(run).writer_pid() == os.getpid()
         for text, message in (
             ("", "not on this machine"),
