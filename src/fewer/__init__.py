@@ -19,43 +19,24 @@ __version__ = "0.1.0"
 
 _PACKAGES = ("audit", "data", "methods", "models")
 _API = {
-    "run": "fewer.runs",
-    "resume": "fewer.runs",
-    "open_run": "fewer.runs",
-    "Result": "fewer.runs",
-    "Run": "fewer.runs",
-    "Callback": "fewer.runs",
-    "EarlyStopping": "fewer.runs",
-    "Settings": "fewer.runs",
-    "deploy": "fewer.runs.inference",
-    "compare": "fewer.experiments",
-    "tune": "fewer.experiments",
-    "Comparison": "fewer.experiments",
-    "Tuning": "fewer.experiments",
-    "Method": "fewer.methods",
-    "PersonalMethod": "fewer.methods",
-    "ModelState": "fewer.methods",
-    "Scores": "fewer.methods",
-    "State": "fewer.methods",
-    "Client": "fewer.methods",
-    "Server": "fewer.methods",
-    "Clients": "fewer.runtime",
-    "Unable": "fewer.runtime",
-    "on_client": "fewer.runtime",
-    "on_ring": "fewer.runtime",
-    "on_server": "fewer.runtime",
-    "Task": "fewer.models",
-    "FewerError": "fewer.errors",
-    "SettingError": "fewer.errors",
-    "DataError": "fewer.errors",
-    "RunError": "fewer.errors",
-    "QuorumLost": "fewer.errors",
+    "errors": ["DataError", "FewerError", "QuorumLost", "RunError", "SettingError"],
+    "experiments": ["Comparison", "Tuning", "compare", "tune"],
+    "methods": ["Client", "Method", "ModelState", "PersonalMethod", "Scores", "Server", "State"],
+    "models": ["Task"],
+    "runs.callbacks": ["Callback", "EarlyStopping", "Run"],
+    "runs.engine": ["resume", "run"],
+    "runs.inference": ["deploy"],
+    "runs.result": ["Result", "open_run"],
+    "runs.settings": ["Settings"],
+    "runtime": ["Clients", "Unable", "on_client", "on_ring", "on_server"],
 }
+"""Public names by module."""
 
 
 def _modules_by_name() -> dict[str, str]:
     """The module of each public name; methods come from the registry."""
-    return {**_API, **{builtin.attribute: builtin.module for builtin in METHODS.builtins.values()}}
+    modules = {name: f"fewer.{module}" for module, names in _API.items() for name in names}
+    return modules | {builtin.attribute: builtin.module for builtin in METHODS.builtins.values()}
 
 
 def __getattr__(name: str) -> Any:

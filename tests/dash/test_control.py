@@ -27,7 +27,7 @@ def test_only_the_process_that_holds_a_run_is_its_writer(tmp_path: Path) -> None
     other = write_run(tmp_path / "other")
     with pytest.raises(RunError, match="is not running"):
         RunReader(run).writer_pid()
-    with RunDirectory.open(run), RunDirectory.open(other):
+    with RunDirectory(run), RunDirectory(other):
         assert RunReader(run).in_use and RunReader(run).writer_pid() == os.getpid()
         for text, message in (
             ("", "not on this machine"),
@@ -53,7 +53,7 @@ def test_a_full_disk_is_reported_when_the_lock_is_taken(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "getpid", full)
-    with pytest.raises(RunError, match="No space left on device.*fewer resume"), RunDirectory.open(run):
+    with pytest.raises(RunError, match="No space left on device.*fewer resume"), RunDirectory(run):
         pass
     assert not RunReader(run).in_use
 

@@ -22,6 +22,7 @@ from fewer.methods.fewshot import CURRENT, FewShot
 from fewer.methods.fl_maml import FLMAML, LocalMAML
 from fewer.methods.fl_proto import FLProto, LocalProto
 from fewer.models import Weights
+from fewer.runs.engine import warn_once
 from fewer.runtime import Clients
 from tests.helpers import call
 from tests.methods.f2l_harness import (
@@ -205,16 +206,14 @@ def test_rows_of_a_comparison_are_measured_in_tasks(tmp_path: Path) -> None:
         ]
 
 
-def test_a_client_with_too_few_classes_is_skipped_with_a_warning(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_with_too_few_classes_is_skipped_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     raw = make_clusters()
     client_ids = np.arange(len(raw.y)) % 3
     client_ids[(raw.y < BASE) & (raw.y >= WAY - 1) & (client_ids == 2)] = 0  # client 2 has two base classes
     uneven = federate(
         RawDataset(raw.x, raw.y, client_ids=client_ids, split=raw.split), partition="natural", name="uneven"
     )
-    monkeypatch.setattr("fewer.runs.engine._WARNED", set())
+    warn_once.cache_clear()
     result = run(F2L(**FAST, rounds=2), uneven)
     assert result.metrics["absent"] == 1 and result.metrics["tasks"] == 9
     assert caplog.messages == [
@@ -290,10 +289,8 @@ def test_methods_and_data_that_do_not_match_are_rejected(data: ArrayData) -> Non
         fewer.data.load("digits", data_options={"split": "4/3/3", "unseen_classes": "1"})
 
 
-def test_the_command_line_runs_f2l_and_warns_about_shot_1(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("fewer.runs.engine._WARNED", set())
+def test_the_command_line_runs_f2l_and_warns_about_shot_1(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
     args = (
         "--data",
         "digits",

@@ -53,7 +53,7 @@ def test_changed_data_is_detected(digits: Data, tmp_path: Path) -> None:
 
 def test_only_one_process_at_a_time_writes_a_run(digits: Data, tmp_path: Path) -> None:
     fewer.run(FedAvg(rounds=1, cohort=2), digits, out=tmp_path / "run")
-    with RunDirectory.open(tmp_path / "run"), pytest.raises(RunError, match="in use by another process"):
+    with RunDirectory(tmp_path / "run"), pytest.raises(RunError, match="in use by another process"):
         fewer.resume(tmp_path / "run")
 
 

@@ -60,7 +60,7 @@ def test_messages_are_those_of_training_in_completed_rounds(tmp_path: Path) -> N
 def test_the_last_event_tells_the_state(tmp_path: Path, events: list[dict[str, object]], state: str) -> None:
     run = RunReader(write_run(tmp_path / "run", *events))
     assert run.status().state == state
-    with RunDirectory.open(run.path):
+    with RunDirectory(run.path):
         assert run.status().state == "running"
 
 

@@ -175,7 +175,7 @@ def test_a_resumed_run_is_tracked_without_repeated_rounds(
     fewer.resume(run, track=[])  # replaces the saved trackers permanently
     assert not tracker.calls and json.loads((run / "settings.json").read_text()) == {**before, "track": []}
     run = interrupted_run("lost")
-    RunDirectory.open(run).update_metadata(track=["absent", "gone", "noted"])
+    RunDirectory(run).update_metadata(track=["absent", "gone", "noted"])
     tracker.calls.clear()
     tracker.fails = "start"
     assert len(fewer.resume(run).history) == 3 and not tracker.calls

@@ -189,7 +189,7 @@ def resume(
     The result is bit-identical to an uninterrupted run.
     """
     from fewer.cli.progress import show_progress
-    from fewer.runs import resume as resume_run
+    from fewer.runs.engine import resume as resume_run
 
     with resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}

@@ -154,8 +154,8 @@ def server(
     """
     _prepare_process()
     from fewer.errors import SettingError
-    from fewer.runs.directory import RunDirectory
     from fewer.runs.machines import FlowerServer
+    from fewer.runs.reader import RunReader
     from fewer.runtime.flower.credentials import Credentials
 
     flower_server = FlowerServer(Credentials.open(keys), host, port, timeout, _log, output.track)
@@ -166,7 +166,8 @@ def server(
     elif method is not None or output.out is not None:
         raise SettingError("--resume RUN cannot be combined with METHOD or --out")
     else:
-        path = RunDirectory.open(resume).path
+        path = resume
+        RunReader(path).check_objects()  # RunError if it is not a run directory
     options = f" --host {host}" if host != HOST else ""
     options += f" --port {port}" if port != PORT else ""
     hint = f"Resume with: fewer server --resume {path} --keys {keys}{options}"

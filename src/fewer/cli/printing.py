@@ -16,7 +16,7 @@ import typer
 from fewer.errors import FewerError, QuorumLost
 
 if TYPE_CHECKING:
-    from fewer.runs import Result
+    from fewer.runs.result import Result
 
 RUNS = Path("runs")
 """The default directory of runs."""

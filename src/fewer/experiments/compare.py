@@ -14,11 +14,11 @@ from fewer.experiments.tune import TRIALS, Trial, pooled_value, tune_experiment
 from fewer.methods import Method, find
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback, Label, check_callbacks
-from fewer.runs.engine import experiment_from_arguments, initial_state, resume, run_experiment
+from fewer.runs.engine import experiment_from_arguments, resume, run_experiment
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
 from fewer.runs.metric import ACCURACY, PrimaryMetric
 from fewer.runs.reader import RunReader
-from fewer.runs.result import Result, primary_metric
+from fewer.runs.result import Result
 from fewer.runs.settings import METHOD_SETTINGS, Settings
 from fewer.runs.views import Viewable
 from fewer.statistics import Interval, format_number, half_width
@@ -196,7 +196,7 @@ def _build_experiments(
         if isinstance(given, str):
             chosen = {**common, **overrides, "method_options": options[find(given).name]}
         experiments.append(experiment_from_arguments(method or given, data, model, chosen))
-        initial_state(experiments[-1])
+        experiments[-1].initial_state()
     return experiments, objects
 
 
@@ -323,7 +323,7 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
     method = experiment.method
     last = [result.metrics for result in results]
     groups = [accuracy for scores in last for accuracy in scores.get("groups", ())]
-    metric = primary_metric(experiment.task)
+    metric = experiment.metric
     names = "round", metric.name, "up", "down", "seconds"
     return Row(
         method=method.name,

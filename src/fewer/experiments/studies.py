@@ -23,10 +23,9 @@ from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
 from fewer.learning.prototypes import prototype_logits
 from fewer.methods.capabilities import Embedding, HasEmbeddings, HasSyntheticData
 from fewer.methods.registry import names_with
-from fewer.runs.engine import one_thread
 from fewer.runs.experiment import load_data
 from fewer.runs.result import Result, open_run
-from fewer.runtime.streams import stream
+from fewer.runtime.streams import one_thread, stream
 from fewer.statistics import format_interval, interval
 
 EMBEDDING_CAPTION = (

@@ -17,7 +17,7 @@ from fewer.methods.capabilities import HasSearchSpace, HasTuningSplit
 from fewer.runs.callbacks import Callback
 from fewer.runs.engine import experiment_from_arguments, run_experiment
 from fewer.runs.experiment import Experiment, Model
-from fewer.runs.result import Result, primary_metric
+from fewer.runs.result import Result
 from fewer.runs.views import to_data_frame
 from fewer.runtime.store import write_durably
 
@@ -69,7 +69,7 @@ def tune(
     """
     experiment = experiment_from_arguments(method, data, model, settings)
     best, done = tune_experiment(experiment, trials, callbacks=callbacks)
-    return Tuning(best.method, done, primary_metric(best.task).name)
+    return Tuning(best.method, done, best.metric.name)
 
 
 def pooled_value(result: Result) -> float:
@@ -96,7 +96,7 @@ def tune_experiment(
     search_space = find_search_space(experiment.method)
     if not search_space:
         return experiment, []
-    tuning_experiment, metric = _hold_out(experiment), primary_metric(experiment.task)
+    tuning_experiment, metric = _hold_out(experiment), experiment.metric
     task = f"{experiment.hash} {experiment.data.fingerprint()}"
     done = _load_trials(trials_file, task) if trials_file and trials_file.exists() else []
     accuracies = {_point_key(trial.settings): trial.accuracy for trial in done}

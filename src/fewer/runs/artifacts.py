@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fewer.methods import Method, find
 from fewer.methods.capabilities import WritesArtifact
 from fewer.models.artifact import ARTIFACT_FILE, find_artifact, load_artifact, pack_artifact
-from fewer.runs.result import Result
 from fewer.runs.settings import METHOD_SETTINGS
 from fewer.runtime.store import write_durably
+
+if TYPE_CHECKING:
+    from fewer.runs.result import Result
 
 START = "start.safetensors"
 """A run's own copy of the prepared model that it started from."""

@@ -22,12 +22,10 @@ Metrics = Mapping[str, Any]
 """The metrics of one round: a line of metrics.jsonl."""
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, kw_only=True)
 class Run(Result):
     """A run under way, as callbacks see it: the `Result` so far. `fewer.run` returns it."""
 
-    hash: str = ""
-    """The hash of all settings that affect results."""
     path: Path | None = None
     """The run directory, if there is one."""
     label: str = ""
@@ -134,9 +132,8 @@ class EarlyStopping(Callback):
     def on_round_end(self, run: Run, metrics: Metrics) -> None:
         """Stops the run after `patience` evaluations without improvement."""
         if self.name not in (numbers := scalars(metrics)) and run.round % run.settings.evaluate_every == 0:
-            raise SettingError(
-                f"EarlyStopping: {run.method.name} has no metric '{self.name}' (allowed: {', '.join(numbers)})"
-            )
+            problem = f"{run.method.name} has no metric '{self.name}'"
+            raise SettingError(f"EarlyStopping: {problem} (allowed: {', '.join(numbers)})")
         self._count(metrics)
         if self.since_best >= self.patience:
             best = self.sign * self.best
@@ -188,20 +185,10 @@ class Observers:
         finally:
             self.notify("on_run_end", error)
 
-    def notify(self, hook: str, *arguments: Any) -> None:
-        """Calls a hook of all callbacks."""
-        for callback in (*self.recorders, *self.callbacks):
+    def notify(self, hook: str, *arguments: Any, among: Sequence[Callback] | None = None) -> None:
+        """Calls a hook of all callbacks, or of those `among` them."""
+        for callback in (*self.recorders, *self.callbacks) if among is None else among:
             self._call(callback, hook, *arguments)
-
-    def end_round(self, metrics: Metrics) -> None:
-        """Calls `on_round_end` of the callbacks, before the round is recorded."""
-        for callback in self.callbacks:
-            self._call(callback, "on_round_end", metrics)
-
-    def record_round(self, metrics: Metrics) -> None:
-        """Calls `on_round_end` of the recorders."""
-        for recorder in self.recorders:
-            self._call(recorder, "on_round_end", metrics)
 
     def _call(self, callback: Callback, hook: str, *arguments: Any) -> None:
         """Calls one hook. A tracker that fails is dropped."""

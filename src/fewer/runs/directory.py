@@ -1,19 +1,8 @@
 """The run directory: settings, append-only records, and a checkpoint that is valid at any moment.
 
-    settings.json            the resolved settings and their hash, the environment, the data's fingerprint
-    events.jsonl             start, absent clients, resume, stop, finish; one line each
-    metrics.jsonl            one line per round
-    ledger.csv               one line per message: round, client, direction, kind, bytes
-    checkpoint.safetensors   the state after the last finished round, and the lengths of the records then
-    prepared.safetensors     the model that the run prepared for groups, if it is a preparation
-    start.safetensors        the prepared model that the run started from, if it is a deployment
-    hops/                    messages relayed in the current round, if the method relays
-    clients/                 each client's private state, if clients are simulated
-    lock                     held by the writing process, with its process id
-
-A checkpoint stores the lengths of metrics.jsonl and ledger.csv. Resuming truncates both files to these lengths, because
-later lines belong to an unfinished round. A resumed run therefore leaves the same records as an uninterrupted one.
-events.jsonl is never truncated: it also records when the run stopped and resumed.
+docs/runs.md lists its files. A checkpoint stores the lengths of metrics.jsonl and ledger.csv. Resuming truncates
+both files to these lengths, because later lines belong to an unfinished round. A resumed run therefore leaves the same
+records as an uninterrupted one. events.jsonl is never truncated: it also records when the run stopped and resumed.
 """
 
 from __future__ import annotations
@@ -21,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any
@@ -38,15 +29,12 @@ RECORDS = (METRICS, LEDGER)
 """The files whose lengths a checkpoint stores."""
 
 
-class RunDirectory:
+@dataclass
+class RunDirectory(RunReader):
     """One run on disk. Only the process that holds the lock writes to it."""
 
-    def __init__(self, reader: RunReader) -> None:
-        self.reader = reader
-        self.path = reader.path
-        self.metadata = reader.metadata
-        self._lock: IO[str] | None = None
-        self._records: dict[str, FileIO] = {}
+    _lock: IO[str] | None = None
+    _records: dict[str, FileIO] = field(default_factory=dict)
 
     @classmethod
     def create(cls, path: Path, metadata: Mapping[str, Any]) -> RunDirectory:
@@ -57,12 +45,7 @@ class RunDirectory:
             _write_metadata(path, {"format": FORMAT, **metadata})
         except OSError as error:
             raise RunError(f"{path} cannot be created: {error.strerror}") from error
-        return cls.open(path)
-
-    @classmethod
-    def open(cls, path: Path) -> RunDirectory:
-        """Opens the directory of an existing run; RunError if it is not one."""
-        return cls(RunReader(path))
+        return cls(path)
 
     @property
     def clients(self) -> Path:
@@ -81,12 +64,13 @@ class RunDirectory:
         if self._lock is None:
             raise RunError(f"{self.path} is in use by another process")
         try:
-            self._lock.truncate(0)
-            self._lock.write(f"{os.getpid()}\n")
-            self._lock.flush()
-        except OSError as error:
+            with self._explained_errors():
+                self._lock.truncate(0)
+                self._lock.write(f"{os.getpid()}\n")
+                self._lock.flush()
+        except RunError:
             self._lock.close()
-            raise self._write_error(error) from error
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,7 +82,7 @@ class RunDirectory:
 
     def rewind_to_checkpoint(self) -> dict[str, Any] | None:
         """Returns the last checkpoint, or None, after removing everything that was written since."""
-        checkpoint = self.reader.read_checkpoint()
+        checkpoint = self.read_checkpoint()
         for name in RECORDS:
             file = self._records[name] = (self.path / name).open("ab", buffering=0)
             length = checkpoint["lengths"][name] if checkpoint else 0
@@ -116,10 +100,8 @@ class RunDirectory:
     def update_metadata(self, **parts: Any) -> None:
         """Changes entries of settings.json that do not affect results."""
         self.metadata.update(parts)
-        try:
+        with self._explained_errors():
             _write_metadata(self.path, self.metadata)
-        except OSError as error:
-            raise self._write_error(error) from error
 
     def log_event(self, what: str, **details: Any) -> None:
         """Appends a line to events.jsonl."""
@@ -135,43 +117,38 @@ class RunDirectory:
 
     def save_checkpoint(self, **content: Tree) -> None:
         """Saves a finished round: first the records, then the checkpoint, which stores their lengths."""
-        try:
+        with self._explained_errors():
             for name in RECORDS:
                 os.fsync(self._records[name].fileno())
             lengths = {name: self._records[name].tell() for name in RECORDS}
             write_durably(self.path / CHECKPOINT, pack({**content, "lengths": lengths}))
             self.journal.clear()
-        except OSError as error:
-            raise self._write_error(error) from error
 
     def _write(self, name: str, text: str) -> None:
         remaining = memoryview(text.encode())
-        try:
+        with self._explained_errors():
             while remaining:
                 remaining = remaining[self._records[name].write(remaining) :]
-        except OSError as error:
-            raise self._write_error(error) from error
 
-    def _write_error(self, error: OSError) -> RunError:
-        return RunError(
-            f"{self.path} cannot be written: {error.strerror}. The last checkpoint is intact. "
-            f"Fix the cause, then run: fewer resume {self.path}"
-        )
+    @contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"{self.path} cannot be written: {error.strerror}. The last checkpoint is intact. "
+                f"Fix the cause, then run: fewer resume {self.path}"
+            ) from error
 
 
 def check_unused(path: Path) -> None:
     """Raises RunError if `path` exists and is not empty."""
-    if path.exists() and not _is_unused(path):
+    entries = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    leftovers = {CLIENTS, f"{SETTINGS}.part"}  # of a run that was killed at its start
+    unused = path.is_dir() and entries <= leftovers and not any((path / CLIENTS).glob("*"))
+    if path.exists() and not unused:
         raise RunError(f"{path} exists already: choose another --out, or run fewer resume {path}")
 
 
 def _write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
     write_durably(path / SETTINGS, json.dumps(metadata, indent=2, default=str).encode())
-
-
-def _is_unused(path: Path) -> bool:
-    """True if a directory is empty, or holds only what a run killed at its start leaves behind."""
-    if not path.is_dir():
-        return False
-    entries = {entry.name for entry in path.iterdir()}
-    return entries <= {CLIENTS, f"{SETTINGS}.part"} and not any((path / CLIENTS).glob("*"))

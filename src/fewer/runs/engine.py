@@ -9,10 +9,9 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,17 @@ from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings
+from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state
 from fewer.runs.recorder import FailureLog, Recorder
-from fewer.runs.result import Result, primary_metric
-from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options
+from fewer.runs.result import Result
+from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options, settings_in_group
 from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
 from fewer.runtime.ring import Journal
-from fewer.runtime.streams import global_streams
+from fewer.runtime.streams import one_thread
 
 _LOG = logging.getLogger("fewer")
-_WARNED: set[str] = set()
-"""Warnings that this process has logged."""
-
 
 Connect = Callable[..., Clients]
 """`connect(experiment, client_folder, finished_rounds, **options)` returns the clients of a run.
@@ -92,14 +88,17 @@ def experiment_from_arguments(
     """Builds an experiment from the arguments of `run`, which are objects or names."""
     settings = dict(settings)
     _check_arguments(method, data, model)
-    if misplaced := next((name for name in settings if name not in Settings.model_fields and _is_option(name)), None):
-        raise SettingError(
-            f"{misplaced} is an option of a method: set it on the object, such as FedAvg({misplaced}=…), "
-            f"or pass method_options={{'{misplaced}': …}}"
-        )
-    for kind, argument in (("method", method), ("data", data)):
-        if not isinstance(argument, str) and (conflict := _find_conflict(settings, kind)):
-            raise SettingError(f"{conflict} belongs to the {kind}, which is an object here: set it on that object")
+    # These are in the groups Method and Data, but no part of such an object.
+    independent = {"norm", "model_options", "loss", "metrics", "data_dir"}
+    for name in settings:
+        if name not in Settings.model_fields and any(name in find(method).model_fields for method in names()):
+            raise SettingError(
+                f"{name} is an option of a method: set it on the object, such as FedAvg({name}=…), "
+                f"or pass method_options={{'{name}': …}}"
+            )
+        for kind, argument in (("method", method), ("data", data)):
+            if not isinstance(argument, str) and name in settings_in_group(kind.capitalize()) - independent:
+                raise SettingError(f"{name} belongs to the {kind}, which is an object here: set it on that object")
     if isinstance(method, Method):
         settings |= {"method": _method_spec(method), "method_options": method.model_dump(mode="json")}
     else:
@@ -142,25 +141,8 @@ def _check_arguments(method: object, data: object, model: object) -> None:
             f"got {type(data).__name__}"
         )
     if not isinstance(model, str | torch.nn.Module) and not callable(model):
-        raise SettingError(
-            f"model must be a name, an nn.Module, or a class or function that returns one, got {type(model).__name__}"
-        )
-
-
-def _is_option(name: str) -> bool:
-    """Returns True if a method has an option of this name."""
-    return any(name in find(method).model_fields for method in names())
-
-
-def _find_conflict(settings: Mapping[str, Any], kind: str) -> str | None:
-    """Returns the first setting that belongs to an object of this kind (method or data)."""
-    # The title of a field is its group. These are in the groups Method and Data, but no part of such an object.
-    allowed = ("norm", "model_options", "loss", "metrics", "data_dir")
-    fields = Settings.model_fields
-    for name in settings:
-        if name in fields and fields[name].title == kind.capitalize() and name not in allowed:
-            return name
-    return None
+        kind = type(model).__name__
+        raise SettingError(f"model must be a name, an nn.Module, or a class or function that returns one, got {kind}")
 
 
 def _method_spec(method: Method) -> str:
@@ -194,26 +176,14 @@ def run_experiment(
     new_trackers = trackers.find(track)
     if track and out is None:
         raise SettingError(f"track = {track[0]} needs a run directory: pass out=DIR")
-    run = _new_run(experiment, experiment.method.name)
+    run = Run(**vars(experiment), state=experiment.initial_state(), label=experiment.method.name)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
             observers = Observers(run, [FailureLog(Path(folder))], callbacks)
-            return _train(experiment, run, Path(folder), observers, connect)
+            return _train(run, Path(folder), observers, connect)
     with RunDirectory.create(out, {**_run_metadata(experiment), "track": list(track)}) as directory:
         copy_start_model(experiment.method, directory.path)  # so that the run can resume without the original file
-        return _train_recorded(experiment, run, Recorder(directory), new_trackers, callbacks, connect)
-
-
-def _new_run(experiment: Experiment, label: str) -> Run:
-    """Returns a run before its first round."""
-    parts = experiment.method, experiment.task, experiment.data, experiment.settings, initial_state(experiment)
-    return Run(*parts, hash=experiment.hash, label=label)
-
-
-def initial_state(experiment: Experiment) -> Any:
-    """Returns the state before the first round."""
-    with one_thread(), global_streams(experiment.settings.seed, "start"):
-        return experiment.method.init(experiment.task, experiment.settings.seed)
+        return _train_recorded(run, Recorder(directory), new_trackers, callbacks, connect)
 
 
 def resume(
@@ -240,7 +210,7 @@ def resume(
       because too few clients answered.
     """
     path = Path(path)
-    directory = RunDirectory.open(path)
+    directory = RunDirectory(path)
     recorded = directory.metadata
     check_callbacks(callbacks)
     all_trackers = trackers.find_installed(recorded.get("track", ())) if track is None else trackers.find(track)
@@ -248,7 +218,7 @@ def resume(
     allowed = (*RUNTIME_SETTINGS, *FAULT_SETTINGS)
     if fixed := sorted(changed.keys() - set(allowed)):
         raise SettingError(f"{fixed[0]} cannot change when a run resumes (allowed: {', '.join(allowed)})")
-    directory.reader.check_objects(method=method, data=data, model=model, loss=loss, metrics=metrics)
+    directory.check_objects(method=method, data=data, model=model, loss=loss, metrics=metrics)
     new_settings = parse_settings({**resolve_start_model(recorded["settings"], path), **changed})
     experiment = build_experiment(new_settings, method, data, model, loss, metrics)
     _check_options(experiment.method, recorded["method"])
@@ -257,32 +227,26 @@ def resume(
         raise SettingError(f"runtime = {new_runtime}: a run cannot switch between simulated and remote clients")
     connect = connect or _local_connect(experiment.settings)
     if (fingerprint := experiment.data.fingerprint()) != recorded["data"]["fingerprint"]:
-        raise RunError(
-            f"{path} was run on other data: fingerprint {recorded['data']['fingerprint']}, now {fingerprint}"
-        )
+        recorded_fingerprint = recorded["data"]["fingerprint"]
+        raise RunError(f"{path} was run on other data: fingerprint {recorded_fingerprint}, now {fingerprint}")
     with directory:
         if track is not None:
             directory.update_metadata(track=list(track))
         if any(name in FAULT_SETTINGS for name in changed):
             directory.journal.clear()  # discards the messages of the unfinished round; it starts again
-        run, recorder = _new_run(experiment, path.name), Recorder(directory, changed)
-        return _train_recorded(experiment, run, recorder, all_trackers, callbacks, connect)
+        run = Run(**vars(experiment), state=experiment.initial_state(), label=path.name)
+        return _train_recorded(run, Recorder(directory, changed), all_trackers, callbacks, connect)
 
 
 def _train_recorded(
-    experiment: Experiment,
-    run: Run,
-    recorder: Recorder,
-    all_trackers: Sequence[Tracker],
-    callbacks: Sequence[Callback],
-    connect: Connect,
+    run: Run, recorder: Recorder, all_trackers: Sequence[Tracker], callbacks: Sequence[Callback], connect: Connect
 ) -> Result:
     """Runs the remaining rounds in the recorder's run directory, from its last checkpoint if it has one."""
     directory = recorder.directory
     run.path, run.folder = directory.path, directory.clients
     if checkpoint := directory.rewind_to_checkpoint():
-        run.state = restore_state(type(run.state), checkpoint["state"], directory.path)
-        run.history, run.seconds = list(directory.reader.history), checkpoint["seconds"]
+        run.state = restore_state(run.state, checkpoint["state"], directory.path)
+        run.history, run.seconds = list(directory.history), checkpoint["seconds"]
         run.stopped = checkpoint.get("stopped", "")
         run.ledger.total.update(checkpoint["ledger"])
     if run.finished:
@@ -291,7 +255,7 @@ def _train_recorded(
             _LOG.warning(f"{run.path} is finished after {done}: {run.stopped}")
         all_trackers = [tracker for tracker in all_trackers if tracker.required]
     observers = Observers(run, [recorder, *all_trackers], callbacks)
-    return _train(experiment, run, directory.clients, observers, connect, directory.journal)
+    return _train(run, directory.clients, observers, connect, directory.journal)
 
 
 def _check_options(method: Method, recorded: Mapping[str, Any]) -> None:
@@ -310,7 +274,7 @@ def _run_metadata(experiment: Experiment) -> dict[str, Any]:
         "settings": experiment.settings.model_dump(mode="json"),
         "hash": experiment.hash,
         "objects": list(experiment.objects),
-        "metric": asdict(primary_metric(experiment.task)),
+        "metric": asdict(experiment.metric),
         "method": experiment.method.model_dump(mode="json"),
         "data": {"name": data.name, "clients": len(data), "fingerprint": data.fingerprint()},
         "environment": {
@@ -369,66 +333,40 @@ def runtime_options(experiment: Experiment) -> dict[str, Any]:
     return {"population": len(experiment.data), "seed": settings.seed, "faults": faults, "rules": rules}
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Limits torch to one thread. Floating-point sums depend on the number of threads, and workers share the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # --- the loop -------------------------------------------------------------------------------------------------
 
 
-def _train(
-    experiment: Experiment,
-    run: Run,
-    folder: Path,
-    observers: Observers,
-    connect: Connect,
-    journal: Journal | None = None,
-) -> Result:
+def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journal: Journal | None = None) -> Result:
     """Runs the remaining rounds. `folder` has the clients' private state."""
-    method = experiment.method
 
     def on_absent(absent: Absent, handler: str) -> None:
         run.absent.append(absent)
         observers.notify("on_absent", absent, handler)
 
     with one_thread(), observers.follow():
-        if isinstance(method, HasSettingWarnings):
-            warn_once(method.name, method.setting_warnings())
+        if isinstance(run.method, HasSettingWarnings):
+            for warning in run.method.setting_warnings():
+                warn_once(f"{run.method.name}: {warning}")
         if run.finished:
             return run
-        clients = connect(
-            experiment,
-            folder,
-            len(run.history),
-            ledger=run.ledger,
-            journal=journal,
-            on_answer=partial(observers.notify, "on_answer"),
-            on_absent=on_absent,
-        )
-        with clients:
+        hooks = {"on_answer": partial(observers.notify, "on_answer"), "on_absent": on_absent}
+        with connect(run, folder, len(run.history), ledger=run.ledger, journal=journal, **hooks) as clients:
             try:
                 while not run.finished:
-                    _run_round(experiment, run, clients, observers)
+                    _run_round(run, clients, observers)
             finally:
                 run.transport_bytes = clients.transport_bytes()
     return run
 
 
-def _run_round(experiment: Experiment, run: Run, clients: Clients, observers: Observers) -> None:
+def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
     """Runs, evaluates and records one round. It is the last one if a callback stops the run."""
-    method = experiment.method
+    method = run.method
     started, seconds = time.perf_counter(), run.seconds
     run.round, run.absent = len(run.history) + 1, []
     observers.notify("on_round_start")
     last = run.round == method.rounds or bool(run.stop_request)
-    will_evaluate = last or run.round % experiment.settings.evaluate_every == 0
+    will_evaluate = last or run.round % run.settings.evaluate_every == 0
     with clients.training_round(run.round, will_evaluate, last):
         state = method.round(run.state, clients)
     metrics: dict[str, Any] = {"round": run.round, "absent": len(run.absent)}
@@ -437,8 +375,9 @@ def _run_round(experiment: Experiment, run: Run, clients: Clients, observers: Ob
         del run.absent[metrics["absent"] :]  # those of an earlier evaluation
         if will_evaluate:
             with clients.evaluation(is_last):
-                metrics.update(method.evaluate(state, clients, experiment.data).as_dict())
-        warn_once(method.name, _skip_warnings(run.absent))
+                metrics.update(method.evaluate(state, clients, run.data).as_dict())
+        for warning in _skip_warnings(run.absent):
+            warn_once(f"{method.name}: {warning}")
         if len(run.absent) > metrics["absent"]:
             metrics["unmeasured"] = len(run.absent) - metrics["absent"]
         run.seconds = seconds + time.perf_counter() - started
@@ -448,7 +387,7 @@ def _run_round(experiment: Experiment, run: Run, clients: Clients, observers: Ob
     run.state = state
     run.history.append(metrics)
     try:
-        observers.end_round(metrics)
+        observers.notify("on_round_end", metrics, among=observers.callbacks)
         if run.stop_request and will_evaluate and run.round < method.rounds:
             if not last:
                 evaluate(is_last=True)
@@ -457,17 +396,15 @@ def _run_round(experiment: Experiment, run: Run, clients: Clients, observers: Ob
         if run.stop_request:
             run.history.pop()  # a resumed run repeats this round, and the callbacks decide again
         else:
-            observers.record_round(metrics)
+            observers.notify("on_round_end", metrics, among=observers.recorders)
         raise
-    observers.record_round(metrics)
+    observers.notify("on_round_end", metrics, among=observers.recorders)
 
 
-def warn_once(name: str, texts: Iterable[str]) -> None:
-    """Logs each warning once per process."""
-    for text in texts:
-        if (warning := f"{name}: {text}") not in _WARNED:
-            _WARNED.add(warning)
-            _LOG.warning(warning)
+@cache
+def warn_once(warning: str) -> None:
+    """Logs a warning once per process."""
+    _LOG.warning(warning)
 
 
 def _skip_warnings(absences: Sequence[Absent]) -> Iterator[str]:
@@ -479,10 +416,3 @@ def _skip_warnings(absences: Sequence[Absent]) -> Iterator[str]:
     for reason, clients in clients_by_reason.items():
         listed = ", ".join(map(str, sorted(clients)[:10])) + (" …" if len(clients) > 10 else "")
         yield f"skipped {'client' if len(clients) == 1 else 'clients'} {listed}: {reason}"
-
-
-def restore_state(state_class: type[Any], content: Mapping[str, Any], path: Path) -> Any:
-    """Rebuilds a state from the content of a checkpoint."""
-    if {field.name for field in fields(state_class)} != content.keys():
-        raise RunError(f"{path} was written by another version of this method: its state has other fields")
-    return state_class(**content)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,24 @@ from torch import nn
 
 from fewer.data import ArrayData, Data, load
 from fewer.data.text import compute_word_vectors, load_word_vectors
-from fewer.errors import DataError, SettingError, setting_error
+from fewer.errors import DataError, RunError, SettingError, setting_error
 from fewer.learning.evaluate import measure_outputs
 from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
 from fewer.models import Task, get_weights, net_factory
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
 from fewer.registry import MODELS
-from fewer.runs.settings import METHOD_SETTINGS, Settings, settings_hash
-from fewer.runtime.streams import global_streams
+from fewer.runs.metric import PrimaryMetric
+from fewer.runs.settings import METHOD_SETTINGS, Settings, settings_hash, settings_in_group
+from fewer.runtime.clients import check_cohort
+from fewer.runtime.streams import global_streams, one_thread
 
 Model = str | nn.Module | Callable[..., nn.Module]
 Metrics = Sequence[str | Callable[[torch.Tensor, torch.Tensor], Any]]
 """Names of metrics, and functions of outputs and targets."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Experiment:
     """Everything that a run needs."""
 
@@ -45,6 +47,24 @@ class Experiment:
     def hash(self) -> str:
         """The hash of all settings that affect results."""
         return settings_hash(self.settings, self.method)
+
+    @property
+    def metric(self) -> PrimaryMetric:
+        """The metric that ranks runs: accuracy, or the first of the task's metrics."""
+        first = self.task.metrics[0]
+        return PrimaryMetric(first.name, first.higher_is_better, first.percent)
+
+    def initial_state(self) -> Any:
+        """Returns the state before the first round."""
+        with one_thread(), global_streams(self.settings.seed, "start"):
+            return self.method.init(self.task, self.settings.seed)
+
+
+def restore_state(initial: Any, content: Mapping[str, Any], path: Path) -> Any:
+    """Rebuilds a state, with the type of the initial one, from the content of a checkpoint."""
+    if {field.name for field in fields(initial)} != content.keys():
+        raise RunError(f"{path} was written by another version of this method: its state has other fields")
+    return type(initial)(**content)
 
 
 def parse_settings(settings: Mapping[str, Any]) -> Settings:
@@ -74,7 +94,7 @@ def build_experiment(
     method: Method | None = None,
     data: Data | None = None,
     model: Model | None = None,
-    loss: Loss | None = None,
+    loss: Loss | str | None = None,
     metrics: Metrics | None = None,
 ) -> Experiment:
     """Builds the experiment that the settings name. Objects passed here replace what the settings name."""
@@ -86,17 +106,19 @@ def build_experiment(
         data = load_data(settings)
     elif data.origin is not None:
         objects = tuple(name for name in objects if name != "data")
-    if predicted_kind(settings.loss if loss is None else loss) == "regression":
+    loss = settings.loss if loss is None else loss
+    if predicted_kind(loss) == "regression":
         data = data.as_numbers()
-    objective = make_objective(settings, data, loss, metrics)
+    targets = data.source.y if isinstance(data, ArrayData) else data.test.y
+    next_token = bool(data.tokens) and getattr(data, "class_names", ()) == data.tokens
+    metrics = settings.metrics if metrics is None else metrics
+    objective = build_objective(loss, metrics, targets, data.name, next_token)
     if method.needs:
         _check_classes(method, settings, objective)
     if isinstance(method, PreparesData):
         data = method.prepare_data(data)
-    if method.cohort is not None and method.cohort > len(data):
-        raise SettingError(
-            f"cohort = {method.cohort}, but there are only {len(data)} clients (allowed: 1 … {len(data)})"
-        )
+    if method.cohort is not None:
+        check_cohort(method.cohort, len(data))
     if method.needs == "novel classes" and not data.novel:
         raise SettingError(
             f"{method.name} is evaluated on novel classes, but data '{data.name}' does not split its classes: "
@@ -124,45 +146,22 @@ def load_data(settings: Settings) -> Data:
     data_options = settings.data_options
     if settings.data.startswith("csv:") and predicted_kind(settings.loss) == "regression":
         data_options = {"regression": True, **data_options}
-    data = load(
-        settings.data,
-        data_dir=settings.data_dir,
-        clients=settings.clients,
-        partition=settings.partition,
-        alpha=settings.alpha,
-        fraction=settings.fraction,
-        validation=settings.validation,
-        min_samples_per_client=settings.min_samples_per_client,
-        classes_per_client=settings.classes_per_client,
-        shards=settings.shards,
-        vocab_size=settings.vocab_size,
-        max_length=settings.max_length,
-        data_options=data_options,
-        seed=settings.seed if settings.data_seed is None else settings.data_seed,
-    )
+    seed = settings.seed if settings.data_seed is None else settings.data_seed
+    names = settings_in_group("Data") - {"data", "data_options", "data_seed"}
+    data = load(settings.data, data_options=data_options, seed=seed, **settings.model_dump(include=names))
     return data.as_numbers() if predicted_kind(settings.loss) == "regression" else data
-
-
-def make_objective(
-    settings: Settings, data: Data, loss: Loss | None = None, metrics: Metrics | None = None
-) -> Objective:
-    """The loss and the metrics of the settings, or these objects, for the targets of this data."""
-    targets = data.source.y if isinstance(data, ArrayData) else data.test.y
-    next_token = bool(data.tokens) and getattr(data, "class_names", ()) == data.tokens
-    chosen = settings.metrics if metrics is None else metrics
-    return build_objective(settings.loss if loss is None else loss, chosen, targets, data.name, next_token)
 
 
 def _check_classes(method: Method, settings: Settings, objective: Objective) -> None:
     """Raises SettingError if the method needs classes, and the objective is another one than predicting them."""
     if objective.loss is LOSSES["cross-entropy"][0]:
         return
-    allowed = ", ".join(name for name in names() if not find(name).needs)
     if objective.kind in ("classification", "next-token"):
-        raise SettingError(
-            f"{method.name} has its own loss; loss = {settings.loss} does not apply (allowed: {allowed})"
-        )
-    raise SettingError(f"{method.name} needs classes, but this is a {objective.kind} task (allowed: {allowed})")
+        problem = f"has its own loss; loss = {settings.loss} does not apply"
+    else:
+        problem = f"needs classes, but this is a {objective.kind} task"
+    allowed = ", ".join(name for name in names() if not find(name).needs)
+    raise SettingError(f"{method.name} {problem} (allowed: {allowed})")
 
 
 def make_device(name: str) -> torch.device:
@@ -196,17 +195,15 @@ def _model_options(settings: Settings, data: Data) -> dict[str, Any]:
     if isinstance(options.get("vectors"), str):
         if not data.tokens:
             raise SettingError(f"vectors = {options['vectors']}, but data '{data.name}' is not text")
-        if options["vectors"] == "own":
-            if not isinstance(data, ArrayData):
-                raise SettingError(
-                    f"vectors = own needs data in arrays; data '{data.name}' is not: pass a file of word vectors"
-                )
-            rows = data.source.x[
-                torch.from_numpy(data.train.rows).sort().values
-            ].numpy()  # independent of the partition
-            options["vectors"] = compute_word_vectors(rows, len(data.tokens), int(options.pop("width", 100)))
-        else:
+        if options["vectors"] != "own":
             options["vectors"] = load_word_vectors(Path(options["vectors"]), data.tokens)
+        elif not isinstance(data, ArrayData):
+            problem = f"vectors = own needs data in arrays; data '{data.name}' is not"
+            raise SettingError(f"{problem}: pass a file of word vectors")
+        else:
+            order = torch.from_numpy(data.train.rows).sort().values  # independent of the partition
+            rows = data.source.x[order].numpy()
+            options["vectors"] = compute_word_vectors(rows, len(data.tokens), int(options.pop("width", 100)))
     return options
 
 
@@ -220,9 +217,8 @@ def _try_model(task: Task, data: Data) -> None:
     except Exception as error:  # a user's own model may raise anything
         raise SettingError(f"the model cannot be built: {_describe_error(error)}") from error
     if not isinstance(net, nn.Module):
-        raise SettingError(
-            f"the model is of type {type(net).__name__} (allowed: a torch.nn.Module, or a function that returns one)"
-        )
+        allowed = "a torch.nn.Module, or a function that returns one"
+        raise SettingError(f"the model is of type {type(net).__name__} (allowed: {allowed})")
     if not any(parameter.requires_grad for parameter in net.parameters()):
         raise SettingError("the model has no trainable parameters (requires_grad)")
     try:
@@ -232,11 +228,10 @@ def _try_model(task: Task, data: Data) -> None:
     except Exception as error:
         raise SettingError(f"the model rejects inputs of shape {data.shape}: {_describe_error(error)}") from error
     shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
-    if not isinstance(outputs, torch.Tensor) or outputs.ndim != 2 or outputs.shape[1] < data.classes:
+    columns = outputs.shape[1] if isinstance(outputs, torch.Tensor) and outputs.ndim == 2 else 0
+    if columns < data.classes or (columns > data.classes and not task.has_classes):
         expected = f"at least {data.classes} classes" if task.has_classes else f"{data.classes} outputs"
         raise SettingError(f"the model returns {shape} for one sample (allowed: 1 × {expected})")
-    if not task.has_classes and outputs.shape[1] > data.classes:
-        raise SettingError(f"the model returns {shape} for one sample (allowed: 1 × {data.classes} outputs)")
     if not data.novel:
         _try_objective(task, outputs, y)
 
@@ -248,9 +243,8 @@ def _try_objective(task: Task, outputs: torch.Tensor, y: torch.Tensor) -> None:
     except Exception as error:
         raise SettingError(f"the loss cannot be computed: {_describe_error(error)}") from error
     if not isinstance(loss, torch.Tensor) or loss.ndim:
-        raise SettingError(
-            f"the loss must be a tensor with one number, got {getattr(loss, 'shape', type(loss).__name__)}"
-        )
+        shape = getattr(loss, "shape", type(loss).__name__)
+        raise SettingError(f"the loss must be a tensor with one number, got {shape}")
     try:
         measure_outputs(outputs, y, task)
     except Exception as error:

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from fewer.data import Data, Samples, text
 from fewer.data.federated import convert_inputs
-from fewer.data.raw_dataset import Inputs
 from fewer.data.sources import read_inputs
 from fewer.errors import DataError, FewerError, SettingError
 from fewer.learning.evaluate import EVAL_BATCH_SIZE, add_evaluations, measure_outputs
 from fewer.methods import Method
 from fewer.methods.capabilities import WritesArtifact
 from fewer.methods.registry import names_with
-from fewer.models import Task, Weights, load_weights
+from fewer.models import Task, load_weights
 from fewer.runs.artifacts import deploy_settings
 from fewer.runs.callbacks import Callback
 from fewer.runs.engine import run
@@ -46,7 +45,10 @@ def predictions(
     task = result.task
     net = result.model if client is None else result.personal_model(client)
     if weights is not None:
-        load_weights(net, _load_weights_file(weights))
+        try:
+            load_weights(net, safetensors.torch.load_file(weights))
+        except (OSError, safetensors.SafetensorError) as error:
+            raise DataError(f"{weights} is not a file of weights (expected: model.safetensors): {error}") from error
     targets: Tensor | None
     if name == result.settings.data and not options:
         samples, targets = result.data.test, result.data.test.labels.cpu()
@@ -89,11 +91,7 @@ def _format_predictions(outputs: Tensor, task: Task) -> Iterator[str]:
 
 
 def adapt(
-    path: Path,
-    name: str,
-    out: Path,
-    directory: Path | None = None,
-    options: Mapping[str, Any] | None = None,
+    path: Path, name: str, out: Path, directory: Path | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[list[Path], int]:
     """Adapts the model of a run to this data and writes the files of `export`. Also returns the number of samples."""
     result = open_run(path)
@@ -113,24 +111,12 @@ def _read_samples(
     if name.startswith("csv:") and result.task.kind == "regression":
         chosen["regression"] = True
     x, y = read_inputs(name, directory, chosen)
-    return _convert_to_samples(result, x, name), None if y is None else result.to_targets(y, name)
-
-
-def _load_weights_file(path: Path) -> Weights:
-    try:
-        weights: Weights = safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise DataError(f"{path} is not a file of weights (expected: model.safetensors): {error}") from error
-    return weights
-
-
-def _convert_to_samples(result: Result, x: Inputs, name: str) -> Samples:
-    """Converts raw inputs to samples for the model, with its normalization or vocabulary."""
     if isinstance(x, list):
         if not result.data.tokens:
             raise DataError(f"data '{name}' is text; the model was trained on inputs of shape {result.data.shape}")
         x = text.encode(x, result.data.tokens, result.settings.max_length)
-    return result.to_samples(convert_inputs(x, name), name)
+    samples = result.to_samples(convert_inputs(x, name), name)
+    return samples, None if y is None else result.to_targets(y, name)
 
 
 # --- prepared models ---------------------------------------------------------------------------------------------
@@ -175,16 +161,16 @@ def _write_model(result: Result, net: nn.Module, out: Path) -> list[Path]:
         weights, program, description = out / "model.safetensors", out / "model.pt2", out / "model.json"
         state = net.state_dict()  # cloned, since safetensors rejects tensors that layers share
         safetensors.torch.save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, weights)
-        test = result.data.test
+        data = result.data
         content = {
             "method": result.method.name,
             "rounds": len(result.history),
-            "input": ["batch", *result.data.shape],
-            "normalize": {"subtract": test.shift, "multiply": test.scale},
+            "input": ["batch", *data.shape],
+            "normalize": {"subtract": data.test.shift, "multiply": data.test.scale},
             "predicts": result.task.kind,
-            "classes": result.data.classes,
-            "class_names": list(getattr(result.data, "class_names", ())),
-            "tokens": list(result.data.tokens),
+            "classes": data.classes,
+            "class_names": list(getattr(data, "class_names", ())),
+            "tokens": list(data.tokens),
         }
         description.write_text(json.dumps(content, indent=2) + "\n")
         batch = torch.export.Dim("batch")

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 
-from fewer.data import ClientData, Data, Samples, text
+from fewer.data import ClientData, Data, text
 from fewer.data.federated import ArrayData, federate
 from fewer.data.raw_dataset import Inputs
 from fewer.data.sources import read
@@ -86,16 +86,14 @@ class FlowerServer:
     def start(self, experiment: Experiment, out: Path, callbacks: Sequence[Callback] = ()) -> Result:
         """Starts a run."""
         self.check_experiment(experiment)
-        attempt = partial(run_experiment, experiment, out, callbacks, self._connect_to(out), self.track or ())
-        return self._run_with_restarts(attempt, self._resume_attempt(out, callbacks))
+        connect = self._connect_to(out)
+        attempt = partial(run_experiment, experiment, out, callbacks, connect, self.track or ())
+        return self._run_with_restarts(attempt, partial(resume, out, callbacks=callbacks, connect=connect))
 
     def resume(self, out: Path, callbacks: Sequence[Callback] = (), **changed: Any) -> Result:
         """Resumes a run."""
-        retry = self._resume_attempt(out, callbacks, **changed)  # keeps the trackers in the run's directory
-        return self._run_with_restarts(partial(retry, track=self.track), retry)
-
-    def _resume_attempt(self, out: Path, callbacks: Sequence[Callback], **changed: Any) -> Callable[..., Result]:
-        return partial(resume, out, callbacks=callbacks, connect=self._connect_to(out), **changed)
+        retry = partial(resume, out, callbacks=callbacks, connect=self._connect_to(out), **changed)
+        return self._run_with_restarts(partial(retry, track=self.track), retry)  # a retry keeps the trackers
 
     def _run_with_restarts(self, attempt: Callable[[], Result], retry: Callable[[], Result]) -> Result:
         """Completes a run, even if the SuperLink loses it on the way."""
@@ -113,10 +111,9 @@ class FlowerServer:
             raise SettingError("debug needs simulated clients: a traceback never leaves a client's machine")
         reason = "which clients on other machines do not have"
         _reject_files(_shared_settings(experiment), ["method", "model", "loss", "metrics"], reason)
-        if (keys := list(self.credentials.public_keys)) != list(range(len(experiment.data))):
-            raise SettingError(
-                f"clients = {len(experiment.data)}, but {self.credentials.folder} has keys of clients {keys}"
-            )
+        clients, keys = len(experiment.data), list(self.credentials.public_keys)
+        if keys != list(range(clients)):
+            raise SettingError(f"clients = {clients}, but {self.credentials.folder} has keys of clients {keys}")
 
     def _connect_to(self, out: Path) -> Connect:
         """Starts a session of the run on the SuperLink and waits for the clients."""
@@ -151,10 +148,8 @@ class FlowerServer:
 def _shared_settings(experiment: Experiment) -> dict[str, Any]:
     """The settings that clients receive: without the names of files that only the server reads."""
     settings = experiment.settings.model_dump(mode="json")
-    return {
-        **settings,
-        "method_options": {**settings["method_options"], **dict.fromkeys(experiment.method.file_options, "")},
-    }
+    settings["method_options"] |= dict.fromkeys(experiment.method.file_options, "")
+    return settings
 
 
 def _reject_files(settings: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
@@ -178,22 +173,21 @@ def _find_strings(value: Any) -> Iterator[str]:
 
 def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str, Any]:
     """What clients receive at the start of a session: the run's id, its settings, and facts about its data."""
-    path = out / RUN_ID
+    path, data = out / RUN_ID, experiment.data
     session: dict[str, Any] = {"run": secrets.token_hex(8), "session": 0}
     if path.exists():
         session = json.loads(path.read_text())
     session["session"] += 1
     write_durably(path, json.dumps(session).encode())
-    test = experiment.data.test
     data_info = {
-        "clients": len(experiment.data),
-        "shape": list(experiment.data.shape),
-        "classes": experiment.data.classes,
-        "tokens": list(experiment.data.tokens),
-        "shift": test.shift,
-        "scale": test.scale,
-        "dtype": str(test.x.dtype),
-        "fingerprint": experiment.data.fingerprint(),
+        "clients": len(data),
+        "shape": list(data.shape),
+        "classes": data.classes,
+        "tokens": list(data.tokens),
+        "shift": data.test.shift,
+        "scale": data.test.scale,
+        "dtype": str(data.test.x.dtype),
+        "fingerprint": data.fingerprint(),
     }
     return {
         **session,
@@ -316,11 +310,10 @@ class ClientDaemon:
         if self.data:
             return build_experiment(parsed, data=self._load_own_data(data_info, parsed))
         experiment = build_experiment(parsed)
-        if (fingerprint := experiment.data.fingerprint()) != data_info["fingerprint"]:
-            raise DataError(
-                f"data '{parsed.data}' differs from the server's "
-                f"(fingerprint {fingerprint}, expected {data_info['fingerprint']})"
-            )
+        fingerprint, expected = experiment.data.fingerprint(), data_info["fingerprint"]
+        if fingerprint != expected:
+            difference = f"fingerprint {fingerprint}, expected {expected}"
+            raise DataError(f"data '{parsed.data}' differs from the server's ({difference})")
         return experiment
 
     def _load_own_data(self, data_info: Mapping[str, Any], settings: Settings) -> SingleClientData:
@@ -347,14 +340,9 @@ class ClientDaemon:
         if data.classes > data_info["classes"]:
             raise DataError(f"data '{self.data}' has {data.classes} classes, but the task has {data_info['classes']}")
 
-        def normalize(samples: Samples) -> Samples:
-            return replace(samples, shift=data_info["shift"], scale=data_info["scale"])
-
-        return SingleClientData(
-            replace(data, source=normalize(data.source), test=normalize(data.test)),
-            data_info["clients"],
-            data_info["classes"],
-        )
+        scaling = {"shift": data_info["shift"], "scale": data_info["scale"]}
+        data = replace(data, source=replace(data.source, **scaling), test=replace(data.test, **scaling))
+        return SingleClientData(data, data_info["clients"], data_info["classes"])
 
 
 def exchange_keys(folders: Sequence[Path]) -> None:

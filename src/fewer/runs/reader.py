@@ -18,7 +18,7 @@ from fewer.errors import RunError
 from fewer.ledger import Entry
 from fewer.runs.metric import PrimaryMetric
 from fewer.runs.records import GrowingFile, parse_line, read_last_lines
-from fewer.runs.settings import METHOD_SETTINGS, RUNTIME_SETTINGS, Settings
+from fewer.runs.settings import METHOD_SETTINGS, RUNTIME_SETTINGS, settings_in_group
 
 K = TypeVar("K")
 
@@ -121,7 +121,7 @@ class RunReader:
     @property
     def data_settings(self) -> dict[str, Any]:
         """Settings of the data and its partition."""
-        names = [name for name, field in Settings.model_fields.items() if field.title == "Data"]
+        names = settings_in_group("Data")
         return {key: value for key, value in self.task_settings.items() if key in names}
 
     @property
@@ -339,9 +339,8 @@ class RunFollower:
     """Messages and bytes by direction and kind."""
 
     def __post_init__(self) -> None:
-        self._metrics, self._events, self._ledger = (
-            GrowingFile(self.path / name) for name in (METRICS, EVENTS, LEDGER)
-        )
+        files = (GrowingFile(self.path / name) for name in (METRICS, EVENTS, LEDGER))
+        self._metrics, self._events, self._ledger = files
         self._lock = threading.Lock()
 
     @cached_property
@@ -378,13 +377,12 @@ class RunFollower:
                 counts[1] += entry.bytes
             reasons = ({absence.reason: n} for round in self.absent.values() for absence, n in round.items())
             size, read = (sum(getattr(f, part) for f in (self._events, self._ledger)) for part in ("size", "offset"))
+            largest_first = sorted(self.traffic.items(), key=lambda item: -item[1][1])
             return {
                 "absent": dict(sum_counts(reasons).most_common()),
                 "traffic": [
                     {"direction": direction, "kind": kind, "messages": messages, "bytes": count}
-                    for (direction, kind), (messages, count) in sorted(
-                        self.traffic.items(), key=lambda item: -item[1][1]
-                    )
+                    for (direction, kind), (messages, count) in largest_first
                 ],
                 "fraction_read": read / size if size else 1.0,
                 "complete": self._events.complete and self._ledger.complete,

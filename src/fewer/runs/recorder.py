@@ -42,9 +42,8 @@ class Recorder(Callback):
         self.directory.log_metrics(metrics)
         self.directory.log_messages(run.ledger.drain())
         ending = {"stopped": run.stopped} if run.stopped else {}
-        self.directory.save_checkpoint(
-            round=run.round, state=vars(run.state), ledger=dict(run.ledger.total), seconds=run.seconds, **ending
-        )
+        state, ledger = vars(run.state), dict(run.ledger.total)
+        self.directory.save_checkpoint(round=run.round, state=state, ledger=ledger, seconds=run.seconds, **ending)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Logs the end and its reason. A preparation also writes its model."""

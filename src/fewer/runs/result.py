@@ -17,23 +17,20 @@ from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import ContextFactory, Method
 from fewer.methods.capabilities import AdaptsToNewClients
 from fewer.methods.registry import names_with
-from fewer.models import Task, load_weights
-from fewer.runs.metric import PrimaryMetric
+from fewer.models import load_weights
+from fewer.runs.artifacts import resolve_start_model
+from fewer.runs.experiment import Experiment, build_experiment, load_data, parse_settings, restore_state
 from fewer.runs.reader import CLIENTS, RunReader
-from fewer.runs.settings import Settings
 from fewer.runs.views import Viewable
+from fewer.runtime.streams import one_thread
 
 
-@dataclass(repr=False)
-class Result(Viewable):
+@dataclass(repr=False, kw_only=True)
+class Result(Experiment, Viewable):
     """A run, finished or not. It displays itself in a notebook; see also `plot`, `to_pandas` and `report`."""
 
     view: ClassVar[str] = "run"
 
-    method: Method
-    task: Task
-    data: Data
-    settings: Settings
     state: Any
     folder: Path | None = None
     """The clients' private state, if it was kept."""
@@ -47,11 +44,6 @@ class Result(Viewable):
         name = self.metric.name
         value = f", {name} {self.metrics[name]:.4f}" if name in self.metrics else ""
         return f"Result({self.method.name}, {len(self.history)} of {self.method.rounds} rounds{value})"
-
-    @property
-    def metric(self) -> PrimaryMetric:
-        """The metric that ranks runs: accuracy, or the first of the task's metrics."""
-        return primary_metric(self.task)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -95,10 +87,8 @@ class Result(Viewable):
 
     def to_samples(self, x: Tensor, name: str) -> Samples:
         """Converts raw inputs to samples for the model, normalized like the training data."""
-        if tuple(x.shape[1:]) != self.data.shape:
-            raise DataError(
-                f"data '{name}' has inputs of shape {tuple(x.shape[1:])}; the model takes {self.data.shape}"
-            )
+        if (shape := tuple(x.shape[1:])) != self.data.shape:
+            raise DataError(f"data '{name}' has inputs of shape {shape}; the model takes {self.data.shape}")
         if x.dtype != self.data.test.x.dtype:
             raise DataError(f"data '{name}' has {x.dtype} inputs; the model was trained on {self.data.test.x.dtype}")
         return replace(self.data.test, x=x, y=torch.zeros(len(x), dtype=torch.int64), rows=None)
@@ -127,11 +117,8 @@ class Result(Viewable):
         samples = x if isinstance(x, Samples) else self.to_samples(convert_inputs(x, "x"), "x")
         targets = self.to_targets(y, "y")
         if not len(targets) or len(targets) != len(samples.x):
-            raise DataError(
-                f"adapt needs one label per input, at least 1; got {len(samples.x)} inputs and {len(targets)} labels"
-            )
-        from fewer.runs.engine import one_thread
-
+            counts = f"{len(samples.x)} inputs and {len(targets)} labels"
+            raise DataError(f"adapt needs one label per input, at least 1; got {counts}")
         shared = self.state.shared
         net = self.task.net()
         load_weights(net, self.method.initialization(shared))
@@ -139,12 +126,6 @@ class Result(Viewable):
         with one_thread():
             self.method.adapt(net, support, shared, self.task)
         return net.eval()
-
-
-def primary_metric(task: Task) -> PrimaryMetric:
-    """The metric that ranks runs of this task."""
-    first = task.metrics[0]
-    return PrimaryMetric(first.name, first.higher_is_better, first.percent)
 
 
 def open_run(
@@ -160,10 +141,6 @@ def open_run(
 
     Pass `method`, `data`, `model`, `loss` and `metrics` again if they were Python objects.
     """
-    from fewer.runs.artifacts import resolve_start_model
-    from fewer.runs.engine import initial_state, restore_state
-    from fewer.runs.experiment import build_experiment, parse_settings
-
     run = RunReader(Path(path))
     run.check_objects(data=data, model=model, loss=loss, metrics=metrics)
     checkpoint = run.read_checkpoint()
@@ -171,24 +148,18 @@ def open_run(
         raise RunError(f"{path} has no checkpoint yet: its first round has not finished")
     settings = parse_settings(resolve_start_model(run.settings, run.path))
     experiment = build_experiment(settings, method, data, model, loss, metrics)
-    state = restore_state(type(initial_state(experiment)), checkpoint["state"], run.path)
     return Result(
-        experiment.method,
-        experiment.task,
-        experiment.data,
-        experiment.settings,
-        state,
-        run.path / CLIENTS,
-        run.history[: checkpoint["round"]],
-        checkpoint["seconds"],
-        checkpoint.get("stopped", ""),
+        **vars(experiment),
+        state=restore_state(experiment.initial_state(), checkpoint["state"], run.path),
+        folder=run.path / CLIENTS,
+        history=run.history[: checkpoint["round"]],
+        seconds=checkpoint["seconds"],
+        stopped=checkpoint.get("stopped", ""),
     )
 
 
 def load_run_data(run: RunReader, data: Data | None = None, data_dir: Path | None = None) -> Data:
     """Loads the data of a run, unless it is given; RunError if it has changed since, or is a Python object."""
-    from fewer.runs.experiment import load_data, parse_settings
-
     run.check_objects(data=data)
     if data is None:
         data = load_data(parse_settings(run.settings | ({"data_dir": data_dir} if data_dir else {})))

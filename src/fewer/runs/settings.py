@@ -105,6 +105,11 @@ class Settings(BaseModel):
     """Injected fault: probability that an answer is damaged in transit."""
 
 
+def settings_in_group(title: str) -> set[str]:
+    """The names of the settings with this title: Method, Data, Run or Faults."""
+    return {name for name, field in Settings.model_fields.items() if field.title == title}
+
+
 def settings_hash(settings: Settings, method: BaseModel) -> str:
     """Returns a hash of all settings that affect results."""
     left_out = {*RUNTIME_SETTINGS, *METHOD_SETTINGS, "method_options", *neutral_options(settings)}

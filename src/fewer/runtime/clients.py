@@ -145,10 +145,7 @@ class Clients(ABC):
         The cost does not grow with the population.
         """
         candidates = range(self.population) if among is None else among
-        if not 1 <= count <= len(candidates):
-            raise SettingError(
-                f"cohort = {count}, but there are only {len(candidates)} clients (allowed: 1 … {len(candidates)})"
-            )
+        check_cohort(count, len(candidates))
         rng = np.random.default_rng(seed_of(self.seed, self.round, purpose))
         return [candidates[index] for index in rng.choice(len(candidates), count, replace=False)]
 
@@ -236,7 +233,10 @@ class Clients(ABC):
         if self.evaluating:  # if all clients are unable, the method raises a better error
             needed, rule = 0 if unable else 1, "evaluation"
         if answered < needed:
-            raise QuorumLost(_describe_lost_quorum(self.round, answered, asked, needed, rule, absent), unable)
+            reasons = Counter(client.reason + (f" ({client.detail})" if client.detail else "") for client in absent)
+            common = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
+            text = f"round {self.round}: {answered} of {asked} clients answered, {needed} needed ({rule}): {common}"
+            raise QuorumLost(text, unable)
 
     def map_on_server(
         self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field
@@ -291,16 +291,14 @@ class Clients(ABC):
     def _encode_messages(
         self, handler: Callable[..., Any], kind: str, who: Sequence[int], fields: Mapping[str, Field | Each]
     ) -> dict[int, bytes]:
-        if not any(isinstance(value, Each) for value in fields.values()):
+        differing = {name: value.by_client for name, value in fields.items() if isinstance(value, Each)}
+        if not differing:
             return dict.fromkeys(who, encode_message(handler, kind, fields))
-        return {
-            client: encode_message(
-                handler,
-                kind,
-                {name: value.by_client[client] if isinstance(value, Each) else value for name, value in fields.items()},
-            )
-            for client in who
-        }
+        messages = {}
+        for client in who:
+            own_fields = {name: by_client[client] for name, by_client in differing.items()}
+            messages[client] = encode_message(handler, kind, {**fields, **own_fields})
+        return messages
 
     def _draw_fault(self, client: int, stream: str) -> str | None:
         """Draws the injected fault that hits this client now, if any."""
@@ -313,10 +311,16 @@ class Clients(ABC):
         return None
 
     def _inject_damage(self, client: int, fault: str | None, blob: bytes) -> bytes:
-        """The client's message as it arrives: damaged if the injected fault is `corrupt`."""
+        """The client's message as it arrives: truncated or with changed bytes if the injected fault is `corrupt`."""
         if fault != "corrupt":
             return blob
-        return _damage_message(blob, np.random.default_rng(seed_of(self.seed, self.round, client, "damage")))
+        rng = np.random.default_rng(seed_of(self.seed, self.round, client, "damage"))
+        if rng.random() < 0.5:
+            return blob[: int(rng.integers(len(blob)))]
+        data = bytearray(blob)
+        for position in rng.integers(len(data), size=8):
+            data[position] ^= int(rng.integers(1, 256))
+        return bytes(data)
 
     def _read_reply(
         self, call: Call, reply: Reply | None, fault: str | None, returns: Schema
@@ -336,20 +340,7 @@ class Clients(ABC):
             return Absent(client, "refused", refused.reason), len(blob)
 
 
-def _damage_message(blob: bytes, rng: np.random.Generator) -> bytes:
-    """Returns the message as after a bad connection: truncated, or with some bytes changed."""
-    if rng.random() < 0.5:
-        return blob[: int(rng.integers(len(blob)))]
-    data = bytearray(blob)
-    for position in rng.integers(len(data), size=8):
-        data[position] ^= int(rng.integers(1, 256))
-    return bytes(data)
-
-
-def _describe_lost_quorum(
-    round: int, answered: int, asked: int, needed: int, rule: str, absent: Sequence[Absent]
-) -> str:
-    """One line with the number of answers, the number needed, and the most common reasons."""
-    reasons = Counter(client.reason + (f" ({client.detail})" if client.detail else "") for client in absent)
-    common = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
-    return f"round {round}: {answered} of {asked} clients answered, {needed} needed ({rule}): {common}"
+def check_cohort(count: int, available: int) -> None:
+    """Raises SettingError unless a cohort of this size can be drawn from the available clients."""
+    if not 1 <= count <= available:
+        raise SettingError(f"cohort = {count}, but there are only {available} clients (allowed: 1 … {available})")

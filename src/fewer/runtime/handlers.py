@@ -295,11 +295,9 @@ class HandlerRunner:
         return {name: self._copy_to_device(value) for name, value in self._last["fields"].items()}
 
     def _copy_to_device(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.to(self.device, copy=True)
         if isinstance(value, dict):
-            return {name: tensor.to(self.device, copy=True) for name, tensor in value.items()}
-        return value
+            return {name: self._copy_to_device(tensor) for name, tensor in value.items()}
+        return value.to(self.device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 _signature = lru_cache(inspect.signature)
@@ -309,6 +307,5 @@ def _check_signature(handler: Callable[..., Any], fields: Mapping[str, Any]) -> 
     try:
         _signature(handler.__func__).bind(None, None, **fields)  # type: ignore[attr-defined]
     except TypeError as error:
-        raise Refused(
-            f"fields {sorted(fields)} do not match the parameters of '{handler.__name__}': {error}"
-        ) from error
+        names = sorted(fields)
+        raise Refused(f"fields {names} do not match the parameters of '{handler.__name__}': {error}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fewer.errors import SettingError
-from fewer.runtime.store import client_folder, write_durably
+from fewer.runtime.store import client_folder, write_durably, write_private
 from fewer.wire import Refused
 from fewer.wire.sealing import fingerprint, new_key, public_key
 
@@ -40,7 +40,7 @@ class KeyFiles:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_durably(path.with_name("key.pub"), public_key(key := new_key()))
-            _write_private_key(path, key)
+            write_private(path, key)
         return path.read_bytes()
 
     def public(self, client: int, peer: int) -> bytes:
@@ -49,12 +49,10 @@ class KeyFiles:
         offered = (client_folder(self.root, peer) / "key.pub").read_bytes()
         path = client_folder(self.root, client) / "pins.json"
         pins = json.loads(path.read_text()) if path.exists() else {}
-        pinned = pins.setdefault(str(peer), fingerprint(offered))
-        if pinned != fingerprint(offered):
-            raise Refused(
-                f"the key offered for client {peer} has the fingerprint {fingerprint(offered)[:16]}…, not the pinned "
-                f"{pinned[:16]}…"
-            )
+        digest = fingerprint(offered)
+        if (pinned := pins.setdefault(str(peer), digest)) != digest:
+            digests = f"{digest[:16]}…, not the pinned {pinned[:16]}…"
+            raise Refused(f"the key offered for client {peer} has the fingerprint {digests}")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(pins).encode())
         return offered
@@ -74,7 +72,7 @@ class PinnedKeys:
         """Returns the public key. Creates the private key if it does not exist yet."""
         path = self.folder / "seal.key"
         if not path.exists():
-            _write_private_key(path, new_key())
+            write_private(path, new_key())
         return public_key(path.read_bytes())
 
     def trust(self, peers: Mapping[int, bytes], replace: bool = False) -> None:
@@ -82,9 +80,8 @@ class PinnedKeys:
         pins = self._read_pins()
         for client, key in peers.items():
             if pins.setdefault(str(client), key.hex()) != key.hex() and not replace:
-                raise SettingError(
-                    f"client {client}: another key is pinned (pass --replace if that client confirms the new key)"
-                )
+                advice = "pass --replace if that client confirms the new key"
+                raise SettingError(f"client {client}: another key is pinned ({advice})")
             pins[str(client)] = key.hex()
         write_durably(self.folder / "peers.json", json.dumps(pins, indent=2).encode())
 
@@ -109,12 +106,5 @@ class PinnedKeys:
         try:
             return {client: str(key) for client, key in json.loads(path.read_text()).items()} if path.exists() else {}
         except (ValueError, AttributeError) as error:
-            raise SettingError(
-                f"{path} is damaged (delete it, then pin the keys again with: fewer keys trust): {error}"
-            ) from None
-
-
-def _write_private_key(path: Path, key: bytes) -> None:
-    """Writes a private key atomically, in a file that other users can never read."""
-    path.with_name(path.name + ".part").touch(0o600)  # the draft of `write_durably`
-    write_durably(path, key)
+            advice = "delete it, then pin the keys again with: fewer keys trust"
+            raise SettingError(f"{path} is damaged ({advice}): {error}") from None

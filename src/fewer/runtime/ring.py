@@ -122,7 +122,14 @@ class RelayRun:
         `may_retry` is True if the client may get another holder's message after this one.
         """
         blob = self._fetch_outgoing(client)
-        return None if blob is None else self._hand_over(client, blob, may_retry)
+        if blob is None:
+            return None
+        holder = self.holders[-1] if self.holders else None
+        hop = Hop(holder, self.handler, self.calls - 1, self.sealed)
+        reply = self._make_call(client, self.handler, hop, blob, may_retry and bool(self.holders))
+        if self.holders and reply.sent:
+            self.clients.ledger.add(self.clients.round, client, "down", self.handler, len(blob))
+        return reply
 
     def _fetch_outgoing(self, receiver: int) -> bytes | None:
         """Fetches the latest holder's message for the receiver, or an empty message if there is no holder.
@@ -150,15 +157,6 @@ class RelayRun:
                 refusing = [(holder, "refused", f"to send to client {receiver}: {reply.detail}")]
         self.absent += refusing
         return blob
-
-    def _hand_over(self, client: int, blob: bytes, may_retry: bool) -> Reply:
-        """Calls the handler of the client with the fetched message."""
-        holder = self.holders[-1] if self.holders else None
-        hop = Hop(holder, self.handler, self.calls - 1, self.sealed)
-        reply = self._make_call(client, self.handler, hop, blob, may_retry and bool(self.holders))
-        if self.holders and reply.sent:
-            self.clients.ledger.add(self.clients.round, client, "down", self.handler, len(blob))
-        return reply
 
     def _make_call(self, client: int, handler: str, hop: Hop, blob: bytes = b"", may_retry: bool = False) -> Reply:
         """Makes one call, or returns its reply from the journal if it was made before an interruption."""

@@ -32,6 +32,12 @@ def write_durably(path: Path, blob: bytes) -> None:
         os.close(folder)
 
 
+def write_private(path: Path, blob: bytes) -> None:
+    """Writes a file atomically. Other users can never read it, nor its draft."""
+    path.with_name(path.name + ".part").touch(0o600)
+    write_durably(path, blob)
+
+
 def lock_file(path: Path) -> IO[str] | None:
     """Locks a file until it is closed. Returns None if another process holds the lock."""
     lock = path.open("a+")

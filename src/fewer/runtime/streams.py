@@ -58,6 +58,17 @@ def global_streams(*key: int | str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limits torch to one thread. Floating-point sums depend on the number of threads, and workers share the cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def server_key(item: int) -> int:
     """The key of an item of the server's work in random streams. Clients have the keys 0, 1, …"""
     return -1 - item

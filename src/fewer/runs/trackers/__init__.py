@@ -25,9 +25,8 @@ def find(requested: Sequence[str]) -> list[Tracker]:
         try:
             tracker_class = TRACKERS[name]
         except ImportError as error:
-            raise SettingError(
-                f"tracker '{name}' needs {error.name}, which is not installed (pip install 'fewer[track]')"
-            ) from error
+            advice = "pip install 'fewer[track]'"
+            raise SettingError(f"tracker '{name}' needs {error.name}, which is not installed ({advice})") from error
         if not (isinstance(tracker_class, type) and issubclass(tracker_class, Tracker)):
             raise SettingError(f"tracker '{name}' is not a subclass of fewer.runs.trackers.Tracker")
         trackers.append(tracker_class())

@@ -4,15 +4,6 @@ Both programs run unmodified, with TLS and one key per client. Both use Flower's
 any process that holds a secret, and start no other program. Fewer holds that secret. So the server's loop stays in the
 `fewer` process, and a client answers with its own installed package. No client ever runs code from a server (the app
 that Flower must send contains no code), and no message starts a process.
-
-    credentials.py   the certificate authority, the server's certificate, the clients' keys
-    flwr_compat.py   Flower's private names
-    programs.py      Flower's programs as child processes, quiet and offline
-    executor.py      takes work from them
-    envelope.py      calls and replies as Flower messages
-    superlink.py     the server's side: a SuperLink and one run on it
-    node.py          a client's side: a SuperNode and the loop that answers
-    clients.py       the runtime
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fewer.errors import RunError
+from fewer.runtime.store import write_durably, write_private
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 CA_DAYS = 3650
@@ -46,11 +46,7 @@ class Credentials:
         for host in hosts:
             _parse_host(host)  # reports an invalid name before anything is written
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        key = ec.generate_private_key(ec.SECP384R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Fewer authority")])
-        authority = _sign_certificate(name, name, key, key.public_key(), CA_DAYS, ())
-        _write_private(folder / "ca.key", key)
-        _write_file(folder / "ca.crt", authority.public_bytes(serialization.Encoding.PEM))
+        _write_certificate(folder / "ca", "Fewer authority", CA_DAYS)
         credentials = cls(folder)
         credentials.issue_certificate(hosts, days)
         for client in range(clients):
@@ -81,11 +77,7 @@ class Credentials:
             raise RunError(f"{path} is not a private key: {_first_line(error)}") from error
         if not isinstance(signer, ec.EllipticCurvePrivateKey):
             raise RunError(f"{path} is not an ECDSA key")
-        key = ec.generate_private_key(ec.SECP384R1())
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Fewer server")])
-        certificate = _sign_certificate(name, authority.subject, signer, key.public_key(), days, names)
-        _write_private(self.folder / "server.key", key)
-        _write_file(self.folder / "server.crt", certificate.public_bytes(serialization.Encoding.PEM))
+        _write_certificate(self.folder / "server", "Fewer server", days, names, (authority, signer))
 
     def check_host(self, host: str) -> None:
         """Raises RunError if the certificate does not cover this name of the server."""
@@ -104,8 +96,8 @@ class Credentials:
         key = ec.generate_private_key(ec.SECP384R1())
         _write_private(folder / "node.key", key)
         public = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-        _write_file(folder / "node.pub", public + b"\n")
-        _write_file(folder / "ca.crt", (self.folder / "ca.crt").read_bytes())
+        write_durably(folder / "node.pub", public + b"\n")
+        write_durably(folder / "ca.crt", (self.folder / "ca.crt").read_bytes())
         return folder
 
     def client_folder(self, client: int) -> Path:
@@ -125,21 +117,25 @@ class Credentials:
                 raise RunError(f"{path} is not a public key: {error}") from error
             if not isinstance(key, ec.EllipticCurvePublicKey):
                 raise RunError(f"{path} is not an ECDSA key (P-384)")
-            keys[int(number[1])] = key.public_bytes(
-                serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-            )
+            public_format = serialization.PublicFormat.SubjectPublicKeyInfo
+            keys[int(number[1])] = key.public_bytes(serialization.Encoding.PEM, public_format)
         return dict(sorted(keys.items()))
 
 
-def _sign_certificate(
-    subject: x509.Name,
-    issuer: x509.Name,
-    signer: ec.EllipticCurvePrivateKey,
-    public: ec.EllipticCurvePublicKey,
+def _write_certificate(
+    path: Path,
+    name: str,
     days: float,
-    names: Sequence[x509.GeneralName],
-) -> x509.Certificate:
-    """Signs a certificate: for a server if names are given, otherwise for an authority."""
+    hosts: Sequence[x509.GeneralName] = (),
+    authority: tuple[x509.Certificate, ec.EllipticCurvePrivateKey] | None = None,
+) -> None:
+    """Writes a new key and its certificate: for a server if there are hosts, otherwise for an authority."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject, public = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]), key.public_key()
+    issuer, signer = (authority[0].subject, authority[1]) if authority else (subject, key)
+    unused = ["content_commitment", "key_encipherment", "data_encipherment", "key_agreement"]
+    unused += ["encipher_only", "decipher_only"]
+    usage = {"digital_signature": bool(hosts), "key_cert_sign": not hosts, "crl_sign": not hosts}
     now = datetime.datetime.now(datetime.UTC)
     end = now + datetime.timedelta(days=days)
     builder = (
@@ -150,29 +146,16 @@ def _sign_certificate(
         .serial_number(x509.random_serial_number())
         .not_valid_before(min(now, end) - datetime.timedelta(hours=1))
         .not_valid_after(end)
-        .add_extension(x509.BasicConstraints(ca=not names, path_length=None), critical=True)
+        .add_extension(x509.BasicConstraints(ca=not hosts, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
-        .add_extension(_key_usage(authority=not names), critical=True)
+        .add_extension(x509.KeyUsage(**usage, **dict.fromkeys(unused, False)), critical=True)
     )
-    if names:
-        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    if hosts:
+        builder = builder.add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    return builder.sign(signer, SHA256())
-
-
-def _key_usage(authority: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not authority,
-        key_cert_sign=authority,
-        crl_sign=authority,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    _write_private(path.with_suffix(".key"), key)
+    write_durably(path.with_suffix(".crt"), builder.sign(signer, SHA256()).public_bytes(serialization.Encoding.PEM))
 
 
 def _parse_host(name: str) -> x509.GeneralName:
@@ -199,11 +182,4 @@ def _first_line(error: Exception) -> str:
 
 def _write_private(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
     file_format = serialization.PrivateFormat.OpenSSH if path.name == "node.key" else serialization.PrivateFormat.PKCS8
-    _write_file(path, key.private_bytes(serialization.Encoding.PEM, file_format, serialization.NoEncryption()), 0o600)
-
-
-def _write_file(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Writes a new file with this mode from the start, so that a private file is never readable by others."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
+    write_private(path, key.private_bytes(serialization.Encoding.PEM, file_format, serialization.NoEncryption()))

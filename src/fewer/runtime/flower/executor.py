@@ -24,9 +24,8 @@ def connect_executor(address: str, home: Path, root_certificate: bytes | None) -
     secret = secret_file(home).read_bytes()
     signing = compat.SuperExecAuthHttpInterceptor(master_secret=secret, protected_methods={compat.ACQUIRE_TASK})
     version = compat.RuntimeVersionHttpInterceptor(component_name="SuperExec")
-    return compat.RuntimeHttpClient.from_server_address(
-        address, root_certificate is None, root_certificate, [version, signing]
-    )
+    server = address, root_certificate is None, root_certificate
+    return compat.RuntimeHttpClient.from_server_address(*server, [version, signing])
 
 
 def send_heartbeat(http: compat.RuntimeHttpClient) -> bool:

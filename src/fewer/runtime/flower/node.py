@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,10 +80,9 @@ class Node:
 
     def _answer_until_exit(self, program: Program, port: int, answer: AnswerCallback) -> str:
         """Answers questions until the SuperNode ends or an answer is lost. Returns the reason."""
-        http = connect_executor(f"127.0.0.1:{port}", program.home, None)
         connected: bool | None = None
         loss, loss_time = "", 0.0
-        try:
+        with closing(connect_executor(f"127.0.0.1:{port}", program.home, None)) as http:
             while program.pid is not None:
                 lines = program.log_lines()
                 if (now_connected := _find_connection(lines)) not in (None, connected):
@@ -102,19 +102,13 @@ class Node:
                     except Exception as error:  # the SuperNode would wait for this answer forever
                         return f"an answer was lost ({type(error).__name__})"
             return _explain_exit(program.exit_reason())
-        finally:
-            http.close()
 
-    def _answer_question(
-        self, port: int, token: str, answer: AnswerCallback, find_newer_task: Callable[[], str]
-    ) -> str:
+    def _answer_question(self, port: int, token: str, answer: AnswerCallback, newer_task: Callable[[], str]) -> str:
         """Answers the question with this token. Returns the token of a newer question if this one was dropped."""
-        signing = (
-            compat.RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
-            compat.RuntimeTokenHttpInterceptor(token),
-        )
-        http = PollingClient.from_server_address(f"127.0.0.1:{port}", True, None, signing)
-        http.find_newer_task = find_newer_task
+        version = compat.RuntimeVersionHttpInterceptor(component_name="flwr-clientapp")
+        signing = compat.RuntimeTokenHttpInterceptor(token)
+        http = PollingClient.from_server_address(f"127.0.0.1:{port}", True, None, [version, signing])
+        http.find_newer_task = newer_task
         heartbeat = compat.HeartbeatSender(lambda: send_heartbeat(http))
         heartbeat.start()
         try:

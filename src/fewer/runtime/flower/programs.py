@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fewer.runtime.flower import QUIET
+from fewer.runtime.store import write_private
 
 _LIBC = ctypes.CDLL(None)
 _COLOR = re.compile(r"\x1b\[\d*m")
@@ -99,8 +100,7 @@ def secret_file(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the folder also holds messages
     path = folder / "secret"
     if not path.exists():
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(32))
+        write_private(path, secrets.token_bytes(32))
     return path
 
 

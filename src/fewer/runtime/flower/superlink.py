@@ -180,9 +180,8 @@ class SuperLink:
 
     def _open_control(self) -> closing[compat.ControlHttpClient]:
         version = compat.RuntimeVersionHttpInterceptor(component_name="flwr-cli")
-        return closing(
-            compat.ControlHttpClient.from_server_address(self.address, False, self._root_certificate, [version])
-        )
+        server = self.address, False, self._root_certificate
+        return closing(compat.ControlHttpClient.from_server_address(*server, [version]))
 
     @property
     def _root_certificate(self) -> bytes:
@@ -205,12 +204,9 @@ class SuperLink:
     def _submit_run(self, experiment: str) -> None:
         fab, _ = compat.build_fab_from_files({"pyproject.toml": APP})
         with self._open_control() as control:
-            response = control.StartRun(
-                compat.StartRunRequest(
-                    fab=compat.fab_to_proto(compat.Fab(hashlib.sha256(fab).hexdigest(), fab, {})),
-                    override_config=compat.user_config_to_proto({"experiment": experiment}),
-                )
-            )
+            app = compat.fab_to_proto(compat.Fab(hashlib.sha256(fab).hexdigest(), fab, {}))
+            config = compat.user_config_to_proto({"experiment": experiment})
+            response = control.StartRun(compat.StartRunRequest(fab=app, override_config=config))
         if not response.HasField("run_id"):
             raise RunError("Flower's SuperLink does not accept the run")
         self._grid = compat.RunGrid(self.address, self._root_certificate, self._claim_task(response.run_id))
@@ -246,30 +242,21 @@ class SuperLink:
     def online_clients(self) -> dict[int, RemoteClient]:
         """The clients that are online, by number."""
         numbers = self._clients_by_key()
-        with self._open_grid() as grid:
+        with self._open_grid(may_repeat=True) as grid:
             nodes = list(grid.get_nodes())
-        return {
-            numbers[node.public_key]: RemoteClient(node.node_id, node.last_activated_at)
-            for node in nodes
-            if node.public_key in numbers
-        }
+        known = [node for node in nodes if node.public_key in numbers]
+        return {numbers[node.public_key]: RemoteClient(node.node_id, node.last_activated_at) for node in known}
 
     def send_questions(self, questions: Sequence[tuple[Question, bytes]], ttl: float | None) -> dict[str, Question]:
         """Sends questions that expire after `ttl` seconds. Returns them by message id."""
         if not questions:
             return {}
-        messages = [
-            Message(
-                envelope.pack_question(question.call, blob),
-                question.client.node,
-                envelope.TYPE,
-                ttl=ttl,
-                group_id=str(question.call.round),
-            )
-            for question, blob in questions
-        ]
+        messages = []
+        for (call, client), blob in questions:
+            content = envelope.pack_question(call, blob)
+            messages.append(Message(content, client.node, envelope.TYPE, ttl=ttl, group_id=str(call.round)))
         # Never ask twice: the client would continue from the state that it stored the first time.
-        with self._open_grid_once() as grid:
+        with self._open_grid() as grid:
             message_ids = list(grid.push_messages(messages))
         self.packed["down"] += sum(map(envelope.message_size, messages))
         return {message_id: question for message_id, (question, _) in zip(message_ids, questions, strict=True)}
@@ -281,24 +268,19 @@ class SuperLink:
         never waits: it looks at an incomplete reply again in the next call.
         """
         question_ids = list(pending)
-        with self._open_grid_once() as grid:  # the SuperLink announces a reply only once
+        with self._open_grid() as grid:  # the SuperLink announces a reply only once
             unannounced = [question_id for question_id in question_ids if question_id not in self._partial_replies]
             response = grid.http.PullMessages(compat.PullAppMessagesRequest(message_ids=unannounced))
             for announced, tree in zip(response.messages_list, response.message_object_trees, strict=True):
                 # The SuperLink has checked the metadata. A client could write anything into the message.
                 metadata = announced.metadata
                 object_ids = dict.fromkeys(node.object_id for node in compat.iterate_object_tree(tree))
-                self._partial_replies[metadata.reply_to_message_id] = PartialReply(
-                    metadata.message_id, list(object_ids), {}
-                )
-            self._partial_replies = {
-                key: self._partial_replies[key] for key in question_ids if key in self._partial_replies
-            }
-            replies = {
-                question_id: reply
-                for question_id, partial_reply in self._partial_replies.items()
-                if (reply := self._complete_reply(grid, partial_reply))
-            }
+                partial_reply = PartialReply(metadata.message_id, list(object_ids), {})
+                self._partial_replies[metadata.reply_to_message_id] = partial_reply
+            known = self._partial_replies
+            self._partial_replies = {key: known[key] for key in question_ids if key in known}
+            outcomes = {key: self._complete_reply(grid, reply) for key, reply in self._partial_replies.items()}
+        replies = {question_id: reply for question_id, reply in outcomes.items() if reply}
         for question_id in replies:
             del self._partial_replies[question_id]
         return replies
@@ -314,12 +296,11 @@ class SuperLink:
             if not response.object_available:
                 return None
             partial_reply.objects[partial_reply.missing.pop(0)] = response.object_content
-        http.ConfirmMessageReceived(
-            compat.ConfirmMessageReceivedRequest(message_object_id=partial_reply.message, **sender)
-        )
+        message_id = partial_reply.message
+        http.ConfirmMessageReceived(compat.ConfirmMessageReceivedRequest(message_object_id=message_id, **sender))
         size = sum(map(len, partial_reply.objects.values()))
         try:
-            message = cast(Message, compat.inflate_object_from_contents(partial_reply.message, partial_reply.objects))
+            message = cast(Message, compat.inflate_object_from_contents(message_id, partial_reply.objects))
             reply = envelope.read_answer(message)
         except Exception:  # a SuperLink checks only the headers of objects; a client can put anything into the rest
             return Reply(b"", "refused", "not a message")
@@ -327,24 +308,15 @@ class SuperLink:
         return reply
 
     @contextmanager
-    def _open_grid_once(self) -> Iterator[compat.RunGrid]:
-        """Yields the grid, for requests that must not be repeated."""
-        try:
-            with self._open_grid() as grid:
-                yield grid
-        except NoResponse as error:
-            raise SuperLinkLost("Flower's SuperLink does not answer") from error
-
-    @contextmanager
-    def _open_grid(self) -> Iterator[compat.RunGrid]:
-        """Yields the grid. Raises NoResponse if a request may be repeated, SuperLinkLost if the run is gone."""
+    def _open_grid(self, may_repeat: bool = False) -> Iterator[compat.RunGrid]:
+        """Yields the grid. Raises SuperLinkLost if the run is gone, NoResponse if the request may be repeated."""
         assert self._grid
         try:
             yield self._grid
         except httpx.TransportError as error:
             if self.pid is None:
                 raise SuperLinkLost("Flower's SuperLink has ended") from error
-            raise NoResponse from error
+            raise NoResponse if may_repeat else SuperLinkLost("Flower's SuperLink does not answer") from error
         except httpx.HTTPStatusError as error:
             raise SuperLinkLost(f"Flower's SuperLink has dropped the run ({error.response.status_code})") from error
         except compat.ObjectPushError as error:  # for example, its disk is full
