@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -95,8 +96,20 @@ def _first(sums: Tensor, total: int) -> Tensor:
     return sums[0, 0] / total
 
 
-def _errors(power: int) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda outputs, targets: (outputs.double() - targets).abs().pow(power).sum(0, keepdim=True)
+def _absolute_errors(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.double() - targets).abs().sum(0, keepdim=True)
+
+
+def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.double() - targets).square().sum(0, keepdim=True)
+
+
+def _root_mean(sums: Tensor, total: int) -> Tensor:
+    return (sums / total).sqrt().mean()
+
+
+def _correct(scores: Tensor, y: Tensor) -> Tensor:
+    return torch.tensor([[count_top_k(scores, y)]])
 
 
 def _exact_matches(logits: Tensor, targets: Tensor) -> Tensor:
@@ -104,17 +117,15 @@ def _exact_matches(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 _METRICS: Mapping[Kind, Sequence[Metric]] = {
-    "classification": (
-        Metric("accuracy", 1, lambda scores, y: torch.tensor([[count_top_k(scores, y)]]), _first, 0, 1),
-    ),
+    "classification": (Metric("accuracy", 1, _correct, _first, 0, 1),),
     "multi-label": (
         Metric("f1", 3, _confusion, _f1, 0, 1),
         Metric("exact-match", 1, _exact_matches, _first, 0, 1),
     ),
     "regression": (
-        Metric("mae", 1, _errors(1), _mean, 0, higher_is_better=False),
-        Metric("mse", 1, _errors(2), _mean, 0, higher_is_better=False),
-        Metric("rmse", 1, _errors(2), lambda sums, total: (sums / total).sqrt().mean(), 0, higher_is_better=False),
+        Metric("mae", 1, _absolute_errors, _mean, 0, higher_is_better=False),
+        Metric("mse", 1, _squared_errors, _mean, 0, higher_is_better=False),
+        Metric("rmse", 1, _squared_errors, _root_mean, 0, higher_is_better=False),
         Metric("r2", 3, _moments, _r2, high=1),
     ),
 }
@@ -125,7 +136,7 @@ ACCURACY = METRICS["accuracy"]
 
 def find_metric(name: str) -> Metric:
     """The built-in metric of this name. Any other name is a user's metric: its value is the mean over samples."""
-    return METRICS.get(name) or Metric(name, 1, lambda outputs, targets: torch.zeros(1, 1), _first)
+    return METRICS.get(name) or Metric(name, 1, _absolute_errors, _first)
 
 
 class Objective(NamedTuple):
@@ -193,16 +204,14 @@ def _build_metric(metric: Any, kind: Kind) -> Metric:
         metric = load_from_file(metric)
     if callable(metric):
         better = bool(getattr(metric, "higher_is_better", True))
-        return Metric(
-            metric.__name__, 1, lambda o, t: _sum_over_samples(metric(o, t), t), _first, higher_is_better=better
-        )
+        return Metric(metric.__name__, 1, partial(_sum_over_samples, metric), _first, higher_is_better=better)
     allowed = [built_in.name for built_in in _METRICS[kind]]
     if metric not in allowed:
         raise unknown_name(f"metric of {kind}", str(metric), [*allowed, "FILE.py:name"])
     return METRICS[metric]
 
 
-def _sum_over_samples(value: Any, targets: Tensor) -> Tensor:
-    """The sum of a user's metric over a batch, given its mean or one value per sample."""
-    values: Tensor = torch.as_tensor(value, dtype=torch.float64)
+def _sum_over_samples(metric: Callable[[Tensor, Tensor], Any], outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of a user's metric over a batch. The metric returns its mean or one value per sample."""
+    values: Tensor = torch.as_tensor(metric(outputs, targets), dtype=torch.float64)
     return (values.sum() if values.ndim else values * len(targets)).view(1, 1)
