@@ -264,8 +264,8 @@ class FewRounds(Method[StateT]):
         else:
             classes, means = compute_prototypes(net, support)[:2]
         num_classes = int(torch.cat([classes, held_out.labels]).max()) + 1
-        counts = evaluate_net(GroupModel(net, classes, means, num_classes), held_out.chunks(EVAL_BATCH_SIZE))
-        return counts.correct / counts.total
+        group_model = GroupModel(net, classes, means, num_classes)
+        return evaluate_net(group_model, held_out.chunks(EVAL_BATCH_SIZE)).accuracy
 
 
 def valid_answers(answers: Sequence[Answer], clients: Clients, num_classes: int, handler: str) -> list[Answer]:

@@ -77,7 +77,7 @@ class EvaluatedOnGroups(Method[StateT]):
     def evaluate(self, state: StateT, clients: Clients, data: Data) -> Scores:
         """After a round: the accuracy of the groups' models, as the mean over groups."""
         counts = self.evaluate_groups(state, clients, data)
-        accuracies = [count.correct / count.total for count in counts]
+        accuracies = [count.accuracy for count in counts]
         loss = sum(count.loss for count in counts) / sum(count.total for count in counts)
         return Scores({"accuracy": statistics.fmean(accuracies), "loss": loss}, "groups", accuracies)
 
