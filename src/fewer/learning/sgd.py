@@ -82,6 +82,13 @@ def draw_batches(num_samples: int, steps: int, batch_size: int, stream: torch.Ge
     return torch.randint(num_samples, (steps, batch_size), generator=stream)
 
 
+def draw_subset(samples: Samples, count: int | None, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One batch of `count` different samples; of all, if `count` is None or there are not more."""
+    if count is None or count >= len(samples):
+        return samples.all()
+    return samples.pick(torch.randperm(len(samples), generator=stream)[:count])
+
+
 def epoch_batches(
     samples: Samples, epochs: int, batch_size: int | None, stream: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:

@@ -38,6 +38,7 @@ from fewer.learning import draw_batches, weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import Batch, LearningRate, meta_gradient, trainable_weights
 from fewer.learning.flops import MAX_FLOPS
+from fewer.learning.sgd import draw_subset
 from fewer.methods.context import Client
 from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
 from fewer.methods.scores import MAX_SAMPLES
@@ -172,7 +173,7 @@ class FedMeta(NewClients[FedMetaState]):
             net,
             theta,
             self.support_batches(support, generator),
-            self.query_batch(queries, generator),
+            draw_subset(queries, self.queries, generator),
             self.inner_lrs(algorithm),
             first_order=self.algorithm == "fomaml",
             criterion=client.task.loss,
@@ -191,12 +192,6 @@ class FedMeta(NewClients[FedMetaState]):
         if self.batch_size is None:
             return full_batches(support, self.inner_steps)
         return list(support.batches(draw_batches(len(support), self.inner_steps, self.batch_size, generator)))
-
-    def query_batch(self, queries: Samples, generator: torch.Generator) -> Batch:
-        """The batch of the query set for L_Q."""
-        if self.queries is None or self.queries >= len(queries):
-            return queries.all()
-        return queries.pick(torch.randperm(len(queries), generator=generator)[: self.queries])
 
     def local_meta_steps(
         self, client: Client, net: nn.Module, algorithm: Weights, generator: torch.Generator
