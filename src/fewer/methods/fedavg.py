@@ -56,17 +56,19 @@ class LocalTraining(LocalOptimizer, Method[StateT], Generic[StateT]):
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − η ∇ℓ(w; b) for each batch b, in place. Override this to change local training."""
-        self.train_net(net, client, self.training_samples(client).batches(self.batch_indices(client)))
+        self.train_net(net, client)
 
     def train_net(
         self,
         net: nn.Module,
         client: Client,
-        batches: Iterable[tuple[Tensor, Tensor]],
+        batches: Iterable[tuple[Tensor, Tensor]] | None = None,
         loss: Loss | None = None,
         modify_gradients: GradientHook | None = None,
     ) -> None:
-        """Takes one local step per batch, in place. Default loss: that of the task."""
+        """Takes one local step per batch, in place. Default: the client's own batches, and the loss of the task."""
+        if batches is None:
+            batches = self.training_samples(client).batches(self.batch_indices(client))
         sgd(net, batches, self.lr, modify_gradients, loss or task_loss(client.task), optimizer=self)
 
     def training_samples(self, client: Client) -> Samples:

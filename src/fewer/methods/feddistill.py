@@ -111,7 +111,7 @@ class FedDistill(LocalTraining[FedDistillState]):
             kl = F.kl_div(logits.log_softmax(1), teacher[y].log_softmax(1), reduction="none", log_target=True).sum(1)
             return F.cross_entropy(scores, y) + self.distill_weight * (kl * known[y]).mean()
 
-        self.train_net(net, client, client.train.batches(self.batch_indices(client)), loss)
+        self.train_net(net, client, loss=loss)
         mean_logits = (logit_sums / counts.clamp(min=1)[:, None]).float()
         return {"model": get_weights(net), "size": len(client.train), "logits": mean_logits, "held": counts > 0}
 

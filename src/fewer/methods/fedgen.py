@@ -27,7 +27,6 @@ Departures:
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -47,7 +46,6 @@ from fewer.runtime import Clients, on_client, on_server
 from fewer.runtime.streams import global_streams
 from fewer.wire import Shaped
 
-_LOG = logging.getLogger("fewer")
 HEAD = "head."
 
 
@@ -118,10 +116,7 @@ class FedGen(LocalTraining[FedGenState]):
             class_weights=class_weights,
         )
         if not result["finite"]:
-            _LOG.warning(
-                f"{self.name}, round {clients.round}: the generator diverged, so the last one is kept; "
-                "lower -o generator_lr"
-            )
+            self.warn(clients, "the generator diverged, so the last one is kept; lower -o generator_lr")
         return FedGenState(model, result["generator"], class_weights)
 
     @on_client(stream="learn", exact=("class_weights",))
@@ -145,7 +140,7 @@ class FedGen(LocalTraining[FedGenState]):
                 kl = F.kl_div(scores.log_softmax(1), teacher, reduction="batchmean", log_target=True)
                 return F.cross_entropy(scores, y) + weight * (generated_loss + kl)  # Eq 5
 
-            self.train_net(net, client, client.train.batches(self.batch_indices(client)), loss)
+            self.train_net(net, client, loss=loss)
         else:
             self.fit(net, client)
         counts = torch.bincount(client.train.labels, minlength=len(class_weights))

@@ -41,5 +41,4 @@ class FedProx(FedAvg):
             """∇h_k(w; w^t) = ∇F_k(w) + μ (w − w^t)"""
             torch._foreach_add_(gradients, torch._foreach_sub(w, w_t), alpha=self.mu)
 
-        batches = client.train.batches(self.batch_indices(client))
-        self.train_net(net, client, batches, modify_gradients=add_proximal_gradient)
+        self.train_net(net, client, modify_gradients=add_proximal_gradient)

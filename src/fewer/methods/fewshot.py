@@ -138,7 +138,7 @@ class FewShot(Method[FewShotState]):
             return state
         try:
             counts = self.ask_task_counts(state.model, clients, "validation", best=False)
-            accuracy = mean_accuracy(self.task_accuracies(counts)[0])
+            accuracy = mean_accuracy(self.task_accuracies(counts, self.predictor_order()[0]))
         except QuorumLost as lost:
             if not lost.unable:
                 raise
@@ -182,14 +182,18 @@ class FewShot(Method[FewShotState]):
 
     def evaluate(self, state: FewShotState, clients: Clients, data: Data) -> Scores:
         """Accuracy on tasks of novel classes for each predictor, with a 95 % confidence interval for the first."""
-        accuracies = self.task_accuracies(self.ask_eval_counts(state, clients))
+        part: Part = "test" if self.eval_classes == "novel" else "validation"
+        counts = self.ask_task_counts(state.shared, clients, part, best=state.best_round > 0)
+        if not counts:
+            raise SettingError(
+                f"no client has {self.way} {self.eval_classes} classes with {self.shot} + {self.queries} samples; "
+                "use fewer clients, shots or queries"
+            )
+        accuracies = [self.task_accuracies(counts, name) for name in self.predictor_order()]
         first = [accuracy for by_task in accuracies[0].values() for accuracy in by_task]
-        by_predictor = {
-            name: mean_accuracy(by_client) for name, by_client in zip(self.predictor_order(), accuracies, strict=True)
-        }
         metrics = {
             "accuracy": mean_accuracy(accuracies[0]),
-            **by_predictor,
+            **dict(zip(self.predictor_order(), map(mean_accuracy, accuracies), strict=True)),
             "tasks": len(first),
             "tasks_ci95": half_width(first),
             "best_round": state.best_round,
@@ -198,17 +202,6 @@ class FewShot(Method[FewShotState]):
         by_client = {client: statistics.fmean(by_task) for client, by_task in accuracies[0].items()}
         return Scores(metrics, "tasks", first, by_client)
 
-    def ask_eval_counts(self, state: FewShotState, clients: Clients) -> dict[int, Mapping[str, Tensor]]:
-        """Correct predictions on the evaluation tasks, by client and predictor."""
-        part: Part = "test" if self.eval_classes == "novel" else "validation"
-        counts = self.ask_task_counts(state.shared, clients, part, best=state.best_round > 0)
-        if not counts:
-            raise SettingError(
-                f"no client has {self.way} {self.eval_classes} classes with {self.shot} + {self.queries} samples; "
-                "use fewer clients, shots or queries"
-            )
-        return counts
-
     def ask_task_counts(
         self, model: Weights, clients: Clients, part: Part, best: bool
     ) -> dict[int, Mapping[str, Tensor]]:
@@ -216,28 +209,19 @@ class FewShot(Method[FewShotState]):
         eval_cohort = clients.eval_cohort()
         tasks = ceil(self.test_tasks / len(eval_cohort))
         correct = Shaped((tasks,), torch.int64, max_value=self.way * self.queries)
-        answers = clients.ask(
-            eval_cohort,
-            self.solve_tasks,
-            model=model,
-            part=part,
-            tasks=tasks,
-            best=best,
-            returns={"correct": dict.fromkeys(self.predictors, correct)},
-        )
+        fields = {"model": model, "part": part, "tasks": tasks, "best": best}
+        returns = {"correct": dict.fromkeys(self.predictors, correct)}
+        answers = clients.ask(eval_cohort, self.solve_tasks, returns=returns, **fields)
         return {answer.client: answer["correct"] for answer in answers}
 
     def predictor_order(self) -> tuple[str, ...]:
         """The predictors; the first one gives the accuracy."""
         return self.predictors
 
-    def task_accuracies(self, counts: Mapping[int, Mapping[str, Tensor]]) -> list[dict[int, list[float]]]:
-        """For each predictor, the accuracies in all tasks, by client."""
+    def task_accuracies(self, counts: Mapping[int, Mapping[str, Tensor]], predictor: str) -> dict[int, list[float]]:
+        """The accuracies of a predictor in all tasks, by client."""
         queries = self.way * self.queries
-        return [
-            {client: (correct[name].double() / queries).tolist() for client, correct in counts.items()}
-            for name in self.predictor_order()
-        ]
+        return {client: (correct[predictor].double() / queries).tolist() for client, correct in counts.items()}
 
     @on_client(stream="answer_tasks")
     def solve_tasks(self, client: Client, model: Weights, part: str, tasks: int, best: bool) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
 from fewer.methods.context import Client
 from fewer.methods.fewshot import LocalOnly
 from fewer.methods.fine_tuned import FineTuned, initial_n_way_weights, load_n_way_net
-from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights
+from fewer.models import EncoderHead, Task, Weights, get_weights
 from fewer.registry import METHODS
 
 
@@ -58,14 +59,10 @@ class FLMAML(FineTuned):
 
     def predict(self, solver: EncoderHead, task: Episode) -> dict[str, Tensor]:
         """Fine-tunes on the support and classifies the queries."""
-        initial = get_weights(solver)
         batches = [(task.support_x, task.support_y)] * (self.adapt_steps or self.fine_tune_steps)
         tuned = adapt_weights(solver, trainable_weights(solver), batches, self.fine_tune_lr)
-        load_weights(solver, {**initial, **tuned})
         with torch.no_grad():
-            classes = solver(task.query_x).argmax(1)
-        load_weights(solver, initial)
-        return {"accuracy": classes}
+            return {"accuracy": functional_call(solver, tuned, (task.query_x,)).argmax(1)}
 
 
 @METHODS.register("local-maml")

@@ -44,9 +44,8 @@ class FLProto(FewShot):
         generator = client.stream("tasks")
         for _ in range(self.tasks):
             task = self.draw_task(client.train, generator)
-            logits = query_logits(encoder, task)
             optimizer.zero_grad()
-            F.cross_entropy(logits, task.query_y).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(F.cross_entropy(query_logits(encoder, task), task.query_y))
             optimizer.step()
         return select_encoder(get_weights(net))
 
