@@ -22,10 +22,9 @@ from torch.nn import functional as F
 from fewer.data import Data, Samples
 from fewer.errors import SettingError
 from fewer.learning.evaluate import measure_outputs
-from fewer.methods.context import Client, Context
+from fewer.methods import Client, Context, Scores
 from fewer.methods.method import NoGlobalModel
 from fewer.methods.new_clients import CountingModelState, NewClients, adapt_in_place, full_batches
-from fewer.methods.scores import Scores
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client

@@ -26,9 +26,7 @@ from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss, weighted_mean
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.sgd import GradientHook, Loss
-from fewer.methods.context import Client
-from fewer.methods.method import Method, ModelState, StateT
-from fewer.methods.scores import MAX_SAMPLES
+from fewer.methods import MAX_SAMPLES, Client, Method, ModelState, StateT
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, on_client

@@ -20,9 +20,8 @@ from fewer.errors import QuorumLost
 from fewer.learning import Counts, draw_batches, evaluate_net, sgd
 from fewer.learning.distill import distill, fit_feature_map
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
-from fewer.methods.context import Client
+from fewer.methods import Client, Method, PersonalMethod
 from fewer.methods.fedavg import LocalTraining, average_by_size, model_schema, train_models
-from fewer.methods.method import Method, PersonalMethod
 from fewer.methods.scores import COUNTS_SCHEMA
 from fewer.models import Task, Weights, get_weights, net_factory
 from fewer.registry import MODELS

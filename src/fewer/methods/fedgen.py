@@ -36,10 +36,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.learning.generator import build_generator, train_generator
-from fewer.methods.context import Client, Server
+from fewer.methods import MAX_SAMPLES, Client, ModelState, Needs, Server
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.methods.method import ModelState, Needs
-from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, all_finite, get_weights, load_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client, on_server

@@ -64,10 +64,8 @@ from fewer.learning import LocalOptimizer, sgd
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.generator import Generator, build_generator, train_generator
 from fewer.learning.match import match_statistics
-from fewer.methods.capabilities import ImageGrid
+from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, Server
 from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
-from fewer.methods.context import Client, Server
-from fewer.methods.method import Method, ModelState, Needs
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS

@@ -29,10 +29,8 @@ from fewer.learning.prototypes import (
     merge_prototypes,
 )
 from fewer.learning.sgd import epoch_batches
-from fewer.methods.context import Client, Context
+from fewer.methods import MAX_SAMPLES, Client, Context, Method, Needs, State, StateT
 from fewer.methods.fedavg import train_models
-from fewer.methods.method import Method, Needs, State, StateT
-from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
 from fewer.runtime import Absent, Answer, Clients, on_client

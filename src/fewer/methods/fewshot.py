@@ -26,10 +26,8 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.episodes import Episode, sample_episode
 from fewer.errors import DataError, QuorumLost, SettingError
-from fewer.methods.context import Client, Context
+from fewer.methods import Client, Context, Method, Needs, Scores, State
 from fewer.methods.fedavg import average_equally
-from fewer.methods.method import Method, Needs, State
-from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite
 from fewer.runtime import Clients, Unable, on_client, stream
 from fewer.statistics import half_width

@@ -46,12 +46,10 @@ from fewer.learning.adapt import trainable_weights
 from fewer.learning.group_model import GroupModel, compute_features, use_batch_statistics
 from fewer.learning.prototypes import Prototypes
 from fewer.learning.sgd import draw_subset
+from fewer.methods import MAX_SAMPLES, Client, Context, Scores, Server, StateT
 from fewer.methods.capabilities import Artifact, Embedding
-from fewer.methods.context import Client, Context, Server
 from fewer.methods.few_rounds import HEAD, LRS, FewRounds, GroupState, pair_prototypes
 from fewer.methods.groups import EvaluatedOnGroups
-from fewer.methods.method import StateT
-from fewer.methods.scores import MAX_SAMPLES, Scores
 from fewer.models import Task, Weights, load_weights
 from fewer.models.artifact import vocabulary_checksum
 from fewer.registry import METHODS

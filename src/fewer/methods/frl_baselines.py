@@ -36,11 +36,10 @@ from fewer.errors import SettingError
 from fewer.learning import sgd
 from fewer.learning.group_model import compute_features
 from fewer.learning.sgd import epoch_batches
-from fewer.methods.context import Client
+from fewer.methods import Client, ModelState, StateT
 from fewer.methods.fedavg import average_by_size, train_models
 from fewer.methods.few_rounds import LRS
 from fewer.methods.frl import FRL, FRLState, PreparingMethod
-from fewer.methods.method import ModelState, StateT
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client

@@ -27,9 +27,7 @@ from fewer.data.partition import PARTITIONERS, PartitionSpec
 from fewer.errors import SettingError
 from fewer.learning import Counts, evaluate_net
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
-from fewer.methods.context import Server
-from fewer.methods.method import Method, Needs, StateT
-from fewer.methods.scores import Scores
+from fewer.methods import Method, Needs, Scores, Server, StateT
 from fewer.models import Weights, all_finite
 from fewer.runtime import Clients, on_server, seed_of, stream
 

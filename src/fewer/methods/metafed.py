@@ -47,7 +47,7 @@ from fewer.data import Data
 from fewer.data.federations import group_clients
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer
-from fewer.methods.context import Client
+from fewer.methods import Client, Method, Needs, PersonalMethod, Scores, State
 from fewer.methods.fedavg import LocalTraining
 from fewer.methods.federation import (
     WARM_UP,
@@ -59,9 +59,7 @@ from fewer.methods.federation import (
     replace_client_net,
     replace_task_net,
 )
-from fewer.methods.method import Method, Needs, PersonalMethod, State
 from fewer.methods.registry import find
-from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite, norm_weight_names, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client, on_ring
