@@ -32,10 +32,7 @@ from fewer.wire import Number
 class FedAvgMeta(NewClients[CountingModelState], LocalTraining[CountingModelState]):
     """FedAvg whose model a new client fine-tunes on its support set (`adapt_steps = 0`: no fine-tuning)."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "lr": (0.03, 0.1, 0.3, 1.0),
-        "adapt_lr": (0.01, 0.03, 0.1, 0.3),
-    }
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.03, 0.1, 0.3, 1.0), "adapt_lr": (0.01, 0.03, 0.1, 0.3)}
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"  # not neutral: it is older than the option of other methods
     adapt_steps: NonNegativeInt = 1

@@ -20,10 +20,7 @@ class FedMKPaper(FedMK):
     real samples instead of all. The paper does not give the number of steps or the server's training; we chose both.
     """
 
-    tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {
-        "server_lr": (0.03, 0.1, 0.3),
-        "outer_lr": (0.03, 0.1, 0.3),
-    }
+    tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {"server_lr": (0.03, 0.1, 0.3), "outer_lr": (0.03, 0.1, 0.3)}
 
     min_samples: PositiveInt = 1
     codec: Codec = "float32"

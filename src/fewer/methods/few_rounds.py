@@ -21,13 +21,7 @@ from fewer.errors import QuorumLost
 from fewer.learning import evaluate_net, sgd, weighted_mean
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.learning.group_model import GroupModel, compute_features, compute_prototypes
-from fewer.learning.prototypes import (
-    Prototypes,
-    class_positions,
-    class_prototypes,
-    distance_loss,
-    merge_prototypes,
-)
+from fewer.learning.prototypes import Prototypes, class_positions, class_prototypes, distance_loss, merge_prototypes
 from fewer.learning.sgd import epoch_batches
 from fewer.methods import MAX_SAMPLES, Client, Context, Method, Needs, State, StateT
 from fewer.methods.fedavg import train_models

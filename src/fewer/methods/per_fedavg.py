@@ -34,10 +34,7 @@ from fewer.runtime import Answers
 class PerFedAvg(FedAvgMeta):
     """FedAvg for a model that does well after one gradient step on a client's data (exact or first order)."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "lr": (0.01, 0.03, 0.1, 0.3),
-        "adapt_lr": (0.01, 0.03, 0.1, 0.3),
-    }
+    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.01, 0.03, 0.1, 0.3), "adapt_lr": (0.01, 0.03, 0.1, 0.3)}
 
     first_order: bool = False
     """Drop second derivatives."""
