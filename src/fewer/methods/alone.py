@@ -11,7 +11,6 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from fewer.data import Data, Samples
 from fewer.errors import SettingError
 from fewer.learning.evaluate import measure_outputs
-from fewer.methods import Client, Context, Scores
+from fewer.methods import Client, Context, Scores, SearchSpace
 from fewer.methods.method import NoGlobalModel
 from fewer.methods.new_clients import CountingModelState, NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights
@@ -48,7 +47,7 @@ class Alone(NewClients[CountingModelState]):
     smoothing: PositiveFloat = 1.0
     """Naive Bayes: added to every variance, as a fraction of the largest one."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Tunes what the learner uses."""
         if self.learner == "net":
             return {"lr": (0.003, 0.01, 0.03, 0.1)}

@@ -26,7 +26,7 @@ from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss, weighted_mean
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.sgd import GradientHook, Loss
-from fewer.methods import MAX_SAMPLES, Client, Method, ModelState, StateT
+from fewer.methods import MAX_SAMPLES, Client, Method, ModelState, SearchSpace, StateT
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, on_client
@@ -36,7 +36,7 @@ from fewer.wire import Number
 class LocalTraining(LocalOptimizer, Method[StateT], Generic[StateT]):
     """ClientUpdate: a client trains the model that it receives. Many methods build on it."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.01, 0.03, 0.1, 0.3)}
+    tunable: ClassVar[SearchSpace] = {"lr": (0.01, 0.03, 0.1, 0.3)}
 
     lr: PositiveFloat = 0.1
     """Learning rate of local training (η)."""

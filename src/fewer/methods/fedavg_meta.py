@@ -11,7 +11,6 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat
@@ -19,7 +18,7 @@ from torch import nn
 
 from fewer.data import Samples
 from fewer.learning.flops import MAX_FLOPS
-from fewer.methods.context import Client
+from fewer.methods import Client, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.methods.new_clients import CountingModelState, NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights
@@ -32,7 +31,7 @@ from fewer.wire import Number
 class FedAvgMeta(NewClients[CountingModelState], LocalTraining[CountingModelState]):
     """FedAvg whose model a new client fine-tunes on its support set (`adapt_steps = 0`: no fine-tuning)."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.03, 0.1, 0.3, 1.0), "adapt_lr": (0.01, 0.03, 0.1, 0.3)}
+    tunable: ClassVar[SearchSpace] = {"lr": (0.03, 0.1, 0.3, 1.0), "adapt_lr": (0.01, 0.03, 0.1, 0.3)}
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"  # not neutral: it is older than the option of other methods
     adapt_steps: NonNegativeInt = 1
@@ -40,7 +39,7 @@ class FedAvgMeta(NewClients[CountingModelState], LocalTraining[CountingModelStat
     adapt_lr: PositiveFloat = 0.1
     """Learning rate of fine-tuning."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Tunes `adapt_lr` only if new clients fine-tune."""
         return {name: grid for name, grid in self.tunable.items() if self.adapt_steps or name != "adapt_lr"}
 

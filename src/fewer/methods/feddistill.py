@@ -29,7 +29,7 @@ from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.methods import Client, ModelState, Needs, PersonalMethod
+from fewer.methods import Client, ModelState, Needs, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
@@ -63,7 +63,7 @@ class FedDistill(LocalTraining[FedDistillState]):
 
     needs: ClassVar[Needs] = "classes"
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {**LocalTraining.tunable, "distill_weight": (0.03, 0.1, 0.3, 1.0)}
+    tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "distill_weight": (0.03, 0.1, 0.3, 1.0)}
 
     distill_weight: NonNegativeFloat = 0.3
     """Weight of the distillation term (γ)."""

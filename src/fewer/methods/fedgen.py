@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.learning.generator import build_generator, train_generator
-from fewer.methods import MAX_SAMPLES, Client, ModelState, Needs, Server
+from fewer.methods import MAX_SAMPLES, Client, ModelState, Needs, SearchSpace, Server
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.models import Task, Weights, all_finite, get_weights, load_weights, split_net
 from fewer.registry import METHODS
@@ -62,10 +62,7 @@ class FedGen(LocalTraining[FedGenState]):
 
     needs: ClassVar[Needs] = "classes"
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        **LocalTraining.tunable,
-        "generator_weight": (0.1, 0.3, 1.0, 10.0),
-    }
+    tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "generator_weight": (0.1, 0.3, 1.0, 10.0)}
 
     generator_weight: NonNegativeFloat = 0.3
     """Weight of both generator terms in the clients' loss (α = β)."""

@@ -64,7 +64,7 @@ from fewer.learning import LocalOptimizer, sgd
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.generator import Generator, build_generator, train_generator
 from fewer.learning.match import match_statistics
-from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, Server
+from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
 from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
@@ -97,7 +97,7 @@ class FedMK(Method[FedMKState]):
 
     needs: ClassVar[Needs] = "classes"
 
-    tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {"server_lr": (0.02, 0.05, 0.1, 0.2)}
+    tunable: ClassVar[SearchSpace] = {"server_lr": (0.02, 0.05, 0.1, 0.2)}
 
     per_class: PositiveInt = 20
     """Images of D̂ per class."""

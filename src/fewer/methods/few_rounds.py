@@ -23,7 +23,7 @@ from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.learning.group_model import GroupModel, compute_features, compute_prototypes
 from fewer.learning.prototypes import Prototypes, class_positions, class_prototypes, distance_loss, merge_prototypes
 from fewer.learning.sgd import epoch_batches
-from fewer.methods import MAX_SAMPLES, Client, Context, Method, Needs, State, StateT
+from fewer.methods import MAX_SAMPLES, Client, Context, Method, Needs, SearchSpace, State, StateT
 from fewer.methods.fedavg import train_models
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
@@ -79,7 +79,7 @@ class FewRounds(Method[StateT]):
     keep_best: PositiveInt | None = None
     """One-shot FL: average at most this many models, those best on samples their clients held out."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Tunes larger learning rates for a linear head, and γ for GPAL."""
         search_space: dict[str, Sequence[float]] = dict(self.tunable)
         if self.head == "linear":

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.episodes import Episode, sample_episode
 from fewer.errors import DataError, QuorumLost, SettingError
-from fewer.methods import Client, Context, Method, Needs, Scores, State
+from fewer.methods import Client, Context, Method, Needs, Scores, SearchSpace, State
 from fewer.methods.fedavg import average_equally
 from fewer.models import Task, Weights, all_finite
 from fewer.runtime import Clients, Unable, on_client, stream
@@ -61,7 +61,7 @@ class FewShot(Method[FewShotState]):
     needs: ClassVar[Needs] = "novel classes"
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.001, 0.003, 0.01)}
+    tunable: ClassVar[SearchSpace] = {"lr": (0.001, 0.003, 0.01)}
 
     cohort: PositiveInt | None = None
     """Clients asked in each round. [default: all]"""
@@ -269,3 +269,8 @@ class LocalOnly(FewShot):
 def mean_accuracy(by_client: Mapping[int, list[float]]) -> float:
     """The mean over all tasks of all clients."""
     return statistics.fmean(accuracy for by_task in by_client.values() for accuracy in by_task)
+
+
+def select_encoder(weights: Weights) -> Weights:
+    """The weights of the encoder."""
+    return {name: tensor for name, tensor in weights.items() if name.startswith("encoder.")}

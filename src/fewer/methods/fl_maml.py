@@ -21,8 +21,8 @@ from torch.func import functional_call
 from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
 from fewer.methods.context import Client
-from fewer.methods.fewshot import LocalOnly
-from fewer.methods.fine_tuned import FineTuned, initial_n_way_weights, load_n_way_net
+from fewer.methods.fewshot import LocalOnly, select_encoder
+from fewer.methods.fine_tuned import FineTuned, load_n_way_net, n_way_net, zero_head
 from fewer.models import EncoderHead, Task, Weights, get_weights
 from fewer.registry import METHODS
 
@@ -32,8 +32,9 @@ class FLMAML(FineTuned):
     """MAML on each client; the server averages the initializations."""
 
     def initial_weights(self, task: Task, seed: int) -> Weights:
-        """An encoder and an N-way head."""
-        return initial_n_way_weights(task, seed, self.way)
+        """The task's initial encoder and a zero N-way head."""
+        weights = get_weights(zero_head(n_way_net(task, task.net(), self.way)))
+        return weights | select_encoder(task.initial_weights(seed))
 
     def fit(self, client: Client, model: Weights) -> Weights:
         """Takes one meta-step per task, by Adam, and returns the new initialization."""

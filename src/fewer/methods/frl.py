@@ -46,7 +46,7 @@ from fewer.learning.adapt import trainable_weights
 from fewer.learning.group_model import GroupModel, compute_features, use_batch_statistics
 from fewer.learning.prototypes import Prototypes
 from fewer.learning.sgd import draw_subset
-from fewer.methods import MAX_SAMPLES, Client, Context, Scores, Server, StateT
+from fewer.methods import MAX_SAMPLES, Client, Context, Scores, SearchSpace, Server, StateT
 from fewer.methods.capabilities import Artifact, Embedding
 from fewer.methods.few_rounds import HEAD, LRS, FewRounds, GroupState, pair_prototypes
 from fewer.methods.groups import EvaluatedOnGroups
@@ -142,7 +142,7 @@ class FRLState(GroupState):
 class FRL(PreparingMethod[FRLState]):
     """Prepares a model from which any group, even with unseen classes, gets a good global model in a few rounds."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"meta_lr": (0.003, 0.01, 0.03), "lr": LRS}
+    tunable: ClassVar[SearchSpace] = {"meta_lr": (0.003, 0.01, 0.03), "lr": LRS}
     meta_head: ClassVar[bool] = False
     """True if a linear head is part of φ; False if it is redrawn for each episode and each group."""
 
@@ -157,7 +157,7 @@ class FRL(PreparingMethod[FRLState]):
     query_prototypes: Literal["queries", "support"] = "queries"
     """Local prototypes of the meta-update: of the queries (line 18), or the last ones of the support set."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Tunes far larger `meta_lr` for plain gradient descent than for Adam."""
         return {**super().search_space(), **({"meta_lr": (0.1, 0.3, 1.0)} if self.optimizer == "sgd" else {})}
 

@@ -35,7 +35,7 @@ Beyond the paper, which names these as future work:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -47,7 +47,7 @@ from fewer.data import Data
 from fewer.data.federations import group_clients
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer
-from fewer.methods import Client, Method, Needs, PersonalMethod, Scores, State
+from fewer.methods import Client, Method, Needs, PersonalMethod, Scores, SearchSpace, State
 from fewer.methods.fedavg import LocalTraining
 from fewer.methods.federation import (
     WARM_UP,
@@ -68,6 +68,14 @@ from fewer.wire import Number, Refused
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FEDERATION = "federation"
 """Store key of a federation's record: its current model, its best model, and statistics."""
+NEW_RECORD: Mapping[str, Any] = {
+    "best_correct": -1,
+    "best_loss": 0.0,
+    "distill_weight": 0.0,
+    "adopted": 0,
+    "inner_bytes": {},
+}
+"""The record of a federation without a model."""
 DIVERGED_LOSS = 1e4
 """Mean loss above which training counts as diverged."""
 INNER_METHODS = ("fedavg", "fedprox", "fedbn", "local", "fedmk", "fedgen", "feddistill")
@@ -88,10 +96,7 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
 
     needs: ClassVar[Needs] = "classes"
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "lr": (0.01, 0.03, 0.1, 0.3),
-        "distill_threshold": (0.6, 0.9, 1.0),
-    }
+    tunable: ClassVar[SearchSpace] = {"lr": (0.01, 0.03, 0.1, 0.3), "distill_threshold": (0.6, 0.9, 1.0)}
 
     cohort: PositiveInt | None = None
     """Federations in the ring of each round, drawn anew every time. [default: all]"""
@@ -124,7 +129,7 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
     sealed: bool = True
     """Encrypt models for the next federation, so that the relay cannot read them."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Omits the distillation threshold if it has no effect."""
         uses_threshold = self.transfer == "distill" and self.stages != "personalize"
         return {name: grid for name, grid in self.tunable.items() if uses_threshold or name != "distill_threshold"}
@@ -225,8 +230,7 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
         model = replace_client_net(client, self.net_name(client)).initial_weights()
         if self.warmup_steps != 0:
             model = federation.local_train(model, WARM_UP)
-        empty_record = {"best_correct": -1, "best_loss": 0.0, "distill_weight": 0.0, "adopted": 0, "inner_bytes": {}}
-        return self.save_record(client, federation, empty_record, model)
+        return self.save_record(client, federation, NEW_RECORD, model)
 
     def save_record(
         self, client: Client, federation: Federation, record: Mapping[str, Any], model: Weights, **statistics: Any
@@ -309,29 +313,21 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
         scores = super().evaluate(state, clients, data)
         if not clients.is_last:
             return scores
-        answers = clients.ask(clients.eval_cohort(), self.ring_statistics, returns=RING_STATISTICS)
+        returns = {"distill_weight": Number(float, 0), **dict.fromkeys(("adopted", "up", "down"), Number(int, 0))}
+        answers = clients.ask(clients.eval_cohort(), self.ring_statistics, returns=returns)
         ring = {str(answer.client): dict(answer.fields) for answer in answers}
         return replace(scores, metrics={**scores.metrics, "ring": ring})
 
     @on_client(stream="tell")
     def ring_statistics(self, client: Client) -> dict[str, Any]:
         """The federation's last λ, how often it adopted a model, and the bytes sent inside it."""
-        record = client.store.get(FEDERATION) or {"distill_weight": 0.0, "adopted": 0, "inner_bytes": {}}
+        record = client.store.get(FEDERATION) or NEW_RECORD
         return {
             "distill_weight": float(record["distill_weight"]),
             "adopted": record["adopted"],
             "up": record["inner_bytes"].get("up", 0),
             "down": record["inner_bytes"].get("down", 0),
         }
-
-
-RING_STATISTICS = {
-    "distill_weight": Number(float, 0),
-    "adopted": Number(int, 0),
-    "up": Number(int, 0),
-    "down": Number(int, 0),
-}
-"""What `ring_statistics` returns."""
 
 
 def adaptive_distill_weight(

@@ -30,6 +30,8 @@ EVAL_CHUNK_SIZE = 2500
 
 
 Needs = Literal["", "classes", "novel classes"]
+SearchSpace = Mapping[str, Sequence[float]]
+"""Hyperparameters to tune, with starting values in ascending order."""
 
 
 class State:
@@ -83,7 +85,7 @@ class Method(BaseModel, Generic[StateT]):
 
     name: ClassVar[str] = ""
     """The registered name; for unregistered methods, the class name in lower case."""
-    tunable: ClassVar[Mapping[str, Sequence[float]]] = {}
+    tunable: ClassVar[SearchSpace] = {}
     """The hyperparameters that `--tune` searches, most important first, with starting values in ascending order."""
     needs: ClassVar[Needs] = ""
     """What the task must have: nothing in particular, classes, or test classes that are not in the training data."""
