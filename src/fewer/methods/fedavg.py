@@ -15,7 +15,6 @@ Departures:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic
 
 from pydantic import PositiveFloat, PositiveInt
@@ -99,11 +98,11 @@ def train_models(
     cohort: Sequence[int],
     handler: Callable[..., Any],
     model: Weights,
-    extra: Mapping[str, Any] = MappingProxyType({}),
+    extra: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Answers:
     """Sends a model to the cohort. Each answer has the trained `model`, the number of samples `size`, and `extra`."""
-    return clients.ask(cohort, handler, model=model, returns={**model_schema(model), **extra}, **fields)
+    return clients.ask(cohort, handler, model=model, returns=model_schema(model) | dict(extra or {}), **fields)
 
 
 def model_schema(model: Weights) -> dict[str, Any]:

@@ -26,19 +26,19 @@ Departures:
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from fewer.learning.generator import build_generator, train_generator
 from fewer.methods import MAX_SAMPLES, Client, ModelState, Needs, SearchSpace, Server
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.models import Task, Weights, all_finite, get_weights, load_weights, split_net
+from fewer.models import Task, Weights, all_finite, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client, on_server
 from fewer.runtime.streams import global_streams
@@ -149,15 +149,15 @@ class FedGen(LocalTraining[FedGenState]):
         net = server.task.net()
         head = split_net(net)[1].eval().requires_grad_(False)
         generator_net = build_generator(server.task, net, generator)
-        ensemble = [copy.deepcopy(head) for _ in shares]
-        for index, member in enumerate(ensemble):
-            load_weights(member, {name.removeprefix(HEAD): tensor[index] for name, tensor in heads.items()})
+        weights_by_client = [
+            {name.removeprefix(HEAD): tensor[index] for name, tensor in heads.items()} for index in range(len(shares))
+        ]
         stream = server.stream("generator")
 
         def classify(features: Tensor, y: Tensor) -> Tensor:
             """Σ_k s_k(y) h_k(features)"""
-            members = zip(shares, ensemble, strict=True)
-            return torch.stack([share[y, None] * member(features) for share, member in members]).sum(0)
+            logits = [functional_call(head, weights, (features,)) for weights in weights_by_client]
+            return torch.stack([share[y, None] * h_k for share, h_k in zip(shares, logits, strict=True)]).sum(0)
 
         train_generator(
             generator_net,
