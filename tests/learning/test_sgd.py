@@ -11,8 +11,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewer.data import Samples
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, draw_batches, sgd
+from fewer.learning.sgd import draw_subset
 from fewer.methods.fedavg import FedAvg
 from fewer.models import get_weights
 from tests.methods.linear_harness import CLASSES, FEATURES, PAIRS
@@ -25,6 +27,13 @@ def test_batches_are_drawn_from_all_samples_with_replacement() -> None:
     assert len(counts) == 5 and int(counts.min()) > 80
     assert any(len(set(row)) < 3 for row in indices.tolist())
     assert torch.equal(indices, draw_batches(5, 200, 3, torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize(("count", "drawn"), [(4, 4), (12, 12), (99, 12), (None, 12)])
+def test_a_subset_has_different_samples_and_at_most_all(count: int | None, drawn: int) -> None:
+    samples = Samples(torch.arange(12.0)[:, None], torch.zeros(12, dtype=torch.int64))
+    x, y = draw_subset(samples, count, torch.Generator().manual_seed(0))
+    assert len(x) == len(y) == len(set(x[:, 0].tolist())) == drawn
 
 
 def test_sgd_does_not_change_frozen_weights() -> None:

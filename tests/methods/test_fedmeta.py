@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import fewer
 from fewer.data import Samples
+from fewer.learning.adapt import meta_gradient
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.methods.fedmeta import ALPHA, FedMeta
 from fewer.methods.new_clients import NewClients
@@ -118,15 +119,20 @@ def test_inner_steps_sets_the_number_of_inner_steps() -> None:
     assert is_close(state.first_moment["weight"], 0.1 * np.average(gradients, axis=0, weights=sizes))
 
 
-def test_batch_size_and_queries_set_the_number_of_samples_per_step() -> None:
-    samples = Samples(torch.arange(20.0)[:, None], torch.zeros(20, dtype=torch.int64))
-    support, queries = samples.select(torch.arange(8)), samples.select(torch.arange(8, 20))
-    method, generator = FedMeta(inner_steps=3, batch_size=5, queries=4), stream("test")
-    inner, outer = method.support_batches(support, generator), method.query_batch(queries, generator)
+def test_batch_size_and_queries_set_the_number_of_samples_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = Samples(torch.arange(8.0)[:, None], torch.zeros(8, dtype=torch.int64))
+    method = FedMeta(rounds=1, inner_steps=3, batch_size=5, queries=2)
+    inner = method.support_batches(samples, stream("test"))
     assert [len(x) for x, _ in inner] == [5, 5, 5] and not torch.equal(inner[0][0], inner[1][0])
-    assert float(torch.cat([x for x, _ in inner]).max()) < 8
-    assert len(set(outer[0][:, 0].tolist())) == 4 and float(outer[0].min()) >= 8
-    assert len(FedMeta(queries=99).query_batch(queries, generator)[0]) == 12
+    query_sizes = []
+
+    def spy(net: Any, theta: Any, support: Any, query: Any, *args: Any, **options: Any) -> Any:
+        query_sizes.append(len(query[0]))
+        return meta_gradient(net, theta, support, query, *args, **options)
+
+    monkeypatch.setattr("fewer.methods.fedmeta.meta_gradient", spy)
+    fewer.run(method, federation(), model=linear, seed=SEED)
+    assert set(query_sizes) == {2}
 
 
 @pytest.mark.parametrize("weighting", ["size", "uniform"])

@@ -21,7 +21,7 @@ from fewer.errors import QuorumLost
 from fewer.learning import Counts
 from fewer.learning.distill import distill, feature_loss, fit_feature_map
 from fewer.methods import federation
-from fewer.methods.federation import MAX_MAP_SAMPLES, SingleClient, Teacher, TrainingBudget, replace_client_net
+from fewer.methods.federation import MAX_MAP_SAMPLES, SingleClient, Teacher, replace_client_net
 from fewer.methods.metafed import adaptive_distill_weight
 from fewer.models import EncoderHead, Weights, get_weights, norm_weight_names
 from fewer.runtime import stream
@@ -292,7 +292,7 @@ def test_the_feature_map_is_fitted_on_a_limited_number_of_samples(
     teacher = Teacher(get_weights(linear()), "", 1.0)
     for limit, count in ((5, 5), (MAX_MAP_SAMPLES, len(client.train))):
         monkeypatch.setattr(federation, "MAX_MAP_SAMPLES", limit)
-        SingleClient(client, "mlp", TrainingBudget(0.1, 1, 4)).distill(
+        SingleClient(client, "mlp", MetaFed(lr=0.1, local_steps=1, batch_size=4)).distill(
             replace_client_net(client, "mlp").initial_weights(), teacher
         )
         assert seen.pop() == count and MAX_MAP_SAMPLES >= 100

@@ -21,7 +21,7 @@ from fewer.learning import weighted_mean
 from fewer.learning.distill import distill
 from fewer.methods import Client, find
 from fewer.methods.context import ContextFactory
-from fewer.methods.federation import SingleClient, Teacher, TrainingBudget
+from fewer.methods.federation import SingleClient, Teacher
 from fewer.models import Task, get_weights, load_weights
 from fewer.runtime import HandlerRunner, Inline, seed_of
 from tests.helpers import Interrupt
@@ -163,7 +163,7 @@ def test_a_group_head_averages_by_size_and_evaluates_all_members(tmp_path: Path)
     task = Task((FEATURES,), CLASSES, linear, pretrained=initial)
     factory = ContextFactory(members_data, task, seed, tmp_path / "by-hand")
     member_contexts = [factory(member, 1) for member in range(2)]
-    members = [SingleClient(context, "", TrainingBudget(0.3, 2, 4)) for context in member_contexts]
+    members = [SingleClient(context, "", MetaFed(lr=0.3, local_steps=2, batch_size=4)) for context in member_contexts]
     counts = [member.evaluate(initial, "") for member in members]
     assert federation_group.evaluate(initial, "") == tuple(map(sum, zip(*counts, strict=True)))
     teacher = Teacher({name: tensor + 1 for name, tensor in initial.items()}, "", 1.0)

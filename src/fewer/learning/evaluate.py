@@ -95,6 +95,11 @@ class Counts(NamedTuple):
     total: int
     loss: float
 
+    @property
+    def accuracy(self) -> float:
+        """The fraction of correct predictions."""
+        return self.correct / self.total
+
 
 @torch.no_grad()
 def evaluate_net(net: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> Counts:

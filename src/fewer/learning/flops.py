@@ -55,7 +55,4 @@ def _backward(x: Any, w_ih: Any, w_hh: Any, *_: Any, out_shape: Any = None, **__
     return 2 * _forward(x, w_ih, w_hh)
 
 
-_RECURRENT = {
-    torch.ops.aten.mkldnn_rnn_layer: _forward,
-    torch.ops.aten.mkldnn_rnn_layer_backward: _backward,
-}
+_RECURRENT = {torch.ops.aten.mkldnn_rnn_layer: _forward, torch.ops.aten.mkldnn_rnn_layer_backward: _backward}

@@ -7,7 +7,7 @@ trains no net and needs no second derivative.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -82,8 +82,8 @@ def reinitialize(net: nn.Module) -> None:
 
 
 @contextmanager
-def feature_extractor(net: nn.Module) -> Iterator[nn.Module]:
-    """Yields the net up to the end of its feature maps.
+def feature_extractor(net: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Yields a function that runs the net up to the end of its feature maps.
 
     The cut is before the first linear layer that follows a convolution, or else before the last linear layer. For a
     net without linear layers, the features are its scores.
@@ -91,14 +91,13 @@ def feature_extractor(net: nn.Module) -> Iterator[nn.Module]:
     captured: list[Tensor] = []
     layer = _find_cut_layer(net)
 
-    class FeatureExtractor(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            scores = net(x)
-            return (captured.pop() if captured else scores).flatten(1)
+    def extract(x: Tensor) -> Tensor:
+        scores: Tensor = net(x)
+        return (captured.pop() if captured else scores).flatten(1)
 
     hook = layer.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0])) if layer else None
     try:
-        yield FeatureExtractor()
+        yield extract
     finally:
         if hook:
             hook.remove()

@@ -82,6 +82,13 @@ def draw_batches(num_samples: int, steps: int, batch_size: int, stream: torch.Ge
     return torch.randint(num_samples, (steps, batch_size), generator=stream)
 
 
+def draw_subset(samples: Samples, count: int | None, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+    """One batch of `count` different samples; of all, if `count` is None or there are not more."""
+    if count is None or count >= len(samples):
+        return samples.all()
+    return samples.pick(torch.randperm(len(samples), generator=stream)[:count])
+
+
 def epoch_batches(
     samples: Samples, epochs: int, batch_size: int | None, stream: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -113,16 +120,19 @@ def sgd(
     modify_gradients: GradientHook | None = None,
     loss: Loss = cross_entropy,
     optimizer: LocalOptimizer = PLAIN_SGD,
+    steps: int | None = None,
 ) -> None:
     """Trains the net in place, with one step per batch: w ← w − lr · ∇loss, or that of another optimizer.
 
-    `modify_gradients(parameters, gradients)` may change the gradients before each step.
+    `modify_gradients(parameters, gradients)` may change the gradients before each step. A schedule needs the number of
+    `steps`; by default, it draws all batches first to count them.
     """
     net.train()
     parameters: list[Tensor] = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    if optimizer.lr_schedule != "constant":
+    if optimizer.lr_schedule != "constant" and steps is None:
         batches = list(batches)
-    step = optimizer.make_step(parameters, lr, len(batches) if isinstance(batches, list) else 0)
+        steps = len(batches)
+    step = optimizer.make_step(parameters, lr, steps or 0)
     for x, y in batches:
         gradients = torch.autograd.grad(loss(net, x, y), parameters, allow_unused=True, materialize_grads=True)
         with torch.no_grad():

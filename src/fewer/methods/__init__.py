@@ -2,11 +2,12 @@
 
 from fewer.methods.capabilities import ImageGrid
 from fewer.methods.context import Client, Context, ContextFactory, Server
-from fewer.methods.method import Method, ModelState, PersonalMethod, State
+from fewer.methods.method import Method, ModelState, Needs, PersonalMethod, SearchSpace, State, StateT
 from fewer.methods.registry import find, names
-from fewer.methods.scores import Metrics, Scores
+from fewer.methods.scores import MAX_SAMPLES, Metrics, Scores
 
 __all__ = [
+    "MAX_SAMPLES",
     "Client",
     "Context",
     "ContextFactory",
@@ -14,10 +15,13 @@ __all__ = [
     "Method",
     "Metrics",
     "ModelState",
+    "Needs",
     "PersonalMethod",
     "Scores",
+    "SearchSpace",
     "Server",
     "State",
+    "StateT",
     "find",
     "names",
 ]

@@ -11,8 +11,6 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,10 +21,9 @@ from torch.nn import functional as F
 from fewer.data import Data, Samples
 from fewer.errors import SettingError
 from fewer.learning.evaluate import measure_outputs
-from fewer.methods.context import Client, Context
-from fewer.methods.method import ModelState, NoGlobalModel
-from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
-from fewer.methods.scores import Scores
+from fewer.methods import Client, Context, Scores, SearchSpace
+from fewer.methods.method import NoGlobalModel
+from fewer.methods.new_clients import CountingModelState, NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
@@ -35,15 +32,8 @@ MARGIN = 10.0
 """How far below all other classes naive Bayes scores a class without samples."""
 
 
-@dataclass(frozen=True)
-class AloneState(ModelState, CountingState):
-    """The initial model. Nothing is trained, so `flops` stays 0."""
-
-    flops: int = 0
-
-
 @METHODS.register("alone")
-class Alone(NewClients[AloneState]):
+class Alone(NewClients[CountingModelState]):
     """Each new client learns from its own support set: with a net, by counting, or with naive Bayes."""
 
     rounds: PositiveInt = 1
@@ -57,21 +47,21 @@ class Alone(NewClients[AloneState]):
     smoothing: PositiveFloat = 1.0
     """Naive Bayes: added to every variance, as a fraction of the largest one."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Tunes what the learner uses."""
         if self.learner == "net":
             return {"lr": (0.003, 0.01, 0.03, 0.1)}
         return {"smoothing": (0.01, 0.1, 1.0, 10.0)} if self.learner == "naive-bayes" else {}
 
-    def init(self, task: Task, seed: int) -> AloneState:
+    def init(self, task: Task, seed: int) -> CountingModelState:
         """Starts from the initial model."""
         if self.learner != "net" and not task.has_classes:
             raise SettingError(
                 f"learner = {self.learner} needs classes, but this is a {task.kind} task; use learner = net"
             )
-        return AloneState(task.initial_weights(seed))
+        return CountingModelState(task.initial_weights(seed))
 
-    def round(self, state: AloneState, clients: Clients) -> AloneState:
+    def round(self, state: CountingModelState, clients: Clients) -> CountingModelState:
         """Asks no client."""
         return state
 
@@ -96,7 +86,7 @@ class Alone(NewClients[AloneState]):
             return NaiveBayes(x, y, context.task.classes, self.smoothing)
         return super().build_predictor(shared, context)
 
-    def evaluate(self, state: AloneState, clients: Clients, data: Data) -> Scores:
+    def evaluate(self, state: CountingModelState, clients: Clients, data: Data) -> Scores:
         """Evaluates as usual; `last-used` needs samples in time order."""
         if self.learner == "last-used" and not data.time_ordered:
             raise SettingError("learner = last-used needs samples in time order, and this data has no order")

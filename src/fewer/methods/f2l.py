@@ -176,7 +176,7 @@ class F2L(FineTuned):
             features, client_features, confidences, labels, self.mi_scope == "across", self.mi_temperature
         )
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         optimizer.step()  # line 6 (Eqs 5 and 14)
 
         psi = pair.private  # line 7 (Eq 4)

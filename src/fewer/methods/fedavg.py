@@ -15,7 +15,6 @@ Departures:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic
 
 from pydantic import PositiveFloat, PositiveInt
@@ -26,9 +25,7 @@ from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss, weighted_mean
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.sgd import GradientHook, Loss
-from fewer.methods.context import Client
-from fewer.methods.method import Method, ModelState, StateT
-from fewer.methods.scores import MAX_SAMPLES
+from fewer.methods import MAX_SAMPLES, Client, Method, ModelState, SearchSpace, StateT
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, on_client
@@ -38,7 +35,7 @@ from fewer.wire import Number
 class LocalTraining(LocalOptimizer, Method[StateT], Generic[StateT]):
     """ClientUpdate: a client trains the model that it receives. Many methods build on it."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.01, 0.03, 0.1, 0.3)}
+    tunable: ClassVar[SearchSpace] = {"lr": (0.01, 0.03, 0.1, 0.3)}
 
     lr: PositiveFloat = 0.1
     """Learning rate of local training (η)."""
@@ -56,17 +53,19 @@ class LocalTraining(LocalOptimizer, Method[StateT], Generic[StateT]):
 
     def fit(self, net: nn.Module, client: Client) -> None:
         """w ← w − η ∇ℓ(w; b) for each batch b, in place. Override this to change local training."""
-        self.train_net(net, client, self.training_samples(client).batches(self.batch_indices(client)))
+        self.train_net(net, client)
 
     def train_net(
         self,
         net: nn.Module,
         client: Client,
-        batches: Iterable[tuple[Tensor, Tensor]],
+        batches: Iterable[tuple[Tensor, Tensor]] | None = None,
         loss: Loss | None = None,
         modify_gradients: GradientHook | None = None,
     ) -> None:
-        """Takes one local step per batch, in place. Default loss: that of the task."""
+        """Takes one local step per batch, in place. Default: the client's own batches, and the loss of the task."""
+        if batches is None:
+            batches = self.training_samples(client).batches(self.batch_indices(client))
         sgd(net, batches, self.lr, modify_gradients, loss or task_loss(client.task), optimizer=self)
 
     def training_samples(self, client: Client) -> Samples:
@@ -99,11 +98,11 @@ def train_models(
     cohort: Sequence[int],
     handler: Callable[..., Any],
     model: Weights,
-    extra: Mapping[str, Any] = MappingProxyType({}),
+    extra: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Answers:
     """Sends a model to the cohort. Each answer has the trained `model`, the number of samples `size`, and `extra`."""
-    return clients.ask(cohort, handler, model=model, returns={**model_schema(model), **extra}, **fields)
+    return clients.ask(cohort, handler, model=model, returns=model_schema(model) | dict(extra or {}), **fields)
 
 
 def model_schema(model: Weights) -> dict[str, Any]:

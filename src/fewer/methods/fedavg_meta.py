@@ -11,8 +11,6 @@ Departures:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveFloat
@@ -20,31 +18,20 @@ from torch import nn
 
 from fewer.data import Samples
 from fewer.learning.flops import MAX_FLOPS
-from fewer.methods.context import Client
+from fewer.methods import Client, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.methods.method import ModelState
-from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
+from fewer.methods.new_clients import CountingModelState, NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, on_client
 from fewer.wire import Number
 
 
-@dataclass(frozen=True)
-class FedAvgMetaState(ModelState, CountingState):
-    """The global model, and the operations of the clients that trained it."""
-
-    flops: int = 0
-
-
 @METHODS.register("fedavg-meta")
-class FedAvgMeta(NewClients[FedAvgMetaState], LocalTraining[FedAvgMetaState]):
+class FedAvgMeta(NewClients[CountingModelState], LocalTraining[CountingModelState]):
     """FedAvg whose model a new client fine-tunes on its support set (`adapt_steps = 0`: no fine-tuning)."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "lr": (0.03, 0.1, 0.3, 1.0),
-        "adapt_lr": (0.01, 0.03, 0.1, 0.3),
-    }
+    tunable: ClassVar[SearchSpace] = {"lr": (0.03, 0.1, 0.3, 1.0), "adapt_lr": (0.01, 0.03, 0.1, 0.3)}
 
     optimizer: Literal["sgd", "adam", "adamw"] = "sgd"  # not neutral: it is older than the option of other methods
     adapt_steps: NonNegativeInt = 1
@@ -52,20 +39,20 @@ class FedAvgMeta(NewClients[FedAvgMetaState], LocalTraining[FedAvgMetaState]):
     adapt_lr: PositiveFloat = 0.1
     """Learning rate of fine-tuning."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Tunes `adapt_lr` only if new clients fine-tune."""
         return {name: grid for name, grid in self.tunable.items() if self.adapt_steps or name != "adapt_lr"}
 
-    def init(self, task: Task, seed: int) -> FedAvgMetaState:
+    def init(self, task: Task, seed: int) -> CountingModelState:
         """Initializes w_0."""
-        return FedAvgMetaState(task.initial_weights(seed))
+        return CountingModelState(task.initial_weights(seed))
 
-    def round(self, state: FedAvgMetaState, clients: Clients) -> FedAvgMetaState:
+    def round(self, state: CountingModelState, clients: Clients) -> CountingModelState:
         """w_{t+1} ← Σ_k (n_k / n) w_{t+1}^k, over the clients that answered."""
         cohort, counted = self.sample_cohort(clients), {"flops": Number(int, 0, MAX_FLOPS)}
         answers = train_models(clients, cohort, self.local_train, state.model, counted)
         flops = state.flops + sum(answer["flops"] for answer in answers)
-        return FedAvgMetaState(self.aggregate(state.model, answers), flops)
+        return CountingModelState(self.aggregate(state.model, answers), flops)
 
     def aggregate(self, model: Weights, answers: Answers) -> Weights:
         """Computes the new global model from the old one and the clients' models. Override this to change it."""

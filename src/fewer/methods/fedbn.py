@@ -13,9 +13,8 @@ from typing import Any
 from torch import nn
 
 from fewer.errors import SettingError
-from fewer.methods.context import Client
+from fewer.methods import Client, ModelState, PersonalMethod
 from fewer.methods.fedavg import FedAvg
-from fewer.methods.method import ModelState, PersonalMethod
 from fewer.models import Task, Weights, get_weights, norm_weight_names
 from fewer.registry import METHODS
 from fewer.runtime import on_client

@@ -29,9 +29,8 @@ from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.methods.context import Client
+from fewer.methods import Client, ModelState, Needs, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.methods.method import ModelState, Needs, PersonalMethod
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Each, on_client
@@ -64,7 +63,7 @@ class FedDistill(LocalTraining[FedDistillState]):
 
     needs: ClassVar[Needs] = "classes"
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {**LocalTraining.tunable, "distill_weight": (0.03, 0.1, 0.3, 1.0)}
+    tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "distill_weight": (0.03, 0.1, 0.3, 1.0)}
 
     distill_weight: NonNegativeFloat = 0.3
     """Weight of the distillation term (γ)."""
@@ -111,7 +110,7 @@ class FedDistill(LocalTraining[FedDistillState]):
             kl = F.kl_div(logits.log_softmax(1), teacher[y].log_softmax(1), reduction="none", log_target=True).sum(1)
             return F.cross_entropy(scores, y) + self.distill_weight * (kl * known[y]).mean()
 
-        self.train_net(net, client, client.train.batches(self.batch_indices(client)), loss)
+        self.train_net(net, client, loss=loss)
         mean_logits = (logit_sums / counts.clamp(min=1)[:, None]).float()
         return {"model": get_weights(net), "size": len(client.train), "logits": mean_logits, "held": counts > 0}
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fewer.methods.context import Context
+from fewer.methods import Context, ModelState
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.methods.method import ModelState
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients

@@ -12,18 +12,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from fewer.errors import QuorumLost
-from fewer.learning import Counts, LocalOptimizer, draw_batches, evaluate_net, sgd
+from fewer.learning import Counts, draw_batches, evaluate_net, sgd
 from fewer.learning.distill import distill, fit_feature_map
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
-from fewer.learning.sgd import PLAIN_SGD
-from fewer.methods.context import Client
-from fewer.methods.fedavg import average_by_size, model_schema
-from fewer.methods.method import Method, PersonalMethod
+from fewer.methods import Client, Method, PersonalMethod
+from fewer.methods.fedavg import LocalTraining, average_by_size, model_schema, train_models
 from fewer.methods.scores import COUNTS_SCHEMA
 from fewer.models import Task, Weights, get_weights, net_factory
 from fewer.registry import MODELS
@@ -35,18 +33,6 @@ WARM_UP = "begin"
 """Purpose of a federation's first training, before it receives a model."""
 MAX_MAP_SAMPLES = 500
 """The most samples that fit the initial map between the features of two nets."""
-
-
-@dataclass(frozen=True)
-class TrainingBudget:
-    """How much a federation trains."""
-
-    lr: float
-    local_steps: int
-    batch_size: int
-    codec: Codec = "float32"
-    """Encoding of models that are sent inside a group."""
-    optimizer: LocalOptimizer = PLAIN_SGD
 
 
 @dataclass(frozen=True)
@@ -73,35 +59,23 @@ def replace_client_net(client: Client, net: str) -> Client:
     return replace(client, task=replace_task_net(client.task, net), _nets=[], _nets_in_use=0) if net else client
 
 
-class Federation(Protocol):
-    """A `SingleClient` or a `ClientGroup`."""
-
-    def local_train(self, model: Weights, purpose: str) -> Weights:
-        """The model after training with the classification loss (ℓ_cls)."""
-
-    def distill(self, model: Weights, teacher: Teacher) -> Weights:
-        """The model after training with the classification loss and the teacher's features (Eq 3)."""
-
-    def evaluate(self, model: Weights, net: str) -> Counts:
-        """Correct predictions of a model, of any net, on the federation's validation samples."""
-
-
 @dataclass
 class SingleClient:
     """A federation of one client."""
 
     client: Client
     net: str
-    budget: TrainingBudget
+    training: LocalTraining
+    """How much it trains."""
 
     def local_train(self, model: Weights, purpose: str) -> Weights:
-        """SGD on the cross-entropy."""
+        """The model after SGD on the cross-entropy (ℓ_cls)."""
         net = replace_client_net(self.client, self.net).net(model)
-        sgd(net, self._batches(purpose), self.budget.lr, optimizer=self.budget.optimizer)
+        sgd(net, self._batches(purpose), self.training.lr, optimizer=self.training)
         return get_weights(net)
 
     def distill(self, model: Weights, teacher: Teacher) -> Weights:
-        """SGD on the cross-entropy + λ · the squared difference of features."""
+        """The model after SGD on the cross-entropy + λ · the squared difference of features (Eq 3)."""
         if teacher.distill_weight == 0:
             return self.local_train(model, "study")
         student_net = replace_client_net(self.client, self.net).net(model)
@@ -109,19 +83,19 @@ class SingleClient:
         feature_map = None
         if teacher.net != self.net:
             feature_map = fit_feature_map(student_net, teacher_net, self.client.train.slice(0, MAX_MAP_SAMPLES)[0])
-        budget, batches = self.budget, self._batches("study")
-        distill(student_net, teacher_net, batches, budget.lr, teacher.distill_weight, feature_map, budget.optimizer)
+        lr, batches = self.training.lr, self._batches("study")
+        distill(student_net, teacher_net, batches, lr, teacher.distill_weight, feature_map, self.training)
         return get_weights(student_net)
 
     def evaluate(self, model: Weights, net: str) -> Counts:
-        """Correct predictions on validation samples; a client without any uses its training samples."""
+        """Correct predictions of any net on validation samples; a client without any uses its training samples."""
         samples = self.client.validation if len(self.client.validation) else self.client.train
         return evaluate_net(replace_client_net(self.client, net).net(model), samples.chunks(EVAL_BATCH_SIZE))
 
     def _batches(self, purpose: str) -> Iterator[tuple[Tensor, Tensor]]:
-        samples, budget = self.client.train, self.budget
+        samples, training = self.client.train, self.training
         generator = self.client.stream(purpose)
-        return samples.batches(draw_batches(len(samples), budget.local_steps, budget.batch_size, generator))
+        return samples.batches(draw_batches(len(samples), training.local_steps, training.batch_size, generator))
 
 
 @dataclass(frozen=True)
@@ -129,26 +103,26 @@ class GroupHandlers:
     """The handlers that the head of a group calls on its members."""
 
     inner_method: Method
-    budget: TrainingBudget
+    training: LocalTraining
 
     @property
     def codec(self) -> Codec:
-        """Encoding of floating-point tensors in messages."""
-        return self.budget.codec
+        """Encoding of models that are sent inside a group."""
+        return self.training.codec
 
     @on_client(stream="study")
     def local_distill(
         self, client: Client, model: Weights, teacher: Weights, net: str, teacher_net: str, distill_weight: float
     ) -> dict[str, Any]:
         """Distills the teacher into the model and returns the model."""
-        member = SingleClient(client, net, self.budget)
+        member = SingleClient(client, net, self.training)
         weights = member.distill(model, Teacher(teacher, teacher_net, distill_weight))
         return {"model": weights, "size": len(client.train)}
 
     @on_client(stream="judge")
     def evaluate(self, client: Client, model: Weights, net: str) -> dict[str, float]:
         """Counts correct predictions of a model on the member's validation samples."""
-        return SingleClient(client, "", self.budget).evaluate(model, net)._asdict()
+        return SingleClient(client, "", self.training).evaluate(model, net)._asdict()
 
     @on_client(stream="show", exact=("shared",))
     def send_model(self, client: Client, shared: Weights) -> dict[str, Any]:
@@ -164,8 +138,7 @@ class ClientGroup:
     client: Client
     """The head, which asks the members."""
     net: str
-    budget: TrainingBudget
-    inner_method: Method
+    handlers: GroupHandlers
     inner_rounds: int
     """Inner rounds per training."""
     inner_bytes: Counter[Direction] = field(default_factory=Counter)
@@ -174,46 +147,43 @@ class ClientGroup:
     def local_train(self, model: Weights, purpose: str) -> Weights:
         """Rounds of the inner method, starting from `model`."""
         task = replace(replace_task_net(self.client.task, self.net), pretrained=model)
-        with self._open_members(self.inner_method, task) as clients:
+        inner_method = self.handlers.inner_method
+        with self._open_members(inner_method, task) as clients:
             with global_streams(clients.seed, "start"):
-                state = self.inner_method.init(task, clients.seed)
+                state = inner_method.init(task, clients.seed)
             for number in self._round_numbers(purpose):
                 with clients.training_round(number):
-                    state = self.inner_method.round(state, clients)
-        if not isinstance(self.inner_method, PersonalMethod):
-            shared: Weights = state.shared
+                    state = inner_method.round(state, clients)
+        shared: Weights = state.shared
+        if not isinstance(inner_method, PersonalMethod):
             return shared
-        handlers = GroupHandlers(self.inner_method, self.budget)
-        with self._open_members(handlers, task) as clients:
-            answers = clients.ask(
-                range(len(clients)), handlers.send_model, shared=state.shared, returns=model_schema(model)
-            )
-            return average_by_size(answers)
+        with self._open_members(self.handlers, task) as clients:
+            everyone, returns = range(len(clients)), model_schema(model)
+            return average_by_size(clients.ask(everyone, self.handlers.send_model, shared=shared, returns=returns))
 
     def distill(self, model: Weights, teacher: Teacher) -> Weights:
         """Rounds of federated averaging with the teacher's loss."""
-        handlers = GroupHandlers(self.inner_method, self.budget)
-        with self._open_members(handlers, replace_task_net(self.client.task, self.net)) as clients:
+        with self._open_members(self.handlers, replace_task_net(self.client.task, self.net)) as clients:
             for number in self._round_numbers("study"):
                 with clients.training_round(number):
-                    answers = clients.ask(
+                    answers = train_models(
+                        clients,
                         range(len(clients)),
-                        handlers.local_distill,
-                        model=model,
+                        self.handlers.local_distill,
+                        model,
                         teacher=teacher.model,
                         net=self.net,
                         teacher_net=teacher.net,
                         distill_weight=teacher.distill_weight,
-                        returns=model_schema(model),
                     )
                 model = average_by_size(answers)
         return model
 
     def evaluate(self, model: Weights, net: str) -> Counts:
         """Correct predictions of all members, summed."""
-        handlers = GroupHandlers(self.inner_method, self.budget)
-        with self._open_members(handlers, self.client.task) as clients:
-            answers = clients.ask(range(len(clients)), handlers.evaluate, model=model, net=net, returns=COUNTS_SCHEMA)
+        with self._open_members(self.handlers, self.client.task) as clients:
+            everyone, handler = range(len(clients)), self.handlers.evaluate
+            answers = clients.ask(everyone, handler, model=model, net=net, returns=COUNTS_SCHEMA)
         counts = [Counts(**answer.fields) for answer in answers]
         return Counts(*(sum(column) for column in zip(*counts, strict=True)))
 
@@ -233,3 +203,6 @@ class ClientGroup:
             raise Unable(f"inside the federation: {lost}") from lost
         finally:
             self.inner_bytes.update(clients.ledger.total)
+
+
+Federation = SingleClient | ClientGroup

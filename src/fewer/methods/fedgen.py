@@ -26,28 +26,24 @@ Departures:
 
 from __future__ import annotations
 
-import copy
-import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from fewer.learning.generator import build_generator, train_generator
-from fewer.methods.context import Client, Server
+from fewer.methods import MAX_SAMPLES, Client, ModelState, Needs, SearchSpace, Server
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.methods.method import ModelState, Needs
-from fewer.methods.scores import MAX_SAMPLES
-from fewer.models import Task, Weights, all_finite, get_weights, load_weights, split_net
+from fewer.models import Task, Weights, all_finite, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client, on_server
 from fewer.runtime.streams import global_streams
 from fewer.wire import Shaped
 
-_LOG = logging.getLogger("fewer")
 HEAD = "head."
 
 
@@ -66,10 +62,7 @@ class FedGen(LocalTraining[FedGenState]):
 
     needs: ClassVar[Needs] = "classes"
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        **LocalTraining.tunable,
-        "generator_weight": (0.1, 0.3, 1.0, 10.0),
-    }
+    tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "generator_weight": (0.1, 0.3, 1.0, 10.0)}
 
     generator_weight: NonNegativeFloat = 0.3
     """Weight of both generator terms in the clients' loss (α = β)."""
@@ -118,10 +111,7 @@ class FedGen(LocalTraining[FedGenState]):
             class_weights=class_weights,
         )
         if not result["finite"]:
-            _LOG.warning(
-                f"{self.name}, round {clients.round}: the generator diverged, so the last one is kept; "
-                "lower -o generator_lr"
-            )
+            self.warn(clients, "the generator diverged, so the last one is kept; lower -o generator_lr")
         return FedGenState(model, result["generator"], class_weights)
 
     @on_client(stream="learn", exact=("class_weights",))
@@ -145,7 +135,7 @@ class FedGen(LocalTraining[FedGenState]):
                 kl = F.kl_div(scores.log_softmax(1), teacher, reduction="batchmean", log_target=True)
                 return F.cross_entropy(scores, y) + weight * (generated_loss + kl)  # Eq 5
 
-            self.train_net(net, client, client.train.batches(self.batch_indices(client)), loss)
+            self.train_net(net, client, loss=loss)
         else:
             self.fit(net, client)
         counts = torch.bincount(client.train.labels, minlength=len(class_weights))
@@ -159,15 +149,15 @@ class FedGen(LocalTraining[FedGenState]):
         net = server.task.net()
         head = split_net(net)[1].eval().requires_grad_(False)
         generator_net = build_generator(server.task, net, generator)
-        ensemble = [copy.deepcopy(head) for _ in shares]
-        for index, member in enumerate(ensemble):
-            load_weights(member, {name.removeprefix(HEAD): tensor[index] for name, tensor in heads.items()})
+        weights_by_client = [
+            {name.removeprefix(HEAD): tensor[index] for name, tensor in heads.items()} for index in range(len(shares))
+        ]
         stream = server.stream("generator")
 
         def classify(features: Tensor, y: Tensor) -> Tensor:
             """Σ_k s_k(y) h_k(features)"""
-            members = zip(shares, ensemble, strict=True)
-            return torch.stack([share[y, None] * member(features) for share, member in members]).sum(0)
+            logits = [functional_call(head, weights, (features,)) for weights in weights_by_client]
+            return torch.stack([share[y, None] * h_k for share, h_k in zip(shares, logits, strict=True)]).sum(0)
 
         train_generator(
             generator_net,

@@ -25,7 +25,6 @@ gradient is far smaller.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -38,9 +37,9 @@ from fewer.learning import draw_batches, weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import Batch, LearningRate, meta_gradient, trainable_weights
 from fewer.learning.flops import MAX_FLOPS
-from fewer.methods.context import Client
+from fewer.learning.sgd import draw_subset
+from fewer.methods import MAX_SAMPLES, Client, SearchSpace
 from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
-from fewer.methods.scores import MAX_SAMPLES
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
@@ -74,10 +73,7 @@ class FedMetaState(CountingState):
 class FedMeta(NewClients[FedMetaState]):
     """Clients send the gradient of their query loss after adaptation; the server learns the initialization."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "meta_lr": (0.001, 0.003, 0.01, 0.03),
-        "inner_lr": (0.03, 0.1, 0.3),
-    }
+    tunable: ClassVar[SearchSpace] = {"meta_lr": (0.001, 0.003, 0.01, 0.03), "inner_lr": (0.03, 0.1, 0.3)}
 
     algorithm: Literal["maml", "fomaml", "meta-sgd"] = "maml"
     """MAML, FOMAML (MAML without second derivatives) or Meta-SGD (MAML with learned inner learning rates)."""
@@ -102,7 +98,7 @@ class FedMeta(NewClients[FedMetaState]):
     queries: PositiveInt | None = None
     """Samples drawn from the query set in a round. [default: all]"""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Tunes `local_lr` instead of `meta_lr` if clients take local steps."""
         search_space = {"local_lr": (0.1, 0.3, 1.0), **self.tunable}
         unused = "meta_lr" if self.local_steps else "local_lr"
@@ -172,7 +168,7 @@ class FedMeta(NewClients[FedMetaState]):
             net,
             theta,
             self.support_batches(support, generator),
-            self.query_batch(queries, generator),
+            draw_subset(queries, self.queries, generator),
             self.inner_lrs(algorithm),
             first_order=self.algorithm == "fomaml",
             criterion=client.task.loss,
@@ -191,12 +187,6 @@ class FedMeta(NewClients[FedMetaState]):
         if self.batch_size is None:
             return full_batches(support, self.inner_steps)
         return list(support.batches(draw_batches(len(support), self.inner_steps, self.batch_size, generator)))
-
-    def query_batch(self, queries: Samples, generator: torch.Generator) -> Batch:
-        """The batch of the query set for L_Q."""
-        if self.queries is None or self.queries >= len(queries):
-            return queries.all()
-        return queries.pick(torch.randperm(len(queries), generator=generator)[: self.queries])
 
     def local_meta_steps(
         self, client: Client, net: nn.Module, algorithm: Weights, generator: torch.Generator

@@ -47,7 +47,6 @@ Departures of both methods:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -61,13 +60,12 @@ from torch.nn import functional as F
 from fewer.data import Samples
 from fewer.data.episodes import select_classes
 from fewer.errors import SettingError
+from fewer.learning import LocalOptimizer, sgd
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.generator import Generator, build_generator, train_generator
 from fewer.learning.match import match_statistics
-from fewer.methods.capabilities import ImageGrid
+from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
 from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
-from fewer.methods.context import Client, Server
-from fewer.methods.method import Method, ModelState, Needs
 from fewer.models import Task, Weights, all_finite, get_weights
 from fewer.models.split import find_head
 from fewer.registry import METHODS
@@ -75,7 +73,6 @@ from fewer.runtime import Clients, Each, Unable, on_client, on_server
 from fewer.runtime.streams import global_streams
 from fewer.wire import Codec, Shaped
 
-_LOG = logging.getLogger("fewer")
 MAX_PIXEL = 1e3
 """The largest absolute value of a pixel of D̂, in normalized units."""
 
@@ -100,7 +97,7 @@ class FedMK(Method[FedMKState]):
 
     needs: ClassVar[Needs] = "classes"
 
-    tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {"server_lr": (0.02, 0.05, 0.1, 0.2)}
+    tunable: ClassVar[SearchSpace] = {"server_lr": (0.02, 0.05, 0.1, 0.2)}
 
     per_class: PositiveInt = 20
     """Images of D̂ per class."""
@@ -210,10 +207,7 @@ class FedMK(Method[FedMKState]):
             self.train_global_model, [{}], model=state.model, generator=state.generator, images=images, labels=labels
         )
         if not result["finite"]:
-            _LOG.warning(
-                f"{self.name}, round {clients.round}: training on D̂ diverged, so the last model is kept; "
-                "lower -o server_lr"
-            )
+            self.warn(clients, "training on D̂ diverged, so the last model is kept; lower -o server_lr")
         image_history = {**state.image_history, **snapshot(clients.round, knowledge, new)}
         return FedMKState(result["model"], result["generator"], state.empty, knowledge, image_history)
 
@@ -359,25 +353,27 @@ class FedMK(Method[FedMKState]):
                 lr=self.generator_lr,
                 batch_size=self.server_batch_size,
             )
-        optimizer = torch.optim.SGD(net.parameters(), lr=self.server_lr, momentum=self.momentum)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.server_steps) if self.lr_decay else None
-        for _ in range(self.server_steps):
-            batch = torch.randint(len(images), (self.server_batch_size,), generator=stream)
-            x = images[batch]
-            if self.augment:
-                x = apply_affine(x, draw_affine(len(x), stream))
-            loss = F.cross_entropy(net(x), labels[batch])  # L(W_G, D̂), Eq 9
-            if generator_net is not None:  # + β L(W_G, D̂^pseu), Eq 11
-                pseudo_loss = self.pseudo_loss(generator_net, head, class_weights, stream)
-                loss = loss + self.pseudo_weight * pseudo_loss
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-            if schedule:
-                schedule.step()
+
+        def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            real_loss = F.cross_entropy(net(x), y)  # L(W_G, D̂), Eq 9
+            if generator_net is None:
+                return real_loss
+            return real_loss + self.pseudo_weight * self.pseudo_loss(
+                generator_net, head, class_weights, stream
+            )  # Eq 11
+
+        optimizer = LocalOptimizer(momentum=self.momentum, lr_schedule="cosine" if self.lr_decay else "constant")
+        batches = (self.draw_batch(images, labels, stream) for _ in range(self.server_steps))
+        sgd(net, batches, self.server_lr, loss=loss, optimizer=optimizer, steps=self.server_steps)  # lines 16 and 17
         trained = {"model": get_weights(net), "generator": {} if generator_net is None else get_weights(generator_net)}
         finite = all(map(all_finite, trained.values()))
         return {**(trained if finite else {"model": model, "generator": generator}), "finite": finite}
+
+    def draw_batch(self, images: Tensor, labels: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random images of D̂ and their labels."""
+        batch = torch.randint(len(images), (self.server_batch_size,), generator=stream)
+        x = images[batch]
+        return apply_affine(x, draw_affine(len(x), stream)) if self.augment else x, labels[batch]
 
     def pseudo_loss(
         self, generator: Generator, head: nn.Module, class_weights: Tensor, stream: torch.Generator

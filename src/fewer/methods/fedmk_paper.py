@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from fewer.methods import SearchSpace
 from fewer.methods.fedmk import FedMK
 from fewer.registry import METHODS
 from fewer.wire import Codec
@@ -20,10 +20,7 @@ class FedMKPaper(FedMK):
     real samples instead of all. The paper does not give the number of steps or the server's training; we chose both.
     """
 
-    tunable: ClassVar[Mapping[str, tuple[float, ...]]] = {
-        "server_lr": (0.03, 0.1, 0.3),
-        "outer_lr": (0.03, 0.1, 0.3),
-    }
+    tunable: ClassVar[SearchSpace] = {"server_lr": (0.03, 0.1, 0.3), "outer_lr": (0.03, 0.1, 0.3)}
 
     min_samples: PositiveInt = 1
     codec: Codec = "float32"

@@ -19,7 +19,7 @@ import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 
-from fewer.methods.context import Client
+from fewer.methods import Client, SearchSpace
 from fewer.methods.fedavg import FedAvg
 from fewer.registry import METHODS
 
@@ -28,7 +28,7 @@ from fewer.registry import METHODS
 class FedProx(FedAvg):
     """FedAvg with a proximal term that keeps local models near the global one."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {**FedAvg.tunable, "mu": (0.001, 0.01, 0.1, 1.0)}
+    tunable: ClassVar[SearchSpace] = {**FedAvg.tunable, "mu": (0.001, 0.01, 0.1, 1.0)}
 
     mu: NonNegativeFloat = 0.01
     """Weight of the proximal term (μ)."""
@@ -41,5 +41,4 @@ class FedProx(FedAvg):
             """∇h_k(w; w^t) = ∇F_k(w) + μ (w − w^t)"""
             torch._foreach_add_(gradients, torch._foreach_sub(w, w_t), alpha=self.mu)
 
-        batches = client.train.batches(self.batch_indices(client))
-        self.train_net(net, client, batches, modify_gradients=add_proximal_gradient)
+        self.train_net(net, client, modify_gradients=add_proximal_gradient)

@@ -21,17 +21,10 @@ from fewer.errors import QuorumLost
 from fewer.learning import evaluate_net, sgd, weighted_mean
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.learning.group_model import GroupModel, compute_features, compute_prototypes
-from fewer.learning.prototypes import (
-    Prototypes,
-    class_positions,
-    class_prototypes,
-    distance_loss,
-    merge_prototypes,
-)
+from fewer.learning.prototypes import Prototypes, class_positions, class_prototypes, distance_loss, merge_prototypes
 from fewer.learning.sgd import epoch_batches
-from fewer.methods.context import Client, Context
-from fewer.methods.method import Method, Needs, State, StateT
-from fewer.methods.scores import MAX_SAMPLES
+from fewer.methods import MAX_SAMPLES, Client, Context, Method, Needs, SearchSpace, State, StateT
+from fewer.methods.fedavg import train_models
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
 from fewer.runtime import Absent, Answer, Clients, on_client
@@ -86,14 +79,14 @@ class FewRounds(Method[StateT]):
     keep_best: PositiveInt | None = None
     """One-shot FL: average at most this many models, those best on samples their clients held out."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Tunes larger learning rates for a linear head, and γ for GPAL."""
-        extra: dict[str, Sequence[float]] = {}
+        search_space: dict[str, Sequence[float]] = dict(self.tunable)
         if self.head == "linear":
-            extra["lr"] = [10 * lr for lr in LRS]
+            search_space["lr"] = [10 * lr for lr in LRS]
         if self.head == "gpal":
-            extra["gamma"] = GAMMAS
-        return {**self.tunable, **extra}
+            search_space["gamma"] = GAMMAS
+        return search_space
 
     # The server.
 
@@ -107,13 +100,8 @@ class FewRounds(Method[StateT]):
         """Line 4: θ⁰ ← φ, with a linear head redrawn by `generator`, if given. There are no prototypes yet."""
         if self.head == "linear" and generator is not None:
             model = redraw_head(model, generator)
-        return replace(
-            group,
-            model=self.sent_weights(model),
-            classes=group.classes[:0],
-            means=group.means[:0],
-            rounds_done=0,
-        )
+        model = self.sent_weights(model)
+        return replace(group, model=model, classes=group.classes[:0], means=group.means[:0], rounds_done=0)
 
     def group_round(self, group: AnyGroup, cohort: Sequence[int], clients: Clients, last: bool) -> AnyGroup:
         """Lines 6 to 14: one round of the group."""
@@ -122,30 +110,21 @@ class FewRounds(Method[StateT]):
             answers = clients.ask(cohort, self.hold_out_classes, returns={"classes": per_class_schema})
             valid = valid_answers(answers, clients, group.num_classes, "hold_out_classes")
             group = replace(group, classes=torch.unique(torch.cat([answer["classes"] for answer in valid])))
-        fields: dict[str, Any] = {"model": group.model, **self.prototype_payload(group)}
-        upload = self.uploads_prototypes(last)
-        returns: dict[str, Any] = {"model": group.model, "size": Number(int, 1, MAX_SAMPLES)}
-        if upload:
-            returns |= {
-                "classes": per_class_schema,
-                "means": Shaped((per_class_schema.shape[0], group.means.shape[1])),
-                "counts": per_class_schema,
-            }
+        fields: dict[str, Any] = {"upload": self.uploads_prototypes(last), **self.prototype_payload(group)}
+        extra: dict[str, Any] = {}
+        if fields["upload"]:
+            means_schema = Shaped((per_class_schema.shape[0], group.means.shape[1]))
+            extra |= {"classes": per_class_schema, "means": means_schema, "counts": per_class_schema}
         if self.keep_best is not None:
-            returns["score"] = Number(float, 0, 1)
-        answers = clients.ask(cohort, self.local_train, upload_prototypes=upload, returns=returns, **fields)
+            extra["score"] = Number(float, 0, 1)
+        answers = train_models(clients, cohort, self.local_train, group.model, extra, **fields)
         valid = valid_answers(answers, clients, group.num_classes, "local_train")
         return self.aggregate(group, [answer.fields for answer in valid])
 
-    def downloads_prototypes(self, group: GroupState) -> bool:
-        """Line 7: True if clients download Γ in this round (with a linear head: the group's classes)."""
-        return self.head == "linear" or (self.head == "gpal" and group.rounds_done > 0)
-
-    def prototype_payload(self, group: GroupState) -> dict[str, Any]:
-        """The fields with Γ that clients download, if any."""
-        if not self.downloads_prototypes(group):
-            return {}
-        return {"classes": group.classes, "means": group.means}
+    def prototype_payload(self, group: GroupState) -> dict[str, Tensor]:
+        """Line 7: Γ, if clients download it in this round (with a linear head: the group's classes)."""
+        downloads = self.head == "linear" or (self.head == "gpal" and group.rounds_done > 0)
+        return {"classes": group.classes, "means": group.means} if downloads else {}
 
     def uploads_prototypes(self, last: bool) -> bool:
         """True if clients upload prototypes: always with GPAL, with `distance` in the last round to predict with."""
@@ -159,10 +138,9 @@ class FewRounds(Method[StateT]):
         group = replace(group, model=model, rounds_done=group.rounds_done + 1)
         if "means" not in updates[0]:
             return group
-        merged = merge_prototypes(
-            [Prototypes(update["classes"], update["means"], update["counts"]) for update in updates]
-        )
-        return replace(group, classes=merged.classes, means=merged.means)
+        local = [Prototypes(update["classes"], update["means"], update["counts"]) for update in updates]
+        classes, means, _ = merge_prototypes(local)
+        return replace(group, classes=classes, means=means)
 
     def sent_weights(self, model: Weights) -> Weights:
         """The weights that are sent: all but an unused head."""
@@ -185,28 +163,18 @@ class FewRounds(Method[StateT]):
 
     @on_client(stream="learn")
     def local_train(
-        self,
-        client: Client,
-        model: Weights,
-        upload_prototypes: bool,
-        classes: Tensor | None = None,
-        means: Tensor | None = None,
+        self, client: Client, model: Weights, upload: bool, classes: Tensor | None = None, means: Tensor | None = None
     ) -> dict[str, Any]:
-        """Lines 7 to 11: downloads θ and Γ, trains on the support set S_k, uploads θ_k and Γ_k."""
-        return self.fit_support(
-            self.build_net(client, model),
-            self.support_set(client),
-            pair_prototypes(classes, means),
-            upload_prototypes,
-            client.stream("batches"),
-        )
+        """Lines 7 to 11: downloads θ and Γ, trains on the support set S_k, uploads θ_k and, with `upload`, Γ_k."""
+        net, support, generator = self.build_net(client, model), self.support_set(client), client.stream("batches")
+        return self.fit_support(net, support, pair_prototypes(classes, means), upload, generator)
 
     def fit_support(
         self,
         net: nn.Module,
         support: Samples,
         global_prototypes: GlobalPrototypes | None,
-        upload_prototypes: bool,
+        upload: bool,
         generator: torch.Generator,
     ) -> dict[str, Any]:
         """Lines 8 to 11, E times: θ_k ← θ − α ∇f(θ, S_k), in place. Returns what the client uploads."""
@@ -217,16 +185,16 @@ class FewRounds(Method[StateT]):
 
         def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             value, local = self.loss(net, x, y, global_prototypes)
-            if upload_prototypes and not before:
+            if upload and not before:
                 before.append(Prototypes(local.classes, local.means.detach(), local.counts))
             return value
 
         batched = self.batch_size is not None and self.batch_size < len(support)
-        if upload_prototypes and self.prototypes_from == "before" and batched:
+        if upload and self.prototypes_from == "before" and batched:
             before.append(compute_prototypes(net, support))  # without batches, the first step computes them anyway
         sgd(net, epoch_batches(support, self.epochs, self.batch_size, generator), self.lr, loss=loss)
         update: dict[str, Any] = {"model": self.sent_weights(get_weights(net)), "size": len(support)}
-        if upload_prototypes:
+        if upload:
             local = before[0] if self.prototypes_from == "before" else compute_prototypes(net, support)
             update |= local._asdict()
         if self.keep_best is not None:
@@ -264,8 +232,8 @@ class FewRounds(Method[StateT]):
         else:
             classes, means = compute_prototypes(net, support)[:2]
         num_classes = int(torch.cat([classes, held_out.labels]).max()) + 1
-        counts = evaluate_net(GroupModel(net, classes, means, num_classes), held_out.chunks(EVAL_BATCH_SIZE))
-        return counts.correct / counts.total
+        group_model = GroupModel(net, classes, means, num_classes)
+        return evaluate_net(group_model, held_out.chunks(EVAL_BATCH_SIZE)).accuracy
 
 
 def valid_answers(answers: Sequence[Answer], clients: Clients, num_classes: int, handler: str) -> list[Answer]:
@@ -289,7 +257,7 @@ def valid_answers(answers: Sequence[Answer], clients: Clients, num_classes: int,
     return valid
 
 
-def pair_prototypes(classes: Tensor | None, means: Tensor | None) -> GlobalPrototypes | None:
+def pair_prototypes(classes: Tensor | None = None, means: Tensor | None = None) -> GlobalPrototypes | None:
     """The global prototypes that a client downloaded, or None."""
     return None if classes is None or means is None else (classes, means)
 

@@ -26,10 +26,8 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.episodes import Episode, sample_episode
 from fewer.errors import DataError, QuorumLost, SettingError
-from fewer.methods.context import Client, Context
+from fewer.methods import Client, Context, Method, Needs, Scores, SearchSpace, State
 from fewer.methods.fedavg import average_equally
-from fewer.methods.method import Method, Needs, State
-from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite
 from fewer.runtime import Clients, Unable, on_client, stream
 from fewer.statistics import half_width
@@ -63,7 +61,7 @@ class FewShot(Method[FewShotState]):
     needs: ClassVar[Needs] = "novel classes"
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": (0.001, 0.003, 0.01)}
+    tunable: ClassVar[SearchSpace] = {"lr": (0.001, 0.003, 0.01)}
 
     cohort: PositiveInt | None = None
     """Clients asked in each round. [default: all]"""
@@ -138,7 +136,7 @@ class FewShot(Method[FewShotState]):
             return state
         try:
             counts = self.ask_task_counts(state.model, clients, "validation", best=False)
-            accuracy = mean_accuracy(self.task_accuracies(counts)[0])
+            accuracy = mean_accuracy(self.task_accuracies(counts, self.predictor_order()[0]))
         except QuorumLost as lost:
             if not lost.unable:
                 raise
@@ -182,14 +180,18 @@ class FewShot(Method[FewShotState]):
 
     def evaluate(self, state: FewShotState, clients: Clients, data: Data) -> Scores:
         """Accuracy on tasks of novel classes for each predictor, with a 95 % confidence interval for the first."""
-        accuracies = self.task_accuracies(self.ask_eval_counts(state, clients))
+        part: Part = "test" if self.eval_classes == "novel" else "validation"
+        counts = self.ask_task_counts(state.shared, clients, part, best=state.best_round > 0)
+        if not counts:
+            raise SettingError(
+                f"no client has {self.way} {self.eval_classes} classes with {self.shot} + {self.queries} samples; "
+                "use fewer clients, shots or queries"
+            )
+        accuracies = [self.task_accuracies(counts, name) for name in self.predictor_order()]
         first = [accuracy for by_task in accuracies[0].values() for accuracy in by_task]
-        by_predictor = {
-            name: mean_accuracy(by_client) for name, by_client in zip(self.predictor_order(), accuracies, strict=True)
-        }
         metrics = {
             "accuracy": mean_accuracy(accuracies[0]),
-            **by_predictor,
+            **dict(zip(self.predictor_order(), map(mean_accuracy, accuracies), strict=True)),
             "tasks": len(first),
             "tasks_ci95": half_width(first),
             "best_round": state.best_round,
@@ -198,17 +200,6 @@ class FewShot(Method[FewShotState]):
         by_client = {client: statistics.fmean(by_task) for client, by_task in accuracies[0].items()}
         return Scores(metrics, "tasks", first, by_client)
 
-    def ask_eval_counts(self, state: FewShotState, clients: Clients) -> dict[int, Mapping[str, Tensor]]:
-        """Correct predictions on the evaluation tasks, by client and predictor."""
-        part: Part = "test" if self.eval_classes == "novel" else "validation"
-        counts = self.ask_task_counts(state.shared, clients, part, best=state.best_round > 0)
-        if not counts:
-            raise SettingError(
-                f"no client has {self.way} {self.eval_classes} classes with {self.shot} + {self.queries} samples; "
-                "use fewer clients, shots or queries"
-            )
-        return counts
-
     def ask_task_counts(
         self, model: Weights, clients: Clients, part: Part, best: bool
     ) -> dict[int, Mapping[str, Tensor]]:
@@ -216,28 +207,19 @@ class FewShot(Method[FewShotState]):
         eval_cohort = clients.eval_cohort()
         tasks = ceil(self.test_tasks / len(eval_cohort))
         correct = Shaped((tasks,), torch.int64, max_value=self.way * self.queries)
-        answers = clients.ask(
-            eval_cohort,
-            self.solve_tasks,
-            model=model,
-            part=part,
-            tasks=tasks,
-            best=best,
-            returns={"correct": dict.fromkeys(self.predictors, correct)},
-        )
+        fields = {"model": model, "part": part, "tasks": tasks, "best": best}
+        returns = {"correct": dict.fromkeys(self.predictors, correct)}
+        answers = clients.ask(eval_cohort, self.solve_tasks, returns=returns, **fields)
         return {answer.client: answer["correct"] for answer in answers}
 
     def predictor_order(self) -> tuple[str, ...]:
         """The predictors; the first one gives the accuracy."""
         return self.predictors
 
-    def task_accuracies(self, counts: Mapping[int, Mapping[str, Tensor]]) -> list[dict[int, list[float]]]:
-        """For each predictor, the accuracies in all tasks, by client."""
+    def task_accuracies(self, counts: Mapping[int, Mapping[str, Tensor]], predictor: str) -> dict[int, list[float]]:
+        """The accuracies of a predictor in all tasks, by client."""
         queries = self.way * self.queries
-        return [
-            {client: (correct[name].double() / queries).tolist() for client, correct in counts.items()}
-            for name in self.predictor_order()
-        ]
+        return {client: (correct[predictor].double() / queries).tolist() for client, correct in counts.items()}
 
     @on_client(stream="answer_tasks")
     def solve_tasks(self, client: Client, model: Weights, part: str, tasks: int, best: bool) -> dict[str, Any]:
@@ -287,3 +269,8 @@ class LocalOnly(FewShot):
 def mean_accuracy(by_client: Mapping[int, list[float]]) -> float:
     """The mean over all tasks of all clients."""
     return statistics.fmean(accuracy for by_task in by_client.values() for accuracy in by_task)
+
+
+def select_encoder(weights: Weights) -> Weights:
+    """The weights of the encoder."""
+    return {name: tensor for name, tensor in weights.items() if name.startswith("encoder.")}

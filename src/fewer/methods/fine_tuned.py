@@ -9,19 +9,16 @@ from pydantic import PositiveFloat, PositiveInt
 from torch import nn
 
 from fewer.learning.adam import adam_step
-from fewer.methods.context import Client
+from fewer.methods import Client, SearchSpace
 from fewer.methods.fewshot import FewShot
-from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights, split_net
+from fewer.models import EncoderHead, Task, Weights, load_weights, split_net
 from fewer.models.split import feature_width
 
 
 class FineTuned(FewShot):
     """A method that meta-learns an initialization and fine-tunes it on the support of each task."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "lr": (0.001, 0.003, 0.01),
-        "fine_tune_lr": (0.03, 0.1, 0.3),
-    }
+    tunable: ClassVar[SearchSpace] = {"lr": (0.001, 0.003, 0.01), "fine_tune_lr": (0.03, 0.1, 0.3)}
 
     fine_tune_lr: PositiveFloat = 0.01
     """Learning rate of fine-tuning on a support (α_ft)."""
@@ -56,14 +53,6 @@ class FineTuned(FewShot):
 def n_way_net(task: Task, net: nn.Module, way: int) -> EncoderHead:
     """The encoder of `net` with a new N-way head."""
     return EncoderHead(split_net(net)[0], feature_width(task, net), way).to(task.device)
-
-
-def initial_n_way_weights(task: Task, seed: int, way: int) -> Weights:
-    """The initial weights of an N-way net: the task's initial encoder and a zero head."""
-    weights = get_weights(zero_head(n_way_net(task, task.net(), way)))
-    return weights | {
-        name: tensor for name, tensor in task.initial_weights(seed).items() if name.startswith("encoder.")
-    }
 
 
 def load_n_way_net(client: Client, model: Weights, way: int) -> EncoderHead:

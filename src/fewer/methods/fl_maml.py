@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 
 from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
 from fewer.methods.context import Client
-from fewer.methods.fewshot import LocalOnly
-from fewer.methods.fine_tuned import FineTuned, initial_n_way_weights, load_n_way_net
-from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights
+from fewer.methods.fewshot import LocalOnly, select_encoder
+from fewer.methods.fine_tuned import FineTuned, load_n_way_net, n_way_net, zero_head
+from fewer.models import EncoderHead, Task, Weights, get_weights
 from fewer.registry import METHODS
 
 
@@ -31,8 +32,9 @@ class FLMAML(FineTuned):
     """MAML on each client; the server averages the initializations."""
 
     def initial_weights(self, task: Task, seed: int) -> Weights:
-        """An encoder and an N-way head."""
-        return initial_n_way_weights(task, seed, self.way)
+        """The task's initial encoder and a zero N-way head."""
+        weights = get_weights(zero_head(n_way_net(task, task.net(), self.way)))
+        return weights | select_encoder(task.initial_weights(seed))
 
     def fit(self, client: Client, model: Weights) -> Weights:
         """Takes one meta-step per task, by Adam, and returns the new initialization."""
@@ -58,14 +60,10 @@ class FLMAML(FineTuned):
 
     def predict(self, solver: EncoderHead, task: Episode) -> dict[str, Tensor]:
         """Fine-tunes on the support and classifies the queries."""
-        initial = get_weights(solver)
         batches = [(task.support_x, task.support_y)] * (self.adapt_steps or self.fine_tune_steps)
         tuned = adapt_weights(solver, trainable_weights(solver), batches, self.fine_tune_lr)
-        load_weights(solver, {**initial, **tuned})
         with torch.no_grad():
-            classes = solver(task.query_x).argmax(1)
-        load_weights(solver, initial)
-        return {"accuracy": classes}
+            return {"accuracy": functional_call(solver, tuned, (task.query_x,)).argmax(1)}
 
 
 @METHODS.register("local-maml")

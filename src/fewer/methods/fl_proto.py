@@ -20,11 +20,9 @@ from torch.nn import functional as F
 from fewer.data.episodes import Episode
 from fewer.learning.prototypes import class_prototypes, prototype_logits
 from fewer.methods.context import Client
-from fewer.methods.fewshot import FewShot, LocalOnly
+from fewer.methods.fewshot import FewShot, LocalOnly, select_encoder
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
-
-ENCODER = "encoder."
 
 
 @METHODS.register("fl-proto")
@@ -44,9 +42,8 @@ class FLProto(FewShot):
         generator = client.stream("tasks")
         for _ in range(self.tasks):
             task = self.draw_task(client.train, generator)
-            logits = query_logits(encoder, task)
             optimizer.zero_grad()
-            F.cross_entropy(logits, task.query_y).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(F.cross_entropy(query_logits(encoder, task), task.query_y))
             optimizer.step()
         return select_encoder(get_weights(net))
 
@@ -69,8 +66,3 @@ class LocalProto(LocalOnly, FLProto):
 def query_logits(encoder: nn.Module, task: Episode) -> Tensor:
     """Minus the squared distances of the queries to the prototypes of the support, up to a constant per query."""
     return prototype_logits(encoder(task.query_x), class_prototypes(encoder(task.support_x), task.support_y).means)
-
-
-def select_encoder(weights: Weights) -> Weights:
-    """The weights of the encoder."""
-    return {name: tensor for name, tensor in weights.items() if name.startswith(ENCODER)}

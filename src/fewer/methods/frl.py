@@ -45,18 +45,11 @@ from fewer.learning.adam import adam_step
 from fewer.learning.adapt import trainable_weights
 from fewer.learning.group_model import GroupModel, compute_features, use_batch_statistics
 from fewer.learning.prototypes import Prototypes
+from fewer.learning.sgd import draw_subset
+from fewer.methods import MAX_SAMPLES, Client, Context, Scores, SearchSpace, Server, StateT
 from fewer.methods.capabilities import Artifact, Embedding
-from fewer.methods.context import Client, Context, Server
-from fewer.methods.few_rounds import (
-    HEAD,
-    LRS,
-    FewRounds,
-    GroupState,
-    pair_prototypes,
-)
+from fewer.methods.few_rounds import HEAD, LRS, FewRounds, GroupState, pair_prototypes
 from fewer.methods.groups import EvaluatedOnGroups
-from fewer.methods.method import StateT
-from fewer.methods.scores import MAX_SAMPLES, Scores
 from fewer.models import Task, Weights, load_weights
 from fewer.models.artifact import vocabulary_checksum
 from fewer.registry import METHODS
@@ -86,7 +79,7 @@ class PreparingMethod(EvaluatedOnGroups[StateT], FewRounds[StateT]):
             group = replace(group, classes=torch.unique(torch.cat([support.labels for support in supports])))
         net, initial = self.build_net(server, group.model), server.task.initial_weights(server.seed)
         for round in range(1, rounds + 1):
-            global_prototypes = (group.classes, group.means) if self.downloads_prototypes(group) else None
+            global_prototypes = pair_prototypes(**self.prototype_payload(group))
             upload = self.uploads_prototypes(last=round == rounds)
             updates = []
             for member, support in enumerate(supports):
@@ -116,7 +109,7 @@ class PreparingMethod(EvaluatedOnGroups[StateT], FewRounds[StateT]):
         rounds, supports = self.deploy_rounds or self.group_rounds, drawn.supports
         _, final = self.simulate_group(server, state.shared, supports, group, rounds)
         net, previous = self.simulate_group(server, state.shared, supports, group, rounds - 1)
-        prototypes = (previous.classes, previous.means) if self.downloads_prototypes(previous) else None
+        prototypes = pair_prototypes(**self.prototype_payload(previous))
         self.fit_support(net, supports[member], prototypes, False, stream(server.seed, "embedding"))
         use_batch_statistics(net)
         (x, y), (own_x, own_y) = drawn.queries.all(), supports[member].all()
@@ -149,10 +142,7 @@ class FRLState(GroupState):
 class FRL(PreparingMethod[FRLState]):
     """Prepares a model from which any group, even with unseen classes, gets a good global model in a few rounds."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "meta_lr": (0.003, 0.01, 0.03),
-        "lr": LRS,
-    }
+    tunable: ClassVar[SearchSpace] = {"meta_lr": (0.003, 0.01, 0.03), "lr": LRS}
     meta_head: ClassVar[bool] = False
     """True if a linear head is part of φ; False if it is redrawn for each episode and each group."""
 
@@ -167,7 +157,7 @@ class FRL(PreparingMethod[FRLState]):
     query_prototypes: Literal["queries", "support"] = "queries"
     """Local prototypes of the meta-update: of the queries (line 18), or the last ones of the support set."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Tunes far larger `meta_lr` for plain gradient descent than for Adam."""
         return {**super().search_space(), **({"meta_lr": (0.1, 0.3, 1.0)} if self.optimizer == "sgd" else {})}
 
@@ -180,14 +170,10 @@ class FRL(PreparingMethod[FRLState]):
             raise SettingError(
                 f"rounds must be a multiple of {episode_rounds} (group_rounds + 1, an episode), got {self.rounds}"
             )
-        learned = {name: tensor for name, tensor in trainable_weights(task.net()).items() if self.is_meta_learned(name)}
+        learned = self.meta_learned(trainable_weights(task.net()))
         zeros = {name: torch.zeros_like(tensor) for name, tensor in learned.items()}
-        return FRLState(
-            **vars(self.empty_group(task)),
-            initial=task.initial_weights(seed),
-            first_moment=zeros,
-            second_moment=zeros,
-        )
+        group = vars(self.empty_group(task))
+        return FRLState(**group, initial=task.initial_weights(seed), first_moment=zeros, second_moment=zeros)
 
     def round(self, state: FRLState, clients: Clients) -> FRLState:
         """Lines 2 to 21, one communication round per call: R rounds of the group, then the meta-update."""
@@ -199,9 +185,9 @@ class FRL(PreparingMethod[FRLState]):
             return self.meta_update(state, clients)
         return self.group_round(state, state.cohort, clients, last=False)
 
-    def is_meta_learned(self, name: str) -> bool:
-        """True for all weights except a head that is redrawn or unused."""
-        return not name.startswith(HEAD) or self.meta_head
+    def meta_learned(self, weights: Mapping[str, Tensor]) -> Weights:
+        """All weights except a head that is redrawn or unused."""
+        return {name: tensor for name, tensor in weights.items() if self.meta_head or not name.startswith(HEAD)}
 
     def meta_update(self, state: FRLState, clients: Clients) -> FRLState:
         """Lines 16 to 21: φ ← θ⁰ − β Σ_k μ_k ∇f(θ^R, Q_k) with μ_k the relative data size, or a step of Adam."""
@@ -213,50 +199,30 @@ class FRL(PreparingMethod[FRLState]):
             **self.prototype_payload(state),
         )
         gradient = weighted_mean([answer["gradient"] for answer in answers], [answer["size"] for answer in answers])
-        phi, first_moment, second_moment = state.initial, state.first_moment, state.second_moment
-        episodes = state.episodes + 1
+        phi, first, second, episodes = state.initial, state.first_moment, state.second_moment, state.episodes + 1
         if self.optimizer == "sgd":
             phi = phi | {name: phi[name] - self.meta_lr * tensor for name, tensor in gradient.items()}
         else:
-            phi, first_moment, second_moment = adam_step(
-                phi, gradient, first_moment, second_moment, episodes, self.meta_lr
-            )
-        return replace(
-            state,
-            initial=phi | self.episode_buffers(state),
-            first_moment=first_moment,
-            second_moment=second_moment,
-            episodes=episodes,
-            cohort=[],
-        )
-
-    def episode_buffers(self, state: FRLState) -> Weights:
-        """The running statistics of batch norm after the episode; they have no gradient."""
-        return {
-            name: tensor
-            for name, tensor in state.model.items()
-            if name not in state.first_moment and not name.startswith(HEAD)
-        }
+            phi, first, second = adam_step(phi, gradient, first, second, episodes, self.meta_lr)
+        # The running statistics of batch norm have no gradient; they are those after the episode.
+        unlearned = (name for name in state.model if name not in gradient and not name.startswith(HEAD))
+        phi = phi | {name: state.model[name] for name in unlearned}
+        return replace(state, initial=phi, first_moment=first, second_moment=second, episodes=episodes, cohort=[])
 
     # A client.
 
     @on_client(stream="learn")
     def local_train(
-        self,
-        client: Client,
-        model: Weights,
-        upload_prototypes: bool,
-        classes: Tensor | None = None,
-        means: Tensor | None = None,
+        self, client: Client, model: Weights, upload: bool, classes: Tensor | None = None, means: Tensor | None = None
     ) -> dict[str, Any]:
         """Trains as in any group; stores the last prototypes if the client needs them for the meta-update."""
         last = client.round % (self.group_rounds + 1) == self.group_rounds
         store = last and self.query_prototypes == "support" and self.head != "linear"
-        update = super().local_train(client, model, upload_prototypes or store, classes, means)
+        update = super().local_train(client, model, upload or store, classes, means)
         if store:
             tensors = [update["classes"], update["means"], update["counts"]]
             client.store.put("prototypes", {"episode": self.episode_index(client), "prototypes": tensors})
-        return {name: value for name, value in update.items() if upload_prototypes or name not in Prototypes._fields}
+        return {name: value for name, value in update.items() if upload or name not in Prototypes._fields}
 
     def stored_prototypes(self, client: Client) -> Prototypes | None:
         """The prototypes that the client stored in this episode; None if there are none or they are not needed."""
@@ -271,16 +237,10 @@ class FRL(PreparingMethod[FRLState]):
         queries = self.support_and_query(client)[1]
         if not len(queries):
             raise Unable("no class with two samples: all are in the support set, and the query set is empty")
-        x, y = queries.all()
-        if self.queries is not None and self.queries < len(queries):
-            x, y = queries.pick(torch.randperm(len(queries), generator=client.stream("queries"))[: self.queries])
-        net = self.build_net(client, model)
+        net, (x, y) = self.build_net(client, model), draw_subset(queries, self.queries, client.stream("queries"))
         loss, _ = self.loss(net, x, y, pair_prototypes(classes, means), self.stored_prototypes(client))
-        parameters = {
-            name: tensor
-            for name, tensor in net.named_parameters()
-            if self.is_meta_learned(name) and tensor.requires_grad
-        }
+        trainable = {name: tensor for name, tensor in net.named_parameters() if tensor.requires_grad}
+        parameters = self.meta_learned(trainable)
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
         return {"gradient": dict(zip(parameters, gradients, strict=True)), "size": len(client.train)}
 

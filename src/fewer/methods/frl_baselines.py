@@ -36,11 +36,10 @@ from fewer.errors import SettingError
 from fewer.learning import sgd
 from fewer.learning.group_model import compute_features
 from fewer.learning.sgd import epoch_batches
-from fewer.methods.context import Client
+from fewer.methods import Client, ModelState, SearchSpace, StateT
 from fewer.methods.fedavg import average_by_size, train_models
 from fewer.methods.few_rounds import LRS
 from fewer.methods.frl import FRL, FRLState, PreparingMethod
-from fewer.methods.method import ModelState, StateT
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client
@@ -50,7 +49,7 @@ from fewer.runtime import Clients, Unable, on_client
 class FRLScratch(PreparingMethod[ModelState]):
     """FRL baseline: no preparation; a group starts from a random model."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": LRS}
+    tunable: ClassVar[SearchSpace] = {"lr": LRS}
 
     rounds: PositiveInt = 1
     """Number of rounds; nothing happens in them."""
@@ -96,7 +95,7 @@ class Pretraining(PreparingMethod[StateT]):
 class FRLFineTuning(Pretraining[ModelState], FRLScratch):
     """FRL baseline: a group fine-tunes a model pretrained by FedAvg; one-shot FL with `keep_best`."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"pretrain_lr": (0.03, 0.1, 0.3), **FRLScratch.tunable}
+    tunable: ClassVar[SearchSpace] = {"pretrain_lr": (0.03, 0.1, 0.3), **FRLScratch.tunable}
 
     rounds: PositiveInt = 80
     """Rounds of preparation."""
@@ -154,7 +153,7 @@ class FRLMetaHead(FRL):
 class FRLWarmStart(FRL, Pretraining[FRLState]):
     """FRL that first pretrains by FedAvg for some of its rounds. Not in the paper."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"meta_lr": (0.0003, 0.001, 0.003), "lr": LRS}
+    tunable: ClassVar[SearchSpace] = {"meta_lr": (0.0003, 0.001, 0.003), "lr": LRS}
 
     meta_lr: PositiveFloat = 0.001
     """Learning rate of the meta-update (β): smaller than for FRL, since the model is already good."""

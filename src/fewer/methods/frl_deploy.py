@@ -18,8 +18,8 @@ from torch import nn
 from fewer.data import Data
 from fewer.errors import SettingError
 from fewer.learning.group_model import GroupModel
+from fewer.methods import Context, SearchSpace, Server
 from fewer.methods.capabilities import Embedding
-from fewer.methods.context import Context, Server
 from fewer.methods.few_rounds import HEAD, LRS, FewRounds, GroupState
 from fewer.models import Task, Weights, split_net
 from fewer.models.artifact import load_artifact, vocabulary_checksum
@@ -48,7 +48,7 @@ class DeployState(GroupState):
 class FRLDeploy(FewRounds[DeployState]):
     """A group trains its own global model from a prepared one, in a few rounds."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {"lr": LRS}
+    tunable: ClassVar[SearchSpace] = {"lr": LRS}
     file_options: ClassVar[tuple[str, ...]] = ("prepared",)
 
     rounds: PositiveInt = 3

@@ -27,9 +27,7 @@ from fewer.data.partition import PARTITIONERS, PartitionSpec
 from fewer.errors import SettingError
 from fewer.learning import Counts, evaluate_net
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
-from fewer.methods.context import Server
-from fewer.methods.method import Method, Needs, StateT
-from fewer.methods.scores import Scores
+from fewer.methods import Method, Needs, Scores, Server, StateT
 from fewer.models import Weights, all_finite
 from fewer.runtime import Clients, on_server, seed_of, stream
 
@@ -77,7 +75,7 @@ class EvaluatedOnGroups(Method[StateT]):
     def evaluate(self, state: StateT, clients: Clients, data: Data) -> Scores:
         """After a round: the accuracy of the groups' models, as the mean over groups."""
         counts = self.evaluate_groups(state, clients, data)
-        accuracies = [count.correct / count.total for count in counts]
+        accuracies = [count.accuracy for count in counts]
         loss = sum(count.loss for count in counts) / sum(count.total for count in counts)
         return Scores({"accuracy": statistics.fmean(accuracies), "loss": loss}, "groups", accuracies)
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from fewer.methods.context import Client
+from fewer.methods import Client, PersonalMethod, State
 from fewer.methods.fedavg import LocalTraining
-from fewer.methods.method import PersonalMethod, State
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client

@@ -35,39 +35,31 @@ Beyond the paper, which names these as future work:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from torch import nn
 
 from fewer.data import Data
 from fewer.data.federations import group_clients
 from fewer.errors import SettingError
-from fewer.learning import Counts, LocalOptimizer
-from fewer.methods.context import Client
+from fewer.learning import LocalOptimizer
+from fewer.methods import Client, Method, Needs, PersonalMethod, Scores, SearchSpace, State
+from fewer.methods.fedavg import LocalTraining
 from fewer.methods.federation import (
     WARM_UP,
     ClientGroup,
     Federation,
+    GroupHandlers,
     SingleClient,
     Teacher,
-    TrainingBudget,
     replace_client_net,
     replace_task_net,
 )
-from fewer.methods.method import Method, Needs, PersonalMethod, State
 from fewer.methods.registry import find
-from fewer.methods.scores import Scores
 from fewer.models import Task, Weights, all_finite, norm_weight_names, split_net
 from fewer.registry import METHODS
 from fewer.runtime import Clients, Unable, on_client, on_ring
@@ -76,6 +68,14 @@ from fewer.wire import Number, Refused
 Fraction = Annotated[float, Field(ge=0, le=1)]
 FEDERATION = "federation"
 """Store key of a federation's record: its current model, its best model, and statistics."""
+NEW_RECORD: Mapping[str, Any] = {
+    "best_correct": -1,
+    "best_loss": 0.0,
+    "distill_weight": 0.0,
+    "adopted": 0,
+    "inner_bytes": {},
+}
+"""The record of a federation without a model."""
 DIVERGED_LOSS = 1e4
 """Mean loss above which training counts as diverged."""
 INNER_METHODS = ("fedavg", "fedprox", "fedbn", "local", "fedmk", "fedgen", "feddistill")
@@ -91,24 +91,17 @@ class RingState(State):
 
 
 @METHODS.register("metafed")
-class MetaFed(LocalOptimizer, PersonalMethod[RingState]):
+class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
     """Federations in a ring teach each other, one model per hop. Each ends with its own model; there is no server."""
 
     needs: ClassVar[Needs] = "classes"
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "lr": (0.01, 0.03, 0.1, 0.3),
-        "distill_threshold": (0.6, 0.9, 1.0),
-    }
+    tunable: ClassVar[SearchSpace] = {"lr": (0.01, 0.03, 0.1, 0.3), "distill_threshold": (0.6, 0.9, 1.0)}
 
     cohort: PositiveInt | None = None
     """Federations in the ring of each round, drawn anew every time. [default: all]"""
-    lr: PositiveFloat = 0.1
-    """Learning rate."""
     local_steps: PositiveInt = 20
     """Training steps of a federation in a round; in a group, of each member in each inner round."""
-    batch_size: PositiveInt = 32
-    """Samples per step."""
     distill_weight: NonNegativeFloat = 1.0
     """Weight of the feature loss (λ₀)."""
     distill_threshold: NonNegativeFloat = 1.0
@@ -136,7 +129,7 @@ class MetaFed(LocalOptimizer, PersonalMethod[RingState]):
     sealed: bool = True
     """Encrypt models for the next federation, so that the relay cannot read them."""
 
-    def search_space(self) -> Mapping[str, Sequence[float]]:
+    def search_space(self) -> SearchSpace:
         """Omits the distillation threshold if it has no effect."""
         uses_threshold = self.transfer == "distill" and self.stages != "personalize"
         return {name: grid for name, grid in self.tunable.items() if uses_threshold or name != "distill_threshold"}
@@ -189,7 +182,7 @@ class MetaFed(LocalOptimizer, PersonalMethod[RingState]):
         if model is None:  # the first federation has no teacher yet
             return self.outgoing_message(client, record["model"])
         federation, own_net = self.build_federation(client), self.net_name(client)
-        own_accuracy = accuracy(federation.evaluate(record["model"], own_net))  # line 4: acc_{i+1}
+        own_accuracy = federation.evaluate(record["model"], own_net).accuracy  # line 4: acc_{i+1}
         if net != own_net or (own_accuracy > self.distill_threshold and self.transfer == "distill"):  # line 5
             # Line 6: train f_{i+1} with Eq 3.
             trained = federation.distill(record["model"], Teacher(model, net, self.distill_weight))
@@ -209,8 +202,8 @@ class MetaFed(LocalOptimizer, PersonalMethod[RingState]):
         federation, own_net = self.build_federation(client), self.net_name(client)
         if model is None:  # without Stage I, the first federation's own model is f
             model, net = record["model"], own_net
-        common_accuracy = accuracy(federation.evaluate(model, net))  # line 2: acc_{i,i+1}
-        own_accuracy = accuracy(federation.evaluate(record["model"], own_net))  # line 3: acc_{i+1,i+1}
+        common_accuracy = federation.evaluate(model, net).accuracy  # line 2: acc_{i,i+1}
+        own_accuracy = federation.evaluate(record["model"], own_net).accuracy  # line 3: acc_{i+1,i+1}
         distill_weight = adaptive_distill_weight(  # lines 4 to 8: λ
             self.distill_weight, common_accuracy, own_accuracy, self.ignore_threshold
         )
@@ -232,13 +225,12 @@ class MetaFed(LocalOptimizer, PersonalMethod[RingState]):
         record: dict[str, Any] | None = client.store.get(FEDERATION)
         if record is not None:
             return record
-        steps = self.local_steps if self.warmup_steps is None else self.warmup_steps
-        federation = self.build_federation(client, steps)
+        warmup = {"local_steps": self.warmup_steps or self.local_steps}
+        federation = self.model_copy(update=warmup).build_federation(client)
         model = replace_client_net(client, self.net_name(client)).initial_weights()
-        if steps:
+        if self.warmup_steps != 0:
             model = federation.local_train(model, WARM_UP)
-        empty_record = {"best_correct": -1, "best_loss": 0.0, "distill_weight": 0.0, "adopted": 0, "inner_bytes": {}}
-        return self.save_record(client, federation, empty_record, model)
+        return self.save_record(client, federation, NEW_RECORD, model)
 
     def save_record(
         self, client: Client, federation: Federation, record: Mapping[str, Any], model: Weights, **statistics: Any
@@ -285,15 +277,14 @@ class MetaFed(LocalOptimizer, PersonalMethod[RingState]):
         """The name of this federation's net; '' is the task's net."""
         return self.nets[client.id % len(self.nets)] if self.nets else ""
 
-    def build_federation(self, client: Client, local_steps: int | None = None) -> Federation:
+    def build_federation(self, client: Client) -> Federation:
         """A single client, or a group of clients with an inner method."""
-        budget = TrainingBudget(self.lr, local_steps or self.local_steps, self.batch_size, self.codec, self)
         net = self.net_name(client)
         if self.federations is None:
-            return SingleClient(client, net, budget)
-        return ClientGroup(client, net, budget, self.build_inner_method(local_steps), self.inner_rounds)
+            return SingleClient(client, net, self)
+        return ClientGroup(client, net, GroupHandlers(self.build_inner_method(), self), self.inner_rounds)
 
-    def build_inner_method(self, local_steps: int | None = None) -> Method:
+    def build_inner_method(self) -> Method:
         """The inner method, with the options that it shares with this one."""
         method = find(self.inner_method)
         if method.name not in INNER_METHODS:
@@ -301,15 +292,9 @@ class MetaFed(LocalOptimizer, PersonalMethod[RingState]):
                 f"inner_method = {self.inner_method} does not work inside a federation "
                 f"(allowed: {', '.join(INNER_METHODS)})"
             )
-        options = {
-            "lr": self.lr,
-            "local_steps": local_steps or self.local_steps,
-            "batch_size": self.batch_size,
-            "codec": self.codec,
-        }
-        shared = {name: value for name, value in options.items() if name in method.model_fields}
-        if issubclass(method, LocalOptimizer):
-            shared |= {name: getattr(self, name) for name in LocalOptimizer.model_fields}
+        training = ("lr", "local_steps", "batch_size", *LocalOptimizer.model_fields)
+        names = ("codec", *training) if issubclass(method, LocalTraining) else ("codec",)
+        shared = {name: getattr(self, name) for name in names}
         try:
             return method(**{**shared, "rounds": self.inner_rounds, **self.inner_options})
         except SettingError as error:
@@ -328,34 +313,21 @@ class MetaFed(LocalOptimizer, PersonalMethod[RingState]):
         scores = super().evaluate(state, clients, data)
         if not clients.is_last:
             return scores
-        answers = clients.ask(clients.eval_cohort(), self.ring_statistics, returns=RING_STATISTICS)
+        returns = {"distill_weight": Number(float, 0), **dict.fromkeys(("adopted", "up", "down"), Number(int, 0))}
+        answers = clients.ask(clients.eval_cohort(), self.ring_statistics, returns=returns)
         ring = {str(answer.client): dict(answer.fields) for answer in answers}
         return replace(scores, metrics={**scores.metrics, "ring": ring})
 
     @on_client(stream="tell")
     def ring_statistics(self, client: Client) -> dict[str, Any]:
         """The federation's last λ, how often it adopted a model, and the bytes sent inside it."""
-        record = client.store.get(FEDERATION) or {"distill_weight": 0.0, "adopted": 0, "inner_bytes": {}}
+        record = client.store.get(FEDERATION) or NEW_RECORD
         return {
             "distill_weight": float(record["distill_weight"]),
             "adopted": record["adopted"],
             "up": record["inner_bytes"].get("up", 0),
             "down": record["inner_bytes"].get("down", 0),
         }
-
-
-RING_STATISTICS = {
-    "distill_weight": Number(float, 0),
-    "adopted": Number(int, 0),
-    "up": Number(int, 0),
-    "down": Number(int, 0),
-}
-"""What `ring_statistics` returns."""
-
-
-def accuracy(counts: Counts) -> float:
-    """The fraction of correct predictions."""
-    return counts.correct / counts.total
 
 
 def adaptive_distill_weight(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,18 +17,12 @@ from fewer.errors import SettingError, setting_error
 from fewer.learning import Evaluation, measure_net
 from fewer.learning.evaluate import EVAL_BATCH_SIZE, empty_evaluation
 from fewer.methods.context import Client, Context, Server
-from fewer.methods.scores import (
-    EVALUATION_SCHEMA,
-    Scores,
-    pool_evaluations,
-    primary_by_client,
-    primary_metric,
-    read_evaluations,
-)
+from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_by_client, primary_metric
 from fewer.models import Task, Weights
 from fewer.runtime import Clients, on_client, on_server
 from fewer.wire import Codec
 
+_LOG = logging.getLogger("fewer")
 DEFAULT_COHORT = 10
 """Clients asked in each round if `cohort` is not set."""
 EVAL_CHUNK_SIZE = 2500
@@ -35,6 +30,8 @@ EVAL_CHUNK_SIZE = 2500
 
 
 Needs = Literal["", "classes", "novel classes"]
+SearchSpace = Mapping[str, Sequence[float]]
+"""Hyperparameters to tune, with starting values in ascending order."""
 
 
 class State:
@@ -88,7 +85,7 @@ class Method(BaseModel, Generic[StateT]):
 
     name: ClassVar[str] = ""
     """The registered name; for unregistered methods, the class name in lower case."""
-    tunable: ClassVar[Mapping[str, Sequence[float]]] = {}
+    tunable: ClassVar[SearchSpace] = {}
     """The hyperparameters that `--tune` searches, most important first, with starting values in ascending order."""
     needs: ClassVar[Needs] = ""
     """What the task must have: nothing in particular, classes, or test classes that are not in the training data."""
@@ -160,14 +157,12 @@ class Method(BaseModel, Generic[StateT]):
 
     def evaluate_clients(self, state: StateT, clients: Clients, use_global_test: bool = False) -> dict[int, Evaluation]:
         """Evaluates each client's model on its own test samples, or on the global test set."""
-        answers = clients.ask(
-            clients.eval_cohort(),
-            self.score,
-            model=state.shared,
-            use_global_test=use_global_test,
-            returns=EVALUATION_SCHEMA,
-        )
-        return read_evaluations(answers, clients, "score")
+        fields = {"model": state.shared, "use_global_test": use_global_test}
+        return ask_evaluations(clients, clients.eval_cohort(), self.score, **fields)
+
+    def warn(self, clients: Clients, message: str) -> None:
+        """Logs a warning about the current round."""
+        _LOG.warning(f"{self.name}, round {clients.round}: {message}")
 
     # Evaluation handlers.
 

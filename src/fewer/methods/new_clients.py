@@ -15,7 +15,7 @@ import statistics
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Annotated, Any, Literal, Self
@@ -31,15 +31,8 @@ from fewer.learning.adapt import Batch, Criterion, LearningRate, adapt_weights, 
 from fewer.learning.evaluate import EVAL_BATCH_SIZE, Evaluation, measure_net
 from fewer.learning.flops import FlopCounter, count_flops
 from fewer.methods.context import Client, Context
-from fewer.methods.method import DEFAULT_COHORT, Method, State
-from fewer.methods.scores import (
-    EVALUATION_SCHEMA,
-    Scores,
-    pool_evaluations,
-    primary_by_client,
-    primary_metric,
-    read_evaluations,
-)
+from fewer.methods.method import DEFAULT_COHORT, Method, ModelState, State
+from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_by_client, primary_metric
 from fewer.models import Task, Weights
 from fewer.models.objective import find_metric
 from fewer.runtime import Clients, Unable, on_client, stream
@@ -57,6 +50,13 @@ class CountingState(State):
 
     flops: int
     """Operations so far; 0 if they are not counted."""
+
+
+@dataclass(frozen=True)
+class CountingModelState(ModelState, CountingState):
+    """A global model, and the operations of the clients that trained it."""
+
+    flops: int = 0
 
 
 CountingStateT = TypeVar("CountingStateT", bound=CountingState, default=Any)
@@ -158,9 +158,7 @@ class NewClients(Method[CountingStateT]):
 
     def evaluate_queries(self, state: CountingStateT, clients: Clients) -> dict[int, Evaluation]:
         """Evaluates the model of each evaluation client on its query set."""
-        cohort = self.eval_cohort_of(clients)
-        answers = clients.ask(cohort, self.answer_queries, model=state.shared, returns=EVALUATION_SCHEMA)
-        return read_evaluations(answers, clients, "answer_queries")
+        return ask_evaluations(clients, self.eval_cohort_of(clients), self.answer_queries, model=state.shared)
 
     @on_client(exact=("model", "sums"))
     def answer_queries(self, client: Client, model: Weights) -> dict[str, Any]:

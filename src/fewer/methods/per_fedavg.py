@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fewer.learning import draw_batches
 from fewer.learning.adapt import meta_gradient, trainable_weights
-from fewer.methods.context import Client
+from fewer.methods import Client, SearchSpace
 from fewer.methods.fedavg import average_equally
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.models import Weights
@@ -34,10 +34,7 @@ from fewer.runtime import Answers
 class PerFedAvg(FedAvgMeta):
     """FedAvg for a model that does well after one gradient step on a client's data (exact or first order)."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {
-        "lr": (0.01, 0.03, 0.1, 0.3),
-        "adapt_lr": (0.01, 0.03, 0.1, 0.3),
-    }
+    tunable: ClassVar[SearchSpace] = {"lr": (0.01, 0.03, 0.1, 0.3), "adapt_lr": (0.01, 0.03, 0.1, 0.3)}
 
     first_order: bool = False
     """Drop second derivatives."""

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from pydantic import PositiveFloat
 
+from fewer.methods import SearchSpace
 from fewer.methods.fedavg import average_equally
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.models import Weights
@@ -27,7 +28,7 @@ from fewer.runtime import Answers
 class Reptile(FedAvgMeta):
     """Clients train the initialization on their own data; the server moves it toward the mean of the results."""
 
-    tunable: ClassVar[dict[str, tuple[float, ...]]] = {**FedAvgMeta.tunable, "outer_lr": (0.25, 0.5, 1.0)}
+    tunable: ClassVar[SearchSpace] = {**FedAvgMeta.tunable, "outer_lr": (0.25, 0.5, 1.0)}
 
     outer_lr: PositiveFloat = 0.5
     """Step size of the server toward the clients' mean (ε)."""

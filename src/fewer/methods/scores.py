@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 from fewer.errors import SettingError
 from fewer.learning import Evaluation
 from fewer.learning.evaluate import add_evaluations
-from fewer.runtime import Absent, Answers, Clients
+from fewer.runtime import Absent, Clients
 from fewer.wire import Number, Schema, Shaped
 
 MAX_SAMPLES = 10**9
@@ -74,12 +74,16 @@ def primary_by_client(evaluations: Mapping[int, Evaluation]) -> dict[int, float]
     }
 
 
-def read_evaluations(answers: Answers, clients: Clients, handler: str) -> dict[int, Evaluation]:
+def ask_evaluations(
+    clients: Clients, cohort: Sequence[int], handler: Callable[..., Any], **fields: Any
+) -> dict[int, Evaluation]:
     """Returns the evaluation of each client. Impossible ones, and those of other metrics than most, are refused."""
+    answers = clients.ask(cohort, handler, returns=EVALUATION_SCHEMA, **fields)
     evaluations = {answer.client: Evaluation(**answer.fields) for answer in answers}
     forms = {client: (part.metrics, part.sums.shape) for client, part in evaluations.items() if part.is_possible()}
     common = Counter(forms.values()).most_common(1)
     valid = {client for client, form in forms.items() if form == common[0][0]}
     for client in evaluations.keys() - valid:
-        clients.on_absent(Absent(client, "refused", "impossible metrics, or not those of the other clients"), handler)
+        reason = "impossible metrics, or not those of the other clients"
+        clients.on_absent(Absent(client, "refused", reason), handler.__name__)
     return {client: evaluation for client, evaluation in evaluations.items() if client in valid}
