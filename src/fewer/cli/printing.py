@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from typer import Option
 
 from fewer.errors import FewerError, QuorumLost
 
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """The default directory of runs."""
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run directory. \\[default: runs/…]")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write an HTML report next to the run.")]
+Out = Annotated[Path | None, Option("--out", metavar="DIR", help="The run directory. \\[default: runs/…]")]
+Report = Annotated[bool, Option("--report/--no-report", help="Write an HTML report next to the run.")]
 Track = Annotated[
     list[str] | None,
-    typer.Option("--track", metavar="NAME", help="Also send metrics to tensorboard or mlflow; may be repeated."),
+    Option("--track", metavar="NAME", help="Also send metrics to tensorboard or mlflow; may be repeated."),
 ]
 
 
@@ -37,9 +38,7 @@ def _check_writable(file: Path | None) -> Path | None:
 
 Json = Annotated[
     Path | None,
-    typer.Option(
-        "--json", metavar="FILE", help="Write the output as JSON; - for standard output.", callback=_check_writable
-    ),
+    Option("--json", metavar="FILE", help="Write the output as JSON; - for standard output.", callback=_check_writable),
 ]
 
 
@@ -72,19 +71,14 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except FewerError as error:
-            if kwargs.get("debug"):
-                raise
-            print("\n".join([f"fewer: {error}", *_hints(error)]), file=sys.stderr)
-            raise typer.Exit(2) from None
         except BrokenPipeError:
             sys.stderr.close()
             raise typer.Exit(1) from None
-        except OSError as error:
+        except (FewerError, OSError) as error:
             if kwargs.get("debug"):
                 raise
-            problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            print(f"fewer: {problem}", file=sys.stderr)
+            problem = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+            print("\n".join([f"fewer: {problem}", *_hints(error)]), file=sys.stderr)
             raise typer.Exit(2) from None
         except KeyboardInterrupt as stop:
             print(" ".join(["\nStopped.", *_hints(stop)]), file=sys.stderr)
