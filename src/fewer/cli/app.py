@@ -237,7 +237,8 @@ def reproduce(
     """
     from fewer.cli.progress import show_progress
     from fewer.experiments import recipes
-    from fewer.report import plot_recipe, png, write_study
+    from fewer.report.style import png
+    from fewer.report.tables import plot_recipe, write_study
 
     if listed or name is None:
         for recipe_name, title in recipes.list_recipes().items():
@@ -274,7 +275,7 @@ def report(
 
     [dim]fewer report runs/compare-…[/dim]
     """
-    from fewer.report import write_report
+    from fewer.report.page import write_report
 
     page, *plots = write_report([run for path in paths for run in _runs_in(path)], out)
     print(page)
@@ -335,7 +336,7 @@ def audit(
     """
     from fewer.audit import audit as attack_run
     from fewer.audit.summary import HEADS, summary_rows
-    from fewer.report import write_audit
+    from fewer.report.audit import write_audit
 
     outcome = attack_run(path, data_dir=data_dir, clients=clients, steps=steps, starts=starts)
     files = write_audit(outcome, out or path / "audit")

@@ -53,7 +53,7 @@ def inspect(
     """
     import numpy as np
 
-    from fewer.report import plot_examples, plot_partition
+    from fewer.report.pictures import plot_examples, plot_partition
     from fewer.runs.experiment import load_data, parse_settings
 
     started = time.monotonic()

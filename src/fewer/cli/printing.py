@@ -130,7 +130,7 @@ def new_run_path(name: str) -> Path:
 
 def write_report_page(runs: list[Path], folder: Path) -> Path:
     """Writes the HTML report of these runs."""
-    from fewer.report import write_report
+    from fewer.report.page import write_report
 
     return write_report(runs, folder / "report", pictures=False)[0]
 
