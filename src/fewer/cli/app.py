@@ -312,8 +312,7 @@ def dash(
         raise SettingError(f"there is no directory {folder}")
     from fewer.dash.server import serve
 
-    options: dict[str, Any] = {"token_file": token_file, "names": name or (), "read_only": read_only, "browse": browse}
-    serve(folder or RUNS, host, port, **options)
+    serve(folder or RUNS, host, port, token_file=token_file, names=name or (), read_only=read_only, browse=browse)
 
 
 @app.command(rich_help_panel="Inspect")

@@ -10,10 +10,10 @@ import os
 import socket
 import threading
 import webbrowser
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import fewer
@@ -43,11 +43,11 @@ FOLLOW_INTERVAL = 0.5
 """Seconds between two checks for changes while a page follows runs."""
 KEEPALIVE_INTERVAL = 15.0
 """Seconds without changes after which a comment is sent, to detect closed connections."""
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_COMPARED = 24
 """Maximum number of runs compared at once."""
 HIDDEN_SETTINGS = ("method", "method_options", *RUNTIME_SETTINGS)
 """Settings left out of comparisons: results do not depend on them, or other settings repeat them."""
+STATIC_FILES = {file.name: file for file in (Path(__file__).parent / "static").iterdir()}
 SORT_KEYS: Mapping[str, Callable[[RunEntry], Any]] = {
     "changed": lambda run: run.row["changed"],
     "metric": lambda run: run.row.get("value") or 0.0,
@@ -84,18 +84,11 @@ class Dashboard:
             Route("/api/follow", self.follow),
             Route("/api/compare", self.compare),
             Route(run, self.show_run),
-            Route(f"{run}/curve", self.curve),
-            Route(f"{run}/tally", self.tally),
-            Route(f"{run}/events", self.events),
-            Route(f"{run}/ledger", self.ledger),
-            Route(f"{run}/log", self.log),
-            Route(f"{run}/report", self.report),
         ]
-        if not self.read_only:
-            routes += [
-                Route(f"{run}/stop", self.stop, methods=["POST"]),
-                Route(f"{run}/resume", self.resume, methods=["POST"]),
-            ]
+        for part in (self.curve, self.tally, self.events, self.ledger, self.log, self.report):
+            routes.append(Route(f"{run}/{part.__name__}", part))
+        for action in () if self.read_only else (self.stop, self.resume):
+            routes.append(Route(f"{run}/{action.__name__}", action, methods=["POST"]))
         return routes
 
     def _find_run(self, request: Request) -> RunEntry:
@@ -111,10 +104,10 @@ class Dashboard:
 
     def static_file(self, request: Request, name: str = "") -> Response:
         """The page and its scripts, styles and icons."""
-        file = _STATIC.get(name or request.path_params["name"])
+        file = STATIC_FILES.get(name or request.path_params["name"])
         if file is None:
             return JSONResponse({"error": "no such file"}, 404)
-        return Response(file[0], media_type=file[1], headers={"cache-control": "no-cache"})
+        return FileResponse(file, headers={"cache-control": "no-cache"})
 
     def list_runs(self, request: Request) -> Response:
         """A page of the list, filtered and sorted."""
@@ -142,12 +135,9 @@ class Dashboard:
         )
 
     def _totals(self) -> dict[str, Any]:
-        counts = self.catalog.counts()
-        return {
-            "total": counts.total(),
-            "discovered": self.catalog.discovered,
-            "counts": {state: counts[state] for state in STATES},
-        }
+        counts = Counter(run.state for run in self.catalog.entries())
+        by_state = {state: counts[state] for state in STATES}
+        return {"total": counts.total(), "discovered": self.catalog.discovered, "counts": by_state}
 
     def show_run(self, request: Request) -> Response:
         """A run's row, settings and environment."""
@@ -187,10 +177,7 @@ class Dashboard:
                 "runs": [{**run.row, **styles[run.id]._asdict()} for run in runs],
                 "max_runs": MAX_COMPARED,
                 "report": siblings and self._comparison_report(runs[0]).is_file(),
-                "differing": [
-                    {"name": name, "values": [run_settings.get(name) for run_settings in settings]}
-                    for name in differing
-                ],
+                "differing": [{"name": name, "values": [s.get(name) for s in settings]} for name in differing],
             }
         )
 
@@ -279,18 +266,6 @@ class Dashboard:
         return json_response({"process": process})
 
 
-def _read_static_files() -> dict[str, tuple[bytes, str]]:
-    folder = files("fewer.dash") / "static"
-    return {
-        entry.name: (entry.read_bytes(), MEDIA_TYPES[Path(entry.name).suffix])
-        for entry in folder.iterdir()
-        if Path(entry.name).suffix in MEDIA_TYPES
-    }
-
-
-_STATIC = _read_static_files()
-
-
 def _run_ids(request: Request) -> list[str]:
     return list(dict.fromkeys(filter(None, request.query_params.get("ids", "").split(","))))[:MAX_ROWS]
 
@@ -347,11 +322,8 @@ def create_app(dashboard: Dashboard, token: str | None, names: Sequence[str], po
     def handle_error(_: Request, error: Exception) -> Response:
         return JSONResponse({"error": str(error)}, 400 if isinstance(error, SettingError) else 409)
 
-    app = Starlette(
-        routes=[*dashboard.routes(), Route("/api/login", login, methods=["POST"])],
-        exception_handlers={FewerError: handle_error},
-    )
-    guard = Guard(app, token, names, port)
+    routes = [*dashboard.routes(), Route("/api/login", login, methods=["POST"])]
+    guard = Guard(Starlette(routes=routes, exception_handlers={FewerError: handle_error}), token, names, port)
     return guard
 
 
@@ -367,10 +339,8 @@ def create_server(
     control = Control()
     dashboard = Dashboard(Catalog(root, control.start_time), control, read_only)
     app = create_app(dashboard, token, names, listening.getsockname()[1])
-    config = uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=2
-    )
-    server = uvicorn.Server(config)
+    quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", timeout_graceful_shutdown=2, **quiet))
     dashboard.closing = lambda: server.should_exit
     return server
 
