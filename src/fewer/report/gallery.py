@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 from fewer.data import Data
@@ -93,23 +94,18 @@ def _draw_curves(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> It
         for point in metric_curve(runs, metric)
     ]
     band = ": mean over seeds with its 95 % confidence band." if several_seeds else "."
-    plots: dict[str, tuple[By, str]] = {
-        f"{metric.name}-by-round": ("round", f"{metric.title} by round{band}"),
-        f"{metric.name}-by-megabyte": (
-            "megabytes",
-            f"{metric.title} by megabytes sent so far, up and down. Curves further left are cheaper.",
-        ),
-        f"{metric.name}-by-second": (
-            "seconds",
-            f"{metric.title} by wall-clock time. It depends on the machine and on what else was running.",
-        ),
+    captions: dict[By, str] = {
+        "round": f"round{band}",
+        "megabytes": "megabytes sent so far, up and down. Curves further left are cheaper.",
+        "seconds": "wall-clock time. It depends on the machine and on what else was running.",
     }
-    for name, (by, caption) in plots.items():
+    for by, caption in captions.items():
         if by == "seconds" and not all(row[3] for row in rows):
             continue
         if figure := plot_curves(f"{metric.title} {TITLES[by]}", {"": histories}, by, styles, metric):
             alt = f"Line chart: {metric.name} {TITLES[by]}. Last: {last}."
-            yield Picture(name, figure, caption, alt, Table(heads, rows))
+            name = f"{metric.name}-by-{by.removesuffix('s')}"
+            yield Picture(name, figure, f"{metric.title} by {caption}", alt, Table(heads, rows))
 
 
 def _draw_bars(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:
@@ -191,15 +187,9 @@ def _draw_heatmaps(groups: Sequence[RunGroup]) -> Iterator[Picture]:
 def _draw_traffic(groups: Sequence[RunGroup]) -> Iterator[Picture]:
     traffic = {group.label: group.traffic for group in groups}
     if figure := plot_traffic(traffic):
-        rows = [
-            (label, direction, kind, size)
-            for label, sizes in traffic.items()
-            for (direction, kind), size in sizes.items()
-        ]
+        rows = [(label, *key, size) for label, sizes in traffic.items() for key, size in sizes.items()]
         totals = ", ".join(
-            f"{group.label} {format_number(up)} MB up and {format_number(down)} MB down"
-            for group in groups
-            for up, down in [group.megabytes]
+            "{} {} MB up and {} MB down".format(group.label, *map(format_number, group.megabytes)) for group in groups
         )
         yield Picture(
             "traffic",
@@ -263,8 +253,9 @@ def build_ring(run: RunReader) -> Ring | None:
     for absence, count in run.absences.items():
         if absence.handler in kinds and absence.client is not None:
             skipped[absence.client] += count
-    weights = {int(client): values["distill_weight"] for client, values in statistics.items()}
-    adopted = {int(client): values["adopted"] for client, values in statistics.items()}
+    weights, adopted = (
+        {int(client): values[name] for client, values in statistics.items()} for name in ("distill_weight", "adopted")
+    )
     return Ring(hops, skipped, weights, adopted)
 
 
@@ -314,9 +305,8 @@ def _draw_data_and_models(groups: Sequence[RunGroup]) -> tuple[list[Picture], li
                 model_pictures += _draw_models(group, group_data, _suffix(index))
             except Exception as error:  # a user's method may fail in any way; the report is still written
                 reason = str(error) if isinstance(error, FewerError) else f"{type(error).__name__}: {error}"
-                path = group.runs[0].path
+                reason = reason.replace(str(group.runs[0].path), group.runs[0].path.name)
                 notes.append(f"Pictures from the model of {group.label} are not shown: {reason}.")
-                notes[-1] = notes[-1].replace(str(path), path.name)
     return data_pictures, model_pictures, notes
 
 
@@ -390,19 +380,14 @@ def _draw_synthetic_images(group: RunGroup, data: Data, grids: Sequence[ImageGri
 def _draw_embedding(group: RunGroup, result: Result, suffix: str) -> Iterator[Picture]:
     if (cloud := embed_samples(result)) is None:
         return
-    points = [
-        (x, y, label, "own sample" if own else "sample")
-        for (x, y), label, own in zip(cloud.points.tolist(), cloud.labels.tolist(), cloud.own.tolist(), strict=True)
-    ]
-    prototypes = [
-        (x, y, label, "prototype")
-        for (x, y), label in zip(cloud.prototypes.tolist(), cloud.prototype_labels.tolist(), strict=True)
-    ]
+    kinds = ["own sample" if own else "sample" for own in cloud.own.tolist()]
+    points = zip(cloud.points.tolist(), cloud.labels.tolist(), kinds, strict=True)
+    prototypes = zip(cloud.prototypes.tolist(), cloud.prototype_labels.tolist(), repeat("prototype"), strict=False)
     classes = len(set(cloud.labels.tolist()))
     yield Picture(
         f"embedding{suffix}",
         plot_embeddings("Embedding (t-SNE)", {"": cloud}),
         f"{group.label}, seed {group.runs[0].seed}: {EMBEDDING_CAPTION}",
-        f"Scatter plot of {len(points)} samples of {classes} classes and {len(prototypes)} prototypes.",
-        Table(("x", "y", "class", "kind"), [*points, *prototypes]),
+        f"Scatter plot of {len(kinds)} samples of {classes} classes and {len(cloud.prototypes)} prototypes.",
+        Table(("x", "y", "class", "kind"), [(*point, label, kind) for point, label, kind in (*points, *prototypes)]),
     )
