@@ -22,21 +22,14 @@ def write_audit(audit: Audit, out: Path) -> list[Path]:
     clients = ", ".join(map(str, audit.clients))
     about = f"Attacked clients ({len(audit.clients)}): {clients}. {LIMITS} Hash of the run's settings: {audit.hash}."
     table = Table(HEADS, summary_rows(audit))
-    page = render(
-        PAGE, title=title, table=table, meaning=MEANING, notes=audit.notes, pictures=pictures, about=about
-    ).encode()
-    return write_files(
-        out,
-        {
-            PAGE: page,
-            METRICS: (json.dumps(audit.as_json(), indent=1) + "\n").encode(),
-            **{f"{picture.name}.png": picture.png for picture in pictures},
-        },
-    )
+    texts = {"title": title, "meaning": MEANING, "notes": audit.notes, "about": about}
+    files = {PAGE: render(PAGE, table=table, pictures=pictures, **texts).encode()}
+    files[METRICS] = (json.dumps(audit.as_json(), indent=1) + "\n").encode()
+    return write_files(out, files | {f"{picture.name}.png": picture.png for picture in pictures})
 
 
 def draw_images(images: AttackImages) -> Picture:
     """Draws the images of an attack."""
     blocks = [({name: row.cpu().numpy() for name, row in block.rows.items()}, block.notes) for block in images.blocks]
-    figure = plot_image_rows(images.title, blocks, (images.low, images.high))
+    figure = plot_image_rows(images.title, blocks, images.limits)
     return Picture(images.name, figure, images.caption, f"{images.title}: rows of images.")
