@@ -130,10 +130,8 @@ def compare_with_paper(groups: Sequence[RunGroup]) -> tuple[Table, dict[str, boo
         position = group.table_position
         if position is None or position.paper is None or (ours := position.measure(group.runs)) is None:
             continue
-        difference = 100 * ours.mean - position.paper
-        rows.append(
-            (position.row, position.column, format_interval(ours), f"{position.paper:.2f}", f"{difference:+.2f}")
-        )
+        difference = f"{100 * ours.mean - position.paper:+.2f}"
+        rows.append((position.row, position.column, format_interval(ours), f"{position.paper:.2f}", difference))
         sources[position.about] = position.quick
     return Table(("row", "column", "ours %", "paper %", "difference"), rows, "Comparison with the paper"), sources
 
