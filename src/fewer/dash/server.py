@@ -124,14 +124,12 @@ class Dashboard:
         first = _parse_number(query.get("from"), 0, MAX_OFFSET)
         page = matches[first : first + _parse_number(query.get("limit"), 50)]
         return json_response(
-            {
-                "rows": [run.row for run in page],
-                "matches": len(matches),
-                **self._totals(),
-                "root": str(self.catalog.root),
-                "read_only": self.read_only,
-                "version": fewer.__version__,
-            }
+            rows=[run.row for run in page],
+            matches=len(matches),
+            **self._totals(),
+            root=str(self.catalog.root),
+            read_only=self.read_only,
+            version=fewer.__version__,
         )
 
     def _totals(self) -> dict[str, Any]:
@@ -145,22 +143,20 @@ class Dashboard:
         self.catalog.refresh_run(run)
         metadata = run.reader.metadata if run.state != "damaged" else {}
         return json_response(
-            {
-                "row": run.row,
-                "path": str(run.path),
-                "settings": metadata.get("settings", {}),
-                "method": metadata.get("method", {}),
-                "environment": {
-                    "hash": metadata.get("hash"),
-                    **metadata.get("environment", {}),
-                    "data": metadata.get("data"),
-                    "command": " ".join(map(str, metadata.get("command", []))),
-                },
-                "why_not_resumable": why_not_resumable(run.reader) if metadata else "it is damaged",
-                "report": (run.path / REPORT).is_file(),
-                "log": (run.path / LOG).is_file(),
-                "read_only": self.read_only,
-            }
+            row=run.row,
+            path=str(run.path),
+            settings=metadata.get("settings", {}),
+            method=metadata.get("method", {}),
+            environment={
+                "hash": metadata.get("hash"),
+                **metadata.get("environment", {}),
+                "data": metadata.get("data"),
+                "command": " ".join(map(str, metadata.get("command", []))),
+            },
+            why_not_resumable=why_not_resumable(run.reader) if metadata else "it is damaged",
+            report=(run.path / REPORT).is_file(),
+            log=(run.path / LOG).is_file(),
+            read_only=self.read_only,
         )
 
     def compare(self, request: Request) -> Response:
@@ -173,12 +169,10 @@ class Dashboard:
         differing = [name for name in names if len({json.dumps(s[name]) for s in settings if name in s}) > 1]
         siblings = len(runs) > 1 and len({run.path.parent for run in runs}) == 1
         return json_response(
-            {
-                "runs": [{**run.row, **styles[run.id]._asdict()} for run in runs],
-                "max_runs": MAX_COMPARED,
-                "report": siblings and self._comparison_report(runs[0]).is_file(),
-                "differing": [{"name": name, "values": [s.get(name) for s in settings]} for name in differing],
-            }
+            runs=[{**run.row, **styles[run.id]._asdict()} for run in runs],
+            max_runs=MAX_COMPARED,
+            report=siblings and self._comparison_report(runs[0]).is_file(),
+            differing=[{"name": name, "values": [s.get(name) for s in settings]} for name in differing],
         )
 
     def _comparison_report(self, run: RunEntry) -> Path:
@@ -188,26 +182,26 @@ class Dashboard:
 
     def curve(self, request: Request) -> Response:
         """Metrics by round."""
-        return json_response({"points": self.catalog.follow(self._find_run(request)).curve()})
+        return json_response(points=self.catalog.follow(self._find_run(request)).curve())
 
     def tally(self, request: Request) -> Response:
         """Totals of faults and messages, as far as they have been read."""
-        return json_response(self.catalog.follow(self._find_run(request)).totals())
+        return json_response(**self.catalog.follow(self._find_run(request)).totals())
 
     def events(self, request: Request) -> Response:
         """Events, newest first."""
         lines, before = self._read_page(request, EVENTS)
-        return json_response({"events": [event for line in lines if (event := parse_line(line))], "before": before})
+        return json_response(events=[event for line in lines if (event := parse_line(line))], before=before)
 
     def ledger(self, request: Request) -> Response:
         """Messages, newest first."""
         lines, before = self._read_page(request, LEDGER)
-        return json_response({"rows": list(parse_messages(lines)), "before": before})
+        return json_response(rows=list(parse_messages(lines)), before=before)
 
     def log(self, request: Request) -> Response:
         """The last lines of output of a `fewer resume` started by the dashboard."""
         lines, _ = self._read_page(request, LOG)
-        return json_response({"lines": [line.decode(errors="replace") for line in reversed(lines)]})
+        return json_response(lines=[line.decode(errors="replace") for line in reversed(lines)])
 
     def _read_page(self, request: Request, name: str) -> tuple[Sequence[bytes], int]:
         before = request.query_params.get("before")
@@ -252,7 +246,7 @@ class Dashboard:
 
     def stop(self, request: Request) -> Response:
         """Stops a run."""
-        return json_response({"process": self.control.stop(self._find_run(request).reader)})
+        return json_response(process=self.control.stop(self._find_run(request).reader))
 
     def resume(self, request: Request) -> Response:
         """Resumes a run."""
@@ -263,7 +257,7 @@ class Dashboard:
                 raise RunError(f"cannot resume {run.path}: it is {run.state}")
             process = self.control.resume(run.reader)
             self.catalog.refresh_run(run)
-        return json_response({"process": process})
+        return json_response(process=process)
 
 
 def _run_ids(request: Request) -> list[str]:
@@ -283,9 +277,9 @@ def _parse_number(text: str | None, default: int, maximum: int = MAX_ROWS) -> in
     return min(int(text[:20]), maximum)
 
 
-def json_response(value: Any) -> Response:
+def json_response(**values: Any) -> Response:
     """Creates a JSON response that browsers do not cache."""
-    return Response(_dump_json(value), media_type="application/json", headers={"cache-control": "no-store"})
+    return Response(_dump_json(values), media_type="application/json", headers={"cache-control": "no-store"})
 
 
 def _dump_json(value: Any) -> str:
@@ -328,12 +322,7 @@ def create_app(dashboard: Dashboard, token: str | None, names: Sequence[str], po
 
 
 def create_server(
-    root: Path,
-    listening: socket.socket,
-    *,
-    token: str | None = None,
-    names: Sequence[str] = (),
-    read_only: bool = False,
+    root: Path, listening: socket.socket, token: str | None = None, names: Sequence[str] = (), read_only: bool = False
 ) -> uvicorn.Server:
     """Creates a server for the runs under a directory, ready to run on a listening socket."""
     control = Control()
