@@ -12,23 +12,11 @@ from typer import Argument, Option
 
 import fewer
 from fewer.cli import data as data_commands
+from fewer.cli import printing
 from fewer.cli.data import DataDir
 from fewer.cli.machines import add_machines
 from fewer.cli.options import App, complete_methods, parse_assignments, with_settings
-from fewer.cli.printing import (
-    RUNS,
-    Json,
-    Out,
-    Output,
-    Report,
-    Track,
-    new_run_path,
-    print_result,
-    print_rows,
-    resumable,
-    write_json,
-    write_report_page,
-)
+from fewer.cli.printing import RUNS, Json, Out, Output, Report, Track
 from fewer.errors import SettingError
 
 if TYPE_CHECKING:
@@ -47,7 +35,8 @@ Run = Annotated[Path, Argument(metavar="RUN", help="A run directory.")]
 MethodName = Annotated[
     str | None, Argument(metavar="METHOD", help="A method's name, or FILE.py:Name.", autocompletion=complete_methods)
 ]
-ClientNumber = Annotated[int | None, Option("--client", metavar="N", help="Use this client's personal model.")]
+RunDataDir = Annotated[Path | None, Option(metavar="DIR", help="Directory of the data files. \\[default: the run's]")]
+ClientNumber = Annotated[int | None, Option(metavar="N", help="Use this client's personal model.")]
 DataOptions = Annotated[
     list[str] | None,
     Option("--data-option", metavar="NAME=VALUE", help="An option of the data. \\[default: the run's]"),
@@ -55,7 +44,7 @@ DataOptions = Annotated[
 Tune = Annotated[
     bool, Option("--tune", help="First tune each method on held-out training data, with equally many trials.")
 ]
-Trials = Annotated[int, Option("--trials", metavar="N", min=1, help="Trials of --tune for each method.")]
+Trials = Annotated[int, Option(metavar="N", min=1, help="Trials of --tune for each method.")]
 
 
 def main() -> None:
@@ -154,7 +143,7 @@ def resume(
     runtime: Annotated[str | None, Option(metavar="NAME", help="inline or pool; may differ from before.")] = None,
     workers: Annotated[int | None, Option(metavar="N", help="Worker processes of the pool.")] = None,
     device: Annotated[str | None, Option(metavar="NAME", help="Any torch device.")] = None,
-    data_dir: DataDir = None,
+    data_dir: RunDataDir = None,
     quorum: Annotated[float | None, Option(metavar="X", help="A lower quorum, if the old one was lost.")] = None,
     deadline: Annotated[float | None, Option(metavar="X", help="More seconds for each client.")] = None,
     drop: Annotated[float | None, Option(metavar="X", help="Inject fewer faults; also --slow, --corrupt.")] = None,
@@ -172,12 +161,12 @@ def resume(
     from fewer.cli.progress import show_progress
     from fewer.runs.engine import resume as resume_run
 
-    with resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
+    with printing.resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
         changed["debug"] = debug
         result = resume_run(path, callbacks=[progress], track=track, **changed)
-    print_result(result, path, Output(report, json_file=json_file))
+    printing.print_result(result, path, Output(report, json_file=json_file))
 
 
 @app.command(rich_help_panel="Train")
@@ -203,13 +192,13 @@ def compare(
     from fewer.experiments import compare as compare_methods
     from fewer.runs.settings import Settings
 
-    folder = output.out or new_run_path("compare")
+    folder = output.out or printing.new_run_path("compare")
     data, model = (given.pop(name, Settings.model_fields[name].default) for name in ("data", "model"))
     options: dict[str, Any] = {"seeds": seeds, "tune": tune, "trials": trials, "track": output.track or ()}
-    with resumable(f"Continue with the same command and --out {folder}"), show_progress() as progress:
+    with printing.resumable(f"Continue with the same command and --out {folder}"), show_progress() as progress:
         table = compare_methods(methods, data, model=model, out=folder, callbacks=[progress], **options, **given)
-    page = write_report_page(table.runs, folder) if output.report else None
-    if not write_json(output.json_file, table.to_json()):
+    page = printing.write_report_page(table.runs, folder) if output.report else None
+    if not printing.write_json(output.json_file, table.to_json()):
         _print_comparison(table)
         print(f"Run directories: {folder}" + (f", report: {page}" if page else ""))
 
@@ -247,7 +236,7 @@ def reproduce(
     results.mkdir(parents=True, exist_ok=True)
     folder = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
     changes = {"data_dir": data_dir, "runtime": runtime}
-    with resumable("Run the same command to continue."), show_progress() as progress:
+    with printing.resumable("Run the same command to continue."), show_progress() as progress:
         recipe, cells = recipes.reproduce(
             name, folder, quick=quick, columns=column or (), changes=changes, callbacks=[progress], track=track or ()
         )
@@ -259,7 +248,7 @@ def reproduce(
     pages = recipes.write_results(stem, recipe, cells, results, command, quick, png(figure) if figure else None, study)
     if study:
         write_study(study, pages[0].with_suffix(""))
-    if not write_json(json_file, json.loads(pages[1].read_text())):
+    if not printing.write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
         print(f"Written: {', '.join(map(str, pages))}; run directories: {folder}")
 
@@ -267,7 +256,7 @@ def reproduce(
 @app.command(rich_help_panel="Inspect")
 def report(
     paths: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
-    out: Annotated[Path, Option("--out", metavar="DIR", help="Directory of the report.")] = Path("report"),
+    out: Annotated[Path, Option(metavar="DIR", help="Directory of the report.")] = Path("report"),
 ) -> None:
     """Write an HTML report on one or more runs: who won, at what cost and why, with plots and all settings.
 
@@ -318,15 +307,13 @@ def dash(
 @app.command(rich_help_panel="Inspect")
 def audit(
     path: Run,
-    out: Annotated[
-        Path | None, Option("--out", metavar="DIR", help="Directory of the report. \\[default: RUN/audit]")
-    ] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Directory of the report. \\[default: RUN/audit]")] = None,
     clients: Annotated[int, Option(metavar="N", min=1, help="Number of clients to attack.")] = 10,
     steps: Annotated[int, Option(metavar="N", min=1, help="Steps of gradient matching.")] = 500,
     starts: Annotated[
         int, Option(metavar="N", min=1, help="Random starts of gradient matching; the best is used.")
     ] = 2,
-    data_dir: DataDir = None,
+    data_dir: RunDataDir = None,
     json_file: Json = None,
 ) -> None:
     """Attack a run and write a report on what leaks: near-copies, deep leakage, membership inference.
@@ -339,9 +326,9 @@ def audit(
 
     outcome = attack_run(path, data_dir=data_dir, clients=clients, steps=steps, starts=starts)
     files = write_audit(outcome, out or path / "audit")
-    if write_json(json_file, outcome.as_json()):
+    if printing.write_json(json_file, outcome.as_json()):
         return
-    print_rows(HEADS, summary_rows(outcome))
+    printing.print_rows(HEADS, summary_rows(outcome))
     for note in outcome.notes:
         print(note)
     print(f"A failed attack does not prove privacy. Report: {files[0]}")
@@ -359,17 +346,17 @@ def methods(
 
     if name is None:
         texts = {method: (find(method).__doc__ or "").strip().splitlines()[0] for method in names()}
-        if not write_json(json_file, texts):
-            print_rows(("method", "what it does"), list(texts.items()))
+        if not printing.write_json(json_file, texts):
+            printing.print_rows(("method", "what it does"), list(texts.items()))
             print("fewer methods NAME shows the options of one.")
         return
     method = find(name)
     fields = method.model_fields.items()
     rows = {option: {"default": field.get_default(), "text": field.description or ""} for option, field in fields}
-    if write_json(json_file, rows):
+    if printing.write_json(json_file, rows):
         return
     print(f"{method.name}: {(method.__doc__ or '').strip()}\n")
-    print_rows(
+    printing.print_rows(
         ("option", "default", "meaning"), [(option, str(row["default"]), row["text"]) for option, row in rows.items()]
     )
     print("\nSet one with -o name=value; rounds, cohort and codec have their own flags.")
@@ -383,10 +370,9 @@ def predict(
     data_options: DataOptions = None,
     client: ClientNumber = None,
     weights: Annotated[
-        Path | None,
-        Option("--weights", metavar="FILE", help="Use these weights: model.safetensors of adapt or export."),
+        Path | None, Option(metavar="FILE", help="Use these weights: model.safetensors of adapt or export.")
     ] = None,
-    out: Annotated[Path, Option("--out", metavar="FILE.csv", help="Output file; - for standard output.")] = Path("-"),
+    out: Annotated[Path, Option(metavar="FILE.csv", help="The output file; - for standard output.")] = Path("-"),
 ) -> None:
     """Write a trained model's predictions for new data as CSV: sample, and class and confidence, labels, or values."""
     from fewer.runs.inference import predictions
@@ -408,7 +394,7 @@ def adapt(
     data: Annotated[str, Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with arrays x and y, …), or a dataset.")],
     data_dir: DataDir = None,
     data_options: DataOptions = None,
-    out: Annotated[Path, Option("--out", metavar="DIR", help="Directory of the model.")] = Path("adapted"),
+    out: Annotated[Path, Option(metavar="DIR", help="Directory of the model.")] = Path("adapted"),
 ) -> None:
     """Adapt the model of a run to a new client's data and write the personal model.
 
@@ -429,9 +415,7 @@ def adapt(
 def export(
     path: Run,
     client: ClientNumber = None,
-    out: Annotated[
-        Path | None, Option("--out", metavar="DIR", help="Directory of the model. \\[default: RUN/export]")
-    ] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Directory of the model. \\[default: RUN/export]")] = None,
 ) -> None:
     """Write a trained model for use elsewhere: safetensors, a torch.export program, and a description of its inputs."""
     from fewer.runs.inference import export as write_export
@@ -471,10 +455,10 @@ def _train(given: dict[str, Any], output: Output, tune: bool = False, trials: in
             tuned = find_search_space(experiment.method)
             chosen = ", ".join(f"{name} = {getattr(experiment.method, name):g}" for name in tuned)
             print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
-        path = output.out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
-        with resumable(f"Resume with: fewer resume {path}"):
+        path = output.out or printing.new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+        with printing.resumable(f"Resume with: fewer resume {path}"):
             result = run_experiment(experiment, path, [progress], track=output.track or ())
-    print_result(result, path, output)
+    printing.print_result(result, path, output)
 
 
 def _print_comparison(comparison: Comparison) -> None:
@@ -484,8 +468,7 @@ def _print_comparison(comparison: Comparison) -> None:
     metric = comparison.metric
     best = max(metric.rank(row.accuracy) for row in comparison.rows)
     title = f"{comparison.settings['data']}, {comparison.clients} clients"
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
+    table = Table("method", title=title, title_justify="left")
     for head in (metric.label, f"global{metric.unit}", "rounds", "MB up", "MB down", "seconds"):
         table.add_column(head, justify="right")
     for label, row in zip(comparison.labels, comparison.rows, strict=True):

@@ -44,7 +44,7 @@ def list_data(data_dir: DataDir = None, json_file: Json = None) -> None:
 def inspect(
     given: dict[str, Any],
     name: Annotated[str, Argument(metavar="NAME", help="A dataset, or FORMAT:PATH.")],
-    out: Annotated[Path, Option("--out", metavar="DIR", help="Directory of the plots.")] = Path(),
+    out: Annotated[Path, Option(metavar="DIR", help="Directory of the plots.")] = Path(),
     json_file: Json = None,
 ) -> None:
     """Count classes, clients and samples of a dataset; plot the label distribution by client, and examples.

@@ -25,16 +25,11 @@ OTHER_SETTINGS = ("method", "runtime", "workers", "debug")
 """Settings without an option: METHOD is an argument, and the runtime is always Flower, without debugging."""
 
 Method = Annotated[str | None, Argument(metavar="METHOD", help="A method's name.", autocompletion=complete_methods)]
-Keys = Annotated[Path, Option("--keys", metavar="DIR", help="The directory from `fewer keys init`.")]
+Keys = Annotated[Path, Option(metavar="DIR", help="The directory from `fewer keys init`.")]
 Timeout = Annotated[
-    float,
-    Option(
-        "--timeout", metavar="SECONDS", min=0, help="Wait this long for all clients, then start if there is a quorum."
-    ),
+    float, Option(metavar="SECONDS", min=0, help="Wait this long for all clients, then start if there is a quorum.")
 ]
-Resume = Annotated[
-    Path | None, Option("--resume", metavar="RUN", help="Resume this run instead of starting a new one.")
-]
+Resume = Annotated[Path | None, Option(metavar="RUN", help="Resume this run instead of starting a new one.")]
 Host = Annotated[
     list[str] | None,
     Option(metavar="NAME", help="A name or address by which clients reach the server; may be repeated."),
@@ -174,7 +169,7 @@ def server(
 
 def join(
     address: Annotated[str, Argument(metavar="HOST:PORT", help="The server's address.")],
-    key: Annotated[Path, Option("--key", metavar="DIR", help="This client's folder of keys (client-N).")],
+    key: Annotated[Path, Option(metavar="DIR", help="This client's folder of keys (client-N).")],
     data: Annotated[
         str | None,
         Option(

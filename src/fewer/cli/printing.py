@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """The default directory of runs."""
-Out = Annotated[Path | None, Option("--out", metavar="DIR", help="The run directory. \\[default: runs/…]")]
+Out = Annotated[Path | None, Option(metavar="DIR", help="The run directory. \\[default: runs/…]")]
 Report = Annotated[bool, Option("--report/--no-report", help="Write an HTML report next to the run.")]
 Track = Annotated[
-    list[str] | None,
-    Option("--track", metavar="NAME", help="Also send metrics to tensorboard or mlflow; may be repeated."),
+    list[str] | None, Option(metavar="NAME", help="Also send metrics to tensorboard or mlflow; may be repeated.")
 ]
 
 
@@ -97,9 +96,7 @@ def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title)
+    table = Table(*titles, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*map(escape, row))
     Console().print(table)
