@@ -19,11 +19,8 @@ def write_audit(audit: Audit, out: Path) -> list[Path]:
     pictures = [draw_images(images) for images in audit.images]
     rounds = "1 round" if audit.rounds == 1 else f"{audit.rounds} rounds"
     title = f"Privacy audit: {audit.method} on {audit.data} after {rounds}"
-    clients = ", ".join(map(str, audit.clients))
-    about = f"Attacked clients ({len(audit.clients)}): {clients}. {LIMITS} Hash of the run's settings: {audit.hash}."
-    table = Table(HEADS, summary_rows(audit))
-    texts = {"title": title, "meaning": MEANING, "notes": audit.notes, "about": about}
-    files = {PAGE: render(PAGE, table=table, pictures=pictures, **texts).encode()}
+    values = {"title": title, "table": Table(HEADS, summary_rows(audit)), "audit": audit, "pictures": pictures}
+    files = {PAGE: render(PAGE, **values, meaning=MEANING, limits=LIMITS).encode()}
     files[METRICS] = (json.dumps(audit.as_json(), indent=1) + "\n").encode()
     return write_files(out, files | {f"{picture.name}.png": picture.png for picture in pictures})
 
