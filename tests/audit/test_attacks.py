@@ -122,7 +122,7 @@ def test_a_low_loss_under_the_trained_model_indicates_a_member(runs: Path, monke
 
 def test_distance_is_within_a_class_and_relative_to_its_typical_distance() -> None:
     attacked = object.__new__(_AttackedRun)
-    attacked.has_images, attacked.low, attacked.high = False, 0.0, 9.0
+    attacked.has_images, attacked.limits = False, (0.0, 9.0)
     attacked.unseen_samples = lambda client, label: torch.zeros(0, 1)  # type: ignore[method-assign]
     real = torch.tensor([0.0, 2.0, 9.0, 5.0, 5.5]).view(5, 1), torch.tensor([0, 0, 0, 1, 1])
     attacked.training_samples = lambda client: real  # type: ignore[method-assign]
@@ -136,7 +136,7 @@ def test_synthetic_images_are_clipped_to_pixel_values(runs: Path, monkeypatch: p
         FedMK, "synthetic_data", lambda *_: {0: (torch.full((1, 1, 8, 8), 99.0), torch.zeros(1).long())}
     )
     attacked = _AttackedRun(open_run(runs / "fedmk"), [0], 1)
-    assert attacked.synthetic[0][0].max() == attacked.high < 99
+    assert attacked.synthetic[0][0].max() == attacked.limits[1] < 99
 
 
 def test_nearest_among_equally_many_members_and_others(monkeypatch: pytest.MonkeyPatch) -> None:

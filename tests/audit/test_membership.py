@@ -83,5 +83,5 @@ def test_a_sample_whose_variants_have_a_higher_loss_scores_high() -> None:
 def test_proportion_by_arithmetic() -> None:
     # Wilson: (0.75 + z²/80 ± z √(0.75 · 0.25 / 40 + z² / 6400)) / (1 + z²/40)
     estimate = estimate_proportion(30, 40)
-    assert (estimate.fraction, estimate.total) == (0.75, 40)
-    assert (estimate.low, estimate.high) == pytest.approx((0.5981, 0.8581), abs=1e-4)
+    assert (estimate["fraction"], estimate["total"]) == (0.75, 40)
+    assert (estimate["low"], estimate["high"]) == pytest.approx((0.5981, 0.8581), abs=1e-4)

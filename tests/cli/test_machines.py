@@ -16,7 +16,7 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 from fewer.cli import printing
 from fewer.cli.machines import _prepare_process
 from fewer.errors import QuorumLost, RunError, SettingError
-from fewer.report import write_report
+from fewer.report.page import write_report
 from fewer.runs.engine import resume, run_experiment
 from fewer.runs.machines import ClientDaemon, FlowerServer
 from fewer.runtime.flower.credentials import Credentials

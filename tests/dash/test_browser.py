@@ -17,7 +17,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 import fewer
-from fewer.report import write_report
+from fewer.report.page import write_report
 from tests.dash.harness import FINISHED, STOPPED, DashboardClient, metrics, running, serving, write_run
 from tests.helpers import wait_for
 

@@ -18,8 +18,8 @@ from fewer.errors import SettingError
 from fewer.experiments import Row, recipes
 from fewer.experiments.studies import parse_study
 from fewer.methods import find
-from fewer.report import plot_recipe
 from fewer.report.style import assign_styles
+from fewer.report.tables import plot_recipe
 from fewer.runs.experiment import make_method, parse_settings
 from fewer.statistics import interval
 from tests.helpers import call

@@ -11,7 +11,7 @@ import pytest
 
 from fewer.experiments import recipes
 from fewer.experiments.targets import TargetCost, best_value, cost_to_reach
-from fewer.report import write_report
+from fewer.report.page import write_report
 
 
 def test_cost_to_reach_a_target() -> None:

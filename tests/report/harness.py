@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 
 from fewer import FedAvg
 from fewer.report import groups as report_groups
-from fewer.report import plot_curves, write_report
+from fewer.report.charts import plot_curves
 from fewer.report.groups import RunGroup
 from fewer.report.metrics import Histories
+from fewer.report.page import write_report
 from fewer.runs.reader import RunReader
 
 

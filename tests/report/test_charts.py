@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fewer.report import plot_clients
-from fewer.report.charts import plot_bars, plot_density
+from fewer.report.charts import plot_bars, plot_clients, plot_density
 from fewer.report.metrics import metric_curve
 from fewer.report.style import assign_label_styles
 from fewer.statistics import Interval, interval

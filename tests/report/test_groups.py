@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from fewer.errors import RunError
-from fewer.report import write_report
 from fewer.report.groups import RunGroup
-from fewer.report.page import tabulate_worst_clients
+from fewer.report.page import tabulate_worst_clients, write_report
 from fewer.runs.reader import RunReader
 from tests.report.harness import copy_run, fake_run, group_runs
 

@@ -13,8 +13,8 @@ from PIL import Image
 
 from fewer.methods import find
 from fewer.methods.fedmk import FedMK, FedMKState
-from fewer.report import write_report
 from fewer.report.metrics import metric_curve
+from fewer.report.page import write_report
 from fewer.report.style import COLORS, DARK, INK
 from fewer.runs.result import open_run
 from fewer.statistics import interval

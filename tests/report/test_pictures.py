@@ -7,8 +7,7 @@ from matplotlib.figure import Figure
 
 import fewer
 from fewer.data import ArrayData, Data, from_arrays
-from fewer.report import plot_examples, plot_partition
-from fewer.report.pictures import class_counts, plot_image_grid
+from fewer.report.pictures import class_counts, plot_examples, plot_image_grid, plot_partition
 from fewer.report.style import png
 
 

@@ -4,7 +4,7 @@ import matplotlib
 
 from fewer.data import Data
 from fewer.methods import names
-from fewer.report import plot_partition
+from fewer.report.pictures import plot_partition
 from fewer.report.style import COLORS, LineStyle, assign_label_styles, assign_styles, png, svg, theme
 from tests.report.harness import THREE_SEEDS, plot_by_megabyte, plot_by_round, round_metrics
 

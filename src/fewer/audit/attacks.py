@@ -38,8 +38,8 @@ MAX_SAMPLES = 1000
 COPY_RATIO = 0.5
 """A synthetic image closer to a real one than this fraction of the typical distance counts as a near-copy."""
 
-SyntheticData = dict[int, tuple[Tensor, Tensor]]
-"""Synthetic images and their labels, by client."""
+Samples = tuple[Tensor, Tensor]
+"""Inputs and labels."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,13 @@ class Block:
 
 @dataclass(frozen=True)
 class AttackImages:
-    """Blocks of images for one picture, with title and caption. `low` is drawn black and `high` white."""
+    """Blocks of images for one picture, with title and caption. `limits` are the values of black and white."""
 
     name: str
     title: str
     caption: str
     blocks: list[Block]
-    low: float
-    high: float
+    limits: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -118,16 +117,9 @@ def audit(
         metrics["leakage"], shown = attacked.restore_from_gradients(steps, starts)
         images.append(shown)
     metrics["membership"] = {name: asdict(membership(*scores)) for name, scores in attacked.membership_scores()}
-    return Audit(
-        result.method.name,
-        result.data.name,
-        len(result.history),
-        settings_hash(result.settings, result.method),
-        attacked.clients,
-        metrics,
-        images,
-        list(attacked.limitations()),
-    )
+    names, hash = (result.method.name, result.data.name), settings_hash(result.settings, result.method)
+    notes = list(attacked.limitations())
+    return Audit(*names, len(result.history), hash, attacked.clients, metrics, images, notes)
 
 
 class _AttackedRun:
@@ -148,10 +140,10 @@ class _AttackedRun:
             raise FewerError("no client has taken part yet, so there is nothing to audit")
         drawn = torch.randperm(len(candidates), generator=self.stream("parties"))[:clients]
         self.clients = sorted(candidates[index] for index in drawn.tolist())
-        self.low, self.high = value_range(result.data.test)
+        self.limits = value_range(result.data.test)
         device = result.task.device
-        self.synthetic: SyntheticData = {
-            client: (sent[client][0].clamp(self.low, self.high).to(device), sent[client][1].to(device))
+        self.synthetic: dict[int, Samples] = {
+            client: (sent[client][0].clamp(*self.limits).to(device), sent[client][1].to(device))
             for client in self.clients
             if client in sent
         }
@@ -160,10 +152,9 @@ class _AttackedRun:
     def stream(self, purpose: str) -> torch.Generator:
         return stream(self.result.settings.seed, "audit", purpose)
 
-    def training_samples(self, client: int) -> tuple[Tensor, Tensor]:
+    def training_samples(self, client: int) -> Samples:
         """All training samples of a client."""
-        train = self.result.data.client(client).train
-        return train.pick(torch.arange(len(train)))
+        return self.result.data.client(client).train.all()
 
     # --- synthetic images and the nearest real ones ---
 
@@ -192,18 +183,16 @@ class _AttackedRun:
                 index = int(distances.argmin())
                 columns.append((class_images[index], real[indices[index]], f"{class_ratios[index]:.2f}"))
             if self.has_images and columns:
-                shown = columns[: COLUMNS + 2]
-                synthetic, originals = [image for image, _, _ in shown], [real for _, real, _ in shown]
+                synthetic, originals, notes = zip(*columns[: COLUMNS + 2], strict=True)
                 rows = {f"client {client}: D̂": torch.stack(synthetic), "nearest real": torch.stack(originals)}
-                blocks[client] = Block(rows, [note for _, _, note in shown])
+                blocks[client] = Block(rows, list(notes))
         pooled = sorted(ratio for client_ratios in ratios.values() for ratio in client_ratios)
         metrics: dict[str, Any] = {"images": len(pooled)}
         if closest:
-            metrics["closest"] = closest[1]
-            metrics |= {"min": pooled[0], "median": statistics.median(pooled)}
+            metrics |= {"closest": closest[1], "min": pooled[0], "median": statistics.median(pooled)}
             metrics["near_copies"] = sum(ratio < COPY_RATIO for ratio in pooled) / len(pooled)
             if nearest_members:
-                metrics["nearest_is_member"] = asdict(estimate_proportion(sum(nearest_members), len(nearest_members)))
+                metrics["nearest_is_member"] = estimate_proportion(sum(nearest_members), len(nearest_members))
             metrics["by_client"] = {
                 str(client): {"min": min(client_ratios), "median": statistics.median(client_ratios)}
                 for client, client_ratios in ratios.items()
@@ -215,15 +204,9 @@ class _AttackedRun:
             "nearest neighbor. Clients with the closest images come first."
         )
         closest_first = sorted(blocks, key=lambda client: min(ratios[client]))
-        picture = AttackImages(
-            "copies",
-            "Synthetic images and the nearest real ones",
-            caption,
-            [blocks[client] for client in closest_first[:SHOWN_CLIENTS]],
-            self.low,
-            self.high,
-        )
-        return metrics, picture if blocks else None
+        shown = [blocks[client] for client in closest_first[:SHOWN_CLIENTS]]
+        title = "Synthetic images and the nearest real ones"
+        return metrics, AttackImages("copies", title, caption, shown, self.limits) if shown else None
 
     def unseen_samples(self, client: int, label: int) -> Tensor:
         """Test samples of a class: from the global test set, or the client's own if the partition is natural."""
@@ -269,26 +252,24 @@ class _AttackedRun:
                 break
         target, original, lookalike = torch.stack(targets), torch.stack(originals), torch.stack(lookalikes)
         target_labels = torch.tensor(labels, device=y.device)
-        span = self.high - self.low
+        low, high = self.limits
 
         def mean_psnr(images: Tensor, real: Tensor) -> float:
-            return float(psnr(images, real, span).mean())
+            return float(psnr(images, real, high - low).mean())
 
         rows = {"nearest real" if self.synthetic else "original": original}
         if self.synthetic:
             rows["D̂"] = target
         attacks = []
         for name, net in self.nets.items():
-            for at_once in (False, True):
-                if at_once and (self.synthetic or name != "first"):
-                    continue
-                size = len(target) if at_once else 1
+            sizes = {1} if self.synthetic or name != "first" else {1, len(target)}
+            for size in sorted(sizes):
                 batch = target.view(-1, size, *target.shape[1:]), target_labels.view(-1, size)
                 gradients = compute_gradients(net, *batch).detach()
                 draw = self.stream(f"restoring {name} {size}")
                 images, mismatch = restore_images(net, gradients, batch[1], x, draw, steps=steps, starts=starts)
                 images = images.flatten(0, 1)
-                rows[f"restored, {name} model" + (f", {size} at once" if at_once else "")] = images
+                rows[f"restored, {name} model" + (f", {size} at once" if size > 1 else "")] = images
                 metrics = {"model": name, "batch_size": size, "psnr": mean_psnr(images, original)}
                 if self.synthetic:
                     metrics["psnr_to_synthetic"] = mean_psnr(images, target)
@@ -305,9 +286,7 @@ class _AttackedRun:
                 "Training images are restored from the gradient of a single step. The attacker knows the labels; in "
                 "the easiest case, each image has its own gradient."
             )
-        return metrics, AttackImages(
-            "leakage", "Deep leakage from gradients", caption, [Block(rows)], self.low, self.high
-        )
+        return metrics, AttackImages("leakage", "Deep leakage from gradients", caption, [Block(rows)], self.limits)
 
     # --- membership ---
 
@@ -327,25 +306,22 @@ class _AttackedRun:
                 draw = self.stream("variants")
                 yield "variants", (loss_gaps(net, x, y, draw), loss_gaps(net, other_x, other_y, draw))
         scores = [self.nearness_scores(client, pair) for client, pair in pairs.items() if client in self.synthetic]
-        inside, outside = (
-            torch.cat([client_scores[side] for client_scores in scores]) if scores else x.new_empty(0)
-            for side in (0, 1)
-        )
+        inside, outside = (torch.cat([x.new_empty(0), *(pair[side] for pair in scores)]) for side in (0, 1))
         if len(inside) > 1:
             yield "distance", (inside, outside)
 
-    def nearness_scores(self, client: int, pair: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
+    def nearness_scores(self, client: int, pair: tuple[Samples, Samples]) -> list[Tensor]:
         """Negative distance from each sample to the nearest D̂ of its class, for classes that the client condensed."""
         images, labels = self.synthetic[client]
 
         def nearness(x: Tensor, y: Tensor) -> Tensor:
             classes = sorted(set(labels.tolist()) & set(y.tolist()))
             scores = [-nearest_neighbors(x[y == label], images[labels == label])[0] for label in classes]
-            return torch.cat(scores) if scores else x.new_empty(0)
+            return torch.cat([x.new_empty(0), *scores])
 
         return [nearness(*side) for side in pair]
 
-    def matched_samples(self, client: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    def matched_samples(self, client: int) -> tuple[Samples, Samples] | None:
         """Training and test samples of a client, equally many of each class."""
         train, _, test = self.result.data.client(client)
         draw = self.stream(f"members {client}")

@@ -61,19 +61,10 @@ def membership(members: Tensor, nonmembers: Tensor) -> Membership:
     return Membership(auc, max(0.0, auc - half), min(1.0, auc + half), true_positive_rate, m, n)
 
 
-@dataclass(frozen=True)
-class Proportion:
-    """A fraction of `total`, with its 95 % Wilson interval."""
-
-    fraction: float
-    low: float
-    high: float
-    total: int
-
-
-def estimate_proportion(count: int, total: int) -> Proportion:
-    """Returns `count / total` with its interval."""
-    return Proportion(count / total, *wilson_interval(count, total), total)
+def estimate_proportion(count: int, total: int) -> dict[str, float]:
+    """Returns the fraction `count / total`, its 95 % Wilson interval and the total."""
+    low, high = wilson_interval(count, total)
+    return {"fraction": count / total, "low": low, "high": high, "total": total}
 
 
 def _finite_scores(scores: Tensor) -> NDArray[np.float64]:

@@ -40,11 +40,8 @@ def summary_rows(audit: Audit) -> list[Sequence[str]]:
 def _copy_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
     if "median" in metrics:
         yield "D̂ to nearest real, median", f"{metrics['median']:.2f}", "1: real images of a class"
-        yield (
-            "D̂ to nearest real, minimum",
-            f"{metrics['min']:.2f}",
-            f"0: a copy; a class of {metrics['closest']['samples']:,} samples",
-        )
+        reference = f"0: a copy; a class of {metrics['closest']['samples']:,} samples"
+        yield "D̂ to nearest real, minimum", f"{metrics['min']:.2f}", reference
         yield "near-copies (below 0.5)", f"{100 * metrics['near_copies']:.1f} %", f"of {metrics['images']:,} images"
     if member := metrics.get("nearest_is_member"):
         value = f"{100 * member['fraction']:.1f} % ({100 * member['low']:.1f} … {100 * member['high']:.1f})"
@@ -65,8 +62,5 @@ def _leakage_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
 def _membership_rows(metrics: dict[str, Any]) -> Iterator[Sequence[str]]:
     for name, attack in metrics.items():
         value = f"{attack['auc']:.3f} ({attack['low']:.3f} … {attack['high']:.3f})"
-        yield (
-            ATTACKS[name],
-            value,
-            f"0.5: guessing; finds {100 * attack['true_positive_rate']:.1f} % at 1 % false positives",
-        )
+        reference = f"0.5: guessing; finds {100 * attack['true_positive_rate']:.1f} % at 1 % false positives"
+        yield ATTACKS[name], value, reference

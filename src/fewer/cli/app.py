@@ -8,27 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 import fewer
 from fewer.cli import data as data_commands
+from fewer.cli import printing
 from fewer.cli.data import DataDir
 from fewer.cli.machines import add_machines
 from fewer.cli.options import App, complete_methods, parse_assignments, with_settings
-from fewer.cli.printing import (
-    RUNS,
-    Json,
-    Out,
-    Output,
-    Report,
-    Track,
-    new_run_path,
-    print_result,
-    print_rows,
-    report_errors,
-    resumable,
-    write_json,
-    write_report_page,
-)
+from fewer.cli.printing import RUNS, Json, Out, Output, Report, Track
 from fewer.errors import SettingError
 
 if TYPE_CHECKING:
@@ -43,20 +31,20 @@ app = App(
 
 app.add_typer(data_commands.app, name="data", rich_help_panel="Inspect")
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+Run = Annotated[Path, Argument(metavar="RUN", help="A run directory.")]
 MethodName = Annotated[
-    str | None,
-    typer.Argument(metavar="METHOD", help="A method's name, or FILE.py:Name.", autocompletion=complete_methods),
+    str | None, Argument(metavar="METHOD", help="A method's name, or FILE.py:Name.", autocompletion=complete_methods)
 ]
-ClientNumber = Annotated[int | None, typer.Option("--client", metavar="N", help="Use this client's personal model.")]
+RunDataDir = Annotated[Path | None, Option(metavar="DIR", help="Directory of the data files. \\[default: the run's]")]
+ClientNumber = Annotated[int | None, Option(metavar="N", help="Use this client's personal model.")]
 DataOptions = Annotated[
     list[str] | None,
-    typer.Option("--data-option", metavar="NAME=VALUE", help="An option of the data. \\[default: the run's]"),
+    Option("--data-option", metavar="NAME=VALUE", help="An option of the data. \\[default: the run's]"),
 ]
 Tune = Annotated[
-    bool, typer.Option("--tune", help="First tune each method on held-out training data, with equally many trials.")
+    bool, Option("--tune", help="First tune each method on held-out training data, with equally many trials.")
 ]
-Trials = Annotated[int, typer.Option("--trials", metavar="N", min=1, help="Trials of --tune for each method.")]
+Trials = Annotated[int, Option(metavar="N", min=1, help="Trials of --tune for each method.")]
 
 
 def main() -> None:
@@ -73,21 +61,16 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def fewer_command(
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Show the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Federated learning in fewer rounds, with fewer samples and fewer bytes."""
 
 
 @app.command(rich_help_panel="Train", no_args_is_help=True)
-@report_errors
 @with_settings(without=("method",))
 def run(
-    given: dict[str, Any],
-    output: Output,
-    method: MethodName = None,
-    tune: Tune = False,
-    trials: Trials = 8,
+    given: dict[str, Any], output: Output, method: MethodName = None, tune: Tune = False, trials: Trials = 8
 ) -> None:
     """Train with one method and keep everything in a run directory.
 
@@ -103,7 +86,6 @@ def run(
 
 
 @app.command(rich_help_panel="Train")
-@report_errors
 @with_settings(
     without=("method",),
     rounds="Communication rounds; for frl a multiple of R + 1, which is 4 unless -o group_rounds=R changes it. "
@@ -114,8 +96,7 @@ def prepare(
     given: dict[str, Any],
     output: Output,
     method: Annotated[
-        str,
-        typer.Argument(metavar="METHOD", help="frl, or one of its baselines.", autocompletion=complete_methods),
+        str, Argument(metavar="METHOD", help="frl, or one of its baselines.", autocompletion=complete_methods)
     ] = "frl",
     tune: Tune = False,
     trials: Trials = 8,
@@ -134,7 +115,6 @@ def prepare(
 
 
 @app.command(rich_help_panel="Use")
-@report_errors
 @with_settings(
     without=("method", "model", "norm", "model_options"),
     rounds="Rounds of the group. [default: R of the preparation, usually 3]",
@@ -143,7 +123,7 @@ def prepare(
 def deploy(
     given: dict[str, Any],
     output: Output,
-    prepared: Annotated[Path, typer.Argument(metavar="MODEL", help="A prepared model, or the run that made it.")],
+    prepared: Annotated[Path, Argument(metavar="MODEL", help="A prepared model, or the run that made it.")],
 ) -> None:
     """Train a group's model from a prepared one, in a few rounds.
 
@@ -152,34 +132,24 @@ def deploy(
 
     [dim]fewer deploy runs/… --data glyphs --data-option classes=0-4 --clients 10 --partition shards[/dim]
     """
-    from fewer.cli.progress import show_progress
     from fewer.runs.artifacts import deploy_settings
-    from fewer.runs.engine import run_experiment
-    from fewer.runs.experiment import build_experiment, parse_settings
 
-    experiment = build_experiment(parse_settings(deploy_settings(prepared, given)))
-    path = output.out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
-    with resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
-        result = run_experiment(experiment, path, [progress], track=output.track or ())
-    print_result(result, path, output)
+    _train(deploy_settings(prepared, given), output)
 
 
 @app.command(rich_help_panel="Train")
-@report_errors
 def resume(
     path: Run,
-    runtime: Annotated[str | None, typer.Option(metavar="NAME", help="inline or pool; may differ from before.")] = None,
-    workers: Annotated[int | None, typer.Option(metavar="N", help="Worker processes of the pool.")] = None,
-    device: Annotated[str | None, typer.Option(metavar="NAME", help="Any torch device.")] = None,
-    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the data files.")] = None,
-    quorum: Annotated[float | None, typer.Option(metavar="X", help="A lower quorum, if the old one was lost.")] = None,
-    deadline: Annotated[float | None, typer.Option(metavar="X", help="More seconds for each client.")] = None,
-    drop: Annotated[
-        float | None, typer.Option(metavar="X", help="Inject fewer faults; also --slow, --corrupt.")
-    ] = None,
-    slow: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
-    corrupt: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
-    debug: Annotated[bool | None, typer.Option("--debug", help="Run inline; show the traceback of a client.")] = None,
+    runtime: Annotated[str | None, Option(metavar="NAME", help="inline or pool; may differ from before.")] = None,
+    workers: Annotated[int | None, Option(metavar="N", help="Worker processes of the pool.")] = None,
+    device: Annotated[str | None, Option(metavar="NAME", help="Any torch device.")] = None,
+    data_dir: RunDataDir = None,
+    quorum: Annotated[float | None, Option(metavar="X", help="A lower quorum, if the old one was lost.")] = None,
+    deadline: Annotated[float | None, Option(metavar="X", help="More seconds for each client.")] = None,
+    drop: Annotated[float | None, Option(metavar="X", help="Inject fewer faults; also --slow, --corrupt.")] = None,
+    slow: Annotated[float | None, Option(metavar="X", hidden=True)] = None,
+    corrupt: Annotated[float | None, Option(metavar="X", hidden=True)] = None,
+    debug: Annotated[bool | None, Option("--debug", help="Run inline; show the traceback of a client.")] = None,
     report: Report = True,
     track: Track = None,
     json_file: Json = None,
@@ -191,25 +161,24 @@ def resume(
     from fewer.cli.progress import show_progress
     from fewer.runs.engine import resume as resume_run
 
-    with resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
+    with printing.resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
-        changed["debug"] = debug
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
+        changed["debug"] = debug
         result = resume_run(path, callbacks=[progress], track=track, **changed)
-    print_result(result, path, Output(report, json_file=json_file))
+    printing.print_result(result, path, Output(report, json_file=json_file))
 
 
 @app.command(rich_help_panel="Train")
-@report_errors
 @with_settings(without=("method",))
 def compare(
     given: dict[str, Any],
     output: Output,
     methods: Annotated[
         list[str],
-        typer.Argument(metavar="METHOD...", help="Methods' names, or FILE.py:Name.", autocompletion=complete_methods),
+        Argument(metavar="METHOD...", help="Methods' names, or FILE.py:Name.", autocompletion=complete_methods),
     ],
-    seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Runs of each method, with seeds from --seed on.")] = 1,
+    seeds: Annotated[int, Option(metavar="N", min=1, help="Runs of each method, with seeds from --seed on.")] = 1,
     tune: Tune = False,
     trials: Trials = 8,
 ) -> None:
@@ -223,31 +192,30 @@ def compare(
     from fewer.experiments import compare as compare_methods
     from fewer.runs.settings import Settings
 
-    folder = output.out or new_run_path("compare")
+    folder = output.out or printing.new_run_path("compare")
     data, model = (given.pop(name, Settings.model_fields[name].default) for name in ("data", "model"))
     options: dict[str, Any] = {"seeds": seeds, "tune": tune, "trials": trials, "track": output.track or ()}
-    with resumable(f"Continue with the same command and --out {folder}"), show_progress() as progress:
+    with printing.resumable(f"Continue with the same command and --out {folder}"), show_progress() as progress:
         table = compare_methods(methods, data, model=model, out=folder, callbacks=[progress], **options, **given)
-    page = write_report_page(table.runs, folder) if output.report else None
-    if not write_json(output.json_file, table.to_json()):
+    page = printing.write_report_page(table.runs, folder) if output.report else None
+    if not printing.write_json(output.json_file, table.to_json()):
         _print_comparison(table)
         print(f"Run directories: {folder}" + (f", report: {page}" if page else ""))
 
 
 @app.command(rich_help_panel="Train")
-@report_errors
 def reproduce(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="A recipe's name, or FILE.toml.")] = None,
-    listed: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="A smaller version that takes minutes.")] = False,
+    name: Annotated[str | None, Argument(metavar="NAME", help="A recipe's name, or FILE.toml.")] = None,
+    listed: Annotated[bool, Option("--list", help="List the recipes.")] = False,
+    quick: Annotated[bool, Option("--quick", help="A smaller version that takes minutes.")] = False,
     column: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this column of the table; may be repeated.")
+        list[str] | None, Option(metavar="NAME", help="Only this column of the table; may be repeated.")
     ] = None,
     data_dir: DataDir = None,
-    runtime: Annotated[str, typer.Option(metavar="NAME", help="inline or pool; the results are the same.")] = "inline",
+    runtime: Annotated[str, Option(metavar="NAME", help="inline or pool; the results are the same.")] = "inline",
     track: Track = None,
     out: Out = None,
-    results: Annotated[Path, typer.Option(metavar="DIR", help="Directory of the tables.")] = Path("docs/results"),
+    results: Annotated[Path, Option(metavar="DIR", help="Directory of the tables.")] = Path("docs/results"),
     json_file: Json = None,
 ) -> None:
     """Run the recipe of a paper's table and print our numbers next to the paper's.
@@ -258,7 +226,8 @@ def reproduce(
     """
     from fewer.cli.progress import show_progress
     from fewer.experiments import recipes
-    from fewer.report import plot_recipe, png, write_study
+    from fewer.report.style import png
+    from fewer.report.tables import plot_recipe, write_study
 
     if listed or name is None:
         for recipe_name, title in recipes.list_recipes().items():
@@ -267,7 +236,7 @@ def reproduce(
     results.mkdir(parents=True, exist_ok=True)
     folder = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
     changes = {"data_dir": data_dir, "runtime": runtime}
-    with resumable("Run the same command to continue."), show_progress() as progress:
+    with printing.resumable("Run the same command to continue."), show_progress() as progress:
         recipe, cells = recipes.reproduce(
             name, folder, quick=quick, columns=column or (), changes=changes, callbacks=[progress], track=track or ()
         )
@@ -279,16 +248,15 @@ def reproduce(
     pages = recipes.write_results(stem, recipe, cells, results, command, quick, png(figure) if figure else None, study)
     if study:
         write_study(study, pages[0].with_suffix(""))
-    if not write_json(json_file, json.loads(pages[1].read_text())):
+    if not printing.write_json(json_file, json.loads(pages[1].read_text())):
         print(pages[0].read_text())
         print(f"Written: {', '.join(map(str, pages))}; run directories: {folder}")
 
 
 @app.command(rich_help_panel="Inspect")
-@report_errors
 def report(
-    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory of the report.")] = Path("report"),
+    paths: Annotated[list[Path], Argument(metavar="RUN...", help="Run directories, or directories of runs.")],
+    out: Annotated[Path, Option(metavar="DIR", help="Directory of the report.")] = Path("report"),
 ) -> None:
     """Write an HTML report on one or more runs: who won, at what cost and why, with plots and all settings.
 
@@ -296,7 +264,7 @@ def report(
 
     [dim]fewer report runs/compare-…[/dim]
     """
-    from fewer.report import write_report
+    from fewer.report.page import write_report
 
     page, *plots = write_report([run for path in paths for run in _runs_in(path)], out)
     print(page)
@@ -305,24 +273,22 @@ def report(
 
 
 @app.command(rich_help_panel="Inspect")
-@report_errors
 def dash(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="DIR", help="Show the runs in this directory. \\[default: runs]")
+        Path | None, Argument(metavar="DIR", help="Show the runs in this directory. \\[default: runs]")
     ] = None,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Listen on this address. All but loopback need a token.")
+        str, Option(metavar="ADDRESS", help="Listen on this address. All but loopback need a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Listen on this port; 0 for any.")] = 8650,
+    port: Annotated[int, Option(metavar="N", min=0, max=65535, help="Listen on this port; 0 for any.")] = 8650,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Use the token in this file instead of a new one.")
+        Path | None, Option(metavar="FILE", help="Use the token in this file instead of a new one.")
     ] = None,
     name: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="A host name that browsers use, behind a proxy; may be repeated."),
+        list[str] | None, Option(metavar="NAME", help="A host name that browsers use, behind a proxy; may be repeated.")
     ] = None,
-    read_only: Annotated[bool, typer.Option("--read-only", help="Disable stopping and resuming runs.")] = False,
-    browse: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    read_only: Annotated[bool, Option("--read-only", help="Disable stopping and resuming runs.")] = False,
+    browse: Annotated[bool, Option("--open", help="Open it in the browser.")] = False,
 ) -> None:
     """Watch runs in a browser: list, follow, compare, stop and resume them. Stop with Ctrl-C.
 
@@ -335,23 +301,19 @@ def dash(
         raise SettingError(f"there is no directory {folder}")
     from fewer.dash.server import serve
 
-    options: dict[str, Any] = {"token_file": token_file, "names": name or (), "read_only": read_only, "browse": browse}
-    serve(folder or RUNS, host, port, **options)
+    serve(folder or RUNS, host, port, token_file=token_file, names=name or (), read_only=read_only, browse=browse)
 
 
 @app.command(rich_help_panel="Inspect")
-@report_errors
 def audit(
     path: Run,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Directory of the report. \\[default: RUN/audit]")
-    ] = None,
-    clients: Annotated[int, typer.Option(metavar="N", min=1, help="Number of clients to attack.")] = 10,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps of gradient matching.")] = 500,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Directory of the report. \\[default: RUN/audit]")] = None,
+    clients: Annotated[int, Option(metavar="N", min=1, help="Number of clients to attack.")] = 10,
+    steps: Annotated[int, Option(metavar="N", min=1, help="Steps of gradient matching.")] = 500,
     starts: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Random starts of gradient matching; the best is used.")
+        int, Option(metavar="N", min=1, help="Random starts of gradient matching; the best is used.")
     ] = 2,
-    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the data files.")] = None,
+    data_dir: RunDataDir = None,
     json_file: Json = None,
 ) -> None:
     """Attack a run and write a report on what leaks: near-copies, deep leakage, membership inference.
@@ -360,24 +322,22 @@ def audit(
     """
     from fewer.audit import audit as attack_run
     from fewer.audit.summary import HEADS, summary_rows
-    from fewer.report import write_audit
+    from fewer.report.audit import write_audit
 
     outcome = attack_run(path, data_dir=data_dir, clients=clients, steps=steps, starts=starts)
     files = write_audit(outcome, out or path / "audit")
-    if write_json(json_file, outcome.as_json()):
+    if printing.write_json(json_file, outcome.as_json()):
         return
-    print_rows(HEADS, summary_rows(outcome))
+    printing.print_rows(HEADS, summary_rows(outcome))
     for note in outcome.notes:
         print(note)
     print(f"A failed attack does not prove privacy. Report: {files[0]}")
 
 
 @app.command(rich_help_panel="Inspect")
-@report_errors
 def methods(
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="METHOD", help="Show the options of this method.", autocompletion=complete_methods),
+        str | None, Argument(metavar="METHOD", help="Show the options of this method.", autocompletion=complete_methods)
     ] = None,
     json_file: Json = None,
 ) -> None:
@@ -386,37 +346,33 @@ def methods(
 
     if name is None:
         texts = {method: (find(method).__doc__ or "").strip().splitlines()[0] for method in names()}
-        if not write_json(json_file, texts):
-            print_rows(("method", "what it does"), list(texts.items()))
+        if not printing.write_json(json_file, texts):
+            printing.print_rows(("method", "what it does"), list(texts.items()))
             print("fewer methods NAME shows the options of one.")
         return
     method = find(name)
     fields = method.model_fields.items()
     rows = {option: {"default": field.get_default(), "text": field.description or ""} for option, field in fields}
-    if write_json(json_file, rows):
+    if printing.write_json(json_file, rows):
         return
     print(f"{method.name}: {(method.__doc__ or '').strip()}\n")
-    print_rows(
+    printing.print_rows(
         ("option", "default", "meaning"), [(option, str(row["default"]), row["text"]) for option, row in rows.items()]
     )
     print("\nSet one with -o name=value; rounds, cohort and codec have their own flags.")
 
 
 @app.command(rich_help_panel="Use")
-@report_errors
 def predict(
     path: Run,
-    data: Annotated[str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with an array x, …), or a dataset.")],
+    data: Annotated[str, Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with an array x, …), or a dataset.")],
     data_dir: DataDir = None,
     data_options: DataOptions = None,
     client: ClientNumber = None,
     weights: Annotated[
-        Path | None,
-        typer.Option("--weights", metavar="FILE", help="Use these weights: model.safetensors of adapt or export."),
+        Path | None, Option(metavar="FILE", help="Use these weights: model.safetensors of adapt or export.")
     ] = None,
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE.csv", help="The output file; - for standard output.")
-    ] = Path("-"),
+    out: Annotated[Path, Option(metavar="FILE.csv", help="The output file; - for standard output.")] = Path("-"),
 ) -> None:
     """Write a trained model's predictions for new data as CSV: sample, and class and confidence, labels, or values."""
     from fewer.runs.inference import predictions
@@ -433,15 +389,12 @@ def predict(
 
 
 @app.command(rich_help_panel="Use")
-@report_errors
 def adapt(
     path: Run,
-    data: Annotated[
-        str, typer.Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with arrays x and y, …), or a dataset.")
-    ],
+    data: Annotated[str, Option(metavar="NAME", help="FORMAT:PATH (npz:FILE with arrays x and y, …), or a dataset.")],
     data_dir: DataDir = None,
     data_options: DataOptions = None,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory of the model.")] = Path("adapted"),
+    out: Annotated[Path, Option(metavar="DIR", help="Directory of the model.")] = Path("adapted"),
 ) -> None:
     """Adapt the model of a run to a new client's data and write the personal model.
 
@@ -459,13 +412,10 @@ def adapt(
 
 
 @app.command(rich_help_panel="Use")
-@report_errors
 def export(
     path: Run,
     client: ClientNumber = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Directory of the model. \\[default: RUN/export]")
-    ] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Directory of the model. \\[default: RUN/export]")] = None,
 ) -> None:
     """Write a trained model for use elsewhere: safetensors, a torch.export program, and a description of its inputs."""
     from fewer.runs.inference import export as write_export
@@ -487,7 +437,7 @@ def _runs_in(path: Path) -> list[Path]:
     return sorted(file.parent for file in below) or [path]
 
 
-def _train(given: dict[str, Any], output: Output, tune: bool, trials: int) -> None:
+def _train(given: dict[str, Any], output: Output, tune: bool = False, trials: int = 0) -> None:
     """Runs one method from settings and prints the result."""
     from fewer.cli.progress import show_progress
     from fewer.experiments.tune import find_search_space, tune_experiment
@@ -505,10 +455,10 @@ def _train(given: dict[str, Any], output: Output, tune: bool, trials: int) -> No
             tuned = find_search_space(experiment.method)
             chosen = ", ".join(f"{name} = {getattr(experiment.method, name):g}" for name in tuned)
             print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
-        path = output.out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
-        with resumable(f"Resume with: fewer resume {path}"):
+        path = output.out or printing.new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+        with printing.resumable(f"Resume with: fewer resume {path}"):
             result = run_experiment(experiment, path, [progress], track=output.track or ())
-    print_result(result, path, output)
+    printing.print_result(result, path, output)
 
 
 def _print_comparison(comparison: Comparison) -> None:
@@ -518,8 +468,7 @@ def _print_comparison(comparison: Comparison) -> None:
     metric = comparison.metric
     best = max(metric.rank(row.accuracy) for row in comparison.rows)
     title = f"{comparison.settings['data']}, {comparison.clients} clients"
-    table = Table(title=title, title_justify="left")
-    table.add_column("method")
+    table = Table("method", title=title, title_justify="left")
     for head in (metric.label, f"global{metric.unit}", "rounds", "MB up", "MB down", "seconds"):
         table.add_column(head, justify="right")
     for label, row in zip(comparison.labels, comparison.rows, strict=True):

@@ -8,20 +8,17 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from fewer.cli.options import App, with_settings
-from fewer.cli.printing import Json, print_rows, report_errors, write_json
+from fewer.cli.printing import Json, print_rows, write_json
 from fewer.errors import SettingError
 
 app = App(help="List, inspect and download data.", no_args_is_help=True)
-DataDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Directory of the data files. \\[default: $FEWER_DATA]")
-]
+DataDir = Annotated[Path | None, Option(metavar="DIR", help="Directory of the data files. \\[default: $FEWER_DATA]")]
 
 
 @app.command("list")
-@report_errors
 def list_data(data_dir: DataDir = None, json_file: Json = None) -> None:
     """List the datasets and the file formats."""
     from fewer.data.download import DOWNLOADS
@@ -43,12 +40,11 @@ def list_data(data_dir: DataDir = None, json_file: Json = None) -> None:
 
 
 @app.command()
-@report_errors
 @with_settings(group="Data", without=("data",))
 def inspect(
     given: dict[str, Any],
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A dataset, or FORMAT:PATH.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory of the plots.")] = Path(),
+    name: Annotated[str, Argument(metavar="NAME", help="A dataset, or FORMAT:PATH.")],
+    out: Annotated[Path, Option(metavar="DIR", help="Directory of the plots.")] = Path(),
     json_file: Json = None,
 ) -> None:
     """Count classes, clients and samples of a dataset; plot the label distribution by client, and examples.
@@ -57,7 +53,7 @@ def inspect(
     """
     import numpy as np
 
-    from fewer.report import plot_examples, plot_partition
+    from fewer.report.pictures import plot_examples, plot_partition
     from fewer.runs.experiment import load_data, parse_settings
 
     started = time.monotonic()
@@ -94,10 +90,7 @@ def inspect(
 
 
 @app.command()
-@report_errors
-def get(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A public dataset.")], data_dir: DataDir = None
-) -> None:
+def get(name: Annotated[str, Argument(metavar="NAME", help="A public dataset.")], data_dir: DataDir = None) -> None:
     """Download a public dataset and verify its checksum. An interrupted download resumes."""
     from fewer.data.download import download
 

@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
-from fewer.cli.options import complete_methods, with_settings
-from fewer.cli.printing import Output, new_run_path, print_result, report_errors, resumable
+from fewer.cli.data import DataDir
+from fewer.cli.options import App, complete_methods, parse_assignments, with_settings
+from fewer.cli.printing import Output, new_run_path, print_result, resumable
 
 if TYPE_CHECKING:
     from fewer.runs.experiment import Experiment
@@ -23,31 +24,24 @@ HELP_PANEL = "Between machines"
 OTHER_SETTINGS = ("method", "runtime", "workers", "debug")
 """Settings without an option: METHOD is an argument, and the runtime is always Flower, without debugging."""
 
-Method = Annotated[
-    str | None, typer.Argument(metavar="METHOD", help="A method's name.", autocompletion=complete_methods)
-]
-Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="The directory from `fewer keys init`.")]
+Method = Annotated[str | None, Argument(metavar="METHOD", help="A method's name.", autocompletion=complete_methods)]
+Keys = Annotated[Path, Option(metavar="DIR", help="The directory from `fewer keys init`.")]
 Timeout = Annotated[
-    float,
-    typer.Option(
-        "--timeout", metavar="SECONDS", min=0, help="Wait this long for all clients, then start if there is a quorum."
-    ),
+    float, Option(metavar="SECONDS", min=0, help="Wait this long for all clients, then start if there is a quorum.")
 ]
-Resume = Annotated[
-    Path | None, typer.Option("--resume", metavar="RUN", help="Resume this run instead of starting a new one.")
-]
+Resume = Annotated[Path | None, Option(metavar="RUN", help="Resume this run instead of starting a new one.")]
 Host = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="A name or address by which clients reach the server; may be repeated."),
+    Option(metavar="NAME", help="A name or address by which clients reach the server; may be repeated."),
 ]
-Days = Annotated[int, typer.Option(metavar="N", min=1, max=3650, help="Days for which the certificate is valid.")]
+Days = Annotated[int, Option(metavar="N", min=1, max=3650, help="Days for which the certificate is valid.")]
 
-KeyFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A client's folder of keys (client-N).", exists=True)]
+KeyFolder = Annotated[Path, Argument(metavar="DIR", help="A client's folder of keys (client-N).", exists=True)]
 
-keys_app = typer.Typer(help="Create keys and certificates for runs between machines.", no_args_is_help=True)
+keys_app = App(help="Create keys and certificates for runs between machines.", no_args_is_help=True)
 
 
-def add_machines(app: typer.Typer) -> None:
+def add_machines(app: App) -> None:
     """Adds the commands to the app."""
     app.add_typer(keys_app, name="keys", rich_help_panel=HELP_PANEL)
     for name, command in (("server", server), ("join", join), ("local-cluster", local_cluster)):
@@ -55,10 +49,9 @@ def add_machines(app: typer.Typer) -> None:
 
 
 @keys_app.command("init")
-@report_errors
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory for the keys.")],
-    clients: Annotated[int, typer.Option(metavar="N", min=1, help="Number of clients.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="A new directory for the keys.")],
+    clients: Annotated[int, Option(metavar="N", min=1, help="Number of clients.")],
     host: Host = None,
     days: Days = 825,
 ) -> None:
@@ -66,7 +59,9 @@ def init(
 
     [dim]fewer keys init keys --clients 3 --host server.example.org[/dim]
     """
-    _require_flower()
+    from fewer.runtime.flower import require_flower
+
+    require_flower()
     from fewer.runtime.flower.credentials import Credentials
 
     credentials = Credentials.create(folder, clients, host or (), days)
@@ -76,9 +71,8 @@ def init(
 
 
 @keys_app.command("renew")
-@report_errors
 def renew(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The directory from `fewer keys init`.")],
+    folder: Annotated[Path, Argument(metavar="DIR", help="The directory from `fewer keys init`.")],
     host: Host = None,
     days: Days = 825,
 ) -> None:
@@ -86,7 +80,9 @@ def renew(
 
     [dim]fewer keys renew keys --host server.example.org[/dim]
     """
-    _require_flower()
+    from fewer.runtime.flower import require_flower
+
+    require_flower()
     from fewer.runtime.flower.credentials import Credentials
 
     Credentials(folder).issue_certificate(host or (), days)
@@ -94,7 +90,6 @@ def renew(
 
 
 @keys_app.command("seal")
-@report_errors
 def seal(folder: KeyFolder) -> None:
     """Create a client's key for sealed messages, and print the public key. Run this on the client's machine.
 
@@ -106,13 +101,12 @@ def seal(folder: KeyFolder) -> None:
 
 
 @keys_app.command("trust")
-@report_errors
 def trust(
     folder: KeyFolder,
     peers: Annotated[
-        list[str], typer.Argument(metavar="N=KEY...", help="Other clients and their keys, as printed by `seal`.")
+        list[str], Argument(metavar="N=KEY...", help="Other clients and their keys, as printed by `seal`.")
     ],
-    replace: Annotated[bool, typer.Option("--replace", help="Replace a key that is already pinned.")] = False,
+    replace: Annotated[bool, Option("--replace", help="Replace a key that is already pinned.")] = False,
 ) -> None:
     """Pin the public keys of other clients. Get the keys from the clients themselves, never from the server.
 
@@ -133,15 +127,14 @@ def trust(
     PinnedKeys(folder).trust(keys, replace)
 
 
-@report_errors
 @with_settings(without=OTHER_SETTINGS)
 def server(
     given: dict[str, Any],
     output: Output,
     method: Method = None,
     keys: Keys = Path("keys"),
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = HOST,
-    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Listen on this port.")] = PORT,
+    host: Annotated[str, Option(metavar="ADDRESS", help="Listen on this address of this machine.")] = HOST,
+    port: Annotated[int, Option(metavar="N", min=1, max=65535, help="Listen on this port.")] = PORT,
     timeout: Timeout = TIMEOUT,
     resume: Resume = None,
 ) -> None:
@@ -174,30 +167,27 @@ def server(
     _train(flower_server, experiment, path, hint, given, output)
 
 
-@report_errors
 def join(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The server's address.")],
-    key: Annotated[Path, typer.Option("--key", metavar="DIR", help="This client's folder of keys (client-N).")],
+    address: Annotated[str, Argument(metavar="HOST:PORT", help="The server's address.")],
+    key: Annotated[Path, Option(metavar="DIR", help="This client's folder of keys (client-N).")],
     data: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="This client's data: FORMAT:PATH, or a dataset. \\[default: its part of the server's dataset]",
         ),
     ] = None,
     data_options: Annotated[
-        list[str] | None,
-        typer.Option("--data-option", metavar="NAME=VALUE", help="An option of the data; may be repeated."),
+        list[str] | None, Option("--data-option", metavar="NAME=VALUE", help="An option of the data; may be repeated.")
     ] = None,
-    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory of the data files.")] = None,
+    data_dir: DataDir = None,
     store: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Directory of this client's private state. \\[default: KEY/store]"),
+        Path | None, Option(metavar="DIR", help="Directory of this client's private state. \\[default: KEY/store]")
     ] = None,
-    device: Annotated[str, typer.Option(metavar="NAME", help="Any torch device.")] = "cpu",
+    device: Annotated[str, Option(metavar="NAME", help="Any torch device.")] = "cpu",
     method: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="NAME",
             help="Take part only in runs of this method. \\[default: any method]",
             autocompletion=complete_methods,
@@ -209,7 +199,6 @@ def join(
     [dim]fewer join server.example.org:443 --key client-0 --data npz:mine.npz[/dim]
     """
     _prepare_process()
-    from fewer.cli.options import parse_assignments
     from fewer.methods import find
     from fewer.runs.machines import ClientDaemon
     from fewer.runtime.keys import PinnedKeys
@@ -220,12 +209,11 @@ def join(
     daemon.join(address, key)
 
 
-@report_errors
 @with_settings(without=(*OTHER_SETTINGS, "clients"))
 def local_cluster(
     given: dict[str, Any],
     output: Output,
-    clients: Annotated[int | None, typer.Argument(metavar="N", help="Number of clients.")] = None,
+    clients: Annotated[int | None, Argument(metavar="N", help="Number of clients.")] = None,
     method: Method = None,
     timeout: Timeout = TIMEOUT,
     resume: Resume = None,
@@ -294,13 +282,9 @@ def _train(
 
 def _prepare_process() -> None:
     """Checks that Flower is installed. Treats SIGTERM (systemd, docker) like Ctrl-C, for a clean stop."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    _require_flower()
-
-
-def _require_flower() -> None:
     from fewer.runtime.flower import require_flower
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     require_flower()
 
 

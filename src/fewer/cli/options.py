@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import click
 import typer
+from typer import Option
 from typer.core import TyperCommand
 from typer.main import get_click_param
 from typer.models import ParamMeta
 
-from fewer.cli.printing import Output
+from fewer.cli.printing import Output, report_errors
 from fewer.errors import SettingError, unknown_name
 from fewer.registry import METHODS, MODELS
 
@@ -52,11 +53,12 @@ class SettingsCommand(TyperCommand):
 
 
 class App(typer.Typer):
-    """Commands, some of them `with_settings`."""
+    """Commands that report errors as one line, some of them `with_settings`."""
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Command], Command]:  # type: ignore[override]
         """Adds a command."""
-        return super().command(name, cls=SettingsCommand, **options)
+        add = super().command(name, cls=SettingsCommand, **options)
+        return lambda command: add(report_errors(command))
 
 
 _MAKE_OPTIONS = "make_options"
@@ -107,8 +109,7 @@ def _keyword(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 _OUTPUT_TYPES = get_type_hints(Output, include_extras=True)
 _SETTINGS_FILE = Annotated[
-    Path | None,
-    typer.Option("--settings", metavar="FILE.toml", help="Read settings from a TOML file; flags override it."),
+    Path | None, Option("--settings", metavar="FILE.toml", help="Read settings from a TOML file; flags override it.")
 ]
 
 
@@ -132,7 +133,7 @@ def _make_option(name: str, text: str | None) -> click.Parameter:
     flags = [flag.removesuffix("s") if pairs else flag, *(["-o"] if name == "method_options" else [])]
     kind: Any = list[str] if pairs else plain
     metavar = "NAME=VALUE" if pairs else {int: "N", float: "X", Path: "DIR", bool: None}.get(plain, "NAME")
-    option = typer.Option(
+    option = Option(
         None,
         *flags,
         help=help.replace("[", "\\["),

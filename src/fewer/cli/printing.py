@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from typer import Option
 
 from fewer.errors import FewerError, QuorumLost
 
@@ -20,11 +21,10 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 """The default directory of runs."""
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run directory. \\[default: runs/…]")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write an HTML report next to the run.")]
+Out = Annotated[Path | None, Option(metavar="DIR", help="The run directory. \\[default: runs/…]")]
+Report = Annotated[bool, Option("--report/--no-report", help="Write an HTML report next to the run.")]
 Track = Annotated[
-    list[str] | None,
-    typer.Option("--track", metavar="NAME", help="Also send metrics to tensorboard or mlflow; may be repeated."),
+    list[str] | None, Option(metavar="NAME", help="Also send metrics to tensorboard or mlflow; may be repeated.")
 ]
 
 
@@ -37,9 +37,7 @@ def _check_writable(file: Path | None) -> Path | None:
 
 Json = Annotated[
     Path | None,
-    typer.Option(
-        "--json", metavar="FILE", help="Write the output as JSON; - for standard output.", callback=_check_writable
-    ),
+    Option("--json", metavar="FILE", help="Write the output as JSON; - for standard output.", callback=_check_writable),
 ]
 
 
@@ -72,19 +70,14 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except FewerError as error:
-            if kwargs.get("debug"):
-                raise
-            print("\n".join([f"fewer: {error}", *_hints(error)]), file=sys.stderr)
-            raise typer.Exit(2) from None
         except BrokenPipeError:
             sys.stderr.close()
             raise typer.Exit(1) from None
-        except OSError as error:
+        except (FewerError, OSError) as error:
             if kwargs.get("debug"):
                 raise
-            problem = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-            print(f"fewer: {problem}", file=sys.stderr)
+            problem = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+            print("\n".join([f"fewer: {problem}", *_hints(error)]), file=sys.stderr)
             raise typer.Exit(2) from None
         except KeyboardInterrupt as stop:
             print(" ".join(["\nStopped.", *_hints(stop)]), file=sys.stderr)
@@ -103,9 +96,7 @@ def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title)
+    table = Table(*titles, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*map(escape, row))
     Console().print(table)
@@ -136,7 +127,7 @@ def new_run_path(name: str) -> Path:
 
 def write_report_page(runs: list[Path], folder: Path) -> Path:
     """Writes the HTML report of these runs."""
-    from fewer.report import write_report
+    from fewer.report.page import write_report
 
     return write_report(runs, folder / "report", pictures=False)[0]
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,10 +102,6 @@ class Catalog:
         with self._lock:
             return list(self.runs.values())
 
-    def counts(self) -> Counter[str]:
-        """Number of runs by state."""
-        return Counter(run.state for run in self.entries())
-
     def follow(self, run: RunEntry) -> RunFollower:
         """The records of a run, as far as they have been read."""
         with self._lock:
@@ -136,14 +132,9 @@ class Catalog:
             if cached is None or cached[0] != changed:
                 with os.scandir(folder) as scan:
                     entries = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in scan]
-                is_run = (SETTINGS, False) in entries
-                subfolders = (
-                    []
-                    if is_run
-                    else sorted(folder / name for name, is_folder in entries if is_folder and name[0] != ".")
-                )
-                cached = (changed if time.time() - changed / 1e9 > CLOCK_TICK else -1, is_run, subfolders)
-                self._folders[folder] = cached
+                subfolders = sorted(folder / name for name, is_folder in entries if is_folder and name[0] != ".")
+                settled = changed if time.time() - changed / 1e9 > CLOCK_TICK else -1
+                self._folders[folder] = cached = (settled, (SETTINGS, False) in entries, subfolders)
         except OSError:
             self._folders.pop(folder, None)
             return
@@ -187,13 +178,11 @@ class Catalog:
         """The part of a row that comes from the settings."""
         settings, data, method = run.settings, run.metadata["data"], run.method_name
         self.styles = assign_styles([method], self.styles)
-        color, marker, dash = self.styles[method]
+        style = self.styles[method]
         return {
             "method": method,
-            "color": color,
-            "dark": DARK.get(color, color),
-            "marker": marker,
-            "dash": dash,
+            **style._asdict(),
+            "dark": DARK.get(style.color, style.color),
             "data": str(data["name"]),
             "clients": data["clients"],
             "seed": settings["seed"],

@@ -8,11 +8,11 @@ import ipaddress
 import secrets
 import socket
 from collections.abc import Collection
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,6 +26,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _HEADERS = {
+    "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
@@ -75,28 +76,27 @@ class Guard:
             return
         if scope["type"] != "http":
             return
-        headers = Headers(scope=scope)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 response_headers = MutableHeaders(scope=message)
-                for name, value in {**_HEADERS, "content-security-policy": POLICY}.items():
+                for name, value in _HEADERS.items():
                     response_headers.setdefault(name, value)
             await send(message)
 
-        refusal = self._check(scope["method"], scope["path"], headers)
+        refusal = self._check(scope["method"], HTTPConnection(scope))
         app = JSONResponse({"error": refusal[1]}, refusal[0]) if refusal else self.app
         await app(scope, receive, send_with_headers)
 
-    def _check(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
+    def _check(self, method: str, request: HTTPConnection) -> tuple[int, str] | None:
         """Status and message of a refusal; None if the request is allowed."""
-        host = headers.get("host", "")
+        path, host = request.scope["path"], request.headers.get("host", "")
         if not self._is_own_host(host):  # prevents DNS rebinding
             return 421, "this dashboard does not have this address (add it with --name NAME)"
-        if method not in ("GET", "HEAD") and not _is_same_origin(headers.get("origin", ""), host):
+        if method not in ("GET", "HEAD") and not _is_same_origin(request.headers.get("origin", ""), host):
             return 403, "the request comes from another site"
         is_public = path in PUBLIC_PATHS or path.startswith("/static/")
-        if self.token is not None and not is_public and not self._is_logged_in(headers):
+        if self.token is not None and not is_public and not self._is_logged_in(request):
             return 401, "the token is missing"
         return None
 
@@ -108,15 +108,11 @@ class Guard:
             return False
         return name in self.names or _is_ip_address(name)
 
-    def _is_logged_in(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
+    def _is_logged_in(self, request: HTTPConnection) -> bool:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() == "bearer":
             return self.accepts(token)
-        try:
-            cookie = SimpleCookie(headers.get("cookie", "")).get(self.cookie_name)
-        except CookieError:
-            return False
-        return cookie is not None and hmac.compare_digest(cookie.value.encode(), self.cookie_value().encode())
+        return hmac.compare_digest(request.cookies.get(self.cookie_name, "").encode(), self.cookie_value().encode())
 
     def accepts(self, token: str) -> bool:
         """True if this is the token, compared in constant time."""

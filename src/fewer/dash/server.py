@@ -10,10 +10,10 @@ import os
 import socket
 import threading
 import webbrowser
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import fewer
@@ -43,11 +43,11 @@ FOLLOW_INTERVAL = 0.5
 """Seconds between two checks for changes while a page follows runs."""
 KEEPALIVE_INTERVAL = 15.0
 """Seconds without changes after which a comment is sent, to detect closed connections."""
-MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 MAX_COMPARED = 24
 """Maximum number of runs compared at once."""
 HIDDEN_SETTINGS = ("method", "method_options", *RUNTIME_SETTINGS)
 """Settings left out of comparisons: results do not depend on them, or other settings repeat them."""
+STATIC_FILES = {file.name: file for file in (Path(__file__).parent / "static").iterdir()}
 SORT_KEYS: Mapping[str, Callable[[RunEntry], Any]] = {
     "changed": lambda run: run.row["changed"],
     "metric": lambda run: run.row.get("value") or 0.0,
@@ -84,18 +84,11 @@ class Dashboard:
             Route("/api/follow", self.follow),
             Route("/api/compare", self.compare),
             Route(run, self.show_run),
-            Route(f"{run}/curve", self.curve),
-            Route(f"{run}/tally", self.tally),
-            Route(f"{run}/events", self.events),
-            Route(f"{run}/ledger", self.ledger),
-            Route(f"{run}/log", self.log),
-            Route(f"{run}/report", self.report),
         ]
-        if not self.read_only:
-            routes += [
-                Route(f"{run}/stop", self.stop, methods=["POST"]),
-                Route(f"{run}/resume", self.resume, methods=["POST"]),
-            ]
+        for part in (self.curve, self.tally, self.events, self.ledger, self.log, self.report):
+            routes.append(Route(f"{run}/{part.__name__}", part))
+        for action in () if self.read_only else (self.stop, self.resume):
+            routes.append(Route(f"{run}/{action.__name__}", action, methods=["POST"]))
         return routes
 
     def _find_run(self, request: Request) -> RunEntry:
@@ -111,10 +104,10 @@ class Dashboard:
 
     def static_file(self, request: Request, name: str = "") -> Response:
         """The page and its scripts, styles and icons."""
-        file = _STATIC.get(name or request.path_params["name"])
+        file = STATIC_FILES.get(name or request.path_params["name"])
         if file is None:
             return JSONResponse({"error": "no such file"}, 404)
-        return Response(file[0], media_type=file[1], headers={"cache-control": "no-cache"})
+        return FileResponse(file, headers={"cache-control": "no-cache"})
 
     def list_runs(self, request: Request) -> Response:
         """A page of the list, filtered and sorted."""
@@ -131,23 +124,18 @@ class Dashboard:
         first = _parse_number(query.get("from"), 0, MAX_OFFSET)
         page = matches[first : first + _parse_number(query.get("limit"), 50)]
         return json_response(
-            {
-                "rows": [run.row for run in page],
-                "matches": len(matches),
-                **self._totals(),
-                "root": str(self.catalog.root),
-                "read_only": self.read_only,
-                "version": fewer.__version__,
-            }
+            rows=[run.row for run in page],
+            matches=len(matches),
+            **self._totals(),
+            root=str(self.catalog.root),
+            read_only=self.read_only,
+            version=fewer.__version__,
         )
 
     def _totals(self) -> dict[str, Any]:
-        counts = self.catalog.counts()
-        return {
-            "total": counts.total(),
-            "discovered": self.catalog.discovered,
-            "counts": {state: counts[state] for state in STATES},
-        }
+        counts = Counter(run.state for run in self.catalog.entries())
+        by_state = {state: counts[state] for state in STATES}
+        return {"total": counts.total(), "discovered": self.catalog.discovered, "counts": by_state}
 
     def show_run(self, request: Request) -> Response:
         """A run's row, settings and environment."""
@@ -155,22 +143,20 @@ class Dashboard:
         self.catalog.refresh_run(run)
         metadata = run.reader.metadata if run.state != "damaged" else {}
         return json_response(
-            {
-                "row": run.row,
-                "path": str(run.path),
-                "settings": metadata.get("settings", {}),
-                "method": metadata.get("method", {}),
-                "environment": {
-                    "hash": metadata.get("hash"),
-                    **metadata.get("environment", {}),
-                    "data": metadata.get("data"),
-                    "command": " ".join(map(str, metadata.get("command", []))),
-                },
-                "why_not_resumable": why_not_resumable(run.reader) if metadata else "it is damaged",
-                "report": (run.path / REPORT).is_file(),
-                "log": (run.path / LOG).is_file(),
-                "read_only": self.read_only,
-            }
+            row=run.row,
+            path=str(run.path),
+            settings=metadata.get("settings", {}),
+            method=metadata.get("method", {}),
+            environment={
+                "hash": metadata.get("hash"),
+                **metadata.get("environment", {}),
+                "data": metadata.get("data"),
+                "command": " ".join(map(str, metadata.get("command", []))),
+            },
+            why_not_resumable=why_not_resumable(run.reader) if metadata else "it is damaged",
+            report=(run.path / REPORT).is_file(),
+            log=(run.path / LOG).is_file(),
+            read_only=self.read_only,
         )
 
     def compare(self, request: Request) -> Response:
@@ -183,15 +169,10 @@ class Dashboard:
         differing = [name for name in names if len({json.dumps(s[name]) for s in settings if name in s}) > 1]
         siblings = len(runs) > 1 and len({run.path.parent for run in runs}) == 1
         return json_response(
-            {
-                "runs": [{**run.row, **styles[run.id]._asdict()} for run in runs],
-                "max_runs": MAX_COMPARED,
-                "report": siblings and self._comparison_report(runs[0]).is_file(),
-                "differing": [
-                    {"name": name, "values": [run_settings.get(name) for run_settings in settings]}
-                    for name in differing
-                ],
-            }
+            runs=[{**run.row, **styles[run.id]._asdict()} for run in runs],
+            max_runs=MAX_COMPARED,
+            report=siblings and self._comparison_report(runs[0]).is_file(),
+            differing=[{"name": name, "values": [s.get(name) for s in settings]} for name in differing],
         )
 
     def _comparison_report(self, run: RunEntry) -> Path:
@@ -201,26 +182,26 @@ class Dashboard:
 
     def curve(self, request: Request) -> Response:
         """Metrics by round."""
-        return json_response({"points": self.catalog.follow(self._find_run(request)).curve()})
+        return json_response(points=self.catalog.follow(self._find_run(request)).curve())
 
     def tally(self, request: Request) -> Response:
         """Totals of faults and messages, as far as they have been read."""
-        return json_response(self.catalog.follow(self._find_run(request)).totals())
+        return json_response(**self.catalog.follow(self._find_run(request)).totals())
 
     def events(self, request: Request) -> Response:
         """Events, newest first."""
         lines, before = self._read_page(request, EVENTS)
-        return json_response({"events": [event for line in lines if (event := parse_line(line))], "before": before})
+        return json_response(events=[event for line in lines if (event := parse_line(line))], before=before)
 
     def ledger(self, request: Request) -> Response:
         """Messages, newest first."""
         lines, before = self._read_page(request, LEDGER)
-        return json_response({"rows": list(parse_messages(lines)), "before": before})
+        return json_response(rows=list(parse_messages(lines)), before=before)
 
     def log(self, request: Request) -> Response:
         """The last lines of output of a `fewer resume` started by the dashboard."""
         lines, _ = self._read_page(request, LOG)
-        return json_response({"lines": [line.decode(errors="replace") for line in reversed(lines)]})
+        return json_response(lines=[line.decode(errors="replace") for line in reversed(lines)])
 
     def _read_page(self, request: Request, name: str) -> tuple[Sequence[bytes], int]:
         before = request.query_params.get("before")
@@ -265,7 +246,7 @@ class Dashboard:
 
     def stop(self, request: Request) -> Response:
         """Stops a run."""
-        return json_response({"process": self.control.stop(self._find_run(request).reader)})
+        return json_response(process=self.control.stop(self._find_run(request).reader))
 
     def resume(self, request: Request) -> Response:
         """Resumes a run."""
@@ -276,19 +257,7 @@ class Dashboard:
                 raise RunError(f"cannot resume {run.path}: it is {run.state}")
             process = self.control.resume(run.reader)
             self.catalog.refresh_run(run)
-        return json_response({"process": process})
-
-
-def _read_static_files() -> dict[str, tuple[bytes, str]]:
-    folder = files("fewer.dash") / "static"
-    return {
-        entry.name: (entry.read_bytes(), MEDIA_TYPES[Path(entry.name).suffix])
-        for entry in folder.iterdir()
-        if Path(entry.name).suffix in MEDIA_TYPES
-    }
-
-
-_STATIC = _read_static_files()
+        return json_response(process=process)
 
 
 def _run_ids(request: Request) -> list[str]:
@@ -308,9 +277,9 @@ def _parse_number(text: str | None, default: int, maximum: int = MAX_ROWS) -> in
     return min(int(text[:20]), maximum)
 
 
-def json_response(value: Any) -> Response:
+def json_response(**values: Any) -> Response:
     """Creates a JSON response that browsers do not cache."""
-    return Response(_dump_json(value), media_type="application/json", headers={"cache-control": "no-store"})
+    return Response(_dump_json(values), media_type="application/json", headers={"cache-control": "no-store"})
 
 
 def _dump_json(value: Any) -> str:
@@ -347,30 +316,20 @@ def create_app(dashboard: Dashboard, token: str | None, names: Sequence[str], po
     def handle_error(_: Request, error: Exception) -> Response:
         return JSONResponse({"error": str(error)}, 400 if isinstance(error, SettingError) else 409)
 
-    app = Starlette(
-        routes=[*dashboard.routes(), Route("/api/login", login, methods=["POST"])],
-        exception_handlers={FewerError: handle_error},
-    )
-    guard = Guard(app, token, names, port)
+    routes = [*dashboard.routes(), Route("/api/login", login, methods=["POST"])]
+    guard = Guard(Starlette(routes=routes, exception_handlers={FewerError: handle_error}), token, names, port)
     return guard
 
 
 def create_server(
-    root: Path,
-    listening: socket.socket,
-    *,
-    token: str | None = None,
-    names: Sequence[str] = (),
-    read_only: bool = False,
+    root: Path, listening: socket.socket, token: str | None = None, names: Sequence[str] = (), read_only: bool = False
 ) -> uvicorn.Server:
     """Creates a server for the runs under a directory, ready to run on a listening socket."""
     control = Control()
     dashboard = Dashboard(Catalog(root, control.start_time), control, read_only)
     app = create_app(dashboard, token, names, listening.getsockname()[1])
-    config = uvicorn.Config(
-        app, log_level="error", access_log=False, server_header=False, ws="none", timeout_graceful_shutdown=2
-    )
-    server = uvicorn.Server(config)
+    quiet: dict[str, Any] = {"log_level": "error", "access_log": False, "server_header": False}
+    server = uvicorn.Server(uvicorn.Config(app, ws="none", timeout_graceful_shutdown=2, **quiet))
     dashboard.closing = lambda: server.should_exit
     return server
 

@@ -19,24 +19,14 @@ def write_audit(audit: Audit, out: Path) -> list[Path]:
     pictures = [draw_images(images) for images in audit.images]
     rounds = "1 round" if audit.rounds == 1 else f"{audit.rounds} rounds"
     title = f"Privacy audit: {audit.method} on {audit.data} after {rounds}"
-    clients = ", ".join(map(str, audit.clients))
-    about = f"Attacked clients ({len(audit.clients)}): {clients}. {LIMITS} Hash of the run's settings: {audit.hash}."
-    table = Table(HEADS, summary_rows(audit))
-    page = render(
-        PAGE, title=title, table=table, meaning=MEANING, notes=audit.notes, pictures=pictures, about=about
-    ).encode()
-    return write_files(
-        out,
-        {
-            PAGE: page,
-            METRICS: (json.dumps(audit.as_json(), indent=1) + "\n").encode(),
-            **{f"{picture.name}.png": picture.png for picture in pictures},
-        },
-    )
+    values = {"title": title, "table": Table(HEADS, summary_rows(audit)), "audit": audit, "pictures": pictures}
+    files = {PAGE: render(PAGE, **values, meaning=MEANING, limits=LIMITS).encode()}
+    files[METRICS] = (json.dumps(audit.as_json(), indent=1) + "\n").encode()
+    return write_files(out, files | {f"{picture.name}.png": picture.png for picture in pictures})
 
 
 def draw_images(images: AttackImages) -> Picture:
     """Draws the images of an attack."""
     blocks = [({name: row.cpu().numpy() for name, row in block.rows.items()}, block.notes) for block in images.blocks]
-    figure = plot_image_rows(images.title, blocks, (images.low, images.high))
+    figure = plot_image_rows(images.title, blocks, images.limits)
     return Picture(images.name, figure, images.caption, f"{images.title}: rows of images.")

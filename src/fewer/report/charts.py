@@ -13,7 +13,7 @@ from fewer.report.axes import add_legend, create_axes, create_subplots, hide_fra
 from fewer.report.metrics import MB, Histories, Point, client_values, metric_curve
 from fewer.report.style import BLUE, INK, ORANGE, LineStyle, assign_styles, text_color, theme
 from fewer.runs.metric import ACCURACY, PrimaryMetric
-from fewer.statistics import Interval
+from fewer.statistics import Interval, format_number
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -162,29 +162,26 @@ def plot_density(histories: Histories, styles: Styles | None = None, metric: Pri
 def plot_bars(results: Mapping[str, Interval], styles: Styles, metric: PrimaryMetric = ACCURACY) -> Figure:
     """Plots one bar per method or variant, with its 95 % confidence interval and its value."""
     shown = dict(list(results.items())[:MAX_BARS])
-    mean = [metric.scale * value.mean for value in shown.values()]
-    half = [metric.scale * (value.half or 0) for value in shown.values()]
+    mean = metric.scale * np.array([value.mean for value in shown.values()])
+    half = metric.scale * np.array([value.half or 0 for value in shown.values()])
     limit = 100.0 if metric.percent else math.inf
     with theme():
         note = f"\n(first {MAX_BARS} of {len(results)})" if len(results) > MAX_BARS else ""
         figure, axes = create_axes(f"Final {metric.name}{note}", (4.8, 0.9 + 0.27 * len(shown)))
         y = np.arange(len(shown))
         axes.barh(y, mean, color=[styles[label].color for label in shown], height=0.7)
-        if any(half):
-            whiskers = [np.array(half), np.array(half)]
-            if metric.percent:  # within 0 to 100
-                whiskers = [np.minimum(half, mean), np.minimum(half, 100 - np.array(mean))]
+        if half.any():
+            whiskers = [np.minimum(half, mean), np.minimum(half, 100 - mean)] if metric.percent else [half, half]
             axes.errorbar(mean, y, xerr=whiskers, color=INK, linestyle="", capsize=3, linewidth=1.2)
-        for index, (result, value, width) in enumerate(zip(shown.values(), mean, half, strict=True)):
-            end = (min(limit, max(0.0, value) + width), index)
-            axes.annotate(
-                metric.format_interval(result, 1), end, (4, 0), textcoords="offset points", va="center", size=8
-            )
+        ends = np.minimum(limit, np.maximum(0, mean) + half)
+        for end, result in zip(zip(ends, y, strict=True), shown.values(), strict=True):
+            text = metric.format_interval(result, 1)
+            axes.annotate(text, end, (4, 0), textcoords="offset points", va="center", size=8)
         axes.set_yticks(y, [shorten(label, 32) for label in shown])
         axes.tick_params(axis="y", length=0)
         axes.grid(False, axis="y")
-        top = min(limit, max(0.0, *(m + h for m, h in zip(mean, half, strict=True))))
-        bottom = 1.2 * min(0.0, *(m - h for m, h in zip(mean, half, strict=True))) if not metric.percent else 0.0
+        top = min(limit, max(0.0, *(mean + half)))
+        bottom = 0.0 if metric.percent else 1.2 * min(0.0, *(mean - half))
         axes.set(xlabel=metric.label, xlim=(bottom, 1.35 * top or 1.0))
         axes.set_xticks([tick for tick in axes.get_xticks() if tick <= limit])
         axes.invert_yaxis()
@@ -239,17 +236,15 @@ def plot_traffic(traffic: Mapping[str, TrafficBytes]) -> Figure | None:
     from matplotlib.patches import Patch
 
     shown = dict(list(traffic.items())[:MAX_BARS])
-    longest = max(
-        (sum(sizes.values()) for method_traffic in shown.values() for sizes in _by_direction(method_traffic).values()),
-        default=0,
-    )
+    bars = [_by_direction(sizes) for sizes in shown.values()]
+    longest = max((sum(kinds.values()) for directions in bars for kinds in directions.values()), default=0)
     if not longest:
         return None
     with theme():
         figure, axes = create_axes("Traffic by direction and kind", (4.8, 1.1 + 0.5 * len(shown)))
-        for index, method_traffic in enumerate(shown.values()):
-            directions = zip(_by_direction(method_traffic).items(), (BLUE, ORANGE), (-0.2, 0.2), strict=True)
-            for (direction, kinds), color, offset in directions:
+        for index, directions in enumerate(bars):
+            looks = zip(directions.items(), (BLUE, ORANGE), (-0.2, 0.2), strict=True)
+            for (direction, kinds), color, offset in looks:
                 left, y = 0.0, index + offset
                 for number, (kind, size) in enumerate(kinds.items()):
                     alpha = (0.85, 0.55, 0.7, 0.4)[number % 4]
@@ -258,7 +253,7 @@ def plot_traffic(traffic: Mapping[str, TrafficBytes]) -> Figure | None:
                         center = (left + size / 2) / MB
                         axes.text(center, y, kind, ha="center", va="center", size=8, color="black")
                     left += size
-                text = f"{direction} {left / MB:,.3g}" if left < 1000 * MB else f"{direction} {left / MB:,.0f}"
+                text = f"{direction} {format_number(left / MB)}"
                 axes.annotate(text, (left / MB, y), (4, 0), textcoords="offset points", va="center", size=8)
         axes.set_yticks(range(len(shown)), [shorten(label, 32) for label in shown])
         axes.tick_params(axis="y", length=0)

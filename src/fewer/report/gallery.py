@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 from fewer.data import Data
@@ -12,31 +13,11 @@ from fewer.errors import FewerError, RunError
 from fewer.experiments.studies import EMBEDDING_CAPTION, embed_samples
 from fewer.methods.capabilities import HasEmbeddings, HasImageGrids, ImageGrid
 from fewer.plugins import needs_import
-from fewer.report.charts import (
-    TITLES,
-    By,
-    Grid,
-    Ring,
-    plot_bars,
-    plot_clients,
-    plot_curves,
-    plot_density,
-    plot_heatmap,
-    plot_ring,
-    plot_traffic,
-)
+from fewer.report import charts, pictures
+from fewer.report.charts import TITLES, By, Grid, Ring
 from fewer.report.groups import RunGroup, differing_settings, find_method
 from fewer.report.html import Picture, Table
 from fewer.report.metrics import Histories, client_values, metric_curve
-from fewer.report.pictures import (
-    class_counts,
-    class_names,
-    example_rows,
-    plot_embeddings,
-    plot_examples,
-    plot_image_grid,
-    plot_partition,
-)
 from fewer.report.style import LineStyle, assign_label_styles, assign_styles
 from fewer.report.verdict import is_paired
 from fewer.runs.reader import RunReader
@@ -61,7 +42,7 @@ def build_gallery(groups: Sequence[RunGroup]) -> tuple[Gallery, list[str]]:
     }
     data, synthetic, notes = _draw_data_and_models(groups)
     gallery |= {"Synthetic data and embeddings": synthetic, "Data": data}
-    return {section: pictures for section, pictures in gallery.items() if pictures}, notes
+    return {section: drawn for section, drawn in gallery.items() if drawn}, notes
 
 
 def _suffix(index: int) -> str:
@@ -93,23 +74,18 @@ def _draw_curves(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> It
         for point in metric_curve(runs, metric)
     ]
     band = ": mean over seeds with its 95 % confidence band." if several_seeds else "."
-    plots: dict[str, tuple[By, str]] = {
-        f"{metric.name}-by-round": ("round", f"{metric.title} by round{band}"),
-        f"{metric.name}-by-megabyte": (
-            "megabytes",
-            f"{metric.title} by megabytes sent so far, up and down. Curves further left are cheaper.",
-        ),
-        f"{metric.name}-by-second": (
-            "seconds",
-            f"{metric.title} by wall-clock time. It depends on the machine and on what else was running.",
-        ),
+    captions: dict[By, str] = {
+        "round": f"round{band}",
+        "megabytes": "megabytes sent so far, up and down. Curves further left are cheaper.",
+        "seconds": "wall-clock time. It depends on the machine and on what else was running.",
     }
-    for name, (by, caption) in plots.items():
+    for by, caption in captions.items():
         if by == "seconds" and not all(row[3] for row in rows):
             continue
-        if figure := plot_curves(f"{metric.title} {TITLES[by]}", {"": histories}, by, styles, metric):
+        if figure := charts.plot_curves(f"{metric.title} {TITLES[by]}", {"": histories}, by, styles, metric):
             alt = f"Line chart: {metric.name} {TITLES[by]}. Last: {last}."
-            yield Picture(name, figure, caption, alt, Table(heads, rows))
+            name = f"{metric.name}-by-{by.removesuffix('s')}"
+            yield Picture(name, figure, f"{metric.title} by {caption}", alt, Table(heads, rows))
 
 
 def _draw_bars(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:
@@ -117,7 +93,7 @@ def _draw_bars(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iter
     groups = [group for group in groups if group.metric == metric]
     results = {group.label: group.value for group in groups if group.value}
     if len(results) > 1:
-        figure = plot_bars(results, styles, metric)
+        figure = charts.plot_bars(results, styles, metric)
         rows = [(group.label, group.value.mean, group.value.half, len(group.runs)) for group in groups if group.value]
         values = ", ".join(f"{label} {metric.format_interval(value)}{metric.unit}" for label, value in results.items())
         yield Picture(
@@ -180,7 +156,7 @@ def _draw_heatmaps(groups: Sequence[RunGroup]) -> Iterator[Picture]:
         metric = variants[0].metric
         yield Picture(
             f"settings{_suffix(index)}",
-            plot_heatmap(f"{name}: {metric.label} by {grid.x_name} and {grid.y_name}", grid, metric),
+            charts.plot_heatmap(f"{name}: {metric.label} by {grid.x_name} and {grid.y_name}", grid, metric),
             f"{metric.title} of {name} by {grid.x_name} and {grid.y_name}. "
             "Lighter is better; blank cells were not run.",
             f"Heat map of {len(rows)} values of {name} by {grid.x_name} and {grid.y_name}.",
@@ -190,16 +166,10 @@ def _draw_heatmaps(groups: Sequence[RunGroup]) -> Iterator[Picture]:
 
 def _draw_traffic(groups: Sequence[RunGroup]) -> Iterator[Picture]:
     traffic = {group.label: group.traffic for group in groups}
-    if figure := plot_traffic(traffic):
-        rows = [
-            (label, direction, kind, size)
-            for label, sizes in traffic.items()
-            for (direction, kind), size in sizes.items()
-        ]
+    if figure := charts.plot_traffic(traffic):
+        rows = [(label, *key, size) for label, sizes in traffic.items() for key, size in sizes.items()]
         totals = ", ".join(
-            f"{group.label} {format_number(up)} MB up and {format_number(down)} MB down"
-            for group in groups
-            for up, down in [group.megabytes]
+            "{} {} MB up and {} MB down".format(group.label, *map(format_number, group.megabytes)) for group in groups
         )
         yield Picture(
             "traffic",
@@ -221,7 +191,7 @@ def _draw_clients(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> I
         for label, runs in histories.items()
         if (values := client_values(runs, metric))
     )
-    if figure := plot_clients(histories, styles, metric):
+    if figure := charts.plot_clients(histories, styles, metric):
         yield Picture(
             f"{metric.name}-by-client",
             figure,
@@ -229,7 +199,7 @@ def _draw_clients(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> I
             f"Clients in order of {metric.name}: {ranges}.",
             table,
         )
-    if figure := plot_density(histories, styles, metric):
+    if figure := charts.plot_density(histories, styles, metric):
         side = "right" if metric.higher_is_better else "left"
         yield Picture(
             f"{metric.name}-density",
@@ -263,8 +233,9 @@ def build_ring(run: RunReader) -> Ring | None:
     for absence, count in run.absences.items():
         if absence.handler in kinds and absence.client is not None:
             skipped[absence.client] += count
-    weights = {int(client): values["distill_weight"] for client, values in statistics.items()}
-    adopted = {int(client): values["adopted"] for client, values in statistics.items()}
+    weights, adopted = (
+        {int(client): values[name] for client, values in statistics.items()} for name in ("distill_weight", "adopted")
+    )
     return Ring(hops, skipped, weights, adopted)
 
 
@@ -279,7 +250,7 @@ def _draw_ring(group: RunGroup, suffix: str) -> Iterator[Picture]:
         rows.append((client, ring.weights.get(client), ring.adopted.get(client), ring.skipped.get(client, 0), targets))
     yield Picture(
         f"ring{suffix}",
-        plot_ring(ring),
+        charts.plot_ring(ring),
         f"{group.label}, seed {run.seed}, all rounds. Arrows show who passed the model to whom; thicker means more "
         "often. λ is each client's final distillation weight. −n: the client was skipped n times.",
         f"Ring of {len(ring.members)} clients with {sum(ring.hops.values())} hops; clients were skipped "
@@ -314,9 +285,8 @@ def _draw_data_and_models(groups: Sequence[RunGroup]) -> tuple[list[Picture], li
                 model_pictures += _draw_models(group, group_data, _suffix(index))
             except Exception as error:  # a user's method may fail in any way; the report is still written
                 reason = str(error) if isinstance(error, FewerError) else f"{type(error).__name__}: {error}"
-                path = group.runs[0].path
+                reason = reason.replace(str(group.runs[0].path), group.runs[0].path.name)
                 notes.append(f"Pictures from the model of {group.label} are not shown: {reason}.")
-                notes[-1] = notes[-1].replace(str(path), path.name)
     return data_pictures, model_pictures, notes
 
 
@@ -328,25 +298,25 @@ def _draw_data(run: RunReader, data: Data, suffix: str) -> Iterator[Picture]:
     """The partition and examples of the data, if it has classes."""
     if not data.has_classes:
         return
-    counts = class_counts(data)
-    names = class_names(data, range(data.classes))
+    counts = pictures.class_counts(data)
+    names = pictures.class_names(data, range(data.classes))
     classes_per_client = (counts > 0).sum(1).mean()
     rows = [(client, names[label], int(counts[client, label])) for client, label in zip(*counts.nonzero(), strict=True)]
     yield Picture(
         f"partition{suffix}",
-        plot_partition(data),
+        pictures.plot_partition(data),
         f"Label distribution by client (seed {run.data_seed}). The area of a bubble is the number of training samples. "
         f"On average a client holds {classes_per_client:.1f} of {data.classes} classes.",
         f"Bubble chart of training samples by client and class: {run.data_summary}.",
         Table(("client", "class", "samples"), rows),
     )
-    if figure := plot_examples(data):
+    if figure := pictures.plot_examples(data):
         yield Picture(
             f"examples{suffix}",
             figure,
             "Test samples of each class.",
             f"Examples of {data.name} by class.",
-            Table(("class", "sample", "values"), example_rows(data)),
+            Table(("class", "sample", "values"), pictures.example_rows(data)),
         )
 
 
@@ -368,10 +338,10 @@ def _draw_synthetic_images(group: RunGroup, data: Data, grids: Sequence[ImageGri
     scale = "Values outside the pixel range are clipped."
     if data.test.x.is_floating_point():
         scale = "The lowest value is black, the highest white."
-    names = class_names(data, range(data.classes))
+    names = pictures.class_names(data, range(data.classes))
     for grid in grids:
         rows = {name: {label: images.cpu().numpy() for label, images in row.items()} for name, row in grid.rows.items()}
-        if figure := plot_image_grid(data, grid.title, rows, grid.max_per_class):
+        if figure := pictures.plot_image_grid(data, grid.title, rows, grid.max_per_class):
             values = [
                 (name, names[label], number, " ".join(f"{value:.4g}" for value in image.flatten()))
                 for name, row in rows.items()
@@ -390,19 +360,14 @@ def _draw_synthetic_images(group: RunGroup, data: Data, grids: Sequence[ImageGri
 def _draw_embedding(group: RunGroup, result: Result, suffix: str) -> Iterator[Picture]:
     if (cloud := embed_samples(result)) is None:
         return
-    points = [
-        (x, y, label, "own sample" if own else "sample")
-        for (x, y), label, own in zip(cloud.points.tolist(), cloud.labels.tolist(), cloud.own.tolist(), strict=True)
-    ]
-    prototypes = [
-        (x, y, label, "prototype")
-        for (x, y), label in zip(cloud.prototypes.tolist(), cloud.prototype_labels.tolist(), strict=True)
-    ]
+    kinds = ["own sample" if own else "sample" for own in cloud.own.tolist()]
+    points = zip(cloud.points.tolist(), cloud.labels.tolist(), kinds, strict=True)
+    prototypes = zip(cloud.prototypes.tolist(), cloud.prototype_labels.tolist(), repeat("prototype"), strict=False)
     classes = len(set(cloud.labels.tolist()))
     yield Picture(
         f"embedding{suffix}",
-        plot_embeddings("Embedding (t-SNE)", {"": cloud}),
+        pictures.plot_embeddings("Embedding (t-SNE)", {"": cloud}),
         f"{group.label}, seed {group.runs[0].seed}: {EMBEDDING_CAPTION}",
-        f"Scatter plot of {len(points)} samples of {classes} classes and {len(prototypes)} prototypes.",
-        Table(("x", "y", "class", "kind"), [*points, *prototypes]),
+        f"Scatter plot of {len(kinds)} samples of {classes} classes and {len(cloud.prototypes)} prototypes.",
+        Table(("x", "y", "class", "kind"), [(*point, label, kind) for point, label, kind in (*points, *prototypes)]),
     )

@@ -73,11 +73,6 @@ class RunGroup:
         return self.runs[0].method_name
 
     @property
-    def table_position(self) -> TablePosition | None:
-        """Cell of a recipe's table that the runs belong to, if any."""
-        return TablePosition.find(self.runs[0])
-
-    @property
     def finished(self) -> bool:
         """True if all runs have finished."""
         return not any(run.unfinished for run in self.runs)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fewer.errors import SettingError
-from fewer.experiments.compare import Comparison, Row
+from fewer.experiments.compare import Comparison
 from fewer.registry import VIEWS
 from fewer.report.charts import TITLES, plot_clients, plot_curves
 from fewer.report.files import write_files
 from fewer.report.html import Picture, Table, render
-from fewer.report.metrics import Histories, History
+from fewer.report.metrics import MB, Histories
 from fewer.report.page import PAGE, write_report
 from fewer.runs.metric import PrimaryMetric
 from fewer.runs.result import Result
@@ -26,29 +25,19 @@ if TYPE_CHECKING:
 _ALL_TITLES = {**{str(by): title for by, title in TITLES.items()}, "client": "by client"}
 
 
-class View(ABC):
+@dataclass(frozen=True)
+class View:
     """The display of a result: a title, a table and plots."""
 
-    @property
-    @abstractmethod
-    def metric(self) -> PrimaryMetric:
-        """The metric that is shown."""
-
-    @abstractmethod
-    def histories(self) -> Histories:
-        """The metrics of each round, by method."""
-
-    @abstractmethod
-    def title(self) -> str:
-        """One line that describes the result."""
-
-    @abstractmethod
-    def table(self) -> Table:
-        """The metrics as a table."""
-
-    @abstractmethod
-    def run_directories(self) -> list[Path]:
-        """The directories of the runs, if they were kept."""
+    metric: PrimaryMetric
+    histories: Histories
+    """The metrics of each round, by method."""
+    title: str
+    """One line that describes the result."""
+    table: Table
+    """The metrics, if a round has been evaluated."""
+    runs: Sequence[Path]
+    """The directories of the runs, if they were kept."""
 
     def plot(self, by: str) -> Figure:
         """Plots the primary metric by round, megabytes, seconds or client."""
@@ -60,113 +49,71 @@ class View(ABC):
         return figure
 
     def _plot(self, by: str) -> Figure | None:
-        histories = self.histories()
         if by == "client":
-            return plot_clients(histories, metric=self.metric)
-        (curve,) = (
-            plot_curves(f"{self.metric.title} {title}", {"": histories}, axis, metric=self.metric)
-            for axis, title in TITLES.items()
-            if axis == by
-        )
-        return curve
+            return plot_clients(self.histories, metric=self.metric)
+        axis, title = next((axis, title) for axis, title in TITLES.items() if axis == by)
+        return plot_curves(f"{self.metric.title} {title}", {"": self.histories}, axis, metric=self.metric)
 
     def html(self) -> str:
         """Table and plot; only the title before the first evaluation."""
-        title = self.title()
-        if not self._is_evaluated():
-            return render("notebook.html", title=title, picture=None)
+        if not self._is_evaluated:
+            return render("notebook.html", title=self.title, picture=None)
         name = self.metric.name
-        picture = Picture(name, self.plot("round"), "", f"Line chart: {name} by round. {title}")
-        return render("notebook.html", title=title, table=self.table(), picture=picture)
+        picture = Picture(name, self.plot("round"), "", f"Line chart: {name} by round. {self.title}")
+        return render("notebook.html", title=self.title, table=self.table, picture=picture)
 
     def report(self, out: Path) -> Path:
         """Writes the report of the kept runs, or a page with the table and all plots, into `out`; returns its path."""
-        if runs := self.run_directories():
-            return write_report(runs, out)[0]
-        if not self._is_evaluated():
-            raise SettingError(f"nothing to report yet: no round of {self.title()} has been evaluated")
+        if self.runs:
+            return write_report(self.runs, out)[0]
+        if not self._is_evaluated:
+            raise SettingError(f"nothing to report yet: no round of {self.title} has been evaluated")
         pictures = [
-            Picture(f"{self.metric.name}-by-{by}", figure, title, f"Chart: {title}. {self.title()}")
+            Picture(f"{self.metric.name}-by-{by}", figure, title, f"Chart: {title}. {self.title}")
             for by, title in ((by, f"{self.metric.title} {title}") for by, title in _ALL_TITLES.items())
             if (figure := self._plot(by))
         ]
-        page = render("result.html", title=self.title(), table=self.table(), pictures=pictures)
+        page = render("result.html", title=self.title, table=self.table, pictures=pictures)
         return write_files(out, {PAGE: page.encode()})[0]
 
+    @property
     def _is_evaluated(self) -> bool:
-        return any(self.metric.name in entry for runs in self.histories().values() for run in runs for entry in run)
+        return any(self.metric.name in entry for runs in self.histories.values() for run in runs for entry in run)
 
 
 @VIEWS.register("run")
-@dataclass(frozen=True)
-class RunView(View):
-    """The view of one run."""
-
-    result: Result
-
-    @property
-    def metric(self) -> PrimaryMetric:
-        """The metric of the run."""
-        return self.result.metric
-
-    def histories(self) -> Histories:
-        """The history of the run."""
-        return {self.result.method.name: [self.result.history]}
-
-    def run_directories(self) -> list[Path]:
-        """The run directory."""
-        return [] if self.result.folder is None else [self.result.folder.parent]
-
-    def title(self) -> str:
-        """Method, data and progress."""
-        done, planned = len(self.result.history), self.result.method.rounds
-        return f"{self.result.method.name} on {self.result.data.name}, round {done} of {planned}"
-
-    def table(self) -> Table:
-        """The metrics of the last evaluated round."""
-        metric = self.metric
-        last = next(entry for entry in reversed(self.result.history) if metric.name in entry)
-        value = metric.format_interval(Interval(last[metric.name], None))
-        cells = [value, format_number(last["up"] / 1e6), format_number(last["down"] / 1e6)]
-        heads = ("method", metric.label, "MB up", "MB down", "seconds")
-        return Table(heads, [(self.result.method.name, *cells, f"{last['seconds']:.1f}")])
+def view_run(result: Result) -> View:
+    """The view of one run, with the metrics of its last evaluated round."""
+    name, metric = result.method.name, result.metric
+    rows = [
+        (
+            name,
+            metric.format_interval(Interval(entry[metric.name], None)),
+            *(format_number(entry[direction] / MB) for direction in ("up", "down")),
+            f"{entry['seconds']:.1f}",
+        )
+        for entry in result.history
+        if metric.name in entry
+    ]
+    title = f"{name} on {result.data.name}, round {len(result.history)} of {result.method.rounds}"
+    table = Table(("method", metric.label, "MB up", "MB down", "seconds"), rows[-1:])
+    runs = [] if result.folder is None else [result.folder.parent]
+    return View(metric, {name: [result.history]}, title, table, runs)
 
 
 @VIEWS.register("comparison")
-@dataclass(frozen=True)
-class ComparisonView(View):
-    """The view of a comparison."""
-
-    comparison: Comparison
-
-    @property
-    def metric(self) -> PrimaryMetric:
-        """The metric that ranks the methods."""
-        return self.comparison.metric
-
-    def histories(self) -> Histories:
-        """The histories of all methods; the last round includes metrics by client."""
-        labeled = zip(self.comparison.labels, self.comparison.rows, strict=True)
-        return {label: _add_client_accuracies(row) for label, row in labeled}
-
-    def run_directories(self) -> list[Path]:
-        """The run directories of all methods and seeds."""
-        return self.comparison.runs
-
-    def title(self) -> str:
-        """Data and number of clients."""
-        return f"{self.comparison.settings['data']}, {self.comparison.clients} clients"
-
-    def table(self) -> Table:
-        """One row per method."""
-        metric = self.metric
-        heads = ("method", metric.label, f"global {metric.label}", "rounds", "MB up", "MB down", "seconds")
-        labeled = zip(self.comparison.labels, self.comparison.rows, strict=True)
-        return Table(heads, [(label, *row.format_cells()) for label, row in labeled])
-
-
-def _add_client_accuracies(row: Row) -> Sequence[History]:
-    return [
-        [*curve[:-1], {**curve[-1], "clients": accuracies}]
-        for curve, accuracies in zip(row.curves, row.unit_accuracies, strict=True)
-    ]
+def view_comparison(comparison: Comparison) -> View:
+    """The view of a comparison, with one row per method. The last round includes metrics by client."""
+    metric = comparison.metric
+    labeled = dict(zip(comparison.labels, comparison.rows, strict=True))
+    heads = ("method", metric.label, f"global {metric.label}", "rounds", "MB up", "MB down", "seconds")
+    histories = {
+        label: [
+            [*curve[:-1], {**curve[-1], "clients": values}]
+            for curve, values in zip(row.curves, row.unit_accuracies, strict=True)
+        ]
+        for label, row in labeled.items()
+    }
+    title = f"{comparison.settings['data']}, {comparison.clients} clients"
+    table = Table(heads, [(label, *row.format_cells()) for label, row in labeled.items()])
+    return View(metric, histories, title, table, comparison.runs)

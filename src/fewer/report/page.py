@@ -13,7 +13,7 @@ from typing import Any
 from fewer.methods.new_clients import worst_tenth
 from fewer.report.files import write_files
 from fewer.report.gallery import Gallery, build_gallery, client_rows
-from fewer.report.groups import RunGroup, differing_settings, group_runs
+from fewer.report.groups import RunGroup, TablePosition, differing_settings, group_runs
 from fewer.report.html import Table, render
 from fewer.report.metrics import MB
 from fewer.report.verdict import verdict, winner
@@ -81,7 +81,7 @@ def _render_report(groups: Sequence[RunGroup], gallery: Gallery, notes: Sequence
         faults=_tabulate_faults(groups),
         settings={group.label: _tabulate_values(_all_settings(group.runs[0])) for group in groups},
         hashes=Table(("method", "seed", "settings", "data", "run"), hashes, "Hashes"),
-        environments=[(_format_versions(values), _tabulate_values(values)) for values in environments],
+        environments=[(values, _tabulate_values(values)) for values in environments],
     )
 
 
@@ -127,13 +127,11 @@ def compare_with_paper(groups: Sequence[RunGroup]) -> tuple[Table, dict[str, boo
     rows = []
     sources = {}
     for group in groups:
-        position = group.table_position
+        position = TablePosition.find(group.runs[0])
         if position is None or position.paper is None or (ours := position.measure(group.runs)) is None:
             continue
-        difference = 100 * ours.mean - position.paper
-        rows.append(
-            (position.row, position.column, format_interval(ours), f"{position.paper:.2f}", f"{difference:+.2f}")
-        )
+        difference = f"{100 * ours.mean - position.paper:+.2f}"
+        rows.append((position.row, position.column, format_interval(ours), f"{position.paper:.2f}", difference))
         sources[position.about] = position.quick
     return Table(("row", "column", "ours %", "paper %", "difference"), rows, "Comparison with the paper"), sources
 
@@ -201,10 +199,6 @@ def _all_settings(run: RunReader) -> dict[str, Any]:
     hidden = ("method", *METHOD_SETTINGS, "method_options", "seed", "data_dir")
     others = {key: value for key, value in run.settings.items() if key not in hidden}
     return {"method": run.method_name, **run.metadata["method"], **others}
-
-
-def _format_versions(environment: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {environment.get(name, '?')}" for name in ("fewer", "torch", "python"))
 
 
 def _tabulate_values(values: Mapping[str, Any]) -> Table:

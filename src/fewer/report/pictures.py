@@ -87,8 +87,7 @@ def plot_examples(data: Data, columns: int = 10) -> Figure | None:
         size = (columns * width + 0.4 + 0.085 * max(map(len, names)), len(shown) * height + 0.6)
         figure, axes = create_axes(title, size)
         if is_image:
-            limits = (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _value_range(examples)
-            centers, _ = _draw_images(axes, [list(row) for row in examples], limits, columns)
+            centers, _ = _draw_images(axes, [list(row) for row in examples], _pixel_range(data, examples), columns)
         else:
             centers = _draw_series(axes, examples, columns)
         axes.set_yticks(centers, names, fontsize=9)
@@ -125,19 +124,15 @@ def plot_image_grid(
     pixels, the lowest value of all images is black and the highest white.
     """
     labels = range(min(data.classes, MAX_CLASSES))
-    cells = [
-        [image / data.test.scale + data.test.shift for image in images.get(label, ())[:max_per_class]]
-        for images in rows.values()
-        for label in labels
-    ]
-    if not _has_images(data) or not any(cells):
+    lines: list[list[NDArray[Any] | None]] = []
+    for images in rows.values():
+        lines.append([])
+        for label in labels:
+            cell = [image / data.test.scale + data.test.shift for image in images.get(label, ())[:max_per_class]]
+            lines[-1] += [*cell, *[None] * (max_per_class - len(cell))]
+    present = [image for line in lines for image in line if image is not None]
+    if not _has_images(data) or not present:
         return None
-    limits = (
-        (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _value_range([image for cell in cells for image in cell])
-    )
-    padded: list[NDArray[Any] | None] = [
-        image for cell in cells for image in [*cell, *[None] * (max_per_class - len(cell))]
-    ]
     columns = len(labels) * max_per_class
     names = class_names(data, labels)
     width, letter = 0.36, 0.07
@@ -149,12 +144,10 @@ def plot_image_grid(
         head = max(map(len, names)) * letter if rotated else 0.2
         size = (columns * width + 0.4 + letter * max(map(len, rows)), len(rows) * height + 0.5 + head)
         figure, axes = create_axes(title, size)
-        lines = [padded[start : start + columns] for start in range(0, len(padded), columns)]
+        limits = _pixel_range(data, present)
         row_centers, column_centers = _draw_images(axes, lines, limits, columns, max_per_class)
         axes.set_yticks(row_centers, list(rows), fontsize=9)
-        centers = [
-            float(np.mean(column_centers[start : start + max_per_class])) for start in range(0, columns, max_per_class)
-        ]
+        centers = np.reshape(column_centers, (-1, max_per_class)).mean(1)
         axes.set_xticks(centers, names, fontsize=9, rotation=90 if rotated else 0)
         axes.xaxis.tick_top()
         hide_frame(axes)
@@ -206,11 +199,7 @@ def plot_image_rows(
 
 
 def _draw_images(
-    axes: Axes,
-    rows: Sequence[Sequence[NDArray[Any] | None]],
-    limits: tuple[float, float],
-    columns: int,
-    group: int = 0,
+    axes: Axes, rows: Sequence[Sequence[NDArray[Any] | None]], limits: tuple[float, float], columns: int, group: int = 0
 ) -> tuple[list[float], list[float]]:
     """Draws all images on one canvas, with wider gaps between groups; returns the centers of rows and columns."""
     channels, height, width = next(image.shape for row in rows for image in row if image is not None)
@@ -246,8 +235,7 @@ def _has_images(data: Data) -> bool:
 
 
 def _labels(samples: Samples) -> NDArray[np.int64]:
-    labels = samples.y if samples.rows is None else samples.y[samples.rows]
-    return labels.cpu().numpy()
+    return samples.labels.cpu().numpy()
 
 
 def _inputs(samples: Samples, indices: NDArray[np.int64]) -> NDArray[Any]:
@@ -255,6 +243,11 @@ def _inputs(samples: Samples, indices: NDArray[np.int64]) -> NDArray[Any]:
     rows = torch.from_numpy(indices).to(samples.y.device)
     inputs: NDArray[Any] = samples.x[rows if samples.rows is None else samples.rows[rows]].cpu().numpy()
     return inputs
+
+
+def _pixel_range(data: Data, images: Sequence[NDArray[Any]]) -> tuple[float, float]:
+    """The values of black and white."""
+    return (0.0, 255.0) if data.test.x.dtype == torch.uint8 else _value_range(images)
 
 
 def _value_range(examples: Sequence[NDArray[Any]]) -> tuple[float, float]:

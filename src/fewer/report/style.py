@@ -8,9 +8,10 @@ settings do not change.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 if TYPE_CHECKING:
@@ -29,38 +30,7 @@ DARK = {INK: "#e8e8e8", FAINT: "#45494b", BLUE: "#4da3d9", RED: "#ee7722", "#fff
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DASHES = ("-", "--", ":", "-.")
 
-_SETTINGS: Any = {
-    "figure.dpi": DPI,
-    "figure.facecolor": "white",
-    "figure.constrained_layout.use": True,
-    "figure.constrained_layout.h_pad": 0.08,
-    "figure.constrained_layout.w_pad": 0.08,
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 8,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": FAINT,
-    "grid.linewidth": 0.6,
-    "text.color": INK,
-    "text.parse_math": False,  # names may contain dollar signs
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 5,
-    "legend.frameon": False,
-    "legend.borderpad": 0,
-    "legend.fontsize": 9,
-    "legend.handlelength": 2.8,
-    "legend.columnspacing": 1.5,
-    "svg.fonttype": "none",  # text stays text: it can be searched and scaled
-    "svg.hashsalt": "fewer",
-}
+_THEME = Path(__file__).with_name("templates") / "theme.mplstyle"
 
 
 class LineStyle(NamedTuple):
@@ -104,9 +74,8 @@ def assign_label_styles(
         style = by_method[method]
         if method in [methods[other] for other in styles]:
             variants = _variants(style)
-            style = next(
-                (variant for variant in variants if variant not in used), variants[len(styles) % len(variants)]
-            )
+            free = (variant for variant in variants if variant not in used)
+            style = next(free, variants[len(styles) % len(variants)])
             used.add(style)
         styles[label] = style
     return styles
@@ -126,37 +95,28 @@ def text_color(value: float) -> str:
     return "#000000" if value > 0.55 else "#fefefe"
 
 
-@contextmanager
-def theme() -> Iterator[None]:
+def theme() -> AbstractContextManager[None]:
     """Draws in our theme, then restores the user's matplotlib settings."""
-    import matplotlib
+    from matplotlib import style
 
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
-        yield
+    return style.context(_THEME, after_reset=True)
 
 
 def png(figure: Figure) -> bytes:
     """Renders a picture as PNG; the same picture gives the same bytes."""
-    file = io.BytesIO()
-    with theme():
-        _fix_layout(figure)
-        figure.savefig(file, format="png", dpi=DPI, metadata={"Software": None})
-    return file.getvalue()
+    return _save(figure, "png", {"Software": None})
 
 
 def svg(figure: Figure) -> bytes:
     """Renders a picture as SVG; the same picture gives the same bytes."""
+    return _save(figure, "svg", {"Date": None, "Creator": None})
+
+
+def _save(figure: Figure, kind: str, metadata: dict[str, None]) -> bytes:
     file = io.BytesIO()
     with theme():
-        _fix_layout(figure)
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
+        if figure.get_layout_engine():  # computes the layout once instead of for every file
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
+        figure.savefig(file, format=kind, dpi=DPI, metadata=metadata)
     return file.getvalue()
-
-
-def _fix_layout(figure: Figure) -> None:
-    """Computes the layout once instead of for every file."""
-    if figure.get_layout_engine():
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from fewer.experiments.targets import best_value, cost_to_reach
 from fewer.methods.new_clients import worst_tenth
 from fewer.report.groups import RunGroup, find_method
-from fewer.report.metrics import client_values, metric_curve
+from fewer.report.metrics import client_values
 from fewer.runs.metric import PrimaryMetric
-from fewer.runs.reader import RunReader
 from fewer.statistics import Interval, format_number, interval
 
 MAX_NAMED = 3
@@ -51,7 +50,7 @@ def winner(groups: Sequence[RunGroup]) -> RunGroup | None:
         return None
     first, *others = _rank(done)
     by_seed = is_paired(groups)
-    return first if all(_is_behind(group, first, by_seed) for group in others) else None
+    return first if all(_is_ahead(first, group, by_seed) for group in others) else None
 
 
 def is_paired(groups: Sequence[RunGroup]) -> bool:
@@ -76,50 +75,33 @@ def _why_not_comparable(groups: Sequence[RunGroup]) -> str:
         return "These runs have different tasks, so there is no winner. The differences are listed below."
     if len({group.metric for group in groups}) > 1:
         return "These runs are measured by different metrics, so there is no winner."
-    if len({_evaluation_kind(group) for group in groups}) > 1:
-        return (
-            "These methods are evaluated differently (on all clients, new clients, groups or tasks), so there is no "
-            "winner."
-        )
+    kinds = {tuple(name in group.runs[0].history[-1] for name in ("fairness", "groups", "tasks")) for group in groups}
+    if len(kinds) > 1:
+        evaluations = "on all clients, new clients, groups or tasks"
+        return f"These methods are evaluated differently ({evaluations}), so there is no winner."
     return ""
-
-
-def _evaluation_kind(group: RunGroup) -> tuple[bool, ...]:
-    last = group.runs[0].history[-1]
-    return tuple(name in last for name in ("fairness", "groups", "tasks"))
 
 
 def _rank(groups: Sequence[RunGroup]) -> list[RunGroup]:
     return sorted(groups, key=lambda group: -group.metric.rank(_value(group).mean))
 
 
-def _is_behind(group: RunGroup, first: RunGroup, by_seed: bool) -> bool:
-    """True if this group is significantly worse than the first."""
+def _is_ahead(first: RunGroup, second: RunGroup, by_seed: bool, number: int | None = None) -> bool:
+    """True if the first group is significantly better, after this round or at the end."""
     if by_seed:
-        return _is_ahead(_final_ranks(first), _final_ranks(group))
-    return _is_behind_interval(_value(group), _value(first), group.metric)
-
-
-def _final_ranks(group: RunGroup) -> list[float]:
-    """The last value of each run, higher if it is better."""
-    return [group.metric.rank(run.value) for run in group.runs if run.value is not None]
-
-
-def _paired_lead(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """Lead of the first over the second, paired by seed."""
-    return interval([a - b for a, b in zip(first, second, strict=True)])
-
-
-def _is_ahead(first: Sequence[float], second: Sequence[float]) -> bool:
-    lead = _paired_lead(first, second)
-    return lead.half is not None and lead.mean > lead.half
-
-
-def _is_behind_interval(worse: Interval, better: Interval, metric: PrimaryMetric) -> bool:
-    """True if both 95 % intervals are known and do not overlap."""
-    if worse.half is None or better.half is None:
+        lead = _paired_lead(first, second, number)
+        return lead.half is not None and lead.mean > lead.half
+    better, worse, rank = _value(first, number), _value(second, number), first.metric.rank
+    if better.half is None or worse.half is None:
         return False
-    return metric.rank(worse.mean) + worse.half < metric.rank(better.mean) - better.half
+    return rank(worse.mean) + worse.half < rank(better.mean) - better.half
+
+
+def _paired_lead(first: RunGroup, second: RunGroup, number: int | None = None) -> Interval:
+    """Lead of the first over the second, paired by seed."""
+    rank = first.metric.rank
+    pairs = zip(_values(first, number), _values(second, number), strict=True)
+    return interval([rank(a) - rank(b) for a, b in pairs])
 
 
 def _describe_winner(ranked: Sequence[RunGroup]) -> str:
@@ -131,7 +113,7 @@ def _describe_winner(ranked: Sequence[RunGroup]) -> str:
             f"{_format_value(second)}. With a single seed this may be chance; use --seeds 3."
         )
     by_seed = is_paired(ranked)
-    close = [group for group in ranked[1:] if not _is_behind(group, first, by_seed)]
+    close = [group for group in ranked[1:] if not _is_ahead(first, group, by_seed)]
     if not close:
         return (
             f"{first.label} wins: {_format_value(first)} {metric.name}, ahead of {second.label} with "
@@ -152,7 +134,7 @@ def _describe_lead(ranked: Sequence[RunGroup], by_seed: bool) -> str:
     first, second, *more = ranked
     text = "Its 95 % interval overlaps no other"
     if by_seed:
-        lead = first.metric.format_interval(_paired_lead(_final_ranks(first), _final_ranks(second)), 1)
+        lead = first.metric.format_interval(_paired_lead(first, second), 1)
         text = f"Paired by seed, it leads {second.label} by {lead}{' points' if first.metric.percent else ''}"
         text += " and all others significantly" if more else ""
     comparisons = f" ({len(ranked) - 1} comparisons, each at 95 %, without correction)" if more else ""
@@ -160,43 +142,25 @@ def _describe_lead(ranked: Sequence[RunGroup], by_seed: bool) -> str:
 
 
 def _describe_cost(group: RunGroup) -> str:
-    up, down = group.megabytes
-    sent = f"sent {_format_megabytes(up)} up and {_format_megabytes(down)} down"
+    sent = "sent {} up and {} down".format(*map(_format_megabytes, group.megabytes))
     return f"{sent} in {group.rounds} rounds and took {group.last_mean('seconds'):,.0f} s"
 
 
 def _describe_early_lead(groups: Sequence[RunGroup]) -> Iterator[str]:
     """Who was significantly ahead in the first round in which all were evaluated, if there were more rounds."""
-    curves = {
-        group.label: {
-            point.round: point.value for point in metric_curve([run.history for run in group.runs], group.metric)
-        }
-        for group in groups
-    }
     metric = groups[0].metric
-    common = sorted(set.intersection(*(set(points) for points in curves.values())))
-    if len(common) < 2:
+    histories = [run.history for group in groups for run in group.runs]
+    evaluated = ({int(entry["round"]) for entry in history if metric.name in entry} for history in histories)
+    start, *later = sorted(set.intersection(*evaluated)) or [0]
+    if not later:
         return
-    start = common[0]
-    ranked = sorted(
-        ((points[start], label) for label, points in curves.items()), key=lambda pair: -metric.rank(pair[0].mean)
-    )
-    (first, leader), *others = ranked
+    first, *others = sorted(groups, key=lambda group: -metric.rank(_value(group, start).mean))
     by_seed = is_paired(groups)
-    ranks = {group.label: [metric.rank(_value_at(run, start)) for run in group.runs] for group in groups}
-    if all(
-        _is_ahead(ranks[leader], ranks[label]) if by_seed else _is_behind_interval(value, first, metric)
-        for value, label in others
-    ):
-        second, label = others[0]
+    if all(_is_ahead(first, group, by_seed, start) for group in others):
         yield (
-            f"Early lead: after round {start}, {leader} had {_format_interval(first, metric)}, ahead of {label} with "
-            f"{_format_interval(second, metric)}."
+            f"Early lead: after round {start}, {first.label} had {_format_value(first, start)}, ahead of "
+            f"{others[0].label} with {_format_value(others[0], start)}."
         )
-
-
-def _value_at(run: RunReader, number: int) -> float:
-    return next(float(entry[run.metric.name]) for entry in run.history if entry["round"] == number)
 
 
 def _describe_worst_clients(first: RunGroup, second: RunGroup) -> Iterator[str]:
@@ -204,10 +168,8 @@ def _describe_worst_clients(first: RunGroup, second: RunGroup) -> Iterator[str]:
     metric = first.metric
     by_group = [client_values([run.history for run in group.runs], metric) for group in (first, second)]
     if all(by_group):
-        worst, other = (
-            _format_interval(Interval(worst_tenth(values, metric.higher_is_better), None), metric)
-            for values in by_group
-        )
+        tenths = [Interval(worst_tenth(values, metric.higher_is_better), None) for values in by_group]
+        worst, other = (_format_interval(tenth, metric) for tenth in tenths)
         yield f"Its worst tenth of clients reaches {worst}, compared with {other} for {second.label}."
 
 
@@ -246,14 +208,22 @@ def _describe_result(group: RunGroup) -> str:
     return f"{group.label} reaches {result}. It {_describe_cost(group)}."
 
 
-def _value(group: RunGroup) -> Interval:
-    value = group.value
+def _values(group: RunGroup, number: int | None) -> list[float]:
+    """The primary metric of each run after this round, or the last one."""
+    if number is None:
+        return [run.value for run in group.runs if run.value is not None]
+    name = group.metric.name
+    return [entry[name] for run in group.runs for entry in run.history if entry["round"] == number]
+
+
+def _value(group: RunGroup, number: int | None = None) -> Interval:
+    value = group.value if number is None else interval(_values(group, number))
     assert value
     return value
 
 
-def _format_value(group: RunGroup) -> str:
-    return _format_interval(_value(group), group.metric)
+def _format_value(group: RunGroup, number: int | None = None) -> str:
+    return _format_interval(_value(group, number), group.metric)
 
 
 def _format_interval(value: Interval, metric: PrimaryMetric) -> str:
