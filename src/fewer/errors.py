@@ -43,12 +43,7 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> SettingError:
     return SettingError(f"unknown {kind} '{name}'{hint} (allowed: {', '.join(names)})")
 
 
-COMPARISONS = {
-    "greater than or equal to": ">=",
-    "less than or equal to": "<=",
-    "greater than": ">",
-    "less than": "<",
-}
+COMPARISONS = {"greater than or equal to": ">=", "less than or equal to": "<=", "greater than": ">", "less than": "<"}
 """Pydantic's words, and the signs that replace them in error messages."""
 
 

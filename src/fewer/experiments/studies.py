@@ -250,9 +250,4 @@ def _project(embedding: Embedding, max_samples: int) -> Cloud:
     return Cloud(points[:samples], all_labels, is_own, points[samples:], embedding.prototype_labels.cpu().numpy())
 
 
-STUDIES: dict[str, Callable[..., Study]] = {
-    "leakage": leakage,
-    "emd": emd,
-    "unused": unused,
-    "embedding": embedding,
-}
+STUDIES: dict[str, Callable[..., Study]] = {"leakage": leakage, "emd": emd, "unused": unused, "embedding": embedding}

@@ -118,10 +118,7 @@ def _exact_matches(logits: Tensor, targets: Tensor) -> Tensor:
 
 _METRICS: Mapping[Kind, Sequence[Metric]] = {
     "classification": (Metric("accuracy", 1, _correct, _first, 0, 1),),
-    "multi-label": (
-        Metric("f1", 3, _confusion, _f1, 0, 1),
-        Metric("exact-match", 1, _exact_matches, _first, 0, 1),
-    ),
+    "multi-label": (Metric("f1", 3, _confusion, _f1, 0, 1), Metric("exact-match", 1, _exact_matches, _first, 0, 1)),
     "regression": (
         Metric("mae", 1, _absolute_errors, _mean, 0, higher_is_better=False),
         Metric("mse", 1, _squared_errors, _mean, 0, higher_is_better=False),
