@@ -8,4 +8,25 @@ from fewer.runtime.pool import Pool
 from fewer.runtime.store import Store
 from fewer.runtime.streams import seed_of, stream
 
+__all__ = [
+    "Absent",
+    "Answer",
+    "Answers",
+    "Clients",
+    "Each",
+    "Faults",
+    "HandlerRunner",
+    "Inline",
+    "Pool",
+    "RoundRules",
+    "Store",
+    "Unable",
+    "on_client",
+    "on_ring",
+    "on_server",
+    "open_members",
+    "seed_of",
+    "stream",
+]
+
 keep_freed_memory()

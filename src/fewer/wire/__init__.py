@@ -6,3 +6,22 @@ from fewer.registry import CODECS
 from fewer.wire.codecs import TensorCodec
 from fewer.wire.message import Field, Number, Refused, Schema, Shaped, Value, decode, encode
 from fewer.wire.tree import Tree, pack, unpack
+
+__all__ = [
+    "CODECS",
+    "Codec",
+    "Direction",
+    "Field",
+    "Ledger",
+    "Number",
+    "Refused",
+    "Schema",
+    "Shaped",
+    "TensorCodec",
+    "Tree",
+    "Value",
+    "decode",
+    "encode",
+    "pack",
+    "unpack",
+]
