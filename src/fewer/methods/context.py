@@ -163,7 +163,7 @@ class ContextFactory:
         return Client(*shared, store=self.store(client, round), _data=self.data)
 
     def server(self, item: int, round: int) -> Server:
-        """The server, at one item of its own work."""
+        """The server, at one item of its work."""
         return Server(item, round, self.seed, self.task, self.data.test, self.nets)
 
     @property

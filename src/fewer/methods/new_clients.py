@@ -153,8 +153,8 @@ class NewClients(Method[CountingStateT]):
             return replace(scores, metrics=metrics)
         values = primary_by_client(by_client)
         higher_is_better = find_metric(primary_metric(list(by_client.values()))).higher_is_better
-        spread = fairness(list(values.values()), higher_is_better)
-        return replace(scores, metrics=metrics | {"fairness": spread}, clients=values)
+        over_clients = fairness(list(values.values()), higher_is_better)
+        return replace(scores, metrics=metrics | {"fairness": over_clients}, clients=values)
 
     def evaluate_queries(self, state: CountingStateT, clients: Clients) -> dict[int, Evaluation]:
         """Evaluates the model of each evaluation client on its query set."""

@@ -83,9 +83,9 @@ def _moments(outputs: Tensor, targets: Tensor) -> Tensor:
 def _r2(sums: Tensor, total: int) -> Tensor:
     """1 − Σ (y − ŷ)² / Σ (y − mean)², averaged over outputs; 0 for an output whose targets are all equal."""
     residual, y, y_squared = sums
-    spread = y_squared - y.square() / total
-    constant = spread <= 1e-12 * y_squared
-    return torch.where(constant, (residual == 0).double(), 1 - residual / spread.where(~constant, 1.0)).mean()
+    variance_sum = y_squared - y.square() / total
+    constant = variance_sum <= 1e-12 * y_squared
+    return torch.where(constant, (residual == 0).double(), 1 - residual / variance_sum.where(~constant, 1.0)).mean()
 
 
 def _mean(sums: Tensor, total: int) -> Tensor:

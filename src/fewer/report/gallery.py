@@ -334,12 +334,14 @@ def _draw_models(group: RunGroup, data: Data, suffix: str) -> Iterator[Picture]:
     yield from _draw_embedding(group, result, suffix)
 
 
-def _draw_synthetic_images(group: RunGroup, data: Data, grids: Sequence[ImageGrid], suffix: str) -> Iterator[Picture]:
+def _draw_synthetic_images(
+    group: RunGroup, data: Data, image_grids: Sequence[ImageGrid], suffix: str
+) -> Iterator[Picture]:
     scale = "Values outside the pixel range are clipped."
     if data.test.x.is_floating_point():
         scale = "The lowest value is black, the highest white."
     names = pictures.class_names(data, range(data.classes))
-    for grid in grids:
+    for grid in image_grids:
         rows = {name: {label: images.cpu().numpy() for label, images in row.items()} for name, row in grid.rows.items()}
         if figure := pictures.plot_image_grid(data, grid.title, rows, grid.max_per_class):
             values = [

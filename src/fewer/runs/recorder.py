@@ -1,4 +1,4 @@
-"""The callbacks that record a run: in its directory, or in the log if there is none."""
+"""The callbacks that record a run: in its directory, or in the log if there is no directory."""
 
 from __future__ import annotations
 
