@@ -144,6 +144,7 @@ def write_report_page(runs: list[Path], folder: Path) -> Path:
 def print_result(result: Result, path: Path, output: Output) -> None:
     """Prints the result of a finished run and writes its report."""
     from fewer.cli.progress import format_duration, format_megabytes
+    from fewer.models.artifact import ARTIFACT_FILE
     from fewer.runs.settings import settings_hash
     from fewer.statistics import format_interval, interval
 
@@ -171,10 +172,10 @@ def print_result(result: Result, path: Path, output: Output) -> None:
             f"{metric.format(fairness['variance'] ** 0.5)}, worst tenth {metric.format(fairness['worst'])}"
         )
     if groups := metrics.get("groups"):
-        unit = "tasks" if "tasks" in metrics else "groups that started from the prepared model"
+        unit = "tasks" if "tasks" in metrics else "groups"
         print(f"Mean over {len(groups)} {unit}: {format_interval(interval(groups))} % (95 % CI)")
     if (global_value := metrics.get(f"global_{metric.name}")) is not None:
         print(f"Each client's model on all clients' test samples: {metric.format(global_value)}")
     print(f"Run directory: {path}" + (f", report: {page}" if page else ""))
-    if groups and "tasks" not in metrics:
+    if (path / ARTIFACT_FILE).is_file():
         print(f"To deploy it to a group: fewer deploy {path} --data …")
