@@ -33,7 +33,11 @@ def load_from_file(spec: str) -> Any:
     if (existing := _module_path(module)) != path:
         raise SettingError(f"'{file}' has the same name as another module ({existing}); rename it")
     if not hasattr(module, name):
-        public = [key for key, value in vars(module).items() if isinstance(value, type) and not key.startswith("_")]
+        public = [
+            key
+            for key, value in vars(module).items()
+            if getattr(value, "__module__", "") == path.stem and not key.startswith("_")
+        ]
         raise SettingError(f"'{file}' has no '{name}' (it has: {', '.join(public)})")
     return getattr(module, name)
 

@@ -194,7 +194,7 @@ PLUGIN = '''
 import torch
 from fewer import FedAvg
 from fewer.models import Task
-from fewer.methods import ModelState
+from fewer.methods import ModelState, Scores
 
 class Zero(FedAvg):
     """Starts from zero weights."""
@@ -204,6 +204,14 @@ class Zero(FedAvg):
 class Net(torch.nn.Sequential):
     def __init__(self, shape, classes):
         super().__init__(torch.nn.Flatten(), torch.nn.Linear(shape[1] * shape[2], classes))
+
+class Grouped(FedAvg):
+    """Is evaluated on groups and prepares nothing."""
+    def evaluate(self, state, clients, data):
+        return Scores({"accuracy": 0.5, "loss": 1.0}, "groups", [0.4, 0.6])
+
+def measure(outputs, targets):
+    return 1.0
 
 number = 3
 '''
@@ -218,7 +226,9 @@ def test_user_method_and_model_from_a_file(tmp_path: Path) -> None:
     call("resume", tmp_path / "run")
     assert "is not a method" in call("run", f"{file}:number", code=2).stderr
     missing = call("run", f"{file}:Mine", code=2).stderr
-    assert "has no 'Mine' (it has: " in missing and "Zero" in missing
+    assert "has no 'Mine' (it has: Zero, Net, Grouped, measure)" in missing
+    output = call("run", f"{file}:Grouped", *DIGITS, "--rounds", "1", "--out", tmp_path / "grouped").stdout
+    assert "Mean over 2 groups: " in output and "deploy" not in output
     (tmp_path / "broken_one.py").write_text("import nothing_like_this")
     broken = call("run", f"{tmp_path / 'broken_one.py'}:Mine", code=2).stderr
     assert "cannot import" in broken and "ModuleNotFoundError" in broken

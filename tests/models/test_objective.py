@@ -70,3 +70,28 @@ def test_a_loss_in_a_file_is_found(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_one_clear_error(loss: object, metrics: list[str], targets: Tensor, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         build_objective(loss, metrics, targets, "d")  # type: ignore[arg-type]
+
+
+def test_own_metrics_need_names_that_nothing_else_has() -> None:
+    def rmse(outputs: Tensor, targets: Tensor) -> Tensor:
+        return squares(outputs, targets).sqrt()
+
+    def seconds(outputs: Tensor, targets: Tensor) -> float:
+        return 1.0
+
+    for metric in (rmse, seconds):
+        with pytest.raises(SettingError, match=f"your metric '{metric.__name__}' needs another name"):
+            build_objective("mse", [metric], NUMBERS, "toy")
+    with pytest.raises(SettingError, match="two metrics have the name 'squares'"):
+        build_objective("mse", [squares, squares], NUMBERS, "toy")
+    assert build_objective("mse", [torch.nn.L1Loss()], NUMBERS, "toy").metrics[0].name == "L1Loss"
+
+
+@pytest.mark.parametrize(("higher_is_better", "worst"), [(True, -torch.inf), (False, torch.inf)])
+def test_nan_is_the_worst_value_of_an_own_metric(higher_is_better: bool, worst: float) -> None:
+    def undefined(outputs: Tensor, targets: Tensor) -> float:
+        return float("nan")
+
+    undefined.higher_is_better = higher_is_better  # type: ignore[attr-defined]
+    metric = build_objective("mse", [undefined], NUMBERS, "toy").metrics[0]
+    assert metric.sums(NUMBERS, NUMBERS).item() == worst

@@ -63,7 +63,7 @@ def resumable(hint: str) -> Iterator[None]:
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Prints an error as one line, with exit code 2; after Ctrl-C, a hint how to continue, with exit code 130.
 
-    With --debug, errors keep their traceback.
+    An error in the user's code keeps its traceback.
     """
 
     @functools.wraps(command)
@@ -74,8 +74,6 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
             sys.stderr.close()
             raise typer.Exit(1) from None
         except (FewerError, OSError) as error:
-            if kwargs.get("debug"):
-                raise
             problem = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
             print("\n".join([f"fewer: {problem}", *_hints(error)]), file=sys.stderr)
             raise typer.Exit(2) from None
@@ -135,6 +133,7 @@ def write_report_page(runs: list[Path], folder: Path) -> Path:
 def print_result(result: Result, path: Path, output: Output) -> None:
     """Prints the result of a finished run and writes its report."""
     from fewer.cli.progress import format_duration, format_megabytes
+    from fewer.models.artifact import ARTIFACT_FILE
     from fewer.runs.settings import settings_hash
     from fewer.statistics import format_interval, interval
 
@@ -162,10 +161,10 @@ def print_result(result: Result, path: Path, output: Output) -> None:
             f"{metric.format(fairness['variance'] ** 0.5)}, worst tenth {metric.format(fairness['worst'])}"
         )
     if groups := metrics.get("groups"):
-        unit = "tasks" if "tasks" in metrics else "groups that started from the prepared model"
+        unit = "tasks" if "tasks" in metrics else "groups"
         print(f"Mean over {len(groups)} {unit}: {format_interval(interval(groups))} % (95 % CI)")
     if (global_value := metrics.get(f"global_{metric.name}")) is not None:
         print(f"Each client's model on all clients' test samples: {metric.format(global_value)}")
     print(f"Run directory: {path}" + (f", report: {page}" if page else ""))
-    if groups and "tasks" not in metrics:
+    if (path / ARTIFACT_FILE).is_file():
         print(f"To deploy it to a group: fewer deploy {path} --data …")

@@ -188,7 +188,7 @@ class NoGlobalModel(SettingError):
     """The method trains only models of clients."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"{name} has no global model: use personal_model(client)")
+        super().__init__(f"{name} has no global model: use personal_model(client), or --client N on the command line")
 
 
 class PersonalMethod(Method[StateT]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -28,6 +28,9 @@ EVALUATION_SCHEMA: Schema = {
 """What a client returns that evaluates a model."""
 Metrics = dict[str, Any]
 """Metrics by name: a line of metrics.jsonl."""
+Unit = Literal["samples", "clients", "groups", "tasks"]
+RESERVED = ("round", "absent", "unmeasured", "up", "down", "seconds", "unit", "groups", "clients")
+"""Names in metrics.jsonl that the run itself sets."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,28 @@ class Scores:
 
     metrics: Metrics
     """The metrics of the task, `loss` and any further metrics; empty if nothing was evaluated."""
-    unit: Literal["samples", "clients", "groups", "tasks"] = "samples"
+    unit: Unit = "samples"
     """What the metrics are the mean over."""
     values: Sequence[float] = ()
     """The primary metric of every group or task."""
     clients: Mapping[int, float] = field(default_factory=dict)
     """The primary metric by client."""
 
+    def __post_init__(self) -> None:
+        """Raises SettingError for a unit or a metric that cannot be recorded."""
+        if self.unit not in get_args(Unit):
+            raise SettingError(f"Scores: unit = {self.unit!r} (allowed: {', '.join(get_args(Unit))})")
+        for name, value in self.metrics.items():
+            if name in RESERVED:
+                raise SettingError(f"Scores: metric '{name}' needs another name: the run records its own '{name}'")
+            if not isinstance(value, int | float | str | list | tuple | Mapping | None):
+                raise SettingError(f"Scores: metric '{name}' must be a number, got {type(value).__name__}")
+
     def as_dict(self) -> Metrics:
         """Returns all scores for metrics.jsonl."""
         parts: Metrics = {"unit": self.unit} if self.metrics else {}
-        if self.values:
-            parts["groups"] = list(self.values)
+        if len(self.values):
+            parts["groups"] = [float(value) for value in self.values]
         if self.clients:
             parts["clients"] = {str(client): value for client, value in self.clients.items()}
         return {**self.metrics, **parts}

@@ -129,6 +129,8 @@ _METRICS: Mapping[Kind, Sequence[Metric]] = {
 """The built-in metrics by what is predicted. The first is the default."""
 METRICS = {metric.name: metric for metrics in _METRICS.values() for metric in metrics}
 ACCURACY = METRICS["accuracy"]
+_OTHER_SCORES = {"round", "absent", "unmeasured", "loss", "unit", "groups", "clients", "up", "down", "seconds"}
+"""What else a line of metrics.jsonl has."""
 
 
 def find_metric(name: str) -> Metric:
@@ -175,6 +177,9 @@ def build_objective(
     if not callable(loss):
         raise SettingError(f"loss must be a name or a function of outputs and targets, got {type(loss).__name__}")
     chosen = [_build_metric(metric, kind) for metric in metrics] or [_METRICS[kind][0]]
+    names = [metric.name for metric in chosen]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise SettingError(f"two metrics have the name '{repeated}'")
     if kind == "classification":
         chosen = [ACCURACY, *(metric for metric in chosen if metric is not ACCURACY)]
         kind = "next-token" if next_token else kind
@@ -200,15 +205,23 @@ def _build_metric(metric: Any, kind: Kind) -> Metric:
     if isinstance(metric, str) and ":" in metric:
         metric = load_from_file(metric)
     if callable(metric):
+        name = getattr(metric, "__name__", type(metric).__name__)
+        if name in METRICS or name in _OTHER_SCORES:
+            raise SettingError(f"your metric '{name}' needs another name: metrics of a round already have this one")
         better = bool(getattr(metric, "higher_is_better", True))
-        return Metric(metric.__name__, 1, partial(_sum_over_samples, metric), _first, higher_is_better=better)
+        worst = -math.inf if better else math.inf
+        sums = partial(_sum_over_samples, metric, worst)
+        return Metric(name, 1, sums, _first, higher_is_better=better)
     allowed = [built_in.name for built_in in _METRICS[kind]]
     if metric not in allowed:
         raise unknown_name(f"metric of {kind}", str(metric), [*allowed, "FILE.py:name"])
     return METRICS[metric]
 
 
-def _sum_over_samples(metric: Callable[[Tensor, Tensor], Any], outputs: Tensor, targets: Tensor) -> Tensor:
-    """The sum of a user's metric over a batch. The metric returns its mean or one value per sample."""
+def _sum_over_samples(
+    metric: Callable[[Tensor, Tensor], Any], worst: float, outputs: Tensor, targets: Tensor
+) -> Tensor:
+    """The sum of a user's metric, which returns its mean or one value per sample. NaN counts as `worst`."""
     values: Tensor = torch.as_tensor(metric(outputs, targets), dtype=torch.float64)
+    values = values.where(~values.isnan(), worst)
     return (values.sum() if values.ndim else values * len(targets)).view(1, 1)

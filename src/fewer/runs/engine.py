@@ -21,7 +21,7 @@ import torch
 import fewer
 from fewer.data import Data
 from fewer.errors import DataError, RunError, SettingError
-from fewer.methods import ContextFactory, Method, find, names
+from fewer.methods import ContextFactory, Method, Scores, find, names
 from fewer.methods.capabilities import HasSettingWarnings
 from fewer.models.objective import Loss
 from fewer.registry import METHODS
@@ -375,7 +375,9 @@ def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
         del run.absent[metrics["absent"] :]  # those of an earlier evaluation
         if will_evaluate:
             with clients.evaluation(is_last):
-                metrics.update(method.evaluate(state, clients, run.data).as_dict())
+                scores = method.evaluate(state, clients, run.data)
+            _check_scores(run, scores, is_last)
+            metrics.update(scores.as_dict())
         for warning in _skip_warnings(run.absent):
             warn_once(f"{method.name}: {warning}")
         if len(run.absent) > metrics["absent"]:
@@ -399,6 +401,14 @@ def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
             observers.notify("on_round_end", metrics, among=observers.recorders)
         raise
     observers.notify("on_round_end", metrics, among=observers.recorders)
+
+
+def _check_scores(run: Run, scores: Scores, is_last: bool) -> None:
+    """Raises SettingError if an evaluation is not what reports need. Only the last one must measure something."""
+    if not isinstance(scores, Scores):
+        raise SettingError(f"{run.method.name}: evaluate must return fewer.Scores, got {type(scores).__name__}")
+    if (scores.metrics or is_last) and run.metric.name not in scores.metrics:
+        raise SettingError(f"{run.method.name}: the metrics of evaluate lack the primary metric '{run.metric.name}'")
 
 
 @cache

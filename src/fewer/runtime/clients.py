@@ -174,6 +174,8 @@ class Clients(ABC):
 
         Floating-point tensors are encoded with the method's `codec`, in both directions.
         """
+        if unknown := {*getattr(handler, "__exact__", ())} - {*fields, *returns}:
+            raise ValueError(f"exact = {min(unknown)!r} of '{handler.__name__}' is neither sent nor returned")
         kind = (EVALUATION if self.evaluating else "") + handler.__name__
         messages = self._encode_messages(handler, kind, who, fields)
         faults = {client: self._draw_fault(client, stream_name(handler)) for client in who}
@@ -254,7 +256,7 @@ class Clients(ABC):
                 if reply is None:
                     continue
                 if reply.failure:
-                    raise RuntimeError(f"server handler '{handler.__name__}' failed: {reply.detail}")
+                    raise RunError(f"server handler '{handler.__name__}' failed: {reply.detail}")
                 try:
                     results[call.client] = decode(reply.blob)[1]
                 except Refused as refused:
