@@ -309,7 +309,7 @@ def dash(directory: str | None) -> list[Measurement]:
         with serve(root) as request:
             cold, _ = request("runs")
             paged, filtered = alternate(
-                15, lambda: request("runs?from=500")[0], lambda: request("runs?sort=accuracy&find=7")[0]
+                15, lambda: request("runs?from=500")[0], lambda: request("runs?sort=metric&find=7")[0]
             )
             run = f"runs/{find_long_run(request)}"
             newest = [request(f"{run}/events?limit=50")[0] for _ in range(15)]
