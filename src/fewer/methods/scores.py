@@ -12,6 +12,7 @@ import torch
 from fewer.errors import SettingError
 from fewer.learning import Evaluation
 from fewer.learning.evaluate import add_evaluations
+from fewer.models.objective import RUN_RECORDS
 from fewer.runtime import Absent, Clients
 from fewer.wire import Number, Schema, Shaped
 
@@ -29,8 +30,6 @@ EVALUATION_SCHEMA: Schema = {
 Metrics = dict[str, Any]
 """Metrics by name: a line of metrics.jsonl."""
 Unit = Literal["samples", "clients", "groups", "tasks"]
-RESERVED = ("round", "absent", "unmeasured", "up", "down", "seconds", "unit", "groups", "clients")
-"""Names in metrics.jsonl that the run itself sets."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Scores:
         if self.unit not in get_args(Unit):
             raise SettingError(f"Scores: unit = {self.unit!r} (allowed: {', '.join(get_args(Unit))})")
         for name, value in self.metrics.items():
-            if name in RESERVED:
+            if name in RUN_RECORDS:
                 raise SettingError(f"Scores: metric '{name}' needs another name: the run records its own '{name}'")
             if not isinstance(value, int | float | str | list | tuple | Mapping | None):
                 raise SettingError(f"Scores: metric '{name}' must be a number, got {type(value).__name__}")

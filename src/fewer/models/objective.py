@@ -129,8 +129,8 @@ _METRICS: Mapping[Kind, Sequence[Metric]] = {
 """The built-in metrics by what is predicted. The first is the default."""
 METRICS = {metric.name: metric for metrics in _METRICS.values() for metric in metrics}
 ACCURACY = METRICS["accuracy"]
-_OTHER_SCORES = {"round", "absent", "unmeasured", "loss", "unit", "groups", "clients", "up", "down", "seconds"}
-"""What else a line of metrics.jsonl has."""
+RUN_RECORDS = {"round", "absent", "unmeasured", "unit", "groups", "clients", "up", "down", "seconds"}
+"""Names in metrics.jsonl that the run itself sets."""
 
 
 def find_metric(name: str) -> Metric:
@@ -206,7 +206,7 @@ def _build_metric(metric: Any, kind: Kind) -> Metric:
         metric = load_from_file(metric)
     if callable(metric):
         name = getattr(metric, "__name__", type(metric).__name__)
-        if name in METRICS or name in _OTHER_SCORES:
+        if name in {*METRICS, *RUN_RECORDS, "loss"}:
             raise SettingError(f"your metric '{name}' needs another name: metrics of a round already have this one")
         better = bool(getattr(metric, "higher_is_better", True))
         worst = -math.inf if better else math.inf

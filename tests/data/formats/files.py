@@ -7,6 +7,7 @@ import os
 import pickle
 import tarfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def write(path: Path, content: bytes | str) -> Path:
     return path
 
 
-def write_tar(path: Path, files: dict[str, bytes]) -> Path:
+def write_tar(path: Path, files: Mapping[str, bytes]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w:gz") as archive:
         for name, content in files.items():

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import pickle
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,18 +14,9 @@ from fewer.data.download import DOWNLOADS
 from fewer.data.raw_dataset import RawDataset
 from fewer.data.sources import FILES, read
 from fewer.errors import DataError
+from tests.data.formats.files import write_tar
 
 CLASSES = {"label": 10, "coarse_label": 20, "fine_label": 100}
-
-
-def write_tar(path: Path, files: Mapping[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w:gz") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
 
 
 def make_files(
