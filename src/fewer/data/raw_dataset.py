@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fewer.data.schema import Column
+
 Array = NDArray[Any]
 Inputs = Array | Tensor | list[str]
 
@@ -37,6 +39,10 @@ class RawDataset:
     """True if each client's samples are in temporal order. They are then split by time."""
     split: tuple[int, int, int] | None = None
     """Numbers of base, validation and novel classes, in label order, if the classes are split."""
+    columns: tuple[Column, ...] = ()
+    """Columns of a table that become inputs, in order."""
+    notes: tuple[str, ...] = ()
+    """What the reader did that the user should know: columns ignored, images transposed, labels renamed …"""
 
     def merge_test(self) -> RawDataset:
         """Appends the test samples to the training samples. Client ids stay if those of both parts are known."""
