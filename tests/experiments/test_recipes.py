@@ -17,6 +17,7 @@ from fewer.data.sources import EMBEDDED
 from fewer.errors import SettingError
 from fewer.experiments import Row, recipes
 from fewer.experiments.studies import parse_study
+from fewer.experiments.tune import Trial
 from fewer.methods import find
 from fewer.report.style import assign_styles
 from fewer.report.tables import plot_recipe
@@ -191,8 +192,8 @@ def make_cells(**keys: Any) -> tuple[recipes.Recipe, list[recipes.Cell]]:
 
 @pytest.mark.parametrize(("figure", "x"), [("rounds", [1, 2]), ("megabytes", [4, 8])])
 def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[float]) -> None:
-    drawn = plot_recipe(*make_cells(figure=figure))
-    assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["α = 0.5", "α = 5"]
+    drawn = plot_recipe(*make_cells(figure=figure))[figure]
+    assert [axes.get_title("left") for axes in drawn.axes] == ["α = 0.5", "α = 5"]
     for axes in drawn.axes:
         given, tuned = axes.lines
         assert list(given.get_xdata()) == pytest.approx(x)  # type: ignore[arg-type]
@@ -208,15 +209,51 @@ def test_a_recipe_draws_curves_in_a_panel_for_each_column(figure: str, x: list[f
 
 
 def test_a_recipe_draws_its_columns() -> None:
-    (axes,) = (plot_recipe(*make_cells(figure="columns")) or pytest.fail("no picture")).axes
+    (axes,) = plot_recipe(*make_cells(figure="columns"))["columns"].axes
     given = axes.lines[0]
     assert list(given.get_ydata()) == pytest.approx([40, 40])  # type: ignore[arg-type]
     assert np.round(np.asarray(given.get_xdata())).tolist() == [0, 1]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["α = 0.5", "α = 5"]
-    drawn = plot_recipe(*make_cells(figure="columns", by_round=[1, 2]))
-    assert drawn and [axes.get_title("left") for axes in drawn.axes] == ["1 rounds", "2 rounds"]
+    drawn = plot_recipe(*make_cells(figure="columns", by_round=[1, 2]))["columns"]
+    assert [axes.get_title("left") for axes in drawn.axes] == ["1 rounds", "2 rounds"]
     assert [axes.lines[0].get_ydata()[0] for axes in drawn.axes] == pytest.approx([10, 40])  # type: ignore[index]
-    assert plot_recipe(*make_cells()) is None
+    assert plot_recipe(*make_cells()) == {}
+
+
+def test_counted_operations_get_a_plot_and_columns() -> None:
+    plan, cells = make_cells()
+    counted = [
+        replace(cell, ours=replace(cell.ours, gflop=3.0, seconds=7.0, curves=add_flops(cell.ours.curves)))
+        for cell in cells
+    ]
+    (kind,), (figure,) = zip(*plot_recipe(plan, counted).items(), strict=True)
+    assert kind == "gflop" and list(figure.axes[0].lines[0].get_xdata()) == pytest.approx([1.5, 3.0])  # type: ignore
+    text = recipes.render_markdown(plan, counted, "command", quick=False, images={"gflop": "x-gflop.png"})
+    assert "| MB up | MB down | GFLOP | seconds |" in text and "| 6 | 2 | 3 | 7 |" in text and "(x-gflop.png)" in text
+    assert "GFLOP" not in recipes.render_markdown(plan, [cells[0], *counted[1:]], "command", quick=False)
+
+
+def add_flops(curves: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """The curves with 1.5 GFLOP per round, counted with the first seed."""
+    return [[{**line, "flops": 1.5e9 * line["round"]} for line in curves[0]], *curves[1:]]
+
+
+def test_tuned_rows_show_their_trials_and_what_is_at_an_edge() -> None:
+    plan, cells = make_cells()
+    trials = [Trial({"lr": lr}, value, 0.01) for lr, value in ((0.1, 0.5), (0.3, 0.7), (0.9, None), (0.03, 0.6))]
+    tuned = [replace(cell, ours=replace(cell.ours, trials=trials, settings={"lr": 0.3})) for cell in cells]
+    text = recipes.render_markdown(plan, tuned, "command", quick=False)
+    assert "| FedAvg, tuned | α = 5 | 4 | 50.0 | 60.0 | 70.0 ± 1.0 | 1 |" in text and "lie beyond: none." in text
+    at_edge = [replace(cell, ours=replace(cell.ours, trials=trials[:2], settings={"lr": 0.3})) for cell in cells]
+    assert "FedAvg, tuned α = 5: lr 0.3" in recipes.render_markdown(plan, at_edge, "c", False).rpartition("beyond:")[2]
+
+
+def test_a_recipe_over_samples_pairs_its_rows_by_seed() -> None:
+    plan, cells = make_cells(rivals=["FedAvg, given"])
+    text = recipes.render_markdown(plan, cells, "command", quick=False)
+    half = 12.706204736432095 * 0.1  # t(1 degree, 97.5 %); the differences are 0.3 and 0.1
+    assert f"| FedAvg, tuned | α = 5 | 20.0 ± {100 * half:.1f} |" in text
+    assert "paired by seed" in text and "Of 2 comparisons, about 0.1 exclude 0 by chance:" in text
 
 
 def test_accuracy_by_round_is_in_a_table() -> None:

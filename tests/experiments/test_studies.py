@@ -134,7 +134,7 @@ def test_a_recipe_can_study_leakage_or_earth_mover_distance(tmp_path: Path) -> N
     assert f"| {saved['study']['FedMK, S = 2']['metrics']['copies']['median']:.2f} |" in text
     assert saved["study"].keys() == {"FedMK, S = 2", "FedMK, S = 3"}
     assert text.count("![FedMK: deep leakage from gradients](small-fedmk-s-2-leakage.png)") == 1
-    assert {path.name for path in tmp_path.glob("*.png")} == {
+    assert {path.name for path in tmp_path.glob("small-fedmk-*.png")} == {
         f"small-fedmk-s-{size}-{kind}.png" for size in (2, 3) for kind in ("copies", "leakage")
     }
     file.write_text(file.read_text().replace('"leakage"\nsteps = 2\nstarts = 1', '"emd"\npaper = [0.0, 0.25]'))

@@ -14,10 +14,9 @@ import pytest
 from fewer import FedAvg
 from fewer.data import Data
 from fewer.errors import RunError
-from fewer.experiments.tune import Point, coordinate_search, tune_experiment
-from fewer.methods.frl import (
-    FRL,
-)
+from fewer.experiments.tune import Point, Trial, coordinate_search, settings_at_edge, tune_experiment
+from fewer.methods.frl import FRL
+from fewer.methods.metafed import MetaFed
 from fewer.runs.experiment import build_experiment, parse_settings
 from tests.methods.frl_harness import GROUPS, load_digits
 
@@ -27,7 +26,7 @@ def test_a_finer_search_stays_in_the_allowed_range(monkeypatch: pytest.MonkeyPat
 
     def run_trial(experiment: Any, *_: Any) -> Any:
         tried.append(experiment.method.gamma)
-        return SimpleNamespace(value=experiment.method.gamma)
+        return SimpleNamespace(value=experiment.method.gamma, metrics={"groups": [0.5, 0.6]})
 
     monkeypatch.setattr(sys.modules[tune_experiment.__module__], "run_experiment", run_trial)
     experiment = build_experiment(
@@ -65,6 +64,32 @@ def test_search_varies_one_setting_at_a_time() -> None:
     assert len(evaluated) == 8
     assert all(point["mu"] == 0.01 for point in evaluated[:4]) and all(point["lr"] == 0.1 for point in evaluated[4:6])
     assert chosen["lr"] == pytest.approx(0.1, rel=0.8) and chosen["mu"] == pytest.approx(1.0, rel=0.5)
+
+
+def test_the_range_is_extended_before_another_setting_is_tried() -> None:
+    evaluated: list[Point] = []
+    search_space = {"lr": GRID, "mu": (0.001, 0.01, 0.1)}
+    chosen = coordinate_search(objective({"lr": 2.7, "mu": 0.01}, evaluated), search_space, {"lr": 0.3, "mu": 0.01}, 9)
+    assert [point["lr"] for point in evaluated[:7]] == [*GRID, 0.9, 2.7, 8.1] and chosen["lr"] == 2.7
+    assert [point["mu"] for point in evaluated[7:]] == [0.001, 0.1]
+
+
+def test_a_best_value_at_the_end_of_the_tried_ones_is_marked() -> None:
+    def trials(*rates: float) -> list[Trial]:
+        return [Trial({"lr": rate}, rate) for rate in rates]
+
+    assert settings_at_edge(trials(0.1, 0.3, 0.9), {"lr": 0.9}) == ["lr"]
+    assert settings_at_edge(trials(0.1, 0.3, 0.9), {"lr": 0.1}) == ["lr"]
+    assert settings_at_edge(trials(0.1, 0.3, 0.9), {"lr": 0.3}) == [] == settings_at_edge(trials(0.1), {"lr": 0.1})
+    threshold = [Trial({"distill_threshold": value}, value) for value in (0.6, 1.0)]
+    assert settings_at_edge(threshold, {"distill_threshold": 0.6}, MetaFed) == ["distill_threshold"]
+
+
+def test_a_trial_has_the_interval_of_its_evaluation(digits: Data) -> None:
+    experiment = build_experiment(parse_settings({"seed": 1}), FedAvg(rounds=1, cohort=3), digits)
+    (trial,) = tune_experiment(experiment, 1)[1]
+    samples, p = len(digits.hold_out(0.2, 1).test), trial.accuracy or 0
+    assert trial.ci95 == pytest.approx(1.96 * math.sqrt(p * (1 - p) / samples), rel=0.01)
 
 
 def test_tuning_never_sees_the_test_data(digits: Data) -> None:

@@ -23,7 +23,7 @@ def test_a_result_has_html_plots_and_a_data_frame(monkeypatch: pytest.MonkeyPatc
     )
     assert result.plot("megabytes").axes[0].get_xlabel().startswith("MB")
     assert result.plot("client").axes[0].get_xlabel().startswith("clients")
-    with pytest.raises(SettingError, match="by must be one of round, megabytes, seconds, client, got 'week'"):
+    with pytest.raises(SettingError, match="by must be one of round, megabytes, gflop, seconds, client, got 'week'"):
         result.plot("week")  # type: ignore[arg-type]
     frame = pytest.importorskip("pandas") and result.to_pandas()
     assert frame["accuracy"].tolist() == [line["accuracy"] for line in result.history]

@@ -243,9 +243,9 @@ def reproduce(
     study = recipes.run_study(recipe, cells, folder)
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
-    figure = plot_recipe(recipe, cells)
+    pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
     stem = "-".join([Path(name).stem if name.endswith(".toml") else name, *map(recipes.slugify, column or ())])
-    pages = recipes.write_results(stem, recipe, cells, results, command, quick, png(figure) if figure else None, study)
+    pages = recipes.write_results(stem, recipe, cells, results, command, quick, pictures, study)
     if study:
         write_study(study, pages[0].with_suffix(""))
     if not printing.write_json(json_file, json.loads(pages[1].read_text())):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HOST, PORT, TIMEOUT = "127.0.0.1", 8443, 600.0
 HELP_PANEL = "Between machines"
-OTHER_SETTINGS = ("method", "runtime", "workers", "debug")
+OTHER_SETTINGS = ("method", "runtime", "workers", "debug", "count_flops")
 """Settings without an option: METHOD is an argument, and the runtime is always Flower, without debugging."""
 
 Method = Annotated[str | None, Argument(metavar="METHOD", help="A method's name.", autocompletion=complete_methods)]

@@ -46,7 +46,7 @@ class Row:
     mb_down: float
     """Megabytes that clients received."""
     seconds: float
-    """Seconds of a run."""
+    """Seconds of a run, without the seeds that count operations, if there are others."""
     seeds: list[int]
     accuracies: list[float]
     """The accuracy for each seed."""
@@ -65,6 +65,8 @@ class Row:
     unit_accuracies: list[dict[str, float]] = field(default_factory=list)
     """For each seed, the accuracy of each group, or of each client if there are no groups."""
 
+    gflop: float | None = None
+    """GFLOP that the clients of a run spend on training, if they were counted. Only the first seed counts them."""
     metric: dict[str, Any] = field(default_factory=dict)
     """What `accuracy` and its relatives measure, if it is not accuracy: the fields of a `PrimaryMetric`."""
 
@@ -232,6 +234,8 @@ class SeedRunner:
     data: Data | None = None
     objects: Mapping[str, Any] = field(default_factory=dict)
     title: str = ""
+    count_flops: bool = False
+    """Counts the operations of the first seed."""
     paths: list[Path] = field(default_factory=list, init=False)
     """The run directories so far."""
     _partitions: dict[str, Data] = field(default_factory=dict, init=False)
@@ -250,7 +254,7 @@ class SeedRunner:
         return build_experiment(settings, method, data, **self.objects)
 
     def _load_partition(self, settings: Settings) -> Data:
-        others = {"method", "method_options", *METHOD_SETTINGS, "model", "norm", "model_options"}
+        others = {"method", "method_options", *METHOD_SETTINGS, "model", "norm", "model_options", "count_flops"}
         key = settings.model_dump_json(exclude=others)
         if key not in self._partitions:
             while len(self._partitions) >= CACHED_PARTITIONS:
@@ -268,7 +272,8 @@ class SeedRunner:
         tuned_method = None if method is None else experiment.method
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):
-            seeded = self.experiment(experiment.settings.model_copy(update={"seed": seed}), tuned_method)
+            changed = {"seed": seed} | ({"count_flops": seed == settings.seed} if self.count_flops else {})
+            seeded = self.experiment(experiment.settings.model_copy(update=changed), tuned_method)
             callbacks = self._label(f"{label} seed {seed}" if self.seeds > 1 else label)
             path = self.out and self.out / f"{stem}-seed{seed}"
             results.append(self._run_or_resume(seeded, path, callbacks, tuned_method))
@@ -324,7 +329,9 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
     last = [result.metrics for result in results]
     groups = [accuracy for scores in last for accuracy in scores.get("groups", ())]
     metric = experiment.metric
-    names = "round", metric.name, "up", "down", "seconds"
+    names = "round", metric.name, "up", "down", "seconds", "flops"
+    uncounted = [result.seconds for result in results if not result.settings.count_flops]
+    gflops = [scores["flops"] / 1e9 for scores in last if "flops" in scores]
     return Row(
         method=method.name,
         accuracy=statistics.fmean(accuracies),
@@ -333,11 +340,11 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
         rounds=max(len(result.history) for result in results),
         mb_up=statistics.fmean(scores["up"] for scores in last) / MB,
         mb_down=statistics.fmean(scores["down"] for scores in last) / MB,
-        seconds=statistics.fmean(result.seconds for result in results),
+        seconds=statistics.fmean(uncounted or [result.seconds for result in results]),
         seeds=[result.settings.seed for result in results],
         accuracies=accuracies,
         curves=[
-            [{name: line[name] for name in names} for line in result.history if metric.name in line]
+            [{name: line[name] for name in names if name in line} for line in result.history if metric.name in line]
             for result in results
         ],
         settings=method.model_dump(mode="json"),
@@ -346,5 +353,6 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
         groups=len(groups),
         units="tasks" if "tasks" in last[0] else "groups",
         unit_accuracies=[read_unit_accuracies(scores) for scores in last],
+        gflop=statistics.fmean(gflops) if gflops else None,
         metric={} if metric == ACCURACY else asdict(metric),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -20,13 +21,13 @@ from fewer.errors import SettingError, setting_error, unknown_name
 from fewer.experiments.compare import Row, SeedRunner, assign_options
 from fewer.experiments.studies import CellRuns, Study, parse_study
 from fewer.experiments.targets import TargetCost, best_value, cost_to_reach
-from fewer.experiments.tune import TRIALS, Trial, mean_client_value, pooled_value
+from fewer.experiments.tune import TRIALS, Trial, mean_client_value, pooled_value, settings_at_edge
 from fewer.methods import find
 from fewer.runs.callbacks import Callback
 from fewer.runs.experiment import parse_settings
 from fewer.runs.reader import RunReader
 from fewer.runs.settings import Settings
-from fewer.statistics import format_interval, format_number, half_width, interval
+from fewer.statistics import Interval, format_interval, format_number, half_width, interval
 
 MEASURES = {"samples": pooled_value, "clients": mean_client_value}
 """How a recipe averages accuracy (`mean`)."""
@@ -76,7 +77,10 @@ class Recipe(BaseModel):
     by_round: bool | list[PositiveInt] = False
     """Adds a table of the accuracy after each round, or after the listed rounds."""
     figure: Literal["rounds", "megabytes", "columns"] | None = None
-    """The x-axis of the accuracy plot: rounds, megabytes sent, or the columns of the table. None: no plot."""
+    """The x-axis of the accuracy plot: rounds, megabytes sent, or the columns of the table. None: no plot.
+
+    A plot of accuracy by operations follows in any case.
+    """
     study: dict[str, Any] = {}
     """The name and options of a study that measures more than accuracy."""
     mean: Literal["samples", "clients"] = "samples"
@@ -167,6 +171,7 @@ def reproduce(
             continue
         folder, measure = out / slugify(column.name), MEASURES[recipe.mean]
         runner = SeedRunner(recipe.seeds, recipe.trials, folder, callbacks, measure, track, title=column.name)
+        runner.count_flops = True
         for row, settings in zip(recipe.row, row_settings(column, recipe, quick), strict=True):
             ours = runner.run(parse_settings({**settings, **(changes or {})}), slugify(row.name), row.tune)
             cells.append(Cell(row.name, column.name, ours, _paper_value(row, index)))
@@ -240,14 +245,15 @@ def write_results(
     folder: Path,
     command: str,
     quick: bool,
-    picture: bytes | None = None,
+    pictures: Mapping[str, bytes] | None = None,
     study: Study | None = None,
 ) -> list[Path]:
-    """Writes the table as Markdown, all data behind it as JSON, and its picture as PNG."""
+    """Writes the table as Markdown, all data behind it as JSON, and its pictures (see `FIGURES`) as PNG."""
     stem = folder / (name + ("-quick" if quick else ""))
     stem.parent.mkdir(parents=True, exist_ok=True)
-    page, data, image = (stem.with_name(stem.name + kind) for kind in (".md", ".json", ".png"))
-    table = render_markdown(recipe, cells, command, quick, image.name if picture else None)
+    page, data = (stem.with_name(stem.name + kind) for kind in (".md", ".json"))
+    images = {kind: stem.with_name(stem.name + FIGURES[kind]) for kind in pictures or {}}
+    table = render_markdown(recipe, cells, command, quick, {kind: path.name for kind, path in images.items()})
     page.write_text(table + (study.render_markdown(stem.name) if study else ""))
     content = {
         "recipe": recipe.model_dump(mode="json"),
@@ -257,9 +263,9 @@ def write_results(
         **({"study": study.metrics} if study else {}),
     }
     data.write_text(json.dumps(content, indent=1) + "\n")
-    if picture:
-        image.write_bytes(picture)
-    return [page, data, *([image] if picture else [])]
+    for kind, path in images.items():
+        path.write_bytes((pictures or {})[kind])
+    return [page, data, *images.values()]
 
 
 def read_results(content: Mapping[str, Any]) -> tuple[Recipe, list[Cell]]:
@@ -281,9 +287,17 @@ def cell_settings(recipe: Recipe, cell: Cell) -> Settings:
 
 
 def render_markdown(
-    recipe: Recipe, cells: list[Cell], command: str, quick: bool, image: str | None = None, machine: str | None = None
+    recipe: Recipe,
+    cells: list[Cell],
+    command: str,
+    quick: bool,
+    images: Mapping[str, str] | None = None,
+    machine: str | None = None,
 ) -> str:
-    """Renders our results next to the paper's, and how they were made. `machine` defaults to this machine."""
+    """Renders our results next to the paper's, and how they were made.
+
+    `images` are file names by kind of figure. `machine` defaults to this machine.
+    """
     columns = list(dict.fromkeys(cell.column for cell in cells))
     lines = [f"# {recipe.title}", "", recipe.about.strip().replace("\n", " "), "", f"Paper: {recipe.paper}.", ""]
     if quick:
@@ -296,16 +310,20 @@ def render_markdown(
     accuracy = "Accuracy" if recipe.mean == "samples" else "Mean accuracy over clients, each with its own model,"
     lines += [f"{accuracy} in %, {interval}; the paper's value after the slash.", ""]
     by_row = {row: [cell for cell in cells if cell.row == row] for row in dict.fromkeys(cell.row for cell in cells)}
-    table = [[row, *map(Cell.format_accuracy, group), *_format_traffic(group)] for row, group in by_row.items()]
-    lines += _render_table(["method", *columns, "MB up", "MB down"], table)
-    if image and recipe.figure:
-        lines += ["", f"![{_ALT_TEXTS[recipe.figure]} of each row]({image})"]
+    table = [[row, *map(Cell.format_accuracy, group), *_format_costs(group)] for row, group in by_row.items()]
+    costs = ["MB up", "MB down", *(["GFLOP", "seconds"] if _counts_flops(cells) else [])]
+    lines += _render_table(["method", *columns, *costs], table)
+    if _counts_flops(cells):
+        lines += ["", "GFLOP: what all clients of a run spend on training, counted with the first seed."]
+    for kind, image in (images or {}).items():
+        lines += ["", f"![{_ALT_TEXTS[kind]} of each row]({image})"]
     if recipe.by_round:
         lines += _render_rounds(recipe, cells)
     lines += _render_differences(recipe, cells) + _render_target_costs(recipe, cells)
     tuned = [cell for cell in cells if cell.ours.trials]
     if tuned:
         lines += ["", "Chosen settings of tuned rows: " + "; ".join(_format_chosen(cell) for cell in tuned) + "."]
+        lines += _render_trials(tuned)
     hashes = ", ".join(f"{cell.row} {cell.column} `{cell.ours.hash}`" for cell in cells)
     seeds = f"seeds {first.seeds[0]} … {first.seeds[-1]}" if several_seeds else f"seed {first.seeds[0]}"
     lines += ["", f"Made by `{command}`, {seeds}, on {machine or describe_machine()}."]
@@ -345,17 +363,21 @@ def _render_differences(recipe: Recipe, cells: list[Cell]) -> list[str]:
     """Renders the differences between each row and its rivals, if the recipe has rivals."""
     if not recipe.rivals:
         return []
-    units = cells[0].ours.units if cells[0].ours.groups else "clients"
-    title = (
-        f"Difference to a rival in points: mean and 95 % CI over all {units} that both rows were evaluated on. "
-        f"Within a seed, {units} share one trained model"
-        + ("; the CI over the seeds' means is in brackets:" if len(cells[0].ours.seeds) > 1 else ":")
-    )
+    groups, several_seeds = cells[0].ours.groups, len(cells[0].ours.seeds) > 1
+    units = cells[0].ours.units if groups else "clients"
+    title = f"Difference to a rival in points: mean and 95 % CI over all {units} that both rows were evaluated on. "
+    title += f"Within a seed, {units} share one trained model"
+    title += "; the CI over the seeds' means is in brackets." if several_seeds else "."
     accuracies = {(cell.row, cell.column): cell.ours.unit_accuracies for cell in cells}
+    if recipe.mean == "samples" and several_seeds and not groups:
+        title = "Difference to a rival in points, paired by seed: mean and 95 % CI over seeds."
+        accuracies = {(cell.row, cell.column): [{"": value} for value in cell.ours.accuracies] for cell in cells}
     rows = [
         [row, column, *(_format_difference(ours, accuracies[rival, column]) for rival in recipe.rivals)]
         for (row, column), ours in accuracies.items()
     ]
+    count = sum(text != "–" for row in rows for text in row[2:])
+    title += f" Of {count} comparisons, about {count / 20:.1f} exclude 0 by chance:"
     return ["", title, "", *_render_table(["method", "column", *(f"minus {rival}" for rival in recipe.rivals)], rows)]
 
 
@@ -366,14 +388,17 @@ def _format_difference(ours: Sequence[Mapping[str, float]], rivals: Sequence[Map
         return "–"
     half = half_width([statistics.fmean(differences) for differences in seeds])
     mean = format_interval(interval([difference for differences in seeds for difference in differences]), 1)
-    return mean + ("" if half is None else f" (± {100 * half:.1f})")
+    return mean + ("" if half is None or max(map(len, seeds)) == 1 else f" (± {100 * half:.1f})")
 
 
 _ALT_TEXTS = {
     "rounds": "Accuracy by round",
     "megabytes": "Accuracy by megabytes sent, up and down together,",
     "columns": "Accuracy by column",
+    "gflop": "Accuracy by GFLOP of all clients",
 }
+FIGURES = {"rounds": ".png", "megabytes": ".png", "columns": ".png", "gflop": "-gflop.png"}
+"""The end of the file name of each kind of figure."""
 
 
 def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
@@ -396,9 +421,39 @@ def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
     return lines
 
 
-def _format_traffic(cells: list[Cell]) -> list[str]:
-    columns = [cell.ours.mb_up for cell in cells], [cell.ours.mb_down for cell in cells]
-    return [format_number(sum(values) / len(values)) for values in columns]
+def _counts_flops(cells: Sequence[Cell]) -> bool:
+    return all(cell.ours.gflop is not None for cell in cells)
+
+
+def _format_costs(cells: list[Cell]) -> list[str]:
+    """Megabytes up and down, and GFLOP and seconds if operations were counted: means over the columns."""
+    costs = [[cell.ours.mb_up for cell in cells], [cell.ours.mb_down for cell in cells]]
+    if _counts_flops(cells):
+        costs += [[cell.ours.gflop or 0.0 for cell in cells], [cell.ours.seconds for cell in cells]]
+    return [format_number(statistics.fmean(values)) for values in costs]
+
+
+def _render_trials(tuned: Sequence[Cell]) -> list[str]:
+    """Renders the spread of the trials of each tuned row, and the settings that ended at the edge of their range."""
+    rows, at_edge = [], []
+    for cell in tuned:
+        trials = cell.ours.trials
+        values = [trial.accuracy for trial in trials if trial.accuracy is not None]
+        if not values or any(trial.ci95 is None for trial in trials if trial.accuracy is not None):
+            continue
+        best = max(trials, key=lambda trial: -math.inf if trial.accuracy is None else trial.accuracy)
+        spread = [format_interval(Interval(value, None), 1) for value in (min(values), statistics.median(values))]
+        chosen = format_interval(Interval(best.accuracy or 0.0, best.ci95), 1)
+        diverged = len(trials) - len(values)
+        rows.append([cell.row, cell.column, str(len(trials)), *spread, chosen, str(diverged or "–")])
+        for name in settings_at_edge(trials, cell.ours.settings, find(cell.ours.method)):
+            at_edge.append(f"{cell.row} {cell.column}: {name} {cell.ours.settings[name]:g}")
+    if not rows:
+        return []
+    titles = ("method", "column", "trials", "worst", "median", "best ± 95 % CI", "diverged")
+    edge = "; ".join(at_edge) or "none"
+    note = f"Best value at the edge of those tried, so that a better one may lie beyond: {edge}."
+    return ["", "Trials on held-out data, accuracy in %:", "", *_render_table(titles, rows), "", note]
 
 
 def _format_chosen(cell: Cell) -> str:

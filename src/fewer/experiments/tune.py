@@ -20,6 +20,7 @@ from fewer.runs.experiment import Experiment, Model
 from fewer.runs.result import Result
 from fewer.runs.views import to_data_frame
 from fewer.runtime.store import write_durably
+from fewer.statistics import half_width
 
 TRIALS = 8
 TUNING_FRACTION = 0.2
@@ -36,6 +37,8 @@ class Trial:
     settings: Point
     accuracy: float | None
     """The primary metric: accuracy, unless the task has no classes. None if training diverged."""
+    ci95: float | None = None
+    """Half-width of its 95 % confidence interval over the evaluated samples, groups or tasks, if it is known."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,11 @@ def tune_experiment(
         if _point_key(point) not in accuracies:
             try:
                 result = run_experiment(_apply_point(tuning_experiment, point), None, callbacks)
-                accuracy: float | None = measure(result)
+                trial = Trial(point, measure(result), _half_width(result))
             except QuorumLost:  # all answers were refused: the weights are no longer finite
-                accuracy = None
-            accuracies[_point_key(point)] = accuracy
-            done.append(Trial(point, accuracy))
+                trial = Trial(point, None)
+            accuracies[_point_key(point)] = trial.accuracy
+            done.append(trial)
             if trials_file:
                 content = {"task": task, "trials": [asdict(trial) for trial in done]}
                 write_durably(trials_file, json.dumps(content).encode())
@@ -119,6 +122,33 @@ def tune_experiment(
     first = {name: float(getattr(experiment.method, name)) for name in search_space}
     best = coordinate_search(evaluate, search_space, first, trials, lambda point: _is_valid(experiment, point))
     return _apply_point(experiment, best), done
+
+
+def _half_width(result: Result) -> float | None:
+    """Half-width of the 95 % confidence interval of a trial: over its groups or tasks, otherwise over its samples."""
+    if groups := result.metrics.get("groups"):
+        return half_width(groups)
+    if not result.task.has_classes:
+        return None
+    samples = sum(len(result.data.client(client).test) for client in range(len(result.data)))
+    return 1.96 * math.sqrt(result.value * (1 - result.value) / samples) if samples else None
+
+
+def settings_at_edge(
+    trials: Sequence[Trial], chosen: Mapping[str, Any], method: type[Method] | None = None
+) -> list[str]:
+    """Returns the tuned settings whose chosen value is the smallest or largest tried: the best may lie beyond.
+
+    A value that the method does not allow to go further, such as a fraction of 1, is not at an edge.
+    """
+    at_edge = []
+    for name in trials[0].settings if trials else ():
+        values = sorted({trial.settings[name] for trial in trials})
+        position = values.index(chosen[name])
+        beyond = _extend(values, position)
+        if beyond is not None and (method is None or _accepts(method, {**chosen, name: beyond})):
+            at_edge.append(name)
+    return at_edge
 
 
 def find_search_space(method: Method) -> Mapping[str, Sequence[float]]:
@@ -138,8 +168,12 @@ def _hold_out(experiment: Experiment) -> Experiment:
 
 def _is_valid(experiment: Experiment, point: Point) -> bool:
     """Returns True if the method accepts these settings: a fraction, for example, must be at most 1."""
+    return _accepts(type(experiment.method), {**experiment.method.model_dump(), **point})
+
+
+def _accepts(method: type[Method], options: Mapping[str, Any]) -> bool:
     try:
-        type(experiment.method)(**{**experiment.method.model_dump(), **point})
+        method(**options)
     except SettingError:
         return False
     return True
@@ -164,7 +198,11 @@ def coordinate_search(
     trials: int,
     is_valid: Callable[[Point], bool] = lambda point: True,
 ) -> Point:
-    """Evaluates `trials` points and returns the best: each setting over its grid, then finer values around the best."""
+    """Evaluates `trials` points and returns the best.
+
+    Each setting runs over its grid, and beyond the grid's end as long as the best value is there. Then finer values
+    around the best follow.
+    """
     scores: dict[tuple[tuple[str, float], ...], float] = {}
 
     def best() -> Point:
@@ -182,20 +220,32 @@ def coordinate_search(
 def _propose_changes(
     search_space: Mapping[str, Sequence[float]], best: Callable[[], Point], scores: Mapping[Any, float]
 ) -> Iterator[Point]:
+    def tried(name: str) -> tuple[list[float], int]:
+        values = sorted({dict(key)[name] for key in scores})
+        return values, values.index(best()[name])
+
     for name, grid in search_space.items():
         for value in grid:
             yield {name: value}
+        last = None
+        while (beyond := _extend(*tried(name))) not in (None, last):  # an invalid value is proposed only once
+            last = beyond
+            yield {name: beyond}
     for _ in range(len(search_space) * 20):  # far finer than any learning rate needs
         for name in search_space:
-            center = best()[name]
-            values = sorted({dict(key)[name] for key in scores})
-            index = values.index(center)
-            for neighbor in (index - 1, index + 1):
-                if 0 <= neighbor < len(values):  # halfway between two tried values on a log scale
-                    yield {name: _round_to_3_digits(math.sqrt(center * values[neighbor]))}
-                elif len(values) > 1:  # the best value is at the end of the range: extend the range
-                    inner = values[1] if neighbor < 0 else values[-2]
-                    yield {name: _round_to_3_digits(center * center / inner)}
+            values, index = tried(name)
+            if (beyond := _extend(values, index)) is not None:
+                yield {name: beyond}
+            for neighbor in values[max(0, index - 1) : index] + values[index + 1 : index + 2]:
+                yield {name: _round_to_3_digits(math.sqrt(values[index] * neighbor))}  # halfway on a log scale
+
+
+def _extend(values: Sequence[float], position: int) -> float | None:
+    """Returns the next value beyond the end of the tried values, one step on a log scale; None if not at an end."""
+    if len(values) < 2 or 0 < position < len(values) - 1:
+        return None
+    inner = values[1] if position == 0 else values[-2]
+    return _round_to_3_digits(values[position] ** 2 / inner)
 
 
 def _round_to_3_digits(value: float) -> float:

@@ -17,13 +17,13 @@ from pydantic import NonNegativeInt, PositiveFloat
 from torch import nn
 
 from fewer.data import Samples
-from fewer.learning.flops import MAX_FLOPS
 from fewer.methods import Client, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.methods.new_clients import CountingModelState, NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, on_client
+from fewer.runtime.flops import MAX_FLOPS
 from fewer.wire import Number
 
 

@@ -36,13 +36,13 @@ from fewer.data import Samples
 from fewer.learning import draw_batches, weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import Batch, LearningRate, meta_gradient, trainable_weights
-from fewer.learning.flops import MAX_FLOPS
 from fewer.learning.sgd import draw_subset
 from fewer.methods import MAX_SAMPLES, Client, SearchSpace
 from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
+from fewer.runtime.flops import MAX_FLOPS
 from fewer.wire import Number
 
 ALPHA = "α "

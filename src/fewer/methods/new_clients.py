@@ -29,13 +29,13 @@ from fewer.data import Data, Samples
 from fewer.data.episodes import ThreeWaySplit, split_clients, split_support_query
 from fewer.learning.adapt import Batch, Criterion, LearningRate, adapt_weights, trainable_weights
 from fewer.learning.evaluate import EVAL_BATCH_SIZE, Evaluation, measure_net
-from fewer.learning.flops import FlopCounter, count_flops
 from fewer.methods.context import Client, Context
 from fewer.methods.method import DEFAULT_COHORT, Method, ModelState, State
 from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_by_client, primary_metric
 from fewer.models import Task, Weights
 from fewer.models.objective import find_metric
 from fewer.runtime import Clients, Unable, on_client, stream
+from fewer.runtime.flops import FlopCounter, count_flops
 
 CLIENT_FRACTIONS = 0.8, 0.1, 0.1
 """Fractions of training, validation and new clients."""

@@ -20,10 +20,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-By = Literal["round", "megabytes", "seconds"]
+By = Literal["round", "megabytes", "gflop", "seconds"]
 Styles = Mapping[str, LineStyle]
-_X_LABELS = {"round": "round", "megabytes": "MB sent, up and down", "seconds": "seconds, including evaluation"}
-TITLES: dict[By, str] = {"round": "by round", "megabytes": "by traffic", "seconds": "by time"}
+_X_LABELS = {
+    "round": "round",
+    "megabytes": "MB sent, up and down",
+    "gflop": "GFLOP of all clients",
+    "seconds": "seconds, including evaluation",
+}
+TITLES: dict[By, str] = {
+    "round": "by round",
+    "megabytes": "by traffic",
+    "gflop": "by operations of clients",
+    "seconds": "by time",
+}
 """Titles of curves, after the name of the metric."""
 MAX_MEANS = 4
 """Maximum number of methods for which the mean over clients is drawn."""

@@ -67,9 +67,9 @@ def _draw_curves(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> It
     several_seeds = any(len(group.runs) > 1 for group in groups)
     metric = groups[0].metric
     last = ", ".join(f"{group.label} {metric.format_interval(group.value)}{metric.unit}" for group in groups)
-    heads = ("method", "round", "megabytes", "seconds", metric.name, "ci95")
+    heads = ("method", "round", "megabytes", "gflop", "seconds", metric.name, "ci95")
     rows = [
-        (label, point.round, point.megabytes, point.seconds, point.value.mean, point.value.half)
+        (label, point.round, point.megabytes, point.gflop, point.seconds, point.value.mean, point.value.half)
         for label, runs in histories.items()
         for point in metric_curve(runs, metric)
     ]
@@ -77,10 +77,11 @@ def _draw_curves(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> It
     captions: dict[By, str] = {
         "round": f"round{band}",
         "megabytes": "megabytes sent so far, up and down. Curves further left are cheaper.",
+        "gflop": "operations that all clients spent on training so far.",
         "seconds": "wall-clock time. It depends on the machine and on what else was running.",
     }
     for by, caption in captions.items():
-        if by == "seconds" and not all(row[3] for row in rows):
+        if not all(row[heads.index(by)] for row in rows):  # not recorded
             continue
         if figure := charts.plot_curves(f"{metric.title} {TITLES[by]}", {"": histories}, by, styles, metric):
             alt = f"Line chart: {metric.name} {TITLES[by]}. Last: {last}."

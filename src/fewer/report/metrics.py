@@ -24,6 +24,8 @@ class Point(NamedTuple):
     """Megabytes sent by then, up and down together, mean over seeds."""
     seconds: float
     """Seconds by then, mean over seeds; 0 if not recorded."""
+    gflop: float
+    """GFLOP that clients spent on training by then; 0 if not counted."""
     value: Interval
     """The primary metric."""
 
@@ -36,7 +38,9 @@ def metric_curve(histories: Sequence[History], metric: PrimaryMetric = ACCURACY)
         entries = [run[number] for run in runs]
         megabytes = statistics.fmean((entry["up"] + entry["down"]) / MB for entry in entries)
         seconds = statistics.fmean(entry.get("seconds", 0.0) for entry in entries)
-        points.append(Point(number, megabytes, seconds, interval([entry[metric.name] for entry in entries])))
+        flops = [entry["flops"] for entry in entries if "flops" in entry] or [0]
+        value = interval([entry[metric.name] for entry in entries])
+        points.append(Point(number, megabytes, seconds, statistics.fmean(flops) / 1e9, value))
     return points
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fewer.experiments.recipes import Cell, Recipe
 from fewer.experiments.studies import Study
 from fewer.report.audit import draw_images
-from fewer.report.charts import plot_columns, plot_curves
+from fewer.report.charts import By, plot_columns, plot_curves
 from fewer.report.files import write_files
 from fewer.report.metrics import Histories, metric_curve
 from fewer.report.pictures import plot_embeddings
@@ -20,22 +20,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def plot_recipe(recipe: Recipe, cells: Sequence[Cell]) -> Figure | None:
-    """Draws the plot of a recipe; None if it has no `figure`."""
-    if recipe.figure is None:
-        return None
+def plot_recipe(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, Figure]:
+    """Draws the plots of a recipe: its `figure`, if it has one, and accuracy by operations, if they were counted."""
     tuned = {row.name: row.tune for row in recipe.row}
     tuned_first = sorted(cells, key=lambda cell: not tuned[cell.row])  # a tuned row has the method's own style
     styles = assign_label_styles({cell.row: cell.ours.method for cell in tuned_first})
     columns = list(dict.fromkeys(cell.column for cell in cells))
+    figures: dict[str, Figure | None] = {}
     if recipe.figure == "columns":
         rounds = recipe.by_round if isinstance(recipe.by_round, list) else [0]
         subplots = {f"{number} rounds" if number else "": _accuracies_after(cells, number) for number in rounds}
-        return plot_columns(recipe.title, subplots, styles)
+        figures["columns"] = plot_columns(recipe.title, subplots, styles)
     histories: dict[str, Histories] = {
         column: {cell.row: cell.ours.curves for cell in cells if cell.column == column} for column in columns
     }
-    return plot_curves(recipe.title, histories, "round" if recipe.figure == "rounds" else "megabytes", styles)
+    if recipe.figure in ("rounds", "megabytes"):
+        by: By = "round" if recipe.figure == "rounds" else "megabytes"
+        figures[recipe.figure] = plot_curves(recipe.title, histories, by, styles)
+    if all(cell.ours.gflop for cell in cells):
+        figures["gflop"] = plot_curves(recipe.title, histories, "gflop", styles)
+    return {kind: figure for kind, figure in figures.items() if figure is not None}
 
 
 def _accuracies_after(cells: Sequence[Cell], rounds: int) -> dict[str, dict[str, Interval]]:

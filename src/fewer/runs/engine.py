@@ -205,7 +205,8 @@ def resume(
     - `callbacks`: pass them again, too.
     - `connect`: how to reach remote clients, if the run has any.
     - `track`: replaces the run's trackers. New trackers receive all rounds.
-    - Further arguments change settings. `runtime`, `workers`, `data_dir` and `debug` do not affect the numbers;
+    - Further arguments change settings. `runtime`, `workers`, `data_dir`, `debug` and `count_flops` do not affect the
+      numbers;
       `device` may. `quorum`, `deadline`, `drop`, `slow` and `corrupt` do. Change them to continue a run that stopped
       because too few clients answered.
     """
@@ -321,8 +322,9 @@ def build_handler_runner(
     """
     seed = experiment.settings.seed
     contexts = ContextFactory(experiment.data, experiment.task, seed, client_folder, sealing_keys=keys)
-    debug = experiment.settings.debug
-    return HandlerRunner(experiment.method, contexts, seed, experiment.task.device, run_id.encode(), debug)
+    settings, device = experiment.settings, experiment.task.device
+    flags = settings.debug, settings.count_flops
+    return HandlerRunner(experiment.method, contexts, seed, device, run_id.encode(), *flags)
 
 
 def runtime_options(experiment: Experiment) -> dict[str, Any]:
@@ -351,6 +353,7 @@ def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journ
             return run
         hooks = {"on_answer": partial(observers.notify, "on_answer"), "on_absent": on_absent}
         with connect(run, folder, len(run.history), ledger=run.ledger, journal=journal, **hooks) as clients:
+            clients.flops = run.history[-1].get("flops", 0) if run.history else 0
             try:
                 while not run.finished:
                     _run_round(run, clients, observers)
@@ -384,6 +387,7 @@ def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
             metrics["unmeasured"] = len(run.absent) - metrics["absent"]
         run.seconds = seconds + time.perf_counter() - started
         metrics.update(up=run.ledger.total["up"], down=run.ledger.total["down"], seconds=round(run.seconds, 3))
+        metrics.update({"flops": clients.flops} if run.settings.count_flops else {})
 
     evaluate(last)
     run.state = state

@@ -109,6 +109,8 @@ class FlowerServer:
         """Raises SettingError if the experiment cannot run between machines, or the keys do not match its clients."""
         if experiment.settings.debug:
             raise SettingError("debug needs simulated clients: a traceback never leaves a client's machine")
+        if experiment.settings.count_flops:
+            raise SettingError("count_flops needs simulated clients: remote clients do not report their operations")
         reason = "which clients on other machines do not have"
         _reject_files(_shared_settings(experiment), ["method", "model", "loss", "metrics"], reason)
         clients, keys = len(experiment.data), list(self.credentials.public_keys)

@@ -112,6 +112,8 @@ class Clients(ABC):
     """True if the current round ends with an evaluation."""
     is_last: bool = False
     """True if no round follows the current one."""
+    flops: int = 0
+    """Floating-point operations of all clients so far, without evaluations, if they are counted."""
     _relay_calls: tuple[int, int] = field(default=(0, 0), repr=False)
     """A round, and the number of relay calls in it so far."""
 
@@ -188,6 +190,8 @@ class Clients(ABC):
         for done, (call, reply) in enumerate(self._deliver_calls(calls), 1):
             if reply and not reply.sent:
                 unsent.add(call.client)
+            if reply and not self.evaluating:
+                self.flops += reply.flops
             outcome, sizes[call.client] = self._read_reply(call, reply, faults[call.client], returns)
             if isinstance(outcome, Answer):
                 answers[call.client] = outcome

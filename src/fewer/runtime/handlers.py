@@ -6,6 +6,7 @@ import inspect
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import PurePath
@@ -13,6 +14,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
+from fewer.runtime.flops import FlopCounter
 from fewer.runtime.keys import Keys
 from fewer.runtime.store import Store
 from fewer.runtime.streams import seed_globals, server_key
@@ -152,6 +154,8 @@ class Reply:
     seconds: float = 0.0
     sent: bool = True
     """False if the question was never sent."""
+    flops: int = 0
+    """Floating-point operations of the handler, if they are counted."""
 
 
 # --- running handlers -----------------------------------------------------------------------------------------
@@ -189,15 +193,17 @@ class HandlerRunner:
     """Part of every sealed message, so that a client refuses messages from other runs with the same key."""
     debug: bool = False
     """Raises a handler's exception instead of turning it into a missing answer."""
+    count_flops: bool = False
+    """Counts the floating-point operations of each handler."""
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The last message and its decoded fields."""
 
     def answer(self, call: Call, blob: bytes) -> Reply:
         """Runs one handler on one message. Every error becomes a reply too, unless `debug` is True."""
-        start = time.perf_counter()
+        start, counter = time.perf_counter(), FlopCounter()
 
         def make_reply(blob: bytes = b"", **failure: Any) -> Reply:
-            return Reply(blob, **failure, seconds=time.perf_counter() - start)
+            return Reply(blob, **failure, seconds=time.perf_counter() - start, flops=counter.flops)
 
         try:
             if call.handler == FETCH_OUTGOING and call.hop:
@@ -212,7 +218,8 @@ class HandlerRunner:
             _check_signature(handler, fields)
             seed_globals(self.seed, call.round, call.stream_key, stream_name(handler))
             make_context = self.contexts.server if call.on_server else self.contexts
-            answer = handler(make_context(call.client, call.round), **fields)
+            with counter if self.count_flops else nullcontext():
+                answer = handler(make_context(call.client, call.round), **fields)
             if call.hop:
                 self._store_outgoing(call, handler, answer)
                 return make_reply()

@@ -46,13 +46,16 @@ class Journal:
             return None
         record = unpack(path.read_bytes())
         blob = bytes(record["blob"].numpy())
-        return Reply(blob, record["failure"], record["detail"], record["seconds"], record["sent"])
+        return Reply(
+            blob, record["failure"], record["detail"], record["seconds"], record["sent"], record.get("flops", 0)
+        )
 
     def put(self, round: int, number: int, finished: int | None, reply: Reply) -> None:
         """Stores a reply. `finished` is the client whose work in this round the reply completes, if any."""
         self.folder.mkdir(parents=True, exist_ok=True)
         blob = torch.frombuffer(bytearray(reply.blob), dtype=torch.uint8) if reply.blob else torch.empty(0).byte()
         record = {"failure": reply.failure, "detail": reply.detail, "seconds": reply.seconds, "sent": reply.sent}
+        record |= {"flops": reply.flops} if reply.flops else {}
         write_durably(self._path(round, number), pack({"finished": finished, **record, "blob": blob}))
 
     def finished_clients(self, round: int) -> set[int]:
@@ -163,9 +166,11 @@ class RelayRun:
         round, journal, number = self.clients.round, self.clients.journal, self.calls
         self.calls += 1
         if journal and (recorded := journal.get(round, number)) is not None:
+            self.clients.flops += recorded.flops
             return recorded
         ((_, reply),) = self.clients._deliver_calls([(Call(client, handler, round, hop=hop), blob)])
         reply = reply or Reply(b"", "lost", "its worker process died")
+        self.clients.flops += reply.flops
         if journal:
             final = handler != FETCH_OUTGOING and not (may_retry and reply.failure in DISPUTED)
             journal.put(round, number, client if final else None, reply)

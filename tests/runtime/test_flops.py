@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from torch import nn
 
 import fewer
 from fewer.learning.adapt import meta_gradient, trainable_weights
-from fewer.learning.flops import count_flops
 from fewer.methods.fedavg_meta import FedAvgMeta
 from fewer.methods.fedmeta import FedMeta
 from fewer.models.sequences import CharLSTM
+from fewer.runtime.flops import count_flops
 from tests.methods.fedmeta_harness import CLASSES, FEATURES, GROUPS, SEED, federation, linear, support_and_query
 
 
@@ -96,3 +97,32 @@ def test_flops_add_up_over_rounds_and_clients() -> None:
     )
     per_round = 8 * 3 * 2 * (2 * 2 * FEATURES * CLASSES)  # clients × steps × (forward and backward)
     assert [line["flops"] for line in result.history] == [per_round, 2 * per_round]
+
+
+class StopAfter(fewer.Callback):
+    def on_round_end(self, run: fewer.runs.callbacks.Run, metrics: dict[str, object]) -> None:
+        if len(run.history) == 1:
+            raise KeyboardInterrupt
+
+
+def count_run(**settings: object) -> fewer.Result:
+    method = fewer.FedAvg(rounds=2, cohort=8, local_steps=3, batch_size=2)
+    return fewer.run(method, federation(), model=linear(), seed=SEED, count_flops=True, **settings)
+
+
+def test_a_run_counts_the_training_of_its_clients_and_changes_nothing(tmp_path: Path) -> None:
+    counted, plain = (
+        count_run(),
+        fewer.run(
+            fewer.FedAvg(rounds=2, cohort=8, local_steps=3, batch_size=2), federation(), model=linear(), seed=SEED
+        ),
+    )
+    per_round = 8 * 3 * 2 * (2 * 2 * FEATURES * CLASSES)  # clients × steps × (forward and backward); no evaluation
+    flops = [per_round, 2 * per_round]
+    assert [line["flops"] for line in counted.history] == flops
+    assert all(torch.equal(counted.state.model[name], plain.state.model[name]) for name in plain.state.model)
+    assert [line["flops"] for line in count_run(runtime="pool").history] == flops
+    with pytest.raises(KeyboardInterrupt):
+        count_run(out=tmp_path / "run", callbacks=[StopAfter()])
+    resumed = fewer.resume(tmp_path / "run", data=federation(), model=linear())
+    assert [line["flops"] for line in resumed.history] == flops
