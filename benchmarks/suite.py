@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from benchmarks import work
 from benchmarks.episode import CLIENTS, SAMPLES, measure_peak, run_bare_passes
 from benchmarks.measure import Measurement, Process, alternate, median_ratio, run_in_turn
-from fewer.runtime.flops import count_flops
 from fewer.methods.fedmk import FedMK
 from fewer.runs.engine import run_experiment
 from fewer.runs.experiment import build_experiment, parse_settings
+from fewer.runtime.flops import count_flops
 from fewer.wire import decode, encode
 
 ROUNDS = 25
