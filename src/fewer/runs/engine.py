@@ -380,7 +380,7 @@ def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
             with clients.evaluation(is_last):
                 scores = method.evaluate(state, clients, run.data)
             _check_scores(run, scores, is_last)
-            metrics.update(scores.as_dict())
+            metrics.update(scores.as_dict(is_last))
         for warning in _skip_warnings(run.absent):
             warn_once(f"{method.name}: {warning}")
         if len(run.absent) > metrics["absent"]:
