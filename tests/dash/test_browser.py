@@ -79,7 +79,7 @@ FIGURES = {
     "classes": {
         "names": ["healthy", "ill"],
         "support": [60, 40],
-        **dict.fromkeys(("recall", "precision", "f1"), [1, None]),
+        **{name: [1, None] for name in ("recall", "precision", "f1")},
     },
     "client_metrics": {"3": {"samples": 1200, "accuracy": 1, "loss": 0.25}},
 }
