@@ -26,6 +26,7 @@ from fewer.methods.context import ContextFactory
 from fewer.methods.fedavg import FedAvg
 from fewer.methods.local import Local
 from fewer.models import Task, Weights, get_weights
+from fewer.models.objective import CLASS_METRICS
 from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runtime import Answers, Clients, Inline, on_client
 from fewer.runtime.handlers import Call, Reply
@@ -207,6 +208,21 @@ def run_contents(path: Path) -> dict[str, Any]:
         "ledger": (path / "ledger.csv").read_bytes(),
         "clients": {f.relative_to(path): f.read_bytes() for f in path.glob("clients/*/*/*.safetensors")},
     }
+
+
+def remote_contents(path: Path, remote: Path) -> dict[str, Any]:
+    """The contents of an inline run as they are in the same run between machines, `remote`.
+
+    Remote clients send no label counts, so figures that need these may be missing.
+    """
+    contents = run_contents(path)
+    lines = zip(contents["metrics"], run_contents(remote)["metrics"], strict=True)
+    for metrics, found in lines:
+        for name in {*CLASS_METRICS, "classes"} - found.keys():
+            metrics.pop(name, None)
+        for values in metrics.get("client_metrics", {}).values():
+            values.pop("majority_baseline", None)
+    return {**contents, "clients": {}}
 
 
 class Interrupt(fewer.Callback):

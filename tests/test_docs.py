@@ -78,7 +78,7 @@ def test_the_worked_example_runs_from_the_command_line(tmp_path: Path) -> None:
 def test_the_snippets_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.S)
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 255, (600, 8, 8), np.uint8), rng.integers(0, 10, 600)
     names: dict[str, object] = {

@@ -16,7 +16,7 @@ from fewer.methods import names
 from fewer.runs.engine import run_experiment
 from fewer.runs.machines import FlowerServer
 from fewer.runtime.handlers import OUTGOING
-from tests.helpers import FRL_SETTINGS, experiment, run_contents, wait_for
+from tests.helpers import FRL_SETTINGS, experiment, remote_contents, run_contents, wait_for
 from tests.machines.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(900)
@@ -90,12 +90,13 @@ def test_the_numbers_match_inline(
         for client in range(clients)
         for file in (cluster.store(client) / "runs" / run).rglob("*.safetensors")
     }
-    assert remote_files["clients"] == {} and {**remote_files, "clients": without_outgoing(client_files)} == {
-        **inline_files,
-        "clients": without_outgoing(inline_files["clients"]),
-    }
+    assert remote_files == remote_contents(tmp_path / "inline", tmp_path / "flower")
+    assert without_outgoing(client_files) == without_outgoing(inline_files["clients"])
     assert remote.accuracy == inline.accuracy
-    if method == "fedavg":
+    if method == "fedavg":  # evaluated at the server: it counts the labels of its own test samples
+        assert remote.metrics["macro_f1"] == inline.metrics["macro_f1"]
+        assert remote.metrics["classes"] == inline.metrics["classes"]
         assert any(line["absent"] for line in inline.history)
-    if method == "fedbn":
+    if method == "fedbn":  # evaluated at the clients: their label counts stay there
+        assert "macro_f1" in inline.metrics and not {"macro_f1", "ece", "classes"} & remote.metrics.keys()
         assert client_files

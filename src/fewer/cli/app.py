@@ -200,6 +200,7 @@ def compare(
     page = printing.write_report_page(table.runs, folder) if output.report else None
     if not printing.write_json(output.json_file, table.to_json()):
         _print_comparison(table)
+        printing.print_shortfalls(table.runs)
         print(f"Run directories: {folder}" + (f", report: {page}" if page else ""))
 
 

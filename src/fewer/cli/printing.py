@@ -130,10 +130,21 @@ def write_report_page(runs: list[Path], folder: Path) -> Path:
     return write_report(runs, folder / "report", pictures=False)[0]
 
 
+def print_shortfalls(runs: list[Path]) -> None:
+    """Prints which methods are at or below the majority baseline."""
+    from fewer.report.groups import group_runs
+    from fewer.runs.figures import describe_baseline
+
+    for group in group_runs(runs)[0]:
+        if shortfall := describe_baseline(group.last_metrics, group.metric):
+            print(f"{group.label}: {shortfall}")
+
+
 def print_result(result: Result, path: Path, output: Output) -> None:
     """Prints the result of a finished run and writes its report."""
     from fewer.cli.progress import format_duration, format_megabytes
     from fewer.models.artifact import ARTIFACT_FILE
+    from fewer.runs.figures import describe_baseline
     from fewer.runs.settings import settings_hash
     from fewer.statistics import format_interval, interval
 
@@ -141,7 +152,7 @@ def print_result(result: Result, path: Path, output: Output) -> None:
     metrics, metric = result.metrics, result.metric
     content = {
         "method": result.method.name,
-        **{name: value for name, value in metrics.items() if name != "clients"},
+        **{name: value for name, value in metrics.items() if name not in ("clients", "client_metrics")},
         "hash": settings_hash(result.settings, result.method),
         "run": str(path),
         "history": result.history,
@@ -153,6 +164,8 @@ def print_result(result: Result, path: Path, output: Output) -> None:
         f"{format_megabytes(metrics['up'])} up, {format_megabytes(metrics['down'])} down, "
         f"{format_duration(metrics['seconds'])}"
     )
+    if shortfall := describe_baseline([metrics], metric):
+        print(shortfall)
     if result.stopped:
         print(f"Ended before round {result.method.rounds}: {result.stopped}")
     if fairness := metrics.get("fairness"):

@@ -15,9 +15,9 @@ from typing_extensions import TypeVar
 from fewer.data import Data
 from fewer.errors import SettingError, setting_error
 from fewer.learning import Evaluation, measure_net
-from fewer.learning.evaluate import EVAL_BATCH_SIZE, empty_evaluation
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, add_evaluations, empty_evaluation
 from fewer.methods.context import Client, Context, Server
-from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_by_client, primary_metric
+from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_metric, score_clients
 from fewer.models import Task, Weights
 from fewer.runtime import Clients, on_client, on_server
 from fewer.wire import Codec
@@ -133,14 +133,14 @@ class Method(BaseModel, Generic[StateT]):
         starts = range(0, len(data.test), EVAL_CHUNK_SIZE)
         chunks = [{"start": start, "stop": start + EVAL_CHUNK_SIZE} for start in starts]
         answers = clients.map_on_server(self.score_chunk, chunks, model=state.shared)
-        scores = pool_evaluations([Evaluation(**answer) for answer in answers])
+        scores = pool_evaluations([add_evaluations([Evaluation(**answer) for answer in answers])])
         by_client = self.evaluate_clients(state, clients) if clients.is_last else {}
         evaluations = list(by_client.values())
         if not any(evaluation.total for evaluation in evaluations):
             return scores
         name = primary_metric(evaluations)
         personal = {f"personal_{name}": pool_evaluations(evaluations).metrics[name]}
-        return replace(scores, metrics={**scores.metrics, **personal}, clients=primary_by_client(by_client))
+        return score_clients(replace(scores, metrics={**scores.metrics, **personal}), by_client)
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """Builds the model of a `Client`, or on the `Server` the global model, from `state.shared`.
@@ -209,7 +209,7 @@ class PersonalMethod(Method[StateT]):
         has_global_test = any(evaluation.total for evaluation in on_global_test)
         global_value = pool_evaluations(on_global_test).metrics[name] if has_global_test else None
         personal = {f"personal_{name}": scores.metrics[name], f"global_{name}": global_value}
-        return replace(scores, metrics={**scores.metrics, **personal}, clients=primary_by_client(by_client))
+        return score_clients(replace(scores, metrics={**scores.metrics, **personal}), by_client)
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """Builds the model of a client. There is no global model."""

@@ -15,6 +15,7 @@ from fewer.methods.capabilities import HasEmbeddings, HasImageGrids, ImageGrid
 from fewer.plugins import needs_import
 from fewer.report import charts, pictures
 from fewer.report.charts import TITLES, By, Grid, Ring
+from fewer.report.classes import draw_classes
 from fewer.report.groups import RunGroup, differing_settings, find_method
 from fewer.report.html import Picture, Table
 from fewer.report.metrics import Histories, client_values, metric_curve
@@ -37,6 +38,7 @@ def build_gallery(groups: Sequence[RunGroup]) -> tuple[Gallery, list[str]]:
         groups[0].metric.title: [*_draw_curves(groups, styles), *_draw_bars(groups, styles)],
         "Two settings": list(_draw_heatmaps(groups)),
         "Traffic": list(_draw_traffic(groups)),
+        "Classes": list(draw_classes(groups, styles)),
         "Clients": list(_draw_clients(groups, styles)),
         "Rings": [picture for index, group in enumerate(groups) for picture in _draw_ring(group, _suffix(index))],
     }
@@ -83,10 +85,22 @@ def _draw_curves(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> It
     for by, caption in captions.items():
         if not all(row[heads.index(by)] for row in rows):  # not recorded
             continue
-        if figure := charts.plot_curves(f"{metric.title} {TITLES[by]}", {"": histories}, by, styles, metric):
+        title = f"{metric.title} {TITLES[by]}"
+        if figure := charts.plot_curves(title, {"": histories}, by, styles, metric, _baselines(groups)):
             alt = f"Line chart: {metric.name} {TITLES[by]}. Last: {last}."
             name = f"{metric.name}-by-{by.removesuffix('s')}"
             yield Picture(name, figure, f"{metric.title} by {caption}", alt, Table(heads, rows))
+
+
+def _baselines(groups: Sequence[RunGroup]) -> dict[str, float]:
+    """The majority baselines by label: one if all methods share it, else with the methods that it is for."""
+    labels: dict[float, list[str]] = {}
+    for group in groups:
+        if (baseline := group.mean_if_known("majority_baseline")) is not None and group.metric.name == "accuracy":
+            labels.setdefault(round(baseline, 6), []).append(group.label)
+    if len(labels) == 1:
+        return dict.fromkeys(("majority baseline",), *labels)
+    return {f"majority baseline of {', '.join(names)}": baseline for baseline, names in labels.items()}
 
 
 def _draw_bars(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:

@@ -123,7 +123,9 @@ class EarlyStopping(Callback):
         """Counts the finished rounds."""
         self.name = self.metric or run.metric.name
         directions = {metric.name: metric.higher_is_better for metric in run.task.metrics}
-        higher_is_better = directions.get(self.name, self.name != "loss") if self.mode is None else self.mode == "max"
+        higher_is_better = (
+            directions.get(self.name, self.name not in ("loss", "ece")) if self.mode is None else self.mode == "max"
+        )
         self.sign = 1 if higher_is_better else -1
         self.best, self.since_best = -math.inf, 0
         for metrics in run.history:

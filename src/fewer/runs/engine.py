@@ -380,7 +380,9 @@ def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
             with clients.evaluation(is_last):
                 scores = method.evaluate(state, clients, run.data)
             _check_scores(run, scores, is_last)
-            metrics.update(scores.as_dict())
+            metrics.update(scores.as_dict(is_last))
+            if classes := metrics.get("classes"):
+                metrics["classes"] = {"names": _class_names(run.data, len(classes["support"])), **classes}
         for warning in _skip_warnings(run.absent):
             warn_once(f"{method.name}: {warning}")
         if len(run.absent) > metrics["absent"]:
@@ -413,6 +415,12 @@ def _check_scores(run: Run, scores: Scores, is_last: bool) -> None:
         raise SettingError(f"{run.method.name}: evaluate must return fewer.Scores, got {type(scores).__name__}")
     if (scores.metrics or is_last) and run.metric.name not in scores.metrics:
         raise SettingError(f"{run.method.name}: the metrics of evaluate lack the primary metric '{run.metric.name}'")
+
+
+def _class_names(data: Data, count: int) -> list[str]:
+    """The names of the first `count` classes; numbers for those without a name."""
+    known = list(getattr(data, "class_names", ()))[:count]
+    return known + [str(label) for label in range(len(known), count)]
 
 
 @cache

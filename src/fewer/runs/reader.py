@@ -168,10 +168,21 @@ class RunReader:
             progress["value"] = next((metrics[metric] for metrics in older if metric in metrics), None)
         return progress
 
+    def last_evaluation(self) -> dict[str, Any]:
+        """Metrics of the last evaluated round now; empty if none of the last 200 rounds was evaluated."""
+        lines = map(parse_line, read_last_lines(self.path / METRICS, 200).lines)
+        return next((metrics for metrics in lines if self.metric.name in metrics), {})
+
     @property
     def metric(self) -> PrimaryMetric:
         """The metric that ranks runs."""
         return PrimaryMetric(**self.metadata.get("metric", {}))
+
+    @property
+    def other_metrics(self) -> list[str]:
+        """Names of the metrics that were asked for, without the primary one."""
+        names = [str(name).rpartition(":")[2].strip("()") for name in self.settings.get("metrics", ())]
+        return [name for name in names if name != self.metric.name]
 
     @property
     def value(self) -> float | None:

@@ -20,9 +20,16 @@ from fewer.methods.registry import names_with
 from fewer.models import load_weights
 from fewer.runs.artifacts import resolve_start_model
 from fewer.runs.experiment import Experiment, build_experiment, load_data, parse_settings, restore_state
+from fewer.runs.figures import class_rows, client_rows
 from fewer.runs.reader import CLIENTS, RunReader
-from fewer.runs.views import Viewable
+from fewer.runs.views import Viewable, to_data_frame
 from fewer.runtime.streams import one_thread
+
+_NEEDS = {
+    "classes": "it needs a task with at most 100 classes, evaluated by the server or in a simulation",
+    "client_metrics": "it needs a method that is evaluated at its clients",
+}
+"""What a run needs so that the last round records a part."""
 
 
 @dataclass(repr=False, kw_only=True)
@@ -65,6 +72,29 @@ class Result(Experiment, Viewable):
     def value(self) -> float:
         """The primary metric after the last round."""
         return float(self.metrics[self.metric.name])
+
+    def per_class(self) -> Any:
+        """Support, recall, precision and F1 of each class after the last round, as a pandas DataFrame."""
+        return to_data_frame(class_rows(self._last_evaluation("classes")))
+
+    def per_client(self) -> Any:
+        """Test samples and all metrics of each client after the last round, as a pandas DataFrame."""
+        return to_data_frame(client_rows(self._last_evaluation("client_metrics")))
+
+    def confusion(self) -> Any:
+        """Number of test samples by label (rows) and predicted class (columns), as a pandas DataFrame."""
+        classes = self._last_evaluation("classes")["classes"]
+        frame = to_data_frame([{str(x): count for x, count in enumerate(row)} for row in classes["confusion"]])
+        frame = frame.set_axis(classes["names"]).set_axis(classes["names"], axis=1)  # names may repeat
+        return frame.rename_axis(index="label", columns="predicted")
+
+    def _last_evaluation(self, part: str) -> dict[str, Any]:
+        """The metrics after the last round; SettingError if they do not have this part."""
+        if part in self.metrics:
+            return self.metrics
+        if len(self.history) < self.method.rounds and not self.stopped:
+            raise SettingError(f"the last round records '{part}', and this run has not finished")
+        raise SettingError(f"{self.method.name} on {self.data.name} has no '{part}': {_NEEDS[part]}")
 
     @property
     def model(self) -> nn.Module:
@@ -173,7 +203,7 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, int | float) and name != "round":
-            numbers[name] = float(value)
+            numbers[name] = value if isinstance(value, float) else int(value)
         elif isinstance(value, Mapping) and not any(str(key).isdigit() for key in value):
             numbers |= {f"{name}/{key}": number for key, number in scalars(value).items()}
     return numbers

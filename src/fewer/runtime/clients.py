@@ -262,7 +262,7 @@ class Clients(ABC):
                 if reply.failure:
                     raise RunError(f"server handler '{handler.__name__}' failed: {reply.detail}")
                 try:
-                    results[call.client] = decode(reply.blob)[1]
+                    results[call.client] = decode(reply.blob)[1] | reply.unsent_fields()
                 except Refused as refused:
                     raise RunError(
                         f"server handler '{handler.__name__}' returned invalid values: {refused.reason}"
@@ -341,7 +341,7 @@ class Clients(ABC):
         if fault == "slow" or (deadline is not None and reply.seconds > deadline):
             return Absent(client, "late", f"after {reply.seconds:.1f} s" if fault is None else ""), len(blob)
         try:
-            return Answer(client, decode(blob, returns)[1]), len(blob)
+            return Answer(client, decode(blob, returns)[1] | reply.unsent_fields()), len(blob)
         except Refused as refused:
             return Absent(client, "refused", refused.reason), len(blob)
 
