@@ -62,7 +62,7 @@ from fewer.data.episodes import select_classes
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, sgd
 from fewer.learning.augment import apply_affine, draw_affine
-from fewer.learning.generator import Generator, build_generator, train_generator
+from fewer.learning.generator import Generator, GeneratorOutput, build_generator, train_generator
 from fewer.learning.match import match_statistics
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
 from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
@@ -158,6 +158,8 @@ class FedMK(Method[FedMKState]):
     """Generator steps per round."""
     generator_lr: PositiveFloat = 0.001
     """Learning rate of the generator (Adam)."""
+    generator_output: GeneratorOutput = "encoder"
+    """Range of generated features: that of the encoder (≥ 0 if it ends with ReLU), or all numbers."""
 
     # --- Algorithm 1: the server's loop ---
 
@@ -177,7 +179,7 @@ class FedMK(Method[FedMKState]):
         generator: Weights = {}
         if self.pseudo_weight:
             with global_streams(seed, "generator"):
-                generator = get_weights(build_generator(task, net))
+                generator = get_weights(build_generator(task, net, self.generator_output))
         empty = {str(label): torch.empty(0, *task.shape) for label in range(task.classes)}
         return FedMKState(task.initial_weights(seed), generator, empty)
 
@@ -343,7 +345,10 @@ class FedMK(Method[FedMKState]):
         class_weights = torch.bincount(labels, minlength=server.task.classes).float()
         generator_net, head = None, net
         if self.pseudo_weight:
-            generator_net, (head, _) = build_generator(server.task, net, generator), find_head(server.task, net)
+            generator_net, (head, _) = (
+                build_generator(server.task, net, self.generator_output, generator),
+                find_head(server.task, net),
+            )
             train_generator(  # line 15
                 generator_net,
                 lambda features, _: head(features),
