@@ -146,6 +146,16 @@ def test_server_lr_decays_or_stays_constant(tmp_path: Path) -> None:
     assert not torch.allclose(constant["head.weight"], one_step["head.weight"], atol=1e-4)
 
 
+def test_without_its_own_lr_the_server_has_that_of_the_inner_loop(tmp_path: Path) -> None:
+    images, labels = torch.rand(9, *SHAPE), torch.arange(3).repeat(3)
+    models = [
+        train_on_server(FedMK(server_steps=1, server_lr=lr, inner_lr=0.3), tmp_path, images, labels)[0]
+        for lr in (None, 0.3, 0.05)
+    ]
+    assert torch.equal(models[0]["head.weight"], models[1]["head.weight"])
+    assert not torch.equal(models[0]["head.weight"], models[2]["head.weight"])
+
+
 def test_the_server_augments_each_image_separately(tmp_path: Path) -> None:
     images, labels = torch.rand(9, *SHAPE), torch.arange(3).repeat(3)
     method = FedMK(pseudo_weight=0, server_steps=1, server_lr=0.5, server_batch_size=8)
