@@ -20,7 +20,7 @@ import fewer
 from fewer.cli.app import app
 from fewer.cli.options import parse_assignments
 from fewer.data.class_split import OPTIONS as CLASS_OPTIONS
-from fewer.data.sources import EMBEDDED
+from fewer.data.sources import EMBEDDED, LOAD_OPTIONS
 from fewer.experiments import recipes
 from fewer.experiments.compare import assign_options
 from fewer.methods import find, names
@@ -249,7 +249,7 @@ def test_every_flag_and_option_in_the_text_exists(page: Path) -> None:
     for option in re.findall(r"(?:^|\s)-o ([\w-]+\.)?(\w+)=", "\n".join(codes)):
         assert option[1] in options, option
     for option in re.findall(r"--data-option (\w+)=", page.read_text()):
-        assert option in {"name", "split", *CLASS_OPTIONS, *data_options()}, option
+        assert option in {"name", "split", *CLASS_OPTIONS, *LOAD_OPTIONS, *data_options()}, option
     known = {flag for command in all_commands() for flag in flags_of(command)} | {"--help"}
     for flag in re.findall(r"^(--[a-z-]+)", "\n".join(codes), re.M):
         assert flag in known, flag

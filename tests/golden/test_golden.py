@@ -45,7 +45,9 @@ CONDENSE = {
     "outer_steps": 2,
     "refine_from": 1,
     "server_steps": 10,
+    "match_rounds": "all",
 }
+ONE_INNER_STEP = {"labels": "held", "inner_steps": 1, "restart_every": 1, "server_lr": 0.1}
 FAULTS = {"drop": 0.15, "slow": 0.15, "corrupt": 0.15, "seed": 3, "clients": 8, "cohort": 8}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -53,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("fedensemble", "fedgen")},
     "fedbn": {"norm": "batch"},
     "fedmk": {"method_options": CONDENSE},
-    "fedmk-paper": {"method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
+    "fedmk-paper": {"method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10, **ONE_INNER_STEP}},
     **dict.fromkeys(("fedmeta", "fedavg-meta", "reptile", "per-fedavg", "alone"), NEW_CLIENTS),
     "frl": GROUPS,
     "frl-meta-head": GROUPS,
@@ -82,6 +84,8 @@ CASES: dict[str, dict[str, Any]] = {
         "method_options": {**CONDENSE, "init_from": "shared", "sample_weights": "class", "restart_every": 2}
     },
     "fedmk, faults": {**FAULTS, "method_options": CONDENSE},
+    "fedmk, matched once": {"rounds": 3, "method_options": {**CONDENSE, "match_rounds": 1}},
+    "fedmk-paper, literal": {"norm": "batch", "method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
     "fedmeta, fomaml": {**NEW_CLIENTS, "method_options": {"algorithm": "fomaml", "inner_steps": 2, "batch_size": 8}},
     "fedmeta, meta-sgd with local steps": {
         **NEW_CLIENTS,

@@ -45,6 +45,12 @@ def test_small_cnn_parameter_count(norm: Norm, count: int) -> None:
     assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
 
 
+@pytest.mark.parametrize("feature_relu", [True, False])
+def test_small_cnn_may_have_negative_features(feature_relu: bool) -> None:
+    features = SmallCNN((1, 28, 28), 10, feature_relu=feature_relu).encoder(torch.randn(4, 1, 28, 28))
+    assert bool((features < 0).any()) != feature_relu
+
+
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 5, 12), (2, 1, 1)])
 def test_small_cnn_takes_images_of_any_size(shape: tuple[int, int, int]) -> None:
     assert SmallCNN(shape, 4)(torch.zeros(3, *shape)).shape == (3, 4)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+import torch
 
 from fewer.choices import Partition
 from fewer.data import recommendation
@@ -66,6 +67,9 @@ FILES = {
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 """Formats that are slow to read. Their arrays are cached."""
 
+LOAD_OPTIONS = ("max_per_class", "normalization")
+"""Options of `load` that every data set accepts, in addition to those about classes."""
+
 
 def load(
     name: str,
@@ -86,12 +90,20 @@ def load(
     - `classes`: keep only these classes ("0-9,20").
     - `unseen_classes`: no client trains on these classes. All their samples are test samples.
     - `split`: split the classes into base, validation and novel ones (20/5/16).
+    - `max_per_class`: keep only the first training samples of each class, at most so many.
+    - `normalization`: mean and standard deviation of pixels on a scale of 0 … 1; [0.5, 0.5] gives inputs in [−1, 1].
     """
     check_settings(settings)
     PartitionSpec(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).validate(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
         raise unknown_name("partition", partition, get_args(Partition))
-    raw = read(name, data_dir, **(data_options or {}))
+    options = dict(data_options or {})
+    limit, normalization = (options.pop(option, None) for option in LOAD_OPTIONS)
+    raw = read(name, data_dir, **options)
+    if limit is not None:
+        raw = _keep_first_per_class(raw, limit, name)
+    if normalization is not None:
+        raw = replace(raw, normalization=_parse_normalization(raw, normalization, name))
     origin = {"name": name, "data_dir": None if data_dir is None else str(data_dir), "seed": seed, **settings}
     if data_options:
         origin["data_options"] = dict(data_options)
@@ -127,6 +139,26 @@ def _read_source(name: str, data_dir: str | Path | None, options: Mapping[str, A
         raw = _read_files(source.format, _find_path(source.path, data_dir), options)
         return replace(raw, normalization=source.normalization, time_ordered=raw.time_ordered or source.time_ordered)
     raise unknown_name("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
+
+
+def _keep_first_per_class(raw: RawDataset, limit: Any, name: str) -> RawDataset:
+    """Keeps the first `limit` training samples of each class."""
+    if not isinstance(limit, int) or limit < 1:
+        raise SettingError(f"max_per_class of data '{name}' must be an integer >= 1, got {limit!r}")
+    if raw.y.ndim > 1 or raw.y.dtype.kind == "f":
+        raise SettingError(f"data '{name}' has no classes: max_per_class does not apply")
+    rows = [np.flatnonzero(raw.y == label)[:limit] for label in np.unique(raw.y)]
+    return raw.select(np.sort(np.concatenate(rows)))
+
+
+def _parse_normalization(raw: RawDataset, value: Any, name: str) -> tuple[float, float]:
+    """The mean and standard deviation of pixels."""
+    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(v, int | float) for v in value)
+    if not is_pair or value[1] <= 0:
+        raise SettingError(f"normalization of data '{name}' must be [mean, deviation > 0], got {value!r}")
+    if raw.tokens or getattr(raw.x, "dtype", None) not in (np.uint8, torch.uint8):
+        raise SettingError(f"data '{name}' has no pixels (bytes): normalization does not apply")
+    return float(value[0]), float(value[1])
 
 
 def read_inputs(
@@ -172,7 +204,7 @@ def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any]
     allowed = [key for key in inspect.signature(reader).parameters if key != "path"]
     for key in options:
         if key not in allowed:
-            raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS])
+            raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS])
 
 
 # --- built-in data sets ----------------------------------------------------------------------------------------

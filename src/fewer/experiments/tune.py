@@ -119,7 +119,8 @@ def tune_experiment(
         accuracy = accuracies[_point_key(point)]
         return -math.inf if accuracy is None else metric.rank(accuracy)
 
-    first = {name: float(getattr(experiment.method, name)) for name in search_space}
+    given = {name: getattr(experiment.method, name) for name in search_space}
+    first = {name: float(value) for name, value in given.items() if value is not None}
     best = coordinate_search(evaluate, search_space, first, trials, lambda point: _is_valid(experiment, point))
     return _apply_point(experiment, best), done
 
@@ -261,4 +262,5 @@ def _apply_point(experiment: Experiment, point: Point) -> Experiment:
     settings = experiment.settings.model_copy(
         update={"method_options": {**experiment.settings.method_options, **point}}
     )
-    return replace(experiment, method=experiment.method.model_copy(update=point), settings=settings)
+    method = experiment.method
+    return replace(experiment, method=type(method)(**{**method.model_dump(), **point}), settings=settings)

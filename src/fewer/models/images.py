@@ -28,15 +28,20 @@ def _conv(
 
 @MODELS.register("cnn")
 class SmallCNN(EncoderHead):
-    """The default net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes."""
+    """The default net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes.
 
-    def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "group") -> None:
+    `feature_relu = false` leaves out the ReLU after the features, as in FedGen's released code.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], classes: int, norm: Norm = "group", feature_relu: bool = True
+    ) -> None:
         channels, height, width = shape
         flat = 16 * ((height + 3) // 4) * ((width + 3) // 4)
         encoder = nn.Sequential(
             *_conv(channels, 6, 3, norm, stride=2, padding=1),
             *_conv(6, 16, 3, norm, stride=2, padding=1),
-            *(nn.Flatten(), nn.Linear(flat, 32), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(flat, 32), *([nn.ReLU()] if feature_relu else [])),
         )
         super().__init__(encoder, 32, classes)
 
