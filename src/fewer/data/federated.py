@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fewer.choices import Partition
-from fewer.data import text
+from fewer.data import checks, text
 from fewer.data.partition import PartitionSpec, Parts, Rows, hold_out_fraction, partition_labels, partition_like
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.data.samples import Samples
@@ -64,6 +64,8 @@ class Data(ABC):
     """True if validation and test samples belong to novel classes. `classes` then counts the training classes only."""
     has_global_test: bool = True
     """False if only one client's data is known, and the global test set is not."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about the data: columns ignored, images transposed, labels renamed …"""
 
     @property
     def vocab_size(self) -> int | None:
@@ -140,6 +142,7 @@ class ArrayData(Data):
     novel: bool = False
     row_clients: Array | None = None
     """The original owner of each row of `source`, if time-ordered data is partitioned other than by client."""
+    notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -181,10 +184,15 @@ class ArrayData(Data):
         """The same data with numbers as targets. Integer labels without names become numbers."""
         if not self.has_classes:
             return self
-        if self.class_names or self.tokens:
+        if self.tokens or not all(name.isdecimal() for name in self.class_names):
             raise DataError(f"data '{self.name}' has named classes, and a regression needs numbers")
-        source, test = (replace(samples, y=samples.y.float()[:, None]) for samples in (self.source, self.test))
-        return replace(self, classes=1, source=source, test=test)
+        numbers = torch.tensor([float(name) for name in self.class_names])  # labels that were numbered from 0
+        source, test = (
+            replace(samples, y=(numbers[samples.y] if self.class_names else samples.y.float())[:, None])
+            for samples in (self.source, self.test)
+        )
+        notes = tuple(note for note in self.notes if not note.startswith(checks.LABELS))
+        return replace(self, classes=1, source=source, test=test, class_names=(), notes=notes)
 
     def hold_out(self, fraction: float, seed: int) -> ArrayData:
         """Replaces the test data with a fraction of each client's training data, for tuning.
@@ -252,6 +260,7 @@ def from_arrays(
     test: tuple[ArrayLike | Tensor | list[str], ArrayLike | Tensor] | None = None,
     client_ids: ArrayLike | None = None,
     normalization: tuple[float, float] | None = None,
+    channels: checks.Channels | None = None,
     name: str = "arrays",
     **settings: Any,
 ) -> ArrayData:
@@ -262,9 +271,10 @@ def from_arrays(
     `client_ids` names the owner of each sample. Each owner becomes a client; without it, the samples are partitioned.
     Without `test`, a fifth of each client's samples is held out.
 
-    Byte inputs are pixels. `normalization` is their mean and standard deviation on a scale of 0 … 1, by default
-    computed from the training data. Texts are converted to token ids. `settings` are those of `federate`: `clients`,
-    `partition`, `alpha`, `fraction`, `validation` …
+    Images are samples × channels × height × width. Without `channels` ("first" or "last"), a last dimension of 1, 3 or
+    4 is taken for the channels. Byte inputs are pixels. `normalization` is their mean and standard deviation on a scale
+    of 0 … 1, by default computed from the training data. Texts are converted to token ids. `settings` are those of
+    `federate`: `clients`, `partition`, `alpha`, `fraction`, `validation` …
     """
     check_settings(settings)
     owners = None if client_ids is None else np.asarray(client_ids)
@@ -272,6 +282,7 @@ def from_arrays(
     if test is not None:
         test_set = _prepare_inputs(test[0], f"{name} (test)"), convert_targets(test[1], f"{name} (test)")
     raw = RawDataset(_prepare_inputs(x, name), convert_targets(y, name), test_set, owners, normalization=normalization)
+    raw = checks.name_labels(checks.check_inputs(raw, channels, name))
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
@@ -380,7 +391,17 @@ def federate(
     if raw.split is not None:
         classes = raw.split[0]
     row_clients = raw.client_ids if raw.time_ordered and partition != "natural" else None
-    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients
+    notes = list(raw.notes)
+    if (origin is None or ":" in name) and not _is_windowed(raw):  # the user's own data
+        test_x = raw.x if raw.test is None else raw.test[0]
+        rows_of_test = test_rows if raw.test is None else np.arange(len(test_targets))
+        if copies := checks.count_copies(raw.x, train.rows, test_x, rows_of_test):
+            notes.append(f"split: {copies} of {len(rows_of_test)} test samples are copies of training samples")
+        if raw.client_ids is not None:
+            notes += [f"clients: {names} are different clients" for names in checks.find_variants(raw.client_ids)]
+        if targets.dtype.kind != "f" and raw.split is None and not raw.tokens:
+            notes += checks.describe_labels(labels[train.rows], test_labels, raw.class_names)
+    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, tuple(notes)
     return ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
 
 

@@ -262,7 +262,8 @@ class ClientDaemon:
         torch.set_num_threads(1)
         make_device(self.device)
         if self.data:
-            read(self.data, self.data_dir, **self.data_options)
+            for note in read(self.data, self.data_dir, **self.data_options).notes:
+                self.log(f"data '{self.data}': {note}")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the client's state reveals its data
         Node(address, keys, self.folder, self.log).serve(self.answer)
 

@@ -28,12 +28,12 @@ def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
     """Decorates a reader: every failure becomes a one-line `DataError`, and the result is checked."""
 
     def decorate(read: Reader[P]) -> Reader[P]:
-        allowed = list(inspect.signature(read).parameters)[1:]
+        allowed = [name for name in list(inspect.signature(read).parameters)[1:] if name != "schema"]
 
         @wraps(read)
         def read_checked(path: Path, /, *args: P.args, **options: P.kwargs) -> RawDataset:
             for name in options:
-                if name not in allowed:
+                if name not in (*allowed, "schema"):
                     raise unknown_name("option", name, allowed)
             path = Path(path)
             try:
@@ -66,7 +66,7 @@ def _check_dataset(raw: RawDataset, path: Path) -> None:
 def _check_part(x: Inputs, y: Array, client_ids: Array | None, class_names: Sequence[str], where: str) -> None:
     if not len(x):
         raise DataError(f"{where} has no samples")
-    if len(x) != len(y):
+    if len(x) != len(y) and len(y):  # a table without labels to predict, by a schema
         raise DataError(f"{where} has {len(x)} inputs and {len(y)} labels")
     if client_ids is not None and len(client_ids) != len(x):
         raise DataError(f"{where} has {len(x)} inputs and {len(client_ids)} client ids")
@@ -193,5 +193,7 @@ def number_labels(labels: Sequence[str] | Sequence[int], where: object) -> tuple
         names, indices = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
         return indices.reshape(-1).astype(np.int64), tuple(names.tolist())
     if (fractional := np.flatnonzero(values % 1 != 0)).size:
-        raise DataError(f"{where} has label {labels[fractional[0]]} (allowed: integers or names)")
+        raise DataError(
+            f"{where} has label {labels[fractional[0]]} (allowed: integers or names; --loss mse predicts numbers)"
+        )
     return values.astype(np.int64), ()
