@@ -123,13 +123,12 @@ def _count_classes(data: Data) -> dict[str, int]:
     """The number of training samples of each class, by its name."""
     import torch
 
-    from fewer.report.pictures import class_names
-
     if not data.has_classes:
         return {}
     labels = torch.cat([data.client(client).train.labels.cpu() for client in range(len(data))])
     counts = torch.bincount(labels, minlength=data.classes).tolist()
-    return dict(zip(class_names(data, range(len(counts))), counts, strict=True))
+    names = dict(enumerate(getattr(data, "class_names", ())))
+    return {names.get(label, str(label)): count for label, count in enumerate(counts)}
 
 
 def _first_line(function: Any) -> str:

@@ -106,10 +106,10 @@ def name_labels(raw: RawDataset) -> RawDataset:
     y, *test_y = (np.searchsorted(present, part).astype(np.int64) for part in parts)
     test = None if raw.test is None else (raw.test[0], test_y[0])
     names = tuple(str(label) for label in present.tolist())
-    note = f"{LABELS}{list_names(names)} are {len(names)} classes with these names, not {present[-1] + 1} classes"
-    if len(names) == 1:
-        note = f"{LABELS}{names[0]} is the name of the only class"
-    return replace(raw, y=y, test=test, class_names=names, notes=(*raw.notes, note))
+    notes = raw.notes
+    if len(names) > 1 and describe_many_classes(len(names), sum(map(len, parts))) is None:
+        notes += (f"{LABELS}{list_names(names)} are the names of {len(names)} classes, numbered from 0",)
+    return replace(raw, y=y, test=test, class_names=names, notes=notes)
 
 
 def describe_labels(labels: Array, test_labels: Array, class_names: Sequence[str]) -> list[str]:

@@ -348,7 +348,8 @@ def federate(
     validation_rows = rows[:0]
     if validation and raw.time_ordered and raw.client_ids is not None and partition != "natural":
         rows, validation_rows = hold_out_rows(raw, rows, validation)  # the latest rows of each original owner
-    targets = convert_targets(raw.y, name)
+    is_regression = raw.y.ndim == 2 and raw.y.dtype.kind == "f"  # even if all numbers are integers
+    targets = raw.y.astype(np.float32) if is_regression else convert_targets(raw.y, name)
     test_targets = targets[test_rows] if raw.test is None else convert_targets(raw.test[1], f"{name} (test)")
     labels, test_labels = targets, test_targets
     if targets.dtype.kind == "f" or test_targets.dtype.kind == "f":

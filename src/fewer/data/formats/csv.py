@@ -89,7 +89,6 @@ def read_csv(
         columns, notes = _match_schema(table, [*roles, label], schema)
     else:
         columns, notes = _choose_columns(table, roles, *map(_split, (features, ignore, categorical)))
-        notes.append(f"columns: the label is {label}")
     needed = [name for name in roles if name != text]
     absent = {column.name: table.find_missing(column.name, not column.categories) for column in columns}
     absent |= {name: table.find_missing(name, False) for name in needed}
@@ -99,6 +98,7 @@ def read_csv(
     if time is not None:
         times = table.parse_times(time)
         table = table.select(np.array(sorted(range(len(times)), key=times.__getitem__)))
+        notes.append(f"split: the latest rows by {time} are the test samples")
     elif schema is None:
         notes += [note for name in table.cells if (note := _describe_time(table, name))]
     targets: Array = np.zeros(0, np.int64)
@@ -325,10 +325,12 @@ def _choose_columns(
         raise DataError(f"{table.path} has no column of numbers (it has: {names})")
     table.check_decimal_signs([column.name for column in columns if not column.categories])
     inputs = [f"{c.name} ({len(c.categories)} categories)" if c.categories else c.name for c in columns]
-    notes = [f"columns: the inputs are {list_names(inputs)}"]
+    notes = [f"columns: the inputs are {list_names(inputs)}; the label is {roles[0]}"]
     notes += _describe_ignored(texts, hint) + _describe_ignored(empty, "empty")
-    used = {*roles, *chosen}
-    return columns, notes + _describe_ignored([name for name in table.cells if name not in used])
+    others = [name for name in table.cells if name not in (*roles, *chosen)]
+    index = [name for name in others if name in _INDEX_NAMES and name not in ignore]
+    notes += _describe_ignored(index, "row numbers")
+    return columns, notes + _describe_ignored([name for name in others if name not in index])
 
 
 def _match_schema(table: _Table, roles: Sequence[str], schema: Schema) -> tuple[list[Column], list[str]]:
