@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -76,13 +76,29 @@ def describe_inputs(x: Inputs) -> list[str]:
     return notes
 
 
-def count_copies(x: Inputs, rows: NDArray[np.int64], test_x: Inputs, test_rows: NDArray[np.int64]) -> int:
-    """The number of these test inputs that are equal to one of these training inputs."""
-    known = set(_hash_rows(x, rows))
-    return sum(value in known for value in _hash_rows(test_x, test_rows))
+# --- clients and splits -----------------------------------------------------------------------------------------
 
 
-def _hash_rows(x: Inputs, rows: NDArray[np.int64]) -> list[int]:
+def describe_split(
+    raw: RawDataset, rows: NDArray[np.int64], test_rows: NDArray[np.int64], partition: str
+) -> tuple[str, ...]:
+    """Notes about test inputs that are also training inputs, and about clients.
+
+    `rows` are for training. Test samples are those of the data, or else its `test_rows`.
+    """
+    notes = []
+    known = set(_hash_rows(raw.x, rows))
+    tests = _hash_rows(raw.x, test_rows) if raw.test is None else _hash_rows(raw.test[0], range(len(raw.test[1])))
+    if copies := sum(test in known for test in tests):
+        notes.append(f"split: {copies} of {len(tests)} test samples are copies of training samples")
+    if raw.client_ids is not None:
+        notes += [f"clients: {names} are different clients" for names in find_variants(raw.client_ids)]
+        if partition != "natural":
+            notes.append(f"clients: --partition {partition} ignores those of the data; --partition natural uses them")
+    return tuple(notes)
+
+
+def _hash_rows(x: Inputs, rows: Iterable[int]) -> list[int]:
     if isinstance(x, list):
         return [hash(x[row]) for row in rows]
     array = np.asarray(x)
@@ -112,7 +128,7 @@ def name_labels(raw: RawDataset) -> RawDataset:
     return replace(raw, y=y, test=test, class_names=names, notes=notes)
 
 
-def describe_labels(labels: Array, test_labels: Array, class_names: Sequence[str]) -> list[str]:
+def describe_labels(labels: Array, test_labels: Array, class_names: Sequence[str]) -> tuple[str, ...]:
     """Notes about classes: one only, none in training, too few samples, or more than classes usually are."""
     counts = np.bincount(np.concatenate([labels, test_labels]), minlength=len(class_names))
     train = np.bincount(labels, minlength=len(counts))
@@ -123,7 +139,7 @@ def describe_labels(labels: Array, test_labels: Array, class_names: Sequence[str
 
     notes = []
     if (problem := describe_many_classes(int((counts > 0).sum()), int(counts.sum()))) is not None:
-        return [f"{LABELS}{problem} (--loss mse predicts numbers)"]
+        return (f"{LABELS}{problem} (--loss mse predicts numbers)",)
     notes += [f"{LABELS}{variants} are different classes" for variants in find_variants(np.array(class_names))]
     if (train > 0).sum() == 1:
         notes.append(f"{LABELS}all training samples are of {names(np.flatnonzero(train))}; nothing can be learned")
@@ -133,7 +149,7 @@ def describe_labels(labels: Array, test_labels: Array, class_names: Sequence[str
         notes.append(f"{LABELS}only test samples, no training samples of {names(untrained)}")
     if (single := np.flatnonzero((counts == 1) & (train == 1))).size:
         notes.append(f"{LABELS}a single sample of {names(single)}")
-    return notes
+    return tuple(notes)
 
 
 def describe_many_classes(distinct: int, count: int) -> str | None:

@@ -348,8 +348,9 @@ def federate(
     validation_rows = rows[:0]
     if validation and raw.time_ordered and raw.client_ids is not None and partition != "natural":
         rows, validation_rows = hold_out_rows(raw, rows, validation)  # the latest rows of each original owner
-    is_regression = raw.y.ndim == 2 and raw.y.dtype.kind == "f"  # even if all numbers are integers
-    targets = raw.y.astype(np.float32) if is_regression else convert_targets(raw.y, name)
+    targets = convert_targets(raw.y, name)
+    if raw.y.ndim == 2 and raw.y.dtype.kind == "f":  # numbers to predict, even if all of them are integers
+        targets = raw.y.astype(np.float32)
     test_targets = targets[test_rows] if raw.test is None else convert_targets(raw.test[1], f"{name} (test)")
     labels, test_labels = targets, test_targets
     if targets.dtype.kind == "f" or test_targets.dtype.kind == "f":
@@ -392,17 +393,12 @@ def federate(
     if raw.split is not None:
         classes = raw.split[0]
     row_clients = raw.client_ids if raw.time_ordered and partition != "natural" else None
-    notes = list(raw.notes)
+    notes = raw.notes
     if (origin is None or ":" in name) and not _is_windowed(raw):  # the user's own data
-        test_x = raw.x if raw.test is None else raw.test[0]
-        rows_of_test = test_rows if raw.test is None else np.arange(len(test_targets))
-        if copies := checks.count_copies(raw.x, train.rows, test_x, rows_of_test):
-            notes.append(f"split: {copies} of {len(rows_of_test)} test samples are copies of training samples")
-        if raw.client_ids is not None:
-            notes += [f"clients: {names} are different clients" for names in checks.find_variants(raw.client_ids)]
+        notes += checks.describe_split(raw, train.rows, test_rows, partition)
         if targets.dtype.kind != "f" and raw.split is None and not raw.tokens:
             notes += checks.describe_labels(labels[train.rows], test_labels, raw.class_names)
-    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, tuple(notes)
+    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, notes
     return ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -78,6 +78,7 @@ def read_csv(
         raise SettingError(f"decimal must be . or a comma, got '{decimal}'")
     table = _Table.parse(_decode(read_contents(path), encoding, path), path, decimal)
     label, client, text, time = str(label), _name(client), _name(text), _name(time)
+    schema_columns = () if schema is None else schema.columns
     has_label = schema is None or label in table.cells
     roles = [name for name in (label if has_label else None, client, time, text) if name is not None]
     table.check_names(roles)
@@ -85,21 +86,24 @@ def read_csv(
     notes: list[str] = []
     if text is not None:
         notes += _describe_ignored([name for name in table.cells if name not in roles])
-    elif schema is not None:
-        columns, notes = _match_schema(table, [*roles, label], schema)
+        if empty := table.cells[text].count(""):
+            notes.append(f"rows: {empty} of {len(table.rows)} have no text")
+    elif schema_columns:
+        columns, notes = _match_schema(table, [*roles, label], schema_columns)
     else:
         columns, notes = _choose_columns(table, roles, *map(_split, (features, ignore, categorical)))
     needed = [name for name in roles if name != text]
     absent = {column.name: table.find_missing(column.name, not column.categories) for column in columns}
-    absent |= {name: table.find_missing(name, False) for name in needed}
+    absent |= {name: table.find_missing(name, number=name == label and bool(regression)) for name in needed}
     if missing == "drop":
         table, absent = _drop_rows(table, absent, notes)
-    _check_missing(table, absent, needed, [column for column in columns if column.fill is None], missing)
+    unfilled = [column.name for column in columns if column.fill is None and (missing is None or schema_columns)]
+    _check_missing(table, absent, needed, unfilled, "drop" if schema_columns else "mean, median, zero or drop")
     if time is not None:
         times = table.parse_times(time)
         table = table.select(np.array(sorted(range(len(times)), key=times.__getitem__)))
         notes.append(f"split: the latest rows by {time} are the test samples")
-    elif schema is None:
+    elif not schema_columns:
         notes += [note for name in table.cells if (note := _describe_time(table, name))]
     targets: Array = np.zeros(0, np.int64)
     class_names: tuple[str, ...] = ()
@@ -111,13 +115,13 @@ def read_csv(
     raw = RawDataset([], targets, client_ids=client_ids, class_names=class_names, time_ordered=time is not None)
     if text is not None:
         return replace(raw, x=table.cells[text], notes=tuple(notes))
-    if schema is None:
+    if not schema_columns:
         train, _ = hold_out_rows(raw, np.arange(len(table.rows)), TEST_FRACTION)
         columns = [replace(column, fill=_compute_fill(table, column, missing, train)) for column in columns]
         notes += [note for column in columns if (note := _describe_column(table, column))]
     for column in columns:
         if not column.categories and (count := int(np.isnan(table.parse_numbers(column.name)).sum())):
-            notes.append(f"columns: {count} missing values of {column.name} are replaced by {column.fill:g}")
+            notes.append(f"columns: missing values of {column.name} ({count}) are replaced by {column.fill:g}")
     x = np.concatenate([_encode(table, column) for column in columns], axis=1)
     return replace(raw, x=x, columns=tuple(columns), notes=tuple(notes))
 
@@ -166,8 +170,8 @@ class _Table:
         first_line = re.sub(r'"[^"]*"', "", (content.splitlines() or [""])[0])
         table = csv.reader(StringIO(content, newline=""), delimiter=max(",;\t", key=first_line.count), strict=True)
         header = [name.strip() for name in next(table, [])]
-        if len(set(header)) < len(header):
-            raise DataError(f"{path} has two columns with the same name")
+        if repeated := next((name for name in header if header.count(name) > 1), None):
+            raise DataError(f"{path} has two columns with the same name '{repeated}'")
         if all(map(_NUMBER.fullmatch, header)) and header != [str(number) for number in range(len(header))]:
             raise DataError(f"{path} has numbers in its first line, which must name the columns: {list_names(header)}")
         rows = []
@@ -195,12 +199,17 @@ class _Table:
 
     def find_missing(self, name: str, number: bool) -> NDArray[np.bool_]:
         """True for each missing cell of a column."""
+        if number and name in self.numbers:
+            return np.isnan(self.numbers[name])
         return np.array([_is_missing(value, number) for value in self.cells[name]])
 
     def is_text(self, name: str) -> bool:
         """True if no cell of a column is a number, and not all are missing."""
-        values = [value for value in self.cells[name] if not _is_missing(value, True)]
-        return bool(values) and not any(map(_is_number, values))
+        return not any(map(_is_number, self.cells[name])) and not self.is_empty(name)
+
+    def is_empty(self, name: str) -> bool:
+        """True if all cells of a column are missing."""
+        return all(_is_missing(value, True) for value in self.cells[name])
 
     def parse_numbers(self, name: str) -> Floats:
         """The numbers of a column; NaN if missing. Any other text is an error."""
@@ -211,7 +220,7 @@ class _Table:
     def _parse_numbers(self, name: str) -> Floats:
         values = self.cells[name]
         unusual = "_nN." if self.decimal == "," else "_nN"  # 1_000, nan, inf
-        if not any(sign in value for value in values for sign in unusual):
+        if not set(unusual) & set("".join(values)):
             with suppress(ValueError):
                 return np.array(values).astype(np.float64)
         present = [(row, value) for row, value in enumerate(values) if not _is_missing(value, True)]
@@ -243,7 +252,7 @@ class _Table:
 
     def check_decimal_signs(self, names: Sequence[str]) -> None:
         """Raises DataError if some columns have decimal commas and others points, which may separate thousands."""
-        signs = {name: {sign for sign in ".," if any(sign in value for value in self.cells[name])} for name in names}
+        signs = {name: set("".join(self.cells[name])) for name in names}
         comma = next((name for name in names if "," in signs[name]), None)
         for name in names if comma is not None else ():
             if "." in signs[name]:
@@ -310,7 +319,7 @@ def _choose_columns(
         if name in categorical:
             values = {value for value in table.cells[name] if not _is_missing(value, False)}
             columns.append(Column(name, tuple(sorted(values))))
-        elif table.find_missing(name, True).all():
+        elif table.is_empty(name):
             empty.append(name)
         elif table.is_text(name):
             texts.append(name)
@@ -333,15 +342,13 @@ def _choose_columns(
     return columns, notes + _describe_ignored([name for name in others if name not in index])
 
 
-def _match_schema(table: _Table, roles: Sequence[str], schema: Schema) -> tuple[list[Column], list[str]]:
+def _match_schema(table: _Table, roles: Sequence[str], columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
     """The columns of a schema, found by name, and notes about the others."""
-    names = [column.name for column in schema.columns]
+    names = [column.name for column in columns]
     if missing := [name for name in names if name not in table.cells]:
-        listed = ", ".join(table.cells)
-        raise DataError(
-            f"{table.path} lacks columns of the model (missing: {', '.join(missing)}; the file has: {listed})"
-        )
-    for column in schema.columns:
+        difference = f"missing: {', '.join(missing)}; the file has: {', '.join(table.cells)}"
+        raise DataError(f"{table.path} lacks columns of the model ({difference})")
+    for column in columns:
         if not column.categories:
             table.parse_numbers(column.name)
             continue
@@ -349,9 +356,9 @@ def _match_schema(table: _Table, roles: Sequence[str], schema: Schema) -> tuple[
             if value not in column.categories and not _is_missing(value, False):
                 known = list_names(column.categories)
                 raise table.error(column.name, row, f"has the unknown category '{value}' (known: {known})")
-    table.check_decimal_signs([column.name for column in schema.columns if not column.categories])
+    table.check_decimal_signs([column.name for column in columns if not column.categories])
     others = [name for name in table.cells if name not in (*names, *roles)]
-    return list(schema.columns), _describe_ignored(others, "not used by the model")
+    return list(columns), _describe_ignored(others, "not used by the model")
 
 
 def _describe_ignored(names: Sequence[str], reason: str = "") -> list[str]:
@@ -369,7 +376,8 @@ def _describe_column(table: _Table, column: Column) -> str:
     distinct = len(np.unique(values))
     if distinct == 1:
         return f"columns: {name} has the same value in all rows; {hint}"
-    if (values % 1 != 0).any() or not (_ID_NAME.search(name) or (np.diff(values) == 1).all()):
+    is_counter = len(values) >= 10 and (np.diff(values) == 1).all()
+    if (values % 1 != 0).any() or not (_ID_NAME.search(name) or is_counter):
         return ""
     repeated = f" with {len(values) - distinct} repeated values" if distinct < len(values) else ""
     return f"columns: {name} may be an identifier{repeated}, but it is an input; {hint}"
@@ -397,22 +405,15 @@ def _drop_rows(table: _Table, absent: Masks, notes: list[str]) -> tuple[_Table, 
     return table.select(np.flatnonzero(~drop)), {name: mask[~drop] for name, mask in absent.items()}
 
 
-def _check_missing(
-    table: _Table,
-    absent: Mapping[str, NDArray[np.bool_]],
-    roles: Sequence[str],
-    unfilled: Sequence[Column],
-    missing: Any,
-) -> None:
+def _check_missing(table: _Table, absent: Masks, roles: Sequence[str], unfilled: Sequence[str], allowed: str) -> None:
     """Raises DataError for missing values that nothing replaces."""
-    names = [*roles, *(column.name for column in unfilled if missing is None)]
-    found = [name for name in names if absent[name].any()]
+    found = [name for name in (*roles, *unfilled) if absent[name].any()]
     if found:
         mask = absent[found[0]]
         others = f"; so have {list_names(found[1:])}" if len(found) > 1 else ""
-        allowed = "drop" if found[0] in roles else "mean, median, zero or drop"
-        problem = f"has {mask.sum()} missing values, the first in row {table.rows[np.argmax(mask)]}{others}"
-        raise DataError(f"{table.path}, column '{found[0]}' {problem} (--data-option missing={allowed})")
+        problem = f"has missing values ({mask.sum()}, the first in row {table.rows[np.argmax(mask)]}){others}"
+        allowed = "drop" if found[0] in roles else allowed
+        raise DataError(f"{table.path}, column '{found[0]}' {problem}: pass --data-option missing={allowed}")
 
 
 def _compute_fill(table: _Table, column: Column, missing: str | None, train: NDArray[np.int64]) -> float | None:

@@ -40,7 +40,7 @@ def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
                 if not path.exists():
                     raise DataError(f"{path} does not exist (expected: {description})")
                 raw = read(path, *args, **options)
-                _check_dataset(raw, path)
+                _check_dataset(raw, path, labels_optional=options.get("schema") is not None)
                 return raw
             except FewerError:
                 raise
@@ -53,8 +53,10 @@ def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
     return decorate
 
 
-def _check_dataset(raw: RawDataset, path: Path) -> None:
+def _check_dataset(raw: RawDataset, path: Path, labels_optional: bool) -> None:
     """Checks that every input has a label (and a client id), and every label is a class."""
+    if labels_optional and len(raw.x) and not len(raw.y):
+        return
     _check_part(raw.x, raw.y, raw.client_ids, raw.class_names, f"{path} (training)")
     if raw.test is not None:
         _check_part(*raw.test, raw.test_client_ids, raw.class_names, f"{path} (test)")
@@ -66,7 +68,7 @@ def _check_dataset(raw: RawDataset, path: Path) -> None:
 def _check_part(x: Inputs, y: Array, client_ids: Array | None, class_names: Sequence[str], where: str) -> None:
     if not len(x):
         raise DataError(f"{where} has no samples")
-    if len(x) != len(y) and len(y):  # a table without labels to predict, by a schema
+    if len(x) != len(y):
         raise DataError(f"{where} has {len(x)} inputs and {len(y)} labels")
     if client_ids is not None and len(client_ids) != len(x):
         raise DataError(f"{where} has {len(x)} inputs and {len(client_ids)} client ids")
