@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fewer.data import ArrayData, RawDataset, from_arrays, from_clients, from_dataset
+from fewer.data import ArrayData, RawDataset, from_arrays, from_clients, from_dataset, load
 from fewer.data.checks import list_names, name_labels
 from fewer.errors import DataError, SettingError
 from tests.data.arrays import arrays
@@ -127,6 +128,23 @@ def test_copies_of_training_samples_in_the_test_set_are_counted() -> None:
 def test_clients_with_similar_names_are_noted() -> None:
     data = from_arrays(X, Y, client_ids=np.array(["a", "a ", "A", "b"])[np.arange(120) % 4])
     assert data.notes == ("clients: 'A' and 'a' and 'a ' are different clients",) and len(data) == 4
+
+
+def test_clients_that_a_partition_ignores_are_noted(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=X, y=Y, client=np.arange(120) % 3)
+    note = "clients: --partition iid ignores those of the data; --partition natural uses them"
+    assert load(f"npz:{tmp_path}/a.npz", clients=2, partition="iid").notes == (note,)
+    assert load(f"npz:{tmp_path}/a.npz", partition="natural").notes == ()
+
+
+def test_labels_that_options_name_stay(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=X, y=3 * Y + 2)
+    chosen = load(f"npz:{tmp_path}/a.npz", clients=2, partition="iid", data_options={"unseen_classes": 5})
+    assert chosen.classes == 6 and load(f"npz:{tmp_path}/a.npz", clients=2, partition="iid").classes == 2
+
+
+def test_embedded_data_have_no_notes() -> None:
+    assert load("looks", clients=4, partition="natural").notes == ()
 
 
 def test_long_lists_are_shortened() -> None:

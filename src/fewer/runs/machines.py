@@ -262,8 +262,7 @@ class ClientDaemon:
         torch.set_num_threads(1)
         make_device(self.device)
         if self.data:
-            for note in read(self.data, self.data_dir, **self.data_options).notes:
-                self.log(f"data '{self.data}': {note}")
+            read(self.data, self.data_dir, **self.data_options)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the client's state reveals its data
         Node(address, keys, self.folder, self.log).serve(self.answer)
 
@@ -325,6 +324,8 @@ class ClientDaemon:
         is_regression = predicted_kind(settings.loss) == "regression"
         csv_option = {"regression": True} if is_regression and self.data.startswith("csv:") else {}
         raw = read(self.data, self.data_dir, **csv_option, **self.data_options)
+        for note in raw.notes:
+            self.log(f"data '{self.data}': {note}")
         if data_info["tokens"]:
             tokens = tuple(data_info["tokens"])
 

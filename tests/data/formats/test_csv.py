@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_bad_csv_is_refused(tmp_path: Path) -> None:
     check_refused("csv", write(tmp_path / "a.csv", b"a,label\n\xff,1\n"), "not UTF-8")
 
 
-def check_inputs(table: str, expected: list[list[float]], folder: Path, **options: Any) -> RawDataset:
+def check_inputs(table: str, expected: Sequence[Sequence[float]], folder: Path, **options: Any) -> RawDataset:
     raw = read("csv", write(folder / "a.csv", table), **options)
     assert np.allclose(np.asarray(raw.x), np.array(expected, np.float32))
     return raw
@@ -112,14 +113,15 @@ def test_decimal_commas_are_read_and_thousands_are_refused(tmp_path: Path) -> No
     check_inputs('a,label\n"1,5",0\n2,1\n', [[1.5], [2]], tmp_path)
     check_inputs("a;label\n1,234;0\n5,678;1\n", [[1.234], [5.678]], tmp_path, decimal=",")
     file = tmp_path / "a.csv"
-    for table, message, options in (
+    cases: list[tuple[str, str, dict[str, Any]]] = [
         ("a;label\n1,234;0\n5,678;1\n", "row 1 may have a thousands separator: '1,234'; remove it, or .*decimal=,", {}),
         ("a;label\n1,5;0\n", "row 1 may have a thousands separator: '1,5'; remove it$", {"decimal": "."}),
         ("a;label\n1.234,5;0\n", r"row 1 has a thousands separator: '1.234,5'", {}),
         ("a;label\n1,5;0\n1.5;1\n", r"row 2 is '1.5', but the column has decimal commas", {}),
         ("a;b;label\n1,5;1.234;0\n", r"column 'b', row 1 is '1.234', but column 'a' has decimal commas", {}),
         ("a;label\n1.234;0\n", "row 1 has a thousands separator: '1.234'", {"decimal": ","}),
-    ):
+    ]
+    for table, message, options in cases:
         check_refused("csv", write(file, table), message, **options)
     check_refused("csv", file, "decimal must be . or a comma", SettingError, decimal=";")
 
@@ -128,7 +130,7 @@ def test_decimal_commas_are_read_and_thousands_are_refused(tmp_path: Path) -> No
 
 
 def test_missing_values_are_refused_or_replaced(tmp_path: Path) -> None:
-    rows = [[str(row), "" if row % 4 == 1 else str(row % 7), row % 2] for row in range(40)]
+    rows = [(str(row), "" if row % 4 == 1 else str(row % 7), row % 2) for row in range(40)]
     table = "id,a,label\n" + "".join(f"{x},{a},{y}\n" for x, a, y in rows)
     file = write(tmp_path / "a.csv", table)
     check_refused(

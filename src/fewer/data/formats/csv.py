@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.checks import describe_many_classes, list_names
+from fewer.data.checks import LABELS, describe_many_classes, list_names
 from fewer.data.federated import TEST_FRACTION, hold_out_rows
 from fewer.data.formats.readers import number_labels, read_contents, reader
 from fewer.data.raw_dataset import Array, RawDataset
@@ -111,6 +111,8 @@ def read_csv(
         targets = table.parse_numbers(label).astype(np.float32)[:, None]
     elif has_label:
         targets, class_names = _parse_labels(table, label, schema is None and regression is None)
+        if len({_is_number(name) for name in class_names}) > 1:
+            notes.append(f"{LABELS}numbers and names are mixed: {list_names(class_names)}")
     client_ids = None if client is None else np.array(table.cells[client])
     raw = RawDataset([], targets, client_ids=client_ids, class_names=class_names, time_ordered=time is not None)
     if text is not None:
