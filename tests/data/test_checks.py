@@ -61,6 +61,13 @@ def test_ambiguous_channels_are_refused() -> None:
     assert "images: 9×8×2 are read as 9 channels; channels=last reads 2" in build(IMAGES[..., :2], LABELS).notes
 
 
+def test_inputs_of_different_shapes_are_refused() -> None:
+    with pytest.raises(DataError, match=r"the Dataset has inputs of different shapes: \(2,\), \(3,\)"):
+        from_dataset([(np.zeros(2 + row % 2), row % 2) for row in range(9)], clients=2)
+    with pytest.raises(DataError, match="client 0 has inputs or labels of different shapes"):
+        from_clients([([[1, 2], [3]], [0, 1])])
+
+
 def test_unusual_float_inputs_are_noted() -> None:
     images = IMAGES.transpose(0, 3, 1, 2).astype(np.float32)
     assert any("floats up to 255 are used as they are" in note for note in build(images, LABELS).notes)

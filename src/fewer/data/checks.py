@@ -157,6 +157,12 @@ def describe_many_classes(distinct: int, count: int) -> str | None:
     return f"{distinct} distinct values in {count} samples" if distinct > 20 and 5 * distinct > count else None
 
 
+def describe_mixed_names(names: Sequence[str]) -> tuple[str, ...]:
+    """A note on labels that are partly numbers and partly names."""
+    mixed = len({name.removeprefix("-").isdecimal() for name in names}) > 1
+    return (f"{LABELS}numbers and names are mixed: {list_names(names)}",) if mixed else ()
+
+
 def list_names(names: Sequence[str]) -> str:
     """Names separated by commas. Many names are shortened."""
     shown = ", ".join(name or "''" for name in names[:_LISTED])

@@ -523,7 +523,11 @@ def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
 
 def _read_dataset(dataset: Any) -> tuple[Array, Array]:
     pairs = [dataset[index] for index in range(len(dataset))]
-    return np.stack([np.asarray(x) for x, _ in pairs]), np.stack([np.asarray(y) for _, y in pairs])
+    inputs, targets = ([np.asarray(pair[part]) for pair in pairs] for part in (0, 1))
+    for kind, arrays in (("inputs", inputs), ("targets", targets)):
+        if len(shapes := sorted({array.shape for array in arrays})) > 1:
+            raise DataError(f"the Dataset has {kind} of different shapes: {shapes[0]}, {shapes[1]} …")
+    return np.stack(inputs), np.stack(targets)
 
 
 def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
@@ -532,7 +536,10 @@ def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
         return _read_dataset(samples) if len(samples) else (np.empty(0), np.empty(0, np.int64))  # type: ignore[arg-type]
     if not isinstance(samples, tuple | list) or len(samples) != 2:
         raise DataError(f"client {client} must be a pair (x, y) or a torch Dataset, got {type(samples).__name__}")
-    return np.asarray(samples[0]), np.asarray(samples[1])
+    try:
+        return np.asarray(samples[0]), np.asarray(samples[1])
+    except ValueError as error:
+        raise DataError(f"client {client} has inputs or labels of different shapes: {error}") from error
 
 
 def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:

@@ -175,6 +175,12 @@ def test_prices_are_not_classes(tmp_path: Path) -> None:
     check_refused("csv", write(file, 'a,label\n1,2\n2,"0,5"\n'), "has label 0.5 .*--loss mse predicts numbers")
 
 
+def test_labels_of_numbers_and_names_are_noted(tmp_path: Path) -> None:
+    raw = read("csv", write(tmp_path / "a.csv", "a,label\n1,0\n4,1\n6,yes\n"))
+    assert raw.notes[-1] == "labels: numbers and names are mixed: 0, 1, yes"
+    assert len(read("csv", write(tmp_path / "a.csv", "a,label\n1,-1\n4,1\n")).notes) == 1
+
+
 def test_integers_of_a_regression_are_numbers(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", "a,label\n" + "".join(f"{row % 9},{row % 3}\n" for row in range(60)))
     data = load(f"csv:{tmp_path}/a.csv", data_options={"regression": True}, clients=2, partition="iid")
@@ -185,12 +191,14 @@ def test_integers_of_a_regression_are_numbers(tmp_path: Path) -> None:
 
 
 def test_columns_that_hardly_help_are_noted(tmp_path: Path) -> None:
-    rows = [f"{row},{row * 7},{row // 2},{row % 3},5,{row % 2}\n" for row in range(12)]
-    raw = read("csv", write(tmp_path / "a.csv", "count,patientId,visit_id,m,unit,label\n" + "".join(rows)))
+    rows = [f"{row},{row * 7},{row // 2},{row % 3},5,{-999 if row % 2 else row},{row % 2}\n" for row in range(12)]
+    raw = read("csv", write(tmp_path / "a.csv", "count,patientId,visit_id,m,unit,dose,label\n" + "".join(rows)))
     for note in (
         "columns: count may be an identifier, but it is an input; --data-option ignore=count drops it",
         "columns: patientId may be an identifier, but it is an input; --data-option ignore=patientId drops it",
-        "columns: visit_id may be an identifier with 6 repeated values, but it is an input; --data-option ign",
+        "columns: visit_id may be an identifier, but it is an input; --data-option ignore=visit_id drops it",
+        "split: visit_id has 6 repeated values, whose rows may be both training and test samples",
+        "columns: dose is -999 in 6 rows, which may mean a missing value",
         "columns: unit has the same value in all rows; --data-option ignore=unit drops it",
     ):
         assert any(known.startswith(note) for known in raw.notes)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.checks import LABELS, describe_many_classes, list_names
+from fewer.data.checks import describe_many_classes, describe_mixed_names, list_names
 from fewer.data.federated import TEST_FRACTION, hold_out_rows
 from fewer.data.formats.readers import number_labels, read_contents, reader
 from fewer.data.raw_dataset import Array, RawDataset
@@ -38,6 +38,8 @@ _AMBIGUOUS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
 _GROUPED = re.compile(r"[+-]?\d{1,3}([.,'’ \u00a0\u202f]\d{3})+([.,]\d+)?")
 _ID_NAME = re.compile(r"(?i:(^|[^a-z])(id|index|uuid|nr|no|number))$|[a-z]I[dD]$")
 _TIME_NAME = re.compile(r"(?i)(^|[^a-z])(date|time|datetime|timestamp)$")
+_CODES = (-99, -999, -9999, 999, 9999, 99999)
+"""Numbers that often stand for missing values."""
 _INDEX_NAMES = ("", "Unnamed: 0")
 """Names of the column that pandas writes for its index."""
 
@@ -103,16 +105,16 @@ def read_csv(
         times = table.parse_times(time)
         table = table.select(np.array(sorted(range(len(times)), key=times.__getitem__)))
         notes.append(f"split: the latest rows by {time} are the test samples")
-    elif not schema_columns:
+    elif schema is None:
         notes += [note for name in table.cells if (note := _describe_time(table, name))]
+        notes += [note for name in table.cells if name not in roles and (note := _describe_ids(table, name))]
     targets: Array = np.zeros(0, np.int64)
     class_names: tuple[str, ...] = ()
     if has_label and regression:
         targets = table.parse_numbers(label).astype(np.float32)[:, None]
     elif has_label:
         targets, class_names = _parse_labels(table, label, schema is None and regression is None)
-        if len({_is_number(name) for name in class_names}) > 1:
-            notes.append(f"{LABELS}numbers and names are mixed: {list_names(class_names)}")
+        notes += describe_mixed_names(class_names)
     client_ids = None if client is None else np.array(table.cells[client])
     raw = RawDataset([], targets, client_ids=client_ids, class_names=class_names, time_ordered=time is not None)
     if text is not None:
@@ -375,14 +377,24 @@ def _describe_column(table: _Table, column: Column) -> str:
         return f"columns: the categories of {name} are {problem}; {hint}" if problem else ""
     values = table.parse_numbers(name)
     values = values[~np.isnan(values)]
-    distinct = len(np.unique(values))
-    if distinct == 1:
+    if len(np.unique(values)) == 1:
         return f"columns: {name} has the same value in all rows; {hint}"
+    for code in _CODES:
+        count, others = int((values == code).sum()), values[values != code]
+        if count > 1 and abs(code) > 5 * np.abs(others).max():
+            return f"columns: {name} is {code} in {count} rows, which may mean a missing value"
     is_counter = len(values) >= 10 and (np.diff(values) == 1).all()
-    if (values % 1 != 0).any() or not (_ID_NAME.search(name) or is_counter):
+    if (values % 1 == 0).all() and (_ID_NAME.search(name) or is_counter):
+        return f"columns: {name} may be an identifier, but it is an input; {hint}"
+    return ""
+
+
+def _describe_ids(table: _Table, name: str) -> str:
+    """A note on repeated identifiers, whose rows the split does not keep together, or ""."""
+    repeated = len(table.rows) - len(set(table.cells[name]))
+    if not repeated or not _ID_NAME.search(name):
         return ""
-    repeated = f" with {len(values) - distinct} repeated values" if distinct < len(values) else ""
-    return f"columns: {name} may be an identifier{repeated}, but it is an input; {hint}"
+    return f"split: {name} has {repeated} repeated values, whose rows may be both training and test samples"
 
 
 def _describe_time(table: _Table, name: str) -> str:
