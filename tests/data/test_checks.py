@@ -123,7 +123,7 @@ def test_suspicious_classes_are_noted() -> None:
 
 def test_copies_of_training_samples_in_the_test_set_are_counted() -> None:
     note = "split: 5 of 7 test samples are copies of training samples"
-    assert note in build(X, Y, test=(np.concatenate([X[:5], X[:2] + 1]), Y[:7])).notes
+    assert note in build(X, Y, test=(np.concatenate([X[:5], X[:2] + 1]).astype(np.float64), Y[:7])).notes
     texts = [f"text {number}" for number in range(120)]
     assert note in build(texts, Y, test=([*texts[:5], "a", "b"], Y[:7])).notes
     doubled = build(np.concatenate([X, X]), np.concatenate([Y, Y]))

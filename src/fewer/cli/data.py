@@ -123,11 +123,12 @@ def _count_classes(data: Data) -> dict[str, int]:
     """The number of training samples of each class, by its name."""
     import torch
 
-    if not data.has_classes:
+    from fewer.data import ArrayData
+
+    if not data.has_classes or not isinstance(data, ArrayData):
         return {}
-    labels = torch.cat([data.client(client).train.labels.cpu() for client in range(len(data))])
-    counts = torch.bincount(labels, minlength=data.classes).tolist()
-    names = dict(enumerate(getattr(data, "class_names", ())))
+    counts = torch.bincount(data.source.y[torch.from_numpy(data.train.rows)], minlength=data.classes).tolist()
+    names = dict(enumerate(data.class_names))
     return {names.get(label, str(label)): count for label, count in enumerate(counts)}
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
@@ -79,30 +78,26 @@ def describe_inputs(x: Inputs) -> list[str]:
 # --- clients and splits -----------------------------------------------------------------------------------------
 
 
-def describe_split(
-    raw: RawDataset, rows: NDArray[np.int64], test_rows: NDArray[np.int64], partition: str
-) -> tuple[str, ...]:
-    """Notes about test inputs that are also training inputs, and about clients.
-
-    `rows` are for training. Test samples are those of the data, or else its `test_rows`.
-    """
-    notes = []
-    known = set(_hash_rows(raw.x, rows))
-    tests = _hash_rows(raw.x, test_rows) if raw.test is None else _hash_rows(raw.test[0], range(len(raw.test[1])))
-    if copies := sum(test in known for test in tests):
-        notes.append(f"split: {copies} of {len(tests)} test samples are copies of training samples")
-    if raw.client_ids is not None:
-        notes += [f"clients: {names} are different clients" for names in find_variants(raw.client_ids)]
-        if partition != "natural":
-            notes.append(f"clients: --partition {partition} ignores those of the data; --partition natural uses them")
-    return tuple(notes)
+def describe_split(x: Inputs, rows: Iterable[int], test_x: Inputs, test_rows: Iterable[int]) -> tuple[str, ...]:
+    """A note on test inputs that are equal to training inputs."""
+    known, tests = set(_hash_rows(x, rows)), _hash_rows(test_x, test_rows)
+    copies = sum(test in known for test in tests)
+    return (f"split: {copies} of {len(tests)} test samples are copies of training samples",) if copies else ()
 
 
 def _hash_rows(x: Inputs, rows: Iterable[int]) -> list[int]:
     if isinstance(x, list):
         return [hash(x[row]) for row in rows]
-    array = np.asarray(x)
+    array = x.numpy() if isinstance(x, Tensor) else x
     return [hash(array[row].tobytes()) for row in rows]
+
+
+def describe_clients(client_ids: Array, partition: str) -> tuple[str, ...]:
+    """Notes on clients with similar names, and on clients that the partition ignores."""
+    notes = [f"clients: {names} are different clients" for names in find_variants(client_ids)]
+    if partition != "natural":
+        notes.append(f"clients: --partition {partition} ignores those of the data; --partition natural uses them")
+    return tuple(notes)
 
 
 # --- labels -----------------------------------------------------------------------------------------------------

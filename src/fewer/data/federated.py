@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from fewer.choices import Partition
 from fewer.data import checks, text
 from fewer.data.partition import PartitionSpec, Parts, Rows, hold_out_fraction, partition_labels, partition_like
-from fewer.data.raw_dataset import Array, RawDataset
+from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError, unknown_name
 
@@ -395,7 +395,13 @@ def federate(
     row_clients = raw.client_ids if raw.time_ordered and partition != "natural" else None
     notes = raw.notes
     if (origin is None or ":" in name) and not _is_windowed(raw):  # the user's own data
-        notes += checks.describe_split(raw, train.rows, test_rows, partition)
+        x: Inputs = source.x
+        test_x: Inputs = global_test.x
+        if isinstance(raw.x, list):  # texts may become equal when they are encoded
+            x, test_x = raw.x, raw.x if raw.test is None else list(raw.test[0])
+        notes += checks.describe_split(x, train.rows, test_x, test_rows if raw.test is None else range(len(test_x)))
+        if raw.client_ids is not None:
+            notes += checks.describe_clients(raw.client_ids, partition)
         if targets.dtype.kind != "f" and raw.split is None and not raw.tokens:
             notes += checks.describe_labels(labels[train.rows], test_labels, raw.class_names)
     facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, notes

@@ -309,8 +309,7 @@ def _choose_columns(
     features, ignore, categorical = ([name for name in names if name] for names in (features, ignore, categorical))
     if features and ignore:
         raise SettingError("features and ignore cannot be combined: features names all inputs")
-    encode_all = categorical == ["all"] and "all" not in table.cells
-    if encode_all:
+    if categorical == ["all"] and "all" not in table.cells:
         categorical = [name for name in table.cells if name not in roles and table.is_text(name)]
     table.check_names([*features, *ignore, *categorical])
     for name in (*features, *categorical):
