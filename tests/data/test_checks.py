@@ -87,7 +87,7 @@ def test_labels_with_large_gaps_become_names() -> None:
     assert data.notes == ("labels: 3, 7 are the names of 2 classes, numbered from 0",)
     numbers = data.as_numbers()
     assert numbers.source.y[:, 0].tolist() == np.where(Y, 3, 7).tolist() and not numbers.notes
-    assert build(X, Y + 1).class_names == ("1", "2")
+    assert build(X, Y + 1).class_names == ("1", "2") and build(X, 9 * Y).class_names == ("0", "9")
     tested = build(X, np.where(Y, 3, 7), test=(X[:4] + 1, np.array([5, 3, 3, 7])))
     assert tested.class_names == ("3", "5", "7") and tested.test.y.tolist() == [1, 0, 0, 2]
 
@@ -150,8 +150,11 @@ def test_labels_that_options_name_stay(tmp_path: Path) -> None:
     assert chosen.classes == 6 and load(f"npz:{tmp_path}/a.npz", clients=2, partition="iid").classes == 2
 
 
-def test_embedded_data_have_no_notes() -> None:
+def test_known_data_have_no_notes(tmp_path: Path) -> None:
     assert load("looks", clients=4, partition="natural").notes == ()
+    (tmp_path / "hapt").mkdir()
+    np.savez(tmp_path / "hapt" / "hapt.npz", x=RNG.random((40, 6, 9)), y=LABELS, client=LABELS)
+    assert load("hapt", data_dir=tmp_path, clients=2, partition="iid").notes == ()
 
 
 def test_long_lists_are_shortened() -> None:
