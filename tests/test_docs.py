@@ -146,7 +146,10 @@ SLOW = ("local-cluster", "join", "server")
 
 @pytest.mark.parametrize(
     "page",
-    [*sorted((DOCS / "tutorial").glob("*.md")), DOCS / "how-to/add-data.md", DOCS / "how-to/recipe.md"],
+    [
+        *sorted((DOCS / "tutorial").glob("*.md")),
+        *(DOCS / f"how-to/{name}.md" for name in ("add-data", "own-data", "recipe")),
+    ],
     ids=page_name,
 )
 def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,17 +231,20 @@ def test_the_page_on_choosing_a_method_names_only_methods(heading: str) -> None:
             assert code in METHODS.builtins or option in options, code
 
 
-def test_the_page_on_data_lists_every_format_and_model_with_its_options() -> None:
-    formats = {row[0].strip("`").partition(":")[0]: row[2] for row in table_below(DOCS / "data.md", "Your own files")}
+def test_the_pages_on_data_list_every_format_and_model_with_its_options() -> None:
+    page = DOCS / "how-to/own-data.md"
+    formats = {row[0].strip("`").partition(":")[0]: row[2] for row in table_below(page, "Formats")}
     assert {*formats} == {*FORMATS}
     for name, cell in formats.items():
-        parameters = {*inspect.signature(FORMATS[name]).parameters} - {"path"}
+        parameters = {*inspect.signature(FORMATS[name]).parameters} - {"path", "schema"}
         assert {*re.findall(r"`(\w+)`", cell)} <= parameters and bool(cell) == bool(parameters), name
+    options = {row[0].strip("`") for row in table_below(page, "CSV")}
+    assert options == {*inspect.signature(FORMATS["csv"]).parameters} - {"path", "schema"}
     models = {name: row for row in table_below(DOCS / "data.md", "Models") for name in re.findall("`([^`]+)`", row[0])}
     assert {*models} == {*MODELS}
-    options = {option for model in MODELS.values() for option in inspect.signature(model).parameters}
+    model_options = {option for model in MODELS.values() for option in inspect.signature(model).parameters}
     for row in models.values():
-        assert {*re.findall(r"`(\w+)`", row[1])} <= options
+        assert {*re.findall(r"`(\w+)`", row[1])} <= model_options
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -116,6 +116,17 @@ def test_a_clients_own_data_has_the_format_of_the_servers(tmp_path: Path) -> Non
     assert reply.failure == "unable" and "the task needs torch.uint8 (1, 8, 8)" in reply.detail
 
 
+def test_a_client_logs_the_notes_on_its_data(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 17, (50, 8, 8, 1), np.uint8)
+    np.savez(tmp_path / "mine.npz", x=x, y=np.where(np.arange(50) % 2, 3, 7))
+    lines: list[str] = []
+    description, name = session(tmp_path), f"npz:{tmp_path}/mine.npz"
+    daemon = ClientDaemon(tmp_path / "store", name, log=lines.append)
+    data = daemon._build_experiment(description["settings"], description["data_info"]).data
+    assert lines == [f"data '{name}': images: 8×8×1 are read as height × width × channels (channels=first if not)"]
+    assert set(data.client(0).train.labels.tolist()) == {3, 7}  # the server's classes, not numbered anew
+
+
 def test_a_client_with_text_uses_the_servers_vocabulary(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} thing{n % 5}", "label": n % 2}) for n in range(60)]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))

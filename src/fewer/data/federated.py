@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fewer.choices import Partition
-from fewer.data import text
+from fewer.data import checks, text
 from fewer.data.partition import PartitionSpec, Parts, Rows, hold_out_fraction, partition_labels, partition_like
-from fewer.data.raw_dataset import Array, RawDataset
+from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.data.samples import Samples
 from fewer.errors import DataError, SettingError, unknown_name
 
@@ -64,6 +64,8 @@ class Data(ABC):
     """True if validation and test samples belong to novel classes. `classes` then counts the training classes only."""
     has_global_test: bool = True
     """False if only one client's data is known, and the global test set is not."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about the data: columns ignored, images transposed, labels renamed …"""
 
     @property
     def vocab_size(self) -> int | None:
@@ -140,6 +142,7 @@ class ArrayData(Data):
     novel: bool = False
     row_clients: Array | None = None
     """The original owner of each row of `source`, if time-ordered data is partitioned other than by client."""
+    notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -181,10 +184,15 @@ class ArrayData(Data):
         """The same data with numbers as targets. Integer labels without names become numbers."""
         if not self.has_classes:
             return self
-        if self.class_names or self.tokens:
+        if self.tokens or not all(name.isdecimal() for name in self.class_names):
             raise DataError(f"data '{self.name}' has named classes, and a regression needs numbers")
-        source, test = (replace(samples, y=samples.y.float()[:, None]) for samples in (self.source, self.test))
-        return replace(self, classes=1, source=source, test=test)
+        numbers = torch.tensor([float(name) for name in self.class_names])  # labels that were numbered from 0
+        source, test = (
+            replace(samples, y=(numbers[samples.y] if self.class_names else samples.y.float())[:, None])
+            for samples in (self.source, self.test)
+        )
+        notes = tuple(note for note in self.notes if not note.startswith(checks.LABELS))
+        return replace(self, classes=1, source=source, test=test, class_names=(), notes=notes)
 
     def hold_out(self, fraction: float, seed: int) -> ArrayData:
         """Replaces the test data with a fraction of each client's training data, for tuning.
@@ -252,6 +260,7 @@ def from_arrays(
     test: tuple[ArrayLike | Tensor | list[str], ArrayLike | Tensor] | None = None,
     client_ids: ArrayLike | None = None,
     normalization: tuple[float, float] | None = None,
+    channels: checks.Channels | None = None,
     name: str = "arrays",
     **settings: Any,
 ) -> ArrayData:
@@ -262,9 +271,10 @@ def from_arrays(
     `client_ids` names the owner of each sample. Each owner becomes a client; without it, the samples are partitioned.
     Without `test`, a fifth of each client's samples is held out.
 
-    Byte inputs are pixels. `normalization` is their mean and standard deviation on a scale of 0 … 1, by default
-    computed from the training data. Texts are converted to token ids. `settings` are those of `federate`: `clients`,
-    `partition`, `alpha`, `fraction`, `validation` …
+    Images are samples × channels × height × width. Without `channels` ("first" or "last"), a last dimension of 1, 3 or
+    4 is taken for the channels. Byte inputs are pixels. `normalization` is their mean and standard deviation on a scale
+    of 0 … 1, by default computed from the training data. Texts are converted to token ids. `settings` are those of
+    `federate`: `clients`, `partition`, `alpha`, `fraction`, `validation` …
     """
     check_settings(settings)
     owners = None if client_ids is None else np.asarray(client_ids)
@@ -272,6 +282,7 @@ def from_arrays(
     if test is not None:
         test_set = _prepare_inputs(test[0], f"{name} (test)"), convert_targets(test[1], f"{name} (test)")
     raw = RawDataset(_prepare_inputs(x, name), convert_targets(y, name), test_set, owners, normalization=normalization)
+    raw = checks.name_labels(checks.check_inputs(raw, channels, name))
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
@@ -338,6 +349,8 @@ def federate(
     if validation and raw.time_ordered and raw.client_ids is not None and partition != "natural":
         rows, validation_rows = hold_out_rows(raw, rows, validation)  # the latest rows of each original owner
     targets = convert_targets(raw.y, name)
+    if raw.y.ndim == 2 and raw.y.dtype.kind == "f":  # numbers to predict, even if all of them are integers
+        targets = raw.y.astype(np.float32)
     test_targets = targets[test_rows] if raw.test is None else convert_targets(raw.test[1], f"{name} (test)")
     labels, test_labels = targets, test_targets
     if targets.dtype.kind == "f" or test_targets.dtype.kind == "f":
@@ -380,7 +393,18 @@ def federate(
     if raw.split is not None:
         classes = raw.split[0]
     row_clients = raw.client_ids if raw.time_ordered and partition != "natural" else None
-    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients
+    notes = raw.notes
+    if (origin is None or ":" in name) and not _is_windowed(raw):  # the user's own data
+        x: Inputs = source.x
+        test_x: Inputs = global_test.x
+        if isinstance(raw.x, list):  # texts may become equal when they are encoded
+            x, test_x = raw.x, raw.x if raw.test is None else list(raw.test[0])
+        notes += checks.describe_split(x, train.rows, test_x, test_rows if raw.test is None else range(len(test_x)))
+        if raw.client_ids is not None:
+            notes += checks.describe_clients(raw.client_ids, partition)
+        if targets.dtype.kind != "f" and raw.split is None and not raw.tokens:
+            notes += checks.describe_labels(labels[train.rows], test_labels, raw.class_names)
+    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, notes
     return ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
 
 
@@ -505,7 +529,11 @@ def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
 
 def _read_dataset(dataset: Any) -> tuple[Array, Array]:
     pairs = [dataset[index] for index in range(len(dataset))]
-    return np.stack([np.asarray(x) for x, _ in pairs]), np.stack([np.asarray(y) for _, y in pairs])
+    inputs, targets = ([np.asarray(pair[part]) for pair in pairs] for part in (0, 1))
+    for kind, arrays in (("inputs", inputs), ("targets", targets)):
+        if len(shapes := sorted({array.shape for array in arrays})) > 1:
+            raise DataError(f"the Dataset has {kind} of different shapes: {shapes[0]}, {shapes[1]} …")
+    return np.stack(inputs), np.stack(targets)
 
 
 def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
@@ -514,7 +542,10 @@ def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
         return _read_dataset(samples) if len(samples) else (np.empty(0), np.empty(0, np.int64))  # type: ignore[arg-type]
     if not isinstance(samples, tuple | list) or len(samples) != 2:
         raise DataError(f"client {client} must be a pair (x, y) or a torch Dataset, got {type(samples).__name__}")
-    return np.asarray(samples[0]), np.asarray(samples[1])
+    try:
+        return np.asarray(samples[0]), np.asarray(samples[1])
+    except ValueError as error:
+        raise DataError(f"client {client} has inputs or labels of different shapes: {error}") from error
 
 
 def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from fewer.choices import Partition
 from fewer.data import recommendation
 from fewer.data.cache import load_or_build
+from fewer.data.checks import check_inputs, name_labels
 from fewer.data.class_split import OPTIONS, split_seen_unseen
 from fewer.data.episodes import apply_class_split
 from fewer.data.federated import ArrayData, check_settings, federate
@@ -100,6 +101,8 @@ def load(
     options = dict(data_options or {})
     limit, normalization = (options.pop(option, None) for option in LOAD_OPTIONS)
     raw = read(name, data_dir, **options)
+    if ":" in name and not {"split", *OPTIONS} & options.keys():  # these options name classes by their labels
+        raw = name_labels(raw)
     if limit is not None:
         raw = _keep_first_per_class(raw, limit, name)
     if normalization is not None:
@@ -137,7 +140,8 @@ def _read_source(name: str, data_dir: str | Path | None, options: Mapping[str, A
     if name in FILES:
         source = FILES[name]
         raw = _read_files(source.format, _find_path(source.path, data_dir), options)
-        return replace(raw, normalization=source.normalization, time_ordered=raw.time_ordered or source.time_ordered)
+        time_ordered = raw.time_ordered or source.time_ordered
+        return replace(raw, normalization=source.normalization, time_ordered=time_ordered, notes=())
     raise unknown_name("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
 
 
@@ -170,7 +174,8 @@ def read_inputs(
         errors = OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile  # the reader below reports them
         with suppress(*errors), np.load(path, allow_pickle=False) as arrays:
             if "x" in arrays and "y" not in arrays:
-                return arrays["x"], None
+                unlabeled = RawDataset(arrays["x"], np.zeros(len(arrays["x"]), np.int64))
+                return check_inputs(unlabeled, (options or {}).get("channels"), name).x, None
     raw = read(name, data_dir, **(options or {}))
     return raw.test if raw.test is not None else (raw.x, raw.y)
 
@@ -185,7 +190,8 @@ def _read_through_cache(format: str, path: Path, options: Mapping[str, Any]) -> 
     """Reads files once and caches their arrays. Later calls memory-map them, so only what is used is loaded."""
     members = sorted(path.rglob("*")) if path.is_dir() else [path]
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in members if file.is_file()]
-    keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", "class_names", "tokens", "time_ordered")
+    names = ("class_names", "tokens", "notes")
+    keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", *names, "time_ordered")
     digest = hashlib.sha256(repr((format, sorted(options.items()), state, keys)).encode()).hexdigest()[:16]
 
     def build() -> dict[str, Any]:
@@ -196,12 +202,12 @@ def _read_through_cache(format: str, path: Path, options: Mapping[str, Any]) -> 
 
     arrays: dict[str, Any] = load_or_build(f"{format}-{digest}", build)
     test = (arrays.pop("test_x"), arrays.pop("test_y")) if "test_x" in arrays else None
-    names: dict[str, Any] = {key: tuple(arrays.pop(key).tolist()) for key in ("class_names", "tokens")}
-    return RawDataset(test=test, time_ordered=bool(arrays.pop("time_ordered")), **names, **arrays)
+    texts: dict[str, Any] = {key: tuple(arrays.pop(key).tolist()) for key in names}
+    return RawDataset(test=test, time_ordered=bool(arrays.pop("time_ordered")), **texts, **arrays)
 
 
 def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any], name: str) -> None:
-    allowed = [key for key in inspect.signature(reader).parameters if key != "path"]
+    allowed = [key for key in inspect.signature(reader).parameters if key not in ("path", "schema")]
     for key in options:
         if key not in allowed:
             raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS])

@@ -346,6 +346,8 @@ def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journ
         observers.notify("on_absent", absent, handler)
 
     with one_thread(), observers.follow():
+        for note in run.data.notes:
+            warn_once(f"data '{run.data.name}': {note}")
         if isinstance(run.method, HasSettingWarnings):
             for warning in run.method.setting_warnings():
                 warn_once(f"{run.method.name}: {warning}")

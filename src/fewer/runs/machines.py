@@ -324,6 +324,8 @@ class ClientDaemon:
         is_regression = predicted_kind(settings.loss) == "regression"
         csv_option = {"regression": True} if is_regression and self.data.startswith("csv:") else {}
         raw = read(self.data, self.data_dir, **csv_option, **self.data_options)
+        for note in raw.notes:
+            self.log(f"data '{self.data}': {note}")
         if data_info["tokens"]:
             tokens = tuple(data_info["tokens"])
 

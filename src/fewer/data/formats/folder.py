@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fewer.data.checks import list_names
 from fewer.data.formats.readers import decode_image, reader
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.errors import DataError, SettingError
@@ -29,7 +30,7 @@ def read_folder(path: Path, size: int = 32, gray: bool = False, depth: int | Non
         raise SettingError(f"size must be >= 1, got {size}")
     if depth not in (None, 1, 2):
         raise SettingError(f"depth must be 1 (class/image) or 2 (domain/class/image), got {depth}")
-    files = _find_images(path)
+    files, notes = _find_images(path)
     folders = [file.relative_to(path).parts[:-1] for file in files]
     is_test = np.zeros(len(files), bool)
     top_folders = {parts[0] for parts in folders if parts}
@@ -46,19 +47,23 @@ def read_folder(path: Path, size: int = 32, gray: bool = False, depth: int | Non
         x = np.stack(list(pool.map(partial(_read_pixels, size=size, gray=gray), files)))
     names, clients = tuple(class_names.tolist()), None if domains is None else domains[~is_test]
     if not is_test.any():
-        return RawDataset(x, y, client_ids=clients, class_names=names)
+        return RawDataset(x, y, client_ids=clients, class_names=names, notes=notes)
     test_clients = None if domains is None else domains[is_test]
-    return RawDataset(x[~is_test], y[~is_test], (x[is_test], y[is_test]), clients, test_clients, names)
+    test = x[is_test], y[is_test]
+    return RawDataset(x[~is_test], y[~is_test], test, clients, test_clients, names, notes=notes)
 
 
-def _find_images(path: Path) -> list[Path]:
+def _find_images(path: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """All images, and a note if there are other files."""
     from PIL import Image
 
     suffixes = {suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in suffixes and file.is_file()]
+    all_files = [file for file in sorted(path.rglob("*")) if file.is_file() and not file.name.startswith(".")]
+    files = [file for file in all_files if file.suffix.lower() in suffixes]
+    others = [file.name for file in all_files if file.suffix.lower() not in suffixes]
     if not files:
         raise DataError(f"no images in {path} (expected: class/image or domain/class/image)")
-    return files
+    return files, (f"files: ignored {list_names(others)} (no images)",) if others else ()
 
 
 def _infer_depth(folders: list[tuple[str, ...]], path: Path) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fewer.data.checks import describe_mixed_names
 from fewer.data.formats.readers import decode_text, number_labels, read_contents, reader
 from fewer.data.raw_dataset import RawDataset
 from fewer.errors import DataError
@@ -45,4 +46,5 @@ def read_jsonl(path: Path, text: str = "text", label: str = "label", client: str
     if not texts:
         raise DataError(f"{path} has no samples")
     y, class_names = number_labels(labels, path)
-    return RawDataset(texts, y, client_ids=None if client is None else np.array(client_ids), class_names=class_names)
+    owners = None if client is None else np.array(client_ids)
+    return RawDataset(texts, y, client_ids=owners, class_names=class_names, notes=describe_mixed_names(class_names))
