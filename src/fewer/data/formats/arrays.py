@@ -10,6 +10,7 @@ import numpy as np
 from fewer.data.federated import convert_labels, convert_targets
 from fewer.data.formats.readers import reader
 from fewer.data.raw_dataset import Array, RawDataset
+from fewer.data.schema import Schema
 from fewer.errors import DataError
 from fewer.registry import FORMATS
 
@@ -19,10 +20,11 @@ _MEDMNIST = tuple(f"{part}_{kind}" for part in ("train", "val", "test") for kind
 
 @FORMATS.register("npz")
 @reader("an npz archive of plain arrays")
-def read_npz(path: Path, join_validation: bool = True) -> RawDataset:
+def read_npz(path: Path, join_validation: bool = True, schema: Schema | None = None) -> RawDataset:
     """Arrays x and y, and optionally client, x_test, y_test and client_test; or a MedMNIST archive.
 
     MedMNIST has validation samples. They join the training samples, or are dropped if `join_validation` is false.
+    With a schema, y may be absent.
     """
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is not an npz archive, or is truncated")
@@ -30,6 +32,8 @@ def read_npz(path: Path, join_validation: bool = True) -> RawDataset:
         arrays = {name: archive[name] for name in archive.files if name in (*_PLAIN, *_MEDMNIST)}
         present = ", ".join(sorted(archive.files)) or "none"
     medmnist = "train_images" in arrays
+    if schema and "x" in arrays and "y" not in arrays:
+        return RawDataset(arrays["x"], np.zeros(0, np.int64))
     for name in _MEDMNIST if medmnist else _PLAIN[:2]:
         if name not in arrays:
             raise DataError(f"{path} has no array '{name}' (it has: {present})")
