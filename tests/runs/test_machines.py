@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ import torch
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
 from fewer.errors import SettingError
 from fewer.methods.frl_deploy import FRLDeploy
-from fewer.runs.engine import build_handler_runner, run_experiment
+from fewer.runs.engine import build_handler_runner, run_experiment, runtime_options
+from fewer.runs.experiment import Experiment
 from fewer.runs.machines import ClientDaemon, FlowerServer, _describe_session
+from fewer.runs.result import Result
+from fewer.runtime import Inline
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.superlink import SuperLinkLost
 from fewer.runtime.handlers import Call, Reply
@@ -116,6 +121,93 @@ def test_a_clients_own_data_has_the_format_of_the_servers(tmp_path: Path) -> Non
     assert reply.failure == "unable" and "the task needs torch.uint8 (1, 8, 8)" in reply.detail
 
 
+def write_hospital(path: Path, seed: int, classes: Sequence[str], columns: str = "abc", label: str = "illness") -> None:
+    """Writes a table in which the class is the column with the largest value: a is cold, b is flu, c is healthy."""
+    x = np.random.default_rng(seed).normal(size=(400, 3))
+    names = np.array(["cold", "flu", "healthy"])[x.argmax(1)]
+    rows = [dict(zip("abc", map(str, row), strict=True)) | {label: name} for row, name in zip(x, names, strict=True)]
+    lines = [[*columns, label], *([row[name] for name in [*columns, label]] for row in rows if row[label] in classes)]
+    path.write_text("\n".join(map(",".join, lines)))
+
+
+CLASSES = ("cold", "flu", "healthy")
+
+
+def join_hospitals(tmp_path: Path, files: Sequence[Path], options: Sequence[dict[str, Any]] | None = None) -> Result:
+    """Trains with one daemon per file, without processes. The server has a public table."""
+    write_hospital(tmp_path / "public.csv", 0, CLASSES)
+    settings: dict[str, Any] = {"data_options": {"label": "illness"}, "partition": "iid", "model": "logistic"}
+    settings |= {"data": f"csv:{tmp_path / 'public.csv'}", "rounds": 8, "method_options": {"lr": 0.5}}
+    server = experiment(len(files), **settings)
+    daemons = [
+        ClientDaemon(tmp_path / f"store-{n}", f"csv:{file}", (options or [{}] * len(files))[n])
+        for n, file in enumerate(files)
+    ]
+
+    @dataclass
+    class Daemons(Inline):
+        """Delivers calls to daemons, as Flower would."""
+
+        description: str = ""
+
+        def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+            yield from super()._deliver_calls([(call, blob) for call, blob in calls if call.on_server])
+            for call, blob in calls:
+                if not call.on_server:
+                    yield call, daemons[call.client].answer(self.description, call, blob)
+
+    def connect(run: Experiment, folder: Path, done: int, **more: Any) -> Daemons:
+        description = json.dumps(_describe_session(run, tmp_path / "run", done))
+        handlers = build_handler_runner(run, folder)
+        return Daemons(**runtime_options(run), **more, handlers=handlers, description=description)
+
+    return run_experiment(server, tmp_path / "run", connect=connect)
+
+
+def test_clients_map_classes_and_columns_by_name(tmp_path: Path) -> None:
+    """Without names, a client without the class cold numbers flu as 0, and columns in another order are mixed up."""
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    write_hospital(files[0], 1, CLASSES)
+    write_hospital(files[1], 2, CLASSES)
+    pooled = join_hospitals(tmp_path, files)
+    write_hospital(files[0], 1, ("flu", "healthy"), "bca")
+    write_hospital(files[1], 2, CLASSES, "cab", label="diagnosis")
+    (tmp_path / "other").mkdir()
+    by_name = join_hospitals(tmp_path / "other", files, [{}, {"label": "diagnosis"}])
+    assert pooled.accuracy > 0.9 and by_name.accuracy > 0.9
+    data = ClientDaemon(tmp_path, f"csv:{files[0]}")._load_own_data(
+        {"clients": 2, "schema": pooled.data.schema.to_dict()}, pooled.settings
+    )
+    x, y = data.client(0).train.all()
+    assert torch.equal(x.argmax(1), y) and set(y.tolist()) == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("header", "label", "problem"),
+    [
+        ("a,b,c,illness", "malaria", "has the class 'malaria', which the run does not know (it knows: cold, flu"),
+        ("a,c,illness", "flu", "lacks the column 'b'"),
+        ("a,b,c,ill", "flu", "has no labels"),
+    ],
+)
+def test_a_client_with_unknown_names_is_unable(header: str, label: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("\n".join([header, *[",".join(["1"] * header.count(",") + [label])] * 20]))
+    logged: list[str] = []
+    write_hospital(tmp_path / "public.csv", 0, CLASSES)
+    public = {"data": f"csv:{tmp_path / 'public.csv'}", "data_options": {"label": "illness"}, "model": "logistic"}
+    daemon = ClientDaemon(tmp_path / "store", f"csv:{file}", log=logged.append)
+    reply = ask(daemon, session(tmp_path / "run", **public, partition="iid"))
+    assert reply.failure == "unable" and problem in reply.detail and logged == [reply.detail]
+
+
+def test_a_schema_names_no_file_that_a_client_reads(tmp_path: Path) -> None:
+    description = session(tmp_path)
+    description["data_info"]["schema"]["options"] = {"images": "../../etc"}
+    reply = ask(ClientDaemon(tmp_path / "store", write_client_data(tmp_path)), description)
+    assert reply.failure == "unable" and "images = ../../etc names a file" in reply.detail
+
+
 def test_a_client_with_text_uses_the_servers_vocabulary(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} thing{n % 5}", "label": n % 2}) for n in range(60)]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
@@ -125,7 +217,7 @@ def test_a_client_with_text_uses_the_servers_vocabulary(tmp_path: Path) -> None:
     )
     daemon = ClientDaemon(tmp_path / "store", f"jsonl:{tmp_path / 'mine.jsonl'}")
     data = daemon._build_experiment(description["settings"], description["data_info"]).data
-    assert list(data.tokens) == description["data_info"]["tokens"] and "novel" not in data.tokens
+    assert list(data.tokens) == description["data_info"]["schema"]["tokens"] and "novel" not in data.tokens
     tokens, _ = data.client(0).train.slice(0, 16)
     assert tokens.shape[1] == 4 and int(tokens.max()) < len(data.tokens)
 
@@ -189,7 +281,8 @@ def test_a_client_with_its_own_data_lacks_the_common_test_set(tmp_path: Path) ->
 
 def test_a_client_with_more_classes_than_the_task_is_reported(tmp_path: Path) -> None:
     reply = ask(ClientDaemon(tmp_path / "store", write_client_data(tmp_path, classes=25)), session(tmp_path))
-    assert reply.failure == "unable" and "has 25 classes, but the task has 10" in reply.detail
+    assert reply.failure == "unable" and "has the classes '10', '11', '12', " in reply.detail
+    assert "which the run does not know (it knows: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9)" in reply.detail
 
 
 def test_a_resumed_run_names_the_clients_that_finished_their_hops(tmp_path: Path) -> None:

@@ -26,7 +26,8 @@ class Recorder(Callback):
         """The settings that changed on resume."""
 
     def on_run_start(self, run: Run) -> None:
-        """Logs the start, or that the run resumes."""
+        """Logs the start, or that the run resumes. Writes the schema of the data."""
+        self.directory.write_schema(run.data.schema.to_dict())
         if run.history:
             self.directory.log_event("resume", round=len(run.history), changed=self.changed)
         else:

@@ -1,0 +1,100 @@
+"""What a model predicts: classes with their probabilities, sets of labels, or numbers."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fewer.data import Samples
+from fewer.data.schema import Schema
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, add_evaluations, measure_outputs
+from fewer.models import Task
+from fewer.runs.metric import PrimaryMetric
+from fewer.runs.views import to_data_frame
+
+MAX_COLUMNS = 100
+"""Probabilities are listed for at most this many classes."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The outputs of a model for samples, in their order."""
+
+    outputs: Tensor
+    """Samples × outputs: logits of classes or labels, or numbers."""
+    task: Task
+    schema: Schema
+
+    def __len__(self) -> int:
+        return len(self.outputs)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each output: of its class or label, or its number."""
+        names = self.schema.labels
+        return [names[output] if output < len(names) else str(output) for output in range(self.outputs.shape[1])]
+
+    @property
+    def probabilities(self) -> Tensor:
+        """The probability of each class or label (samples × outputs)."""
+        return self.outputs.softmax(1) if self.task.has_classes else self.outputs.sigmoid()
+
+    @property
+    def classes(self) -> list[str]:
+        """The name of the most probable class of each sample."""
+        names = self.names
+        return [names[label] for label in self.outputs.argmax(1).tolist()]
+
+    def records(self) -> list[dict[str, Any]]:
+        """One row per sample: class, confidence and the probability of each class; its labels; or its numbers.
+
+        With more than 100 classes, the probabilities are left out.
+        """
+        if self.task.kind == "regression":
+            return [{f"value_{output}": value for output, value in enumerate(row)} for row in self.outputs.tolist()]
+        names = self.names
+        if self.task.kind == "multi-label":
+            chosen = ([name for name, logit in zip(names, row, strict=True) if logit > 0] for row in self.outputs)
+            return [{"labels": " ".join(labels)} for labels in chosen]
+        listed = names if len(names) <= MAX_COLUMNS else []
+        rows = []
+        for name, probabilities in zip(self.classes, self.probabilities.tolist(), strict=True):
+            by_class = {f"p_{other}": probability for other, probability in zip(listed, probabilities, strict=False)}
+            rows.append({"class": name, "confidence": max(probabilities), **by_class})
+        return rows
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas DataFrame."""
+        return to_data_frame(self.records())
+
+    def to_csv(self) -> str:
+        """The rows as CSV, with the number of each sample."""
+        text = StringIO()
+        rows = self.records()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["sample", *rows[0]])
+        digits = ".6g" if self.task.kind == "regression" else ".6f"
+        for number, row in enumerate(rows):
+            cells = (format(value, digits) if isinstance(value, float) else value for value in row.values())
+            table.writerow([number, *cells])
+        return text.getvalue()
+
+    def measure(self, targets: Tensor) -> str:
+        """The metrics of the task on these targets, as text."""
+        parts = (torch.split(part, EVAL_BATCH_SIZE) for part in (self.outputs, targets))
+        evaluations = [measure_outputs(outputs, y, self.task) for outputs, y in zip(*parts, strict=True)]
+        values = add_evaluations(evaluations).values()
+        metrics = (PrimaryMetric(metric.name, percent=metric.percent) for metric in self.task.metrics)
+        return ", ".join(f"{metric.name} {metric.format(values[metric.name])}" for metric in metrics)
+
+
+def predict_samples(net: nn.Module, samples: Samples, task: Task, schema: Schema) -> Predictions:
+    """The predictions of a net for samples."""
+    with torch.no_grad():
+        outputs = [net(x.to(task.device)).cpu() for x, _ in samples.chunks(EVAL_BATCH_SIZE)]
+    return Predictions(torch.cat(outputs), task, schema)
