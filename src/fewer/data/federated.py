@@ -67,6 +67,8 @@ class Data(ABC):
     """True if each client's samples are in temporal order."""
     novel: bool = False
     """True if validation and test samples belong to novel classes. `classes` then counts the training classes only."""
+    standardize: bool = False
+    """True if each column is standardized before the first round, by the statistics of all clients."""
     has_global_test: bool = True
     """False if only one client's data is known, and the global test set is not."""
 
@@ -176,6 +178,7 @@ class ArrayData(Data):
     row_clients: Array | None = None
     """The original owner of each row of `source`, if time-ordered data is partitioned other than by client."""
     columns: tuple[Column, ...] = ()
+    standardize: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -212,7 +215,7 @@ class ArrayData(Data):
         for parts in (self.train, self.validation, self.tests):
             for array in parts:
                 checksum = zlib.crc32(array.data.cast("B"), checksum)
-        return f"{checksum:08x}"
+        return f"{zlib.crc32(b'standardize', checksum) if self.standardize else checksum:08x}"
 
     def to(self, device: torch.device) -> ArrayData:
         """Copies the data to a device."""
@@ -375,6 +378,7 @@ def federate(
     validation: float = 0.0,
     vocab_size: int = 20_000,
     max_length: int = 30,
+    standardize: bool = False,
     seed: int = 0,
     name: str = "arrays",
     origin: Mapping[str, Any] | None = None,
@@ -385,7 +389,8 @@ def federate(
     (`classes_per_client`), shards (`shards` per client), quantity, and natural (by `client_ids`).
 
     `fraction` keeps a fraction of the training samples. `validation` is the fraction of each client's training samples
-    to hold out. For texts, `vocab_size` limits the vocabulary and `max_length` the tokens per text.
+    to hold out. For texts, `vocab_size` limits the vocabulary and `max_length` the tokens per text. For tables,
+    `standardize` brings each column to mean 0 and standard deviation 1 before the first round.
 
     If the classes are split, all samples are partitioned first. Each client then trains on its base classes,
     validates on its validation classes, and tests on its novel classes.
@@ -457,7 +462,12 @@ def federate(
     if raw.split is not None:
         classes = raw.split[0]
     row_clients = raw.client_ids if raw.time_ordered and partition != "natural" else None
-    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, raw.columns
+    if standardize and (tokens or len(source.x.shape) != 2):
+        shape = tuple(source.x.shape[1:])
+        raise SettingError(
+            f"standardize is for tables, but data '{name}' has {_kind_of(shape, tokens)} of shape {shape}"
+        )
+    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, raw.columns, standardize
     return ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
 
 

@@ -107,6 +107,7 @@ class RunDirectory(RunReader):
         """Writes the schema of the data, so that the model can be used without the data."""
         with self._explained_errors():
             write_durably(self.path / SCHEMA, json.dumps(schema, indent=2, default=str).encode())
+        self.schema = dict(schema)
 
     def log_event(self, what: str, **details: Any) -> None:
         """Appends a line to events.jsonl."""

@@ -315,6 +315,8 @@ class ClientDaemon:
         if fingerprint != expected:
             difference = f"fingerprint {fingerprint}, expected {expected}"
             raise DataError(f"data '{parsed.data}' differs from the server's ({difference})")
+        if experiment.data.standardize:
+            experiment.data = experiment.data.rescale(Schema.from_dict(data_info["schema"]))
         return experiment
 
     def _load_own_data(self, data_info: Mapping[str, Any], settings: Settings) -> SingleClientData:

@@ -26,12 +26,16 @@ class Recorder(Callback):
         """The settings that changed on resume."""
 
     def on_run_start(self, run: Run) -> None:
-        """Logs the start, or that the run resumes. Writes the schema of the data."""
-        self.directory.write_schema(run.data.schema.to_dict())
+        """Logs the start, or that the run resumes."""
         if run.history:
             self.directory.log_event("resume", round=len(run.history), changed=self.changed)
         else:
             self.directory.log_event("start", method=run.method.name, hash=run.hash)
+
+    def on_round_start(self, run: Run) -> None:
+        """Writes the schema of the data, unless an earlier round did."""
+        if run.round == 1 or self.directory.schema is None:
+            self.directory.write_schema(run.data.schema.to_dict())
 
     def on_absent(self, run: Run, absent: Absent, handler: str) -> None:
         """Logs an absent client."""

@@ -190,6 +190,8 @@ def open_run(
         experiment = build(data=data)
     else:
         experiment = _build_with_or_without_data(build, run, settings)
+    if experiment.data.standardize and run.schema is not None:
+        experiment.data = experiment.data.rescale(Schema.from_dict(run.schema))
     return Result(
         **vars(experiment),
         state=restore_state(experiment.initial_state(), checkpoint["state"], run.path),
