@@ -44,7 +44,7 @@ def test_statistics_are_those_of_the_pooled_training_samples(tmp_path: Path) -> 
     schema = standardize(FedAvg(), connect(data, tmp_path), data)
     pooled = data.source.x[torch.from_numpy(data.train.rows)].double()
     assert np.allclose(schema.shift, pooled.mean(0), rtol=1e-6)
-    std = np.array(pooled.std(0, unbiased=False))
+    std = pooled.std(0, unbiased=False).numpy()
     std[2] = 1  # constant: not scaled
     assert np.allclose(schema.scale, 1 / std, rtol=1e-6)
     x = data.rescale(schema).source.all()[0]

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
+from fewer.data import RawDataset
+from fewer.data.federated import hold_out_rows
+from fewer.data.sources import EMBEDDED, read
 from fewer.errors import SettingError
 from fewer.methods.frl_deploy import FRLDeploy
 from fewer.runs.engine import build_handler_runner, run_experiment, runtime_options
@@ -28,7 +31,7 @@ from fewer.runtime.keys import PinnedKeys
 from fewer.runtime.ring import Journal
 from fewer.wire import Refused, decode, encode
 from fewer.wire.sealing import public_key
-from tests.helpers import FRL_SETTINGS, experiment
+from tests.helpers import FRL_SETTINGS, experiment, same_state
 from tests.helpers import call as command
 from tests.runtime.flower.harness import session
 
@@ -133,16 +136,8 @@ def write_hospital(path: Path, seed: int, classes: Sequence[str], columns: str =
 CLASSES = ("cold", "flu", "healthy")
 
 
-def join_hospitals(tmp_path: Path, files: Sequence[Path], options: Sequence[dict[str, Any]] | None = None) -> Result:
-    """Trains with one daemon per file, without processes. The server has a public table."""
-    write_hospital(tmp_path / "public.csv", 0, CLASSES)
-    settings: dict[str, Any] = {"data_options": {"label": "illness"}, "partition": "iid", "model": "logistic"}
-    settings |= {"data": f"csv:{tmp_path / 'public.csv'}", "rounds": 8, "method_options": {"lr": 0.5}}
-    server = experiment(len(files), **settings)
-    daemons = [
-        ClientDaemon(tmp_path / f"store-{n}", f"csv:{file}", (options or [{}] * len(files))[n])
-        for n, file in enumerate(files)
-    ]
+def run_with_daemons(server: Experiment, daemons: Sequence[ClientDaemon], out: Path) -> Result:
+    """Runs an experiment with daemons, without processes."""
 
     @dataclass
     class Daemons(Inline):
@@ -157,11 +152,23 @@ def join_hospitals(tmp_path: Path, files: Sequence[Path], options: Sequence[dict
                     yield call, daemons[call.client].answer(self.description, call, blob)
 
     def connect(run: Experiment, folder: Path, done: int, **more: Any) -> Daemons:
-        description = json.dumps(_describe_session(run, tmp_path / "run", done))
+        description = json.dumps(_describe_session(run, out, done))
         handlers = build_handler_runner(run, folder)
         return Daemons(**runtime_options(run), **more, handlers=handlers, description=description)
 
-    return run_experiment(server, tmp_path / "run", connect=connect)
+    return run_experiment(server, out, connect=connect)
+
+
+def join_hospitals(folder: Path, files: Sequence[Path], options: Sequence[dict[str, Any]], **settings: Any) -> Result:
+    """Trains with one daemon per file. The server has a public table."""
+    folder.mkdir()
+    write_hospital(folder / "public.csv", 0, CLASSES)
+    public = {"data": f"csv:{folder / 'public.csv'}", "data_options": {"label": "illness"}, "partition": "iid"}
+    training = {"model": "logistic", "rounds": 8, "method_options": {"lr": 0.5}}
+    daemons = [
+        ClientDaemon(folder / f"store-{client}", f"csv:{file}", options[client]) for client, file in enumerate(files)
+    ]
+    return run_with_daemons(experiment(len(files), **public, **training, **settings), daemons, folder / "run")
 
 
 def test_clients_map_classes_and_columns_by_name(tmp_path: Path) -> None:
@@ -169,10 +176,9 @@ def test_clients_map_classes_and_columns_by_name(tmp_path: Path) -> None:
     files = [tmp_path / "a.csv", tmp_path / "b.csv"]
     write_hospital(files[0], 1, CLASSES)
     write_hospital(files[1], 2, CLASSES)
-    pooled = join_hospitals(tmp_path, files)
+    pooled = join_hospitals(tmp_path / "same", files, [{}, {}])
     write_hospital(files[0], 1, ("flu", "healthy"), "bca")
     write_hospital(files[1], 2, CLASSES, "cab", label="diagnosis")
-    (tmp_path / "other").mkdir()
     by_name = join_hospitals(tmp_path / "other", files, [{}, {"label": "diagnosis"}])
     assert pooled.accuracy > 0.9 and by_name.accuracy > 0.9
     data = ClientDaemon(tmp_path, f"csv:{files[0]}")._load_own_data(
@@ -180,6 +186,29 @@ def test_clients_map_classes_and_columns_by_name(tmp_path: Path) -> None:
     )
     x, y = data.client(0).train.all()
     assert torch.equal(x.argmax(1), y) and set(y.tolist()) == {1, 2}
+
+
+def test_clients_on_other_machines_standardize_their_own_data(tmp_path: Path) -> None:
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    write_hospital(files[0], 1, ("flu", "healthy"), "bca")
+    write_hospital(files[1], 2, CLASSES)
+    result = join_hospitals(tmp_path / "run", files, [{}, {}], standardize=True)
+    samples = [read(f"csv:{file}", schema=result.schema, label="illness") for file in files]
+    pooled = np.concatenate([np.asarray(raw.x)[hold_out_rows(raw, np.arange(len(raw.y)), 0.2)[0]] for raw in samples])
+    assert np.allclose(result.schema.shift, pooled.astype("float64").mean(0), rtol=1e-6)
+    assert np.allclose(result.schema.scale, 1 / pooled.astype("float64").std(0), rtol=1e-6)
+    assert result.accuracy > 0.9
+
+
+def test_standardization_is_the_same_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).normal(3, 2, size=(200, 3)).astype(np.float32)
+    monkeypatch.setitem(EMBEDDED, "table", lambda: RawDataset(x, x.argmax(1)))
+    settings: dict[str, Any] = {"data": "table", "partition": "iid", "model": "logistic", "standardize": True}
+    local = run_experiment(experiment(3, **settings, runtime="inline"), tmp_path / "local")
+    daemons = [ClientDaemon(tmp_path / f"store-{client}") for client in range(3)]
+    remote = run_with_daemons(experiment(3, **settings), daemons, tmp_path / "remote")
+    assert same_state(local.state, remote.state) and local.schema == remote.schema and len(local.schema.shift) == 3
+    assert (tmp_path / "local/ledger.csv").read_text() == (tmp_path / "remote/ledger.csv").read_text()
 
 
 @pytest.mark.parametrize(
