@@ -232,7 +232,7 @@ def test_the_page_on_data_lists_every_format_and_model_with_its_options() -> Non
     formats = {row[0].strip("`").partition(":")[0]: row[2] for row in table_below(DOCS / "data.md", "Your own files")}
     assert {*formats} == {*FORMATS}
     for name, cell in formats.items():
-        parameters = {*inspect.signature(FORMATS[name]).parameters} - {"path"}
+        parameters = {*inspect.signature(FORMATS[name]).parameters} - {"path", "schema"}
         assert {*re.findall(r"`(\w+)`", cell)} <= parameters and bool(cell) == bool(parameters), name
     models = {name: row for row in table_below(DOCS / "data.md", "Models") for name in re.findall("`([^`]+)`", row[0])}
     assert {*models} == {*MODELS}
@@ -258,7 +258,7 @@ def test_every_flag_and_option_in_the_text_exists(page: Path) -> None:
 def data_options() -> set[str]:
     """The options of all data formats and built-in datasets."""
     readers = [*FORMATS.values(), *EMBEDDED.values()]
-    return {option for reader in readers for option in inspect.signature(reader).parameters}
+    return {option for reader in readers for option in inspect.signature(reader).parameters} - {"path", "schema"}
 
 
 def all_commands() -> Iterator[click.Command]:
