@@ -224,3 +224,30 @@ def test_text_is_predicted_without_labels(tmp_path: Path) -> None:
     assert fewer.open_run(tmp_path / "run").predict(["bad sad"]).classes == ["-"]
     with pytest.raises(SettingError, match="client = 9"):
         fewer.open_run(tmp_path / "run").predict(["bad sad"], client=9)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("fedbn", {"norm": "batch"}),
+        ("fedensemble", {}),
+        ("metafed", {"validation": 0.2, "method_options": {"federations": 2, "nets": "cnn,mlp"}}),
+        ("f2l", {"data_options": {"split": "4/3/3"}, "method_options": {"way": 2, "tasks": 1, "test_tasks": 1}}),
+    ],
+)
+def test_models_are_the_same_without_the_data(
+    method: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fewer.run(method, "digits", rounds=1, clients=4, partition="iid", out=tmp_path / "run", **settings)
+
+    def weights() -> dict[str, torch.Tensor]:
+        result = fewer.open_run(tmp_path / "run")
+        return (result.personal_model(1) if method in ("fedbn", "metafed") else result.model).state_dict()
+
+    def lose(settings: Any) -> None:
+        raise DataError("gone")
+
+    expected = weights()
+    monkeypatch.setattr("fewer.runs.result.load_data", lose)
+    actual = weights()
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)

@@ -17,7 +17,7 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 from fewer.data import RawDataset
 from fewer.data.federated import hold_out_rows
 from fewer.data.sources import EMBEDDED, read
-from fewer.errors import SettingError
+from fewer.errors import DataError, SettingError
 from fewer.methods.frl_deploy import FRLDeploy
 from fewer.runs.engine import build_handler_runner, run_experiment, runtime_options
 from fewer.runs.experiment import Experiment
@@ -228,6 +228,17 @@ def test_a_client_with_unknown_names_is_unable(header: str, label: str, problem:
     daemon = ClientDaemon(tmp_path / "store", f"csv:{file}", log=logged.append)
     reply = ask(daemon, session(tmp_path / "run", **public, partition="iid"))
     assert reply.failure == "unable" and problem in reply.detail and logged == [reply.detail]
+
+
+def test_own_data_that_lacks_a_label_may_join(tmp_path: Path) -> None:
+    """The schema of a run may name the label; only a missing file is an error before."""
+    write_hospital(tmp_path / "a.csv", 0, CLASSES)
+    logged: list[str] = []
+    daemon = ClientDaemon(tmp_path / "store", log=logged.append)
+    daemon._try_own_data(f"csv:{tmp_path / 'a.csv'}")
+    assert len(logged) == 1 and "has no column 'label'" in logged[0] and "the schema of a run may help" in logged[0]
+    with pytest.raises(DataError, match="b.csv' does not exist"):
+        daemon._try_own_data(f"csv:{tmp_path / 'b.csv'}")
 
 
 def test_a_schema_names_no_file_that_a_client_reads(tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ def _read_labeled_or_not(
     name: str, data_dir: str | Path | None, schema: Schema | None, options: Mapping[str, Any]
 ) -> RawDataset:
     """Reads a data set. Only with a schema, labels may be absent."""
+    if not isinstance(schema, Schema | None):
+        raise SettingError(f"schema is not an option of data '{name}'")
     options = {**(FILES[name].options if name in FILES else {}), **options}
     split = options.pop("split", None)
     source_options = {key: value for key, value in options.items() if key not in OPTIONS}
