@@ -65,8 +65,8 @@ FILES = {
 }
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 """Formats that are slow to read. Their arrays are cached."""
-LAYOUT_OPTIONS = ("client", "depth", "time", "missing", "decimal", "encoding")
-"""Options that describe one file or folder, or that drop or sort its samples. A schema does not pass them on."""
+LAYOUT_OPTIONS = ("client", "depth", "time", "missing", "decimal", "encoding", "features", "ignore", "categorical")
+"""Options that describe one file, drop or sort its samples, or that the columns of a schema replace."""
 
 
 def load(

@@ -323,7 +323,8 @@ class ClientDaemon:
         """The client's own data, with columns, classes, words and normalization as in the server's schema."""
         assert self.data
         schema = Schema.from_dict(data_info["schema"])
-        _reject_files({"data_options": schema.options}, ["data"], "which this client does not accept from a server")
+        options = {key: value for key, value in schema.options.items() if key not in ("label", "text")}  # columns
+        _reject_files({"data_options": options}, ["data"], "which this client does not accept from a server")
         options = {**regression_option(self.data, settings), **self.data_options}
         raw = read(self.data, self.data_dir, schema=schema, **options)
         for note in raw.notes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -50,38 +51,41 @@ class Predictions:
         names = self.names
         return [names[label] for label in self.outputs.argmax(1).tolist()]
 
-    def records(self) -> list[dict[str, Any]]:
-        """One row per sample: class, confidence and the probability of each class; its labels; or its numbers.
-
-        With more than 100 classes, the probabilities are left out.
-        """
+    @property
+    def heads(self) -> list[str]:
+        """Names of the values in a row. With more than 100 classes, their probabilities are left out."""
         if self.task.kind == "regression":
-            return [{f"value_{output}": value for output, value in enumerate(row)} for row in self.outputs.tolist()]
-        names = self.names
+            return [f"value_{output}" for output in range(self.outputs.shape[1])]
         if self.task.kind == "multi-label":
-            chosen = ([name for name, logit in zip(names, row, strict=True) if logit > 0] for row in self.outputs)
-            return [{"labels": " ".join(labels)} for labels in chosen]
-        listed = names if len(names) <= MAX_COLUMNS else []
-        rows = []
-        for name, probabilities in zip(self.classes, self.probabilities.tolist(), strict=True):
-            by_class = {f"p_{other}": probability for other, probability in zip(listed, probabilities, strict=False)}
-            rows.append({"class": name, "confidence": max(probabilities), **by_class})
-        return rows
+            return ["labels"]
+        listed = self.names if self.outputs.shape[1] <= MAX_COLUMNS else []
+        return ["class", "confidence", *(f"p_{name}" for name in listed)]
+
+    def rows(self) -> Iterator[list[Any]]:
+        """Yields one row per sample: class, confidence and probabilities; its labels; or its numbers."""
+        names = self.names
+        if self.task.kind == "regression":
+            yield from self.outputs.tolist()
+        elif self.task.kind == "multi-label":
+            for logits in self.outputs.tolist():
+                yield [" ".join(name for name, logit in zip(names, logits, strict=True) if logit > 0)]
+        else:
+            listed = len(self.heads) - 2
+            for name, probabilities in zip(self.classes, self.probabilities, strict=True):
+                yield [name, float(probabilities.max()), *probabilities[:listed].tolist()]
 
     def to_pandas(self) -> Any:
         """The rows as a pandas DataFrame."""
-        return to_data_frame(self.records())
+        return to_data_frame([dict(zip(self.heads, row, strict=True)) for row in self.rows()])
 
     def to_csv(self) -> str:
         """The rows as CSV, with the number of each sample."""
         text = StringIO()
-        rows = self.records()
         table = csv.writer(text, lineterminator="\n")
-        table.writerow(["sample", *rows[0]])
+        table.writerow(["sample", *self.heads])
         digits = ".6g" if self.task.kind == "regression" else ".6f"
-        for number, row in enumerate(rows):
-            cells = (format(value, digits) if isinstance(value, float) else value for value in row.values())
-            table.writerow([number, *cells])
+        for number, row in enumerate(self.rows()):
+            table.writerow([number, *(format(value, digits) if isinstance(value, float) else value for value in row)])
         return text.getvalue()
 
     def measure(self, targets: Tensor) -> str:

@@ -18,7 +18,7 @@ from fewer.data.absent import AbsentData
 from fewer.data.federated import convert_inputs, convert_labels, convert_targets, take_columns
 from fewer.data.raw_dataset import Inputs, encode_inputs
 from fewer.data.schema import Schema
-from fewer.errors import DataError, RunError, SettingError
+from fewer.errors import DataError, FewerError, RunError, SettingError
 from fewer.methods import ContextFactory, Method
 from fewer.methods.capabilities import AdaptsToNewClients
 from fewer.methods.registry import names_with
@@ -210,7 +210,7 @@ def _build_with_or_without_data(build: Callable[..., Experiment], run: RunReader
         reason = "has changed"
         if experiment.data.fingerprint() == run.metadata["data"]["fingerprint"]:
             return experiment
-    except (DataError, RunError) as error:
+    except FewerError as error:
         reason = f"is not there ({error})"
     assert run.schema is not None
     facts = run.metadata["data"]
