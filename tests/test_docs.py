@@ -264,7 +264,7 @@ def test_every_flag_and_option_in_the_text_exists(page: Path) -> None:
 def data_options() -> set[str]:
     """The options of all data formats and built-in datasets."""
     readers = [*FORMATS.values(), *EMBEDDED.values()]
-    return {option for reader in readers for option in inspect.signature(reader).parameters}
+    return {option for reader in readers for option in inspect.signature(reader).parameters} - {"path", "schema"}
 
 
 def all_commands() -> Iterator[click.Command]:

@@ -375,16 +375,25 @@ def predict(
     ] = None,
     out: Annotated[Path, Option(metavar="FILE.csv", help="The output file; - for standard output.")] = Path("-"),
 ) -> None:
-    """Write a trained model's predictions for new data as CSV: sample, and class and confidence, labels, or values."""
-    from fewer.runs.inference import predictions
+    """Write a trained model's predictions for new data as CSV.
 
-    lines, metrics = predictions(path, data, data_dir, client, parse_assignments(data_options or []), weights)
-    text = "".join(line + "\n" for line in lines)
+    The data needs no labels. Columns and classes go by name, as the run's schema says. The output has the class of each
+    sample, its confidence and the probability of each class; or its labels, or its values.
+
+    [dim]fewer predict runs/… --data csv:new.csv --out predictions.csv[/dim]
+    """
+    from fewer.runs.inference import predict as predict_data
+
+    options = parse_assignments(data_options or [])
+    predictions, metrics, notes = predict_data(path, data, data_dir, client, options, weights)
+    text = predictions.to_csv()
     if str(out) == "-":
         sys.stdout.write(text)
     else:
         out.write_text(text)
-        print(f"{len(lines) - 1} predictions in {out}")
+        print(f"{len(predictions)} predictions in {out}")
+    for note in notes:
+        print(note, file=sys.stderr)
     if metrics is not None:
         print(f"{metrics} on the labels of the data", file=sys.stderr)
 

@@ -22,6 +22,7 @@ from fewer.data import checks, text
 from fewer.data.partition import PartitionSpec, Parts, Rows, hold_out_fraction, partition_labels, partition_like
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.data.samples import Samples
+from fewer.data.schema import Column, Kind, Schema, Targets, missing_columns
 from fewer.errors import DataError, SettingError, unknown_name
 
 MAX_CLASSES = 1 << 20
@@ -54,6 +55,10 @@ class Data(ABC):
     """Number of classes; of labels or numbers to predict, if targets are floats."""
     tokens: tuple[str, ...] = ()
     """The vocabulary, if inputs are text. Token ids are positions in it."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes, if known."""
+    columns: tuple[Column, ...] = ()
+    """Columns of a table that become inputs, in order."""
     test: Samples
     """The global test set."""
     origin: Mapping[str, Any] | None = None
@@ -62,6 +67,8 @@ class Data(ABC):
     """True if each client's samples are in temporal order."""
     novel: bool = False
     """True if validation and test samples belong to novel classes. `classes` then counts the training classes only."""
+    standardize: bool = False
+    """True if each column is standardized before the first round, by the statistics of all clients."""
     has_global_test: bool = True
     """False if only one client's data is known, and the global test set is not."""
     notes: tuple[str, ...] = ()
@@ -71,6 +78,33 @@ class Data(ABC):
     def vocab_size(self) -> int | None:
         """Number of tokens in the vocabulary; None if inputs are not text."""
         return len(self.tokens) or None
+
+    @property
+    def targets(self) -> Tensor:
+        """Targets of samples, which show what is predicted."""
+        return self.test.y
+
+    @property
+    def schema(self) -> Schema:
+        """What inputs and labels mean, so that other files are mapped by name."""
+        samples, options = self.test, (self.origin or {}).get("data_options", {})
+        shift, scale = (
+            tuple(value.tolist()) if isinstance(value, Tensor) else (value,) for value in (samples.shift, samples.scale)
+        )
+        dtype = str(samples.x.dtype).removeprefix("torch.")
+        return Schema(
+            kind=_kind_of(self.shape, self.tokens),
+            shape=tuple(self.shape),
+            dtype=dtype,
+            classes=self.classes,
+            class_names=self.class_names,
+            columns=self.columns,
+            tokens=self.tokens,
+            shift=shift,
+            scale=scale,
+            options=dict(options),
+            targets=_targets_of(self.targets),
+        )
 
     @property
     def has_classes(self) -> bool:
@@ -100,6 +134,10 @@ class Data(ABC):
     def to(self, device: torch.device) -> Data:
         """Copies the data to a device."""
         return self
+
+    def rescale(self, schema: Schema) -> Data:
+        """The same data, normalized as the schema says."""
+        raise DataError(f"data '{self.name}' cannot be normalized: it does not implement rescale")
 
     def as_numbers(self) -> Data:
         """The same data with numbers as targets, for regression."""
@@ -137,17 +175,23 @@ class ArrayData(Data):
     origin: Mapping[str, Any] | None = None
     tokens: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
-    """Names of the classes, if known."""
     time_ordered: bool = False
     novel: bool = False
     row_clients: Array | None = None
     """The original owner of each row of `source`, if time-ordered data is partitioned other than by client."""
+    columns: tuple[Column, ...] = ()
+    standardize: bool = False
     notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         """Shape of one input."""
         return tuple(self.source.x.shape[1:])
+
+    @property
+    def targets(self) -> Tensor:
+        """Targets of all training and validation samples."""
+        return self.source.y
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
@@ -162,10 +206,11 @@ class ArrayData(Data):
         return int(self.train.offsets[index + 1] - self.train.offsets[index])
 
     def fingerprint(self) -> str:
-        """A checksum of all arrays and the partition."""
+        """A checksum of all arrays and the partition, the same before and after standardization."""
         checksum = 0
         for samples in (self.source, self.test):
-            layout = repr((tuple(samples.x.shape), str(samples.x.dtype), samples.shift, samples.scale))
+            scaling = ("standardize",) if self.standardize else (samples.shift, samples.scale)
+            layout = repr((tuple(samples.x.shape), str(samples.x.dtype), *scaling))
             checksum = zlib.crc32(layout.encode(), checksum)
             # Windows of one long text overlap: the first value of each row and the last row cover them all.
             windowed = not samples.x.is_contiguous()
@@ -179,6 +224,11 @@ class ArrayData(Data):
     def to(self, device: torch.device) -> ArrayData:
         """Copies the data to a device."""
         return replace(self, source=self.source.to(device), test=self.test.to(device))
+
+    def rescale(self, schema: Schema) -> ArrayData:
+        """The same data, normalized as the schema says."""
+        source, test = (samples.rescale(schema.shift, schema.scale) for samples in (self.source, self.test))
+        return replace(self, source=source, test=test)
 
     def as_numbers(self) -> ArrayData:
         """The same data with numbers as targets. Integer labels without names become numbers."""
@@ -250,6 +300,22 @@ class ArrayData(Data):
         return replace(data, train=data.train.where(~moved), test=replace(data.test, rows=rows))
 
 
+def _kind_of(shape: tuple[int, ...], tokens: tuple[str, ...]) -> Kind:
+    """What inputs of this shape and vocabulary are. Texts are encoded by words; other tokens come as numbers."""
+    if tokens:
+        return "text" if tokens[0] == text.PAD else "tokens"
+    kinds: dict[int, Kind] = {2: "series", 3: "images"}
+    return kinds.get(len(shape), "features")
+
+
+def _targets_of(targets: Tensor) -> Targets:
+    """What targets of this type, shape and content are."""
+    if not targets.is_floating_point():
+        return "classes"
+    is_binary = targets.shape[1] > 1 and bool(((targets == 0) | (targets == 1)).all())
+    return "labels" if is_binary else "numbers"
+
+
 # --- user arrays ----------------------------------------------------------------------------------------------
 
 
@@ -261,6 +327,7 @@ def from_arrays(
     client_ids: ArrayLike | None = None,
     normalization: tuple[float, float] | None = None,
     channels: checks.Channels | None = None,
+    class_names: Sequence[str] = (),
     name: str = "arrays",
     **settings: Any,
 ) -> ArrayData:
@@ -269,7 +336,8 @@ def from_arrays(
     Targets are class labels (integers), numbers (floats, n or n × outputs) or sets of labels (a matrix of 0 and 1).
 
     `client_ids` names the owner of each sample. Each owner becomes a client; without it, the samples are partitioned.
-    Without `test`, a fifth of each client's samples is held out.
+    Without `test`, a fifth of each client's samples is held out. `class_names` are the names of labels 0, 1, 2, …;
+    the columns of a pandas DataFrame keep theirs.
 
     Images are samples × channels × height × width. Without `channels` ("first" or "last"), a last dimension of 1, 3 or
     4 is taken for the channels. Byte inputs are pixels. `normalization` is their mean and standard deviation on a scale
@@ -279,9 +347,22 @@ def from_arrays(
     check_settings(settings)
     owners = None if client_ids is None else np.asarray(client_ids)
     test_set = None
+    columns = tuple(Column(str(column)) for column in getattr(x, "columns", ()))
     if test is not None:
-        test_set = _prepare_inputs(test[0], f"{name} (test)"), convert_targets(test[1], f"{name} (test)")
-    raw = RawDataset(_prepare_inputs(x, name), convert_targets(y, name), test_set, owners, normalization=normalization)
+        test_x = take_columns(test[0], columns, f"{name} (test)")
+        test_set = _prepare_inputs(test_x, f"{name} (test)"), convert_targets(test[1], f"{name} (test)")
+    inputs, targets = _prepare_inputs(x, name), convert_targets(y, name)
+    if class_names and targets.dtype.kind != "f" and (largest := int(targets.max(initial=0))) >= len(class_names):
+        raise DataError(f"data '{name}' has label {largest}, but only {len(class_names)} class names")
+    raw = RawDataset(
+        inputs,
+        targets,
+        test_set,
+        owners,
+        class_names=tuple(class_names),
+        normalization=normalization,
+        columns=columns,
+    )
     raw = checks.name_labels(checks.check_inputs(raw, channels, name))
     if owners is not None:
         settings["partition"] = "natural"
@@ -309,6 +390,7 @@ def federate(
     validation: float = 0.0,
     vocab_size: int = 20_000,
     max_length: int = 30,
+    standardize: bool = False,
     seed: int = 0,
     name: str = "arrays",
     origin: Mapping[str, Any] | None = None,
@@ -319,7 +401,8 @@ def federate(
     (`classes_per_client`), shards (`shards` per client), quantity, and natural (by `client_ids`).
 
     `fraction` keeps a fraction of the training samples. `validation` is the fraction of each client's training samples
-    to hold out. For texts, `vocab_size` limits the vocabulary and `max_length` the tokens per text.
+    to hold out. For texts, `vocab_size` limits the vocabulary and `max_length` the tokens per text. For tables,
+    `standardize` brings each column to mean 0 and standard deviation 1 before the first round.
 
     If the classes are split, all samples are partitioned first. Each client then trains on its base classes,
     validates on its validation classes, and tests on its novel classes.
@@ -404,7 +487,12 @@ def federate(
             notes += checks.describe_clients(raw.client_ids, partition)
         if targets.dtype.kind != "f" and raw.split is None and not raw.tokens:
             notes += checks.describe_labels(labels[train.rows], test_labels, raw.class_names)
-    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, notes
+    if standardize and (tokens or len(source.x.shape) != 2):
+        shape = tuple(source.x.shape[1:])
+        raise SettingError(
+            f"standardize is for tables, but data '{name}' has {_kind_of(shape, tokens)} of shape {shape}"
+        )
+    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, raw.columns, standardize, notes
     return ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
 
 
@@ -486,6 +574,16 @@ def _build_samples(
 def _prepare_inputs(x: Any, name: str) -> list[str] | Tensor:
     """Returns a list of texts unchanged, and converts anything else to a tensor."""
     return x if isinstance(x, list) and x and all(isinstance(value, str) for value in x) else convert_inputs(x, name)
+
+
+def take_columns(x: Any, columns: Sequence[Column], name: str) -> Any:
+    """Puts the columns of a pandas DataFrame in the order of `columns`, by name. Other inputs stay as they are."""
+    if not columns or not hasattr(x, "columns"):
+        return x
+    by_name = {str(column): column for column in x.columns}
+    if missing := [column.name for column in columns if column.name not in by_name]:
+        raise missing_columns(f"data '{name}'", missing, list(by_name))
+    return x[[by_name[column.name] for column in columns]]
 
 
 def from_clients(clients: Sequence[Any], **settings: Any) -> ArrayData:

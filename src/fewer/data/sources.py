@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import zipfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -19,12 +18,13 @@ import torch
 from fewer.choices import Partition
 from fewer.data import recommendation
 from fewer.data.cache import load_or_build
-from fewer.data.checks import check_inputs, name_labels
+from fewer.data.checks import name_labels
 from fewer.data.class_split import OPTIONS, split_seen_unseen
 from fewer.data.episodes import apply_class_split
 from fewer.data.federated import ArrayData, check_settings, federate
 from fewer.data.partition import PartitionSpec
-from fewer.data.raw_dataset import Array, Inputs, RawDataset
+from fewer.data.raw_dataset import RawDataset
+from fewer.data.schema import Schema
 from fewer.errors import DataError, SettingError, unknown_name
 from fewer.registry import FORMATS
 
@@ -67,6 +67,8 @@ FILES = {
 }
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 """Formats that are slow to read. Their arrays are cached."""
+LAYOUT_OPTIONS = ("client", "depth", "time", "missing", "decimal", "encoding", "features", "ignore", "categorical")
+"""Options that describe one file, drop or sort its samples, or that the columns of a schema replace."""
 
 LOAD_OPTIONS = ("max_per_class", "normalization")
 """Options of `load` that every data set accepts, in addition to those about classes."""
@@ -113,12 +115,38 @@ def load(
     return federate(raw, name=name, seed=seed, origin=origin, **settings)
 
 
-def read(name: str, data_dir: str | Path | None = None, **options: Any) -> RawDataset:
-    """Reads a data set by name, without partitioning it."""
+def read(name: str, data_dir: str | Path | None = None, *, schema: Schema | None = None, **options: Any) -> RawDataset:
+    """Reads a data set by name, without partitioning it.
+
+    With a schema, files are read as its data was, and columns and classes are mapped by name. DataError if one is
+    missing or unknown.
+    """
+    raw = _read_labeled_or_not(name, data_dir, schema, options)
+    if not len(raw.y):
+        raise DataError(f"data '{name}' has no labels")
+    return raw if schema is None else raw.use_classes_of(schema, name)
+
+
+def read_inputs(name: str, data_dir: str | Path | None, schema: Schema, **options: Any) -> RawDataset:
+    """Reads inputs for prediction: the test set if there is one, otherwise all samples. Columns are mapped by name.
+
+    `y` is empty if there are no labels. Labels are numbered as in the file, by `class_names`.
+    """
+    raw = _read_labeled_or_not(name, data_dir, schema, options)
+    x, y = (raw.x, raw.y) if raw.test is None else raw.test
+    return replace(raw, x=x, y=y, test=None, client_ids=None, test_client_ids=None)
+
+
+def _read_labeled_or_not(
+    name: str, data_dir: str | Path | None, schema: Schema | None, options: Mapping[str, Any]
+) -> RawDataset:
+    """Reads a data set. Only with a schema, labels may be absent."""
+    if not isinstance(schema, Schema | None):
+        raise SettingError(f"schema is not an option of data '{name}'")
     options = {**(FILES[name].options if name in FILES else {}), **options}
     split = options.pop("split", None)
     source_options = {key: value for key, value in options.items() if key not in OPTIONS}
-    raw = _read_source(name, data_dir, source_options)
+    raw = _read_source(name, data_dir, source_options, schema)
     if split is not None and "unseen_classes" in options:
         raise SettingError(f"data '{name}' cannot have both split and unseen_classes; choose one")
     if (split is not None or len(source_options) < len(options)) and (raw.y.ndim > 1 or raw.y.dtype.kind == "f"):
@@ -128,18 +156,20 @@ def read(name: str, data_dir: str | Path | None = None, **options: Any) -> RawDa
     return raw if split is None else apply_class_split(raw, split, name)
 
 
-def _read_source(name: str, data_dir: str | Path | None, options: Mapping[str, Any]) -> RawDataset:
+def _read_source(
+    name: str, data_dir: str | Path | None, options: Mapping[str, Any], schema: Schema | None
+) -> RawDataset:
     format, colon, path = name.partition(":")
     if colon:
         if format not in FORMATS:
             raise unknown_name("data format", format, FORMATS)
-        return _read_files(format, _find_path(path, data_dir), options)
+        return _read_files(format, _find_path(path, data_dir), options, schema)
     if name in EMBEDDED:
         _check_options(EMBEDDED[name], options, name)
         return EMBEDDED[name](**options)
     if name in FILES:
         source = FILES[name]
-        raw = _read_files(source.format, _find_path(source.path, data_dir), options)
+        raw = _read_files(source.format, _find_path(source.path, data_dir), options, schema)
         time_ordered = raw.time_ordered or source.time_ordered
         return replace(raw, normalization=source.normalization, time_ordered=time_ordered, notes=())
     raise unknown_name("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
@@ -165,37 +195,38 @@ def _parse_normalization(raw: RawDataset, value: Any, name: str) -> tuple[float,
     return float(value[0]), float(value[1])
 
 
-def read_inputs(
-    name: str, data_dir: str | Path | None = None, options: Mapping[str, Any] | None = None
-) -> tuple[Inputs, Array | None]:
-    """Reads inputs for prediction, and labels if known: the test set if there is one, otherwise all samples."""
-    if name.startswith("npz:"):
-        path = _find_path(name.removeprefix("npz:"), data_dir)
-        errors = OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile  # the reader below reports them
-        with suppress(*errors), np.load(path, allow_pickle=False) as arrays:
-            if "x" in arrays and "y" not in arrays:
-                unlabeled = RawDataset(arrays["x"], np.zeros(len(arrays["x"]), np.int64))
-                return check_inputs(unlabeled, (options or {}).get("channels"), name).x, None
-    raw = read(name, data_dir, **(options or {}))
-    return raw.test if raw.test is not None else (raw.x, raw.y)
-
-
-def _read_files(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
+def _read_files(format: str, path: Path, options: Mapping[str, Any], schema: Schema | None) -> RawDataset:
     reader: Callable[..., RawDataset] = FORMATS[format]
     _check_options(reader, options, format)
-    return _read_through_cache(format, path, options) if format in SLOW else reader(path, **options)
+    read_cached = partial(_read_through_cache, format) if format in SLOW else reader
+    if schema is None:
+        return read_cached(path, **options)
+    options = {**_options_like(schema, reader), **options}
+    by_name = {"schema": schema} if "schema" in inspect.signature(reader).parameters else {}
+    return read_cached(path, **by_name, **options)
 
 
-def _read_through_cache(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
+def _options_like(schema: Schema, reader: Callable[..., RawDataset]) -> dict[str, Any]:
+    """The options with which a reader reads files as the data of the schema was read."""
+    options = {key: value for key, value in schema.options.items() if key not in LAYOUT_OPTIONS}
+    if schema.kind == "images" and schema.shape[1] == schema.shape[2]:
+        options |= {"size": schema.shape[1], "gray": schema.shape[0] == 1}
+    known = inspect.signature(reader).parameters
+    return {key: value for key, value in options.items() if key in known}
+
+
+def _read_through_cache(format: str, path: Path, schema: Schema | None = None, **options: Any) -> RawDataset:
     """Reads files once and caches their arrays. Later calls memory-map them, so only what is used is loaded."""
     members = sorted(path.rglob("*")) if path.is_dir() else [path]
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in members if file.is_file()]
     names = ("class_names", "tokens", "notes")
     keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", *names, "time_ordered")
-    digest = hashlib.sha256(repr((format, sorted(options.items()), state, keys)).encode()).hexdigest()[:16]
+    content = format, sorted(options.items()), state, keys, *(["labels optional"] if schema else [])
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+    by_name = {"schema": schema} if schema else {}
 
     def build() -> dict[str, Any]:
-        raw = FORMATS[format](path, **options)
+        raw = FORMATS[format](path, **options, **by_name)
         test_x, test_y = raw.test or (None, None)
         values = {**vars(raw), "test_x": test_x, "test_y": test_y}
         return {key: np.asarray(values[key]) for key in keys if values[key] is not None}
@@ -285,6 +316,13 @@ EMBEDDED: dict[str, Callable[..., RawDataset]] = {
     "usage": _load_usage,
 }
 NAMES = (*EMBEDDED, *FILES)
+
+
+def find_files(name: str, data_dir: str | Path | None) -> None:
+    """Raises DataError if the files of a data set do not exist."""
+    _, colon, path = name.partition(":")
+    if colon or name in FILES:
+        _find_path(path if colon else FILES[name].path, data_dir)
 
 
 def _find_path(path: str, data_dir: str | Path | None) -> Path:

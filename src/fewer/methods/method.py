@@ -18,6 +18,7 @@ from fewer.learning import Evaluation, measure_net
 from fewer.learning.evaluate import EVAL_BATCH_SIZE, add_evaluations, empty_evaluation
 from fewer.methods.context import Client, Context, Server
 from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_metric, score_clients
+from fewer.methods.standardize import SendsColumnSums
 from fewer.models import Task, Weights
 from fewer.runtime import Clients, on_client, on_server
 from fewer.wire import Codec
@@ -58,7 +59,7 @@ class ModelState(State):
 StateT = TypeVar("StateT", bound=State, default=Any)
 
 
-class Method(BaseModel, Generic[StateT]):
+class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """A federated algorithm. Its fields are the hyperparameters; four functions are the algorithm.
 
         state  = method.init(task, seed)                 # before the first round

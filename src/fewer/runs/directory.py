@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from fewer.errors import RunError
 from fewer.ledger import Entry
-from fewer.runs.reader import CHECKPOINT, CLIENTS, EVENTS, FORMAT, LEDGER, LOCK, METRICS, SETTINGS, RunReader
+from fewer.runs.reader import CHECKPOINT, CLIENTS, EVENTS, FORMAT, LEDGER, LOCK, METRICS, SCHEMA, SETTINGS, RunReader
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import delete_state_after, lock_file, write_durably
 from fewer.wire import Tree, pack
@@ -102,6 +102,12 @@ class RunDirectory(RunReader):
         self.metadata.update(parts)
         with self._explained_errors():
             _write_metadata(self.path, self.metadata)
+
+    def write_schema(self, schema: Mapping[str, Any]) -> None:
+        """Writes the schema of the data, so that the model can be used without the data."""
+        with self._explained_errors():
+            write_durably(self.path / SCHEMA, json.dumps(schema, indent=2, default=str).encode())
+        self.schema = dict(schema)
 
     def log_event(self, what: str, **details: Any) -> None:
         """Appends a line to events.jsonl."""

@@ -9,7 +9,9 @@ import platform
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -20,9 +22,11 @@ import torch
 
 import fewer
 from fewer.data import Data
+from fewer.data.schema import Schema
 from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import ContextFactory, Method, Scores, find, names
 from fewer.methods.capabilities import HasSettingWarnings
+from fewer.methods.standardize import standardize
 from fewer.models.objective import Loss
 from fewer.registry import METHODS
 from fewer.runs import trackers
@@ -250,6 +254,8 @@ def _train_recorded(
         run.history, run.seconds = list(directory.history), checkpoint["seconds"]
         run.stopped = checkpoint.get("stopped", "")
         run.ledger.total.update(checkpoint["ledger"])
+        if run.data.standardize and directory.schema:
+            run.data = run.data.rescale(Schema.from_dict(directory.schema))
     if run.finished:
         if run.stopped:
             done = f"{len(run.history)} of {run.method.rounds} rounds"
@@ -354,13 +360,23 @@ def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journ
         if run.finished:
             return run
         hooks = {"on_answer": partial(observers.notify, "on_answer"), "on_absent": on_absent}
-        with connect(run, folder, len(run.history), ledger=run.ledger, journal=journal, **hooks) as clients:
+
+        @contextmanager
+        def open_clients() -> Iterator[Clients]:
+            with connect(run, folder, len(run.history), ledger=run.ledger, journal=journal, **hooks) as clients:
+                try:
+                    yield clients
+                finally:
+                    run.transport_bytes = Counter(run.transport_bytes) + Counter(clients.transport_bytes())
+
+        if run.data.standardize and not run.history:
+            with open_clients() as clients:
+                schema = standardize(run.method, clients, run.data)
+            run.data = run.data.rescale(schema)  # clients that are opened from now on have it, too
+        with open_clients() as clients:
             clients.flops = run.history[-1].get("flops", 0) if run.history else 0
-            try:
-                while not run.finished:
-                    _run_round(run, clients, observers)
-            finally:
-                run.transport_bytes = clients.transport_bytes()
+            while not run.finished:
+                _run_round(run, clients, observers)
     return run
 
 

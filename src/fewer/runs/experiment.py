@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from fewer.data import ArrayData, Data, load
+from fewer.data.absent import AbsentData
 from fewer.data.text import compute_word_vectors, load_word_vectors
 from fewer.errors import DataError, RunError, SettingError, setting_error
 from fewer.learning.evaluate import measure_outputs
@@ -69,17 +70,17 @@ def restore_state(initial: Any, content: Mapping[str, Any], path: Path) -> Any:
 
 def parse_settings(settings: Mapping[str, Any]) -> Settings:
     """Parses plain values; SettingError for the first invalid one. Paths become absolute."""
-    resolved = {name: _resolve_path(name, value) for name, value in settings.items()}
+    resolved = {name: resolve_path(name, value) for name, value in settings.items()}
     try:
         return Settings(**resolved)
     except ValidationError as error:
         raise setting_error(error, "", list(Settings.model_fields)) from error
 
 
-def _resolve_path(name: str, value: Any) -> Any:
+def resolve_path(name: str, value: Any) -> Any:
     """Makes the path in FILE.py:Name or FORMAT:PATH absolute if it exists, so that a run can resume anywhere."""
     if name == "metrics" and value:
-        return [_resolve_path("metric", part) for part in (value.split(",") if isinstance(value, str) else value)]
+        return [resolve_path("metric", part) for part in (value.split(",") if isinstance(value, str) else value)]
     if name not in ("method", "model", "data", "loss", "metric") or not isinstance(value, str) or ":" not in value:
         return value
     first, last = value.split(":", 1) if name == "data" else value.rsplit(":", 1)
@@ -109,16 +110,24 @@ def build_experiment(
     loss = settings.loss if loss is None else loss
     if predicted_kind(loss) == "regression":
         data = data.as_numbers()
-    targets = data.source.y if isinstance(data, ArrayData) else data.test.y
-    next_token = bool(data.tokens) and getattr(data, "class_names", ()) == data.tokens
+    next_token = bool(data.tokens) and data.class_names == data.tokens
     metrics = settings.metrics if metrics is None else metrics
-    objective = build_objective(loss, metrics, targets, data.name, next_token)
+    objective = build_objective(loss, metrics, data.targets, data.name, next_token)
     if method.needs:
         _check_classes(method, settings, objective)
-    if isinstance(method, PreparesData):
-        data = method.prepare_data(data)
+    if not isinstance(data, AbsentData):
+        data = _prepare_data(method, data)
     if method.cohort is not None:
         check_cohort(method.cohort, len(data))
+    device = make_device(settings.device)
+    task = make_task(settings.model if model is None else model, settings, data, objective, device)
+    return Experiment(method, task, data.to(device), settings, objects)
+
+
+def _prepare_data(method: Method, data: Data) -> Data:
+    """The data as the method trains on it. Raises SettingError if the method cannot use it."""
+    if isinstance(method, PreparesData):
+        data = method.prepare_data(data)
     if method.needs == "novel classes" and not data.novel:
         raise SettingError(
             f"{method.name} is evaluated on novel classes, but data '{data.name}' does not split its classes: "
@@ -130,9 +139,7 @@ def build_experiment(
             f"data '{data.name}' tests novel classes, which {method.name} cannot predict "
             f"(allowed: {', '.join(allowed)})"
         )
-    device = make_device(settings.device)
-    task = make_task(settings.model if model is None else model, settings, data, objective, device)
-    return Experiment(method, task, data.to(device), settings, objects)
+    return data
 
 
 def make_method(method_class: type[Method], settings: Settings) -> Method:
@@ -143,13 +150,17 @@ def make_method(method_class: type[Method], settings: Settings) -> Method:
 
 def load_data(settings: Settings) -> Data:
     """The data that the settings name, partitioned among clients."""
-    data_options = settings.data_options
-    if settings.data.startswith("csv:") and predicted_kind(settings.loss) == "regression":
-        data_options = {"regression": True, **data_options}
+    data_options = {**regression_option(settings.data, settings), **settings.data_options}
     seed = settings.seed if settings.data_seed is None else settings.data_seed
     names = settings_in_group("Data") - {"data", "data_options", "data_seed"}
     data = load(settings.data, data_options=data_options, seed=seed, **settings.model_dump(include=names))
     return data.as_numbers() if predicted_kind(settings.loss) == "regression" else data
+
+
+def regression_option(data: str, settings: Settings) -> dict[str, Any]:
+    """The option that makes numbers of the labels in a CSV file, if the loss needs numbers."""
+    is_regression = data.startswith("csv:") and predicted_kind(settings.loss) == "regression"
+    return {"regression": True} if is_regression else {}
 
 
 def _check_classes(method: Method, settings: Settings, objective: Objective) -> None:
@@ -185,7 +196,8 @@ def make_task(model: Model, settings: Settings, data: Data, objective: Objective
         facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocab_size}
         make = net_factory(factory, facts, _model_options(settings, data))
     task = Task(data.shape, data.classes, make, device, initial, *objective)
-    _try_model(task, data)
+    if not isinstance(data, AbsentData):
+        _try_model(task, data)
     return task
 
 
@@ -197,6 +209,8 @@ def _model_options(settings: Settings, data: Data) -> dict[str, Any]:
             raise SettingError(f"vectors = {options['vectors']}, but data '{data.name}' is not text")
         if options["vectors"] != "own":
             options["vectors"] = load_word_vectors(Path(options["vectors"]), data.tokens)
+        elif isinstance(data, AbsentData):
+            raise DataError(f"vectors = own needs the training text: {data.reason}")
         elif not isinstance(data, ArrayData):
             problem = f"vectors = own needs data in arrays; data '{data.name}' is not"
             raise SettingError(f"{problem}: pass a file of word vectors")

@@ -19,10 +19,10 @@ from typing import Any, Self
 
 import torch
 
-from fewer.data import ClientData, Data, text
+from fewer.data import ClientData, Data
 from fewer.data.federated import ArrayData, federate
-from fewer.data.raw_dataset import Inputs
-from fewer.data.sources import read
+from fewer.data.schema import Schema
+from fewer.data.sources import find_files, read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
 from fewer.models.objective import predicted_kind
@@ -30,7 +30,7 @@ from fewer.runs import trackers
 from fewer.runs.callbacks import Callback
 from fewer.runs.directory import HOPS
 from fewer.runs.engine import Connect, build_handler_runner, resume, run_experiment, runtime_options
-from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings
+from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings, regression_option
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
 from fewer.runtime.flower.clients import Flower, retry_until_answered
@@ -181,16 +181,7 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
         session = json.loads(path.read_text())
     session["session"] += 1
     write_durably(path, json.dumps(session).encode())
-    data_info = {
-        "clients": len(data),
-        "shape": list(data.shape),
-        "classes": data.classes,
-        "tokens": list(data.tokens),
-        "shift": data.test.shift,
-        "scale": data.test.scale,
-        "dtype": str(data.test.x.dtype),
-        "fingerprint": data.fingerprint(),
-    }
+    data_info = {"clients": len(data), "fingerprint": data.fingerprint(), "schema": data.schema.to_dict()}
     return {
         **session,
         "done": done,
@@ -214,7 +205,7 @@ class SingleClientData(Data):
     classes: int
 
     def __post_init__(self) -> None:
-        for name in ("name", "shape", "tokens", "time_ordered", "test"):
+        for name in ("name", "shape", "tokens", "class_names", "columns", "time_ordered", "test"):
             object.__setattr__(self, name, getattr(self.data, name))
 
     def __len__(self) -> int:
@@ -262,9 +253,17 @@ class ClientDaemon:
         torch.set_num_threads(1)
         make_device(self.device)
         if self.data:
-            read(self.data, self.data_dir, **self.data_options)
+            self._try_own_data(self.data)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the client's state reveals its data
         Node(address, keys, self.folder, self.log).serve(self.answer)
+
+    def _try_own_data(self, data: str) -> None:
+        """Reads the client's own data. The schema of a run may say more about its columns, so a run tries again."""
+        find_files(data, self.data_dir)
+        try:
+            read(data, self.data_dir, **self.data_options)
+        except DataError as error:
+            self.log(f"{error}; the schema of a run may help")
 
     def answer(self, experiment: str, call: Call, blob: bytes) -> Reply:
         """Answers one call of an experiment."""
@@ -316,37 +315,30 @@ class ClientDaemon:
         if fingerprint != expected:
             difference = f"fingerprint {fingerprint}, expected {expected}"
             raise DataError(f"data '{parsed.data}' differs from the server's ({difference})")
+        if experiment.data.standardize:
+            experiment.data = experiment.data.rescale(Schema.from_dict(data_info["schema"]))
         return experiment
 
     def _load_own_data(self, data_info: Mapping[str, Any], settings: Settings) -> SingleClientData:
-        """The client's own data, normalized like the server's and with the server's vocabulary."""
+        """The client's own data, with columns, classes, words and normalization as in the server's schema."""
         assert self.data
-        is_regression = predicted_kind(settings.loss) == "regression"
-        csv_option = {"regression": True} if is_regression and self.data.startswith("csv:") else {}
-        raw = read(self.data, self.data_dir, **csv_option, **self.data_options)
+        schema = Schema.from_dict(data_info["schema"])
+        options = {key: value for key, value in schema.options.items() if key not in ("label", "text")}  # columns
+        _reject_files({"data_options": options}, ["data"], "which this client does not accept from a server")
+        options = {**regression_option(self.data, settings), **self.data_options}
+        raw = read(self.data, self.data_dir, schema=schema, **options)
         for note in raw.notes:
             self.log(f"data '{self.data}': {note}")
-        if data_info["tokens"]:
-            tokens = tuple(data_info["tokens"])
-
-            def encode_text(x: Inputs) -> Inputs:
-                return text.encode(x, tokens, settings.max_length) if isinstance(x, list) else x
-
-            test = raw.test and (encode_text(raw.test[0]), raw.test[1])
-            raw = replace(raw, x=encode_text(raw.x), test=test, tokens=tokens)
+        raw = raw.use_tokens_of(schema, self.data)
         data = federate(raw, clients=1, partition="iid", validation=settings.validation, name=self.data)
-        data = data.as_numbers() if is_regression else data
-        if list(data.shape) != data_info["shape"] or str(data.source.x.dtype) != data_info["dtype"]:
+        if predicted_kind(settings.loss) == "regression":
+            data = data.as_numbers()
+        if data.shape != schema.shape or str(data.source.x.dtype) != f"torch.{schema.dtype}":
             raise DataError(
                 f"data '{self.data}' has inputs of {data.source.x.dtype} {data.shape}, "
-                f"but the task needs {data_info['dtype']} {tuple(data_info['shape'])}"
+                f"but the task needs torch.{schema.dtype} {schema.shape}"
             )
-        if data.classes > data_info["classes"]:
-            raise DataError(f"data '{self.data}' has {data.classes} classes, but the task has {data_info['classes']}")
-
-        scaling = {"shift": data_info["shift"], "scale": data_info["scale"]}
-        data = replace(data, source=replace(data.source, **scaling), test=replace(data.test, **scaling))
-        return SingleClientData(data, data_info["clients"], data_info["classes"])
+        return SingleClientData(data.rescale(schema), data_info["clients"], schema.classes)
 
 
 def exchange_keys(folders: Sequence[Path]) -> None:

@@ -26,6 +26,7 @@ FORMAT = 2
 PARTS = {"settings", "hash", "objects", "method", "data", "environment"}
 """Entries that settings.json must have."""
 SETTINGS = "settings.json"
+SCHEMA = "schema.json"
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.csv"
@@ -87,6 +88,17 @@ class RunReader:
         """All settings, with the method's options as they were given."""
         settings: dict[str, Any] = self.metadata["settings"]
         return settings
+
+    @cached_property
+    def schema(self) -> dict[str, Any] | None:
+        """The schema of the data, as JSON values; None for a run of an older version."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / SCHEMA).read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise self._damaged(SCHEMA, error) from error
+        return content
 
     @property
     def method_name(self) -> str:

@@ -32,6 +32,11 @@ class Recorder(Callback):
         else:
             self.directory.log_event("start", method=run.method.name, hash=run.hash)
 
+    def on_round_start(self, run: Run) -> None:
+        """Writes the schema of the data, unless an earlier round did."""
+        if run.round == 1 or self.directory.schema is None:
+            self.directory.write_schema(run.data.schema.to_dict())
+
     def on_absent(self, run: Run, absent: Absent, handler: str) -> None:
         """Logs an absent client."""
         details = {"client": absent.client, "reason": absent.reason, "handler": handler, "detail": absent.detail}

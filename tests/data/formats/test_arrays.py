@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fewer.data import load
+from fewer.data.schema import Schema
 from fewer.data.sources import read_inputs
 from fewer.errors import DataError
 from tests.data.arrays import arrays
@@ -37,7 +38,8 @@ def test_images_with_channels_last_are_transposed(tmp_path: Path) -> None:
     assert raw.notes == ("images: 9×8×3 are read as height × width × channels (channels=first if not)",)
     assert shapes(read("npz", tmp_path / "a.npz", channels="first"))[0] == (6, 9, 8, 3)
     np.savez(tmp_path / "new.npz", x=x)
-    assert read_inputs(f"npz:{tmp_path}/new.npz")[0].shape == (6, 3, 9, 8)  # type: ignore[union-attr]
+    schema = Schema("images", (3, 9, 8), "uint8", 2)
+    assert read_inputs(f"npz:{tmp_path}/new.npz", None, schema).x.shape == (6, 3, 9, 8)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("color", [False, True])

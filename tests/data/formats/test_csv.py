@@ -253,7 +253,7 @@ def test_columns_are_mapped_by_name_with_a_schema(tmp_path: Path) -> None:
     unlabeled = check_inputs("b,city,a\n2,Ulm,1\n", [[1, 0, 1, 2]], tmp_path, schema=schema)
     assert len(unlabeled.y) == 0
     for table, message in (
-        ("city,a,x\nUlm,1,2\n", r"lacks columns of the model \(missing: b; the file has: city, a, x\)"),
+        ("city,a,x\nUlm,1,2\n", r"lacks the column 'b' \(it has: city, a, x\)"),
         ("a,city,b\n1,Ulm,2\n1,Kiel,2\n", r"column 'city', row 2 has the unknown category 'Kiel' \(known: Bonn, Ulm\)"),
         ("a,city,b\nx,Ulm,2\n", "column 'a', row 1 is not a number: 'x'"),
         (

@@ -20,7 +20,7 @@ from fewer.data.checks import describe_many_classes, describe_mixed_names, list_
 from fewer.data.federated import TEST_FRACTION, hold_out_rows
 from fewer.data.formats.readers import number_labels, read_contents, reader
 from fewer.data.raw_dataset import Array, RawDataset
-from fewer.data.schema import Column, Schema
+from fewer.data.schema import Column, Schema, missing_columns
 from fewer.errors import DataError, SettingError, unknown_name
 from fewer.registry import FORMATS
 
@@ -349,8 +349,7 @@ def _match_schema(table: _Table, roles: Sequence[str], columns: Sequence[Column]
     """The columns of a schema, found by name, and notes about the others."""
     names = [column.name for column in columns]
     if missing := [name for name in names if name not in table.cells]:
-        difference = f"missing: {', '.join(missing)}; the file has: {', '.join(table.cells)}"
-        raise DataError(f"{table.path} lacks columns of the model ({difference})")
+        raise missing_columns(str(table.path), missing, list(table.cells))
     for column in columns:
         if not column.categories:
             table.parse_numbers(column.name)
