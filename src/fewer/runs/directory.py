@@ -97,8 +97,27 @@ class RunDirectory(RunReader):
         delete_state_after(self.clients, round, self.journal.finished_clients(round + 1))
         return checkpoint
 
+    def take_back_evaluation(self, checkpoint: Mapping[str, Any]) -> None:
+        """Removes the evaluation of the latest round from the records, so that resuming evaluates it again.
+
+        After the last round, an evaluation is more detailed. This is for a run whose last round is no longer the last.
+        """
+        lengths = {name: int(length) for name, length in checkpoint["lengths"].items()}
+        metrics = (self.path / METRICS).read_bytes()[: lengths[METRICS]]
+        *_, last_line = metrics.splitlines(keepends=True)
+        lengths[METRICS] -= len(last_line)
+        for line in reversed((self.path / LEDGER).read_bytes()[: lengths[LEDGER]].splitlines(keepends=True)[1:]):
+            entry = Entry.parse(line.decode())
+            if entry.is_training or entry.round != checkpoint["round"]:
+                break
+            lengths[LEDGER] -= len(line)
+        taken_back = {name: value for name, value in checkpoint.items() if name != "stopped"}
+        taken_back |= {"lengths": lengths, "taken_back": last_line.decode()}
+        with self._explained_errors():
+            write_durably(self.path / CHECKPOINT, pack(taken_back))
+
     def update_metadata(self, **parts: Any) -> None:
-        """Changes entries of settings.json that do not affect results."""
+        """Changes entries of settings.json."""
         self.metadata.update(parts)
         with self._explained_errors():
             _write_metadata(self.path, self.metadata)

@@ -242,7 +242,8 @@ class RunReader:
     @property
     def interruptions(self) -> int:
         """How often the run was stopped or killed before its end and then resumed."""
-        return sum(event["event"] == "resume" and event.get("round", 0) < len(self.history) for event in self.events)
+        resumed = [event for before, event in pairwise(self.events) if before["event"] != "finish"]
+        return sum(event["event"] == "resume" and event.get("round", 0) < len(self.history) for event in resumed)
 
     @property
     def transport_bytes(self) -> tuple[int, int] | None:
