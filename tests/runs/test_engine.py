@@ -160,7 +160,7 @@ def test_a_run_resumes_after_a_full_disk(digits: Data, tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        with pytest.raises(RunError, match=r"No space left on device.*The last checkpoint is intact.*fewer resume"):
+        with pytest.raises(RunError, match=r"No space left on device.*The last checkpoint is intact.*then resume"):
             fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.part"))
     assert run_contents(tmp_path / "run")["round"] >= 1

@@ -174,3 +174,14 @@ def test_rounds_that_are_done_stay(tmp_path: Path) -> None:
         ):
             fewer.resume(tmp_path / "run", rounds=rounds)
     assert len(fewer.resume(tmp_path / "run", rounds=2).history) == 2  # it has as many already
+
+
+def test_a_run_that_ended_early_continues_to_its_planned_rounds(tmp_path: Path) -> None:
+    class StopAfterOne(fewer.Callback):
+        def on_round_end(self, run: fewer.Run, metrics: Any) -> None:
+            run.stop("enough")
+
+    small = experiment(3, runtime="inline", rounds=2)
+    run_experiment(small, tmp_path / "run", [StopAfterOne()])
+    assert len(fewer.resume(tmp_path / "run").history) == 1
+    assert len(fewer.resume(tmp_path / "run", rounds=2).history) == 2

@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from fewer.errors import RunError
+from fewer.errors import RunError, RunInterrupted
 from fewer.ledger import Entry
 from fewer.runs.reader import CHECKPOINT, CLIENTS, EVENTS, FORMAT, LEDGER, LOCK, METRICS, SETTINGS, RunReader
 from fewer.runtime.ring import Journal
@@ -154,10 +154,8 @@ class RunDirectory(RunReader):
         try:
             yield
         except OSError as error:
-            raise RunError(
-                f"{self.path} cannot be written: {error.strerror}. The last checkpoint is intact. "
-                f"Fix the cause, then run: fewer resume {self.path}"
-            ) from error
+            problem = f"{self.path} cannot be written: {error.strerror}"
+            raise RunInterrupted(f"{problem}. The last checkpoint is intact. Fix the cause, then resume it") from error
 
 
 def check_unused(path: Path) -> None:
@@ -166,7 +164,15 @@ def check_unused(path: Path) -> None:
     leftovers = {CLIENTS, f"{SETTINGS}.part"}  # of a run that was killed at its start
     unused = path.is_dir() and entries <= leftovers and not any((path / CLIENTS).glob("*"))
     if path.exists() and not unused:
-        raise RunError(f"{path} exists already: choose another --out, or run fewer resume {path}")
+        raise RunError(f"{path} exists already: choose another --out{_resume_advice(RunReader(path))}")
+
+
+def _resume_advice(run: RunReader) -> str:
+    """How to resume a run, for the end of an error; empty if that cannot help, or if it is not a run."""
+    try:
+        return f", or run {run.resume_command}" if run.can_resume else ""
+    except RunError:
+        return ""
 
 
 def _write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state
+from fewer.runs.reader import RunReader
 from fewer.runs.recorder import FailureLog, Recorder
 from fewer.runs.result import Result
 from fewer.runs.settings import (
@@ -232,7 +233,7 @@ def resume(
     directory.check_objects(method=method, data=data, model=model, loss=loss, metrics=metrics)
     start_settings = resolve_start_model(recorded["settings"], path)
     options = recorded["method"]
-    if rounds is not None and rounds != directory.rounds:
+    if rounds is not None and (rounds != directory.rounds or RunReader(path).ended_early):
         changed["rounds"] = rounds
         start_settings, options = _set_rounds(start_settings, rounds), {**options, "rounds": rounds}
         method = method and type(method)(**{**method.model_dump(), "rounds": rounds})
