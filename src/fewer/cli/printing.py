@@ -74,13 +74,14 @@ def resume_hint(path: Path) -> str:
     return f"Resume with: fewer resume {quote(path)}"
 
 
-def print_if_finished(path: Path, rounds: int | None, command: str) -> None:
-    """Says that a run is finished already, and how to add rounds, unless more `rounds` are given."""
+def print_if_finished(path: Path, rounds: int | None, command: str) -> bool:
+    """Says if a run is finished already, and how to add rounds; False if it is not, or gets more `rounds`."""
     from fewer.runs.reader import RunReader
 
     run = RunReader(path)
-    if run.status().state == "finished" and rounds in (None, done := len(run.history)):
+    if is_finished := run.status().state == "finished" and rounds in (None, done := len(run.history)):
         print(f"{path} is already finished: {done} rounds. To add some: {command} --rounds {done + 5}", file=sys.stderr)
+    return is_finished
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:

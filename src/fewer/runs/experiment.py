@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from fewer.data import ArrayData, Data, load
+from fewer.data.remote import RemoteData, read_undivided
 from fewer.data.text import compute_word_vectors, load_word_vectors
 from fewer.errors import DataError, RunError, SettingError, setting_error
 from fewer.learning.evaluate import measure_outputs
@@ -117,6 +118,7 @@ def build_experiment(
         _check_classes(method, settings, objective)
     if isinstance(method, PreparesData):
         data = method.prepare_data(data)
+    data = hide_clients(data, settings)
     if method.cohort is not None:
         check_cohort(method.cohort, len(data))
     if method.needs == "novel classes" and not data.novel:
@@ -148,8 +150,25 @@ def load_data(settings: Settings) -> Data:
         data_options = {"regression": True, **data_options}
     seed = settings.seed if settings.data_seed is None else settings.data_seed
     names = settings_in_group("Data") - {"data", "data_options", "data_seed"}
-    data = load(settings.data, data_options=data_options, seed=seed, **settings.model_dump(include=names))
+    data: Data
+    if _is_servers_file(settings):
+        text_settings = settings.model_dump(include={"vocab_size", "max_length"})
+        data = read_undivided(settings.data, settings.data_dir, data_options, **text_settings)
+    else:
+        data = load(settings.data, data_options=data_options, seed=seed, **settings.model_dump(include=names))
     return data.as_numbers() if predicted_kind(settings.loss) == "regression" else data
+
+
+def hide_clients(data: Data, settings: Settings) -> Data:
+    """The same data; without clients' samples if clients are on other machines, where only they know them."""
+    if settings.runtime != "flower" or not isinstance(data, ArrayData):
+        return data
+    return RemoteData.of(data, settings.clients if _is_servers_file(settings) else len(data))
+
+
+def _is_servers_file(settings: Settings) -> bool:
+    """True if only the server has the data: clients on other machines take no file from it, and have their own."""
+    return settings.runtime == "flower" and ":" in settings.data
 
 
 def _check_classes(method: Method, settings: Settings, objective: Objective) -> None:

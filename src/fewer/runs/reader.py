@@ -129,7 +129,7 @@ class RunReader:
     def data_summary(self) -> str:
         """Name of the data, number of clients and partition."""
         name, clients = self.metadata["data"]["name"], self.metadata["data"]["clients"]
-        if "data" in self.metadata["objects"]:
+        if "data" in self.metadata["objects"] or self.settings["runtime"] == "flower":
             return f"{name}, {clients} clients"
         partition, alpha = self.settings["partition"], self.settings["alpha"]
         skew = f" (alpha {alpha:g})" if partition in ("dirichlet", "dirichlet-pairs", "quantity") else ""
