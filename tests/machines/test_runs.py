@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -14,6 +15,7 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 from fewer.methods import names
 from fewer.runs.engine import run_experiment
 from fewer.runs.machines import FlowerServer
+from fewer.runtime.flower.credentials import create_node_key
 from tests.helpers import (
     FRL_SETTINGS,
     SMALL,
@@ -80,3 +82,21 @@ def test_the_numbers_match_inline(
     if method == "fedbn":  # evaluated at the clients: their label counts stay there
         assert "macro_f1" in inline.metrics and not {"macro_f1", "ece", "classes"} & remote.metrics.keys()
         assert client_files
+
+
+@pytest.mark.cluster
+def test_clients_with_an_added_and_a_self_made_key_take_part_and_a_run_gets_more_rounds(tmp_path: Path) -> None:
+    cluster, own = Cluster(tmp_path, 1), tmp_path / "own"
+    create_node_key(own)
+    assert [cluster.keys.add_client("clinic"), cluster.keys.add_client("own", own / "node.pub")] == [1, 2]
+    shutil.copy(cluster.keys.client_folder(2) / "ca.crt", own)
+    try:
+        for client, keys in enumerate((None, None, own)):
+            cluster.join(client, keys=keys)
+        with cluster.server() as server:
+            server.start(experiment(3, rounds=1), tmp_path / "run")
+            server.resume(tmp_path / "run", rounds=2)
+    finally:
+        cluster.close()
+    run_experiment(experiment(3, rounds=2, runtime="inline"), tmp_path / "inline")
+    assert run_contents(tmp_path / "run") == remote_contents(tmp_path / "inline", tmp_path / "run")

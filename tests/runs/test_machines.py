@@ -75,6 +75,7 @@ def test_a_servers_file_is_not_divided(tmp_path: Path) -> None:
     name = write_client_data(tmp_path)
     data = experiment(5, data=name, partition="dirichlet", min_samples_per_client=100).data
     assert (len(data), len(data.test), data.classes) == (5, 50, 4)  # 50 samples are too few for this partition
+    assert not data.notes  # such as one on test samples that are training samples, too
     for unknown in (data.client, data.size):
         with pytest.raises(DataError, match="the data of client 2 is on its own machine"):
             unknown(2)

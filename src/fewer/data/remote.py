@@ -40,6 +40,9 @@ def read_undivided(name: str, data_dir: Path | None, data_options: dict[str, Any
     """Reads a server's own file. All samples are test samples, unless the file has a test set or splits its classes."""
     raw = read(name, data_dir, **data_options)
     is_windowed = isinstance(raw.x, Tensor) and not raw.x.is_contiguous()  # of one text; some windows are held out
-    if raw.test is None and raw.split is None and not is_windowed:
-        raw = replace(raw, test=(raw.x, raw.y))
-    return federate(raw, clients=1, partition="iid", name=name, **settings)
+    if not is_windowed:
+        raw = replace(raw, client_ids=None, test_client_ids=None)
+    if raw.test is not None or raw.split is not None or is_windowed:
+        return federate(raw, clients=1, partition="iid", name=name, **settings)
+    data = federate(replace(raw, test=(raw.x, raw.y)), clients=1, partition="iid", name=name, **settings)
+    return replace(data, notes=tuple(note for note in data.notes if not note.startswith("split:")))
