@@ -160,7 +160,7 @@ def test_a_run_that_a_callback_ended_or_a_user_stopped_gets_another_number_of_ro
 
 def test_the_method_of_an_extended_run_may_be_an_object(tmp_path: Path) -> None:
     for rounds in (1, 2):
-        fewer.run(FedAvg(rounds=rounds, local_steps=1), "digits", out=tmp_path / f"{rounds}")
+        fewer.run(FedAvg(rounds=rounds, local_steps=1), "digits", out=tmp_path / f"{rounds}", count_flops=True)
     fewer.resume(tmp_path / "1", rounds=2, method=FedAvg(rounds=1, local_steps=1))
     assert_same_runs(tmp_path / "1", tmp_path / "2")
     assert RunReader(tmp_path / "1").interruptions == 0
