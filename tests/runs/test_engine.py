@@ -160,7 +160,7 @@ def test_a_run_resumes_after_a_full_disk(digits: Data, tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        with pytest.raises(RunError, match=r"No space left on device.*The last checkpoint is intact.*fewer resume"):
+        with pytest.raises(RunError, match=r"No space left on device.*The last checkpoint is intact.*then resume"):
             fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.part"))
     assert run_contents(tmp_path / "run")["round"] >= 1
@@ -193,7 +193,7 @@ def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     assert process.returncode == 130
     assert f"Resume with: fewer resume {path}" in errors and "Traceback" not in errors
     wait_for(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers), 5)

@@ -7,6 +7,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,17 @@ import pytest
 import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
-from fewer.data import RawDataset
+import fewer
+from fewer.data import RawDataset, load
 from fewer.data.federated import hold_out_rows
 from fewer.data.sources import EMBEDDED, read
 from fewer.errors import DataError, SettingError
 from fewer.methods.frl_deploy import FRLDeploy
+from fewer.report.page import write_report
 from fewer.runs.engine import build_handler_runner, run_experiment, runtime_options
 from fewer.runs.experiment import Experiment
 from fewer.runs.machines import ClientDaemon, FlowerServer, _describe_session
+from fewer.runs.reader import RunReader
 from fewer.runs.result import Result
 from fewer.runtime import Inline
 from fewer.runtime.flower.credentials import Credentials
@@ -31,9 +35,9 @@ from fewer.runtime.keys import PinnedKeys
 from fewer.runtime.ring import Journal
 from fewer.wire import Refused, decode, encode
 from fewer.wire.sealing import public_key
-from tests.helpers import FRL_SETTINGS, experiment, same_state
+from tests.helpers import FRL_SETTINGS, experiment, run_contents, same_state
 from tests.helpers import call as command
-from tests.runtime.flower.harness import session
+from tests.runtime.flower.harness import connect_daemons, session
 
 # --- delivery ---------------------------------------------------------------------------------------------------
 
@@ -55,6 +59,72 @@ def test_a_run_resumes_only_with_the_keys_of_its_clients(tmp_path: Path) -> None
     server = FlowerServer(Credentials.create(tmp_path / "keys", 2))
     with pytest.raises(SettingError, match=r"clients = 3, but .* has keys of clients \[0, 1\]"):
         server._connect_to(tmp_path)(experiment(3), tmp_path, 1)
+
+
+def test_a_run_resumes_after_a_client_was_added_and_waits_only_for_its_own(tmp_path: Path) -> None:
+    credentials = Credentials.create(tmp_path / "keys", 3)
+    server = FlowerServer(credentials, timeout=0)
+    with pytest.raises(SettingError, match=r"clients = 2, but .* has keys of clients \[0, 1, 2\]$"):
+        server.check_experiment(experiment(2))
+    server.check_experiment(experiment(2), resumes=True)
+    server.superlink = SimpleNamespace(online_clients=lambda: [0, 2])  # type: ignore[assignment]
+    clients = connect_daemons(tmp_path / "run", ["", ""])(experiment(2), tmp_path, 0)
+    assert server._online(clients) == [0]
+    (credentials.client_folder(1) / "node.pub").unlink()
+    with pytest.raises(SettingError, match=r"has keys of clients \[0, 2\] \(add one with: fewer keys add NAME --keys"):
+        server.check_experiment(experiment(2), resumes=True)
+
+
+# --- the server's data ------------------------------------------------------------------------------------------
+
+
+def test_a_servers_file_is_not_divided(tmp_path: Path) -> None:
+    name = write_client_data(tmp_path)
+    data = experiment(5, data=name, partition="dirichlet", min_samples_per_client=100).data
+    assert (len(data), len(data.test), data.classes) == (5, 50, 4)  # 50 samples are too few for this partition
+    assert not data.notes  # such as one on test samples that are training samples, too
+    for unknown in (data.client, data.size):
+        with pytest.raises(DataError, match="the data of client 2 is on its own machine"):
+            unknown(2)
+    one_machine = load(name, clients=2, partition="iid")
+    assert len(one_machine.test) == 10 and data.test.scale == pytest.approx(one_machine.test.scale, rel=0.1)
+    arrays = np.load(tmp_path / "mine.npz")
+    np.savez(tmp_path / "both.npz", **arrays, x_test=arrays["x"][:7], y_test=arrays["y"][:7])
+    assert len(experiment(5, data=f"npz:{tmp_path / 'both.npz'}").data.test) == 7
+    with pytest.raises(SettingError, match="cohort = 6, but there are only 5 clients"):
+        experiment(5, data=name, cohort=6)
+    with pytest.raises(DataError, match="is on its own machine"):
+        experiment(3).data.client(0)  # its clients may have data of their own, too
+    assert experiment(3).data.fingerprint() == experiment(3, runtime="inline").data.fingerprint()
+
+
+def test_a_report_on_a_run_between_machines_shows_no_partition(tmp_path: Path) -> None:
+    name, out = write_client_data(tmp_path), tmp_path / "run"
+    settings: dict[str, Any] = {"data": name, "rounds": 1}
+    run_experiment(experiment(2, **settings), out, connect=connect_daemons(out, [name, name]))
+    page, *files = write_report([out], tmp_path / "report")
+    assert "Label distribution" not in page.read_text() and not [file for file in files if "partition" in file.name]
+    assert "data is on their own machines and is not shown" in page.read_text()
+    assert [file for file in files if "examples" in file.name]
+    assert "dirichlet" not in RunReader(out).data_summary
+    result = fewer.open_run(out)
+    assert len(result.data.test) == 50 and result.model
+    with pytest.raises(DataError, match="the data of client 0 is on its own machine"):
+        result.data.client(0)
+    run_experiment(experiment(2, runtime="inline", rounds=1), tmp_path / "inline")
+    assert "Label distribution" in write_report([tmp_path / "inline"], tmp_path / "report")[0].read_text()
+
+
+def test_a_run_between_machines_gets_more_rounds(tmp_path: Path) -> None:
+    for name, rounds in (("extended", 1), ("unbroken", 2)):
+        out = tmp_path / name
+        small = experiment(2, "fedbn", norm="batch", rounds=rounds)
+        run_experiment(small, out, connect=connect_daemons(out, [None, None]))
+    out = tmp_path / "extended"
+    fewer.resume(out, rounds=2, connect=connect_daemons(out, [None, None]))
+    assert run_contents(out) == run_contents(tmp_path / "unbroken")
+    stores = [sorted((tmp_path / name).glob("client-*/runs/*/*/*/*.safetensors")) for name in ("extended", "unbroken")]
+    assert stores[0] and [file.read_bytes() for file in stores[0]] == [file.read_bytes() for file in stores[1]]
 
 
 # --- keys -------------------------------------------------------------------------------------------------------
@@ -105,7 +175,7 @@ def ask(daemon: ClientDaemon, description: Any, round: int = 1, client: int = 0)
 
 def test_a_daemon_answers_like_a_handler_server_on_one_machine(tmp_path: Path) -> None:
     reply = ask(ClientDaemon(tmp_path / "store"), session(tmp_path), client=2)
-    runner = build_handler_runner(experiment(3), tmp_path / "here")
+    runner = build_handler_runner(experiment(3, runtime="inline"), tmp_path / "here")
     model = encode("local_train", {"model": experiment(3).task.initial_weights(3)})
     remote, local = decode(reply.blob)[1], decode(runner.answer(Call(2, "local_train", 1), model).blob)[1]
     assert reply.failure is None and remote["size"] == local["size"]

@@ -100,7 +100,16 @@ def load(
     PartitionSpec(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).validate(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
         raise unknown_name("partition", partition, get_args(Partition))
-    options = dict(data_options or {})
+    raw = read_training_data(name, data_dir, data_options or {})
+    origin = {"name": name, "data_dir": None if data_dir is None else str(data_dir), "seed": seed, **settings}
+    if data_options:
+        origin["data_options"] = dict(data_options)
+    return federate(raw, name=name, seed=seed, origin=origin, **settings)
+
+
+def read_training_data(name: str, data_dir: str | Path | None, data_options: Mapping[str, Any]) -> RawDataset:
+    """Reads a data set with all options of `load`. Labels of files such as 3 and 7 are numbered from 0."""
+    options = dict(data_options)
     limit, normalization = (options.pop(option, None) for option in LOAD_OPTIONS)
     raw = read(name, data_dir, **options)
     if ":" in name and not {"split", *OPTIONS} & options.keys():  # these options name classes by their labels
@@ -109,10 +118,7 @@ def load(
         raw = _keep_first_per_class(raw, limit, name)
     if normalization is not None:
         raw = replace(raw, normalization=_parse_normalization(raw, normalization, name))
-    origin = {"name": name, "data_dir": None if data_dir is None else str(data_dir), "seed": seed, **settings}
-    if data_options:
-        origin["data_options"] = dict(data_options)
-    return federate(raw, name=name, seed=seed, origin=origin, **settings)
+    return raw
 
 
 def read(name: str, data_dir: str | Path | None = None, *, schema: Schema | None = None, **options: Any) -> RawDataset:

@@ -147,6 +147,17 @@ class FewShot(Method[FewShotState]):
         clients.ask(clients.eval_cohort(), self.mark_best, returns={})
         return FewShotState(state.model, state.model, clients.round, accuracy)
 
+    def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
+        """A run can be extended if the same rounds have been validated as in a longer run."""
+
+        def validated(rounds: int) -> set[int]:
+            candidates = {round for round in range(1, done + 1) if round % self.validate_every == 0 or round == rounds}
+            return set() if self.validate_every >= rounds else candidates
+
+        if different := validated(planned) ^ validated(self.rounds):
+            return f"round {min(different)} is validated in only one of them (validate_every = {self.validate_every})"
+        return ""
+
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """Trains on tasks of base classes."""

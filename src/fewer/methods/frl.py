@@ -175,6 +175,10 @@ class FRL(PreparingMethod[FRLState]):
         group = vars(self.empty_group(task))
         return FRLState(**group, initial=task.initial_weights(seed), first_moment=zeros, second_moment=zeros)
 
+    def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
+        """A run can be extended: `init` checks the number of rounds, and no episode depends on it."""
+        return ""
+
     def round(self, state: FRLState, clients: Clients) -> FRLState:
         """Lines 2 to 21, one communication round per call: R rounds of the group, then the meta-update."""
         if not state.cohort:  # lines 2 to 4: a new episode

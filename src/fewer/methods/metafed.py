@@ -161,6 +161,10 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
         handler = self.personalize if stage_two else self.accumulate
         return RingState(clients.relay(ring, handler, state.holders, self.sealed))
 
+    def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
+        """A run can be extended until its last round, which is Stage II."""
+        return f"round {done} was Stage II, the last one" if self.stages == "both" and done == planned else ""
+
     def sample_cohort(self, clients: Clients) -> list[int]:
         """All federations, or `cohort` of them, in ring order."""
         return sorted(clients.sample(len(clients) if self.cohort is None else self.cohort))

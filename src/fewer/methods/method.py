@@ -6,6 +6,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
@@ -150,6 +151,20 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
         """
         return context.net(shared)
 
+    def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
+        """Why a run cannot get this method's number of rounds after `done` of `planned` rounds; empty if it can.
+
+        It can if its rounds so far do not depend on their number. Default: if no function but `evaluate` reads `rounds`
+        or `clients.is_last`. `unscheduled`: round `done` was evaluated only because it was the last one.
+        """
+        names = {"rounds", "is_last", *(["will_evaluate"] if unscheduled else [])}
+        classes = type(self).__mro__[: type(self).__mro__.index(Method)]
+        for name, function in (item for owner in classes for item in vars(owner).items()):
+            read = names & _names_in(getattr(function, "__code__", None))
+            if read and name != "evaluate":
+                return f"its {name} depends on {min(read)}"
+        return ""
+
     # Helpers for subclasses.
 
     def sample_cohort(self, clients: Clients) -> list[int]:
@@ -183,6 +198,14 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
         starts = range(start, stop, EVAL_BATCH_SIZE)
         batches = (server.global_test.slice(first, min(first + EVAL_BATCH_SIZE, stop)) for first in starts)
         return measure_net(self.build_predictor(model, server), batches, server.task)._asdict()
+
+
+def _names_in(code: CodeType | None) -> set[str]:
+    """All names that a function reads, with those of the functions in it."""
+    if code is None:
+        return set()
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names}.union(*inner)
 
 
 class NoGlobalModel(SettingError):

@@ -9,6 +9,7 @@ from itertools import repeat
 from typing import Any
 
 from fewer.data import Data
+from fewer.data.remote import RemoteData
 from fewer.errors import FewerError, RunError
 from fewer.experiments.studies import EMBEDDING_CAPTION, embed_samples
 from fewer.methods.capabilities import HasEmbeddings, HasImageGrids, ImageGrid
@@ -292,6 +293,8 @@ def _draw_data_and_models(groups: Sequence[RunGroup]) -> tuple[list[Picture], li
         try:
             loaded[key] = data = load_run_data(run)
             data_pictures += _draw_data(run, data, _suffix(index))
+            if isinstance(data, RemoteData):
+                notes.append("The clients' data is on their own machines and is not shown.")
         except FewerError as error:
             notes.append(f"The data is not shown: {error}.".replace(str(run.path), run.path.name))
     for index, group in enumerate(groups):
@@ -313,18 +316,8 @@ def _draw_data(run: RunReader, data: Data, suffix: str) -> Iterator[Picture]:
     """The partition and examples of the data, if it has classes."""
     if not data.has_classes:
         return
-    counts = pictures.class_counts(data)
-    names = pictures.class_names(data, range(data.classes))
-    classes_per_client = (counts > 0).sum(1).mean()
-    rows = [(client, names[label], int(counts[client, label])) for client, label in zip(*counts.nonzero(), strict=True)]
-    yield Picture(
-        f"partition{suffix}",
-        pictures.plot_partition(data),
-        f"Label distribution by client (seed {run.data_seed}). The area of a bubble is the number of training samples. "
-        f"On average a client holds {classes_per_client:.1f} of {data.classes} classes.",
-        f"Bubble chart of training samples by client and class: {run.data_summary}.",
-        Table(("client", "class", "samples"), rows),
-    )
+    if not isinstance(data, RemoteData):
+        yield _draw_partition(run, data, suffix)
     if figure := pictures.plot_examples(data):
         yield Picture(
             f"examples{suffix}",
@@ -333,6 +326,21 @@ def _draw_data(run: RunReader, data: Data, suffix: str) -> Iterator[Picture]:
             f"Examples of {data.name} by class.",
             Table(("class", "sample", "values"), pictures.example_rows(data)),
         )
+
+
+def _draw_partition(run: RunReader, data: Data, suffix: str) -> Picture:
+    counts = pictures.class_counts(data)
+    names = pictures.class_names(data, range(data.classes))
+    classes_per_client = (counts > 0).sum(1).mean()
+    rows = [(client, names[label], int(counts[client, label])) for client, label in zip(*counts.nonzero(), strict=True)]
+    return Picture(
+        f"partition{suffix}",
+        pictures.plot_partition(data),
+        f"Label distribution by client (seed {run.data_seed}). The area of a bubble is the number of training samples. "
+        f"On average a client holds {classes_per_client:.1f} of {data.classes} classes.",
+        f"Bubble chart of training samples by client and class: {run.data_summary}.",
+        Table(("client", "class", "samples"), rows),
+    )
 
 
 def _draw_models(group: RunGroup, data: Data, suffix: str) -> Iterator[Picture]:

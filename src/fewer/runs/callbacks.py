@@ -38,6 +38,8 @@ class Run(Result):
     """The bytes of all messages."""
     transport_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes as the transport packs them; known at the end, if the runtime counts them."""
+    evaluates_again: bool = False
+    """True if the latest round is to be evaluated again, since it was the last one before the run was extended."""
     stop_request: str = ""
     """The reason of the first call of `stop`."""
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from fewer.data import ArrayData, Data, load
 from fewer.data.absent import AbsentData
+from fewer.data.remote import RemoteData, read_undivided
 from fewer.data.text import compute_word_vectors, load_word_vectors
 from fewer.errors import DataError, RunError, SettingError, setting_error
 from fewer.learning.evaluate import measure_outputs
@@ -116,7 +117,7 @@ def build_experiment(
     if method.needs:
         _check_classes(method, settings, objective)
     if not isinstance(data, AbsentData):
-        data = _prepare_data(method, data)
+        data = hide_clients(_prepare_data(method, data), settings)
     if method.cohort is not None:
         check_cohort(method.cohort, len(data))
     device = make_device(settings.device)
@@ -153,7 +154,12 @@ def load_data(settings: Settings) -> Data:
     data_options = {**regression_option(settings.data, settings), **settings.data_options}
     seed = settings.seed if settings.data_seed is None else settings.data_seed
     names = settings_in_group("Data") - {"data", "data_options", "data_seed"}
-    data = load(settings.data, data_options=data_options, seed=seed, **settings.model_dump(include=names))
+    data: Data
+    if _is_servers_file(settings):
+        chosen = settings.model_dump(include={"vocab_size", "max_length", "standardize"})
+        data = read_undivided(settings.data, settings.data_dir, data_options, **chosen)
+    else:
+        data = load(settings.data, data_options=data_options, seed=seed, **settings.model_dump(include=names))
     return data.as_numbers() if predicted_kind(settings.loss) == "regression" else data
 
 
@@ -161,6 +167,18 @@ def regression_option(data: str, settings: Settings) -> dict[str, Any]:
     """The option that makes numbers of the labels in a CSV file, if the loss needs numbers."""
     is_regression = data.startswith("csv:") and predicted_kind(settings.loss) == "regression"
     return {"regression": True} if is_regression else {}
+
+
+def hide_clients(data: Data, settings: Settings) -> Data:
+    """The same data; without clients' samples if clients are on other machines, where only they know them."""
+    if settings.runtime != "flower" or not isinstance(data, ArrayData):
+        return data
+    return RemoteData.of(data, settings.clients if _is_servers_file(settings) else len(data))
+
+
+def _is_servers_file(settings: Settings) -> bool:
+    """True if only the server has the data: clients on other machines take no file from it, and have their own."""
+    return settings.runtime == "flower" and ":" in settings.data
 
 
 def _check_classes(method: Method, settings: Settings, objective: Objective) -> None:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any, Self
 
 import torch
@@ -105,8 +106,11 @@ class FlowerServer:
             attempt = retry
         return attempt()
 
-    def check_experiment(self, experiment: Experiment) -> None:
-        """Raises SettingError if the experiment cannot run between machines, or the keys do not match its clients."""
+    def check_experiment(self, experiment: Experiment, resumes: bool = False) -> None:
+        """Raises SettingError if the experiment cannot run between machines, or the keys do not match its clients.
+
+        A run that resumes may have fewer clients than there are keys: some may have been added since.
+        """
         if experiment.settings.debug:
             raise SettingError("debug needs simulated clients: a traceback never leaves a client's machine")
         if experiment.settings.count_flops:
@@ -114,14 +118,17 @@ class FlowerServer:
         reason = "which clients on other machines do not have"
         _reject_files(_shared_settings(experiment), ["method", "model", "loss", "metrics"], reason)
         clients, keys = len(experiment.data), list(self.credentials.public_keys)
-        if keys != list(range(clients)):
-            raise SettingError(f"clients = {clients}, but {self.credentials.folder} has keys of clients {keys}")
+        missing = {*range(clients)} - {*keys}
+        if missing or (len(keys) > clients and not resumes):
+            folder = self.credentials.folder
+            advice = f" (add one with: fewer keys add NAME --keys {quote(str(folder))})" if missing else ""
+            raise SettingError(f"clients = {clients}, but {folder} has keys of clients {keys}{advice}")
 
     def _connect_to(self, out: Path) -> Connect:
         """Starts a session of the run on the SuperLink and waits for the clients."""
 
         def connect(experiment: Experiment, folder: Path, done: int, **options: Any) -> Flower:
-            self.check_experiment(experiment)
+            self.check_experiment(experiment, resumes=True)
             self.superlink.start_run(json.dumps(_describe_session(experiment, out, done)))
             handlers = build_handler_runner(experiment, folder)
             clients = Flower(**runtime_options(experiment), **options, handlers=handlers, superlink=self.superlink)
@@ -134,7 +141,7 @@ class FlowerServer:
         """Waits until all clients are online, or until the timeout has passed and there is a quorum."""
         end = time.monotonic() + self.timeout
         last_logged: int | None = None
-        while (online := len(retry_until_answered(self.superlink.online_clients))) < len(clients):
+        while (online := len(self._online(clients))) < len(clients):
             if online != last_logged:
                 self.log(f"{online} of {len(clients)} clients are online")
                 last_logged = online
@@ -145,6 +152,10 @@ class FlowerServer:
                 return
             time.sleep(0.5)
         self.log(f"all {online} clients are online")
+
+    def _online(self, clients: Flower) -> list[int]:
+        """The clients of the run that are online; others may have a key, too."""
+        return [client for client in retry_until_answered(self.superlink.online_clients) if client < len(clients)]
 
 
 def _shared_settings(experiment: Experiment) -> dict[str, Any]:

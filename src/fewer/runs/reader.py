@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -140,7 +141,7 @@ class RunReader:
     def data_summary(self) -> str:
         """Name of the data, number of clients and partition."""
         name, clients = self.metadata["data"]["name"], self.metadata["data"]["clients"]
-        if "data" in self.metadata["objects"]:
+        if "data" in self.metadata["objects"] or self.settings["runtime"] == "flower":
             return f"{name}, {clients} clients"
         partition, alpha = self.settings["partition"], self.settings["alpha"]
         skew = f" (alpha {alpha:g})" if partition in ("dirichlet", "dirichlet-pairs", "quantity") else ""
@@ -218,6 +219,11 @@ class RunReader:
         reason = self.events[-1].get("reason") if self.events else None
         return f"is at round {done} of {self.rounds}" + (f"; it stopped: {reason}" if reason else "")
 
+    @property
+    def ended_early(self) -> bool:
+        """True if a callback ended the run before its last planned round."""
+        return not self.unfinished and len(self.history) < self.rounds
+
     def read_checkpoint(self) -> dict[str, Any] | None:
         """The state after the last finished round, which needs torch; None if no round has finished."""
         from fewer.wire import unpack
@@ -254,7 +260,8 @@ class RunReader:
     @property
     def interruptions(self) -> int:
         """How often the run was stopped or killed before its end and then resumed."""
-        return sum(event["event"] == "resume" and event.get("round", 0) < len(self.history) for event in self.events)
+        resumed = [event for before, event in pairwise(self.events) if before["event"] != "finish"]
+        return sum(event["event"] == "resume" and event.get("round", 0) < len(self.history) for event in resumed)
 
     @property
     def transport_bytes(self) -> tuple[int, int] | None:
@@ -305,10 +312,25 @@ class RunReader:
 
     # --- the writing process --------------------------------------------------------------------------------
 
+    @property
+    def resume_command(self) -> str:
+        """The command that resumes the run."""
+        path = shlex.quote(str(self.path))
+        if self.settings["runtime"] == "flower":
+            return f"fewer server --resume {path} --keys DIR"
+        return f"fewer resume {path}"
+
+    @property
+    def can_resume(self) -> bool:
+        """True if the run has stopped, and not for a reason that would stop it again."""
+        return self.status().state in ("stopped", "crashed") and self._last_event().get("resumable", True)
+
+    def _last_event(self) -> dict[str, Any]:
+        return next(filter(None, map(parse_line, read_last_lines(self.path / EVENTS, 5).lines)), {})
+
     def status(self) -> Status:
         """The state of the run now."""
-        events = map(parse_line, read_last_lines(self.path / EVENTS, 5).lines)
-        last = next(filter(None, events), {})
+        last = self._last_event()
         kind, time = last.get("event"), last.get("time", 0.0)
         if self.in_use:
             return Status("running", "", time)

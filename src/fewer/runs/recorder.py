@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fewer.errors import QuorumLost
 from fewer.runs.artifacts import write_artifact
 from fewer.runs.callbacks import Callback, Metrics, Run
 from fewer.runs.directory import RunDirectory
@@ -53,7 +54,9 @@ class Recorder(Callback):
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Logs the end and its reason. A preparation also writes its model."""
         reason = run.end_reason(error)
-        details = {**({"reason": reason} if reason else {}), **run.transport_bytes}
+        details: dict[str, Any] = {**({"reason": reason} if reason else {}), **run.transport_bytes}
+        if isinstance(error, QuorumLost) and not error.resumable:
+            details["resumable"] = False
         if error is None:
             write_artifact(run, self.directory.path)
         self.directory.log_event("stop" if error else "finish", round=len(run.history), **details)

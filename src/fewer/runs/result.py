@@ -24,7 +24,14 @@ from fewer.methods.capabilities import AdaptsToNewClients
 from fewer.methods.registry import names_with
 from fewer.models import load_weights
 from fewer.runs.artifacts import resolve_start_model
-from fewer.runs.experiment import Experiment, build_experiment, load_data, parse_settings, restore_state
+from fewer.runs.experiment import (
+    Experiment,
+    build_experiment,
+    hide_clients,
+    load_data,
+    parse_settings,
+    restore_state,
+)
 from fewer.runs.figures import class_rows, client_rows
 from fewer.runs.predictions import Predictions, predict_samples
 from fewer.runs.reader import CLIENTS, RunReader
@@ -252,7 +259,8 @@ def load_run_data(run: RunReader, data: Data | None = None, data_dir: Path | Non
     """Loads the data of a run, unless it is given; RunError if it has changed since, or is a Python object."""
     run.check_objects(data=data)
     if data is None:
-        data = load_data(parse_settings(run.settings | ({"data_dir": data_dir} if data_dir else {})))
+        settings = parse_settings(run.settings | ({"data_dir": data_dir} if data_dir else {}))
+        data = hide_clients(load_data(settings), settings)
     if data.fingerprint() != run.metadata["data"]["fingerprint"]:
         raise RunError(f"{data.name} has changed since {run.path} was run")
     return data
