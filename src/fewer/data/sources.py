@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import re
 import zipfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -65,6 +66,8 @@ FILES = {
 }
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 """Formats that are slow to read. Their arrays are cached."""
+GLOVE = "glove.6B.100d"
+"""The word vectors that the name `glove` means."""
 
 
 def load(
@@ -259,3 +262,24 @@ def _find_path(path: str, data_dir: str | Path | None) -> Path:
     if root:
         raise DataError(f"no '{path}' in {root}")
     raise DataError(f"'{path}' does not exist, and no data directory is set: pass --data-dir or set FEWER_DATA")
+
+
+def names_word_vectors(name: str) -> bool:
+    """True for the name of public word vectors, such as glove or glove.6B.300d. Every client finds its own file."""
+    return re.fullmatch(r"glove(\.\w+)*\.\d+d|glove", name) is not None
+
+
+def find_word_vectors(name: str, data_dir: str | Path | None = None) -> Path:
+    """Finds a file of word vectors by path, or by name as glove/NAME.txt or glove/NAME.txt.gz in the data directory."""
+    root = data_dir or os.environ.get("FEWER_DATA")
+    if not names_word_vectors(name):
+        if not (path := Path(name)).is_file():
+            raise DataError(f"vectors = {name}: there is no such file (allowed: own, glove, {GLOVE} or a file)")
+        return path
+    folder, file = Path(root or "DIR") / "glove", f"{GLOVE if name == 'glove' else name}.txt"
+    for path in (folder / file, folder / f"{file}.gz"):
+        if path.is_file():
+            return path
+    place = "" if root else "; pass --data-dir DIR or set FEWER_DATA"
+    source = "(source: https://nlp.stanford.edu/projects/glove)"
+    raise DataError(f"vectors = {name} needs {file} or {file}.gz in {folder}{place} {source}")

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state
+from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, log_once, parse_settings, restore_state
 from fewer.runs.recorder import FailureLog, Recorder
 from fewer.runs.result import Result
 from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options, settings_in_group
@@ -348,7 +348,7 @@ def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journ
     with one_thread(), observers.follow():
         if isinstance(run.method, HasSettingWarnings):
             for warning in run.method.setting_warnings():
-                warn_once(f"{run.method.name}: {warning}")
+                log_once(f"{run.method.name}: {warning}")
         if run.finished:
             return run
         hooks = {"on_answer": partial(observers.notify, "on_answer"), "on_absent": on_absent}
@@ -382,7 +382,7 @@ def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
             _check_scores(run, scores, is_last)
             metrics.update(scores.as_dict())
         for warning in _skip_warnings(run.absent):
-            warn_once(f"{method.name}: {warning}")
+            log_once(f"{method.name}: {warning}")
         if len(run.absent) > metrics["absent"]:
             metrics["unmeasured"] = len(run.absent) - metrics["absent"]
         run.seconds = seconds + time.perf_counter() - started
@@ -413,12 +413,6 @@ def _check_scores(run: Run, scores: Scores, is_last: bool) -> None:
         raise SettingError(f"{run.method.name}: evaluate must return fewer.Scores, got {type(scores).__name__}")
     if (scores.metrics or is_last) and run.metric.name not in scores.metrics:
         raise SettingError(f"{run.method.name}: the metrics of evaluate lack the primary metric '{run.metric.name}'")
-
-
-@cache
-def warn_once(warning: str) -> None:
-    """Logs a warning once per process."""
-    _LOG.warning(warning)
 
 
 def _skip_warnings(absences: Sequence[Absent]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,10 @@ import torch
 from fewer.data import ClientData, Data, text
 from fewer.data.federated import ArrayData, federate
 from fewer.data.raw_dataset import Inputs
-from fewer.data.sources import read
+from fewer.data.sources import names_word_vectors, read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
+from fewer.models import Task
 from fewer.models.objective import predicted_kind
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback
@@ -160,7 +162,8 @@ def _reject_files(settings: Mapping[str, Any], names: Sequence[str], reason: str
     values += [option for name in names for option in settings.get(f"{name}_options", {}).items()]
     for name, value in values:
         for string in _find_strings(value):
-            if ":" in string or ".." in string or string.startswith("/") or (name == "vectors" and string != "own"):
+            is_file = name == "vectors" and string != "own" and not names_word_vectors(string)
+            if ":" in string or ".." in string or string.startswith("/") or is_file:
                 raise SettingError(f"{name} = {string} names a file, {reason}")
 
 
@@ -190,6 +193,7 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
         "scale": data.test.scale,
         "dtype": str(data.test.x.dtype),
         "fingerprint": data.fingerprint(),
+        "fixed_tensors": _checksum_fixed_tensors(experiment.task),
     }
     return {
         **session,
@@ -198,6 +202,16 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
         "settings": _shared_settings(experiment),
         "data_info": data_info,
     }
+
+
+def _checksum_fixed_tensors(task: Task) -> int:
+    """A checksum of the net's tensors that are never sent: word vectors. Server and clients must have the same."""
+    net, checksum = task.net(), 0
+    sent = net.state_dict()
+    for name, tensor in net.named_buffers():
+        if name not in sent:
+            checksum = zlib.crc32(tensor.cpu().contiguous().numpy().data, checksum)
+    return checksum
 
 
 # --- a client -------------------------------------------------------------------------------------------------
@@ -309,13 +323,14 @@ class ClientDaemon:
             raise SettingError(f"method = {settings['method']}, but this client takes part in {self.method} only")
         local_settings = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         parsed = parse_settings({**settings, **local_settings})
-        if self.data:
-            return build_experiment(parsed, data=self._load_own_data(data_info, parsed))
-        experiment = build_experiment(parsed)
+        experiment = build_experiment(parsed, data=self._load_own_data(data_info, parsed) if self.data else None)
         fingerprint, expected = experiment.data.fingerprint(), data_info["fingerprint"]
-        if fingerprint != expected:
+        if not self.data and fingerprint != expected:
             difference = f"fingerprint {fingerprint}, expected {expected}"
             raise DataError(f"data '{parsed.data}' differs from the server's ({difference})")
+        if _checksum_fixed_tensors(experiment.task) != data_info["fixed_tensors"]:
+            vectors = parsed.model_options.get("vectors")
+            raise DataError(f"the word vectors (vectors = {vectors}) differ from the server's: use the same file")
         return experiment
 
     def _load_own_data(self, data_info: Mapping[str, Any], settings: Settings) -> SingleClientData:
