@@ -36,7 +36,7 @@ Beyond the paper:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -48,7 +48,7 @@ from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
 from fewer.learning.logistic import logistic_regression
 from fewer.methods.context import Client, Context
-from fewer.methods.fine_tuned import FineTuned, zero_head
+from fewer.methods.fine_tuned import FineTuned, resize_head, zero_head
 from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights, split_net
 from fewer.models.sets import SetEncoder
 from fewer.models.split import feature_width
@@ -108,7 +108,8 @@ class F2L(FineTuned):
 
     def setting_warnings(self) -> Sequence[str]:
         """Warns if the mutual information is constant: one sample of a class has none within the class."""
-        if self.shot > 1 or self.learn_from == "task" or self.mi_scope == "across" or not self.mi_weight:
+        several = self.task_size(training=True)[1] > 1 or self.learn_from == "task"
+        if several or self.mi_scope == "across" or not self.mi_weight:
             return ()
         return ["with shot = 1 the mutual information within a class is 0, as in the paper; set mi_scope = across"]
 
@@ -119,12 +120,12 @@ class F2L(FineTuned):
         phi = task.initial_weights(seed)
         if self.decoupled:
             return phi
-        psi = get_weights(self.build_client_model(task, seed))
+        psi = get_weights(self.build_client_model(task, seed, training=True))
         return phi | {PSI + name: tensor for name, tensor in psi.items()}
 
     def fit(self, client: Client, model: Weights) -> Weights:
         """Lines 3 to 10: trains both models on τ tasks and returns φ. ψ stays in the client's store."""
-        pair = self.task_solver(client, model, best=False)
+        pair = self.load_pair(client, model, best=False, training=True)
         optimizer = torch.optim.Adam(pair.server_model.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         generator = client.stream("tasks")
         for _ in range(self.tasks):
@@ -185,9 +186,14 @@ class F2L(FineTuned):
         pair.private = {"weights": weights, "first": first, "second": second, "step": step}
 
     def task_solver(self, client: Client, model: Weights, best: bool) -> ModelPair:
-        """φ as received, and ψ from the client's store."""
+        """Both models, with a head of ψ for the classes of a novel task."""
+        pair = self.load_pair(client, model, best, training=False)
+        return replace(pair, private={**pair.private, "weights": resize_head(pair.private["weights"], self.way)})
+
+    def load_pair(self, client: Client, model: Weights, best: bool, training: bool) -> ModelPair:
+        """φ as received, and ψ from the client's store, as a net for tasks of training or for novel ones."""
         server_model = client.net({name: tensor for name, tensor in model.items() if not name.startswith(PSI)})
-        client_model = self.build_client_model(client.task, client.seed)
+        client_model = self.build_client_model(client.task, client.seed, training)
         private = self.load_private(client, best)
         if private is None:
             # Clones, because the net is fine-tuned in place.
@@ -199,12 +205,13 @@ class F2L(FineTuned):
         # Meta-steps update the weights in `private`; the net only runs them.
         return ModelPair(server_model, client_model.requires_grad_(False), private)
 
-    def build_client_model(self, task: Task, seed: int) -> EncoderHead:
+    def build_client_model(self, task: Task, seed: int, training: bool) -> EncoderHead:
         """The initial ψ, the same on all clients: a Transformer over a set (Eq 22) and a zero N-way head."""
         features = feature_width(task)
+        way, shot, _ = self.task_size(training)
         with global_streams(seed, "client model"):
-            encoder = SetEncoder(features, self.way * self.shot, self.attention_heads, self.dropout, self.transductive)
-            return zero_head(EncoderHead(encoder, features, self.way)).to(task.device)
+            encoder = SetEncoder(features, way * shot, self.attention_heads, self.dropout, self.transductive)
+            return zero_head(EncoderHead(encoder, features, way)).to(task.device)
 
     # Meta-test.
 
