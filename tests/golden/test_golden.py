@@ -33,6 +33,7 @@ FEW_SHOT: dict[str, Any] = {
     "partition": "iid",
     "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
 }
+FIVE_LOSSES = {"mi_scope": "across", "learn_from": "task"}
 GROUPS: dict[str, Any] = {
     "rounds": 4,
     "method_options": {"way": 2, "group_size": 2, "eval_groups": 2, "samples_per_class": 20},
@@ -94,7 +95,11 @@ CASES: dict[str, dict[str, Any]] = {
     "metafed, faults": {**FAULTS, "validation": 0.2},
     "f2l, five losses": {
         **FEW_SHOT,
-        "method_options": {**FEW_SHOT["method_options"], "mi_scope": "across", "learn_from": "task"},
+        "method_options": {**FEW_SHOT["method_options"], **FIVE_LOSSES, "detach_client_features": False},
+    },
+    "f2l, client features as constants": {
+        **FEW_SHOT,
+        "method_options": {**FEW_SHOT["method_options"], **FIVE_LOSSES},
     },
 }
 """Settings by case. A case is a method's name, with a comma and a remark if its settings are special."""

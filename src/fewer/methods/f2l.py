@@ -10,12 +10,13 @@ both:
     ψ ← ψ − α_ψ ∇_ψ [(1 − λ_KD) CE(Q) + λ_KD L_KD] at ψ̃            (4, 16 to 20)
 
 L_MI moves knowledge from ψ to φ, L_KD from φ to ψ. A task of novel classes is solved by ψ, fine-tuned on its support.
-h_ψ = q_ψ̃(h_φ) (Eq 22) depends on φ, so the φ-gradient of Eqs 5, 6 and 12 flows through ψ̃ too.
 
 Departures:
 
 - The first line of Eq 13 misses the minus sign that its second line has.
-- h_ψ and p_ψ in L_MI come from ψ̃, as Section 3.2.2 says (Eq 5 writes ψ). p_ψ is a constant weight: no gradient.
+- h_ψ and p_ψ in L_MI come from ψ̃, as Section 3.2.2 says (Eq 5 writes ψ). Both are constants in the gradient of φ: p_ψ is a
+  weight and h_ψ the target. h_ψ = q_ψ̃(h_φ) (Eq 22) depends on φ too; `detach_client_features = false` lets the
+  gradient of Eqs 6 and 12 flow through ψ̃.
 - With K = 1 the softmax of Eq 10 has one term and L_MI is 0. `mi_scope = across` takes it over all classes.
 - Queries attend to the support and to themselves, not to each other, unless `transductive` is set.
 - ψ starts as a plain normalization with a zero head, so one fine-tuning step gives each class its mean feature.
@@ -89,6 +90,9 @@ class F2L(FineTuned):
     """Samples that train the server model: the support, as in the paper, or the support and the queries."""
     mi_weight: Fraction = 0.5
     """Weight of the mutual information in the server model's loss (λ_MI)."""
+    detach_client_features: bool = True
+    """Treat the client model's features (h_ψ) as constants in the mutual information. Otherwise its gradient flows to
+    the server model through them too."""
     mi_temperature: PositiveFloat = 1.0
     """Temperature of the softmax of the mutual information. Similarities lie in [-1, 1], so 1 is a soft choice."""
     kd_weight: Fraction = 0.5
@@ -169,7 +173,8 @@ class F2L(FineTuned):
         )  # line 5 (Eq 3), and the gradient for line 7 (Eqs 4 and 20)
 
         load_weights(pair.client_model, gradient.adapted)
-        client_features = pair.client_model.encoder(features)
+        with torch.set_grad_enabled(not self.detach_client_features):
+            client_features = pair.client_model.encoder(features)
         confidences = pair.client_model.head(client_features).softmax(1).detach()
         labels = torch.cat([task.support_y, task.query_y])[: len(features)]
         loss = (1 - self.mi_weight) * F.cross_entropy(head(features), task.classes[labels])
