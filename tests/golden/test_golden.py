@@ -38,6 +38,7 @@ GROUPS: dict[str, Any] = {
     "rounds": 4,
     "method_options": {"way": 2, "group_size": 2, "eval_groups": 2, "samples_per_class": 20},
 }
+AUTHORS_STEPS = {"local_steps": 2, "weight_decay": 5e-4, "crop": 1, "temperature": 10}
 NEW_CLIENTS: dict[str, Any] = {"clients": 8, "cohort": 3}
 CONDENSE = {
     "per_class": 2,
@@ -90,6 +91,11 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "frl, linear": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "linear"}},
     "frl, distance": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "distance", "optimizer": "sgd"}},
+    "frl, the authors' steps": {
+        **GROUPS,
+        "method_options": {**GROUPS["method_options"], **AUTHORS_STEPS, "meta_steps": 2, "optimizer": "sgd"},
+    },
+    "frl-per-fedavg, the authors' steps": {**GROUPS, "method_options": {**GROUPS["method_options"], **AUTHORS_STEPS}},
     "metafed, distill": {"validation": 0.2, "method_options": {"distill_threshold": 0.0, "ignore_threshold": 0.1}},
     "metafed, federations": {"validation": 0.2, "clients": 6, "method_options": {"federations": 3, "nets": "cnn,mlp"}},
     "metafed, faults": {**FAULTS, "validation": 0.2},

@@ -14,8 +14,8 @@ L_MI moves knowledge from ψ to φ, L_KD from φ to ψ. A task of novel classes 
 Departures:
 
 - The first line of Eq 13 misses the minus sign that its second line has.
-- h_ψ and p_ψ in L_MI come from ψ̃, as Section 3.2.2 says (Eq 5 writes ψ). Both are constants in the gradient of φ: p_ψ is a
-  weight and h_ψ the target. h_ψ = q_ψ̃(h_φ) (Eq 22) depends on φ too; `detach_client_features = false` lets the
+- h_ψ and p_ψ in L_MI come from ψ̃, as Section 3.2.2 says (Eq 5 writes ψ). Both are constants in the gradient of φ: p_ψ
+  is a weight and h_ψ the target. h_ψ = q_ψ̃(h_φ) (Eq 22) depends on φ too; `detach_client_features = false` lets the
   gradient of Eqs 6 and 12 flow through ψ̃.
 - With K = 1 the softmax of Eq 10 has one term and L_MI is 0. `mi_scope = across` takes it over all classes.
 - Queries attend to the support and to themselves, not to each other, unless `transductive` is set.
