@@ -61,7 +61,7 @@ class FewShot(Method[FewShotState]):
     needs: ClassVar[Needs] = "novel classes"
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
-    tunable: ClassVar[SearchSpace] = {"lr": (0.001, 0.003, 0.01)}
+    tunable: ClassVar[SearchSpace] = {"lr": (0.0003, 0.001, 0.003, 0.01, 0.03)}
 
     cohort: PositiveInt | None = None
     """Clients asked in each round. [default: all]"""

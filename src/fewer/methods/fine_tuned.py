@@ -20,7 +20,7 @@ from fewer.models.split import feature_width
 class FineTuned(FewShot):
     """A method that meta-learns an initialization and fine-tunes it on the support of each task."""
 
-    tunable: ClassVar[SearchSpace] = {"lr": (0.001, 0.003, 0.01), "fine_tune_lr": (0.03, 0.1, 0.3)}
+    tunable: ClassVar[SearchSpace] = {**FewShot.tunable, "fine_tune_lr": (0.03, 0.1, 0.3, 1.0, 3.0)}
 
     fine_tune_lr: PositiveFloat = 0.01
     """Learning rate of fine-tuning on a support (α_ft)."""
