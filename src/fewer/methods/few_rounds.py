@@ -38,7 +38,7 @@ GlobalPrototypes = tuple[Tensor, Tensor]
 """Classes and their global prototypes Γ. With a linear head: the classes of the group, and prototypes of width 0."""
 AnyGroup = TypeVar("AnyGroup", bound="GroupState")
 LRS = 0.001, 0.003, 0.01
-"""Learning rates (α) to tune over with prototypes. A linear head uses ten times these."""
+"""Learning rates (α) to tune over with prototypes at temperature 1. A linear head uses ten times these."""
 GAMMAS = 0.5, 5 / 6
 """Weights of the local loss (γ) to tune over with GPAL."""
 HELD_OUT_FRACTION = 0.2
@@ -95,10 +95,10 @@ class FewRounds(Method[StateT]):
     """One-shot FL: average at most this many models, those best on samples their clients held out."""
 
     def search_space(self) -> SearchSpace:
-        """Tunes larger learning rates for a linear head, and γ for GPAL."""
+        """Tunes larger learning rates for a linear head and at a temperature, and γ for GPAL."""
         search_space: dict[str, Sequence[float]] = dict(self.tunable)
-        if self.head == "linear":
-            search_space["lr"] = [10 * lr for lr in LRS]
+        # A temperature divides gradients, so it multiplies learning rates.
+        search_space["lr"] = tuple((10 if self.head == "linear" else self.temperature) * lr for lr in LRS)
         if self.head == "gpal":
             search_space["gamma"] = GAMMAS
         return search_space
