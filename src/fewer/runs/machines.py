@@ -26,7 +26,6 @@ from fewer.data.raw_dataset import Inputs
 from fewer.data.sources import names_word_vectors, read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
-from fewer.models import Task
 from fewer.models.objective import predicted_kind
 from fewer.runs import trackers
 from fewer.runs.callbacks import Callback
@@ -193,7 +192,7 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
         "scale": data.test.scale,
         "dtype": str(data.test.x.dtype),
         "fingerprint": data.fingerprint(),
-        "fixed_tensors": _checksum_fixed_tensors(experiment.task),
+        "word_vectors": _checksum_word_vectors(experiment),
     }
     return {
         **session,
@@ -204,9 +203,11 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
     }
 
 
-def _checksum_fixed_tensors(task: Task) -> int:
-    """A checksum of the net's tensors that are never sent: word vectors. Server and clients must have the same."""
-    net, checksum = task.net(), 0
+def _checksum_word_vectors(experiment: Experiment) -> int | None:
+    """A checksum of word vectors from a file. They are never sent, so server and clients must have the same."""
+    if experiment.settings.model_options.get("vectors", "own") == "own":
+        return None
+    net, checksum = experiment.task.net(), 0
     sent = net.state_dict()
     for name, tensor in net.named_buffers():
         if name not in sent:
@@ -328,7 +329,7 @@ class ClientDaemon:
         if not self.data and fingerprint != expected:
             difference = f"fingerprint {fingerprint}, expected {expected}"
             raise DataError(f"data '{parsed.data}' differs from the server's ({difference})")
-        if _checksum_fixed_tensors(experiment.task) != data_info["fixed_tensors"]:
+        if _checksum_word_vectors(experiment) != data_info["word_vectors"]:
             vectors = parsed.model_options.get("vectors")
             raise DataError(f"the word vectors (vectors = {vectors}) differ from the server's: use the same file")
         return experiment
