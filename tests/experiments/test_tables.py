@@ -98,3 +98,14 @@ def test_figures_use_the_tuned_settings_of_table_2(name: str) -> None:
         }
         for option in {"meta_lr", "pretrain_lr"} & set(options):
             assert options[option] == expected[option], (row.name, option)
+
+
+def test_every_few_shot_row_searches_all_values_of_its_grids() -> None:
+    plan = load_recipe("f2l/table1")
+    for settings in row_settings(plan.column[0], plan, quick=False):
+        method = make_method(find(settings["method"]), parse_settings(settings))
+        search_space = find_search_space(method)
+        seen: list[dict[str, float]] = []
+        start = {option: float(getattr(method, option)) for option in search_space}
+        coordinate_search(lambda point, seen=seen: seen.append(point) or 0.0, search_space, start, plan.trials)  # type: ignore[misc]
+        assert all({point[option] for point in seen} >= set(grid) for option, grid in search_space.items()), method.name

@@ -33,10 +33,12 @@ FEW_SHOT: dict[str, Any] = {
     "partition": "iid",
     "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
 }
+FIVE_LOSSES = {"mi_scope": "across", "learn_from": "task"}
 GROUPS: dict[str, Any] = {
     "rounds": 4,
     "method_options": {"way": 2, "group_size": 2, "eval_groups": 2, "samples_per_class": 20},
 }
+AUTHORS_STEPS = {"local_steps": 2, "weight_decay": 5e-4, "crop": 1, "temperature": 10}
 NEW_CLIENTS: dict[str, Any] = {"clients": 8, "cohort": 3}
 CONDENSE = {
     "per_class": 2,
@@ -93,12 +95,21 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "frl, linear": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "linear"}},
     "frl, distance": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "distance", "optimizer": "sgd"}},
+    "frl, the authors' steps": {
+        **GROUPS,
+        "method_options": {**GROUPS["method_options"], **AUTHORS_STEPS, "meta_steps": 2, "optimizer": "sgd"},
+    },
+    "frl-per-fedavg, the authors' steps": {**GROUPS, "method_options": {**GROUPS["method_options"], **AUTHORS_STEPS}},
     "metafed, distill": {"validation": 0.2, "method_options": {"distill_threshold": 0.0, "ignore_threshold": 0.1}},
     "metafed, federations": {"validation": 0.2, "clients": 6, "method_options": {"federations": 3, "nets": "cnn,mlp"}},
     "metafed, faults": {**FAULTS, "validation": 0.2},
     "f2l, five losses": {
         **FEW_SHOT,
-        "method_options": {**FEW_SHOT["method_options"], "mi_scope": "across", "learn_from": "task"},
+        "method_options": {**FEW_SHOT["method_options"], **FIVE_LOSSES, "detach_client_features": False},
+    },
+    "f2l, client features as constants": {
+        **FEW_SHOT,
+        "method_options": {**FEW_SHOT["method_options"], **FIVE_LOSSES},
     },
 }
 """Settings by case. A case is a method's name, with a comma and a remark if its settings are special."""

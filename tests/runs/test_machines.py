@@ -367,6 +367,26 @@ def test_a_client_accepts_no_file_from_a_server(changed: dict[str, Any], tmp_pat
     assert reply.failure == "unable" and "names a file, which this client does not accept from a server" in reply.detail
 
 
+def test_a_client_reads_named_word_vectors_from_its_own_data_directory(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} thing{n % 5}", "label": n % 2}) for n in range(60)]
+    (tmp_path / "all.jsonl").write_text("\n".join(lines))
+    for place, value in (("server", 1), ("same", 1), ("other", 2)):
+        (tmp_path / place / "glove").mkdir(parents=True)
+        (tmp_path / place / "glove" / "glove.6B.100d.txt").write_text(f"good {value} 0\nbad -1 0\n")
+    data = {"data": f"jsonl:{tmp_path / 'all.jsonl'}", "model": "text-bilstm", "partition": "iid"}
+    description = session(tmp_path, **data, model_options={"vectors": "glove"}, data_dir=str(tmp_path / "server"))
+
+    def build(place: str) -> Experiment:
+        daemon = ClientDaemon(tmp_path / "store", data["data"], data_dir=tmp_path / place)
+        return daemon._build_experiment(description["settings"], description["data_info"])
+
+    assert float(build("same").task.net().get_buffer("encoder.vectors").max()) == 1
+    with pytest.raises(DataError, match="the word vectors .vectors = glove. differ from the server's"):
+        build("other")
+    with pytest.raises(DataError, match="vectors = glove needs glove.6B.100d.txt"):
+        build("missing")
+
+
 def test_a_server_does_not_start_with_a_file_that_clients_lack(tmp_path: Path) -> None:
     server = FlowerServer(Credentials.create(tmp_path / "keys", 3))
     inner = experiment(3, "metafed", method_options={"inner_method": "mine.py:Mine"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -72,6 +73,8 @@ LAYOUT_OPTIONS = ("client", "depth", "time", "missing", "decimal", "encoding", "
 
 LOAD_OPTIONS = ("max_per_class", "normalization")
 """Options of `load` that every data set accepts, in addition to those about classes."""
+GLOVE = "glove.6B.100d"
+"""The word vectors that the name `glove` means."""
 
 
 def load(
@@ -341,3 +344,24 @@ def _find_path(path: str, data_dir: str | Path | None) -> Path:
     if root:
         raise DataError(f"no '{path}' in {root}")
     raise DataError(f"'{path}' does not exist, and no data directory is set: pass --data-dir or set FEWER_DATA")
+
+
+def names_word_vectors(name: str) -> bool:
+    """True for the name of public word vectors, such as glove or glove.6B.300d. Every client finds its own file."""
+    return re.fullmatch(r"glove(\.\w+)*\.\d+d|glove", name) is not None
+
+
+def find_word_vectors(name: str, data_dir: str | Path | None = None) -> Path:
+    """Finds a file of word vectors by path, or by name as glove/NAME.txt or glove/NAME.txt.gz in the data directory."""
+    root = data_dir or os.environ.get("FEWER_DATA")
+    if not names_word_vectors(name):
+        if not (path := Path(name)).is_file():
+            raise DataError(f"vectors = {name}: there is no such file (allowed: own, glove, {GLOVE} or a file)")
+        return path
+    folder, file = Path(root or "DIR") / "glove", f"{GLOVE if name == 'glove' else name}.txt"
+    for path in (folder / file, folder / f"{file}.gz"):
+        if path.is_file():
+            return path
+    place = "" if root else "; pass --data-dir DIR or set FEWER_DATA"
+    source = "(source: https://nlp.stanford.edu/projects/glove)"
+    raise DataError(f"vectors = {name} needs {file} or {file}.gz in {folder}{place} {source}")

@@ -61,7 +61,7 @@ class FewShot(Method[FewShotState]):
     needs: ClassVar[Needs] = "novel classes"
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
-    tunable: ClassVar[SearchSpace] = {"lr": (0.001, 0.003, 0.01)}
+    tunable: ClassVar[SearchSpace] = {"lr": (0.0003, 0.001, 0.003, 0.01, 0.03)}
 
     cohort: PositiveInt | None = None
     """Clients asked in each round. [default: all]"""
@@ -71,6 +71,12 @@ class FewShot(Method[FewShotState]):
     """Support samples per class (K)."""
     queries: PositiveInt = 5
     """Query samples per class."""
+    train_way: Annotated[int, Field(ge=2)] | None = Field(None, json_schema_extra={"neutral": True})
+    """Classes in a training task. [default: way]"""
+    train_shot: PositiveInt | None = Field(None, json_schema_extra={"neutral": True})
+    """Support samples per class in a training task. [default: shot]"""
+    train_queries: PositiveInt | None = Field(None, json_schema_extra={"neutral": True})
+    """Query samples per class in a training task. [default: queries]"""
     tasks: PositiveInt = 10
     """Tasks that a client trains on in a round (τ)."""
     lr: PositiveFloat = 0.001
@@ -180,10 +186,16 @@ class FewShot(Method[FewShotState]):
             raise Unable(f"training diverged; lower lr (now {self.lr:g})")
         client.store.put(CURRENT, private)
 
+    def task_size(self, training: bool) -> tuple[int, int, int]:
+        """Classes of a task, and its support and query samples per class."""
+        if not training:
+            return self.way, self.shot, self.queries
+        return self.train_way or self.way, self.train_shot or self.shot, self.train_queries or self.queries
+
     def draw_task(self, samples: Samples, generator: torch.Generator, kind: str = "base") -> Episode:
-        """Draws a task. A client with too few classes raises `Unable` and is skipped."""
+        """Draws a task, of base classes to train on. A client with too few classes raises `Unable` and is skipped."""
         try:
-            return sample_episode(samples, self.way, self.shot, self.queries, generator)
+            return sample_episode(samples, *self.task_size(training=kind == "base"), generator)
         except DataError as error:
             raise Unable(f"{kind}: {error}") from error
 

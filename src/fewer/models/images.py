@@ -66,11 +66,17 @@ class Conv4(EncoderHead):
     """Four blocks of 3×3 convolution (64 channels), norm, ReLU and pool, common in few-shot learning.
 
     For inputs of 32×32, only the first two blocks have a pool. ReLU follows the pool: the result is the same at a
-    quarter of the cost.
+    quarter of the cost. With `average`, the features are the mean of the last feature map, one for each channel.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], classes: int, norm: Norm = "batch", width: int = 64, pools: int | None = None
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        norm: Norm = "batch",
+        width: int = 64,
+        pools: int | None = None,
+        average: bool = False,
     ) -> None:
         channels, height, image_width = shape
         if pools is None:
@@ -83,6 +89,9 @@ class Conv4(EncoderHead):
                 layers.append(nn.MaxPool2d(2))
                 height, image_width = height // 2, image_width // 2
             layers.append(nn.ReLU())
+        if average:
+            layers.append(nn.AdaptiveAvgPool2d(1))
+            height = image_width = 1
         super().__init__(nn.Sequential(*layers, nn.Flatten()), width * height * image_width, classes)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from fewer.data import ArrayData, Data, load
 from fewer.data.absent import AbsentData
 from fewer.data.remote import RemoteData, read_undivided
+from fewer.data.sources import find_word_vectors
 from fewer.data.text import compute_word_vectors, load_word_vectors
 from fewer.errors import DataError, RunError, SettingError, setting_error
 from fewer.learning.evaluate import measure_outputs
@@ -29,6 +31,7 @@ from fewer.runs.settings import METHOD_SETTINGS, Settings, settings_hash, settin
 from fewer.runtime.clients import check_cohort
 from fewer.runtime.streams import global_streams, one_thread
 
+_LOG = logging.getLogger("fewer")
 Model = str | nn.Module | Callable[..., nn.Module]
 Metrics = Sequence[str | Callable[[torch.Tensor, torch.Tensor], Any]]
 """Names of metrics, and functions of outputs and targets."""
@@ -220,23 +223,45 @@ def make_task(model: Model, settings: Settings, data: Data, objective: Objective
 
 
 def _model_options(settings: Settings, data: Data) -> dict[str, Any]:
-    """The options of the net. `vectors` is a file of word vectors, or `own` to compute them from the training text."""
+    """The options of the net, with word vectors for the name or file in `vectors`."""
     options = dict(settings.model_options)
-    if isinstance(options.get("vectors"), str):
+    if isinstance(name := options.get("vectors"), str):
         if not data.tokens:
-            raise SettingError(f"vectors = {options['vectors']}, but data '{data.name}' is not text")
-        if options["vectors"] != "own":
-            options["vectors"] = load_word_vectors(Path(options["vectors"]), data.tokens)
-        elif isinstance(data, AbsentData):
-            raise DataError(f"vectors = own needs the training text: {data.reason}")
-        elif not isinstance(data, ArrayData):
-            problem = f"vectors = own needs data in arrays; data '{data.name}' is not"
-            raise SettingError(f"{problem}: pass a file of word vectors")
-        else:
-            order = torch.from_numpy(data.train.rows).sort().values  # independent of the partition
-            rows = data.source.x[order].numpy()
-            options["vectors"] = compute_word_vectors(rows, len(data.tokens), int(options.pop("width", 100)))
+            raise SettingError(f"vectors = {name}, but data '{data.name}' is not text")
+        width = options.pop("width", None)
+        options["vectors"] = vectors = _word_vectors(name, settings, data, width)
+        if width not in (None, vectors.shape[1]):
+            raise SettingError(f"width = {width}, but vectors = {name} has {vectors.shape[1]} values per word")
     return options
+
+
+def _word_vectors(name: str, settings: Settings, data: Data, width: int | None) -> torch.Tensor:
+    """The vectors of the vocabulary: from a file, or (`own`) computed from the training text of all clients."""
+    if name != "own":
+        file = find_word_vectors(name, settings.data_dir)
+        vectors, found = load_word_vectors(file, data.tokens)
+        if not found:
+            raise DataError(f"{file} has none of the words of data '{data.name}'")
+        words = len(data.tokens)
+        log_once(f"word vectors: {file.name} has {found:,} of {words:,} words of the vocabulary ({found / words:.0%})")
+        return vectors
+    if isinstance(data, AbsentData):
+        raise DataError(f"vectors = own needs the training text: {data.reason}")
+    if not isinstance(data, ArrayData):
+        problem = f"vectors = own needs data in arrays; data '{data.name}' is not"
+        raise SettingError(f"{problem}: pass a file of word vectors")
+    log_once(
+        "vectors = own computes word vectors from the raw training text of all clients, which a real federation never "
+        "has in one place; prefer public vectors: vectors = glove"
+    )
+    order = torch.from_numpy(data.train.rows).sort().values  # independent of the partition
+    return compute_word_vectors(data.source.x[order].numpy(), len(data.tokens), int(width or 100))
+
+
+@cache
+def log_once(message: str) -> None:
+    """Logs a message or a warning, once per process."""
+    _LOG.warning(message)
 
 
 def _try_model(task: Task, data: Data) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ import torch
 from fewer.data import ClientData, Data
 from fewer.data.federated import ArrayData, federate
 from fewer.data.schema import Schema
-from fewer.data.sources import find_files, read
+from fewer.data.sources import find_files, names_word_vectors, read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
 from fewer.models.objective import predicted_kind
@@ -171,7 +172,8 @@ def _reject_files(settings: Mapping[str, Any], names: Sequence[str], reason: str
     values += [option for name in names for option in settings.get(f"{name}_options", {}).items()]
     for name, value in values:
         for string in _find_strings(value):
-            if ":" in string or ".." in string or string.startswith("/") or (name == "vectors" and string != "own"):
+            is_file = name == "vectors" and string != "own" and not names_word_vectors(string)
+            if ":" in string or ".." in string or string.startswith("/") or is_file:
                 raise SettingError(f"{name} = {string} names a file, {reason}")
 
 
@@ -192,7 +194,12 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
         session = json.loads(path.read_text())
     session["session"] += 1
     write_durably(path, json.dumps(session).encode())
-    data_info = {"clients": len(data), "fingerprint": data.fingerprint(), "schema": data.schema.to_dict()}
+    data_info = {
+        "clients": len(data),
+        "fingerprint": data.fingerprint(),
+        "schema": data.schema.to_dict(),
+        "word_vectors": _checksum_word_vectors(experiment),
+    }
     return {
         **session,
         "done": done,
@@ -200,6 +207,18 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
         "settings": _shared_settings(experiment),
         "data_info": data_info,
     }
+
+
+def _checksum_word_vectors(experiment: Experiment) -> int | None:
+    """A checksum of word vectors from a file. They are never sent, so server and clients must have the same."""
+    if experiment.settings.model_options.get("vectors", "own") == "own":
+        return None
+    net, checksum = experiment.task.net(), 0
+    sent = net.state_dict()
+    for name, tensor in net.named_buffers():
+        if name not in sent:
+            checksum = zlib.crc32(tensor.cpu().contiguous().numpy().data, checksum)
+    return checksum
 
 
 # --- a client -------------------------------------------------------------------------------------------------
@@ -319,15 +338,16 @@ class ClientDaemon:
             raise SettingError(f"method = {settings['method']}, but this client takes part in {self.method} only")
         local_settings = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         parsed = parse_settings({**settings, **local_settings})
-        if self.data:
-            return build_experiment(parsed, data=self._load_own_data(data_info, parsed))
-        experiment = build_experiment(parsed)
+        experiment = build_experiment(parsed, data=self._load_own_data(data_info, parsed) if self.data else None)
         fingerprint, expected = experiment.data.fingerprint(), data_info["fingerprint"]
-        if fingerprint != expected:
+        if not self.data and fingerprint != expected:
             difference = f"fingerprint {fingerprint}, expected {expected}"
             raise DataError(f"data '{parsed.data}' differs from the server's ({difference})")
-        if experiment.data.standardize:
+        if not self.data and experiment.data.standardize:
             experiment.data = experiment.data.rescale(Schema.from_dict(data_info["schema"]))
+        if _checksum_word_vectors(experiment) != data_info["word_vectors"]:
+            vectors = parsed.model_options.get("vectors")
+            raise DataError(f"the word vectors (vectors = {vectors}) differ from the server's: use the same file")
         return experiment
 
     def _load_own_data(self, data_info: Mapping[str, Any], settings: Settings) -> SingleClientData:
