@@ -24,7 +24,7 @@ from fewer.methods.fine_tuned import resize_head
 from fewer.methods.fl_maml import FLMAML, LocalMAML
 from fewer.methods.fl_proto import FLProto, LocalProto
 from fewer.models import Weights
-from fewer.runs.experiment import log_once
+from fewer.runs.experiment import warn_once
 from fewer.runtime import Clients
 from tests.helpers import call
 from tests.methods.f2l_harness import (
@@ -254,7 +254,7 @@ def test_a_client_with_too_few_classes_is_skipped_with_a_warning(caplog: pytest.
     uneven = federate(
         RawDataset(raw.x, raw.y, client_ids=client_ids, split=raw.split), partition="natural", name="uneven"
     )
-    log_once.cache_clear()
+    warn_once.cache_clear()
     result = run(F2L(**FAST, rounds=2), uneven)
     assert result.metrics["absent"] == 1 and result.metrics["tasks"] == 9
     assert caplog.messages == [
@@ -331,7 +331,7 @@ def test_methods_and_data_that_do_not_match_are_rejected(data: ArrayData) -> Non
 
 
 def test_the_command_line_runs_f2l_and_warns_about_shot_1(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log_once.cache_clear()
+    warn_once.cache_clear()
     args = (
         "--data",
         "digits",

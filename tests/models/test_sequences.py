@@ -11,7 +11,7 @@ import fewer
 from fewer import FedAvg
 from fewer.errors import DataError, SettingError
 from fewer.models import get_weights
-from fewer.runs.experiment import log_once
+from fewer.runs.experiment import warn_once
 from tests.models.harness import build_net
 
 
@@ -46,7 +46,7 @@ def test_word_vectors_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     file.write_text("good 1 0 0 0\nbad -1 0 0 0\n")
     data = reviews()
     for vectors in (str(file), "glove"):
-        log_once.cache_clear()
+        warn_once.cache_clear()
         caplog.clear()
         options = {"vectors": vectors, "width": 4}
         result = fewer.run(FedAvg(rounds=1), data, model="text-bilstm", model_options=options, data_dir=tmp_path)
@@ -64,7 +64,7 @@ def test_word_vectors_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_own_word_vectors_warn(caplog: pytest.LogCaptureFixture) -> None:
-    log_once.cache_clear()
+    warn_once.cache_clear()
     options = {"vectors": "own", "width": 2}
     result = fewer.run(FedAvg(rounds=1), reviews(), model="text-bilstm", model_options=options)
     assert result.model.encoder.vectors.shape == (5, 2)  # type: ignore[union-attr]
