@@ -182,6 +182,16 @@ def test_images_without_class_folders_are_predicted(tmp_path: Path) -> None:
         fewer.data.load(f"folder:{tmp_path / 'bare'}")
 
 
+def test_images_are_predicted_with_channels_first_or_last(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (60, 3, 8, 9), np.uint8)
+    data = fewer.data.from_arrays(images, np.arange(60) % 2, clients=2, partition="iid")
+    result = fewer.run(FedAvg(rounds=1), data, model="logistic")
+    first, last = (result.predict(x).outputs for x in (images[:5], images[:5].transpose(0, 2, 3, 1)))
+    assert torch.equal(first, last)
+    with pytest.raises(DataError, match=r"data 'x' has inputs of shape \(9, 8, 3\); the model takes \(3, 8, 9\)"):
+        result.predict(images[:5].transpose(0, 3, 2, 1))
+
+
 def test_models_that_need_a_clients_data_say_so(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32)
     data = fewer.data.from_arrays(x, x.argmax(1), clients=8, partition="iid")

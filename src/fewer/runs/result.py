@@ -141,6 +141,8 @@ class Result(Experiment, Viewable):
         """
         inputs = encode_inputs(take_columns(x, self.schema.columns, name), self.schema, name)
         tensor = convert_inputs(inputs, name)
+        if tensor.ndim == 4 and tuple(tensor.shape[1:]) != self.data.shape == (tensor.shape[3], *tensor.shape[1:3]):
+            tensor = tensor.movedim(-1, 1).contiguous()  # height × width × channels
         if (shape := tuple(tensor.shape[1:])) != self.data.shape:
             raise DataError(f"data '{name}' has inputs of shape {shape}; the model takes {self.data.shape}")
         if tensor.dtype != self.data.test.x.dtype:
