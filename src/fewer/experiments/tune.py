@@ -119,8 +119,7 @@ def tune_experiment(
         accuracy = accuracies[_point_key(point)]
         return -math.inf if accuracy is None else metric.rank(accuracy)
 
-    given = {name: getattr(experiment.method, name) for name in search_space}
-    first = {name: float(value) for name, value in given.items() if value is not None}
+    first = {name: float(getattr(experiment.method, name) or grid[0]) for name, grid in search_space.items()}
     best = coordinate_search(evaluate, search_space, first, trials, lambda point: _is_valid(experiment, point))
     return _apply_point(experiment, best), done
 

@@ -26,7 +26,7 @@ Departures, each a setting (`fedmk-paper` turns all of these off):
 
 - `matching_steps`: before the outer loop, D̂ is moved toward the client's class statistics under random nets
   (`fewer.learning.match`). The outer loop alone leaves most of the initial noise in D̂.
-- `match_rounds`: a client matches in its first rounds only. Matching again would undo most of the outer loop.
+- `match_rounds`: a client matches in its first rounds only. Matching again would undo outer steps.
 - `augment`: images of D̂ are randomly rotated, scaled and shifted whenever a net sees them. D̂ is small and is used many
   times; augmentation prevents overfitting.
 - `refine_from`: no outer steps in round 1, where the model is random.

@@ -41,9 +41,9 @@ class FedMKPaper(FedMK):
 
     tunable: ClassVar[SearchSpace] = {
         "inner_lr": (0.03, 0.1, 0.3),
-        "inner_steps": (1, 5, 10),
-        "outer_steps": (30, 60),
         "server_steps": (80, 200, 500),
+        "inner_steps": (1, 5, 10),
+        "outer_steps": (30, 60, 120),
     }
 
     labels: Literal["held", "all"] = "all"
