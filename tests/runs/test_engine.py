@@ -24,7 +24,7 @@ from fewer.data import ArrayData, Data
 from fewer.data.partition import Parts
 from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.methods import Method
-from fewer.runs.experiment import log_once
+from fewer.runs.experiment import warn_once
 from fewer.wire import unpack
 from tests.helpers import SlowToScore, metrics, same_state, wait_for
 
@@ -244,7 +244,7 @@ def test_clients_without_test_samples_do_not_end_a_run(digits: Data, tmp_path: P
 def test_a_run_logs_the_notes_on_its_data_once(caplog: pytest.LogCaptureFixture) -> None:
     x, y = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), np.arange(60) % 2
     data = fewer.data.from_arrays(x, np.where(y, 3, 7), clients=2, partition="iid")
-    log_once.cache_clear()
+    warn_once.cache_clear()
     for _ in range(2):
         fewer.run(FedAvg(rounds=1), data, model="mlp")
     assert caplog.messages == ["data 'arrays': labels: 3, 7 are the names of 2 classes, numbered from 0"]

@@ -34,7 +34,7 @@ from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, log_once, parse_settings, restore_state
+from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state, warn_once
 from fewer.runs.reader import RunReader
 from fewer.runs.recorder import FailureLog, Recorder
 from fewer.runs.result import Result
@@ -408,10 +408,10 @@ def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journ
 
     with one_thread(), observers.follow():
         for note in run.data.notes:
-            log_once(f"data '{run.data.name}': {note}")
+            warn_once(f"data '{run.data.name}': {note}")
         if isinstance(run.method, HasSettingWarnings):
             for warning in run.method.setting_warnings():
-                log_once(f"{run.method.name}: {warning}")
+                warn_once(f"{run.method.name}: {warning}")
         if run.finished and not run.evaluates_again:
             return run
         hooks = {"on_answer": partial(observers.notify, "on_answer"), "on_absent": on_absent}
@@ -487,7 +487,7 @@ def _evaluate(
         if classes := metrics.get("classes"):
             metrics["classes"] = {"names": _class_names(run.data, len(classes["support"])), **classes}
     for warning in _skip_warnings(run.absent):
-        log_once(f"{method.name}: {warning}")
+        warn_once(f"{method.name}: {warning}")
     if len(run.absent) > absent_in_training:
         metrics["unmeasured"] = len(run.absent) - absent_in_training
     run.seconds = time.perf_counter() - started

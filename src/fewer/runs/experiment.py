@@ -243,14 +243,14 @@ def _word_vectors(name: str, settings: Settings, data: Data, width: int | None) 
         if not found:
             raise DataError(f"{file} has none of the words of data '{data.name}'")
         words = len(data.tokens)
-        log_once(f"word vectors: {file.name} has {found:,} of {words:,} words of the vocabulary ({found / words:.0%})")
+        warn_once(f"word vectors: {file.name} has {found:,} of {words:,} words of the vocabulary ({found / words:.0%})")
         return vectors
     if isinstance(data, AbsentData):
         raise DataError(f"vectors = own needs the training text: {data.reason}")
     if not isinstance(data, ArrayData):
         problem = f"vectors = own needs data in arrays; data '{data.name}' is not"
         raise SettingError(f"{problem}: pass a file of word vectors")
-    log_once(
+    warn_once(
         "vectors = own computes word vectors from the raw training text of all clients, which a real federation never "
         "has in one place; prefer public vectors: vectors = glove"
     )
@@ -259,7 +259,7 @@ def _word_vectors(name: str, settings: Settings, data: Data, width: int | None) 
 
 
 @cache
-def log_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Logs a message or a warning, once per process."""
     _LOG.warning(message)
 
