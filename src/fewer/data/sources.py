@@ -71,9 +71,7 @@ FILES = {
 }
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 """Formats that are slow to read. Their arrays are cached."""
-LAYOUT_OPTIONS = (
-    *("client", "depth", "time", "held_out", "missing", "decimal", "encoding", "features", "ignore", "categorical"),
-)
+LAYOUT_OPTIONS = ("client", "depth", "time", "missing", "decimal", "encoding", "features", "ignore", "categorical")
 """Options that describe one file, drop or sort its samples, or that the columns of a schema replace."""
 
 LOAD_OPTIONS = ("max_per_class", "normalization")
