@@ -336,9 +336,9 @@ def _load_shakespeare_mini() -> RawDataset:
     return raw
 
 
-def _load_usage(own_classes: bool = False) -> RawDataset:
+def _load_usage(own_classes: bool = False, last_item: bool = False) -> RawDataset:
     """Generated: which of 30 services each of 40 users chooses next; own_classes numbers services per user."""
-    return recommendation.build_user_tasks(recommendation.generate_usage(), own_classes)
+    return recommendation.build_user_tasks(recommendation.generate_usage(), own_classes, last_item=last_item)
 
 
 EMBEDDED: dict[str, Callable[..., RawDataset]] = {
