@@ -255,7 +255,7 @@ def test_every_flag_and_option_in_the_text_exists(page: Path) -> None:
     for option in re.findall(r"(?:^|\s)-o ([\w-]+\.)?(\w+)=", "\n".join(codes)):
         assert option[1] in options, option
     for option in re.findall(r"--data-option (\w+)=", page.read_text()):
-        assert option in {"name", "split", *CLASS_OPTIONS, *LOAD_OPTIONS, *data_options()}, option
+        assert option in {"name", "split", "held_out", *CLASS_OPTIONS, *LOAD_OPTIONS, *data_options()}, option
     known = {flag for command in all_commands() for flag in flags_of(command)} | {"--help"}
     for flag in re.findall(r"^(--[a-z-]+)", "\n".join(codes), re.M):
         assert flag in known, flag

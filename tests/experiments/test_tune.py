@@ -13,7 +13,7 @@ import pytest
 
 from fewer import FedAvg, FedProx
 from fewer.data import Data
-from fewer.errors import RunError
+from fewer.errors import RunError, SettingError
 from fewer.experiments.tune import Point, Trial, coordinate_search, settings_at_edge, tune_experiment
 from fewer.methods import SearchSpace
 from fewer.methods.frl import FRL
@@ -56,6 +56,22 @@ def test_numbers_of_steps_are_tuned_as_integers(monkeypatch: pytest.MonkeyPatch,
     assert steps[:2] == [5, 20] and max(steps) > 20 and all(isinstance(value, int) for value in steps)
     assert best.method.model_dump()["local_steps"] == max(steps)
     assert {mu for _, mu in tried} == {0.1}  # not yet tuned: the grid's first value stands for null
+
+
+def test_only_the_listed_options_are_tuned(digits: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[float, float]] = []
+
+    def run_trial(experiment: Any, *_: Any) -> Any:
+        tried.append((experiment.method.lr, experiment.method.mu))
+        return SimpleNamespace(value=experiment.method.lr, metrics={"groups": [0.5, 0.6]})
+
+    monkeypatch.setattr(sys.modules[tune_experiment.__module__], "run_experiment", run_trial)
+    experiment = build_experiment(parse_settings({"method": "fedprox"}), FedProx(mu=0.2), digits)
+    best, trials = tune_experiment(experiment, 5, options=["lr"])
+    assert len(trials) == len({lr for lr, _ in tried}) == 5 and {mu for _, mu in tried} == {0.2}
+    assert best.method.lr == max(lr for lr, _ in tried) and best.method.mu == 0.2  # type: ignore[attr-defined]
+    with pytest.raises(SettingError, match="unknown option to tune of fedprox 'lt' .allowed: lr, mu"):
+        tune_experiment(experiment, 5, options=["lt"])
 
 
 def objective(optimum: Point, evaluated: list[Point]) -> Callable[[Point], float]:

@@ -56,6 +56,8 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("local", "fedavg", "fedavg-augmented", "fedprox", "feddistill", "feddistill-logits")},
     **{name: {} for name in ("fedensemble", "fedgen")},
     "fedbn": {"norm": "batch"},
+    "fedavg-ft": {"norm": "batch", "method_options": {"ft_steps": 3}},
+    "fedseq": {},
     "fedmk": {"method_options": CONDENSE},
     "fedmk-paper": {"method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10, **ONE_INNER_STEP}},
     **dict.fromkeys(("fedmeta", "fedavg-meta", "reptile", "per-fedavg", "alone"), NEW_CLIENTS),
@@ -69,6 +71,10 @@ CASES: dict[str, dict[str, Any]] = {
     "metafed": {"validation": 0.2},
     **dict.fromkeys(("f2l", "fl-maml", "fl-proto", "fedfsl", "local-maml", "local-proto"), FEW_SHOT),
     # Other branches of a method, dropout (the global generators) and injected faults.
+    "fedavg, best": {"validation": 0.3, "rounds": 4, "method_options": {"keep": "best", "lr": 1.0}},
+    "fedbn, best": {"validation": 0.3, "rounds": 4, "method_options": {"keep": "best", "lr": 1.0}},
+    "fedseq, faults": FAULTS,
+    "metafed, last": {"validation": 0.2, "method_options": {"keep": "last", "transfer": "fine-tune"}},
     "fedavg, codec uint8": {"method_options": {"codec": "uint8"}},
     "fedavg, faults": FAULTS,
     "fedavg, text": {
@@ -148,7 +154,7 @@ def record(case: str, runtime: str, folder: Path) -> dict[str, Any]:
     result = fewer.run(method, out=folder / runtime, runtime=runtime, **settings)
     lines = (folder / runtime / "events.jsonl").read_text().splitlines()
     absent = [event for event in map(json.loads, lines) if event["event"] == "absent"]
-    clients = range(len(result.data)) if method in PERSONAL else ()
+    clients = range(len(result.data)) if method in PERSONAL or result.method.keep == "best" else ()
     return {
         "weights": hash_tensors(result.state),
         "personal": [hash_tensors(dict(result.personal_model(client).state_dict())) for client in clients],
@@ -157,8 +163,8 @@ def record(case: str, runtime: str, folder: Path) -> dict[str, Any]:
     }
 
 
-PERSONAL = ("local", "fedbn", "metafed")
-"""Methods that store a model on each client."""
+PERSONAL = ("local", "fedbn", "fedavg-ft", "metafed")
+"""Methods whose clients have models of their own."""
 
 
 @pytest.fixture(scope="session")

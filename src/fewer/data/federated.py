@@ -428,9 +428,6 @@ def federate(
     if raw.test is None and raw.split is None:
         rows, test_rows = hold_out_rows(raw, rows, TEST_FRACTION)
     raw, rows = _subsample(raw, rows, fraction, rng)
-    validation_rows = rows[:0]
-    if validation and raw.time_ordered and raw.client_ids is not None and partition != "natural":
-        rows, validation_rows = hold_out_rows(raw, rows, validation)  # the latest rows of each original owner
     targets = convert_targets(raw.y, name)
     if raw.y.ndim == 2 and raw.y.dtype.kind == "f":  # numbers to predict, even if all of them are integers
         targets = raw.y.astype(np.float32)
@@ -462,9 +459,12 @@ def federate(
     held_out = Parts(np.zeros(0, np.int64), np.zeros(len(train.sizes) + 1, np.int64))
     if raw.split is not None:
         train, held_out, tests, test_rows = _split_by_class(train, labels, raw.split)
-    if len(validation_rows):
-        held_out = partition_like(train, labels, labels[validation_rows], rng)
-        held_out = _sort_rows(Parts(validation_rows[held_out.rows], held_out.offsets))
+    by_source = (
+        raw.time_ordered and raw.client_ids is not None and (partition != "natural" or raw.class_gap is not None)
+    )
+    if validation and by_source:  # the latest rows of each original owner, wherever the partition puts them
+        rest, latest = hold_out_rows(raw, rows, validation)
+        train, held_out = (train.where(np.isin(train.rows, part)) for part in (rest, latest))
     elif validation:
         train, held_out = hold_out_fraction(train, validation, None if raw.time_ordered else rng)
     source, global_test, tokens = _build_samples(raw, targets, test_targets, train, name, vocab_size, max_length)
@@ -475,7 +475,7 @@ def federate(
         classes = targets.shape[1]
     if raw.split is not None:
         classes = raw.split[0]
-    row_clients = raw.client_ids if raw.time_ordered and partition != "natural" else None
+    row_clients = raw.client_ids if by_source else None
     notes = raw.notes
     if (origin is None or ":" in name) and not _is_windowed(raw):  # the user's own data
         x: Inputs = source.x
@@ -510,18 +510,25 @@ def _split_by_class(parts: Parts, labels: Rows, split: tuple[int, int, int]) -> 
 def hold_out_rows(raw: RawDataset, rows: Rows, fraction: float) -> tuple[Rows, Rows]:
     """Holds out a fraction of each owner's rows. Returns the remaining and the held-out rows.
 
-    The result does not depend on the seed of the partition. Time-ordered data is split by time. Overlapping windows
-    are thinned out until the held-out ones no longer overlap.
+    The result does not depend on the seed of the partition. Time-ordered data is split by time; with `class_gap`, each
+    class of each owner is. Overlapping windows of a text are thinned out until the held-out ones no longer overlap.
     """
     owners = np.zeros(len(rows), np.int64)
     if raw.client_ids is not None:
         owners = np.unique(raw.client_ids[rows], return_inverse=True)[1].reshape(-1)
+    if raw.class_gap is not None:
+        owners = np.unique(owners * MAX_CLASSES + raw.y[rows], return_inverse=True)[1].reshape(-1)
     by_owner = Parts.by_owner(rows, owners, int(owners.max(initial=0)) + 1)
     rest, held_out = hold_out_fraction(by_owner, fraction, None if raw.time_ordered else np.random.default_rng(0))
     held_out_rows = np.sort(held_out.rows)
     if _is_windowed(raw):
         held_out_rows = held_out_rows[:: raw.x.shape[1]]  # type: ignore[union-attr]
-    return np.sort(rest.rows), held_out_rows
+    rest_rows = np.sort(rest.rows)
+    for distance in range(1, (raw.class_gap or 0) + 1):
+        neighbors = held_out_rows - distance
+        same_class = raw.y[neighbors] == raw.y[held_out_rows]  # windows do not cross from one class to the next
+        rest_rows = np.setdiff1d(rest_rows, neighbors[same_class])
+    return rest_rows, held_out_rows
 
 
 def _sort_rows(parts: Parts) -> Parts:

@@ -42,6 +42,9 @@ class RawDataset:
     """Mean and standard deviation of pixels scaled to 0 … 1, if known."""
     time_ordered: bool = False
     """True if each client's samples are in temporal order. They are then split by time."""
+    class_gap: int | None = None
+    """For windows of time series. If set, the last windows of each class of each client are held out, instead of the
+    last of all. This many windows of the class before them are left out, because they overlap with them."""
     split: tuple[int, int, int] | None = None
     """Numbers of base, validation and novel classes, in label order, if the classes are split."""
     columns: tuple[Column, ...] = ()

@@ -39,6 +39,7 @@ class DataSource(NamedTuple):
     options: Mapping[str, Any] = {}
     normalization: tuple[float, float] | None = None
     time_ordered: bool = False
+    class_gap: int | None = None
 
 
 _FASHION = (0.2860, 0.3530)
@@ -62,7 +63,9 @@ FILES = {
     "20newsgroups": DataSource("newsgroups", "20newsgroups/20news-bydate.tar.gz", "posts in 20 newsgroups, by author"),
     "huffpost": DataSource("jsonl", "huffpost/huffpost.jsonl", "headlines in 41 classes", {"text": "raw"}),
     "movielens-100k": DataSource("movielens", "movielens-100k", "films rated by users, in time order"),
-    "hapt": DataSource("npz", "hapt/hapt.npz", "activities from a smartphone, by subject", time_ordered=True),
+    "hapt": DataSource(
+        "npz", "hapt/hapt.npz", "activities from a smartphone, by subject", time_ordered=True, class_gap=1
+    ),
     "pamap2": DataSource("pamap2", "pamap2", "activities from body sensors, by subject"),
     "har": DataSource("har", "har", "UCI HAR activities, by subject"),
 }
@@ -98,6 +101,8 @@ def load(
     - `split`: split the classes into base, validation and novel ones (20/5/16).
     - `max_per_class`: keep only the first training samples of each class, at most so many.
     - `normalization`: mean and standard deviation of pixels on a scale of 0 … 1; [0.5, 0.5] gives inputs in [−1, 1].
+    - `held_out`: for time-ordered data, hold out the last samples of each `class` of a client, or of the `client`.
+      The default is class for sensor readings, and client for all other data.
     """
     check_settings(settings)
     PartitionSpec(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).validate(seed)
@@ -153,9 +158,11 @@ def _read_labeled_or_not(
     if not isinstance(schema, Schema | None):
         raise SettingError(f"schema is not an option of data '{name}'")
     options = {**(FILES[name].options if name in FILES else {}), **options}
-    split = options.pop("split", None)
+    split, held_out = options.pop("split", None), options.pop("held_out", None)
     source_options = {key: value for key, value in options.items() if key not in OPTIONS}
     raw = _read_source(name, data_dir, source_options, schema)
+    if held_out is not None:
+        raw = _set_held_out(raw, held_out, name)
     if split is not None and "unseen_classes" in options:
         raise SettingError(f"data '{name}' cannot have both split and unseen_classes; choose one")
     if (split is not None or len(source_options) < len(options)) and (raw.y.ndim > 1 or raw.y.dtype.kind == "f"):
@@ -163,6 +170,19 @@ def _read_labeled_or_not(
     if len(source_options) < len(options):
         raw = split_seen_unseen(raw, options.get("classes"), options.get("unseen_classes"), name)
     return raw if split is None else apply_class_split(raw, split, name)
+
+
+def _set_held_out(raw: RawDataset, held_out: str, name: str) -> RawDataset:
+    """Sets which samples of time-ordered data are held out."""
+    if held_out not in ("class", "client"):
+        raise unknown_name("held_out", str(held_out), ("class", "client"))
+    if not raw.time_ordered or raw.client_ids is None:
+        raise SettingError(
+            f"held_out = {held_out} needs clients with samples in temporal order; data '{name}' has none"
+        )
+    if held_out == "class" and (raw.y.ndim > 1 or raw.y.dtype.kind == "f"):
+        raise SettingError(f"held_out = class needs classes, but data '{name}' has none")
+    return replace(raw, class_gap=(raw.class_gap or 0) if held_out == "class" else None)
 
 
 def _read_source(
@@ -180,7 +200,10 @@ def _read_source(
         source = FILES[name]
         raw = _read_files(source.format, _find_path(source.path, data_dir), options, schema)
         time_ordered = raw.time_ordered or source.time_ordered
-        return replace(raw, normalization=source.normalization, time_ordered=time_ordered, notes=())
+        class_gap = raw.class_gap if source.class_gap is None else source.class_gap
+        return replace(
+            raw, normalization=source.normalization, time_ordered=time_ordered, class_gap=class_gap, notes=()
+        )
     raise unknown_name("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
 
 
@@ -229,7 +252,7 @@ def _read_through_cache(format: str, path: Path, schema: Schema | None = None, *
     members = sorted(path.rglob("*")) if path.is_dir() else [path]
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in members if file.is_file()]
     names = ("class_names", "tokens", "notes")
-    keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", *names, "time_ordered")
+    keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", *names, "time_ordered", "class_gap")
     content = format, sorted(options.items()), state, keys, *(["labels optional"] if schema else [])
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
     by_name = {"schema": schema} if schema else {}
@@ -243,6 +266,8 @@ def _read_through_cache(format: str, path: Path, schema: Schema | None = None, *
     arrays: dict[str, Any] = load_or_build(f"{format}-{digest}", build)
     test = (arrays.pop("test_x"), arrays.pop("test_y")) if "test_x" in arrays else None
     texts: dict[str, Any] = {key: tuple(arrays.pop(key).tolist()) for key in names}
+    if "class_gap" in arrays:
+        texts["class_gap"] = int(arrays.pop("class_gap"))
     return RawDataset(test=test, time_ordered=bool(arrays.pop("time_ordered")), **texts, **arrays)
 
 
@@ -250,7 +275,7 @@ def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any]
     allowed = [key for key in inspect.signature(reader).parameters if key not in ("path", "schema")]
     for key in options:
         if key not in allowed:
-            raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS])
+            raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS, "split", "held_out"])
 
 
 # --- built-in data sets ----------------------------------------------------------------------------------------
@@ -311,9 +336,9 @@ def _load_shakespeare_mini() -> RawDataset:
     return raw
 
 
-def _load_usage(own_classes: bool = False) -> RawDataset:
+def _load_usage(own_classes: bool = False, last_item: bool = False) -> RawDataset:
     """Generated: which of 30 services each of 40 users chooses next; own_classes numbers services per user."""
-    return recommendation.build_user_tasks(recommendation.generate_usage(), own_classes)
+    return recommendation.build_user_tasks(recommendation.generate_usage(), own_classes, last_item=last_item)
 
 
 EMBEDDED: dict[str, Callable[..., RawDataset]] = {

@@ -59,6 +59,7 @@ class FewShot(Method[FewShotState]):
     """A method that trains on tasks of base classes and solves tasks of novel classes."""
 
     needs: ClassVar[Needs] = "novel classes"
+    can_keep_best: ClassVar[bool] = False
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
     tunable: ClassVar[SearchSpace] = {"lr": (0.0003, 0.001, 0.003, 0.01, 0.03)}

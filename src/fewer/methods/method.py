@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from torch import nn
 from typing_extensions import TypeVar
 
@@ -20,7 +20,7 @@ from fewer.learning.evaluate import EVAL_BATCH_SIZE, add_evaluations, empty_eval
 from fewer.methods.context import Client, Context, Server
 from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_metric, score_clients
 from fewer.methods.standardize import SendsColumnSums
-from fewer.models import Task, Weights
+from fewer.models import Task, Weights, get_weights, load_weights
 from fewer.runtime import Clients, on_client, on_server
 from fewer.wire import Codec
 
@@ -29,6 +29,8 @@ DEFAULT_COHORT = 10
 """Clients asked in each round if `cohort` is not set."""
 EVAL_CHUNK_SIZE = 2500
 """Samples of the global test set that a worker evaluates in one call."""
+BEST = "best_model"
+"""Store key of a client's best model on its validation samples, and how good it is there."""
 
 
 Needs = Literal["", "classes", "novel classes"]
@@ -93,6 +95,8 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """What the task must have: nothing in particular, classes, or test classes that are not in the training data."""
     file_options: ClassVar[tuple[str, ...]] = ()
     """Options that name files. Only the server reads them; remote clients receive "" instead."""
+    can_keep_best: ClassVar[bool] = True
+    """False if the method is not evaluated by one model per client on the client's own test samples."""
 
     rounds: PositiveInt = 10
     """Number of rounds."""
@@ -100,6 +104,8 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """Clients asked in each round. [default: 10, or all if there are fewer]"""
     codec: Codec = "float32"
     """Encoding of floating-point tensors in messages."""
+    keep: Literal["last", "best"] = Field("last", json_schema_extra={"neutral": True})
+    """The model that a client uses: its last one, or of the evaluated rounds the best on its validation samples."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -136,9 +142,9 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
         chunks = [{"start": start, "stop": start + EVAL_CHUNK_SIZE} for start in starts]
         answers = clients.map_on_server(self.score_chunk, chunks, model=state.shared)
         scores = pool_evaluations([add_evaluations([Evaluation(**answer) for answer in answers])])
-        by_client = self.evaluate_clients(state, clients) if clients.is_last else {}
+        by_client = self.evaluate_clients(state, clients) if clients.is_last or self.keep == "best" else {}
         evaluations = list(by_client.values())
-        if not any(evaluation.total for evaluation in evaluations):
+        if not clients.is_last or not any(evaluation.total for evaluation in evaluations):
             return scores
         name = primary_metric(evaluations)
         personal = {f"personal_{name}": pool_evaluations(evaluations).metrics[name]}
@@ -157,6 +163,8 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
         It can if its rounds so far do not depend on their number. Default: if no function but `evaluate` reads `rounds`
         or `clients.is_last`. `unscheduled`: round `done` was evaluated only because it was the last one.
         """
+        if self.keep == "best" and unscheduled:
+            return "with keep = best it depends on which rounds are evaluated"
         names = {"rounds", "is_last", *(["will_evaluate"] if unscheduled else [])}
         classes = type(self).__mro__[: type(self).__mro__.index(Method)]
         for name, function in (item for owner in classes for item in vars(owner).items()):
@@ -164,6 +172,27 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
             if read and name != "evaluate":
                 return f"its {name} depends on {min(read)}"
         return ""
+
+    def client_model(self, shared: Weights, client: Client, choose: bool = False) -> nn.Module:
+        """The model that a client uses: `build_predictor`, or with `keep = best` its best model so far.
+
+        With `choose`, the client compares its current model with the best one, on its validation samples. Ties go to
+        the lower loss, and then to the later model. A client without validation samples uses its current model.
+        """
+        net = self.build_predictor(shared, client)
+        if self.keep == "last":
+            return net
+        best: Any = client.store.get(BEST)
+        if choose and len(client.validation):
+            values = measure_net(net, client.validation.chunks(EVAL_BATCH_SIZE), client.task).values()
+            metric = client.task.metrics[0]
+            rank = [values[metric.name] * (1 if metric.higher_is_better else -1), -values["loss"]]
+            if best is None or rank >= best["rank"]:
+                best = {"rank": rank, "model": get_weights(net)}
+                client.store.put(BEST, best)
+        if best is not None:
+            load_weights(net, best["model"])
+        return net
 
     # Helpers for subclasses.
 
@@ -188,7 +217,7 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
         if use_global_test and not client.has_global_test:
             return empty_evaluation(client.task)._asdict()
         samples = client.global_test if use_global_test else client.test
-        net = self.build_predictor(model, client)
+        net = self.client_model(model, client, choose=not use_global_test)
         return measure_net(net, samples.chunks(EVAL_BATCH_SIZE), client.task)._asdict()
 
     @on_server

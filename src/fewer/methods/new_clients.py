@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, PositiveInt
@@ -64,6 +64,8 @@ CountingStateT = TypeVar("CountingStateT", bound=CountingState, default=Any)
 
 class NewClients(Method[CountingStateT]):
     """A method that trains with some clients and adapts its model to the support set of each evaluation client."""
+
+    can_keep_best: ClassVar[bool] = False
 
     support_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Fraction of a client's samples in its support set (p). The rest is its query set."""

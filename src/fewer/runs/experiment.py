@@ -27,7 +27,7 @@ from fewer.models import Task, get_weights, net_factory
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
 from fewer.registry import MODELS
 from fewer.runs.metric import PrimaryMetric
-from fewer.runs.settings import METHOD_SETTINGS, Settings, settings_hash, settings_in_group
+from fewer.runs.settings import METHOD_SETTINGS, Settings, neutral_options, settings_hash, settings_in_group
 from fewer.runtime.clients import check_cohort
 from fewer.runtime.streams import global_streams, one_thread
 
@@ -132,6 +132,8 @@ def _prepare_data(method: Method, data: Data) -> Data:
     """The data as the method trains on it. Raises SettingError if the method cannot use it."""
     if isinstance(method, PreparesData):
         data = method.prepare_data(data)
+    if method.keep == "best":
+        _check_keep(method, data)
     if method.needs == "novel classes" and not data.novel:
         raise SettingError(
             f"{method.name} is evaluated on novel classes, but data '{data.name}' does not split its classes: "
@@ -182,6 +184,15 @@ def hide_clients(data: Data, settings: Settings) -> Data:
 def _is_servers_file(settings: Settings) -> bool:
     """True if only the server has the data: clients on other machines take no file from it, and have their own."""
     return settings.runtime == "flower" and ":" in settings.data
+
+
+def _check_keep(method: Method, data: Data) -> None:
+    """Raises SettingError if clients cannot choose a model, unless the method does so by default."""
+    if not method.can_keep_best:
+        raise SettingError(f"keep = best does not work with {method.name}: it does not evaluate one model per client")
+    chosen = "keep" not in neutral_options(method)
+    if chosen and isinstance(data, ArrayData) and not len(data.validation.rows):
+        raise SettingError("keep = best needs validation samples, and there are none; set validation, such as 0.2")
 
 
 def _check_classes(method: Method, settings: Settings, objective: Objective) -> None:

@@ -127,7 +127,8 @@ class Result(Experiment, Viewable):
             raise RunError(f"the model of client {client} exists only on that client's machine")
         if self.folder is None:
             raise RunError("clients' models are kept only in a run directory: run with out=DIR")
-        return self.method.build_predictor(self.state.shared, self.contexts()(client, len(self.history))).eval()
+        with one_thread():
+            return self.method.client_model(self.state.shared, self.contexts()(client, len(self.history))).eval()
 
     @property
     def schema(self) -> Schema:
