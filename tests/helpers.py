@@ -26,9 +26,10 @@ from fewer.methods.context import ContextFactory
 from fewer.methods.fedavg import FedAvg
 from fewer.methods.local import Local
 from fewer.models import Task, Weights, get_weights
+from fewer.models.objective import CLASS_METRICS
 from fewer.runs.experiment import Experiment, build_experiment, parse_settings
 from fewer.runtime import Answers, Clients, Inline, on_client
-from fewer.runtime.handlers import Call, Reply
+from fewer.runtime.handlers import OUTGOING, Call, Reply
 from fewer.wire import Number, pack, unpack
 
 
@@ -136,6 +137,29 @@ FRL_SETTINGS: dict[str, Any] = {
     "method_options": {"way": 2, "group_size": 2, "eval_groups": 1, "samples_per_class": 20},
 }
 """Settings that make FRL fast."""
+META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
+"""These need clients for training, validation and evaluation: at least eight."""
+FEW_SHOT: dict[str, Any] = {
+    "data_options": {"split": "4/3/3"},
+    "partition": "iid",
+    "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
+}
+FEW_SHOT_METHODS = ("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto")
+SMALL: dict[str, dict[str, Any]] = {
+    "fedavg": {"drop": 0.2, "corrupt": 0.2},
+    "fedbn": {"norm": "batch"},
+    "fedmk": {"method_options": {"per_class": 2, "matching_steps": 5, "outer_steps": 2, "server_steps": 10}},
+    "fedmk-paper": {"method_options": {"per_class": 2, "server_steps": 10}},
+    "metafed": {"validation": 0.2},
+    **dict.fromkeys(FEW_SHOT_METHODS, FEW_SHOT),
+    **dict.fromkeys(("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), FRL_SETTINGS),
+    "frl-warm-start": {"rounds": 8, "method_options": {**FRL_SETTINGS["method_options"], "warmup_rounds": 4}},
+}
+"""Settings that make a method fast."""
+
+
+def client_count(method: str) -> int:
+    return 8 if method in META else 3
 
 
 def experiment(clients: int, method: str = "fedavg", **settings: Any) -> Experiment:
@@ -207,6 +231,26 @@ def run_contents(path: Path) -> dict[str, Any]:
         "ledger": (path / "ledger.csv").read_bytes(),
         "clients": {f.relative_to(path): f.read_bytes() for f in path.glob("clients/*/*/*.safetensors")},
     }
+
+
+def remote_contents(path: Path, remote: Path) -> dict[str, Any]:
+    """The contents of an inline run as they are in the same run between machines, `remote`.
+
+    Remote clients send no label counts, so figures that need these may be missing.
+    """
+    contents = run_contents(path)
+    lines = zip(contents["metrics"], run_contents(remote)["metrics"], strict=True)
+    for metrics, found in lines:
+        for name in {*CLASS_METRICS, "classes"} - found.keys():
+            metrics.pop(name, None)
+        for values in metrics.get("client_metrics", {}).values():
+            values.pop("majority_baseline", None)
+    return {**contents, "clients": {}}
+
+
+def without_outgoing(files: dict[Path, bytes]) -> dict[Path, bytes]:
+    """All files except outgoing messages: the metadata keys of an encoded message have no fixed order."""
+    return {path: content for path, content in files.items() if not path.name.startswith(OUTGOING)}
 
 
 class Interrupt(fewer.Callback):

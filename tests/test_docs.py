@@ -20,7 +20,7 @@ import fewer
 from fewer.cli.app import app
 from fewer.cli.options import parse_assignments
 from fewer.data.class_split import OPTIONS as CLASS_OPTIONS
-from fewer.data.sources import EMBEDDED
+from fewer.data.sources import EMBEDDED, LOAD_OPTIONS
 from fewer.experiments import recipes
 from fewer.experiments.compare import assign_options
 from fewer.methods import find, names
@@ -78,7 +78,7 @@ def test_the_worked_example_runs_from_the_command_line(tmp_path: Path) -> None:
 def test_the_snippets_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     snippets = re.findall(r"```python\n(.*?)```", (DOCS / "python.md").read_text(), re.S)
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 255, (600, 8, 8), np.uint8), rng.integers(0, 10, 600)
     names: dict[str, object] = {
@@ -146,7 +146,10 @@ SLOW = ("local-cluster", "join", "server")
 
 @pytest.mark.parametrize(
     "page",
-    [*sorted((DOCS / "tutorial").glob("*.md")), DOCS / "how-to/add-data.md", DOCS / "how-to/recipe.md"],
+    [
+        *sorted((DOCS / "tutorial").glob("*.md")),
+        *(DOCS / f"how-to/{name}.md" for name in ("add-data", "own-data", "recipe")),
+    ],
     ids=page_name,
 )
 def test_a_page_works_from_top_to_bottom(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,17 +231,20 @@ def test_the_page_on_choosing_a_method_names_only_methods(heading: str) -> None:
             assert code in METHODS.builtins or option in options, code
 
 
-def test_the_page_on_data_lists_every_format_and_model_with_its_options() -> None:
-    formats = {row[0].strip("`").partition(":")[0]: row[2] for row in table_below(DOCS / "data.md", "Your own files")}
+def test_the_pages_on_data_list_every_format_and_model_with_its_options() -> None:
+    page = DOCS / "how-to/own-data.md"
+    formats = {row[0].strip("`").partition(":")[0]: row[2] for row in table_below(page, "Formats")}
     assert {*formats} == {*FORMATS}
     for name, cell in formats.items():
-        parameters = {*inspect.signature(FORMATS[name]).parameters} - {"path"}
+        parameters = {*inspect.signature(FORMATS[name]).parameters} - {"path", "schema"}
         assert {*re.findall(r"`(\w+)`", cell)} <= parameters and bool(cell) == bool(parameters), name
+    options = {row[0].strip("`") for row in table_below(page, "CSV")}
+    assert options == {*inspect.signature(FORMATS["csv"]).parameters} - {"path", "schema"}
     models = {name: row for row in table_below(DOCS / "data.md", "Models") for name in re.findall("`([^`]+)`", row[0])}
     assert {*models} == {*MODELS}
-    options = {option for model in MODELS.values() for option in inspect.signature(model).parameters}
+    model_options = {option for model in MODELS.values() for option in inspect.signature(model).parameters}
     for row in models.values():
-        assert {*re.findall(r"`(\w+)`", row[1])} <= options
+        assert {*re.findall(r"`(\w+)`", row[1])} <= model_options
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
@@ -249,7 +255,7 @@ def test_every_flag_and_option_in_the_text_exists(page: Path) -> None:
     for option in re.findall(r"(?:^|\s)-o ([\w-]+\.)?(\w+)=", "\n".join(codes)):
         assert option[1] in options, option
     for option in re.findall(r"--data-option (\w+)=", page.read_text()):
-        assert option in {"name", "split", *CLASS_OPTIONS, *data_options()}, option
+        assert option in {"name", "split", "held_out", *CLASS_OPTIONS, *LOAD_OPTIONS, *data_options()}, option
     known = {flag for command in all_commands() for flag in flags_of(command)} | {"--help"}
     for flag in re.findall(r"^(--[a-z-]+)", "\n".join(codes), re.M):
         assert flag in known, flag
@@ -258,7 +264,7 @@ def test_every_flag_and_option_in_the_text_exists(page: Path) -> None:
 def data_options() -> set[str]:
     """The options of all data formats and built-in datasets."""
     readers = [*FORMATS.values(), *EMBEDDED.values()]
-    return {option for reader in readers for option in inspect.signature(reader).parameters}
+    return {option for reader in readers for option in inspect.signature(reader).parameters} - {"path", "schema"}
 
 
 def all_commands() -> Iterator[click.Command]:

@@ -23,6 +23,7 @@ from fewer.methods.alone import Alone as Alone
 from fewer.methods.f2l import F2L as F2L
 from fewer.methods.fedavg import FedAvg as FedAvg
 from fewer.methods.fedavg import FedAvgAugmented as FedAvgAugmented
+from fewer.methods.fedavg_ft import FedAvgFT as FedAvgFT
 from fewer.methods.fedavg_meta import FedAvgMeta as FedAvgMeta
 from fewer.methods.fedbn import FedBN as FedBN
 from fewer.methods.feddistill import FedDistill as FedDistill
@@ -34,6 +35,7 @@ from fewer.methods.fedmeta import FedMeta as FedMeta
 from fewer.methods.fedmk import FedMK as FedMK
 from fewer.methods.fedmk_paper import FedMKPaper as FedMKPaper
 from fewer.methods.fedprox import FedProx as FedProx
+from fewer.methods.fedseq import FedSeq as FedSeq
 from fewer.methods.fl_maml import FLMAML as FLMAML
 from fewer.methods.fl_maml import LocalMAML as LocalMAML
 from fewer.methods.fl_proto import FLProto as FLProto

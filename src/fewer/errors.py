@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 class FewerError(Exception):
     """Base class. The message is written for the user."""
 
+    resumable = False
+    """True if a run that this error stopped may succeed when it resumes."""
+
 
 class SettingError(FewerError):
     """A setting is unknown, out of range, or conflicts with another."""
@@ -26,13 +29,20 @@ class RunError(FewerError):
     """A run cannot start, continue or be read, for example because a file is missing, damaged or in use."""
 
 
+class RunInterrupted(RunError):
+    """Something outside of a run stopped it, such as a full disk. Once that is fixed, the run can resume."""
+
+    resumable = True
+
+
 class QuorumLost(FewerError):
     """Too few clients answered for the round to count."""
 
-    def __init__(self, text: str, unable: bool = False) -> None:
+    def __init__(self, text: str, unable: bool = False, resumable: bool = True) -> None:
         super().__init__(text)
         self.unable = unable
         """True if every missing client reported that it is unable to answer. Retrying is pointless."""
+        self.resumable = resumable
 
 
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> SettingError:

@@ -22,6 +22,18 @@ def test_data_list_and_inspect(tmp_path: Path) -> None:
     assert "unknown option of data glyphs 'siz', did you mean 'size'" in wrong
 
 
+def test_inspect_lists_columns_classes_and_notes(tmp_path: Path) -> None:
+    rows = "".join(f"{row % 9},text {row},{'yes' if row % 3 else 'no'}\n" for row in range(60))
+    (tmp_path / "a.csv").write_text(f"a,remark,label\n{rows}")
+    arguments = ["data", "inspect", f"csv:{tmp_path}/a.csv", "--clients=2", "--partition=iid", f"--out={tmp_path}"]
+    printed = call(*arguments).stdout
+    assert "samples per class       no 16, yes 32" in printed
+    assert "note                    columns: the inputs are a; the label is label" in printed
+    assert "note                    columns: ignored remark (text; " in printed
+    facts = json.loads(call(*arguments, "--json", "-").stdout)
+    assert facts["samples per class"] == {"no": 16, "yes": 32} and len(facts["notes"]) == 3
+
+
 def test_data_get_needs_a_target_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FEWER_DATA", raising=False)
     assert "no target directory: pass --data-dir or set FEWER_DATA" in call("data", "get", "mnist", code=2).stderr

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 
@@ -18,15 +19,16 @@ from fewer.cli.machines import _prepare_process
 from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.report.page import write_report
 from fewer.runs.engine import resume, run_experiment
+from fewer.runs.experiment import Experiment
 from fewer.runs.machines import ClientDaemon, FlowerServer
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.programs import Program, secret_file
 from fewer.runtime.flower.superlink import SuperLink
 from fewer.runtime.handlers import Call, on_client
 from fewer.wire import encode
+from tests.helpers import Interrupt, experiment
 from tests.helpers import call as command
-from tests.helpers import experiment
-from tests.runtime.flower.harness import session
+from tests.runtime.flower.harness import connect_daemons, session
 
 
 def test_keys_and_mistakes_on_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +91,7 @@ def test_a_stopped_local_cluster_prints_how_to_resume_and_resumes(
     resumed: list[tuple[Path, dict[str, Any]]] = []
 
     def start_and_stop(self: FlowerServer, unused: Any, out: Path, callbacks: Any) -> None:
-        run_experiment(experiment(2, rounds=1, runtime="inline"), out)
-        raise KeyboardInterrupt
+        run_experiment(experiment(2, runtime="inline"), out, [Interrupt(1)])
 
     def resume_run(self: FlowerServer, out: Path, callbacks: Any, **changed: Any) -> None:
         resumed.append((out, changed))
@@ -122,6 +123,49 @@ def test_a_server_stopped_before_its_run_prints_no_resume_hint(tmp_path: Path, m
     keys = Credentials.create(tmp_path / "keys", 2).folder
     args = ["fedavg", "--data", "digits", "--keys", str(keys), "--clients", "2", "--out", str(tmp_path / "run")]
     assert command("server", *args, code=130).stderr == "\nStopped.\n"
+
+
+def test_the_keys_say_how_many_clients_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def start(self: FlowerServer, experiment: Experiment, *_: Any) -> None:
+        started.append(len(experiment.data))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SuperLink, "__enter__", lambda self: self)
+    monkeypatch.setattr(SuperLink, "__exit__", lambda self, *_: None)
+    monkeypatch.setattr(FlowerServer, "start", start)
+    np.savez(tmp_path / "public.npz", x=np.zeros((12, 5), np.float32), y=np.arange(12) % 2)
+    keys = Credentials.create(tmp_path / "keys", 0).folder
+    args: list[str | Path] = ["server", "fedavg", "--keys", keys, "--model", "mlp", "--out", tmp_path / "run", "--data"]
+    assert f"{keys} has no client (add one with: fewer keys add NAME" in command(*args, "digits", code=2).stderr
+    for _ in range(3):
+        Credentials(keys).add_client(f"clinic-{len(Credentials(keys).public_keys)}")
+    for data in ("digits", f"npz:{tmp_path / 'public.npz'}"):
+        command(*args, data, code=130)
+    command(*args, "digits", "--clients", "3", code=130)
+    assert started == [3, 3, 3]
+    wrong = command(*args, "digits", "--clients", "2", code=2).stderr
+    assert wrong == f"fewer: clients = 2, but {keys} has keys of clients [0, 1, 2]\n"
+
+
+def test_a_finished_run_starts_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, run = Credentials.create(tmp_path / "my keys", 2).folder, tmp_path / "run"
+    run_experiment(experiment(2, rounds=1), run, connect=connect_daemons(run, [None, None]))
+    finished = command("server", "--resume", run, "--keys", keys)
+    resume = f"fewer server --resume {run} --keys '{keys}'"
+    assert f"{run} is already finished: 1 rounds. To add some: {resume} --rounds 6\n" == finished.stderr
+    changes: list[dict[str, Any]] = []
+
+    def resume_run(self: FlowerServer, out: Path, callbacks: Any, **changed: Any) -> None:
+        changes.append(changed)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SuperLink, "__enter__", lambda self: self)
+    monkeypatch.setattr(SuperLink, "__exit__", lambda self, *_: None)
+    monkeypatch.setattr(FlowerServer, "resume", resume_run)
+    stopped = command("server", "--resume", run, "--keys", keys, "--rounds", "2", code=130).stderr
+    assert changes == [{"rounds": 2}] and f"Resume with: {resume}" in stopped
 
 
 def test_only_one_server_at_a_time_uses_the_keys(tmp_path: Path) -> None:

@@ -73,6 +73,18 @@ new PerformanceObserver((list) => {
 """
 
 
+FIGURES = {
+    "majority_baseline": 0.6,
+    "ece": 0.125,
+    "classes": {
+        "names": ["healthy", "ill"],
+        "support": [60, 40],
+        **{name: [1, None] for name in ("recall", "precision", "f1")},
+    },
+    "client_metrics": {"3": {"samples": 1200, "accuracy": 1, "loss": 0.25}},
+}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of several methods and states; one with many faults."""
@@ -89,6 +101,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "detail": "",
     }
     data_path = "npz:/home/somebody/measured-in-the-summer/and-cleaned-afterwards/readings-of-all-machines.npz"
+    with (root / "table/fedavg-seed0/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**metrics(4, 0.3), **FIGURES}) + "\n")
     write_run(root / "faulty", "fedbn", events=[*([absent] * 60), STOPPED], data=data_path)
     (root / "table/report").mkdir()
     (root / "table/report/report.html").write_text("<h1>All of them</h1>")
@@ -139,6 +153,16 @@ def test_runs_are_listed_found_sorted_and_opened(site: DashboardClient, open_pag
     expect(page.locator("details").filter(has_text="All settings")).to_contain_text("runtimeinline")
     page.go_back()
     expect(page.locator("tbody tr")).to_have_count(2)
+
+
+def test_a_run_shows_its_figures(site: DashboardClient, open_page: Open) -> None:
+    page = open_page(f"{site.address}/?run={site.row('table/fedavg-seed0')['id']}")
+    expect(page.locator(".tiles")).to_contain_text("majority baseline60.00 %macro F1–ECE12.50 %")
+    expect(page.locator(".note")).to_have_text(
+        re.compile("^30.0 % is below the majority baseline: .* 'healthy' scores 60")
+    )
+    expect(page.get_by_role("region", name="Classes")).to_contain_text("healthy601.00001.00001.0000ill40–––")
+    expect(page.get_by_role("region", name="Clients")).to_contain_text("31,2001.00000.2500")
 
 
 def test_a_run_between_machines_says_how_to_resume_it(site: DashboardClient, open_page: Open) -> None:

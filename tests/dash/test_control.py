@@ -53,7 +53,7 @@ def test_a_full_disk_is_reported_when_the_lock_is_taken(tmp_path: Path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "getpid", full)
-    with pytest.raises(RunError, match="No space left on device.*fewer resume"), RunDirectory(run):
+    with pytest.raises(RunError, match="No space left on device.*then resume"), RunDirectory(run):
         pass
     assert not RunReader(run).in_use
 

@@ -163,3 +163,31 @@ def test_a_real_run_is_watched_and_stopped(tmp_path: Path) -> None:
         wait_for(lambda: site.row("run")["state"] == "stopped")
         assert str(site.row("run")["reason"]).startswith("KeyboardInterrupt")
         assert [event["event"] for event in site.get(f"runs/{row['id']}/events")["events"]] == ["stop", "start"]
+
+
+def test_the_figures_of_a_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", events=[FINISHED])
+    names = {"names": ["healthy", "ill"], "support": [98, 2]}
+    scores = {"recall": [0.99, 0.0], "precision": [0.98, 0.0], "f1": [0.98, 0.0]}
+    last = {
+        **metrics(3, 0.975),
+        "majority_baseline": 0.98,
+        "cost": 2.5,
+        "classes": {**names, **scores},
+        "client_metrics": {"4": {"samples": 10, "accuracy": 0.9}},
+    }
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (last, metrics(4, None))))
+    settings = json.loads((run / "settings.json").read_text())
+    settings["settings"]["metrics"] = ["costs.py:cost"]
+    (run / "settings.json").write_text(json.dumps(settings))
+    with serving(tmp_path) as site:
+        figures = site.get(f"runs/{site.row('run')['id']}/figures")
+    assert figures["metrics"] == [
+        {"name": "majority baseline", "value": 0.98, "percent": True},
+        {"name": "macro F1", "value": None, "percent": True},
+        {"name": "ECE", "value": None, "percent": True},
+        {"name": "cost", "value": 2.5, "percent": False},
+    ]
+    assert figures["classes"][1] == {"class": "ill", "support": 2, "recall": 0.0, "precision": 0.0, "f1": 0.0}
+    assert figures["clients"] == [{"client": 4, "samples": 10, "accuracy": 0.9}]
+    assert figures["shortfall"].startswith("97.5 % is below the majority baseline: always predicting 'healthy'")

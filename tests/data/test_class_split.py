@@ -39,7 +39,7 @@ def test_unseen_classes_are_used_for_testing_only() -> None:
         ({"unseen_classes": "9-3"}, "names no class"),
         ({"classes": "0-5", "unseen_classes": "5-6"}, "class 5 of data 'digits' is in both classes and unseen_classes"),
         ({"unseen_classes": "0-9"}, "leaves no class of data 'digits' to train on"),
-        ({"unsen": "1"}, "allowed: classes, unseen"),
+        ({"unsen": "1"}, "allowed: classes, held_out, max_per_class, normalization, split, unseen"),
     ],
 )
 def test_wrong_classes_are_reported(options: dict[str, Any], text: str) -> None:

@@ -352,6 +352,46 @@ def test_time_ordered_clients_hold_out_the_last_rows_of_each_class(kind: str) ->
     assert sorted(again.test.rows.tolist()) == sorted(rows)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("kind", ["dirichlet", "natural"])
+@pytest.mark.parametrize("stride", [3, 2])
+def test_windows_are_split_in_time_within_each_class_and_never_overlap(kind: Partition, stride: int) -> None:
+    """Two clients, and for each two blocks of three activities one after the other; windows of 6 readings."""
+    starts = np.concatenate([np.arange(block * 100, block * 100 + 100 - 5, stride) for block in range(12)])
+    activity, client_ids = starts // 100 % 3, starts // 600
+    raw = RawDataset(
+        starts[:, None] + np.arange(6.0), activity, client_ids=client_ids, time_ordered=True, class_gap=5 // stride
+    )
+    data = federate(raw, clients=3, partition=kind, validation=0.3, seed=1)
+    parts = [starts[rows] for rows in (data.train.rows, data.validation.rows, data.test.rows.numpy())]  # type: ignore[union-attr]
+    readings = [set((part[:, None] + np.arange(6)).ravel().tolist()) for part in parts]
+    assert not readings[0] & readings[1] and not readings[0] & readings[2] and not readings[1] & readings[2]
+    size = len(starts) // 6  # of an activity of a client
+    for client in range(2):
+        for label in range(3):
+            train, validation, test = (np.sort(p[(p // 600 == client) & (p // 100 % 3 == label)]) for p in parts)
+            assert train.max() < validation.min() and validation.max() < test.min()
+            assert len(test) == size // 5 and len(validation) == int((size - size // 5 - 5 // stride) * 0.3)
+            assert len(train) == size - len(test) - len(validation) - 2 * (5 // stride)
+    held_out = starts[data.hold_out(0.2, 0).test.rows]  # type: ignore[union-attr]
+    assert all(
+        ((held_out // 600 == client) & (held_out // 100 % 3 == label)).any() for client in (0, 1) for label in range(3)
+    )
+
+
+@pytest.mark.parametrize("kind", ["iid", "dirichlet", "shards", "natural"])
+@pytest.mark.parametrize("sensors", [True, False])
+def test_clients_are_tested_on_the_same_samples_whatever_the_validation_share(kind: Partition, sensors: bool) -> None:
+    raw = RawDataset(
+        np.arange(600.0)[:, None], np.arange(600) // 10 % 3, client_ids=np.arange(600) // 200,
+        time_ordered=sensors, class_gap=1 if sensors else None,
+    )  # fmt: skip
+    shares = [federate(raw, clients=4, partition=kind, fraction=0.5, validation=share) for share in (0.0, 0.2, 0.43)]
+    for client in range(len(shares[0])):
+        tests = [data.client(client).test.slice(0, 999) for data in shares]
+        assert len(tests[0][1]) and all(torch.equal(test[0], tests[0][0]) for test in tests)
+        assert len(shares[1].client(client).validation) < len(shares[2].client(client).validation)
+
+
 def test_the_test_split_ignores_the_seed_and_does_not_affect_normalization() -> None:
     x = np.random.default_rng(0).integers(0, 200, (300, 4, 4), np.uint8)
     first, second = (from_arrays(x, np.arange(300) % 3, clients=3, seed=seed) for seed in (0, 1))

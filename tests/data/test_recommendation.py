@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,44 @@ def test_later_items_and_users_with_few_records_are_left_out() -> None:
         build_user_tasks(records(), max_items=-1)
 
 
+def test_the_last_item_is_a_feature_in_the_numbering_of_the_classes() -> None:
+    raw = build_user_tasks(records(), own_classes=True, max_items=2, last_item=True)
+    x = np.asarray(raw.x)
+    assert (
+        x.shape == (7, 1 + 2) and x[:, 0].tolist() == [0, 1, 2, 4, 5, 6, 7] and raw.y.tolist() == [0, 1, 0, 1, 0, 1, 1]
+    )
+    assert x[:, 1:].tolist() == [[0, 0], [1, 0], [0, 1], [1, 0], [0, 0], [1, 0], [0, 1]]
+    mixed = records().select(np.array([5, 0, 6, 1, 7, 2, 8]))  # the rows of two users in turn
+    x = np.asarray(build_user_tasks(mixed, last_item=True).x)
+    assert x.shape == (7, 11) and [np.flatnonzero(row[1:]).tolist() for row in x] == [[], [], [9], [7], [7], [2], [7]]
+    many = records()
+    with pytest.raises(
+        SettingError, match=r"last_item adds a feature for each of 1,001 items \(allowed: up to 1,000\)"
+    ):
+        build_user_tasks(replace(many, class_names=("item",) * 1001), last_item=True)
+
+
+def test_recency_can_be_learned_only_with_the_last_item() -> None:
+    """A user repeats the last item half of the time. The own number of that item makes this visible to one model."""
+    rng = np.random.default_rng(0)
+    choices = rng.integers(5, size=(2, 30, 40))
+    for step in range(1, 40):
+        repeated = rng.random((2, 30)) < 0.6
+        choices[:, :, step][repeated] = choices[:, :, step - 1][repeated]
+    features = np.zeros((30 * 40, 1), np.float32)
+    users = [
+        RawDataset(features, part.ravel(), None, np.repeat(np.arange(30), 40), class_names=tuple("abcde"))
+        for part in choices
+    ]
+    train, new = (build_user_tasks(raw, own_classes=True, last_item=True) for raw in users)
+    weights = np.linalg.lstsq(np.asarray(train.x), np.eye(5)[train.y], rcond=None)[0]  # one linear model of all users
+    predicted = (np.asarray(new.x) @ weights).argmax(1)
+    assert (predicted == new.y).mean() > 0.6
+    train, new = (build_user_tasks(raw, own_classes=True) for raw in users)
+    most_used = np.bincount(train.y).argmax()
+    assert (new.y == most_used).mean() < 0.3
+
+
 def test_movielens_by_genres(tmp_path: Path) -> None:
     write_movielens(tmp_path)
     films = film_line(1, "1995", {1, 5}) + film_line(2, "", {0}) + film_line(3, "1970", {5, 1})
@@ -55,6 +94,9 @@ def test_movielens_by_genres(tmp_path: Path) -> None:
     assert raw.class_names == ("action + comedy", "unknown") and raw.y.tolist() == [0, 0, 1, 0]
     assert read(f"movielens:{tmp_path}", items="genres", own_classes=True, max_items=1).y.tolist() == [0, 0, 0]
     assert len(read(f"movielens:{tmp_path}", min_records=2).y) == 3
+    x = np.asarray(read(f"movielens:{tmp_path}", items="genres", last_item=True).x)
+    assert x.shape == (4, 103 + 2) and x[:, 103:].tolist() == [[0, 0], [1, 0], [1, 0], [0, 0]]
+    assert read("usage", own_classes=True, last_item=True).x.shape[1] == 16 + 8  # type: ignore[union-attr]
     with pytest.raises(SettingError, match="unknown items of movielens 'genre'"):
         read(f"movielens:{tmp_path}", items="genre")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,37 @@ def test_the_embedded_file_is_small_and_comes_with_its_license() -> None:
 
 def test_load_is_deterministic_and_depends_on_the_seed() -> None:
     assert load("digits").fingerprint() == load("digits").fingerprint() != load("digits", seed=1).fingerprint()
+
+
+def test_the_first_samples_of_each_class_can_be_kept() -> None:
+    full = load("digits", clients=3)
+    data = load("digits", clients=3, data_options={"max_per_class": 7})
+    assert torch.bincount(data.source.y).tolist() == [7] * 10
+    for label in range(10):
+        rows = torch.nonzero(full.source.y == label)[:7, 0]
+        assert torch.equal(data.source.x[data.source.y == label], full.source.x[rows])
+    assert torch.equal(data.test.x, full.test.x)
+
+
+def test_pixels_can_have_another_normalization() -> None:
+    x, _ = load("digits", clients=3, data_options={"normalization": [0.5, 0.5]}).test.all()
+    assert (x.min().item(), x.max().item()) == (-1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("digits", {"max_per_class": 0}, r"max_per_class of data 'digits' must be an integer >= 1, got 0"),
+        ("digits", {"max_per_class": "some"}, "must be an integer >= 1"),
+        ("digits", {"normalization": [0.5, 0]}, r"must be \[mean, deviation > 0\], got \[0.5, 0\]"),
+        ("digits", {"normalization": "unit"}, r"must be \[mean, deviation > 0\]"),
+        ("shakespeare-mini", {"normalization": [0.5, 0.5]}, "has no pixels"),
+        ("digits", {"max_per_clas": 3}, "did you mean max_per_class|max_per_class"),
+    ],
+)
+def test_wrong_options_of_all_data_are_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        load(name, clients=3, data_options=options)
 
 
 @pytest.mark.parametrize(

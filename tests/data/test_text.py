@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 import fewer
 from fewer.data.federated import from_arrays
+from fewer.data.sources import find_word_vectors, names_word_vectors
 from fewer.data.text import build_vocabulary, encode, load_word_vectors
 from fewer.errors import DataError
 
@@ -59,15 +61,63 @@ def test_the_vocabulary_keeps_the_most_frequent_words() -> None:
     assert encode(["a x b a", ""], tokens, 3).tolist() == [[3, 1, 2], [0, 0, 0]]
 
 
-def test_word_vectors_are_loaded_for_the_vocabulary(tmp_path: object) -> None:
-    from pathlib import Path
+WORDS = ("<pad>", "<unknown>", "world", "rare")
 
-    file = Path(str(tmp_path)) / "v.txt"
-    file.write_text("2 3\nhello 1 2 3\nworld 4 5 6\n")
-    vectors = load_word_vectors(file, ("<pad>", "<unknown>", "world"))
-    assert vectors[2].tolist() == [4, 5, 6] and vectors[0].tolist() == [0, 0, 0]
-    file.write_text("hello 1 2 3\nworld 4 5\n")
-    with pytest.raises(DataError, match="line 2 has 2 values, expected 3"):
-        load_word_vectors(file, ("<pad>",))
-    with pytest.raises(DataError, match="No such file"):
-        load_word_vectors(file.with_name("none"), ("<pad>",))
+
+def test_word_vectors_are_loaded_for_the_vocabulary(tmp_path: Path) -> None:
+    text = "2 3\nhello 1 2 3\nworld 4 5 6 \nin world 7 8 9\nworld war 7 8 9\n\n"  # a header, words with spaces
+    file, packed = tmp_path / "v.txt", tmp_path / "v.txt.gz"
+    file.write_text(text)
+    packed.write_bytes(gzip.compress(text.encode()))
+    for path in (file, packed):
+        vectors, found = load_word_vectors(path, WORDS)
+        assert vectors[2].tolist() == [4, 5, 6] and vectors[0].tolist() == [0, 0, 0] and found == 1
+        assert 0 < float(vectors[3].abs().max()) < 1 and not torch.equal(vectors[1], vectors[3])
+    lines = (b"%d " % number + b"x " * 100 for number in range(20_000))  # only words of the vocabulary become numbers
+    file.write_bytes(b"world" + b" 1.5" * 100 + b"\n" + b"\n".join(lines))
+    assert load_word_vectors(file, WORDS)[0][2].tolist() == [1.5] * 100
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"hello 1 2 3\nworld 4 5\n", "line 2 has 2 values, expected 3"),
+        (b"world 1 x 3\n", "is not a file of word vectors: could not convert string to float"),
+        (b"world 1 nan 3\n", "has values that are not finite"),
+        (b"", "has no word vectors"),
+        (None, "cannot read .*: No such file"),
+    ],
+)
+def test_damaged_word_vectors_are_reported(content: bytes | None, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "v.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(DataError, match=problem):
+        load_word_vectors(file, WORDS)
+
+
+@pytest.mark.parametrize("damaged", [b"not packed", gzip.compress(b"world 1 2 3\n" * 9)[:-12]])
+def test_damaged_packed_word_vectors_are_reported(damaged: bytes, tmp_path: Path) -> None:
+    (tmp_path / "v.txt.gz").write_bytes(damaged)
+    with pytest.raises(DataError, match=r"cannot read .*v.txt.gz: "):
+        load_word_vectors(tmp_path / "v.txt.gz", WORDS)
+
+
+def test_word_vectors_have_names_in_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEWER_DATA", raising=False)
+    with pytest.raises(DataError, match=r"glove.6B.100d.txt or .* in DIR/glove; pass --data-dir DIR or set FEWER_DATA"):
+        find_word_vectors("glove")
+    with pytest.raises(DataError, match=rf"glove.6B.50d needs glove.6B.50d.txt .* in {tmp_path}/glove \(source"):
+        find_word_vectors("glove.6B.50d", tmp_path)
+    with pytest.raises(DataError, match="vectors = GloVe: there is no such file .allowed: own, glove, glove.6B.100d"):
+        find_word_vectors("GloVe", tmp_path)
+    folder = tmp_path / "glove"
+    folder.mkdir()
+    packed, plain = folder / "glove.6B.100d.txt.gz", folder / "glove.6B.100d.txt"
+    packed.touch()
+    monkeypatch.setenv("FEWER_DATA", str(tmp_path))
+    assert find_word_vectors("glove") == find_word_vectors("glove.6B.100d") == find_word_vectors(str(packed)) == packed
+    plain.touch()
+    assert find_word_vectors("glove") == plain
+    names = ["glove", "glove.6B.100d", "glove.twitter.27B.25d"]
+    assert all(map(names_word_vectors, names)) and not any(names_word_vectors(f"{name}.txt") for name in names)

@@ -28,7 +28,8 @@ from tests.helpers import call
 
 def test_rows_of_a_recipe_may_differ_in_model_and_data() -> None:
     plan = recipes.load_recipe("fedmeta/table3")
-    for quick, options in ((False, {"items": "genres", "max_items": 40, "min_records": 100}), (True, {})):
+    full = {"items": "genres", "max_items": 40, "min_records": 100, "last_item": True}
+    for quick, options in ((False, full), (True, {"last_item": True})):
         settings = dict(
             zip([row.name for row in plan.row], recipes.row_settings(plan.column[3], plan, quick), strict=True)
         )
@@ -42,6 +43,8 @@ def test_rows_of_a_recipe_may_differ_in_model_and_data() -> None:
             row["method_options"]["top_k"] == 4 and row["method_options"]["support_fraction"] == 0.05
             for row in settings.values()
         )
+        methods = [make_method(find(row["method"]), parse_settings(row)).model_dump() for row in settings.values()]
+        assert {method.get("adapt_steps", method["local_steps"]) for method in methods} == {100}
 
 
 RECIPE = """

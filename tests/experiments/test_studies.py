@@ -138,11 +138,15 @@ def test_a_recipe_can_study_leakage_or_earth_mover_distance(tmp_path: Path) -> N
         f"small-fedmk-s-{size}-{kind}.png" for size in (2, 3) for kind in ("copies", "leakage")
     }
     file.write_text(file.read_text().replace('"leakage"\nsteps = 2\nstarts = 1', '"emd"\npaper = [0.0, 0.25]'))
-    file.write_text(file.read_text().replace("study = { steps = 1 }", ""))
+    second_row = '[[row]]\nname = "Paper"\nmethod = "fedmk-paper"\n'
+    file.write_text(file.read_text().replace("study = { steps = 1 }", "") + second_row)
     text = call(*args).stdout
-    (same,), (other,) = json.loads((tmp_path / "small.json").read_text())["study"].values()
-    assert same == 0 and 0 < other < 1
-    assert f"| ours | 0.000 | {other:.3f} |\n| paper | 0.000 | 0.250 |" in text
+    study = json.loads((tmp_path / "small.json").read_text())["study"]
+    (same,), (other,), (paper_same,), (paper_other,) = study.values()
+    assert same == paper_same == 0 and 0 < other < 1 and 0 < paper_other < 1  # each row to its own first column
+    assert list(study) == ["FedMK, S = 2", "FedMK, S = 3", "Paper, S = 2", "Paper, S = 3"]
+    rows = f"| FedMK | 0.000 | {other:.3f} |\n| Paper | 0.000 | {paper_other:.3f} |"
+    assert f"{rows}\n| the paper's values | 0.000 | 0.250 |" in text
 
 
 def test_distance_of_synthetic_data_by_arithmetic() -> None:

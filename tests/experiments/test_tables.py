@@ -14,7 +14,7 @@ from fewer.experiments.recipes import RecipeColumn, RecipeRow, load_recipe, row_
 from fewer.experiments.tune import coordinate_search, find_search_space
 from fewer.methods import find
 from fewer.runs.experiment import make_method, parse_settings
-from fewer.runs.settings import Settings
+from fewer.runs.settings import Settings, settings_in_group
 
 # --- recipes ----------------------------------------------------------------------------------------------------
 
@@ -30,17 +30,49 @@ def cells(name: str) -> Iterator[tuple[RecipeRow, RecipeColumn, Settings, Any]]:
 
 @pytest.mark.parametrize("name", ["table1", "table2", "table3", "fig5", "fig6", "fig7"])
 def test_recipes_tune_all_rows_equally(name: str) -> None:
-    """Tuned rows search full grids, MetaFed from the paper's l_t1. Baselines train on its validation samples too."""
-    without_validation = set()
-    for row, _, settings_, method in cells(name):
+    """Tuned rows search full grids, MetaFed from the paper's l_t1 unless it is given."""
+    for row, _, _, method in cells(name):
         if row.tune:
-            assert (
-                sum(len(grid) - 1 for grid in find_search_space(method).values())
-                < load_recipe(f"metafed/{name}").trials
-            ), row.name
-            assert "distill_threshold" not in find_search_space(method) or method.distill_threshold == 0.6
-            without_validation |= {method.name} if settings_.validation == 0 else set()
-    assert without_validation == ({"fedavg", "fedprox", "fedbn", "local"} if name.startswith("table") else set())
+            searched = find_search_space(method)
+            tuned = list(searched) if isinstance(row.tune, bool) else row.tune
+            assert set(tuned) <= searched.keys()
+            assert sum(len(searched[option]) - 1 for option in tuned) < load_recipe(f"metafed/{name}").trials, row.name
+            assert "distill_threshold" not in tuned or method.distill_threshold == 0.6
+
+
+@pytest.mark.parametrize("name", ["table1", "table2", "table3", "fig5", "fig6", "fig7"])
+def test_all_rows_choose_a_model_by_validation_samples_or_none_does(name: str) -> None:
+    """In a column, all rows also train, validate and test on the same samples, and evaluate after every round."""
+    columns: dict[str, set[Any]] = {}
+    for _, column, settings_, method in cells(name):
+        data = settings_.model_dump_json(include=settings_in_group("Data"))
+        columns.setdefault(column.name, set()).add((method.keep, bool(settings_.validation), data))
+        assert settings_.evaluate_every == 1 or method.keep == "last" or name == "fig5"
+        assert settings_.data != "hapt" or settings_.data_options == {"held_out": "class"}
+    for choices in columns.values():
+        ((keep, validated, _),) = choices
+        assert (keep == "best") == validated
+    assert any(keep == "last" for choices in columns.values() for keep, *_ in choices) == name.startswith("table")
+
+
+@pytest.mark.parametrize(("name", "federations"), [("table1", 4), ("table2", 20), ("table3", 20)])
+def test_controls_take_as_many_steps_in_a_row_as_the_passing_model(name: str, federations: int) -> None:
+    column = load_recipe(f"metafed/{name}").column[0].name
+    rows = {row.name: method for row, in_column, _, method in cells(name) if in_column.name == column}
+    metafed = rows["MetaFed, tuned"]
+    in_a_row = federations * metafed.local_steps * (metafed.rounds - 1)  # Stage I
+    for kind in ("FedAvg", "FedBN"):
+        method = rows[f"{kind}, {in_a_row:,} steps in a row, tuned"]
+        assert method.name == kind.lower() and method.local_steps * method.rounds == in_a_row
+    one_pass, ten_passes, fine_tuned = (
+        rows[f"{row}, tuned"] for row in ("FedSeq, one pass", "FedSeq, ten passes", "FedAvg, last local pass")
+    )
+    per_federation = metafed.local_steps * (metafed.rounds + 1)
+    assert (one_pass.rounds, one_pass.local_steps) == (1, per_federation)
+    assert ten_passes.rounds * ten_passes.local_steps == per_federation
+    assert fine_tuned.ft_steps is None and fine_tuned.local_steps * (fine_tuned.rounds + 1) == per_federation
+    thresholds = [method.distill_threshold for row, method in rows.items() if row.startswith("MetaFed, l_t1")]
+    assert thresholds == [0.6, 1.1] and rows["MetaFed, fine-tuning, tuned"].transfer == "fine-tune"
 
 
 def test_recipes_use_the_stated_settings() -> None:
@@ -48,7 +80,7 @@ def test_recipes_use_the_stated_settings() -> None:
         remaining = (1 - TEST_FRACTION) * settings_.fraction
         assert (
             remaining == TEST_FRACTION
-            and settings_.validation in (0.5, 0.0)
+            and settings_.validation in (0.5, 0.0)  # 0 in the column without validation samples
             and getattr(method, "ignore_threshold", 0.4) == 0.4
         )
     for _, column, _, method in cells("fig6"):  # with l_t1 = 1 the distillation weight has no effect
@@ -98,3 +130,14 @@ def test_figures_use_the_tuned_settings_of_table_2(name: str) -> None:
         }
         for option in {"meta_lr", "pretrain_lr"} & set(options):
             assert options[option] == expected[option], (row.name, option)
+
+
+def test_every_few_shot_row_searches_all_values_of_its_grids() -> None:
+    plan = load_recipe("f2l/table1")
+    for settings in row_settings(plan.column[0], plan, quick=False):
+        method = make_method(find(settings["method"]), parse_settings(settings))
+        search_space = find_search_space(method)
+        seen: list[dict[str, float]] = []
+        start = {option: float(getattr(method, option)) for option in search_space}
+        coordinate_search(lambda point, seen=seen: seen.append(point) or 0.0, search_space, start, plan.trials)  # type: ignore[misc]
+        assert all({point[option] for point in seen} >= set(grid) for option, grid in search_space.items()), method.name

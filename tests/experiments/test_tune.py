@@ -7,14 +7,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from fewer import FedAvg
+from fewer import FedAvg, FedProx
 from fewer.data import Data
-from fewer.errors import RunError
+from fewer.errors import RunError, SettingError
 from fewer.experiments.tune import Point, Trial, coordinate_search, settings_at_edge, tune_experiment
+from fewer.methods import SearchSpace
 from fewer.methods.frl import FRL
 from fewer.methods.metafed import MetaFed
 from fewer.runs.experiment import build_experiment, parse_settings
@@ -35,6 +36,42 @@ def test_a_finer_search_stays_in_the_allowed_range(monkeypatch: pytest.MonkeyPat
         load_digits(),
     )
     assert len(tune_experiment(experiment, 30)[1]) == 30 and len(set(tried)) > 2 and 5 / 6 <= max(tried) <= 1
+
+
+def test_numbers_of_steps_are_tuned_as_integers(monkeypatch: pytest.MonkeyPatch, digits: Data) -> None:
+    tried: list[tuple[Any, Any]] = []
+
+    def run_trial(experiment: Any, *_: Any) -> Any:
+        tried.append((experiment.method.local_steps, experiment.method.mu))
+        return SimpleNamespace(value=experiment.method.local_steps, metrics={"groups": [0.5, 0.6]})
+
+    class Stepwise(FedProx):
+        mu: float | None = None  # type: ignore[assignment]
+        tunable: ClassVar[SearchSpace] = {"local_steps": (5, 20), "mu": (0.1, 1.0)}
+
+    monkeypatch.setattr(sys.modules[tune_experiment.__module__], "run_experiment", run_trial)
+    experiment = build_experiment(parse_settings({"method": "fedprox"}), Stepwise(), digits)
+    best, _ = tune_experiment(experiment, 6)
+    steps = [steps for steps, _ in tried]
+    assert steps[:2] == [5, 20] and max(steps) > 20 and all(isinstance(value, int) for value in steps)
+    assert best.method.model_dump()["local_steps"] == max(steps)
+    assert {mu for _, mu in tried} == {0.1}  # not yet tuned: the grid's first value stands for null
+
+
+def test_only_the_listed_options_are_tuned(digits: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[float, float]] = []
+
+    def run_trial(experiment: Any, *_: Any) -> Any:
+        tried.append((experiment.method.lr, experiment.method.mu))
+        return SimpleNamespace(value=experiment.method.lr, metrics={"groups": [0.5, 0.6]})
+
+    monkeypatch.setattr(sys.modules[tune_experiment.__module__], "run_experiment", run_trial)
+    experiment = build_experiment(parse_settings({"method": "fedprox"}), FedProx(mu=0.2), digits)
+    best, trials = tune_experiment(experiment, 5, options=["lr"])
+    assert len(trials) == len({lr for lr, _ in tried}) == 5 and {mu for _, mu in tried} == {0.2}
+    assert best.method.lr == max(lr for lr, _ in tried) and best.method.mu == 0.2  # type: ignore[attr-defined]
+    with pytest.raises(SettingError, match="unknown option to tune of fedprox 'lt' .allowed: lr, mu"):
+        tune_experiment(experiment, 5, options=["lt"])
 
 
 def objective(optimum: Point, evaluated: list[Point]) -> Callable[[Point], float]:

@@ -33,10 +33,12 @@ FEW_SHOT: dict[str, Any] = {
     "partition": "iid",
     "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
 }
+FIVE_LOSSES = {"mi_scope": "across", "learn_from": "task"}
 GROUPS: dict[str, Any] = {
     "rounds": 4,
     "method_options": {"way": 2, "group_size": 2, "eval_groups": 2, "samples_per_class": 20},
 }
+AUTHORS_STEPS = {"local_steps": 2, "weight_decay": 5e-4, "crop": 1, "temperature": 10}
 NEW_CLIENTS: dict[str, Any] = {"clients": 8, "cohort": 3}
 CONDENSE = {
     "per_class": 2,
@@ -45,15 +47,19 @@ CONDENSE = {
     "outer_steps": 2,
     "refine_from": 1,
     "server_steps": 10,
+    "match_rounds": "all",
 }
+ONE_INNER_STEP = {"labels": "held", "inner_steps": 1, "restart_every": 1, "server_lr": 0.1}
 FAULTS = {"drop": 0.15, "slow": 0.15, "corrupt": 0.15, "seed": 3, "clients": 8, "cohort": 8}
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("local", "fedavg", "fedavg-augmented", "fedprox", "feddistill", "feddistill-logits")},
     **{name: {} for name in ("fedensemble", "fedgen")},
     "fedbn": {"norm": "batch"},
+    "fedavg-ft": {"norm": "batch", "method_options": {"ft_steps": 3}},
+    "fedseq": {},
     "fedmk": {"method_options": CONDENSE},
-    "fedmk-paper": {"method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
+    "fedmk-paper": {"method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10, **ONE_INNER_STEP}},
     **dict.fromkeys(("fedmeta", "fedavg-meta", "reptile", "per-fedavg", "alone"), NEW_CLIENTS),
     "frl": GROUPS,
     "frl-meta-head": GROUPS,
@@ -65,6 +71,10 @@ CASES: dict[str, dict[str, Any]] = {
     "metafed": {"validation": 0.2},
     **dict.fromkeys(("f2l", "fl-maml", "fl-proto", "fedfsl", "local-maml", "local-proto"), FEW_SHOT),
     # Other branches of a method, dropout (the global generators) and injected faults.
+    "fedavg, best": {"validation": 0.3, "rounds": 4, "method_options": {"keep": "best", "lr": 1.0}},
+    "fedbn, best": {"validation": 0.3, "rounds": 4, "method_options": {"keep": "best", "lr": 1.0}},
+    "fedseq, faults": FAULTS,
+    "metafed, last": {"validation": 0.2, "method_options": {"keep": "last", "transfer": "fine-tune"}},
     "fedavg, codec uint8": {"method_options": {"codec": "uint8"}},
     "fedavg, faults": FAULTS,
     "fedavg, text": {
@@ -82,6 +92,8 @@ CASES: dict[str, dict[str, Any]] = {
         "method_options": {**CONDENSE, "init_from": "shared", "sample_weights": "class", "restart_every": 2}
     },
     "fedmk, faults": {**FAULTS, "method_options": CONDENSE},
+    "fedmk, matched once": {"rounds": 3, "method_options": {**CONDENSE, "match_rounds": 1}},
+    "fedmk-paper, literal": {"norm": "batch", "method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
     "fedmeta, fomaml": {**NEW_CLIENTS, "method_options": {"algorithm": "fomaml", "inner_steps": 2, "batch_size": 8}},
     "fedmeta, meta-sgd with local steps": {
         **NEW_CLIENTS,
@@ -89,12 +101,21 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "frl, linear": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "linear"}},
     "frl, distance": {**GROUPS, "method_options": {**GROUPS["method_options"], "head": "distance", "optimizer": "sgd"}},
+    "frl, the authors' steps": {
+        **GROUPS,
+        "method_options": {**GROUPS["method_options"], **AUTHORS_STEPS, "meta_steps": 2, "optimizer": "sgd"},
+    },
+    "frl-per-fedavg, the authors' steps": {**GROUPS, "method_options": {**GROUPS["method_options"], **AUTHORS_STEPS}},
     "metafed, distill": {"validation": 0.2, "method_options": {"distill_threshold": 0.0, "ignore_threshold": 0.1}},
     "metafed, federations": {"validation": 0.2, "clients": 6, "method_options": {"federations": 3, "nets": "cnn,mlp"}},
     "metafed, faults": {**FAULTS, "validation": 0.2},
     "f2l, five losses": {
         **FEW_SHOT,
-        "method_options": {**FEW_SHOT["method_options"], "mi_scope": "across", "learn_from": "task"},
+        "method_options": {**FEW_SHOT["method_options"], **FIVE_LOSSES, "detach_client_features": False},
+    },
+    "f2l, client features as constants": {
+        **FEW_SHOT,
+        "method_options": {**FEW_SHOT["method_options"], **FIVE_LOSSES},
     },
 }
 """Settings by case. A case is a method's name, with a comma and a remark if its settings are special."""
@@ -133,7 +154,7 @@ def record(case: str, runtime: str, folder: Path) -> dict[str, Any]:
     result = fewer.run(method, out=folder / runtime, runtime=runtime, **settings)
     lines = (folder / runtime / "events.jsonl").read_text().splitlines()
     absent = [event for event in map(json.loads, lines) if event["event"] == "absent"]
-    clients = range(len(result.data)) if method in PERSONAL else ()
+    clients = range(len(result.data)) if method in PERSONAL or result.method.keep == "best" else ()
     return {
         "weights": hash_tensors(result.state),
         "personal": [hash_tensors(dict(result.personal_model(client).state_dict())) for client in clients],
@@ -142,8 +163,8 @@ def record(case: str, runtime: str, folder: Path) -> dict[str, Any]:
     }
 
 
-PERSONAL = ("local", "fedbn", "metafed")
-"""Methods that store a model on each client."""
+PERSONAL = ("local", "fedbn", "fedavg-ft", "metafed")
+"""Methods whose clients have models of their own."""
 
 
 @pytest.fixture(scope="session")

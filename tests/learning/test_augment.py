@@ -1,10 +1,11 @@
-"""Augmentation is affine and differentiable."""
+"""Augmentation: affine maps and crops."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
-from fewer.learning.augment import MAX_ROTATION, MAX_SCALE, MAX_SHIFT, apply_affine, draw_affine
+from fewer.learning.augment import MAX_ROTATION, MAX_SCALE, MAX_SHIFT, apply_affine, draw_affine, random_crop
 from fewer.runtime import stream
 
 
@@ -22,3 +23,15 @@ def test_augmentation_is_affine_and_differentiable() -> None:
     assert torch.atan2(moves[:, 1, 0], moves[:, 0, 0]).abs().max() <= MAX_ROTATION + 1e-6
     image.requires_grad_()
     assert torch.autograd.gradcheck(lambda i: apply_affine(i, moves[:2]), (image,))
+
+
+def test_random_crops_are_windows_of_the_padded_image() -> None:
+    images = torch.rand(300, 2, 4, 5)
+    crops, padded = random_crop(images, 2, -1.0, stream("crop")), F.pad(images, (2, 2, 2, 2), value=-1.0)
+    windows = {}
+    for top in range(5):
+        for left in range(5):
+            windows[top, left] = (padded[:, :, top : top + 4, left : left + 5] == crops).flatten(1).all(1)
+    counts = {place: int(matches.sum()) for place, matches in windows.items()}
+    assert sum(counts.values()) == 300 and min(counts.values()) > 0  # every image has one window, and all occur
+    assert torch.equal(random_crop(images, 2, -1.0, stream("crop")), crops)

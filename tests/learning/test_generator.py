@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fewer.learning.generator import Generator, diversity_loss, train_generator
-from fewer.models import get_weights, load_weights
+from fewer.learning.generator import Generator, GeneratorOutput, build_generator, diversity_loss, train_generator
+from fewer.models import Task, get_weights, load_weights, split_net
+from fewer.registry import MODELS
 from fewer.runtime import stream
 from tests.methods.fedmk_harness import CLASSES
+from tests.models.harness import TASK_INFO, build_net
 
 # --- Eqs 9-11: training on the server ---------------------------------------------------------------------------
 
@@ -43,6 +45,28 @@ def test_diversity_loss_matches_a_double_loop() -> None:
             noise_distance = sum((noise[i] - noise[j]).square().tolist()) / 3
             total += noise_distance * sum((features[i] - features[j]).abs().tolist()) / 2
     assert diversity_loss(noise, features).item() == pytest.approx(math.exp(-total / 25))
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_generated_features_have_the_range_of_the_encoder(name: str) -> None:
+    """Features ≥ 0 for a ReLU, in (−1, 1) for an LSTM, and any number otherwise."""
+    facts = TASK_INFO[name]
+    net = build_net(name, **({"width": 0.1} if name == "resnet12" else {})).eval()
+    task = Task(facts["shape"], facts["classes"], lambda: net)
+    x = 3 * torch.randn(4, *task.shape) if "vocabulary" not in facts else torch.randint(1, 80, (4, *task.shape))
+    real = split_net(net)[0](x).detach()
+    outputs: tuple[GeneratorOutput, ...] = ("encoder", "linear")
+    for output in outputs:
+        generator = build_generator(task, net, output)
+        with torch.no_grad():
+            generator.state_dict()["body.3.weight"].mul_(30)
+        generated = generator(*generator.draw(50, stream("try"))).detach()
+        assert generated.shape[1] == real.shape[1]
+        if output == "encoder":
+            assert bool((generated < 0).any()) == bool((real < 0).any())
+            assert bool((generated.abs() > 1).any()) == ("lstm" not in name)
+        else:
+            assert generated.min() < -1
 
 
 # --- options ----------------------------------------------------------------------------------------------------

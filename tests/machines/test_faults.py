@@ -27,7 +27,7 @@ from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import run_experiment
 from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
-from tests.helpers import experiment, run_contents, wait_for
+from tests.helpers import experiment, remote_contents, run_contents, wait_for
 from tests.machines.cluster import TIMEOUT, Cluster
 
 pytestmark = pytest.mark.timeout(900)
@@ -66,8 +66,7 @@ def absent(run: Path) -> list[tuple[int, int, str]]:
 def same_as_inline(run: Path, folder: Path, **settings: Any) -> bool:
     """True if a run left the same files as an uninterrupted run on one machine."""
     run_experiment(experiment(2, runtime="inline", **settings), folder)
-    inline, remote = run_contents(folder), run_contents(run)
-    return {**inline, "clients": {}} == remote
+    return remote_contents(folder, run) == run_contents(run)
 
 
 # --- killed -----------------------------------------------------------------------------------------------------

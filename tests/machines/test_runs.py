@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,40 +15,22 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 from fewer.methods import names
 from fewer.runs.engine import run_experiment
 from fewer.runs.machines import FlowerServer
-from fewer.runtime.handlers import OUTGOING
-from tests.helpers import FRL_SETTINGS, experiment, run_contents, wait_for
+from fewer.runtime.flower.credentials import create_node_key
+from tests.helpers import (
+    FRL_SETTINGS,
+    SMALL,
+    client_count,
+    experiment,
+    remote_contents,
+    run_contents,
+    wait_for,
+    without_outgoing,
+)
 from tests.machines.cluster import Cluster
 
 pytestmark = pytest.mark.timeout(900)
-META = ("alone", "fedmeta", "fedavg-meta", "reptile", "per-fedavg")
-"""These need clients for training, validation and evaluation: at least eight."""
-FEW_SHOT: dict[str, Any] = {
-    "data_options": {"split": "4/3/3"},
-    "partition": "iid",
-    "method_options": {"way": 2, "shot": 1, "queries": 2, "tasks": 2, "test_tasks": 4, "validate_every": 2},
-}
-SMALL: dict[str, dict[str, Any]] = {
-    "fedavg": {"drop": 0.2, "corrupt": 0.2},
-    "fedbn": {"norm": "batch"},
-    "fedmk": {"method_options": {"per_class": 2, "matching_steps": 5, "outer_steps": 2, "server_steps": 10}},
-    "fedmk-paper": {"method_options": {"per_class": 2, "server_steps": 10}},
-    "metafed": {"validation": 0.2},
-    **dict.fromkeys(("f2l", "fedfsl", "fl-maml", "fl-proto", "local-maml", "local-proto"), FEW_SHOT),
-    **dict.fromkeys(("frl", "frl-meta-head", "frl-scratch", "frl-fine-tuning", "frl-per-fedavg"), FRL_SETTINGS),
-    "frl-warm-start": {"rounds": 8, "method_options": {**FRL_SETTINGS["method_options"], "warmup_rounds": 4}},
-}
-"""Settings that make a method fast."""
 DEFAULT_METHODS = ("fedavg", "fedbn", "fedmk")
 """Tested by default: one sends a model, one has private state, one sends data."""
-
-
-def without_outgoing(files: dict[Path, bytes]) -> dict[Path, bytes]:
-    """All files except outgoing messages: the metadata keys of an encoded message have no fixed order."""
-    return {path: content for path, content in files.items() if not path.name.startswith(OUTGOING)}
-
-
-def client_count(method: str) -> int:
-    return 8 if method in META else 3
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +72,31 @@ def test_the_numbers_match_inline(
         for client in range(clients)
         for file in (cluster.store(client) / "runs" / run).rglob("*.safetensors")
     }
-    assert remote_files["clients"] == {} and {**remote_files, "clients": without_outgoing(client_files)} == {
-        **inline_files,
-        "clients": without_outgoing(inline_files["clients"]),
-    }
+    assert remote_files == remote_contents(tmp_path / "inline", tmp_path / "flower")
+    assert without_outgoing(client_files) == without_outgoing(inline_files["clients"])
     assert remote.accuracy == inline.accuracy
-    if method == "fedavg":
+    if method == "fedavg":  # evaluated at the server: it counts the labels of its own test samples
+        assert remote.metrics["macro_f1"] == inline.metrics["macro_f1"]
+        assert remote.metrics["classes"] == inline.metrics["classes"]
         assert any(line["absent"] for line in inline.history)
-    if method == "fedbn":
+    if method == "fedbn":  # evaluated at the clients: their label counts stay there
+        assert "macro_f1" in inline.metrics and not {"macro_f1", "ece", "classes"} & remote.metrics.keys()
         assert client_files
+
+
+@pytest.mark.cluster
+def test_clients_with_an_added_and_a_self_made_key_take_part_and_a_run_gets_more_rounds(tmp_path: Path) -> None:
+    cluster, own = Cluster(tmp_path, 1), tmp_path / "own"
+    create_node_key(own)
+    assert [cluster.keys.add_client("clinic"), cluster.keys.add_client("own", own / "node.pub")] == [1, 2]
+    shutil.copy(cluster.keys.client_folder(2) / "ca.crt", own)
+    try:
+        for client, keys in enumerate((None, None, own)):
+            cluster.join(client, keys=keys)
+        with cluster.server() as server:
+            server.start(experiment(3, rounds=1), tmp_path / "run")
+            server.resume(tmp_path / "run", rounds=2)
+    finally:
+        cluster.close()
+    run_experiment(experiment(3, rounds=2, runtime="inline"), tmp_path / "inline")
+    assert run_contents(tmp_path / "run") == remote_contents(tmp_path / "inline", tmp_path / "run")

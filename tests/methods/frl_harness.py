@@ -21,11 +21,13 @@ from fewer.methods.frl_baselines import FRLMetaHead
 from fewer.models import EncoderHead, Weights, load_weights
 
 
-def eq2_loss(features: Tensor, labels: Tensor, classes: Sequence[int], means: Tensor) -> Tensor:
+def eq2_loss(
+    features: Tensor, labels: Tensor, classes: Sequence[int], means: Tensor, temperature: float = 1.0
+) -> Tensor:
     """Eq 2 sample by sample, with the true class in the sum."""
     total = torch.zeros((), dtype=features.dtype)
     for x, label in zip(features, labels.tolist(), strict=True):
-        distances = torch.stack([(x - mean).square().sum() for mean in means])
+        distances = torch.stack([(x - mean).square().sum() / temperature for mean in means])
         total = total + distances[list(classes).index(label)] + torch.logsumexp(-distances, 0)
     return total / len(labels)
 
@@ -84,9 +86,9 @@ def episode_loss(
         scores = net.head(features)[:, sorted(global_means)]  # type: ignore[operator]
         return F.cross_entropy(scores, torch.tensor([sorted(global_means).index(int(label)) for label in y]))
     prototypes = class_means(features, y) if local_means is None else local_means
-    total = eq2_loss(features, y, list(prototypes), torch.stack(list(prototypes.values())))
+    total = eq2_loss(features, y, list(prototypes), torch.stack(list(prototypes.values())), method.temperature)
     if method.head == "gpal" and global_means:
-        aux = eq2_loss(features, y, list(global_means), torch.stack(list(global_means.values())))
+        aux = eq2_loss(features, y, list(global_means), torch.stack(list(global_means.values())), method.temperature)
         total = method.gamma * total + (1 - method.gamma) * aux
     return total
 
@@ -102,6 +104,10 @@ def load_net(weights: Weights) -> nn.Module:
     return net
 
 
+def descend(weights: Weights, gradients: Weights, lr: float, weight_decay: float) -> Weights:
+    return {name: tensor - lr * (gradients[name] + weight_decay * tensor) for name, tensor in weights.items()}
+
+
 def episode(
     method: FRL, initial: Weights, cohort: Sequence[int] = range(5)
 ) -> tuple[Weights, Weights, dict[int, Tensor]]:
@@ -115,12 +121,12 @@ def episode(
         for client in cohort:
             (x, y), _ = support_and_query(client)
             local_model = theta
-            for step in range(method.epochs):
+            for step in range(method.local_steps or method.epochs):
                 net = load_net(local_model)
                 if step == 0:
                     local_means[client] = class_means(net.encoder(x).detach(), y)  # type: ignore[operator]
                 gradients = compute_gradients(episode_loss(method, net, x, y, global_means, None), net)
-                local_model = {name: local_model[name] - method.lr * gradients[name] for name in local_model}
+                local_model = descend(local_model, gradients, method.lr, method.weight_decay)
             if method.prototypes_from == "after":
                 local_means[client] = class_means(load_net(local_model).encoder(x).detach(), y)  # type: ignore[operator]
             models[client] = local_model
@@ -148,9 +154,14 @@ def episode(
         x, y = support_and_query(client)[1]
         net = load_net(theta)
         query_means = last_means[client] if method.query_prototypes == "support" else None
-        gradients = compute_gradients(
-            episode_loss(method, net, x, y, global_means if method.head != "distance" else {}, query_means), net
-        )
+        prototypes = global_means if method.head != "distance" else {}
+        gradients = compute_gradients(episode_loss(method, net, x, y, prototypes, query_means), net)
+        phi = descend(initial, gradients, method.meta_lr, method.weight_decay)
+        for _ in range(method.meta_steps - 1):  # ordinary steps from φ
+            net = load_net(phi)
+            gradients = compute_gradients(episode_loss(method, net, x, y, prototypes, query_means), net)
+            phi = descend(phi, gradients, method.meta_lr, method.weight_decay)
+        gradients = {name: (initial[name] - phi[name]) / method.meta_lr for name in initial}
         meta_gradient = {
             name: gradient + len(PAIRS[client][1]) / total_size * gradients[name]
             for name, gradient in meta_gradient.items()

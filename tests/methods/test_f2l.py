@@ -156,11 +156,22 @@ def test_the_meta_gradient_of_the_client_model_matches_finite_differences(exact:
 
 
 @pytest.mark.parametrize(
-    ("first_order", "learn_from", "zero_head", "client_lr"),
-    [(False, "support", False, None), (True, "support", False, 0.0005), (False, "task", True, 0.0005)],
+    ("first_order", "learn_from", "zero_head", "client_lr", "detach"),
+    [
+        (False, "support", False, None, True),
+        (True, "support", False, 0.0005, False),
+        (False, "task", True, 0.0005, True),
+        (False, "task", True, 0.0005, False),
+    ],
 )
 def test_one_task_updates_both_models_by_the_papers_equations(
-    data: ArrayData, tmp_path: Path, first_order: bool, learn_from: str, zero_head: bool, client_lr: float | None
+    data: ArrayData,
+    tmp_path: Path,
+    first_order: bool,
+    learn_from: str,
+    zero_head: bool,
+    client_lr: float | None,
+    detach: bool,
 ) -> None:
     """Plain autograd through Eqs 3 to 20, in the order of Algorithm 1. Here φ is updated by SGD and ψ by Adam."""
     settings = {
@@ -170,6 +181,7 @@ def test_one_task_updates_both_models_by_the_papers_equations(
         "weight_decay": 0.01,
         "fine_tune_lr": 0.2,
         "fine_tune_steps": 2,
+        "detach_client_features": detach,
     }
     settings |= {"mi_weight": 0.3, "kd_weight": 0.8, "mi_scope": "across", "mi_temperature": 0.2}
     method = F2L(**FAST | settings, lr=0.002, client_lr=client_lr, zero_head=zero_head)
@@ -204,7 +216,8 @@ def test_one_task_updates_both_models_by_the_papers_equations(
     fixed = {name: tensor.detach() for name, tensor in tuned.items()}
     encoder_weights = {name.removeprefix("encoder."): tensor for name, tensor in fixed.items() if "encoder." in name}
     # The client features h_ψ depend on φ, too.
-    client_features = functional_call(solver.client_model.encoder, encoder_weights, (features,))
+    inputs = features.detach() if detach else features
+    client_features = functional_call(solver.client_model.encoder, encoder_weights, (inputs,))
     confidences = F.linear(client_features, fixed["head.weight"], fixed["head.bias"]).softmax(1).detach()
     base = F.cross_entropy(F.linear(features, phi["head.weight"], phi["head.bias"]), task.classes[y])
     server_loss = 0.7 * base + 0.3 * mutual_information(features, client_features, confidences, y, True, 0.2)

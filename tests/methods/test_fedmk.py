@@ -214,13 +214,16 @@ def test_outer_steps_start_in_the_given_round(tmp_path: Path) -> None:
         assert torch.equal(*results) == equal
 
 
-def test_the_papers_variant_has_two_deviations() -> None:
+def test_the_papers_variant_is_the_literal_reading() -> None:
+    """Each option as in Algorithm 1. The two that are not are Adam and 256 samples per outer step."""
     method = FedMKPaper()
     assert (method.optimizer, method.outer_batch_size) == ("adam", 256)
-    assert (method.matching_steps, method.augment, method.inner_steps, method.inner_batch_size) == (0, False, 1, None)
+    assert (method.matching_steps, method.augment, method.inner_batch_size) == (0, False, None)
+    assert (method.restart_every, method.server_lr, method.labels) == (None, None, "all")
+    assert method.inner_steps > 1
     assert (method.refine_from, method.momentum, method.lr_decay) == (1, 0.0, False)
     assert (method.init_from, method.keep_images, method.min_samples, method.codec) == ("shared", "round", 1, "float32")
-    assert (method.sample_weights, method.tau, method.per_class, method.restart_every) == ("dynamic", 5.0, 20, 1)
+    assert (method.sample_weights, method.tau, method.per_class) == ("dynamic", 5.0, 20)
 
 
 def test_concatenated_images_keep_their_labels() -> None:
@@ -247,7 +250,7 @@ def test_matching_gets_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for augment in (False, True):
         method = FedMK(**{**SMALL, "matching_steps": 7, "matching_lr": 0.3, "augment": augment, "outer_steps": 0})
         method.condense(
-            make_client(tmp_path, 0),
+            make_client(tmp_path / str(augment), 0),
             model=make_task().initial_weights(SEED),
             shared=method.init(make_task(), SEED).empty,
         )

@@ -139,11 +139,11 @@ def test_class_weights_give_each_held_class_the_same_total() -> None:
     assert balance[[0, 2]].tolist() == pytest.approx([4 / (2 * 3), 4 / (2 * 1)])
 
 
-@pytest.mark.parametrize("restart", [1, 2])
-def test_the_outer_loop_restarts_from_the_global_model_or_continues(restart: int, tmp_path: Path) -> None:
-    """Two SGD steps on D̂ with all samples: the second starts from W again, or from the weights after the first."""
+@pytest.mark.parametrize("restart", [1, 2, None])
+def test_the_outer_loop_restarts_from_the_global_model_or_continues(restart: int | None, tmp_path: Path) -> None:
+    """Three SGD steps on D̂ with all samples: each starts from W again, or from the weights w* of the step before."""
     method = FedMK(
-        outer_steps=2, outer_lr=3.0, outer_batch_size=None, optimizer="sgd", inner_steps=1, inner_batch_size=None,
+        outer_steps=3, outer_lr=3.0, outer_batch_size=None, optimizer="sgd", inner_steps=1, inner_batch_size=None,
         inner_lr=0.5, restart_every=restart, augment=False, sample_weights="none",
     )  # fmt: skip
     client = make_client(tmp_path, 1)
@@ -153,8 +153,8 @@ def test_the_outer_loop_restarts_from_the_global_model_or_continues(restart: int
     x, y = client.train.slice(0, len(client.train))
     start: dict[str, Tensor] = dict(net.named_parameters())
     expected, weights = images, start
-    for step in range(2):
-        if step % restart == 0:
+    for step in range(3):
+        if restart and step % restart == 0:
             weights = start
         d = expected.detach().requires_grad_()
         gradients = torch.autograd.grad(
@@ -238,6 +238,67 @@ def test_own_knowledge_continues_from_the_last_round(tmp_path: Path) -> None:
     assert torch.allclose(first["0"], second["0"], atol=1e-6)
     without_store = method.condense(make_client(tmp_path / "elsewhere", 0, 2), model=model, shared=empty)["knowledge"]
     assert not torch.allclose(first["0"], without_store["0"], atol=0.1)
+
+
+def test_matching_in_a_later_round_undoes_outer_steps(tmp_path: Path) -> None:
+    """Matched, then refined: a second round with match_rounds = 1 keeps D̂, with "all" its outer loss rises again."""
+    model = make_task().initial_weights(SEED)
+
+    def condense(name: str, round: int, **options: Any) -> Tensor:
+        method = FedMK(**{**SMALL, "matching_steps": 30, "inner_steps": 1, "inner_batch_size": None, **options})
+        torch.manual_seed(0)
+        client = make_client(tmp_path / name, 1, round)
+        knowledge = method.condense(client, model=model, shared=method.init(make_task(), SEED).empty)["knowledge"]
+        return torch.cat(list(knowledge.values()))
+
+    def loss(images: Tensor) -> float:
+        method = FedMK(inner_steps=1, inner_batch_size=None, augment=False)
+        client = make_client(tmp_path, 1)
+        net, (x, y) = client.net(model), client.train.all()
+        labels = torch.arange(CLASSES).repeat_interleave(2)
+        w_star = method.inner_loop(net, dict(net.named_parameters()), images, labels, stream("any"))
+        return method.outer_loss(net, w_star, x, y, torch.ones(CLASSES)).item()
+
+    refining: dict[str, Any] = {"outer_steps": 60, "outer_lr": 0.1, "augment": False}
+    losses = [loss(condense("never", 1, outer_steps=0))]
+    for rounds in (1, "all"):
+        refined = condense(str(rounds), 1, match_rounds=rounds, **refining)
+        kept = condense(str(rounds), 2, match_rounds=rounds, outer_steps=0)
+        assert torch.equal(kept, refined) == (rounds == 1)
+        losses += [loss(refined), loss(kept)]
+    matched, refined_1, kept_1, refined_all, matched_again = losses
+    assert kept_1 == refined_1 == refined_all < matched - 0.05
+    assert matched_again > refined_all + 0.2 * (matched - refined_all)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"match_rounds": "all"}, [True, True, True, True]),
+        ({"match_rounds": 1}, [True, False, False, False]),
+        ({"match_rounds": 2}, [True, True, False, False]),
+        ({"match_rounds": 1, "init_from": "shared"}, [True, False, False, False]),
+        ({"match_rounds": 1, "init_from": "noise"}, [True, True, True, True]),
+    ],
+)
+def test_a_client_matches_in_its_first_rounds(
+    options: dict[str, Any], expected: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's own rounds count: here it is not in the cohorts of rounds 1, 2 and 4."""
+    calls: list[int] = []
+
+    def spy(net: Any, images: Tensor, *_: Any, **settings: Any) -> Tensor:
+        calls.append(1)
+        return images
+
+    monkeypatch.setattr("fewer.methods.fedmk.match_statistics", spy)
+    method, matched = FedMK(**{**SMALL, **options}), []
+    model, empty = make_task().initial_weights(SEED), method.init(make_task(), SEED).empty
+    for round in (3, 5, 6, 7):
+        calls.clear()
+        method.condense(make_client(tmp_path, 0, round), model=model, shared=empty)
+        matched.append(bool(calls))
+    assert matched == expected
 
 
 def test_labels_are_the_held_classes_or_all_classes(tmp_path: Path) -> None:

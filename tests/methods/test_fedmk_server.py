@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.learning.augment import apply_affine, draw_affine
@@ -64,13 +64,18 @@ def test_server_training_is_sgd_on_the_mean_loss_of_d(tmp_path: Path) -> None:
     assert not torch.allclose(model["head.weight"], state.model["head.weight"], atol=1e-3)
 
 
-def test_generated_features_add_beta_times_their_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("output", "activation"), [("encoder", nn.ReLU()), ("linear", None)])
+def test_generated_features_add_beta_times_their_loss(
+    output: str, activation: nn.Module | None, tmp_path: Path
+) -> None:
     """Eq 11: one step on the loss of D̂ plus β times the head's loss on generated features."""
     images, labels = random_images()
     options = {"augment": False, "server_steps": 1, "server_lr": 0.3, "server_batch_size": 8, "generator_steps": 4}
     beta = 0.5
-    model, generator_weights, state = train_on_server(FedMK(pseudo_weight=beta, **options), tmp_path, images, labels)
-    generator = Generator(CLASSES, 32)
+    model, generator_weights, state = train_on_server(
+        FedMK(pseudo_weight=beta, generator_output=output, **options), tmp_path, images, labels
+    )
+    generator = Generator(CLASSES, 32, activation)
     generator.load_state_dict(generator_weights)
     generator.train()
     draw = make_server(tmp_path).stream("learning")
@@ -139,6 +144,16 @@ def test_server_lr_decays_or_stays_constant(tmp_path: Path) -> None:
     for name in state.model:  # with decay, the second step has half the length
         assert torch.allclose(decaying[name] - one_step[name], 0.5 * (constant[name] - one_step[name]), atol=1e-6)
     assert not torch.allclose(constant["head.weight"], one_step["head.weight"], atol=1e-4)
+
+
+def test_without_its_own_lr_the_server_has_that_of_the_inner_loop(tmp_path: Path) -> None:
+    images, labels = torch.rand(9, *SHAPE), torch.arange(3).repeat(3)
+    models = [
+        train_on_server(FedMK(server_steps=1, server_lr=lr, inner_lr=0.3), tmp_path, images, labels)[0]
+        for lr in (None, 0.3, 0.05)
+    ]
+    assert torch.equal(models[0]["head.weight"], models[1]["head.weight"])
+    assert not torch.equal(models[0]["head.weight"], models[2]["head.weight"])
 
 
 def test_the_server_augments_each_image_separately(tmp_path: Path) -> None:

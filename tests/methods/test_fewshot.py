@@ -16,13 +16,15 @@ from fewer.data import ArrayData, RawDataset, federate
 from fewer.data.episodes import Episode
 from fewer.errors import SettingError
 from fewer.learning.logistic import logistic_regression
+from fewer.methods import fewshot
 from fewer.methods.f2l import F2L
 from fewer.methods.fedfsl import FedFSL
 from fewer.methods.fewshot import CURRENT, FewShot
+from fewer.methods.fine_tuned import resize_head
 from fewer.methods.fl_maml import FLMAML, LocalMAML
 from fewer.methods.fl_proto import FLProto, LocalProto
 from fewer.models import Weights
-from fewer.runs.engine import warn_once
+from fewer.runs.experiment import warn_once
 from fewer.runtime import Clients
 from tests.helpers import call
 from tests.methods.f2l_harness import (
@@ -30,6 +32,8 @@ from tests.methods.f2l_harness import (
     FAST,
     FEATURES,
     NOVEL,
+    QUERIES,
+    SHOT,
     VALIDATION,
     WAY,
     make_client,
@@ -145,6 +149,43 @@ def test_tasks_are_the_same_for_all_methods_and_of_the_right_classes(data: Array
     classes = [{c for *classes, _ in part for c in classes} for part in (first[:16], first[16:])]
     assert classes[0] <= set(range(BASE, BASE + VALIDATION))
     assert classes[1] <= set(range(BASE + VALIDATION, BASE + VALIDATION + NOVEL))
+
+
+@pytest.mark.parametrize("kind", [F2L, *BASELINES])
+@pytest.mark.parametrize("zero_head", [True, False])
+def test_training_tasks_have_their_own_size(
+    kind: type[FewShot], zero_head: bool, data: ArrayData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, ...]] = []
+    sample = fewshot.sample_episode
+
+    def spy(samples: Any, *size: Any) -> Episode:
+        sizes.append(size[:3])
+        return sample(samples, *size)
+
+    monkeypatch.setattr(fewshot, "sample_episode", spy)
+    head = {"zero_head": zero_head} if "zero_head" in kind.model_fields else {}
+    own_size = {"train_way": 5, "train_shot": 1, "train_queries": 3}
+    result = run(kind(**FAST, **own_size, **head, rounds=2), data)
+    assert (
+        set(sizes) == {(5, 1, 3), (WAY, SHOT, QUERIES)} and sizes[0] == (5, 1, 3) and sizes[-1] == (WAY, SHOT, QUERIES)
+    )
+    assert 0 < result.accuracy <= 1
+
+
+def test_a_learned_head_needs_as_many_training_classes_as_a_novel_task() -> None:
+    with pytest.raises(SettingError, match="a learned head has train_way = 2 classes, and a novel task way = 3; raise"):
+        FLMAML(way=3, train_way=2)
+    assert FLMAML(way=3, train_way=2, zero_head=True).train_way == 2
+    weights = {
+        "encoder.w": torch.ones(4),
+        "head.weight": torch.arange(8.0).reshape(4, 2),
+        "head.bias": torch.arange(4.0),
+    }
+    smaller, larger = resize_head(weights, 3), resize_head(weights, 5)
+    assert smaller["head.weight"].tolist() == [[0, 1], [2, 3], [4, 5]] and smaller["head.bias"].tolist() == [0, 1, 2]
+    assert larger["head.weight"].tolist()[3:] == [[6, 7], [0, 0]] and larger["head.bias"].tolist() == [0, 1, 2, 3, 0]
+    assert smaller["encoder.w"] is weights["encoder.w"]
 
 
 def test_a_tuning_trial_uses_only_validation_classes(data: ArrayData) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 import fewer
 from fewer.data import from_clients
 from fewer.data.episodes import split_support_query
+from fewer.errors import SettingError
 from fewer.learning import weighted_mean
 from fewer.learning.group_model import compute_features, compute_prototypes
 from fewer.learning.sgd import epoch_batches
 from fewer.methods import few_rounds, frl
 from fewer.methods.few_rounds import redraw_head
 from fewer.methods.frl import FRL
-from fewer.methods.frl_baselines import FRLMetaHead
+from fewer.methods.frl_baselines import FRLFineTuning, FRLMetaHead
 from fewer.models import EncoderHead, Weights, load_weights
 from fewer.models.images import Conv4
 from fewer.runtime import stream
@@ -49,14 +51,15 @@ def moved_loss(
     return float(method.loss(moved_net, *batch, global_prototypes)[0].detach())
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
 @pytest.mark.parametrize("head", ["linear", "distance", "gpal"])
-def test_gradients_of_eq_3_match_finite_differences(head: Any) -> None:
+def test_gradients_of_eq_3_match_finite_differences(head: Any, temperature: float) -> None:
     torch.manual_seed(3)
     net = Small().double()
     batch = torch.randn(8, 2, dtype=torch.float64), torch.tensor([0, 0, 1, 4, 4, 4, 1, 0])
     classes = torch.tensor([0, 1, 2, 4])
     global_prototypes = None if head == "distance" else (classes, torch.randn(4, 3, dtype=torch.float64))
-    method = FRL(head=head, gamma=0.3)
+    method = FRL(head=head, gamma=0.3, temperature=temperature)
     loss, prototypes = method.loss(net, *batch, global_prototypes)
     gradients = dict(
         zip(
@@ -69,8 +72,8 @@ def test_gradients_of_eq_3_match_finite_differences(head: Any) -> None:
         assert global_prototypes
         features = net.encoder(batch[0])
         local, aux = (
-            eq2_loss(features, batch[1], [0, 1, 4], prototypes.means),
-            eq2_loss(features, batch[1], [0, 1, 2, 4], global_prototypes[1]),
+            eq2_loss(features, batch[1], [0, 1, 4], prototypes.means, temperature),
+            eq2_loss(features, batch[1], [0, 1, 2, 4], global_prototypes[1], temperature),
         )
         assert torch.allclose(loss, 0.3 * local + 0.7 * aux)
     for _ in range(3):
@@ -122,6 +125,11 @@ def test_redraw_head_uses_xavier_and_keeps_the_encoder() -> None:
         {"head": "gpal", "prototypes_from": "after"},
         {"head": "gpal", "query_prototypes": "support", "group_rounds": 2},
         {"head": "gpal", "optimizer": "adam", "meta_lr": 0.05},
+        {"head": "gpal", "local_steps": 3, "temperature": 0.3},
+        {"head": "linear", "local_steps": 2, "weight_decay": 0.05},
+        {"head": "gpal", "weight_decay": 0.05, "optimizer": "adam", "meta_lr": 0.05},
+        {"head": "gpal", "meta_steps": 3, "weight_decay": 0.05},
+        {"head": "distance", "meta_steps": 2, "query_prototypes": "support", "optimizer": "adam", "meta_lr": 0.05},
     ],
     ids=str,
 )
@@ -190,6 +198,78 @@ def test_minibatch_steps_send_prototypes_of_the_full_support_set() -> None:
     for start in (0, 3):
         seen = torch.cat([x for x, _ in batches[start : start + 3]])
         assert sorted(map(tuple, seen.tolist())) == sorted(map(tuple, samples.slice(0, 12)[0].tolist()))
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"batch_size": 60}, [12]),  # the support set is smaller than a batch: one step in a round
+        ({"batch_size": 60, "epochs": 2}, [12, 12]),
+        ({"batch_size": 60, "local_steps": 3}, [12, 12, 12]),
+        ({"batch_size": 5, "local_steps": 4, "epochs": 7}, [5, 5, 2, 5]),
+        ({"batch_size": 5, "local_steps": 1}, [5]),
+        ({"batch_size": None, "local_steps": 2}, [12, 12]),
+    ],
+)
+def test_local_steps_sets_the_steps_of_every_local_training(options: dict[str, Any], sizes: list[int]) -> None:
+    seen: list[int] = []
+
+    class Watched(FRL):
+        def loss(self, net: Any, x: Any, y: Any, *prototypes: Any) -> Any:
+            seen.append(len(y))
+            return super().loss(net, x, y, *prototypes)
+
+    data = federation()
+    Watched(**options).fit_support(initial_net(), data.client(1).train, None, True, stream(0))
+    assert seen == sizes
+
+    def spy(net: nn.Module, batches: Any, lr: float, **options: Any) -> None:
+        trained.append([len(y) for _, y in batches])
+
+    trained: list[list[int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fewer.methods.frl_baselines.sgd", spy)
+        method = FRLFineTuning(**options, rounds=1, cohort=5, **SMALL)
+        fewer.run(method, data, model=initial_net())
+    assert sizes in trained
+
+
+def test_meta_steps_use_batches_of_the_queries_and_send_phi(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watched(FRL):
+        def loss(self, net: Any, x: Any, y: Any, *prototypes: Any) -> Any:
+            seen.append(len(y))
+            return super().loss(net, x, y, *prototypes)
+
+    sizes = []
+    for meta_steps in (1, 3):
+        seen.clear()
+        out = tmp_path / str(meta_steps)
+        options = {"batch_size": 4, "meta_steps": meta_steps, "optimizer": "sgd", "head": "distance"}
+        fewer.run(Watched(rounds=4, cohort=1, **options, **SMALL), federation(PAIRS[1:2]), model=initial_net(), out=out)
+        assert seen[6 : 6 + meta_steps] == ([6] if meta_steps == 1 else [4, 2, 4])  # after 3 rounds of two steps
+        sizes.append([size for round, _, direction, _, size in read_messages(out) if (round, direction) == (4, "down")])
+    assert 4 * (2 * 3 + 3) <= sizes[1][0] - sizes[0][0] < 4 * (2 * 3 + 3) + 200  # φ: the encoder
+    with pytest.raises(SettingError, match="meta_steps = 2 needs head = distance or gpal, got linear"):
+        fewer.run(FRL(meta_steps=2, head="linear", **SMALL), federation(), model=initial_net())
+
+
+def test_crops_are_for_training_only() -> None:
+    x, y = np.full((6, 8, 8), 200, np.uint8), np.arange(6) % 2
+    data = from_clients([(x, y)], test=(x, y))
+    samples, method = data.client(0).train, FRL(crop=3)
+    ((crops, _),) = method.training_batches(samples, stream(0))
+    white, black = ((value - samples.shift) * samples.scale for value in (200, 0))
+    assert crops.shape == (len(samples), 1, 8, 8)
+    assert torch.allclose(crops.unique(), torch.tensor([black, white]))  # a border of black pixels
+    net = Conv4((1, 8, 8), 2, width=4, pools=2)
+    expected = compute_prototypes(net, samples)
+    sent = method.fit_support(net, samples, None, True, stream(0))
+    assert torch.allclose(sent["means"], expected.means)  # prototypes of the images themselves
+    for kind in (FRL, FRLFineTuning):
+        with pytest.raises(SettingError, match="crop = 3 needs images, but inputs have shape"):
+            fewer.run(kind(crop=3, **SMALL), federation(), model=initial_net())
 
 
 def test_a_single_leftover_sample_joins_the_previous_batch() -> None:

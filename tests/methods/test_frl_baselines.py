@@ -26,6 +26,7 @@ from tests.methods.frl_harness import (
     PAIRS,
     UNSEEN,
     compute_gradients,
+    descend,
     episode,
     federation,
     initial_net,
@@ -57,7 +58,8 @@ def test_keep_best_averages_the_best_models_on_held_out_samples() -> None:
         assert answer["size"] == 10 and answer["score"] in (0.0, 0.5, 1.0)  # two of twelve are held out
 
 
-def test_fine_tuning_pretrains_with_fedavg_and_per_fedavg_with_first_order_steps() -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_fine_tuning_pretrains_with_fedavg_and_per_fedavg_with_first_order_steps(decay: float) -> None:
     options: dict[str, Any] = {
         "rounds": 1,
         "cohort": 5,
@@ -65,6 +67,7 @@ def test_fine_tuning_pretrains_with_fedavg_and_per_fedavg_with_first_order_steps
         "lr": 0.3,
         "pretrain_lr": 0.2,
         "eval_groups": 1,
+        "weight_decay": decay,
     }
     options |= {"way": 2, "group_size": 2, "head": "linear"}
     models: dict[str, list[Weights]] = {"fine": [], "per": []}
@@ -73,13 +76,13 @@ def test_fine_tuning_pretrains_with_fedavg_and_per_fedavg_with_first_order_steps
         net = load_net(to_double(initial_net().state_dict()))
         start = get_weights(net)
         gradients = compute_gradients(F.cross_entropy(net(x.double()), y), net)
-        models["fine"].append({name: start[name] - 0.2 * gradients[name] for name in start})
+        models["fine"].append(descend(start, gradients, 0.2, decay))
         generator = stream(0, 1, client, "batches")
         inner, outer = split_support_query(federation().client(client).train, 0.5, generator, by_class=True)
         gradients = compute_gradients(F.cross_entropy(net(inner.slice(0, 99)[0].double()), inner.labels), net)
-        adapted = load_net({name: start[name] - 0.3 * gradients[name] for name in start})
+        adapted = load_net(descend(start, gradients, 0.3, decay))
         gradients = compute_gradients(F.cross_entropy(adapted(outer.slice(0, 99)[0].double()), outer.labels), adapted)
-        models["per"].append({name: start[name] - 0.2 * gradients[name] for name in start})
+        models["per"].append(descend(start, gradients, 0.2, decay))
     sizes = np.array([len(y) for _, y in PAIRS]) / sum(len(y) for _, y in PAIRS)
     for method_class, kind in ((FRLFineTuning, "fine"), (FRLPerFedAvg, "per")):
         model = fewer.run(method_class(**options), federation(), model=initial_net()).state.model

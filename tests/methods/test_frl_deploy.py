@@ -16,6 +16,7 @@ from torch import nn
 import fewer
 from fewer.errors import SettingError
 from fewer.experiments.studies import embed_samples
+from fewer.learning.group_model import GroupModel
 from fewer.methods.frl import (
     FRL,
 )
@@ -91,7 +92,8 @@ def test_prototypes_for_prediction_are_sent_in_evaluated_rounds_only(tmp_path: P
     ("kind", "head"), [(FRL, "linear"), (FRLMetaHead, "linear"), (FRL, "distance"), (FRL, "gpal")], ids=str
 )
 def test_deployment_gives_the_same_model_as_evaluation(kind: type[FRL], head: Any, tmp_path: Path) -> None:
-    method = kind(rounds=4, head=head, batch_size=None, lr=0.2, way=2, group_size=2, eval_groups=1)
+    options: dict[str, Any] = {"local_steps": 2, "temperature": 0.5, "weight_decay": 0.1}
+    method = kind(rounds=4, head=head, batch_size=None, lr=0.2, way=2, group_size=2, eval_groups=1, **options)
     prepared = fewer.run(method, federation(), model=initial_net(), out=tmp_path / "prepared")
     group = deploy(tmp_path / "prepared", federation(), model=Small)
     assert group.method.rounds == 3 and (tmp_path / "prepared" / ARTIFACT_FILE).exists()
@@ -115,6 +117,15 @@ def test_deployment_gives_the_same_model_as_evaluation(kind: type[FRL], head: An
     assert torch.allclose(net(x)[:, :5], group.model(x)[:, :5], atol=1e-5)
     accuracy = float((net(x).argmax(1) == torch.from_numpy(UNSEEN[1])).float().mean())
     assert group.accuracy == pytest.approx(accuracy)
+    warm, cold = (group.model(x)[:, :5], replace_temperature(group.model)(x)[:, :5])
+    assert torch.allclose(warm, cold if head == "linear" else 2 * cold)
+
+
+def replace_temperature(model: nn.Module) -> nn.Module:
+    """The same group's model at temperature 1."""
+    assert isinstance(model, GroupModel)
+    plain = GroupModel(model.net, model.get_buffer("classes"), model.get_buffer("means"), model.num_classes)
+    return plain.eval()
 
 
 def test_prepare_deploy_and_predict_from_the_command_line(tmp_path: Path) -> None:

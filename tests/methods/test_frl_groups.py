@@ -179,6 +179,7 @@ def test_trials_are_evaluated_on_held_out_training_classes() -> None:
     assert len(trial_data.client(0).test) == len(data.hold_out(0.2, 3).client(0).test)
     assert list(FRLScratch(head="linear").search_space()["lr"]) == pytest.approx([0.01, 0.03, 0.1])
     assert FRL(head="distance").search_space() == {"meta_lr": (0.003, 0.01, 0.03), "lr": (0.001, 0.003, 0.01)}
+    assert FRLScratch(temperature=30).search_space()["lr"] == pytest.approx((0.03, 0.09, 0.3))
     assert FRL().search_space()["gamma"] == (0.5, 5 / 6) and FRL(optimizer="sgd").search_space()["meta_lr"] == (
         0.1,
         0.3,

@@ -28,6 +28,16 @@ def test_conv4_equals_blocks_with_relu_before_pooling() -> None:
     assert isinstance(layers[2], nn.ReLU) and isinstance(net.encoder[2], nn.MaxPool2d)  # type: ignore[index]
 
 
+def test_conv4_averages_the_last_feature_map() -> None:
+    torch.manual_seed(0)
+    net = Conv4((1, 12, 12), 3, width=4, pools=1)
+    averaged = Conv4((1, 12, 12), 3, width=4, pools=1, average=True)
+    averaged.encoder.load_state_dict(net.encoder.state_dict())
+    x = torch.randn(6, 1, 12, 12)
+    assert torch.allclose(averaged.encoder(x), net.encoder(x).reshape(6, 4, 36).mean(2), atol=1e-6)
+    assert averaged(x).shape == (6, 3) and averaged.head.in_features == 4
+
+
 def test_dropblock_drops_squares_and_keeps_the_sum() -> None:
     torch.manual_seed(0)
     layer = DropBlock(0.2, 5)
@@ -43,6 +53,12 @@ def test_small_cnn_parameter_count(norm: Norm, count: int) -> None:
     net = SmallCNN((1, 28, 28), 10, norm)
     assert sum(parameter.numel() for parameter in net.parameters()) == count
     assert net(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("feature_relu", [True, False])
+def test_small_cnn_may_have_negative_features(feature_relu: bool) -> None:
+    features = SmallCNN((1, 28, 28), 10, feature_relu=feature_relu).encoder(torch.randn(4, 1, 28, 28))
+    assert bool((features < 0).any()) != feature_relu
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 8), (3, 32, 32), (1, 5, 12), (2, 1, 1)])

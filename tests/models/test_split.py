@@ -21,7 +21,7 @@ from fewer.models import (
     norm_weight_names,
     split_net,
 )
-from fewer.models.split import find_head
+from fewer.models.split import find_activation, find_head
 from fewer.registry import MODELS
 
 
@@ -40,6 +40,44 @@ def test_the_head_of_a_plain_net_is_its_last_linear_layer() -> None:
             find_head(task, other)
     model = EncoderHead(nn.Sequential(nn.Flatten(), nn.Linear(12, 6)), 6, 5)
     assert find_head(task, model) == (model.head, 6)
+
+
+class Functional(nn.Module):
+    """A user's net that applies functions instead of modules."""
+
+    def __init__(self, activate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.convolution, self.linear, self.activate = nn.Conv2d(3, 4, 1), nn.Linear(4, 5), activate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.linear(self.activate(self.convolution(x)).mean((2, 3)))
+        return scores
+
+
+@pytest.mark.parametrize(
+    ("activate", "expected"),
+    [
+        (torch.relu, nn.ReLU),
+        (torch.relu_, nn.ReLU),
+        (torch.tanh, nn.Tanh),
+        (torch.sigmoid, nn.Sigmoid),
+        (nn.LeakyReLU(), nn.Identity),
+        (lambda x: torch.relu(x) - 1, nn.Identity),
+    ],
+)
+def test_the_activation_before_the_head_is_found(
+    activate: Callable[[torch.Tensor], torch.Tensor], expected: type[nn.Module]
+) -> None:
+    net = Functional(activate).requires_grad_(False)
+    task = Task((3, 2, 2), 5, lambda: net)
+    assert type(find_activation(task, net)) is expected
+    setattr(net, "feature_activation", nn.Softplus)  # noqa: B010
+    assert type(find_activation(task, net)) is nn.Softplus
+
+
+def test_an_inplace_activation_of_the_inputs_is_found() -> None:
+    net = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(12, 5))
+    assert type(find_activation(Task((3, 2, 2), 5, lambda: net), net)) is nn.ReLU
 
 
 def test_a_frozen_encoder_stays_frozen(digits: Data) -> None:

@@ -47,9 +47,10 @@ def test_pictures_are_also_written_as_files(tmp_path: Path, runs: Path) -> None:
 
 
 CURVES = ["accuracy-by-round", "accuracy-by-megabyte", "accuracy-by-second"]
-CLIENTS = ["traffic", "accuracy-by-client", "accuracy-density"]
-PLAIN = [*CURVES, *CLIENTS]
-SEVERAL = [*CURVES, "accuracy-bars", *CLIENTS]
+CLIENTS = ["accuracy-by-client", "accuracy-density"]
+PLAIN = [*CURVES, "traffic", "confusion", "reliability", *CLIENTS]
+TWO = [*CURVES, "accuracy-bars", "traffic", "confusion", "confusion-2", "reliability", *CLIENTS]
+MANY = [name for name in TWO if name != "confusion-2"]
 DATA = ["partition", "examples"]
 
 
@@ -59,7 +60,17 @@ def test_a_report_on_one_run(tmp_path: Path, runs: Path) -> None:
     last = json.loads((runs / "fedavg-0" / "metrics.jsonl").read_text().splitlines()[-1])
     accuracy = f"{100 * last['accuracy']:.2f}"
     up, down = f"{last['up'] / 1e6:.3g}", f"{last['down'] / 1e6:.3g}"
-    assert page.row("fedavg") == ["fedavg", accuracy, accuracy, "2", up, down, f"{last['seconds']:.1f}", "0"]
+    figures = [f"{100 * last[name]:.1f}" for name in ("majority_baseline", "macro_f1", "ece")]
+    heads = ["method", "accuracy %", "majority %", "macro F1 %", "ECE %", "global accuracy %"]
+    assert page.row("method")[:6] == heads
+    assert page.row("fedavg") == ["fedavg", accuracy, *figures, accuracy, "2", up, down, f"{last['seconds']:.1f}", "0"]
+    by_class = [f"{100 * last['classes'][name][3]:.1f}" for name in ("recall", "precision", "f1")]
+    assert page.row("3") == ["3", str(last["classes"]["support"][3]), *by_class]
+    (first, _), *_ = sorted(last["client_metrics"].items(), key=lambda item: item[1]["accuracy"])
+    worst = last["client_metrics"][first]
+    assert ["client", "test samples", "accuracy %", "majority %"] in page.rows
+    cells = [f"{100 * worst[name]:.1f}" for name in ("accuracy", "majority_baseline")]
+    assert [first, str(worst["samples"]), *cells] in page.rows
     assert "<h1>digits, 4 clients, dirichlet (alpha 1)</h1>" in page.text
     described = json.loads((runs / "fedavg-0" / "settings.json").read_text())
     assert described["hash"] in page.text and page.row("torch") == ["torch", described["environment"]["torch"]]
@@ -140,14 +151,14 @@ def test_a_report_executes_no_user_file(tmp_path: Path, runs: Path) -> None:
     assert not (tmp_path / "was-run").exists()
     find(f"{file}:Clumsy")  # as if `fewer run` had just imported it
     page, pictures = report(tmp_path, [clumsy, runs / "fedmk"])
-    assert pictures == [*SEVERAL, "made-by-client-2", "made-by-round-2", *DATA]
+    assert pictures == [*TWO, "made-by-client-2", "made-by-round-2", *DATA]
     assert "Pictures from the model of fedavg are not shown: KeyError: &#39;album&#39;." in page.text
     assert "About fedavg: Has images" in report(tmp_path, [clumsy])[0].text
 
 
 def test_seeds_of_a_method_are_averaged(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / name for name in ("local-0", "fedavg-1", "fedavg-0")])
-    assert pictures == [*SEVERAL, *DATA]
+    assert pictures == [*TWO, *DATA]
     accuracies = [
         json.loads((runs / f"fedavg-{seed}" / "metrics.jsonl").read_text().splitlines()[-1])["accuracy"]
         for seed in (0, 1)
@@ -157,12 +168,14 @@ def test_seeds_of_a_method_are_averaged(tmp_path: Path, runs: Path) -> None:
     assert page.row("fedavg")[1] == f"{100 * mean:.2f} ± {100 * half:.2f}"
     assert page.row("fedavg")[-1] == "0, 1"
     last = json.loads((runs / "local-0" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert page.row("local")[1:3] == [f"{100 * last[name]:.2f}" for name in ("accuracy", "global_accuracy")]
+    assert page.row("local")[1:6:4] == [f"{100 * last[name]:.2f}" for name in ("accuracy", "global_accuracy")]
+    assert ["recall % of class", "local", "fedavg"] in page.rows
 
 
 def test_a_report_on_many_runs(tmp_path: Path, runs: Path) -> None:
     page, pictures = report(tmp_path, [runs / name for name in sorted(ALL_RUNS)])
-    assert pictures == [*SEVERAL, "made-by-client-3", "made-by-round-3", *DATA]
+    assert pictures == [*MANY, "made-by-client-3", "made-by-round-3", *DATA]
+    assert "Only the best of 6 methods is shown." in page.text
     assert "<h1>digits, 4 clients, dirichlet (alpha 1); &lt;i&gt;own&lt;/i&gt;, 3 clients</h1>" in page.text
     assert "Other settings differ too: " in page.text and "data = digits, clients = 4" in page.text
 
@@ -206,7 +219,7 @@ def test_a_stopped_run_without_metrics_by_client(tmp_path: Path, runs: Path) -> 
     page, pictures = report(tmp_path, [copy])
     assert pictures == [*CURVES, "traffic", *DATA]
     assert "No run has finished yet" in page.text
-    assert page.row("local")[2:4] == ["–", "1 of 2"]
+    assert page.row("local")[5:7] == ["–", "1 of 2"]
     assert "local, seed 0, is at round 1 of 2; it stopped: KeyboardInterrupt" in page.text
 
 
@@ -311,5 +324,5 @@ def test_the_page_of_ten_methods_and_five_seeds_is_small(tmp_path: Path, runs: P
             )
             paths.append(path)
     page, pictures = report(tmp_path, paths)
-    assert len(page.text.encode()) < 5e6 and set(SEVERAL) <= set(pictures)
+    assert len(page.text.encode()) < 5e6 and {*CURVES, "accuracy-bars", *CLIENTS} <= set(pictures)
     assert len(page.row("fedgen")) == 8 and "No clear winner" in page.text

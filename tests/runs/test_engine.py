@@ -24,6 +24,7 @@ from fewer.data import ArrayData, Data
 from fewer.data.partition import Parts
 from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.methods import Method
+from fewer.runs.experiment import warn_once
 from fewer.wire import unpack
 from tests.helpers import SlowToScore, metrics, same_state, wait_for
 
@@ -159,7 +160,7 @@ def test_a_run_resumes_after_a_full_disk(digits: Data, tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
-        with pytest.raises(RunError, match=r"No space left on device.*The last checkpoint is intact.*fewer resume"):
+        with pytest.raises(RunError, match=r"No space left on device.*The last checkpoint is intact.*then resume"):
             fewer.run(FedAvg(rounds=3, cohort=3), digits, out=tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.part"))
     assert run_contents(tmp_path / "run")["round"] >= 1
@@ -192,7 +193,7 @@ def test_ctrl_c_and_resume(tmp_path: Path) -> None:
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
     assert process.returncode == 130
     assert f"Resume with: fewer resume {path}" in errors and "Traceback" not in errors
     wait_for(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers), 5)
@@ -238,3 +239,12 @@ def test_clients_without_test_samples_do_not_end_a_run(digits: Data, tmp_path: P
     no_rows = Parts(digits.tests.rows[:0], np.zeros_like(digits.tests.offsets))
     result = fewer.run(FedAvg(rounds=1, cohort=3), replace(digits, tests=no_rows), out=tmp_path / "run")
     assert result.accuracy > 0 and "clients" not in result.metrics and "personal_accuracy" not in result.metrics
+
+
+def test_a_run_logs_the_notes_on_its_data_once(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32), np.arange(60) % 2
+    data = fewer.data.from_arrays(x, np.where(y, 3, 7), clients=2, partition="iid")
+    warn_once.cache_clear()
+    for _ in range(2):
+        fewer.run(FedAvg(rounds=1), data, model="mlp")
+    assert caplog.messages == ["data 'arrays': labels: 3, 7 are the names of 2 classes, numbered from 0"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +15,19 @@ import pytest
 import torch
 
 pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[flower]')")
-from fewer.errors import SettingError
+import fewer
+from fewer.data import RawDataset, load
+from fewer.data.federated import hold_out_rows
+from fewer.data.sources import EMBEDDED, read
+from fewer.errors import DataError, SettingError
 from fewer.methods.frl_deploy import FRLDeploy
-from fewer.runs.engine import build_handler_runner, run_experiment
+from fewer.report.page import write_report
+from fewer.runs.engine import build_handler_runner, run_experiment, runtime_options
+from fewer.runs.experiment import Experiment
 from fewer.runs.machines import ClientDaemon, FlowerServer, _describe_session
+from fewer.runs.reader import RunReader
+from fewer.runs.result import Result
+from fewer.runtime import Inline
 from fewer.runtime.flower.credentials import Credentials
 from fewer.runtime.flower.superlink import SuperLinkLost
 from fewer.runtime.handlers import Call, Reply
@@ -23,9 +35,9 @@ from fewer.runtime.keys import PinnedKeys
 from fewer.runtime.ring import Journal
 from fewer.wire import Refused, decode, encode
 from fewer.wire.sealing import public_key
-from tests.helpers import FRL_SETTINGS, experiment
+from tests.helpers import FRL_SETTINGS, experiment, run_contents, same_state
 from tests.helpers import call as command
-from tests.runtime.flower.harness import session
+from tests.runtime.flower.harness import connect_daemons, session
 
 # --- delivery ---------------------------------------------------------------------------------------------------
 
@@ -47,6 +59,72 @@ def test_a_run_resumes_only_with_the_keys_of_its_clients(tmp_path: Path) -> None
     server = FlowerServer(Credentials.create(tmp_path / "keys", 2))
     with pytest.raises(SettingError, match=r"clients = 3, but .* has keys of clients \[0, 1\]"):
         server._connect_to(tmp_path)(experiment(3), tmp_path, 1)
+
+
+def test_a_run_resumes_after_a_client_was_added_and_waits_only_for_its_own(tmp_path: Path) -> None:
+    credentials = Credentials.create(tmp_path / "keys", 3)
+    server = FlowerServer(credentials, timeout=0)
+    with pytest.raises(SettingError, match=r"clients = 2, but .* has keys of clients \[0, 1, 2\]$"):
+        server.check_experiment(experiment(2))
+    server.check_experiment(experiment(2), resumes=True)
+    server.superlink = SimpleNamespace(online_clients=lambda: [0, 2])  # type: ignore[assignment]
+    clients = connect_daemons(tmp_path / "run", ["", ""])(experiment(2), tmp_path, 0)
+    assert server._online(clients) == [0]
+    (credentials.client_folder(1) / "node.pub").unlink()
+    with pytest.raises(SettingError, match=r"has keys of clients \[0, 2\] \(add one with: fewer keys add NAME --keys"):
+        server.check_experiment(experiment(2), resumes=True)
+
+
+# --- the server's data ------------------------------------------------------------------------------------------
+
+
+def test_a_servers_file_is_not_divided(tmp_path: Path) -> None:
+    name = write_client_data(tmp_path)
+    data = experiment(5, data=name, partition="dirichlet", min_samples_per_client=100).data
+    assert (len(data), len(data.test), data.classes) == (5, 50, 4)  # 50 samples are too few for this partition
+    assert not data.notes  # such as one on test samples that are training samples, too
+    for unknown in (data.client, data.size):
+        with pytest.raises(DataError, match="the data of client 2 is on its own machine"):
+            unknown(2)
+    one_machine = load(name, clients=2, partition="iid")
+    assert len(one_machine.test) == 10 and data.test.scale == pytest.approx(one_machine.test.scale, rel=0.1)
+    arrays = np.load(tmp_path / "mine.npz")
+    np.savez(tmp_path / "both.npz", **arrays, x_test=arrays["x"][:7], y_test=arrays["y"][:7])
+    assert len(experiment(5, data=f"npz:{tmp_path / 'both.npz'}").data.test) == 7
+    with pytest.raises(SettingError, match="cohort = 6, but there are only 5 clients"):
+        experiment(5, data=name, cohort=6)
+    with pytest.raises(DataError, match="is on its own machine"):
+        experiment(3).data.client(0)  # its clients may have data of their own, too
+    assert experiment(3).data.fingerprint() == experiment(3, runtime="inline").data.fingerprint()
+
+
+def test_a_report_on_a_run_between_machines_shows_no_partition(tmp_path: Path) -> None:
+    name, out = write_client_data(tmp_path), tmp_path / "run"
+    settings: dict[str, Any] = {"data": name, "rounds": 1}
+    run_experiment(experiment(2, **settings), out, connect=connect_daemons(out, [name, name]))
+    page, *files = write_report([out], tmp_path / "report")
+    assert "Label distribution" not in page.read_text() and not [file for file in files if "partition" in file.name]
+    assert "data is on their own machines and is not shown" in page.read_text()
+    assert [file for file in files if "examples" in file.name]
+    assert "dirichlet" not in RunReader(out).data_summary
+    result = fewer.open_run(out)
+    assert len(result.data.test) == 50 and result.model
+    with pytest.raises(DataError, match="the data of client 0 is on its own machine"):
+        result.data.client(0)
+    run_experiment(experiment(2, runtime="inline", rounds=1), tmp_path / "inline")
+    assert "Label distribution" in write_report([tmp_path / "inline"], tmp_path / "report")[0].read_text()
+
+
+def test_a_run_between_machines_gets_more_rounds(tmp_path: Path) -> None:
+    for name, rounds in (("extended", 1), ("unbroken", 2)):
+        out = tmp_path / name
+        small = experiment(2, "fedbn", norm="batch", rounds=rounds)
+        run_experiment(small, out, connect=connect_daemons(out, [None, None]))
+    out = tmp_path / "extended"
+    fewer.resume(out, rounds=2, connect=connect_daemons(out, [None, None]))
+    assert run_contents(out) == run_contents(tmp_path / "unbroken")
+    stores = [sorted((tmp_path / name).glob("client-*/runs/*/*/*/*.safetensors")) for name in ("extended", "unbroken")]
+    assert stores[0] and [file.read_bytes() for file in stores[0]] == [file.read_bytes() for file in stores[1]]
 
 
 # --- keys -------------------------------------------------------------------------------------------------------
@@ -97,7 +175,7 @@ def ask(daemon: ClientDaemon, description: Any, round: int = 1, client: int = 0)
 
 def test_a_daemon_answers_like_a_handler_server_on_one_machine(tmp_path: Path) -> None:
     reply = ask(ClientDaemon(tmp_path / "store"), session(tmp_path), client=2)
-    runner = build_handler_runner(experiment(3), tmp_path / "here")
+    runner = build_handler_runner(experiment(3, runtime="inline"), tmp_path / "here")
     model = encode("local_train", {"model": experiment(3).task.initial_weights(3)})
     remote, local = decode(reply.blob)[1], decode(runner.answer(Call(2, "local_train", 1), model).blob)[1]
     assert reply.failure is None and remote["size"] == local["size"]
@@ -116,6 +194,141 @@ def test_a_clients_own_data_has_the_format_of_the_servers(tmp_path: Path) -> Non
     assert reply.failure == "unable" and "the task needs torch.uint8 (1, 8, 8)" in reply.detail
 
 
+def test_a_client_logs_the_notes_on_its_data(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).integers(0, 17, (50, 8, 8, 1), np.uint8)
+    np.savez(tmp_path / "mine.npz", x=x, y=np.where(np.arange(50) % 2, 3, 7))
+    lines: list[str] = []
+    description, name = session(tmp_path), f"npz:{tmp_path}/mine.npz"
+    daemon = ClientDaemon(tmp_path / "store", name, log=lines.append)
+    data = daemon._build_experiment(description["settings"], description["data_info"]).data
+    assert lines == [f"data '{name}': images: 8×8×1 are read as height × width × channels (channels=first if not)"]
+    assert set(data.client(0).train.labels.tolist()) == {3, 7}  # the server's classes, not numbered anew
+
+
+def write_hospital(path: Path, seed: int, classes: Sequence[str], columns: str = "abc", label: str = "illness") -> None:
+    """Writes a table in which the class is the column with the largest value: a is cold, b is flu, c is healthy."""
+    x = np.random.default_rng(seed).normal(size=(400, 3))
+    names = np.array(["cold", "flu", "healthy"])[x.argmax(1)]
+    rows = [dict(zip("abc", map(str, row), strict=True)) | {label: name} for row, name in zip(x, names, strict=True)]
+    lines = [[*columns, label], *([row[name] for name in [*columns, label]] for row in rows if row[label] in classes)]
+    path.write_text("\n".join(map(",".join, lines)))
+
+
+CLASSES = ("cold", "flu", "healthy")
+
+
+def run_with_daemons(server: Experiment, daemons: Sequence[ClientDaemon], out: Path) -> Result:
+    """Runs an experiment with daemons, without processes."""
+
+    @dataclass
+    class Daemons(Inline):
+        """Delivers calls to daemons, as Flower would."""
+
+        description: str = ""
+
+        def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+            yield from super()._deliver_calls([(call, blob) for call, blob in calls if call.on_server])
+            for call, blob in calls:
+                if not call.on_server:
+                    yield call, daemons[call.client].answer(self.description, call, blob)
+
+    def connect(run: Experiment, folder: Path, done: int, **more: Any) -> Daemons:
+        description = json.dumps(_describe_session(run, out, done))
+        handlers = build_handler_runner(run, folder)
+        return Daemons(**runtime_options(run), **more, handlers=handlers, description=description)
+
+    return run_experiment(server, out, connect=connect)
+
+
+def join_hospitals(folder: Path, files: Sequence[Path], options: Sequence[dict[str, Any]], **settings: Any) -> Result:
+    """Trains with one daemon per file. The server has a public table."""
+    folder.mkdir()
+    write_hospital(folder / "public.csv", 0, CLASSES)
+    public = {"data": f"csv:{folder / 'public.csv'}", "data_options": {"label": "illness"}, "partition": "iid"}
+    training = {"model": "logistic", "rounds": 8, "method_options": {"lr": 0.5}}
+    daemons = [
+        ClientDaemon(folder / f"store-{client}", f"csv:{file}", options[client]) for client, file in enumerate(files)
+    ]
+    return run_with_daemons(experiment(len(files), **public, **training, **settings), daemons, folder / "run")
+
+
+def test_clients_map_classes_and_columns_by_name(tmp_path: Path) -> None:
+    """Without names, a client without the class cold numbers flu as 0, and columns in another order are mixed up."""
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    write_hospital(files[0], 1, CLASSES)
+    write_hospital(files[1], 2, CLASSES)
+    pooled = join_hospitals(tmp_path / "same", files, [{}, {}])
+    write_hospital(files[0], 1, ("flu", "healthy"), "bca")
+    write_hospital(files[1], 2, CLASSES, "cab", label="diagnosis")
+    by_name = join_hospitals(tmp_path / "other", files, [{}, {"label": "diagnosis"}])
+    assert pooled.accuracy > 0.9 and by_name.accuracy > 0.9
+    data = ClientDaemon(tmp_path, f"csv:{files[0]}")._load_own_data(
+        {"clients": 2, "schema": pooled.data.schema.to_dict()}, pooled.settings
+    )
+    x, y = data.client(0).train.all()
+    assert torch.equal(x.argmax(1), y) and set(y.tolist()) == {1, 2}
+
+
+def test_clients_on_other_machines_standardize_their_own_data(tmp_path: Path) -> None:
+    files = [tmp_path / "a.csv", tmp_path / "b.csv"]
+    write_hospital(files[0], 1, ("flu", "healthy"), "bca")
+    write_hospital(files[1], 2, CLASSES)
+    result = join_hospitals(tmp_path / "run", files, [{}, {}], standardize=True)
+    samples = [read(f"csv:{file}", schema=result.schema, label="illness") for file in files]
+    pooled = np.concatenate([np.asarray(raw.x)[hold_out_rows(raw, np.arange(len(raw.y)), 0.2)[0]] for raw in samples])
+    assert np.allclose(result.schema.shift, pooled.astype("float64").mean(0), rtol=1e-6)
+    assert np.allclose(result.schema.scale, 1 / pooled.astype("float64").std(0), rtol=1e-6)
+    assert result.accuracy > 0.9
+
+
+def test_standardization_is_the_same_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = np.random.default_rng(0).normal(3, 2, size=(200, 3)).astype(np.float32)
+    monkeypatch.setitem(EMBEDDED, "table", lambda: RawDataset(x, x.argmax(1)))
+    settings: dict[str, Any] = {"data": "table", "partition": "iid", "model": "logistic", "standardize": True}
+    local = run_experiment(experiment(3, **settings, runtime="inline"), tmp_path / "local")
+    daemons = [ClientDaemon(tmp_path / f"store-{client}") for client in range(3)]
+    remote = run_with_daemons(experiment(3, **settings), daemons, tmp_path / "remote")
+    assert same_state(local.state, remote.state) and local.schema == remote.schema and len(local.schema.shift) == 3
+    assert (tmp_path / "local/ledger.csv").read_text() == (tmp_path / "remote/ledger.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("header", "label", "problem"),
+    [
+        ("a,b,c,illness", "malaria", "has the class 'malaria', which the run does not know (it knows: cold, flu"),
+        ("a,c,illness", "flu", "lacks the column 'b'"),
+        ("a,b,c,ill", "flu", "has no labels"),
+    ],
+)
+def test_a_client_with_unknown_names_is_unable(header: str, label: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text("\n".join([header, *[",".join(["1"] * header.count(",") + [label])] * 20]))
+    logged: list[str] = []
+    write_hospital(tmp_path / "public.csv", 0, CLASSES)
+    public = {"data": f"csv:{tmp_path / 'public.csv'}", "data_options": {"label": "illness"}, "model": "logistic"}
+    daemon = ClientDaemon(tmp_path / "store", f"csv:{file}", log=logged.append)
+    reply = ask(daemon, session(tmp_path / "run", **public, partition="iid"))
+    assert reply.failure == "unable" and problem in reply.detail and logged == [reply.detail]
+
+
+def test_own_data_that_lacks_a_label_may_join(tmp_path: Path) -> None:
+    """The schema of a run may name the label; only a missing file is an error before."""
+    write_hospital(tmp_path / "a.csv", 0, CLASSES)
+    logged: list[str] = []
+    daemon = ClientDaemon(tmp_path / "store", log=logged.append)
+    daemon._try_own_data(f"csv:{tmp_path / 'a.csv'}")
+    assert len(logged) == 1 and "has no column 'label'" in logged[0] and "the schema of a run may help" in logged[0]
+    with pytest.raises(DataError, match="b.csv' does not exist"):
+        daemon._try_own_data(f"csv:{tmp_path / 'b.csv'}")
+
+
+def test_a_schema_names_no_file_that_a_client_reads(tmp_path: Path) -> None:
+    description = session(tmp_path)
+    description["data_info"]["schema"]["options"] = {"images": "../../etc"}
+    reply = ask(ClientDaemon(tmp_path / "store", write_client_data(tmp_path)), description)
+    assert reply.failure == "unable" and "images = ../../etc names a file" in reply.detail
+
+
 def test_a_client_with_text_uses_the_servers_vocabulary(tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} thing{n % 5}", "label": n % 2}) for n in range(60)]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
@@ -125,7 +338,7 @@ def test_a_client_with_text_uses_the_servers_vocabulary(tmp_path: Path) -> None:
     )
     daemon = ClientDaemon(tmp_path / "store", f"jsonl:{tmp_path / 'mine.jsonl'}")
     data = daemon._build_experiment(description["settings"], description["data_info"]).data
-    assert list(data.tokens) == description["data_info"]["tokens"] and "novel" not in data.tokens
+    assert list(data.tokens) == description["data_info"]["schema"]["tokens"] and "novel" not in data.tokens
     tokens, _ = data.client(0).train.slice(0, 16)
     assert tokens.shape[1] == 4 and int(tokens.max()) < len(data.tokens)
 
@@ -152,6 +365,26 @@ def test_a_client_accepts_no_file_from_a_server(changed: dict[str, Any], tmp_pat
     description["settings"] |= changed
     reply = ask(ClientDaemon(tmp_path / "store"), description)
     assert reply.failure == "unable" and "names a file, which this client does not accept from a server" in reply.detail
+
+
+def test_a_client_reads_named_word_vectors_from_its_own_data_directory(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} thing{n % 5}", "label": n % 2}) for n in range(60)]
+    (tmp_path / "all.jsonl").write_text("\n".join(lines))
+    for place, value in (("server", 1), ("same", 1), ("other", 2)):
+        (tmp_path / place / "glove").mkdir(parents=True)
+        (tmp_path / place / "glove" / "glove.6B.100d.txt").write_text(f"good {value} 0\nbad -1 0\n")
+    data = {"data": f"jsonl:{tmp_path / 'all.jsonl'}", "model": "text-bilstm", "partition": "iid"}
+    description = session(tmp_path, **data, model_options={"vectors": "glove"}, data_dir=str(tmp_path / "server"))
+
+    def build(place: str) -> Experiment:
+        daemon = ClientDaemon(tmp_path / "store", data["data"], data_dir=tmp_path / place)
+        return daemon._build_experiment(description["settings"], description["data_info"])
+
+    assert float(build("same").task.net().get_buffer("encoder.vectors").max()) == 1
+    with pytest.raises(DataError, match="the word vectors .vectors = glove. differ from the server's"):
+        build("other")
+    with pytest.raises(DataError, match="vectors = glove needs glove.6B.100d.txt"):
+        build("missing")
 
 
 def test_a_server_does_not_start_with_a_file_that_clients_lack(tmp_path: Path) -> None:
@@ -189,7 +422,8 @@ def test_a_client_with_its_own_data_lacks_the_common_test_set(tmp_path: Path) ->
 
 def test_a_client_with_more_classes_than_the_task_is_reported(tmp_path: Path) -> None:
     reply = ask(ClientDaemon(tmp_path / "store", write_client_data(tmp_path, classes=25)), session(tmp_path))
-    assert reply.failure == "unable" and "has 25 classes, but the task has 10" in reply.detail
+    assert reply.failure == "unable" and "has the classes '10', '11', '12', " in reply.detail
+    assert "which the run does not know (it knows: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9)" in reply.detail
 
 
 def test_a_resumed_run_names_the_clients_that_finished_their_hops(tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ def deploy(
 @app.command(rich_help_panel="Train")
 def resume(
     path: Run,
+    rounds: Annotated[
+        int | None, Option(metavar="N", help="Train to this round instead; also continues a finished run.")
+    ] = None,
     runtime: Annotated[str | None, Option(metavar="NAME", help="inline or pool; may differ from before.")] = None,
     workers: Annotated[int | None, Option(metavar="N", help="Worker processes of the pool.")] = None,
     device: Annotated[str | None, Option(metavar="NAME", help="Any torch device.")] = None,
@@ -154,17 +157,20 @@ def resume(
     track: Track = None,
     json_file: Json = None,
 ) -> None:
-    """Continue a run that was stopped, was killed, or lost its quorum.
+    """Continue a run that was stopped, was killed, or lost its quorum; with --rounds also a finished one.
 
-    The result is bit-identical to an uninterrupted run.
+    The result is bit-identical to an uninterrupted run with as many rounds.
+
+    [dim]fewer resume runs/… --rounds 15[/dim]
     """
     from fewer.cli.progress import show_progress
     from fewer.runs.engine import resume as resume_run
 
-    with printing.resumable(f"Resume with: fewer resume {path}"), show_progress() as progress:
+    printing.print_if_finished(path, rounds, f"fewer resume {printing.quote(path)}")
+    with printing.resumable(printing.resume_hint(path)), show_progress() as progress:
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
-        changed["debug"] = debug
+        changed |= {"debug": debug, "rounds": rounds}
         result = resume_run(path, callbacks=[progress], track=track, **changed)
     printing.print_result(result, path, Output(report, json_file=json_file))
 
@@ -195,11 +201,15 @@ def compare(
     folder = output.out or printing.new_run_path("compare")
     data, model = (given.pop(name, Settings.model_fields[name].default) for name in ("data", "model"))
     options: dict[str, Any] = {"seeds": seeds, "tune": tune, "trials": trials, "track": output.track or ()}
-    with printing.resumable(f"Continue with the same command and --out {folder}"), show_progress() as progress:
+    with (
+        printing.resumable(f"Continue with the same command and --out {printing.quote(folder)}"),
+        show_progress() as progress,
+    ):
         table = compare_methods(methods, data, model=model, out=folder, callbacks=[progress], **options, **given)
     page = printing.write_report_page(table.runs, folder) if output.report else None
     if not printing.write_json(output.json_file, table.to_json()):
         _print_comparison(table)
+        printing.print_shortfalls(table.runs)
         print(f"Run directories: {folder}" + (f", report: {page}" if page else ""))
 
 
@@ -374,16 +384,25 @@ def predict(
     ] = None,
     out: Annotated[Path, Option(metavar="FILE.csv", help="The output file; - for standard output.")] = Path("-"),
 ) -> None:
-    """Write a trained model's predictions for new data as CSV: sample, and class and confidence, labels, or values."""
-    from fewer.runs.inference import predictions
+    """Write a trained model's predictions for new data as CSV.
 
-    lines, metrics = predictions(path, data, data_dir, client, parse_assignments(data_options or []), weights)
-    text = "".join(line + "\n" for line in lines)
+    The data needs no labels. Columns and classes go by name, as the run's schema says. The output has the class of each
+    sample, its confidence and the probability of each class; or its labels, or its values.
+
+    [dim]fewer predict runs/… --data csv:new.csv --out predictions.csv[/dim]
+    """
+    from fewer.runs.inference import predict as predict_data
+
+    options = parse_assignments(data_options or [])
+    predictions, metrics, notes = predict_data(path, data, data_dir, client, options, weights)
+    text = predictions.to_csv()
     if str(out) == "-":
         sys.stdout.write(text)
     else:
         out.write_text(text)
-        print(f"{len(lines) - 1} predictions in {out}")
+        print(f"{len(predictions)} predictions in {out}")
+    for note in notes:
+        print(note, file=sys.stderr)
     if metrics is not None:
         print(f"{metrics} on the labels of the data", file=sys.stderr)
 
@@ -456,7 +475,7 @@ def _train(given: dict[str, Any], output: Output, tune: bool = False, trials: in
             chosen = ", ".join(f"{name} = {getattr(experiment.method, name):g}" for name in tuned)
             print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
         path = output.out or printing.new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
-        with printing.resumable(f"Resume with: fewer resume {path}"):
+        with printing.resumable(printing.resume_hint(path), path):
             result = run_experiment(experiment, path, [progress], track=output.track or ())
     printing.print_result(result, path, output)
 

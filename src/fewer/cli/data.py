@@ -6,13 +6,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
 from fewer.cli.options import App, with_settings
 from fewer.cli.printing import Json, print_rows, write_json
 from fewer.errors import SettingError
+
+if TYPE_CHECKING:
+    from fewer.data import Data
 
 app = App(help="List, inspect and download data.", no_args_is_help=True)
 DataDir = Annotated[Path | None, Option(metavar="DIR", help="Directory of the data files. \\[default: $FEWER_DATA]")]
@@ -53,6 +56,7 @@ def inspect(
     """
     import numpy as np
 
+    from fewer.data.checks import list_names
     from fewer.report.pictures import plot_examples, plot_partition
     from fewer.runs.experiment import load_data, parse_settings
 
@@ -68,6 +72,7 @@ def inspect(
         "test samples": len(data.test),
         "samples per client": {"min": int(sizes.min()), "median": float(np.median(sizes)), "max": int(sizes.max())},
         "clients without samples": int((sizes == 0).sum()),
+        "samples per class": _count_classes(data),
         "vocabulary": data.vocab_size,
         "fingerprint": data.fingerprint(),
         "seconds": round(time.monotonic() - started, 2),
@@ -79,12 +84,14 @@ def inspect(
         if (picture := plot(data)) is not None:
             pictures.append(out / f"{stem}-{kind}.png")
             picture.savefig(pictures[-1])
-    if write_json(json_file, {**facts, "pictures": [str(path) for path in pictures]}):
+    if write_json(json_file, {**facts, "pictures": [str(path) for path in pictures], "notes": data.notes}):
         return
     for key, value in facts.items():
-        if value not in (None, 0):
-            text = ", ".join(f"{k} {v:g}" for k, v in value.items()) if isinstance(value, dict) else value
+        if value not in (None, 0, {}):
+            text = list_names([f"{k} {v:g}" for k, v in value.items()]) if isinstance(value, dict) else value
             print(f"{key:<24}{text}")
+    for note in data.notes:
+        print(f"{'note':<24}{note}")
     for path in pictures:
         print(f"{'plot':<24}{path}")
 
@@ -110,6 +117,19 @@ def get(name: Annotated[str, Argument(metavar="NAME", help="A public dataset.")]
     folder = download(name, root, progress)
     print(file=sys.stderr)
     print(f"{name} is in {folder}")
+
+
+def _count_classes(data: Data) -> dict[str, int]:
+    """The number of training samples of each class, by its name."""
+    import torch
+
+    from fewer.data import ArrayData
+
+    if not data.has_classes or not isinstance(data, ArrayData):
+        return {}
+    counts = torch.bincount(data.source.y[torch.from_numpy(data.train.rows)], minlength=data.classes).tolist()
+    names = dict(enumerate(data.class_names))
+    return {names.get(label, str(label)): count for label, count in enumerate(counts)}
 
 
 def _first_line(function: Any) -> str:

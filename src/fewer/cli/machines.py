@@ -13,7 +13,7 @@ from typer import Argument, Option
 
 from fewer.cli.data import DataDir
 from fewer.cli.options import App, complete_methods, parse_assignments, with_settings
-from fewer.cli.printing import Output, new_run_path, print_result, resumable
+from fewer.cli.printing import Output, new_run_path, print_if_finished, print_result, quote, resumable
 
 if TYPE_CHECKING:
     from fewer.runs.experiment import Experiment
@@ -51,7 +51,9 @@ def add_machines(app: App) -> None:
 @keys_app.command("init")
 def init(
     folder: Annotated[Path, Argument(metavar="DIR", help="A new directory for the keys.")],
-    clients: Annotated[int, Option(metavar="N", min=1, help="Number of clients.")],
+    clients: Annotated[
+        int, Option(metavar="N", min=0, help="Number of clients; 0 if all of them make their own keys.")
+    ],
     host: Host = None,
     days: Days = 825,
 ) -> None:
@@ -65,9 +67,57 @@ def init(
     from fewer.runtime.flower.credentials import Credentials
 
     credentials = Credentials.create(folder, clients, host or (), days)
-    print(f"Keys are in {folder}. Give each client its own folder, and nothing else:")
+    print(f"Keys are in {folder}. " + ("Give each client its own folder, and nothing else:" if clients else ""))
     for client in range(clients):
         print(f"  client {client}: {credentials.client_folder(client)}")
+    print(f"To add a client: fewer keys add NAME --keys {quote(folder)}")
+
+
+@keys_app.command("add")
+def add(
+    name: Annotated[str, Argument(metavar="NAME", help="A new name for the client: letters, digits, - and _.")],
+    keys: Keys = Path("keys"),
+    public: Annotated[
+        Path | None, Option(metavar="FILE", help="The client's own public key, its node.pub. \\[default: a new key]")
+    ] = None,
+) -> None:
+    """Add one more client to an existing directory of keys.
+
+    Without --public, this creates the client's private key, too. With --public, it stays with the client.
+
+    [dim]fewer keys add clinic-b --keys keys[/dim]
+    [dim]fewer keys add clinic-b --keys keys --public node.pub[/dim]
+    """
+    from fewer.runtime.flower import require_flower
+
+    require_flower()
+    from fewer.runtime.flower.credentials import Credentials
+
+    folder = keys / name
+    print(f"{name} is client {Credentials(keys).add_client(name, public)}.")
+    if public is None:
+        print(f"Send {folder} to the client so that nobody else can read it (scp, a USB stick), and nothing else.")
+        print(f"Then delete {folder / 'node.key'} here.")
+    else:
+        print(f"Send {folder / 'ca.crt'} to the client. It is not secret; the client trusts the server by it.")
+    print("A server that is running accepts the client after its next start, in new runs.")
+
+
+@keys_app.command("make-client")
+def make_client(folder: Annotated[Path, Argument(metavar="DIR", help="A new folder for the keys.")]) -> None:
+    """Create a client's own key. Run this on the client's machine: the private key never leaves it.
+
+    [dim]fewer keys make-client clinic-b[/dim]
+    """
+    from fewer.runtime.flower import require_flower
+
+    require_flower()
+    from fewer.runtime.flower.credentials import create_node_key
+
+    create_node_key(folder)
+    print(f"{folder / 'node.key'} is private: keep it here.")
+    print(f"Send {folder / 'node.pub'} to the server's operator, who runs: fewer keys add NAME --public node.pub")
+    print(f"Put the ca.crt that comes back into {folder}. Then: fewer join HOST:PORT --key {quote(folder)} --data …")
 
 
 @keys_app.command("renew")
@@ -127,7 +177,7 @@ def trust(
     PinnedKeys(folder).trust(keys, replace)
 
 
-@with_settings(without=OTHER_SETTINGS)
+@with_settings(without=OTHER_SETTINGS, clients="Number of clients. [default: as many as there are keys]")
 def server(
     given: dict[str, Any],
     output: Output,
@@ -140,10 +190,11 @@ def server(
 ) -> None:
     """Train with clients on other machines, which run `fewer join`.
 
-    The server uses the data named here only for testing; each client trains on its own data. With --resume, the only
-    settings allowed are --quorum, --deadline, --drop, --slow, --corrupt, --device and --data-dir.
+    The server uses the data named here only for testing; each client trains on its own data. All clients with a key
+    take part. With --resume, the only settings allowed are --rounds, --quorum, --deadline, --drop, --slow, --corrupt,
+    --device and --data-dir.
 
-    [dim]fewer server fedmk --keys keys --data fashion-mini --clients 3 --rounds 5[/dim]
+    [dim]fewer server fedmk --keys keys --data npz:public.npz --rounds 5[/dim]
     """
     _prepare_process()
     from fewer.errors import SettingError
@@ -151,10 +202,13 @@ def server(
     from fewer.runs.reader import RunReader
     from fewer.runtime.flower.credentials import Credentials
 
-    flower_server = FlowerServer(Credentials.open(keys), host, port, timeout, _log, output.track)
+    credentials = Credentials.open(keys)
+    flower_server = FlowerServer(credentials, host, port, timeout, _log, output.track)
     experiment = None
     if resume is None:
-        experiment, path = _new_run(given, method, output.out)
+        if not (clients := len(credentials.public_keys)):
+            raise SettingError(f"{keys} has no client (add one with: fewer keys add NAME --keys {quote(keys)})")
+        experiment, path = _new_run({"clients": clients, **given}, method, output.out)
         flower_server.check_experiment(experiment)
     elif method is not None or output.out is not None:
         raise SettingError("--resume RUN cannot be combined with METHOD or --out")
@@ -163,8 +217,8 @@ def server(
         RunReader(path).check_objects()  # RunError if it is not a run directory
     options = f" --host {host}" if host != HOST else ""
     options += f" --port {port}" if port != PORT else ""
-    hint = f"Resume with: fewer server --resume {path} --keys {keys}{options}"
-    _train(flower_server, experiment, path, hint, given, output)
+    command = f"fewer server --resume {quote(path)} --keys {quote(keys)}{options}"
+    _train(flower_server, experiment, path, command, given, output)
 
 
 def join(
@@ -220,8 +274,8 @@ def local_cluster(
 ) -> None:
     """Try a run between machines on this machine: a server and N client processes on loopback, with keys and TLS.
 
-    The keys and the clients' private state are in OUT-cluster. With --resume, the only settings allowed are --quorum,
-    --deadline, --drop, --slow, --corrupt, --device and --data-dir.
+    The keys and the clients' private state are in OUT-cluster. With --resume, the only settings allowed are --rounds,
+    --quorum, --deadline, --drop, --slow, --corrupt, --device and --data-dir.
 
     [dim]fewer local-cluster 3 fedmk --data fashion-mini --rounds 3[/dim]
     """
@@ -245,7 +299,7 @@ def local_cluster(
         settings, count = experiment.settings, len(experiment.data)
     home = path.with_name(f"{path.name}-cluster")
     cluster = start_cluster(home, count, settings.device, settings.data_dir, timeout, _log, output.track)
-    _train(cluster, experiment, path, f"Resume with: fewer local-cluster --resume {path}", given, output)
+    _train(cluster, experiment, path, f"fewer local-cluster --resume {quote(path)}", given, output)
 
 
 def _new_run(given: dict[str, Any], method: str | None, out: Path | None) -> tuple[Experiment, Path]:
@@ -265,14 +319,17 @@ def _train(
     server: AbstractContextManager[FlowerServer],
     experiment: Experiment | None,
     path: Path,
-    hint: str,
+    command: str,
     given: dict[str, Any],
     output: Output,
 ) -> None:
-    """Starts the run of an experiment, or resumes the run at `path` with the settings given."""
+    """Starts the run of an experiment, or resumes the run at `path`, as `command` does, with the settings given."""
     from fewer.cli.progress import show_progress
 
-    with show_progress() as progress, server as flower_server, resumable(hint):
+    if not experiment and print_if_finished(path, given.get("rounds"), command):
+        return
+    hint = f"Resume with: {command}"
+    with show_progress() as progress, server as flower_server, resumable(hint, path):
         if experiment:
             result = flower_server.start(experiment, path, [progress])
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 from typer import Option
 
-from fewer.errors import FewerError, QuorumLost
+from fewer.errors import FewerError
 
 if TYPE_CHECKING:
     from fewer.runs.result import Result
 
 RUNS = Path("runs")
+SETTINGS = "settings.json"
 """The default directory of runs."""
 Out = Annotated[Path | None, Option(metavar="DIR", help="The run directory. \\[default: runs/…]")]
 Report = Annotated[bool, Option("--report/--no-report", help="Write an HTML report next to the run.")]
@@ -51,13 +53,35 @@ class Output(NamedTuple):
 
 
 @contextmanager
-def resumable(hint: str) -> Iterator[None]:
-    """Adds a hint how to continue, in case that the user stops this block or a run in it loses its quorum."""
+def resumable(hint: str, path: Path | None = None) -> Iterator[None]:
+    """Adds a hint how to continue to what stops this block, if that can help and the run at `path` has started."""
     try:
         yield
-    except (KeyboardInterrupt, QuorumLost) as stop:
-        stop.add_note(hint)
+    except (KeyboardInterrupt, FewerError) as stop:
+        can_help = isinstance(stop, KeyboardInterrupt) or stop.resumable
+        if can_help and (path is None or (path / SETTINGS).exists()):
+            stop.add_note(hint)
         raise
+
+
+def quote(path: Path) -> str:
+    """A path as an argument in a shell."""
+    return shlex.quote(str(path))
+
+
+def resume_hint(path: Path) -> str:
+    """How to resume the run at `path`."""
+    return f"Resume with: fewer resume {quote(path)}"
+
+
+def print_if_finished(path: Path, rounds: int | None, command: str) -> bool:
+    """Says if a run is finished already, and how to add rounds; False if it is not, or gets more `rounds`."""
+    from fewer.runs.reader import RunReader
+
+    run = RunReader(path)
+    if is_finished := run.status().state == "finished" and rounds in (None, done := len(run.history)):
+        print(f"{path} is already finished: {done} rounds. To add some: {command} --rounds {done + 5}", file=sys.stderr)
+    return is_finished
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -130,10 +154,21 @@ def write_report_page(runs: list[Path], folder: Path) -> Path:
     return write_report(runs, folder / "report", pictures=False)[0]
 
 
+def print_shortfalls(runs: list[Path]) -> None:
+    """Prints which methods are at or below the majority baseline."""
+    from fewer.report.groups import group_runs
+    from fewer.runs.figures import describe_baseline
+
+    for group in group_runs(runs)[0]:
+        if shortfall := describe_baseline(group.last_metrics, group.metric):
+            print(f"{group.label}: {shortfall}")
+
+
 def print_result(result: Result, path: Path, output: Output) -> None:
     """Prints the result of a finished run and writes its report."""
     from fewer.cli.progress import format_duration, format_megabytes
     from fewer.models.artifact import ARTIFACT_FILE
+    from fewer.runs.figures import describe_baseline
     from fewer.runs.settings import settings_hash
     from fewer.statistics import format_interval, interval
 
@@ -141,7 +176,7 @@ def print_result(result: Result, path: Path, output: Output) -> None:
     metrics, metric = result.metrics, result.metric
     content = {
         "method": result.method.name,
-        **{name: value for name, value in metrics.items() if name != "clients"},
+        **{name: value for name, value in metrics.items() if name not in ("clients", "client_metrics")},
         "hash": settings_hash(result.settings, result.method),
         "run": str(path),
         "history": result.history,
@@ -153,6 +188,8 @@ def print_result(result: Result, path: Path, output: Output) -> None:
         f"{format_megabytes(metrics['up'])} up, {format_megabytes(metrics['down'])} down, "
         f"{format_duration(metrics['seconds'])}"
     )
+    if shortfall := describe_baseline([metrics], metric):
+        print(shortfall)
     if result.stopped:
         print(f"Ended before round {result.method.rounds}: {result.stopped}")
     if fairness := metrics.get("fairness"):
@@ -167,4 +204,4 @@ def print_result(result: Result, path: Path, output: Output) -> None:
         print(f"Each client's model on all clients' test samples: {metric.format(global_value)}")
     print(f"Run directory: {path}" + (f", report: {page}" if page else ""))
     if (path / ARTIFACT_FILE).is_file():
-        print(f"To deploy it to a group: fewer deploy {path} --data …")
+        print(f"To deploy it to a group: fewer deploy {quote(path)} --data …")

@@ -59,7 +59,7 @@ class ProgressLines(Callback):
         rounds = f"round {len(run.history)}/{run.method.rounds}"
         if text:
             print(f"{run.label}  {rounds}  {text}", file=sys.stderr, flush=True)
-        elif run.history:
+        elif run.history and not run.finished:
             print(f"{run.label}  resumes after {rounds}", file=sys.stderr, flush=True)
 
 

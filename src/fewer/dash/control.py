@@ -76,9 +76,11 @@ class Control:
 def why_not_resumable(run: RunReader) -> str:
     """Why the dashboard cannot resume a run; empty if it can."""
     if run.settings["runtime"] == "flower":
-        return f"its clients are on other machines: use fewer server --resume {run.path} --keys DIR"
+        return f"its clients are on other machines: use {run.resume_command}"
     if objects := run.metadata["objects"]:
         return f"it was run with your own {objects[0]}: use fewer.resume({str(run.path)!r}, {objects[0]}=…) in Python"
+    if (status := run.status()).state == "stopped" and not run.can_resume:
+        return f"it would stop again: {status.reason}"
     return ""
 
 

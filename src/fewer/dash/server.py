@@ -30,6 +30,7 @@ from fewer.dash.control import LOG, Control, why_not_resumable
 from fewer.dash.guard import Guard, choose_token
 from fewer.errors import FewerError, RunError, SettingError
 from fewer.report.style import assign_label_styles
+from fewer.runs.figures import CLASS_METRICS, LABELS, PERCENT, class_rows, client_rows, describe_baseline
 from fewer.runs.reader import EVENTS, LEDGER, parse_messages
 from fewer.runs.records import parse_line, read_last_lines
 from fewer.runs.settings import RUNTIME_SETTINGS
@@ -85,7 +86,7 @@ class Dashboard:
             Route("/api/compare", self.compare),
             Route(run, self.show_run),
         ]
-        for part in (self.curve, self.tally, self.events, self.ledger, self.log, self.report):
+        for part in (self.curve, self.figures, self.tally, self.events, self.ledger, self.log, self.report):
             routes.append(Route(f"{run}/{part.__name__}", part))
         for action in () if self.read_only else (self.stop, self.resume):
             routes.append(Route(f"{run}/{action.__name__}", action, methods=["POST"]))
@@ -183,6 +184,23 @@ class Dashboard:
     def curve(self, request: Request) -> Response:
         """Metrics by round."""
         return json_response(points=self.catalog.follow(self._find_run(request)).curve())
+
+    def figures(self, request: Request) -> Response:
+        """Further metrics of the last evaluated round, with their kinds, and the tables by class and by client."""
+        run = self._find_run(request)
+        if run.state == "damaged":
+            return json_response(metrics=[], classes=[], clients=[], shortfall="")
+        reader, metrics = run.reader, run.reader.last_evaluation()
+        names = [*(CLASS_METRICS if reader.metric.name == "accuracy" else ()), *reader.other_metrics]
+        return json_response(
+            metrics=[
+                {"name": LABELS.get(name, name), "value": metrics.get(name), "percent": name in PERCENT}
+                for name in names
+            ],
+            classes=class_rows(metrics),
+            clients=client_rows(metrics),
+            shortfall=describe_baseline([metrics], reader.metric),
+        )
 
     def tally(self, request: Request) -> Response:
         """Totals of faults and messages, as far as they have been read."""

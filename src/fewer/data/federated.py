@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fewer.choices import Partition
-from fewer.data import text
+from fewer.data import checks, text
 from fewer.data.partition import PartitionSpec, Parts, Rows, hold_out_fraction, partition_labels, partition_like
-from fewer.data.raw_dataset import Array, RawDataset
+from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.data.samples import Samples
+from fewer.data.schema import Column, Kind, Schema, Targets, missing_columns
 from fewer.errors import DataError, SettingError, unknown_name
 
 MAX_CLASSES = 1 << 20
@@ -54,6 +55,10 @@ class Data(ABC):
     """Number of classes; of labels or numbers to predict, if targets are floats."""
     tokens: tuple[str, ...] = ()
     """The vocabulary, if inputs are text. Token ids are positions in it."""
+    class_names: tuple[str, ...] = ()
+    """Names of the classes, if known."""
+    columns: tuple[Column, ...] = ()
+    """Columns of a table that become inputs, in order."""
     test: Samples
     """The global test set."""
     origin: Mapping[str, Any] | None = None
@@ -62,13 +67,44 @@ class Data(ABC):
     """True if each client's samples are in temporal order."""
     novel: bool = False
     """True if validation and test samples belong to novel classes. `classes` then counts the training classes only."""
+    standardize: bool = False
+    """True if each column is standardized before the first round, by the statistics of all clients."""
     has_global_test: bool = True
     """False if only one client's data is known, and the global test set is not."""
+    notes: tuple[str, ...] = ()
+    """What a user should know about the data: columns ignored, images transposed, labels renamed …"""
 
     @property
     def vocab_size(self) -> int | None:
         """Number of tokens in the vocabulary; None if inputs are not text."""
         return len(self.tokens) or None
+
+    @property
+    def targets(self) -> Tensor:
+        """Targets of samples, which show what is predicted."""
+        return self.test.y
+
+    @property
+    def schema(self) -> Schema:
+        """What inputs and labels mean, so that other files are mapped by name."""
+        samples, options = self.test, (self.origin or {}).get("data_options", {})
+        shift, scale = (
+            tuple(value.tolist()) if isinstance(value, Tensor) else (value,) for value in (samples.shift, samples.scale)
+        )
+        dtype = str(samples.x.dtype).removeprefix("torch.")
+        return Schema(
+            kind=_kind_of(self.shape, self.tokens),
+            shape=tuple(self.shape),
+            dtype=dtype,
+            classes=self.classes,
+            class_names=self.class_names,
+            columns=self.columns,
+            tokens=self.tokens,
+            shift=shift,
+            scale=scale,
+            options=dict(options),
+            targets=_targets_of(self.targets),
+        )
 
     @property
     def has_classes(self) -> bool:
@@ -98,6 +134,10 @@ class Data(ABC):
     def to(self, device: torch.device) -> Data:
         """Copies the data to a device."""
         return self
+
+    def rescale(self, schema: Schema) -> Data:
+        """The same data, normalized as the schema says."""
+        raise DataError(f"data '{self.name}' cannot be normalized: it does not implement rescale")
 
     def as_numbers(self) -> Data:
         """The same data with numbers as targets, for regression."""
@@ -135,16 +175,23 @@ class ArrayData(Data):
     origin: Mapping[str, Any] | None = None
     tokens: tuple[str, ...] = ()
     class_names: tuple[str, ...] = ()
-    """Names of the classes, if known."""
     time_ordered: bool = False
     novel: bool = False
     row_clients: Array | None = None
     """The original owner of each row of `source`, if time-ordered data is partitioned other than by client."""
+    columns: tuple[Column, ...] = ()
+    standardize: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         """Shape of one input."""
         return tuple(self.source.x.shape[1:])
+
+    @property
+    def targets(self) -> Tensor:
+        """Targets of all training and validation samples."""
+        return self.source.y
 
     def __len__(self) -> int:
         return len(self.train.offsets) - 1
@@ -159,10 +206,11 @@ class ArrayData(Data):
         return int(self.train.offsets[index + 1] - self.train.offsets[index])
 
     def fingerprint(self) -> str:
-        """A checksum of all arrays and the partition."""
+        """A checksum of all arrays and the partition, the same before and after standardization."""
         checksum = 0
         for samples in (self.source, self.test):
-            layout = repr((tuple(samples.x.shape), str(samples.x.dtype), samples.shift, samples.scale))
+            scaling = ("standardize",) if self.standardize else (samples.shift, samples.scale)
+            layout = repr((tuple(samples.x.shape), str(samples.x.dtype), *scaling))
             checksum = zlib.crc32(layout.encode(), checksum)
             # Windows of one long text overlap: the first value of each row and the last row cover them all.
             windowed = not samples.x.is_contiguous()
@@ -177,14 +225,24 @@ class ArrayData(Data):
         """Copies the data to a device."""
         return replace(self, source=self.source.to(device), test=self.test.to(device))
 
+    def rescale(self, schema: Schema) -> ArrayData:
+        """The same data, normalized as the schema says."""
+        source, test = (samples.rescale(schema.shift, schema.scale) for samples in (self.source, self.test))
+        return replace(self, source=source, test=test)
+
     def as_numbers(self) -> ArrayData:
         """The same data with numbers as targets. Integer labels without names become numbers."""
         if not self.has_classes:
             return self
-        if self.class_names or self.tokens:
+        if self.tokens or not all(name.isdecimal() for name in self.class_names):
             raise DataError(f"data '{self.name}' has named classes, and a regression needs numbers")
-        source, test = (replace(samples, y=samples.y.float()[:, None]) for samples in (self.source, self.test))
-        return replace(self, classes=1, source=source, test=test)
+        numbers = torch.tensor([float(name) for name in self.class_names])  # labels that were numbered from 0
+        source, test = (
+            replace(samples, y=(numbers[samples.y] if self.class_names else samples.y.float())[:, None])
+            for samples in (self.source, self.test)
+        )
+        notes = tuple(note for note in self.notes if not note.startswith(checks.LABELS))
+        return replace(self, classes=1, source=source, test=test, class_names=(), notes=notes)
 
     def hold_out(self, fraction: float, seed: int) -> ArrayData:
         """Replaces the test data with a fraction of each client's training data, for tuning.
@@ -242,6 +300,22 @@ class ArrayData(Data):
         return replace(data, train=data.train.where(~moved), test=replace(data.test, rows=rows))
 
 
+def _kind_of(shape: tuple[int, ...], tokens: tuple[str, ...]) -> Kind:
+    """What inputs of this shape and vocabulary are. Texts are encoded by words; other tokens come as numbers."""
+    if tokens:
+        return "text" if tokens[0] == text.PAD else "tokens"
+    kinds: dict[int, Kind] = {2: "series", 3: "images"}
+    return kinds.get(len(shape), "features")
+
+
+def _targets_of(targets: Tensor) -> Targets:
+    """What targets of this type, shape and content are."""
+    if not targets.is_floating_point():
+        return "classes"
+    is_binary = targets.shape[1] > 1 and bool(((targets == 0) | (targets == 1)).all())
+    return "labels" if is_binary else "numbers"
+
+
 # --- user arrays ----------------------------------------------------------------------------------------------
 
 
@@ -252,6 +326,8 @@ def from_arrays(
     test: tuple[ArrayLike | Tensor | list[str], ArrayLike | Tensor] | None = None,
     client_ids: ArrayLike | None = None,
     normalization: tuple[float, float] | None = None,
+    channels: checks.Channels | None = None,
+    class_names: Sequence[str] = (),
     name: str = "arrays",
     **settings: Any,
 ) -> ArrayData:
@@ -260,18 +336,34 @@ def from_arrays(
     Targets are class labels (integers), numbers (floats, n or n × outputs) or sets of labels (a matrix of 0 and 1).
 
     `client_ids` names the owner of each sample. Each owner becomes a client; without it, the samples are partitioned.
-    Without `test`, a fifth of each client's samples is held out.
+    Without `test`, a fifth of each client's samples is held out. `class_names` are the names of labels 0, 1, 2, …;
+    the columns of a pandas DataFrame keep theirs.
 
-    Byte inputs are pixels. `normalization` is their mean and standard deviation on a scale of 0 … 1, by default
-    computed from the training data. Texts are converted to token ids. `settings` are those of `federate`: `clients`,
-    `partition`, `alpha`, `fraction`, `validation` …
+    Images are samples × channels × height × width. Without `channels` ("first" or "last"), a last dimension of 1, 3 or
+    4 is taken for the channels. Byte inputs are pixels. `normalization` is their mean and standard deviation on a scale
+    of 0 … 1, by default computed from the training data. Texts are converted to token ids. `settings` are those of
+    `federate`: `clients`, `partition`, `alpha`, `fraction`, `validation` …
     """
     check_settings(settings)
     owners = None if client_ids is None else np.asarray(client_ids)
     test_set = None
+    columns = tuple(Column(str(column)) for column in getattr(x, "columns", ()))
     if test is not None:
-        test_set = _prepare_inputs(test[0], f"{name} (test)"), convert_targets(test[1], f"{name} (test)")
-    raw = RawDataset(_prepare_inputs(x, name), convert_targets(y, name), test_set, owners, normalization=normalization)
+        test_x = take_columns(test[0], columns, f"{name} (test)")
+        test_set = _prepare_inputs(test_x, f"{name} (test)"), convert_targets(test[1], f"{name} (test)")
+    inputs, targets = _prepare_inputs(x, name), convert_targets(y, name)
+    if class_names and targets.dtype.kind != "f" and (largest := int(targets.max(initial=0))) >= len(class_names):
+        raise DataError(f"data '{name}' has label {largest}, but only {len(class_names)} class names")
+    raw = RawDataset(
+        inputs,
+        targets,
+        test_set,
+        owners,
+        class_names=tuple(class_names),
+        normalization=normalization,
+        columns=columns,
+    )
+    raw = checks.name_labels(checks.check_inputs(raw, channels, name))
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
@@ -298,6 +390,7 @@ def federate(
     validation: float = 0.0,
     vocab_size: int = 20_000,
     max_length: int = 30,
+    standardize: bool = False,
     seed: int = 0,
     name: str = "arrays",
     origin: Mapping[str, Any] | None = None,
@@ -308,7 +401,8 @@ def federate(
     (`classes_per_client`), shards (`shards` per client), quantity, and natural (by `client_ids`).
 
     `fraction` keeps a fraction of the training samples. `validation` is the fraction of each client's training samples
-    to hold out. For texts, `vocab_size` limits the vocabulary and `max_length` the tokens per text.
+    to hold out. For texts, `vocab_size` limits the vocabulary and `max_length` the tokens per text. For tables,
+    `standardize` brings each column to mean 0 and standard deviation 1 before the first round.
 
     If the classes are split, all samples are partitioned first. Each client then trains on its base classes,
     validates on its validation classes, and tests on its novel classes.
@@ -334,10 +428,9 @@ def federate(
     if raw.test is None and raw.split is None:
         rows, test_rows = hold_out_rows(raw, rows, TEST_FRACTION)
     raw, rows = _subsample(raw, rows, fraction, rng)
-    validation_rows = rows[:0]
-    if validation and raw.time_ordered and raw.client_ids is not None and partition != "natural":
-        rows, validation_rows = hold_out_rows(raw, rows, validation)  # the latest rows of each original owner
     targets = convert_targets(raw.y, name)
+    if raw.y.ndim == 2 and raw.y.dtype.kind == "f":  # numbers to predict, even if all of them are integers
+        targets = raw.y.astype(np.float32)
     test_targets = targets[test_rows] if raw.test is None else convert_targets(raw.test[1], f"{name} (test)")
     labels, test_labels = targets, test_targets
     if targets.dtype.kind == "f" or test_targets.dtype.kind == "f":
@@ -366,9 +459,12 @@ def federate(
     held_out = Parts(np.zeros(0, np.int64), np.zeros(len(train.sizes) + 1, np.int64))
     if raw.split is not None:
         train, held_out, tests, test_rows = _split_by_class(train, labels, raw.split)
-    if len(validation_rows):
-        held_out = partition_like(train, labels, labels[validation_rows], rng)
-        held_out = _sort_rows(Parts(validation_rows[held_out.rows], held_out.offsets))
+    by_source = (
+        raw.time_ordered and raw.client_ids is not None and (partition != "natural" or raw.class_gap is not None)
+    )
+    if validation and by_source:  # the latest rows of each original owner, wherever the partition puts them
+        rest, latest = hold_out_rows(raw, rows, validation)
+        train, held_out = (train.where(np.isin(train.rows, part)) for part in (rest, latest))
     elif validation:
         train, held_out = hold_out_fraction(train, validation, None if raw.time_ordered else rng)
     source, global_test, tokens = _build_samples(raw, targets, test_targets, train, name, vocab_size, max_length)
@@ -379,8 +475,24 @@ def federate(
         classes = targets.shape[1]
     if raw.split is not None:
         classes = raw.split[0]
-    row_clients = raw.client_ids if raw.time_ordered and partition != "natural" else None
-    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients
+    row_clients = raw.client_ids if by_source else None
+    notes = raw.notes
+    if (origin is None or ":" in name) and not _is_windowed(raw):  # the user's own data
+        x: Inputs = source.x
+        test_x: Inputs = global_test.x
+        if isinstance(raw.x, list):  # texts may become equal when they are encoded
+            x, test_x = raw.x, raw.x if raw.test is None else list(raw.test[0])
+        notes += checks.describe_split(x, train.rows, test_x, test_rows if raw.test is None else range(len(test_x)))
+        if raw.client_ids is not None:
+            notes += checks.describe_clients(raw.client_ids, partition)
+        if targets.dtype.kind != "f" and raw.split is None and not raw.tokens:
+            notes += checks.describe_labels(labels[train.rows], test_labels, raw.class_names)
+    if standardize and (tokens or len(source.x.shape) != 2):
+        shape = tuple(source.x.shape[1:])
+        raise SettingError(
+            f"standardize is for tables, but data '{name}' has {_kind_of(shape, tokens)} of shape {shape}"
+        )
+    facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, raw.columns, standardize, notes
     return ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
 
 
@@ -398,18 +510,25 @@ def _split_by_class(parts: Parts, labels: Rows, split: tuple[int, int, int]) -> 
 def hold_out_rows(raw: RawDataset, rows: Rows, fraction: float) -> tuple[Rows, Rows]:
     """Holds out a fraction of each owner's rows. Returns the remaining and the held-out rows.
 
-    The result does not depend on the seed of the partition. Time-ordered data is split by time. Overlapping windows
-    are thinned out until the held-out ones no longer overlap.
+    The result does not depend on the seed of the partition. Time-ordered data is split by time; with `class_gap`, each
+    class of each owner is. Overlapping windows of a text are thinned out until the held-out ones no longer overlap.
     """
     owners = np.zeros(len(rows), np.int64)
     if raw.client_ids is not None:
         owners = np.unique(raw.client_ids[rows], return_inverse=True)[1].reshape(-1)
+    if raw.class_gap is not None:
+        owners = np.unique(owners * MAX_CLASSES + raw.y[rows], return_inverse=True)[1].reshape(-1)
     by_owner = Parts.by_owner(rows, owners, int(owners.max(initial=0)) + 1)
     rest, held_out = hold_out_fraction(by_owner, fraction, None if raw.time_ordered else np.random.default_rng(0))
     held_out_rows = np.sort(held_out.rows)
     if _is_windowed(raw):
         held_out_rows = held_out_rows[:: raw.x.shape[1]]  # type: ignore[union-attr]
-    return np.sort(rest.rows), held_out_rows
+    rest_rows = np.sort(rest.rows)
+    for distance in range(1, (raw.class_gap or 0) + 1):
+        neighbors = held_out_rows - distance
+        same_class = raw.y[neighbors] == raw.y[held_out_rows]  # windows do not cross from one class to the next
+        rest_rows = np.setdiff1d(rest_rows, neighbors[same_class])
+    return rest_rows, held_out_rows
 
 
 def _sort_rows(parts: Parts) -> Parts:
@@ -464,6 +583,16 @@ def _prepare_inputs(x: Any, name: str) -> list[str] | Tensor:
     return x if isinstance(x, list) and x and all(isinstance(value, str) for value in x) else convert_inputs(x, name)
 
 
+def take_columns(x: Any, columns: Sequence[Column], name: str) -> Any:
+    """Puts the columns of a pandas DataFrame in the order of `columns`, by name. Other inputs stay as they are."""
+    if not columns or not hasattr(x, "columns"):
+        return x
+    by_name = {str(column): column for column in x.columns}
+    if missing := [column.name for column in columns if column.name not in by_name]:
+        raise missing_columns(f"data '{name}'", missing, list(by_name))
+    return x[[by_name[column.name] for column in columns]]
+
+
 def from_clients(clients: Sequence[Any], **settings: Any) -> ArrayData:
     """Builds federated data from a list with the samples of each client: pairs (x, y), or torch Datasets.
 
@@ -505,7 +634,11 @@ def from_dataset(dataset: Any, **settings: Any) -> ArrayData:
 
 def _read_dataset(dataset: Any) -> tuple[Array, Array]:
     pairs = [dataset[index] for index in range(len(dataset))]
-    return np.stack([np.asarray(x) for x, _ in pairs]), np.stack([np.asarray(y) for _, y in pairs])
+    inputs, targets = ([np.asarray(pair[part]) for pair in pairs] for part in (0, 1))
+    for kind, arrays in (("inputs", inputs), ("targets", targets)):
+        if len(shapes := sorted({array.shape for array in arrays})) > 1:
+            raise DataError(f"the Dataset has {kind} of different shapes: {shapes[0]}, {shapes[1]} …")
+    return np.stack(inputs), np.stack(targets)
 
 
 def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
@@ -514,7 +647,10 @@ def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
         return _read_dataset(samples) if len(samples) else (np.empty(0), np.empty(0, np.int64))  # type: ignore[arg-type]
     if not isinstance(samples, tuple | list) or len(samples) != 2:
         raise DataError(f"client {client} must be a pair (x, y) or a torch Dataset, got {type(samples).__name__}")
-    return np.asarray(samples[0]), np.asarray(samples[1])
+    try:
+        return np.asarray(samples[0]), np.asarray(samples[1])
+    except ValueError as error:
+        raise DataError(f"client {client} has inputs or labels of different shapes: {error}") from error
 
 
 def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from fewer.data.federated import ArrayData, Data
 from fewer.data.partition import Parts
+from fewer.data.schema import Schema
 from fewer.errors import SettingError
 
 
@@ -34,6 +35,10 @@ class Federations(ArrayData):
     def to(self, device: torch.device) -> Federations:
         """Copies the data to a device."""
         return group_clients(self.members.to(device), len(self))
+
+    def rescale(self, schema: Schema) -> Federations:
+        """The same data, normalized as the schema says."""
+        return group_clients(self.members.rescale(schema), len(self))
 
     def hold_out(self, fraction: float, seed: int) -> Federations:
         """Replaces the test data with a fraction of each member's training data."""

@@ -11,12 +11,14 @@ from fewer.errors import DataError, SettingError
 
 MAX_ITEMS = 100_000
 """Upper limit of `max_items`. With more classes, the classifier would no longer be small."""
+MAX_LAST_ITEMS = 1000
+"""The largest number of items for `last_item`, which adds a feature for each."""
 HABIT_PROBABILITIES = 0.4, 0.4
 """Probabilities in `generate_usage`: to repeat the last service, and to choose the usual one for the time of day."""
 
 
 def build_user_tasks(
-    raw: RawDataset, own_classes: bool = False, max_items: int = 0, min_records: int = 0
+    raw: RawDataset, own_classes: bool = False, max_items: int = 0, min_records: int = 0, last_item: bool = False
 ) -> RawDataset:
     """Turns time-ordered records, labeled by item, into one task per user.
 
@@ -25,6 +27,9 @@ def build_user_tasks(
 
     `own_classes` relabels each user's items by that order. One small classifier then serves everyone, but its classes
     mean something different to each user.
+
+    `last_item` adds features: the class of the user's record before, one-hot (all 0 in the first record). Other
+    features describe an item. Only with these can a model learn that users repeat their last item, whichever it is.
     """
     if min(max_items, min_records) < 0 or max_items > MAX_ITEMS:
         raise SettingError(
@@ -42,10 +47,27 @@ def build_user_tasks(
     if not selected.any():
         raise DataError(f"no user has {min_records} records; lower min_records or raise max_items")
     raw = raw.select(np.flatnonzero(selected))
-    if not own_classes:
-        return raw
-    classes = max_items or int(item_rank[selected].max()) + 1
-    return replace(raw, y=item_rank[selected], class_names=tuple(f"item {number}" for number in range(1, classes + 1)))
+    if own_classes:
+        classes = max_items or int(item_rank[selected].max()) + 1
+        names = tuple(f"item {number}" for number in range(1, classes + 1))
+        raw = replace(raw, y=item_rank[selected], class_names=names)
+    return _add_last_item(raw) if last_item else raw
+
+
+def _add_last_item(raw: RawDataset) -> RawDataset:
+    """Adds a feature for each class: 1 if it is the class of the user's record before."""
+    assert raw.client_ids is not None and isinstance(raw.x, np.ndarray)
+    if (classes := len(raw.class_names)) > MAX_LAST_ITEMS:
+        raise SettingError(
+            f"last_item adds a feature for each of {classes:,} items (allowed: up to {MAX_LAST_ITEMS:,}); "
+            "set own_classes and max_items"
+        )
+    rows = np.argsort(raw.client_ids, kind="stable")  # of one user after the other, in order of time
+    before, after = rows[:-1], rows[1:]
+    same_user = raw.client_ids[before] == raw.client_ids[after]
+    last_item = np.zeros((len(rows), classes), raw.x.dtype)
+    last_item[after[same_user], raw.y[before[same_user]]] = 1
+    return replace(raw, x=np.concatenate([raw.x, last_item], axis=1))
 
 
 def generate_usage(users: int = 40, records: int = 60, services: int = 30) -> RawDataset:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,14 +17,15 @@ class Samples:
     """Inputs `x`, labels or other targets `y`, and the `rows` that belong to this view (all rows if None).
 
     Rows are gathered on use, so all clients share one copy of the data. Pixels stay bytes until then: `shift` and
-    `scale` normalize them to (x − shift) · scale. Token ids become 64-bit integers.
+    `scale` normalize them to (x − shift) · scale, with one value for all inputs or one for each column of a table.
+    Token ids become 64-bit integers.
     """
 
     x: Tensor
     y: Tensor
     rows: Tensor | None = None
-    shift: float = 0.0
-    scale: float = 1.0
+    shift: float | Tensor = 0.0
+    scale: float | Tensor = 1.0
     is_text: bool = False
     """True if inputs are token ids."""
 
@@ -79,11 +80,21 @@ class Samples:
     def to(self, device: torch.device) -> Samples:
         """Copies the samples to a device."""
         rows = None if self.rows is None else self.rows.to(device)
-        return replace(self, x=self.x.to(device), y=self.y.to(device), rows=rows)
+        shift, scale = (value.to(device) if isinstance(value, Tensor) else value for value in (self.shift, self.scale))
+        return replace(self, x=self.x.to(device), y=self.y.to(device), rows=rows, shift=shift, scale=scale)
+
+    def rescale(self, shift: Sequence[float], scale: Sequence[float]) -> Samples:
+        """The samples with another normalization: one value for all inputs, or one for each column."""
+        if len(shift) == 1:
+            return replace(self, shift=shift[0], scale=scale[0])
+        shifts, scales = (torch.tensor(v, dtype=torch.float64, device=self.x.device) for v in (shift, scale))
+        return replace(self, shift=shifts, scale=scales)
 
     def _normalize(self, x: Tensor) -> Tensor:
         if self.is_text:
             return x.long()
+        if isinstance(self.shift, Tensor):
+            return x.double().sub_(self.shift).mul_(self.scale).float()
         if self.shift == 0.0 and self.scale == 1.0:
             return x
         return x.float().sub_(self.shift).mul_(self.scale)

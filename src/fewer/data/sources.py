@@ -5,24 +5,27 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-import zipfile
+import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+import torch
 
 from fewer.choices import Partition
 from fewer.data import recommendation
 from fewer.data.cache import load_or_build
+from fewer.data.checks import name_labels
 from fewer.data.class_split import OPTIONS, split_seen_unseen
 from fewer.data.episodes import apply_class_split
 from fewer.data.federated import ArrayData, check_settings, federate
 from fewer.data.partition import PartitionSpec
-from fewer.data.raw_dataset import Array, Inputs, RawDataset
+from fewer.data.raw_dataset import RawDataset
+from fewer.data.schema import Schema
 from fewer.errors import DataError, SettingError, unknown_name
 from fewer.registry import FORMATS
 
@@ -36,6 +39,7 @@ class DataSource(NamedTuple):
     options: Mapping[str, Any] = {}
     normalization: tuple[float, float] | None = None
     time_ordered: bool = False
+    class_gap: int | None = None
 
 
 _FASHION = (0.2860, 0.3530)
@@ -59,12 +63,21 @@ FILES = {
     "20newsgroups": DataSource("newsgroups", "20newsgroups/20news-bydate.tar.gz", "posts in 20 newsgroups, by author"),
     "huffpost": DataSource("jsonl", "huffpost/huffpost.jsonl", "headlines in 41 classes", {"text": "raw"}),
     "movielens-100k": DataSource("movielens", "movielens-100k", "films rated by users, in time order"),
-    "hapt": DataSource("npz", "hapt/hapt.npz", "activities from a smartphone, by subject", time_ordered=True),
+    "hapt": DataSource(
+        "npz", "hapt/hapt.npz", "activities from a smartphone, by subject", time_ordered=True, class_gap=1
+    ),
     "pamap2": DataSource("pamap2", "pamap2", "activities from body sensors, by subject"),
     "har": DataSource("har", "har", "UCI HAR activities, by subject"),
 }
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 """Formats that are slow to read. Their arrays are cached."""
+LAYOUT_OPTIONS = ("client", "depth", "time", "missing", "decimal", "encoding", "features", "ignore", "categorical")
+"""Options that describe one file, drop or sort its samples, or that the columns of a schema replace."""
+
+LOAD_OPTIONS = ("max_per_class", "normalization")
+"""Options of `load` that every data set accepts, in addition to those about classes."""
+GLOVE = "glove.6B.100d"
+"""The word vectors that the name `glove` means."""
 
 
 def load(
@@ -86,24 +99,70 @@ def load(
     - `classes`: keep only these classes ("0-9,20").
     - `unseen_classes`: no client trains on these classes. All their samples are test samples.
     - `split`: split the classes into base, validation and novel ones (20/5/16).
+    - `max_per_class`: keep only the first training samples of each class, at most so many.
+    - `normalization`: mean and standard deviation of pixels on a scale of 0 … 1; [0.5, 0.5] gives inputs in [−1, 1].
+    - `held_out`: for time-ordered data, hold out the last samples of each `class` of a client, or of the `client`.
+      The default is class for sensor readings, and client for all other data.
     """
     check_settings(settings)
     PartitionSpec(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).validate(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
         raise unknown_name("partition", partition, get_args(Partition))
-    raw = read(name, data_dir, **(data_options or {}))
+    raw = read_training_data(name, data_dir, data_options or {})
     origin = {"name": name, "data_dir": None if data_dir is None else str(data_dir), "seed": seed, **settings}
     if data_options:
         origin["data_options"] = dict(data_options)
     return federate(raw, name=name, seed=seed, origin=origin, **settings)
 
 
-def read(name: str, data_dir: str | Path | None = None, **options: Any) -> RawDataset:
-    """Reads a data set by name, without partitioning it."""
+def read_training_data(name: str, data_dir: str | Path | None, data_options: Mapping[str, Any]) -> RawDataset:
+    """Reads a data set with all options of `load`. Labels of files such as 3 and 7 are numbered from 0."""
+    options = dict(data_options)
+    limit, normalization = (options.pop(option, None) for option in LOAD_OPTIONS)
+    raw = read(name, data_dir, **options)
+    if ":" in name and not {"split", *OPTIONS} & options.keys():  # these options name classes by their labels
+        raw = name_labels(raw)
+    if limit is not None:
+        raw = _keep_first_per_class(raw, limit, name)
+    if normalization is not None:
+        raw = replace(raw, normalization=_parse_normalization(raw, normalization, name))
+    return raw
+
+
+def read(name: str, data_dir: str | Path | None = None, *, schema: Schema | None = None, **options: Any) -> RawDataset:
+    """Reads a data set by name, without partitioning it.
+
+    With a schema, files are read as its data was, and columns and classes are mapped by name. DataError if one is
+    missing or unknown.
+    """
+    raw = _read_labeled_or_not(name, data_dir, schema, options)
+    if not len(raw.y):
+        raise DataError(f"data '{name}' has no labels")
+    return raw if schema is None else raw.use_classes_of(schema, name)
+
+
+def read_inputs(name: str, data_dir: str | Path | None, schema: Schema, **options: Any) -> RawDataset:
+    """Reads inputs for prediction: the test set if there is one, otherwise all samples. Columns are mapped by name.
+
+    `y` is empty if there are no labels. Labels are numbered as in the file, by `class_names`.
+    """
+    raw = _read_labeled_or_not(name, data_dir, schema, options)
+    x, y = (raw.x, raw.y) if raw.test is None else raw.test
+    return replace(raw, x=x, y=y, test=None, client_ids=None, test_client_ids=None)
+
+
+def _read_labeled_or_not(
+    name: str, data_dir: str | Path | None, schema: Schema | None, options: Mapping[str, Any]
+) -> RawDataset:
+    """Reads a data set. Only with a schema, labels may be absent."""
+    if not isinstance(schema, Schema | None):
+        raise SettingError(f"schema is not an option of data '{name}'")
     options = {**(FILES[name].options if name in FILES else {}), **options}
-    split = options.pop("split", None)
+    split, held_out = options.pop("split", None), options.pop("held_out", None)
     source_options = {key: value for key, value in options.items() if key not in OPTIONS}
-    raw = _read_source(name, data_dir, source_options)
+    raw = _read_source(name, data_dir, source_options, schema)
+    if held_out is not None:
+        raw = _set_held_out(raw, held_out, name)
     if split is not None and "unseen_classes" in options:
         raise SettingError(f"data '{name}' cannot have both split and unseen_classes; choose one")
     if (split is not None or len(source_options) < len(options)) and (raw.y.ndim > 1 or raw.y.dtype.kind == "f"):
@@ -113,66 +172,110 @@ def read(name: str, data_dir: str | Path | None = None, **options: Any) -> RawDa
     return raw if split is None else apply_class_split(raw, split, name)
 
 
-def _read_source(name: str, data_dir: str | Path | None, options: Mapping[str, Any]) -> RawDataset:
+def _set_held_out(raw: RawDataset, held_out: str, name: str) -> RawDataset:
+    """Sets which samples of time-ordered data are held out."""
+    if held_out not in ("class", "client"):
+        raise unknown_name("held_out", str(held_out), ("class", "client"))
+    if not raw.time_ordered or raw.client_ids is None:
+        raise SettingError(
+            f"held_out = {held_out} needs clients with samples in temporal order; data '{name}' has none"
+        )
+    if held_out == "class" and (raw.y.ndim > 1 or raw.y.dtype.kind == "f"):
+        raise SettingError(f"held_out = class needs classes, but data '{name}' has none")
+    return replace(raw, class_gap=(raw.class_gap or 0) if held_out == "class" else None)
+
+
+def _read_source(
+    name: str, data_dir: str | Path | None, options: Mapping[str, Any], schema: Schema | None
+) -> RawDataset:
     format, colon, path = name.partition(":")
     if colon:
         if format not in FORMATS:
             raise unknown_name("data format", format, FORMATS)
-        return _read_files(format, _find_path(path, data_dir), options)
+        return _read_files(format, _find_path(path, data_dir), options, schema)
     if name in EMBEDDED:
         _check_options(EMBEDDED[name], options, name)
         return EMBEDDED[name](**options)
     if name in FILES:
         source = FILES[name]
-        raw = _read_files(source.format, _find_path(source.path, data_dir), options)
-        return replace(raw, normalization=source.normalization, time_ordered=raw.time_ordered or source.time_ordered)
+        raw = _read_files(source.format, _find_path(source.path, data_dir), options, schema)
+        time_ordered = raw.time_ordered or source.time_ordered
+        class_gap = raw.class_gap if source.class_gap is None else source.class_gap
+        return replace(
+            raw, normalization=source.normalization, time_ordered=time_ordered, class_gap=class_gap, notes=()
+        )
     raise unknown_name("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
 
 
-def read_inputs(
-    name: str, data_dir: str | Path | None = None, options: Mapping[str, Any] | None = None
-) -> tuple[Inputs, Array | None]:
-    """Reads inputs for prediction, and labels if known: the test set if there is one, otherwise all samples."""
-    if name.startswith("npz:"):
-        path = _find_path(name.removeprefix("npz:"), data_dir)
-        errors = OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile  # the reader below reports them
-        with suppress(*errors), np.load(path, allow_pickle=False) as arrays:
-            if "x" in arrays and "y" not in arrays:
-                return arrays["x"], None
-    raw = read(name, data_dir, **(options or {}))
-    return raw.test if raw.test is not None else (raw.x, raw.y)
+def _keep_first_per_class(raw: RawDataset, limit: Any, name: str) -> RawDataset:
+    """Keeps the first `limit` training samples of each class."""
+    if not isinstance(limit, int) or limit < 1:
+        raise SettingError(f"max_per_class of data '{name}' must be an integer >= 1, got {limit!r}")
+    if raw.y.ndim > 1 or raw.y.dtype.kind == "f":
+        raise SettingError(f"data '{name}' has no classes: max_per_class does not apply")
+    rows = [np.flatnonzero(raw.y == label)[:limit] for label in np.unique(raw.y)]
+    return raw.select(np.sort(np.concatenate(rows)))
 
 
-def _read_files(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
+def _parse_normalization(raw: RawDataset, value: Any, name: str) -> tuple[float, float]:
+    """The mean and standard deviation of pixels."""
+    is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(v, int | float) for v in value)
+    if not is_pair or value[1] <= 0:
+        raise SettingError(f"normalization of data '{name}' must be [mean, deviation > 0], got {value!r}")
+    if raw.tokens or getattr(raw.x, "dtype", None) not in (np.uint8, torch.uint8):
+        raise SettingError(f"data '{name}' has no pixels (bytes): normalization does not apply")
+    return float(value[0]), float(value[1])
+
+
+def _read_files(format: str, path: Path, options: Mapping[str, Any], schema: Schema | None) -> RawDataset:
     reader: Callable[..., RawDataset] = FORMATS[format]
     _check_options(reader, options, format)
-    return _read_through_cache(format, path, options) if format in SLOW else reader(path, **options)
+    read_cached = partial(_read_through_cache, format) if format in SLOW else reader
+    if schema is None:
+        return read_cached(path, **options)
+    options = {**_options_like(schema, reader), **options}
+    by_name = {"schema": schema} if "schema" in inspect.signature(reader).parameters else {}
+    return read_cached(path, **by_name, **options)
 
 
-def _read_through_cache(format: str, path: Path, options: Mapping[str, Any]) -> RawDataset:
+def _options_like(schema: Schema, reader: Callable[..., RawDataset]) -> dict[str, Any]:
+    """The options with which a reader reads files as the data of the schema was read."""
+    options = {key: value for key, value in schema.options.items() if key not in LAYOUT_OPTIONS}
+    if schema.kind == "images" and schema.shape[1] == schema.shape[2]:
+        options |= {"size": schema.shape[1], "gray": schema.shape[0] == 1}
+    known = inspect.signature(reader).parameters
+    return {key: value for key, value in options.items() if key in known}
+
+
+def _read_through_cache(format: str, path: Path, schema: Schema | None = None, **options: Any) -> RawDataset:
     """Reads files once and caches their arrays. Later calls memory-map them, so only what is used is loaded."""
     members = sorted(path.rglob("*")) if path.is_dir() else [path]
     state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in members if file.is_file()]
-    keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", "class_names", "tokens", "time_ordered")
-    digest = hashlib.sha256(repr((format, sorted(options.items()), state, keys)).encode()).hexdigest()[:16]
+    names = ("class_names", "tokens", "notes")
+    keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", *names, "time_ordered", "class_gap")
+    content = format, sorted(options.items()), state, keys, *(["labels optional"] if schema else [])
+    digest = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+    by_name = {"schema": schema} if schema else {}
 
     def build() -> dict[str, Any]:
-        raw = FORMATS[format](path, **options)
+        raw = FORMATS[format](path, **options, **by_name)
         test_x, test_y = raw.test or (None, None)
         values = {**vars(raw), "test_x": test_x, "test_y": test_y}
         return {key: np.asarray(values[key]) for key in keys if values[key] is not None}
 
     arrays: dict[str, Any] = load_or_build(f"{format}-{digest}", build)
     test = (arrays.pop("test_x"), arrays.pop("test_y")) if "test_x" in arrays else None
-    names: dict[str, Any] = {key: tuple(arrays.pop(key).tolist()) for key in ("class_names", "tokens")}
-    return RawDataset(test=test, time_ordered=bool(arrays.pop("time_ordered")), **names, **arrays)
+    texts: dict[str, Any] = {key: tuple(arrays.pop(key).tolist()) for key in names}
+    if "class_gap" in arrays:
+        texts["class_gap"] = int(arrays.pop("class_gap"))
+    return RawDataset(test=test, time_ordered=bool(arrays.pop("time_ordered")), **texts, **arrays)
 
 
 def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any], name: str) -> None:
-    allowed = [key for key in inspect.signature(reader).parameters if key != "path"]
+    allowed = [key for key in inspect.signature(reader).parameters if key not in ("path", "schema")]
     for key in options:
         if key not in allowed:
-            raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS])
+            raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS, "split", "held_out"])
 
 
 # --- built-in data sets ----------------------------------------------------------------------------------------
@@ -233,9 +336,9 @@ def _load_shakespeare_mini() -> RawDataset:
     return raw
 
 
-def _load_usage(own_classes: bool = False) -> RawDataset:
+def _load_usage(own_classes: bool = False, last_item: bool = False) -> RawDataset:
     """Generated: which of 30 services each of 40 users chooses next; own_classes numbers services per user."""
-    return recommendation.build_user_tasks(recommendation.generate_usage(), own_classes)
+    return recommendation.build_user_tasks(recommendation.generate_usage(), own_classes, last_item=last_item)
 
 
 EMBEDDED: dict[str, Callable[..., RawDataset]] = {
@@ -249,6 +352,13 @@ EMBEDDED: dict[str, Callable[..., RawDataset]] = {
 NAMES = (*EMBEDDED, *FILES)
 
 
+def find_files(name: str, data_dir: str | Path | None) -> None:
+    """Raises DataError if the files of a data set do not exist."""
+    _, colon, path = name.partition(":")
+    if colon or name in FILES:
+        _find_path(path if colon else FILES[name].path, data_dir)
+
+
 def _find_path(path: str, data_dir: str | Path | None) -> Path:
     """Finds a path as given, or below the data directory."""
     root = data_dir or os.environ.get("FEWER_DATA")
@@ -259,3 +369,24 @@ def _find_path(path: str, data_dir: str | Path | None) -> Path:
     if root:
         raise DataError(f"no '{path}' in {root}")
     raise DataError(f"'{path}' does not exist, and no data directory is set: pass --data-dir or set FEWER_DATA")
+
+
+def names_word_vectors(name: str) -> bool:
+    """True for the name of public word vectors, such as glove or glove.6B.300d. Every client finds its own file."""
+    return re.fullmatch(r"glove(\.\w+)*\.\d+d|glove", name) is not None
+
+
+def find_word_vectors(name: str, data_dir: str | Path | None = None) -> Path:
+    """Finds a file of word vectors by path, or by name as glove/NAME.txt or glove/NAME.txt.gz in the data directory."""
+    root = data_dir or os.environ.get("FEWER_DATA")
+    if not names_word_vectors(name):
+        if not (path := Path(name)).is_file():
+            raise DataError(f"vectors = {name}: there is no such file (allowed: own, glove, {GLOVE} or a file)")
+        return path
+    folder, file = Path(root or "DIR") / "glove", f"{GLOVE if name == 'glove' else name}.txt"
+    for path in (folder / file, folder / f"{file}.gz"):
+        if path.is_file():
+            return path
+    place = "" if root else "; pass --data-dir DIR or set FEWER_DATA"
+    source = "(source: https://nlp.stanford.edu/projects/glove)"
+    raise DataError(f"vectors = {name} needs {file} or {file}.gz in {folder}{place} {source}")

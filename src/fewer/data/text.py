@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -76,30 +78,36 @@ def _factorize_ppmi(rows: NDArray[np.int64], vocab_size: int, width: int) -> Ten
     return normalized
 
 
-def load_word_vectors(path: Path, tokens: Sequence[str]) -> Tensor:
-    """Loads the vectors of `tokens` from a text file with one word and its values per line, as in GloVe and fastText.
+def load_word_vectors(path: Path, tokens: Sequence[str]) -> tuple[Tensor, int]:
+    """Loads the vectors of `tokens` from a text file with one word and its values per line, packed by gzip or not.
 
-    Words missing from the file get small random vectors from a fixed seed. The padding token gets a zero vector.
+    This is the format of GloVe, fastText and word2vec. Also returns how many tokens were found. The other tokens get
+    small random vectors from a fixed seed. The padding token gets a zero vector.
     """
-    ids = {word: index for index, word in enumerate(tokens)}
+    ids = {word.encode(): index for index, word in enumerate(tokens)}
     vectors: Tensor | None = None
+    found = set()
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for index, line in enumerate(file):
-                word, *values = line.rstrip().split(" ")
-                if index == 0 and len(values) == 1:  # fastText header: number of words, width
+                word, _, text = line.rstrip().partition(b" ")
+                width = text.count(b" ") + 1
+                if not word or (index == 0 and width == 1):  # the header of fastText and word2vec: words, width
                     continue
                 if vectors is None:
-                    vectors = torch.randn(len(tokens), len(values), generator=torch.Generator().manual_seed(0)) * 0.1
-                if len(values) != vectors.shape[1]:
-                    raise DataError(f"{path}, line {index + 1} has {len(values)} values, expected {vectors.shape[1]}")
-                if word in ids:
-                    vectors[ids[word]] = torch.tensor([float(value) for value in values])
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+                    vectors = torch.randn(len(tokens), width, generator=torch.Generator().manual_seed(0)) * 0.1
+                if width < vectors.shape[1]:
+                    raise DataError(f"{path}, line {index + 1} has {width} values, expected {vectors.shape[1]}")
+                if word in ids and width == vectors.shape[1]:  # a longer line has a word with spaces
+                    vectors[ids[word]] = torch.tensor([float(value) for value in text.split(b" ")])
+                    found.add(word)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     except ValueError as error:
         raise DataError(f"{path} is not a file of word vectors: {error}") from error
     if vectors is None:
         raise DataError(f"{path} has no word vectors")
+    if not vectors.isfinite().all():
+        raise DataError(f"{path} has values that are not finite")
     vectors[0] = 0
-    return vectors
+    return vectors, len(found)

@@ -262,13 +262,16 @@ class SeedRunner:
             self._partitions[key] = load_data(settings)
         return self._partitions[key]
 
-    def run(self, settings: Settings, label: str, tuned: bool = True, method: Method | None = None) -> Row:
-        """Runs all seeds of one method; `method` is the object, if it was given as one."""
+    def run(
+        self, settings: Settings, label: str, tuned: bool | Sequence[str] = True, method: Method | None = None
+    ) -> Row:
+        """Runs all seeds of one method; `method` is the object, if it was given as one. `tuned` may list options."""
         experiment, done = self.experiment(settings, method), list[Trial]()
         stem = "".join(c if c.isalnum() or c in "-._=" else "-" for c in label)
         if self.trials and tuned:
             file, callbacks = self.out and self.out / f"{stem}-trials.json", self._label(f"{label} tuning")
-            experiment, done = tune_experiment(experiment, self.trials, file, callbacks, self.measure)
+            options = None if isinstance(tuned, bool) else tuned
+            experiment, done = tune_experiment(experiment, self.trials, file, callbacks, self.measure, options)
         tuned_method = None if method is None else experiment.method
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):

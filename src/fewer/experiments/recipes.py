@@ -47,7 +47,8 @@ class RecipeRow(BaseModel):
     method_options: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     """Settings that differ in this row in addition to the method options: the model, data options, …"""
-    tune: bool = False
+    tune: bool | list[str] = False
+    """Tune the options that the method tunes, or only the listed ones."""
     paper: list[float | None] = []
 
 

@@ -115,24 +115,23 @@ def leakage(cells: Sequence[CellRuns], clients: int = 10, steps: int = 500, star
 
 
 def emd(cells: Sequence[CellRuns], paper: Sequence[float] = ()) -> Study:
-    """Measures the earth mover's distance between the synthetic data of each column and of the first column.
+    """Measures the earth mover's distance between the synthetic data of each column and of the row's first column.
 
     It is the mean of the sliced distance over seeds, over clients that sent data in both runs, and over classes. Pixel
     values are scaled so that black is 0 and white is 1.
     """
-    heads, our_values, metrics = [], [], {}
-    for _, column, paths in cells:
-        distances = [
-            _measure_distance(open_run(path), open_run(first))
-            for path, first in zip(paths, cells[0].paths, strict=True)
-        ]
-        heads.append(column)
-        our_values.append(format_interval(interval(distances), 3, 1))
-        metrics[column] = distances
-    paper_values = [f"{value:.3f}" for value in paper] + ["–"] * (len(heads) - len(paper))
+    heads = list(dict.fromkeys(cell.column for cell in cells))
+    table, metrics = {}, {}
+    for row in dict.fromkeys(cell.row for cell in cells):
+        own = [cell for cell in cells if cell.row == row]
+        for _, column, paths in own:
+            pairs = zip(paths, own[0].paths, strict=True)
+            metrics[f"{row}, {column}"] = [_measure_distance(open_run(path), open_run(first)) for path, first in pairs]
+        table[row] = [format_interval(interval(metrics[f"{row}, {head}"]), 3, 1) for head in heads]
+    if paper:
+        table["the paper's values"] = [f"{value:.3f}" for value in paper] + ["–"] * (len(heads) - len(paper))
     lines = ["", f"## Earth mover's distance to {heads[0]}", "", "| | " + " | ".join(heads) + " |"]
-    lines += ["|---|" + "---|" * len(heads), "| ours | " + " | ".join(our_values) + " |"]
-    lines += ["| paper | " + " | ".join(paper_values) + " |"] if paper else []
+    lines += ["|---|" + "---|" * len(heads), *(f"| {row} | {' | '.join(values)} |" for row, values in table.items())]
     return Study(lines, metrics)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fewer.data import Data
-from fewer.errors import QuorumLost, RunError, SettingError
+from fewer.errors import QuorumLost, RunError, SettingError, unknown_name
 from fewer.methods import Method
 from fewer.methods.capabilities import HasSearchSpace, HasTuningSplit
 from fewer.runs.callbacks import Callback
@@ -91,16 +91,22 @@ def tune_experiment(
     trials_file: Path | None = None,
     callbacks: Sequence[Callback] = (),
     measure: Callable[[Result], float] = pooled_value,
+    options: Sequence[str] | None = None,
 ) -> tuple[Experiment, list[Trial]]:
     """Runs exactly `trials` trials; returns the experiment with the best settings, and all trials.
 
-    `trials_file` stores finished trials, so an interrupted search resumes where it stopped.
+    `trials_file` stores finished trials, so an interrupted search resumes where it stopped. `options` are those to
+    tune, by default all that the method tunes.
     """
     search_space = find_search_space(experiment.method)
+    if options is not None:
+        for wrong in [option for option in options if option not in search_space]:
+            raise unknown_name(f"option to tune of {experiment.method.name}", wrong, search_space)
+        search_space = {option: search_space[option] for option in options}
     if not search_space:
         return experiment, []
     tuning_experiment, metric = _hold_out(experiment), experiment.metric
-    task = f"{experiment.hash} {experiment.data.fingerprint()}"
+    task = " ".join([experiment.hash, experiment.data.fingerprint(), *(options or ())])
     done = _load_trials(trials_file, task) if trials_file and trials_file.exists() else []
     accuracies = {_point_key(trial.settings): trial.accuracy for trial in done}
 
@@ -119,7 +125,7 @@ def tune_experiment(
         accuracy = accuracies[_point_key(point)]
         return -math.inf if accuracy is None else metric.rank(accuracy)
 
-    first = {name: float(getattr(experiment.method, name)) for name in search_space}
+    first = {name: float(getattr(experiment.method, name) or grid[0]) for name, grid in search_space.items()}
     best = coordinate_search(evaluate, search_space, first, trials, lambda point: _is_valid(experiment, point))
     return _apply_point(experiment, best), done
 
@@ -261,4 +267,5 @@ def _apply_point(experiment: Experiment, point: Point) -> Experiment:
     settings = experiment.settings.model_copy(
         update={"method_options": {**experiment.settings.method_options, **point}}
     )
-    return replace(experiment, method=experiment.method.model_copy(update=point), settings=settings)
+    method = experiment.method
+    return replace(experiment, method=type(method)(**{**method.model_dump(), **point}), settings=settings)

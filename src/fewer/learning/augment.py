@@ -1,4 +1,4 @@
-"""Image augmentation by small random affine maps, differentiable in the image."""
+"""Image augmentation: small random affine maps, differentiable in the image, and random crops."""
 
 from __future__ import annotations
 
@@ -28,3 +28,13 @@ def apply_affine(images: Tensor, maps: Tensor) -> Tensor:
     """Transforms each image by its own map, or all by a single one. Pixels outside the image repeat its border."""
     grid = F.affine_grid(maps.to(images).expand(len(images), 2, 3), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+
+
+def random_crop(images: Tensor, pad: int, fill: float, stream: torch.Generator) -> Tensor:
+    """Adds a border of `pad` pixels with value `fill`, and crops each image to its size at a random position."""
+    count, channels, height, width = images.shape
+    top, left = torch.randint(2 * pad + 1, (2, count, 1), generator=stream).to(images.device)
+    rows, columns = (start + torch.arange(size).to(images.device) for start, size in ((top, height), (left, width)))
+    image, channel = torch.arange(count), torch.arange(channels)
+    padded = F.pad(images, (pad,) * 4, value=fill)
+    return padded[image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]]

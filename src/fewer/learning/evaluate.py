@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fewer.learning.classes import add_counts, count_classes
 from fewer.models import Task
 from fewer.models.objective import ACCURACY, count_top_k, find_metric
+from fewer.runtime.handlers import Unsent
 
 EVAL_BATCH_SIZE = 1000
 """Samples in one forward pass of evaluation."""
@@ -29,6 +31,8 @@ class Evaluation(NamedTuple):
     """Names of the metrics, separated by commas."""
     sums: Tensor
     """The sums of all metrics, one below the other (rows × outputs, float64)."""
+    class_counts: Unsent = Unsent()
+    """Counts by class (see `count_classes`). Empty without classes, and for the answers of remote clients."""
 
     def values(self) -> dict[str, float]:
         """The metrics by name, and the mean loss."""
@@ -54,6 +58,7 @@ def add_evaluations(evaluations: Sequence[Evaluation]) -> Evaluation:
         sum(evaluation.loss for evaluation in evaluations),
         evaluations[0].metrics,
         torch.stack([evaluation.sums for evaluation in evaluations]).sum(0),
+        add_counts([evaluation.class_counts for evaluation in evaluations if evaluation.total]),
     )
 
 
@@ -78,7 +83,8 @@ def measure_outputs(outputs: Tensor, y: Tensor, task: Task, top_k: int = 1) -> E
     for metric, block in zip(task.metrics, blocks, strict=True):
         sums = torch.tensor([[count_top_k(outputs, y, top_k)]]) if metric is ACCURACY else metric.sums(outputs, y)
         block[:, : sums.shape[1]] = sums.double().nan_to_num(MAX_LOSS).clamp(-MAX_LOSS, MAX_LOSS)
-    return evaluation._replace(total=len(y), loss=sum_loss(task, outputs, y))
+    class_counts = count_classes(outputs, y, task.classes) if task.has_classes else Unsent()
+    return evaluation._replace(total=len(y), loss=sum_loss(task, outputs, y), class_counts=class_counts)
 
 
 def sum_loss(task: Task, outputs: Tensor, y: Tensor) -> float:

@@ -1,30 +1,40 @@
 """A class-conditional generator of features, trained through a classifier's head (FedGen, FedMK).
 
 Zhu, Hong, Zhou: Data-Free Knowledge Distillation for Heterogeneous Federated Learning, ICML 2021, Eq 4. The diversity
-term comes from its released code: without it, all features of a class collapse to one point.
+term comes from its released code: without it, all features of a class collapse to one point. Generated features end
+with the activation that ends the encoder: behind a ReLU, a head never sees a negative feature. (In the released code,
+both ranges are all numbers.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.models import Task, Weights, load_weights
-from fewer.models.split import find_head
+from fewer.models.split import find_activation, find_head
+
+GeneratorOutput = Literal["encoder", "linear"]
+"""The range of generated features: that of the encoder's features, or all numbers."""
 
 
 class Generator(nn.Module):
-    """G(noise, y): maps noise and a one-hot label to features, with one hidden layer and batch norm."""
+    """G(noise, y): maps noise and a one-hot label to features, with one hidden layer and batch norm.
 
-    def __init__(self, classes: int, features: int, noise: int = 32, hidden: int = 256) -> None:
+    `activation` ends the features.
+    """
+
+    def __init__(
+        self, classes: int, features: int, activation: nn.Module | None = None, noise: int = 32, hidden: int = 256
+    ) -> None:
         super().__init__()
         self.classes, self.noise = classes, noise
-        self.body = nn.Sequential(
-            nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, features)
-        )
+        layers = nn.Linear(noise + classes, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, features)
+        self.body = nn.Sequential(*layers, activation or nn.Identity())
 
     def forward(self, noise: Tensor, y: Tensor) -> Tensor:
         """Features for these labels."""
@@ -49,9 +59,10 @@ def diversity_loss(noise: Tensor, features: Tensor) -> Tensor:
     return torch.exp(-(noise_distance * feature_distance).mean())
 
 
-def build_generator(task: Task, net: nn.Module, weights: Weights | None = None) -> Generator:
+def build_generator(task: Task, net: nn.Module, output: GeneratorOutput, weights: Weights | None = None) -> Generator:
     """Builds a generator for the inputs of the net's head, with the given or with new weights."""
-    generator = Generator(task.classes, find_head(task, net)[1]).to(task.device)
+    activation = find_activation(task, net) if output == "encoder" else None
+    generator = Generator(task.classes, find_head(task, net)[1], activation).to(task.device)
     if weights is not None:
         load_weights(generator, weights)
     return generator

@@ -37,12 +37,14 @@ def compute_prototypes(net: nn.Module, samples: Samples) -> Prototypes:
 class GroupModel(nn.Module):
     """A group's model (Section 2.3): it predicts by distance to Γ, or by the linear head if Γ has width 0.
 
-    Classes that no client of the group holds get the score −∞.
+    Classes that no client of the group holds get the score −∞. `temperature` divides squared distances.
     """
 
-    def __init__(self, net: nn.Module, classes: Tensor, means: Tensor, num_classes: int) -> None:
+    def __init__(
+        self, net: nn.Module, classes: Tensor, means: Tensor, num_classes: int, temperature: float = 1.0
+    ) -> None:
         super().__init__()
-        self.net, self.num_classes = net, num_classes
+        self.net, self.num_classes, self.temperature = net, num_classes, temperature
         self.register_buffer("classes", classes)
         self.register_buffer("means", means)
 
@@ -62,5 +64,8 @@ class GroupModel(nn.Module):
             if len(x) > 1:
                 raise
             raise DataError("batch norm needs at least two samples to predict; prepare with --norm group") from error
-        logits = prototype_logits(features, means) if means.shape[1] else split_net(self.net)[1](features)[:, classes]
+        if means.shape[1]:
+            logits = prototype_logits(features, means) / self.temperature
+        else:
+            logits = split_net(self.net)[1](features)[:, classes]
         return logits.new_full((x.shape[0], self.num_classes), -torch.inf).index_copy(1, classes, logits)

@@ -45,10 +45,11 @@ def class_positions(classes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return positions, classes[positions] == labels
 
 
-def distance_loss(features: Tensor, labels: Tensor, classes: Tensor, means: Tensor) -> Tensor:
-    """Mean cross-entropy of `prototype_logits`; a sample whose class has no prototype adds 0."""
+def distance_loss(features: Tensor, labels: Tensor, classes: Tensor, means: Tensor, temperature: float = 1.0) -> Tensor:
+    """Mean cross-entropy of `prototype_logits` / temperature; a sample whose class has no prototype adds 0."""
     positions, known = class_positions(classes, labels)
-    return F.cross_entropy(prototype_logits(features[known], means), positions[known], reduction="sum") / len(labels)
+    logits = prototype_logits(features[known], means) / temperature
+    return F.cross_entropy(logits, positions[known], reduction="sum") / len(labels)
 
 
 def merge_prototypes(prototypes: Sequence[Prototypes]) -> Prototypes:

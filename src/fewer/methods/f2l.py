@@ -10,12 +10,13 @@ both:
     ψ ← ψ − α_ψ ∇_ψ [(1 − λ_KD) CE(Q) + λ_KD L_KD] at ψ̃            (4, 16 to 20)
 
 L_MI moves knowledge from ψ to φ, L_KD from φ to ψ. A task of novel classes is solved by ψ, fine-tuned on its support.
-h_ψ = q_ψ̃(h_φ) (Eq 22) depends on φ, so the φ-gradient of Eqs 5, 6 and 12 flows through ψ̃ too.
 
 Departures:
 
 - The first line of Eq 13 misses the minus sign that its second line has.
-- h_ψ and p_ψ in L_MI come from ψ̃, as Section 3.2.2 says (Eq 5 writes ψ). p_ψ is a constant weight: no gradient.
+- h_ψ and p_ψ in L_MI come from ψ̃, as Section 3.2.2 says (Eq 5 writes ψ). Both are constants in the gradient of φ: p_ψ
+  is a weight and h_ψ the target. h_ψ = q_ψ̃(h_φ) (Eq 22) depends on φ too; `detach_client_features = false` lets the
+  gradient of Eqs 6 and 12 flow through ψ̃.
 - With K = 1 the softmax of Eq 10 has one term and L_MI is 0. `mi_scope = across` takes it over all classes.
 - Queries attend to the support and to themselves, not to each other, unless `transductive` is set.
 - ψ starts as a plain normalization with a zero head, so one fine-tuning step gives each class its mean feature.
@@ -36,7 +37,7 @@ Beyond the paper:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -48,7 +49,7 @@ from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
 from fewer.learning.logistic import logistic_regression
 from fewer.methods.context import Client, Context
-from fewer.methods.fine_tuned import FineTuned, zero_head
+from fewer.methods.fine_tuned import FineTuned, resize_head, zero_head
 from fewer.models import EncoderHead, Task, Weights, get_weights, load_weights, split_net
 from fewer.models.sets import SetEncoder
 from fewer.models.split import feature_width
@@ -89,6 +90,9 @@ class F2L(FineTuned):
     """Samples that train the server model: the support, as in the paper, or the support and the queries."""
     mi_weight: Fraction = 0.5
     """Weight of the mutual information in the server model's loss (λ_MI)."""
+    detach_client_features: bool = True
+    """Treat the client model's features (h_ψ) as constants in the mutual information. Otherwise its gradient flows to
+    the server model through them too."""
     mi_temperature: PositiveFloat = 1.0
     """Temperature of the softmax of the mutual information. Similarities lie in [-1, 1], so 1 is a soft choice."""
     kd_weight: Fraction = 0.5
@@ -108,7 +112,8 @@ class F2L(FineTuned):
 
     def setting_warnings(self) -> Sequence[str]:
         """Warns if the mutual information is constant: one sample of a class has none within the class."""
-        if self.shot > 1 or self.learn_from == "task" or self.mi_scope == "across" or not self.mi_weight:
+        several = self.task_size(training=True)[1] > 1 or self.learn_from == "task"
+        if several or self.mi_scope == "across" or not self.mi_weight:
             return ()
         return ["with shot = 1 the mutual information within a class is 0, as in the paper; set mi_scope = across"]
 
@@ -119,12 +124,12 @@ class F2L(FineTuned):
         phi = task.initial_weights(seed)
         if self.decoupled:
             return phi
-        psi = get_weights(self.build_client_model(task, seed))
+        psi = get_weights(self.build_client_model(task, seed, training=True))
         return phi | {PSI + name: tensor for name, tensor in psi.items()}
 
     def fit(self, client: Client, model: Weights) -> Weights:
         """Lines 3 to 10: trains both models on τ tasks and returns φ. ψ stays in the client's store."""
-        pair = self.task_solver(client, model, best=False)
+        pair = self.load_pair(client, model, best=False, training=True)
         optimizer = torch.optim.Adam(pair.server_model.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         generator = client.stream("tasks")
         for _ in range(self.tasks):
@@ -168,7 +173,8 @@ class F2L(FineTuned):
         )  # line 5 (Eq 3), and the gradient for line 7 (Eqs 4 and 20)
 
         load_weights(pair.client_model, gradient.adapted)
-        client_features = pair.client_model.encoder(features)
+        with torch.set_grad_enabled(not self.detach_client_features):
+            client_features = pair.client_model.encoder(features)
         confidences = pair.client_model.head(client_features).softmax(1).detach()
         labels = torch.cat([task.support_y, task.query_y])[: len(features)]
         loss = (1 - self.mi_weight) * F.cross_entropy(head(features), task.classes[labels])
@@ -185,9 +191,14 @@ class F2L(FineTuned):
         pair.private = {"weights": weights, "first": first, "second": second, "step": step}
 
     def task_solver(self, client: Client, model: Weights, best: bool) -> ModelPair:
-        """φ as received, and ψ from the client's store."""
+        """Both models, with a head of ψ for the classes of a novel task."""
+        pair = self.load_pair(client, model, best, training=False)
+        return replace(pair, private={**pair.private, "weights": resize_head(pair.private["weights"], self.way)})
+
+    def load_pair(self, client: Client, model: Weights, best: bool, training: bool) -> ModelPair:
+        """φ as received, and ψ from the client's store, as a net for tasks of training or for novel ones."""
         server_model = client.net({name: tensor for name, tensor in model.items() if not name.startswith(PSI)})
-        client_model = self.build_client_model(client.task, client.seed)
+        client_model = self.build_client_model(client.task, client.seed, training)
         private = self.load_private(client, best)
         if private is None:
             # Clones, because the net is fine-tuned in place.
@@ -199,12 +210,13 @@ class F2L(FineTuned):
         # Meta-steps update the weights in `private`; the net only runs them.
         return ModelPair(server_model, client_model.requires_grad_(False), private)
 
-    def build_client_model(self, task: Task, seed: int) -> EncoderHead:
+    def build_client_model(self, task: Task, seed: int, training: bool) -> EncoderHead:
         """The initial ψ, the same on all clients: a Transformer over a set (Eq 22) and a zero N-way head."""
         features = feature_width(task)
+        way, shot, _ = self.task_size(training)
         with global_streams(seed, "client model"):
-            encoder = SetEncoder(features, self.way * self.shot, self.attention_heads, self.dropout, self.transductive)
-            return zero_head(EncoderHead(encoder, features, self.way)).to(task.device)
+            encoder = SetEncoder(features, way * shot, self.attention_heads, self.dropout, self.transductive)
+            return zero_head(EncoderHead(encoder, features, way)).to(task.device)
 
     # Meta-test.
 

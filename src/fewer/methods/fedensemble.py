@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,8 @@ class EnsembleState(ModelState):
 @METHODS.register("fedensemble")
 class FedEnsemble(LocalTraining[EnsembleState]):
     """FedAvg that predicts with the mean logits of the cohort's models."""
+
+    can_keep_best: ClassVar[bool] = False
 
     def init(self, task: Task, seed: int) -> EnsembleState:
         """The initial model, as an ensemble of one."""

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from fewer.learning.generator import build_generator, train_generator
+from fewer.learning.generator import GeneratorOutput, build_generator, train_generator
 from fewer.methods import MAX_SAMPLES, Client, ModelState, Needs, SearchSpace, Server
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.models import Task, Weights, all_finite, get_weights, split_net
@@ -74,13 +74,15 @@ class FedGen(LocalTraining[FedGenState]):
     """Generator steps per round."""
     generator_batch_size: int = Field(default=128, ge=2)
     """Features per generator step."""
+    generator_output: GeneratorOutput = "encoder"
+    """Range of generated features: that of the encoder (≥ 0 if it ends with ReLU), or all numbers."""
 
     def init(self, task: Task, seed: int) -> FedGenState:
         """The initial model and an untrained generator."""
         with global_streams(seed, "generator"):
             net = task.net()
             split_net(net)  # fails early if the net has no encoder and head
-            generator = build_generator(task, net)
+            generator = build_generator(task, net, self.generator_output)
         return FedGenState(task.initial_weights(seed), get_weights(generator), torch.zeros(task.classes))
 
     def round(self, state: FedGenState, clients: Clients) -> FedGenState:
@@ -122,7 +124,9 @@ class FedGen(LocalTraining[FedGenState]):
         net = client.net(model)
         if class_weights.any():
             head = split_net(net)[1]
-            generator_net = build_generator(client.task, net, generator).eval().requires_grad_(False)
+            generator_net = (
+                build_generator(client.task, net, self.generator_output, generator).eval().requires_grad_(False)
+            )
             stream = client.stream("generator")
             weight = self.generator_weight * self.generator_decay ** (client.round - 1)
 
@@ -148,7 +152,7 @@ class FedGen(LocalTraining[FedGenState]):
         """Trains the generator on the ensemble of client heads (Eq 4)."""
         net = server.task.net()
         head = split_net(net)[1].eval().requires_grad_(False)
-        generator_net = build_generator(server.task, net, generator)
+        generator_net = build_generator(server.task, net, self.generator_output, generator)
         weights_by_client = [
             {name.removeprefix(HEAD): tensor[index] for name, tensor in heads.items()} for index in range(len(shares))
         ]

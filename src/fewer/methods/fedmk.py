@@ -14,8 +14,8 @@ Readings where the paper is open:
 
 - t counts communication rounds, although Algorithm 1 loops over t inside a client. "t == 1" in line 8 means t ≥ 1.
 - c′ in line 8 is any other client that has sent D̂, in whatever round. The server draws it.
-- D̂ has hard labels of the classes that a client holds. With `labels = all` it has all classes, as the paper's
-  byte count implies.
+- D̂ has hard labels. The paper's byte count implies all classes (`labels = all`); here they are those that a client
+  holds.
 - φ and the loss of Eq 8 are taken at w*, as in Eq 6. Eqs 7 and 8 write w^c.
 - β of Eq 11 is the option `pseudo_weight`; each server step draws β · |batch| features.
 - The generator's loss has FedGen's diversity term, against collapse.
@@ -26,10 +26,13 @@ Departures, each a setting (`fedmk-paper` turns all of these off):
 
 - `matching_steps`: before the outer loop, D̂ is moved toward the client's class statistics under random nets
   (`fewer.learning.match`). The outer loop alone leaves most of the initial noise in D̂.
+- `match_rounds`: a client matches in its first rounds only. Matching again would undo outer steps.
 - `augment`: images of D̂ are randomly rotated, scaled and shifted whenever a net sees them. D̂ is small and is used many
   times; augmentation prevents overfitting.
 - `refine_from`: no outer steps in round 1, where the model is random.
-- `inner_batch_size`, `inner_steps`: several inner steps on shuffled batches of D̂, as in the server's training.
+- `restart_every`: the inner loop restarts from W_G at every outer step, as the server does in the next round. Line 5
+  sets w^c once.
+- `inner_batch_size`: inner steps on shuffled batches of D̂, as in the server's training.
 - `keep_images = latest`: the server trains on the latest D̂ of every client, not only of this round's cohort.
 - `init_from = own`: a client continues from its own last D̂, which needs no message.
 - `min_samples`: a client leaves out classes with fewer samples. On MNIST with 20 images per class, some images came
@@ -38,11 +41,13 @@ Departures, each a setting (`fedmk-paper` turns all of these off):
 - `codec`: D̂ is sent as uint8.
 - `server_steps`, `momentum`, `lr_decay`: many server steps, with momentum and a decaying learning rate.
 
-Departures of both methods:
+Departures of both methods, each also a setting:
 
 - The outer optimizer is Adam; the paper uses plain gradient descent (`optimizer = sgd`). Adam moves pixels by about α
   per step. The raw gradient shrinks with the size of D̂.
 - The outer loss is over 256 real samples per step; Eq 8 uses all of them (`outer_batch_size = null`).
+
+fedmk_paper.py lists all departures of `fedmk-paper`.
 """
 
 from __future__ import annotations
@@ -62,7 +67,7 @@ from fewer.data.episodes import select_classes
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, sgd
 from fewer.learning.augment import apply_affine, draw_affine
-from fewer.learning.generator import Generator, build_generator, train_generator
+from fewer.learning.generator import Generator, GeneratorOutput, build_generator, train_generator
 from fewer.learning.match import match_statistics
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
 from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
@@ -116,6 +121,8 @@ class FedMK(Method[FedMKState]):
     """Steps that match class statistics under random nets, before the outer loop."""
     matching_lr: PositiveFloat = 0.1
     """Learning rate of matching (Adam)."""
+    match_rounds: PositiveInt | Literal["all"] = 1
+    """Rounds of a client that begin with matching. After these, it only refines the D̂ that it kept."""
 
     outer_steps: NonNegativeInt = 20
     """Steps of D̂ in the outer loop."""
@@ -133,8 +140,9 @@ class FedMK(Method[FedMKState]):
     """Learning rate of the inner loop (η)."""
     inner_batch_size: PositiveInt | None = 64
     """Images of D̂ per inner step, shuffled; null means all."""
-    restart_every: PositiveInt = 1
-    """Outer steps after which the inner loop restarts from the global model; in between, it continues from w*."""
+    restart_every: PositiveInt | None = 1
+    """Outer steps after which the inner loop restarts from the global model; in between, it continues from w*. Null
+    means never."""
     sample_weights: Literal["dynamic", "class", "none"] = "dynamic"
     """Weights of real samples: by loss (Eq 7), by class frequency (rare classes count more), or equal."""
     tau: PositiveFloat = 5.0
@@ -144,8 +152,8 @@ class FedMK(Method[FedMKState]):
     """What the server trains on: the latest D̂ of every client, or that of this round only."""
     server_steps: PositiveInt = 1000
     """Server steps per round."""
-    server_lr: PositiveFloat = 0.05
-    """Learning rate of the server."""
+    server_lr: PositiveFloat | None = 0.05
+    """Learning rate of the server; null means that of the inner loop."""
     server_batch_size: Annotated[int, Field(ge=2)] = 128
     """Images of D̂ per server step."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -158,6 +166,8 @@ class FedMK(Method[FedMKState]):
     """Generator steps per round."""
     generator_lr: PositiveFloat = 0.001
     """Learning rate of the generator (Adam)."""
+    generator_output: GeneratorOutput = "encoder"
+    """Range of generated features: that of the encoder (≥ 0 if it ends with ReLU), or all numbers."""
 
     # --- Algorithm 1: the server's loop ---
 
@@ -177,7 +187,7 @@ class FedMK(Method[FedMKState]):
         generator: Weights = {}
         if self.pseudo_weight:
             with global_streams(seed, "generator"):
-                generator = get_weights(build_generator(task, net))
+                generator = get_weights(build_generator(task, net, self.generator_output))
         empty = {str(label): torch.empty(0, *task.shape) for label in range(task.classes)}
         return FedMKState(task.initial_weights(seed), generator, empty)
 
@@ -231,7 +241,8 @@ class FedMK(Method[FedMKState]):
         samples = self.eligible_samples(client)
         labels = self.hard_labels(samples, client.task.classes)
         images = self.initial_images(client, labels, shared)  # lines 7 and 8
-        if self.matching_steps:  # not in the paper
+        matched = client.store.get("matched") or 0
+        if self.matching_steps and self.is_matching_round(matched):  # not in the paper
             images = match_statistics(
                 client.net(model),
                 images,
@@ -249,7 +260,13 @@ class FedMK(Method[FedMKState]):
         knowledge = {str(label): images[labels == label] for label in range(client.task.classes)}
         if self.init_from == "own":
             client.store.put("knowledge", knowledge)
+        if self.match_rounds != "all":
+            client.store.put("matched", matched + 1)
         return {"knowledge": knowledge}
+
+    def is_matching_round(self, matched: int) -> bool:
+        """Whether D̂ is matched in this round of a client, after `matched` rounds. Noise always is."""
+        return self.match_rounds == "all" or self.init_from == "noise" or matched < self.match_rounds
 
     def eligible_samples(self, client: Client) -> Samples:
         """The samples of all classes with at least `min_samples`."""
@@ -286,7 +303,7 @@ class FedMK(Method[FedMKState]):
         count, batch_size = len(samples), self.outer_batch_size
         w = global_weights
         for step in range(self.outer_steps):
-            if step % self.restart_every == 0:
+            if self.restart_every and step % self.restart_every == 0:
                 w = global_weights  # line 5: w ← W_G
             batch = torch.arange(count) if batch_size is None else torch.randint(count, (batch_size,), generator=stream)
             x, y = samples.pick(batch)
@@ -343,7 +360,10 @@ class FedMK(Method[FedMKState]):
         class_weights = torch.bincount(labels, minlength=server.task.classes).float()
         generator_net, head = None, net
         if self.pseudo_weight:
-            generator_net, (head, _) = build_generator(server.task, net, generator), find_head(server.task, net)
+            generator_net, (head, _) = (
+                build_generator(server.task, net, self.generator_output, generator),
+                find_head(server.task, net),
+            )
             train_generator(  # line 15
                 generator_net,
                 lambda features, _: head(features),
@@ -364,7 +384,8 @@ class FedMK(Method[FedMKState]):
 
         optimizer = LocalOptimizer(momentum=self.momentum, lr_schedule="cosine" if self.lr_decay else "constant")
         batches = (self.draw_batch(images, labels, stream) for _ in range(self.server_steps))
-        sgd(net, batches, self.server_lr, loss=loss, optimizer=optimizer, steps=self.server_steps)  # lines 16 and 17
+        lr = self.server_lr or self.inner_lr
+        sgd(net, batches, lr, loss=loss, optimizer=optimizer, steps=self.server_steps)  # lines 16 and 17
         trained = {"model": get_weights(net), "generator": {} if generator_net is None else get_weights(generator_net)}
         finite = all(map(all_finite, trained.values()))
         return {**(trained if finite else {"model": model, "generator": generator}), "finite": finite}

@@ -6,23 +6,25 @@ Preparation (frl.py) simulates these rounds; a deployed group (frl_deploy.py) ru
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.data import Samples
 from fewer.data.episodes import split_support_query
-from fewer.errors import QuorumLost
+from fewer.errors import QuorumLost, SettingError
 from fewer.learning import evaluate_net, sgd, weighted_mean
+from fewer.learning.augment import random_crop
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.learning.group_model import GroupModel, compute_features, compute_prototypes
 from fewer.learning.prototypes import Prototypes, class_positions, class_prototypes, distance_loss, merge_prototypes
-from fewer.learning.sgd import epoch_batches
+from fewer.learning.sgd import LocalOptimizer, epoch_batches
 from fewer.methods import MAX_SAMPLES, Client, Context, Method, Needs, SearchSpace, State, StateT
 from fewer.methods.fedavg import train_models
 from fewer.models import Task, Weights, get_weights, split_net
@@ -36,7 +38,7 @@ GlobalPrototypes = tuple[Tensor, Tensor]
 """Classes and their global prototypes Γ. With a linear head: the classes of the group, and prototypes of width 0."""
 AnyGroup = TypeVar("AnyGroup", bound="GroupState")
 LRS = 0.001, 0.003, 0.01
-"""Learning rates (α) to tune over with prototypes. A linear head uses ten times these."""
+"""Learning rates (α) to tune over with prototypes at temperature 1. A linear head uses ten times these."""
 GAMMAS = 0.5, 5 / 6
 """Weights of the local loss (γ) to tune over with GPAL."""
 HELD_OUT_FRACTION = 0.2
@@ -59,6 +61,10 @@ class GroupState(State):
     """Rounds completed (r)."""
 
 
+NEUTRAL: dict[str, Any] = {"neutral": True}
+"""Marks an option that changes nothing at its default."""
+
+
 class FewRounds(Method[StateT]):
     """R rounds of a group of clients, starting from a given model."""
 
@@ -71,7 +77,16 @@ class FewRounds(Method[StateT]):
     epochs: PositiveInt = 1
     """Local epochs over the support set in a round (E)."""
     batch_size: PositiveInt | None = 60
-    """Samples in a local step. `null`: the full support set, as in Algorithm 1."""
+    """Samples in a local step. `null`: the full support set, as in Algorithm 1. A support set that is not larger than
+    a batch has one step in an epoch."""
+    local_steps: PositiveInt | None = Field(None, json_schema_extra=NEUTRAL)
+    """Local steps in a round, over as many epochs as they need. [default: one for each batch of E epochs]"""
+    weight_decay: NonNegativeFloat = Field(0.0, json_schema_extra=NEUTRAL)
+    """Weight decay (an L2 penalty) of all steps. The authors ran 0.0005."""
+    crop: NonNegativeInt = Field(0, json_schema_extra=NEUTRAL)
+    """Train on random crops of images with a border of this many pixels. The authors ran 3."""
+    temperature: PositiveFloat = Field(1.0, json_schema_extra=NEUTRAL)
+    """Divides the squared distances in the softmax over prototypes."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 5 / 6
     """GPAL: weight of the local loss (γ). The loss by global prototypes has weight 1 − γ."""
     prototypes_from: Literal["before", "after"] = "before"
@@ -80,10 +95,10 @@ class FewRounds(Method[StateT]):
     """One-shot FL: average at most this many models, those best on samples their clients held out."""
 
     def search_space(self) -> SearchSpace:
-        """Tunes larger learning rates for a linear head, and γ for GPAL."""
+        """Tunes larger learning rates for a linear head and at a temperature, and γ for GPAL."""
         search_space: dict[str, Sequence[float]] = dict(self.tunable)
-        if self.head == "linear":
-            search_space["lr"] = [10 * lr for lr in LRS]
+        # A temperature divides gradients, so it multiplies learning rates.
+        search_space["lr"] = tuple((10 if self.head == "linear" else self.temperature) * lr for lr in LRS)
         if self.head == "gpal":
             search_space["gamma"] = GAMMAS
         return search_space
@@ -92,6 +107,8 @@ class FewRounds(Method[StateT]):
 
     def empty_group(self, task: Task) -> GroupState:
         """The state of a group before it starts."""
+        if self.crop and len(task.shape) != 3:
+            raise SettingError(f"crop = {self.crop} needs images, but inputs have shape {task.shape}")
         classes = torch.zeros(0, dtype=torch.int64, device=task.device)
         width = 0 if self.head == "linear" else feature_width(task)
         return GroupState({}, classes, torch.zeros(0, width, device=task.device), task.classes)
@@ -189,10 +206,10 @@ class FewRounds(Method[StateT]):
                 before.append(Prototypes(local.classes, local.means.detach(), local.counts))
             return value
 
-        batched = self.batch_size is not None and self.batch_size < len(support)
-        if upload and self.prototypes_from == "before" and batched:
-            before.append(compute_prototypes(net, support))  # without batches, the first step computes them anyway
-        sgd(net, epoch_batches(support, self.epochs, self.batch_size, generator), self.lr, loss=loss)
+        partial = self.crop > 0 or (self.batch_size is not None and self.batch_size < len(support))
+        if upload and self.prototypes_from == "before" and partial:
+            before.append(compute_prototypes(net, support))  # otherwise, the first step computes them anyway
+        sgd(net, self.training_batches(support, generator), self.lr, loss=loss, optimizer=self.local_optimizer())
         update: dict[str, Any] = {"model": self.sent_weights(get_weights(net)), "size": len(support)}
         if upload:
             local = before[0] if self.prototypes_from == "before" else compute_prototypes(net, support)
@@ -200,6 +217,22 @@ class FewRounds(Method[StateT]):
         if self.keep_best is not None:
             update["score"] = self.held_out_accuracy(net, support, held_out, global_prototypes)
         return update
+
+    def training_batches(
+        self, samples: Samples, generator: torch.Generator, steps: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the batches of E epochs, or of `steps` (by default `local_steps`) steps."""
+        steps = steps or self.local_steps
+        for x, y in islice(epoch_batches(samples, steps or self.epochs, self.batch_size, generator), steps):
+            yield self.crop_images(x, samples, generator), y
+
+    def crop_images(self, x: Tensor, samples: Samples, generator: torch.Generator) -> Tensor:
+        """Crops at random, with a black border, if `crop` is set."""
+        return random_crop(x, self.crop, float(-samples.shift * samples.scale), generator) if self.crop else x
+
+    def local_optimizer(self) -> LocalOptimizer:
+        """Plain SGD with weight decay."""
+        return LocalOptimizer(weight_decay=self.weight_decay)
 
     def loss(
         self,
@@ -217,10 +250,10 @@ class FewRounds(Method[StateT]):
             position, held = class_positions(global_prototypes[0], y)
             logits = split_net(net)[1](features)[:, global_prototypes[0]]
             return F.cross_entropy(logits[held], position[held], reduction="sum") / len(y), local_prototypes
-        local_loss = distance_loss(features, y, local_prototypes.classes, local_prototypes.means)
+        local_loss = distance_loss(features, y, *local_prototypes[:2], self.temperature)
         if global_prototypes is None:
             return local_loss, local_prototypes
-        aux_loss = distance_loss(features, y, *global_prototypes)
+        aux_loss = distance_loss(features, y, *global_prototypes, self.temperature)
         return self.gamma * local_loss + (1 - self.gamma) * aux_loss, local_prototypes
 
     def held_out_accuracy(

@@ -59,9 +59,10 @@ class FewShot(Method[FewShotState]):
     """A method that trains on tasks of base classes and solves tasks of novel classes."""
 
     needs: ClassVar[Needs] = "novel classes"
+    can_keep_best: ClassVar[bool] = False
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
-    tunable: ClassVar[SearchSpace] = {"lr": (0.001, 0.003, 0.01)}
+    tunable: ClassVar[SearchSpace] = {"lr": (0.0003, 0.001, 0.003, 0.01, 0.03)}
 
     cohort: PositiveInt | None = None
     """Clients asked in each round. [default: all]"""
@@ -71,6 +72,12 @@ class FewShot(Method[FewShotState]):
     """Support samples per class (K)."""
     queries: PositiveInt = 5
     """Query samples per class."""
+    train_way: Annotated[int, Field(ge=2)] | None = Field(None, json_schema_extra={"neutral": True})
+    """Classes in a training task. [default: way]"""
+    train_shot: PositiveInt | None = Field(None, json_schema_extra={"neutral": True})
+    """Support samples per class in a training task. [default: shot]"""
+    train_queries: PositiveInt | None = Field(None, json_schema_extra={"neutral": True})
+    """Query samples per class in a training task. [default: queries]"""
     tasks: PositiveInt = 10
     """Tasks that a client trains on in a round (τ)."""
     lr: PositiveFloat = 0.001
@@ -147,6 +154,17 @@ class FewShot(Method[FewShotState]):
         clients.ask(clients.eval_cohort(), self.mark_best, returns={})
         return FewShotState(state.model, state.model, clients.round, accuracy)
 
+    def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
+        """A run can be extended if the same rounds have been validated as in a longer run."""
+
+        def validated(rounds: int) -> set[int]:
+            candidates = {round for round in range(1, done + 1) if round % self.validate_every == 0 or round == rounds}
+            return set() if self.validate_every >= rounds else candidates
+
+        if different := validated(planned) ^ validated(self.rounds):
+            return f"round {min(different)} is validated in only one of them (validate_every = {self.validate_every})"
+        return ""
+
     @on_client(stream="train")
     def local_train(self, client: Client, model: Weights) -> dict[str, Any]:
         """Trains on tasks of base classes."""
@@ -169,10 +187,16 @@ class FewShot(Method[FewShotState]):
             raise Unable(f"training diverged; lower lr (now {self.lr:g})")
         client.store.put(CURRENT, private)
 
+    def task_size(self, training: bool) -> tuple[int, int, int]:
+        """Classes of a task, and its support and query samples per class."""
+        if not training:
+            return self.way, self.shot, self.queries
+        return self.train_way or self.way, self.train_shot or self.shot, self.train_queries or self.queries
+
     def draw_task(self, samples: Samples, generator: torch.Generator, kind: str = "base") -> Episode:
-        """Draws a task. A client with too few classes raises `Unable` and is skipped."""
+        """Draws a task, of base classes to train on. A client with too few classes raises `Unable` and is skipped."""
         try:
-            return sample_episode(samples, self.way, self.shot, self.queries, generator)
+            return sample_episode(samples, *self.task_size(training=kind == "base"), generator)
         except DataError as error:
             raise Unable(f"{kind}: {error}") from error
 

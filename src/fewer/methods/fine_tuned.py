@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic_core import PydanticCustomError
 from torch import nn
+from torch.nn import functional as F
 
 from fewer.learning.adam import adam_step
 from fewer.methods import Client, SearchSpace
@@ -18,7 +20,7 @@ from fewer.models.split import feature_width
 class FineTuned(FewShot):
     """A method that meta-learns an initialization and fine-tunes it on the support of each task."""
 
-    tunable: ClassVar[SearchSpace] = {"lr": (0.001, 0.003, 0.01), "fine_tune_lr": (0.03, 0.1, 0.3)}
+    tunable: ClassVar[SearchSpace] = {**FewShot.tunable, "fine_tune_lr": (0.03, 0.1, 0.3, 1.0, 3.0)}
 
     fine_tune_lr: PositiveFloat = 0.01
     """Learning rate of fine-tuning on a support (α_ft)."""
@@ -31,6 +33,13 @@ class FineTuned(FewShot):
     zero_head: bool = False
     """Start each task with a zero N-way head. Otherwise meta-steps train the head too, although their mean over all
     class orders is 0."""
+
+    @model_validator(mode="after")
+    def _check_train_way(self) -> Self:
+        if self.train_way and self.train_way < self.way and not self.zero_head:
+            problem = f"a learned head has train_way = {self.train_way} classes, and a novel task way = {self.way}"
+            raise PydanticCustomError("train_way", f"{problem}; raise train_way or set zero_head = true")
+        return self
 
     def meta_step(
         self, weights: Weights, gradients: Weights, first: Weights, second: Weights, step: int, lr: float
@@ -60,6 +69,19 @@ def load_n_way_net(client: Client, model: Weights, way: int) -> EncoderHead:
     net = n_way_net(client.task, client.net(client.initial_weights()), way)
     load_weights(net, model)
     return net
+
+
+def resize_head(weights: Weights, way: int) -> Weights:
+    """The weights of an N-way net with the first `way` rows of its head; missing rows are 0.
+
+    Classes come in random order, so no row belongs to a class, and the first rows are as good as any others.
+    """
+    return {
+        name: F.pad(tensor[:way], (0, 0) * (tensor.ndim - 1) + (0, way - len(tensor[:way])))
+        if name.startswith("head.")
+        else tensor
+        for name, tensor in weights.items()
+    }
 
 
 def zero_head(net: EncoderHead) -> EncoderHead:

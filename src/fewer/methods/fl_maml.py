@@ -22,7 +22,7 @@ from fewer.data.episodes import Episode
 from fewer.learning.adapt import adapt_weights, meta_gradient, trainable_weights
 from fewer.methods.context import Client
 from fewer.methods.fewshot import LocalOnly, select_encoder
-from fewer.methods.fine_tuned import FineTuned, load_n_way_net, n_way_net, zero_head
+from fewer.methods.fine_tuned import FineTuned, load_n_way_net, n_way_net, resize_head, zero_head
 from fewer.models import EncoderHead, Task, Weights, get_weights
 from fewer.registry import METHODS
 
@@ -33,12 +33,12 @@ class FLMAML(FineTuned):
 
     def initial_weights(self, task: Task, seed: int) -> Weights:
         """The task's initial encoder and a zero N-way head."""
-        weights = get_weights(zero_head(n_way_net(task, task.net(), self.way)))
+        weights = get_weights(zero_head(n_way_net(task, task.net(), self.task_size(training=True)[0])))
         return weights | select_encoder(task.initial_weights(seed))
 
     def fit(self, client: Client, model: Weights) -> Weights:
         """Takes one meta-step per task, by Adam, and returns the new initialization."""
-        net = load_n_way_net(client, model, self.way).train()
+        net = load_n_way_net(client, model, self.task_size(training=True)[0]).train()
         theta = {name: tensor.clone() for name, tensor in trainable_weights(net).items()}
         first = second = {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
         generator = client.stream("tasks")
@@ -55,8 +55,8 @@ class FLMAML(FineTuned):
         ).weights
 
     def task_solver(self, client: Client, model: Weights, best: bool) -> EncoderHead:
-        """The model as received."""
-        return load_n_way_net(client, model, self.way).eval()
+        """The model as received, with a head for the classes of a novel task."""
+        return load_n_way_net(client, resize_head(model, self.way), self.way).eval()
 
     def predict(self, solver: EncoderHead, task: Episode) -> dict[str, Tensor]:
         """Fine-tunes on the support and classifies the queries."""

@@ -25,6 +25,15 @@ Departures:
   preparation matches deployment. To learn these classes, a group with a linear head starts with one extra exchange of
   class numbers only (`hold_out_classes`).
 - Batch norm uses the statistics of the batch, also for predictions. Its weights are averaged like all others.
+- A support set that is not larger than a batch has one step in an epoch. `local_steps` sets the steps of a round.
+
+Options of the released code that the paper does not mention:
+- `meta_steps`: a client's steps in the meta-update. The first moves φ by the gradient at θ^R (line 19), the others are
+  ordinary steps from φ, each on a batch of queries.
+- `weight_decay` of all steps, `crop` (random crops in training), average pooling of conv4's features (`average`).
+
+Beyond both: `temperature` divides the squared distances. With many features they are large: the softmax of a new net is
+close to 0 or 1, and its gradient is small.
 """
 
 from __future__ import annotations
@@ -34,7 +43,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fewer.data import Data, Samples
@@ -45,10 +54,9 @@ from fewer.learning.adam import adam_step
 from fewer.learning.adapt import trainable_weights
 from fewer.learning.group_model import GroupModel, compute_features, use_batch_statistics
 from fewer.learning.prototypes import Prototypes
-from fewer.learning.sgd import draw_subset
 from fewer.methods import MAX_SAMPLES, Client, Context, Scores, SearchSpace, Server, StateT
 from fewer.methods.capabilities import Artifact, Embedding
-from fewer.methods.few_rounds import HEAD, LRS, FewRounds, GroupState, pair_prototypes
+from fewer.methods.few_rounds import HEAD, LRS, NEUTRAL, FewRounds, GroupState, pair_prototypes
 from fewer.methods.groups import EvaluatedOnGroups
 from fewer.models import Task, Weights, load_weights
 from fewer.models.artifact import vocabulary_checksum
@@ -68,7 +76,7 @@ class PreparingMethod(EvaluatedOnGroups[StateT], FewRounds[StateT]):
     def group_model(self, server: Server, model: Weights, supports: Sequence[Samples], number: int) -> nn.Module:
         """The model of a group after its rounds (Section 2.3)."""
         net, group = self.simulate_group(server, model, supports, number, self.deploy_rounds or self.group_rounds)
-        return GroupModel(net, group.classes, group.means, group.num_classes)
+        return GroupModel(net, group.classes, group.means, group.num_classes, self.temperature)
 
     def simulate_group(
         self, server: Server, model: Weights, supports: Sequence[Samples], number: int, rounds: int
@@ -154,6 +162,9 @@ class FRL(PreparingMethod[FRLState]):
     """Optimizer of the meta-update. The paper uses plain gradient descent, which needs far more episodes."""
     queries: PositiveInt | None = None
     """Queries of a client in a meta-update (|D|). [default: all]"""
+    meta_steps: PositiveInt = Field(1, json_schema_extra=NEUTRAL)
+    """Steps of a client in a meta-update. The first takes the gradient at θ^R, the others continue from φ, each on a
+    batch of queries. The authors ran 5. With 1, the gradient is over all queries."""
     query_prototypes: Literal["queries", "support"] = "queries"
     """Local prototypes of the meta-update: of the queries (line 18), or the last ones of the support set."""
 
@@ -170,10 +181,16 @@ class FRL(PreparingMethod[FRLState]):
             raise SettingError(
                 f"rounds must be a multiple of {episode_rounds} (group_rounds + 1, an episode), got {self.rounds}"
             )
+        if self.meta_steps > 1 and self.head == "linear":
+            raise SettingError(f"meta_steps = {self.meta_steps} needs head = distance or gpal, got linear")
         learned = self.meta_learned(trainable_weights(task.net()))
         zeros = {name: torch.zeros_like(tensor) for name, tensor in learned.items()}
         group = vars(self.empty_group(task))
         return FRLState(**group, initial=task.initial_weights(seed), first_moment=zeros, second_moment=zeros)
+
+    def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
+        """A run can be extended: `init` checks the number of rounds, and no episode depends on it."""
+        return ""
 
     def round(self, state: FRLState, clients: Clients) -> FRLState:
         """Lines 2 to 21, one communication round per call: R rounds of the group, then the meta-update."""
@@ -191,15 +208,18 @@ class FRL(PreparingMethod[FRLState]):
 
     def meta_update(self, state: FRLState, clients: Clients) -> FRLState:
         """Lines 16 to 21: φ ← θ⁰ − β Σ_k μ_k ∇f(θ^R, Q_k) with μ_k the relative data size, or a step of Adam."""
+        phi, first, second, episodes = state.initial, state.first_moment, state.second_moment, state.episodes + 1
         answers = clients.ask(
             state.cohort,
             self.answer_queries,
             model=state.model,
             returns={"gradient": state.first_moment, "size": Number(int, 1, MAX_SAMPLES)},
+            **({"initial": self.sent_weights(phi)} if self.meta_steps > 1 else {}),
             **self.prototype_payload(state),
         )
         gradient = weighted_mean([answer["gradient"] for answer in answers], [answer["size"] for answer in answers])
-        phi, first, second, episodes = state.initial, state.first_moment, state.second_moment, state.episodes + 1
+        if self.weight_decay and self.meta_steps == 1:
+            gradient = {name: tensor + self.weight_decay * phi[name] for name, tensor in gradient.items()}
         if self.optimizer == "sgd":
             phi = phi | {name: phi[name] - self.meta_lr * tensor for name, tensor in gradient.items()}
         else:
@@ -231,18 +251,45 @@ class FRL(PreparingMethod[FRLState]):
 
     @on_client
     def answer_queries(
-        self, client: Client, model: Weights, classes: Tensor | None = None, means: Tensor | None = None
+        self,
+        client: Client,
+        model: Weights,
+        initial: Weights | None = None,
+        classes: Tensor | None = None,
+        means: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Lines 17 to 19: returns ∇f(θ^R, Q_k), the gradient of the query loss."""
+        """Lines 17 to 19: returns ∇f(θ^R, Q_k), the gradient of the query loss, or (φ − φ_k) / β after several steps.
+
+        With M = `meta_steps` > 1 and `initial` = φ, the steps on batches Q_1, Q_2, … of the queries are
+        φ_k ← φ − β (∇f(θ^R, Q_1) + λφ), then φ_k ← φ_k − β (∇f(φ_k, Q_m) + λφ_k), with weight decay λ.
+        """
         queries = self.support_and_query(client)[1]
         if not len(queries):
             raise Unable("no class with two samples: all are in the support set, and the query set is empty")
-        net, (x, y) = self.build_net(client, model), draw_subset(queries, self.queries, client.stream("queries"))
-        loss, _ = self.loss(net, x, y, pair_prototypes(classes, means), self.stored_prototypes(client))
-        trainable = {name: tensor for name, tensor in net.named_parameters() if tensor.requires_grad}
-        parameters = self.meta_learned(trainable)
-        gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
-        return {"gradient": dict(zip(parameters, gradients, strict=True)), "size": len(client.train)}
+        generator, global_prototypes = client.stream("queries"), pair_prototypes(classes, means)
+        if self.queries is not None and self.queries < len(queries):
+            queries = queries.select(torch.randperm(len(queries), generator=generator)[: self.queries])
+
+        def gradient_at(weights: Weights, x: Tensor, y: Tensor) -> Weights:
+            net = self.build_net(client, weights)
+            loss, _ = self.loss(net, x, y, global_prototypes, self.stored_prototypes(client))
+            trainable = {name: tensor for name, tensor in net.named_parameters() if tensor.requires_grad}
+            parameters = self.meta_learned(trainable)
+            gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, materialize_grads=True)
+            return dict(zip(parameters, gradients, strict=True))
+
+        if initial is None:
+            x, y = queries.all()
+            gradient = gradient_at(model, self.crop_images(x, queries, generator), y)
+        else:
+            phi, weights = initial, model  # the first gradient is at θ^R
+            for batch in self.training_batches(queries, generator, self.meta_steps):
+                steps = gradient_at(weights, *batch).items()
+                weights = phi = phi | {
+                    name: phi[name] - self.meta_lr * (tensor + self.weight_decay * phi[name]) for name, tensor in steps
+                }
+            gradient = {name: (initial[name] - phi[name]) / self.meta_lr for name in self.meta_learned(initial)}
+        return {"gradient": gradient, "size": len(client.train)}
 
     def support_set(self, client: Client) -> Samples:
         """S_k"""

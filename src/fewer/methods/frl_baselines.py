@@ -35,7 +35,6 @@ from fewer.data.episodes import split_support_query
 from fewer.errors import SettingError
 from fewer.learning import sgd
 from fewer.learning.group_model import compute_features
-from fewer.learning.sgd import epoch_batches
 from fewer.methods import Client, ModelState, SearchSpace, StateT
 from fewer.methods.fedavg import average_by_size, train_models
 from fewer.methods.few_rounds import LRS
@@ -57,6 +56,7 @@ class FRLScratch(PreparingMethod[ModelState]):
     def init(self, task: Task, seed: int) -> ModelState:
         """A random model."""
         split_net(task.net())  # fails early if the net has no encoder and head
+        self.empty_group(task)
         return ModelState(task.initial_weights(seed))
 
     def round(self, state: ModelState, clients: Clients) -> ModelState:
@@ -87,8 +87,8 @@ class Pretraining(PreparingMethod[StateT]):
         def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             return F.cross_entropy(split_net(net)[1](compute_features(net, x)), y)
 
-        batches = epoch_batches(client.train, self.epochs, self.batch_size, client.stream("batches"))
-        sgd(net, batches, self.pretrain_lr, loss=loss)
+        batches = self.training_batches(client.train, client.stream("batches"))
+        sgd(net, batches, self.pretrain_lr, loss=loss, optimizer=self.local_optimizer())
 
 
 @METHODS.register("frl-fine-tuning")
@@ -120,8 +120,8 @@ class FRLPerFedAvg(FRLFineTuning):
         parameters: list[Tensor] = [tensor for tensor in net.parameters() if tensor.requires_grad]
         net.train()
         for inner, outer in zip(
-            epoch_batches(support, self.epochs, self.batch_size, generator),
-            epoch_batches(queries, self.epochs, self.batch_size, generator),
+            self.training_batches(support, generator),
+            self.training_batches(queries, generator),
             strict=False,
         ):
             start = [tensor.detach().clone() for tensor in parameters]
@@ -131,7 +131,7 @@ class FRLPerFedAvg(FRLFineTuning):
                 with torch.no_grad():
                     if batch is outer:  # the gradient at w − α ∇f(w; D) moves w
                         torch._foreach_copy_(parameters, start)
-                    torch._foreach_add_(parameters, gradients, alpha=-lr)
+                    self.local_optimizer().make_step(parameters, lr, 1)(gradients)
 
 
 @METHODS.register("frl-meta-head")

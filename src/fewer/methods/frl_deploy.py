@@ -88,7 +88,8 @@ class FRLDeploy(FewRounds[DeployState]):
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """The group's model, which predicts by Γ or by its linear head."""
         theta = {name: tensor for name, tensor in shared.items() if name not in (CLASSES, MEANS, NUM_CLASSES)}
-        return GroupModel(context.net(theta), shared[CLASSES], shared[MEANS], int(shared[NUM_CLASSES]))
+        num_classes = int(shared[NUM_CLASSES])
+        return GroupModel(context.net(theta), shared[CLASSES], shared[MEANS], num_classes, self.temperature)
 
     def embedding(
         self, server: Server, state: DeployState, data: Data, group: int = 0, member: int = 0

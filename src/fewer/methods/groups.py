@@ -47,6 +47,7 @@ class EvaluatedOnGroups(Method[StateT]):
     """A method that prepares a model with the clients of the run and is evaluated on groups with other classes."""
 
     needs: ClassVar[Needs] = "classes"
+    can_keep_best: ClassVar[bool] = False
 
     eval_groups: PositiveInt = 100
     """Number of groups to evaluate on."""

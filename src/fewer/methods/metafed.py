@@ -17,8 +17,8 @@ Departures:
 - The square in Eq 2 is a mean over features, not a sum, so that λ means the same for all nets.
 - A federation trains for a fixed number of steps, not epochs.
 - A federation without validation samples uses its training samples for validation.
-- A federation keeps its best model on validation samples (Section 4.1: "select the best model"). Ties in accuracy go to
-  the lower loss, and then to the later model.
+- A federation keeps its best model on validation samples (Section 4.1: "select the best model"; `keep=last` turns this
+  off). Ties in accuracy go to the lower loss, and then to the later model.
 - l_t1 is 1 by default, so that Stage I always adopts and Stage II distills. In first runs this was better than the
   paper's 0.6 (docs/metafed.md).
 - Without Stage I there is no f. Then the first federation's own model takes its role, and Stage II runs in all rounds.
@@ -126,6 +126,8 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
     """Inner rounds each time a federation trains."""
     inner_options: dict[str, Any] = Field({})
     """Options of the inner method, in addition to those it shares with this one."""
+    keep: Literal["last", "best"] = Field("best", json_schema_extra={"neutral": True})
+    """The model that a federation uses: its last one, or its best one on its validation samples after any training."""
     sealed: bool = True
     """Encrypt models for the next federation, so that the relay cannot read them."""
 
@@ -160,6 +162,10 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
         stage_two = self.stages == "personalize" or (self.stages == "both" and clients.round == self.rounds)
         handler = self.personalize if stage_two else self.accumulate
         return RingState(clients.relay(ring, handler, state.holders, self.sealed))
+
+    def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
+        """A run can be extended until its last round, which is Stage II."""
+        return f"round {done} was Stage II, the last one" if self.stages == "both" and done == planned else ""
 
     def sample_cohort(self, clients: Clients) -> list[int]:
         """All federations, or `cohort` of them, in ring order."""
@@ -303,10 +309,15 @@ class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
     # --- results ----------------------------------------------------------------------------------------------
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
-        """The federation's best model; before its first round, the initial one."""
+        """The federation's best or last model; before its first round, the initial one."""
         client = replace_client_net(client, self.net_name(client))
         record = client.store.get(FEDERATION)
-        return client.net(record["best_model"] if record else client.initial_weights())
+        kept = "best_model" if self.keep == "best" else "model"
+        return client.net(record[kept] if record else client.initial_weights())
+
+    def client_model(self, shared: Weights, client: Client, choose: bool = False) -> nn.Module:
+        """The model of `personal_model`: a federation chooses after each training, not after evaluated rounds."""
+        return self.build_predictor(shared, client)
 
     def evaluate(self, state: RingState, clients: Clients, data: Data) -> Scores:
         """Evaluates each federation's model; after the last round also returns each federation's ring statistics."""

@@ -6,19 +6,21 @@ import logging
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from torch import nn
 from typing_extensions import TypeVar
 
 from fewer.data import Data
 from fewer.errors import SettingError, setting_error
 from fewer.learning import Evaluation, measure_net
-from fewer.learning.evaluate import EVAL_BATCH_SIZE, empty_evaluation
+from fewer.learning.evaluate import EVAL_BATCH_SIZE, add_evaluations, empty_evaluation
 from fewer.methods.context import Client, Context, Server
-from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_by_client, primary_metric
-from fewer.models import Task, Weights
+from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_metric, score_clients
+from fewer.methods.standardize import SendsColumnSums
+from fewer.models import Task, Weights, get_weights, load_weights
 from fewer.runtime import Clients, on_client, on_server
 from fewer.wire import Codec
 
@@ -27,6 +29,8 @@ DEFAULT_COHORT = 10
 """Clients asked in each round if `cohort` is not set."""
 EVAL_CHUNK_SIZE = 2500
 """Samples of the global test set that a worker evaluates in one call."""
+BEST = "best_model"
+"""Store key of a client's best model on its validation samples, and how good it is there."""
 
 
 Needs = Literal["", "classes", "novel classes"]
@@ -58,7 +62,7 @@ class ModelState(State):
 StateT = TypeVar("StateT", bound=State, default=Any)
 
 
-class Method(BaseModel, Generic[StateT]):
+class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """A federated algorithm. Its fields are the hyperparameters; four functions are the algorithm.
 
         state  = method.init(task, seed)                 # before the first round
@@ -91,6 +95,8 @@ class Method(BaseModel, Generic[StateT]):
     """What the task must have: nothing in particular, classes, or test classes that are not in the training data."""
     file_options: ClassVar[tuple[str, ...]] = ()
     """Options that name files. Only the server reads them; remote clients receive "" instead."""
+    can_keep_best: ClassVar[bool] = True
+    """False if the method is not evaluated by one model per client on the client's own test samples."""
 
     rounds: PositiveInt = 10
     """Number of rounds."""
@@ -98,6 +104,8 @@ class Method(BaseModel, Generic[StateT]):
     """Clients asked in each round. [default: 10, or all if there are fewer]"""
     codec: Codec = "float32"
     """Encoding of floating-point tensors in messages."""
+    keep: Literal["last", "best"] = Field("last", json_schema_extra={"neutral": True})
+    """The model that a client uses: its last one, or of the evaluated rounds the best on its validation samples."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
@@ -133,14 +141,14 @@ class Method(BaseModel, Generic[StateT]):
         starts = range(0, len(data.test), EVAL_CHUNK_SIZE)
         chunks = [{"start": start, "stop": start + EVAL_CHUNK_SIZE} for start in starts]
         answers = clients.map_on_server(self.score_chunk, chunks, model=state.shared)
-        scores = pool_evaluations([Evaluation(**answer) for answer in answers])
-        by_client = self.evaluate_clients(state, clients) if clients.is_last else {}
+        scores = pool_evaluations([add_evaluations([Evaluation(**answer) for answer in answers])])
+        by_client = self.evaluate_clients(state, clients) if clients.is_last or self.keep == "best" else {}
         evaluations = list(by_client.values())
-        if not any(evaluation.total for evaluation in evaluations):
+        if not clients.is_last or not any(evaluation.total for evaluation in evaluations):
             return scores
         name = primary_metric(evaluations)
         personal = {f"personal_{name}": pool_evaluations(evaluations).metrics[name]}
-        return replace(scores, metrics={**scores.metrics, **personal}, clients=primary_by_client(by_client))
+        return score_clients(replace(scores, metrics={**scores.metrics, **personal}), by_client)
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """Builds the model of a `Client`, or on the `Server` the global model, from `state.shared`.
@@ -148,6 +156,43 @@ class Method(BaseModel, Generic[StateT]):
         Default: the task's net with these weights. A method without a global model raises NoGlobalModel on the server.
         """
         return context.net(shared)
+
+    def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
+        """Why a run cannot get this method's number of rounds after `done` of `planned` rounds; empty if it can.
+
+        It can if its rounds so far do not depend on their number. Default: if no function but `evaluate` reads `rounds`
+        or `clients.is_last`. `unscheduled`: round `done` was evaluated only because it was the last one.
+        """
+        if self.keep == "best" and unscheduled:
+            return "with keep = best it depends on which rounds are evaluated"
+        names = {"rounds", "is_last", *(["will_evaluate"] if unscheduled else [])}
+        classes = type(self).__mro__[: type(self).__mro__.index(Method)]
+        for name, function in (item for owner in classes for item in vars(owner).items()):
+            read = names & _names_in(getattr(function, "__code__", None))
+            if read and name != "evaluate":
+                return f"its {name} depends on {min(read)}"
+        return ""
+
+    def client_model(self, shared: Weights, client: Client, choose: bool = False) -> nn.Module:
+        """The model that a client uses: `build_predictor`, or with `keep = best` its best model so far.
+
+        With `choose`, the client compares its current model with the best one, on its validation samples. Ties go to
+        the lower loss, and then to the later model. A client without validation samples uses its current model.
+        """
+        net = self.build_predictor(shared, client)
+        if self.keep == "last":
+            return net
+        best: Any = client.store.get(BEST)
+        if choose and len(client.validation):
+            values = measure_net(net, client.validation.chunks(EVAL_BATCH_SIZE), client.task).values()
+            metric = client.task.metrics[0]
+            rank = [values[metric.name] * (1 if metric.higher_is_better else -1), -values["loss"]]
+            if best is None or rank >= best["rank"]:
+                best = {"rank": rank, "model": get_weights(net)}
+                client.store.put(BEST, best)
+        if best is not None:
+            load_weights(net, best["model"])
+        return net
 
     # Helpers for subclasses.
 
@@ -172,7 +217,7 @@ class Method(BaseModel, Generic[StateT]):
         if use_global_test and not client.has_global_test:
             return empty_evaluation(client.task)._asdict()
         samples = client.global_test if use_global_test else client.test
-        net = self.build_predictor(model, client)
+        net = self.client_model(model, client, choose=not use_global_test)
         return measure_net(net, samples.chunks(EVAL_BATCH_SIZE), client.task)._asdict()
 
     @on_server
@@ -182,6 +227,14 @@ class Method(BaseModel, Generic[StateT]):
         starts = range(start, stop, EVAL_BATCH_SIZE)
         batches = (server.global_test.slice(first, min(first + EVAL_BATCH_SIZE, stop)) for first in starts)
         return measure_net(self.build_predictor(model, server), batches, server.task)._asdict()
+
+
+def _names_in(code: CodeType | None) -> set[str]:
+    """All names that a function reads, with those of the functions in it."""
+    if code is None:
+        return set()
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_names}.union(*inner)
 
 
 class NoGlobalModel(SettingError):
@@ -209,7 +262,7 @@ class PersonalMethod(Method[StateT]):
         has_global_test = any(evaluation.total for evaluation in on_global_test)
         global_value = pool_evaluations(on_global_test).metrics[name] if has_global_test else None
         personal = {f"personal_{name}": scores.metrics[name], f"global_{name}": global_value}
-        return replace(scores, metrics={**scores.metrics, **personal}, clients=primary_by_client(by_client))
+        return score_clients(replace(scores, metrics={**scores.metrics, **personal}), by_client)
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
         """Builds the model of a client. There is no global model."""

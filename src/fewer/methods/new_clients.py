@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, PositiveInt
@@ -31,7 +31,7 @@ from fewer.learning.adapt import Batch, Criterion, LearningRate, adapt_weights, 
 from fewer.learning.evaluate import EVAL_BATCH_SIZE, Evaluation, measure_net
 from fewer.methods.context import Client, Context
 from fewer.methods.method import DEFAULT_COHORT, Method, ModelState, State
-from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_by_client, primary_metric
+from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_metric, score_clients
 from fewer.models import Task, Weights
 from fewer.models.objective import find_metric
 from fewer.runtime import Clients, Unable, on_client, stream
@@ -64,6 +64,8 @@ CountingStateT = TypeVar("CountingStateT", bound=CountingState, default=Any)
 
 class NewClients(Method[CountingStateT]):
     """A method that trains with some clients and adapts its model to the support set of each evaluation client."""
+
+    can_keep_best: ClassVar[bool] = False
 
     support_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Fraction of a client's samples in its support set (p). The rest is its query set."""
@@ -147,14 +149,14 @@ class NewClients(Method[CountingStateT]):
         After the last round also by client, with the fairness over clients.
         """
         by_client = self.evaluate_queries(state, clients)
-        scores = pool_evaluations(list(by_client.values()))
+        scores = pool_evaluations(list(by_client.values()), self.top_k)
         metrics = scores.metrics | ({"flops": state.flops} if self.count_flops else {})
         if not clients.is_last:
             return replace(scores, metrics=metrics)
-        values = primary_by_client(by_client)
+        scores = score_clients(scores, by_client, self.top_k)
         higher_is_better = find_metric(primary_metric(list(by_client.values()))).higher_is_better
-        over_clients = fairness(list(values.values()), higher_is_better)
-        return replace(scores, metrics=metrics | {"fairness": over_clients}, clients=values)
+        over_clients = fairness(list(scores.clients.values()), higher_is_better)
+        return replace(scores, metrics=metrics | {"fairness": over_clients})
 
     def evaluate_queries(self, state: CountingStateT, clients: Clients) -> dict[int, Evaluation]:
         """Evaluates the model of each evaluation client on its query set."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
 
 from fewer.errors import SettingError
 from fewer.learning import Evaluation
+from fewer.learning.classes import count_majority, summarize_classes, tabulate_classes
 from fewer.learning.evaluate import add_evaluations
 from fewer.models.objective import RUN_RECORDS
 from fewer.runtime import Absent, Clients
@@ -44,6 +45,10 @@ class Scores:
     """The primary metric of every group or task."""
     clients: Mapping[int, float] = field(default_factory=dict)
     """The primary metric by client."""
+    client_metrics: Mapping[int, Metrics] = field(default_factory=dict)
+    """All metrics and the number of samples by client."""
+    classes: Metrics = field(default_factory=dict)
+    """Figures by class; see `tabulate_classes`."""
 
     def __post_init__(self) -> None:
         """Raises SettingError for a unit or a metric that cannot be recorded."""
@@ -55,35 +60,52 @@ class Scores:
             if not isinstance(value, int | float | str | list | tuple | Mapping | None):
                 raise SettingError(f"Scores: metric '{name}' must be a number, got {type(value).__name__}")
 
-    def as_dict(self) -> Metrics:
-        """Returns all scores for metrics.jsonl."""
+    def as_dict(self, is_last: bool = True) -> Metrics:
+        """Returns all scores for metrics.jsonl. Only the last evaluation of a run has figures by class."""
         parts: Metrics = {"unit": self.unit} if self.metrics else {}
         if len(self.values):
             parts["groups"] = [float(value) for value in self.values]
         if self.clients:
             parts["clients"] = {str(client): value for client, value in self.clients.items()}
+        if self.client_metrics:
+            parts["client_metrics"] = {str(client): values for client, values in self.client_metrics.items()}
+        if self.classes and is_last:
+            parts["classes"] = self.classes
         return {**self.metrics, **parts}
 
 
-def pool_evaluations(evaluations: Sequence[Evaluation]) -> Scores:
-    """Returns the metrics and the mean loss over all samples of all evaluations."""
+def pool_evaluations(evaluations: Sequence[Evaluation], top_k: int = 1) -> Scores:
+    """Returns the metrics and the mean loss over all samples of all evaluations.
+
+    The majority baseline predicts the most frequent class, or the `top_k` most frequent, of each evaluation.
+    """
     if not any(evaluation.total for evaluation in evaluations):
         raise SettingError("there are no test samples to evaluate on")
-    return Scores(add_evaluations(evaluations).values())
+    pooled = add_evaluations(evaluations)
+    metrics: Metrics = pooled.values()
+    if pooled.class_counts.tensors:
+        correct = sum(count_majority(part.class_counts, top_k) for part in evaluations if part.total)
+        metrics |= summarize_classes(pooled.class_counts) | {"majority_baseline": correct / pooled.total}
+    return Scores(metrics, classes=tabulate_classes(pooled.class_counts))
+
+
+def score_clients(scores: Scores, evaluations: Mapping[int, Evaluation], top_k: int = 1) -> Scores:
+    """Adds the metrics of each client that has samples, and their number."""
+    by_client: dict[int, Metrics] = {}
+    for client, evaluation in evaluations.items():
+        if evaluation.total:
+            by_client[client] = {"samples": evaluation.total, **evaluation.values()}
+            if evaluation.class_counts.tensors:
+                by_client[client]["majority_baseline"] = (
+                    count_majority(evaluation.class_counts, top_k) / evaluation.total
+                )
+    name = primary_metric(list(evaluations.values()))
+    return replace(scores, clients={client: by_client[client][name] for client in by_client}, client_metrics=by_client)
 
 
 def primary_metric(evaluations: Sequence[Evaluation]) -> str:
     """Returns the name of the primary metric."""
     return evaluations[0].metrics.partition(",")[0]
-
-
-def primary_by_client(evaluations: Mapping[int, Evaluation]) -> dict[int, float]:
-    """Returns the primary metric of each client that has samples."""
-    return {
-        client: evaluation.values()[primary_metric([evaluation])]
-        for client, evaluation in evaluations.items()
-        if evaluation.total
-    }
 
 
 def ask_evaluations(

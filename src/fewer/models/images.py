@@ -28,15 +28,20 @@ def _conv(
 
 @MODELS.register("cnn")
 class SmallCNN(EncoderHead):
-    """The default net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes."""
+    """The default net: two convolutions of stride 2, then 32 features. 26,434 parameters on 1×28×28, ten classes.
 
-    def __init__(self, shape: tuple[int, int, int], classes: int, norm: Norm = "group") -> None:
+    `feature_relu = false` leaves out the ReLU after the features, as in FedGen's released code.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], classes: int, norm: Norm = "group", feature_relu: bool = True
+    ) -> None:
         channels, height, width = shape
         flat = 16 * ((height + 3) // 4) * ((width + 3) // 4)
         encoder = nn.Sequential(
             *_conv(channels, 6, 3, norm, stride=2, padding=1),
             *_conv(6, 16, 3, norm, stride=2, padding=1),
-            *(nn.Flatten(), nn.Linear(flat, 32), nn.ReLU()),
+            *(nn.Flatten(), nn.Linear(flat, 32), *([nn.ReLU()] if feature_relu else [])),
         )
         super().__init__(encoder, 32, classes)
 
@@ -61,11 +66,17 @@ class Conv4(EncoderHead):
     """Four blocks of 3×3 convolution (64 channels), norm, ReLU and pool, common in few-shot learning.
 
     For inputs of 32×32, only the first two blocks have a pool. ReLU follows the pool: the result is the same at a
-    quarter of the cost.
+    quarter of the cost. With `average`, the features are the mean of the last feature map, one for each channel.
     """
 
     def __init__(
-        self, shape: tuple[int, int, int], classes: int, norm: Norm = "batch", width: int = 64, pools: int | None = None
+        self,
+        shape: tuple[int, int, int],
+        classes: int,
+        norm: Norm = "batch",
+        width: int = 64,
+        pools: int | None = None,
+        average: bool = False,
     ) -> None:
         channels, height, image_width = shape
         if pools is None:
@@ -78,6 +89,9 @@ class Conv4(EncoderHead):
                 layers.append(nn.MaxPool2d(2))
                 height, image_width = height // 2, image_width // 2
             layers.append(nn.ReLU())
+        if average:
+            layers.append(nn.AdaptiveAvgPool2d(1))
+            height = image_width = 1
         super().__init__(nn.Sequential(*layers, nn.Flatten()), width * height * image_width, classes)
 
 

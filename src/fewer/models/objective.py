@@ -129,7 +129,12 @@ _METRICS: Mapping[Kind, Sequence[Metric]] = {
 """The built-in metrics by what is predicted. The first is the default."""
 METRICS = {metric.name: metric for metrics in _METRICS.values() for metric in metrics}
 ACCURACY = METRICS["accuracy"]
-RUN_RECORDS = {"round", "absent", "unmeasured", "unit", "groups", "clients", "up", "down", "seconds"}
+CLASS_METRICS = ("macro_f1", "ece", "majority_baseline")
+"""Metrics of every task with classes, in addition to the accuracy."""
+RUN_RECORDS = {
+    *("round", "absent", "unmeasured", "unit", "groups", "clients", "client_metrics", "classes"),
+    *("up", "down", "seconds"),
+}
 """Names in metrics.jsonl that the run itself sets."""
 
 
@@ -206,7 +211,7 @@ def _build_metric(metric: Any, kind: Kind) -> Metric:
         metric = load_from_file(metric)
     if callable(metric):
         name = getattr(metric, "__name__", type(metric).__name__)
-        if name in {*METRICS, *RUN_RECORDS, "loss"}:
+        if name in {*METRICS, *RUN_RECORDS, *CLASS_METRICS, "loss"}:
             raise SettingError(f"your metric '{name}' needs another name: metrics of a round already have this one")
         better = bool(getattr(metric, "higher_is_better", True))
         worst = -math.inf if better else math.inf

@@ -30,6 +30,8 @@ class CharLSTM(EncoderHead):
     `context` limits the input to the last `context` characters. The cost falls in proportion.
     """
 
+    feature_activation = nn.Tanh  # an LSTM outputs tanh times a gate
+
     def __init__(
         self, shape: tuple[int], classes: int, vocabulary: int, hidden: int = 256, context: int | None = None
     ) -> None:
@@ -77,6 +79,8 @@ class _WordLSTM(nn.Module):
 class TextBiLSTM(EncoderHead):
     """A bidirectional LSTM (2 × 50) over word vectors; features are its mean output over the words."""
 
+    feature_activation = nn.Tanh
+
     def __init__(
         self, shape: tuple[int], classes: int, vocabulary: int, width: int = 300, vectors: Tensor | None = None
     ) -> None:
@@ -94,6 +98,8 @@ class _MeanOutput(_WordLSTM):
 @MODELS.register("sentiment-lstm")
 class SentimentLSTM(EncoderHead):
     """Two LSTM layers of 100 over 300-d word vectors, as for Sent140."""
+
+    feature_activation = nn.Tanh
 
     def __init__(
         self, shape: tuple[int], classes: int, vocabulary: int, width: int = 300, vectors: Tensor | None = None

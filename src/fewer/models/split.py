@@ -8,9 +8,28 @@ from torch import Tensor, nn
 from fewer.errors import SettingError
 from fewer.models.task import Task
 
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "Relu": nn.ReLU,
+    "Tanh": nn.Tanh,
+    "Sigmoid": nn.Sigmoid,
+    "Softplus": nn.Softplus,
+    "Elu": nn.ELU,
+    "Gelu": nn.GELU,
+    "Silu": nn.SiLU,
+}
+"""Activations that bound their outputs, by the name that autograd gives the operation."""
+_KEEP_RANGE = (
+    *("View", "Reshape", "UnsafeView", "Squeeze", "Unsqueeze", "Select", "Slice", "Transpose", "Permute", "Clone"),
+    *("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Mean", "Amax"),
+)
+"""Operations whose outputs are inputs or means of inputs."""
+
 
 class EncoderHead(nn.Module):
     """A net that computes `head(encoder(x))`. Methods that work on features use the two parts."""
+
+    feature_activation: type[nn.Module] | None = None
+    """The activation that bounds the features; None if the last operations of the encoder tell."""
 
     def __init__(self, encoder: nn.Module, features: int, classes: int) -> None:
         super().__init__()
@@ -63,10 +82,30 @@ def feature_width(task: Task, net: nn.Module | None = None) -> int:
     return int(shape[1])
 
 
-@torch.no_grad()
+def find_activation(task: Task, net: nn.Module) -> nn.Module:
+    """The activation that bounds the inputs of the head; the identity if they may be any number.
+
+    It is the net's `feature_activation`, or the last operation before the head that is not a pool or a reshape.
+    """
+    if declared := getattr(net, "feature_activation", None):
+        activation: nn.Module = declared()
+        return activation
+    inputs: list[Tensor] = []
+    with find_head(task, net)[0].register_forward_pre_hook(lambda head, args: inputs.append(args[0])):
+        _probe(net, task)
+    node = inputs[-1].grad_fn
+    while node is not None:
+        operation = type(node).__name__.partition("Backward")[0]  # ReluBackward0 is the node of a ReLU
+        if operation in ACTIVATIONS:
+            return ACTIVATIONS[operation]()
+        node = node.next_functions[0][0] if operation.startswith(_KEEP_RANGE) else None
+    return nn.Identity()
+
+
+@torch.enable_grad()
 def _probe(module: nn.Module, task: Task) -> Tensor:
-    """The output for an input of zeros, in evaluation mode."""
-    training, zeros = module.training, torch.zeros(1, *task.shape, device=task.device)
+    """The output for an input of zeros, in evaluation mode. Autograd records its operations."""
+    training, zeros = module.training, torch.zeros(1, *task.shape, device=task.device).requires_grad_().clone()
     try:
         output: Tensor = module.eval()(zeros)
     except (RuntimeError, IndexError):  # an embedding or a table of word vectors takes integer tokens

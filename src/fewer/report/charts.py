@@ -37,6 +37,8 @@ TITLES: dict[By, str] = {
 """Titles of curves, after the name of the metric."""
 MAX_MEANS = 4
 """Maximum number of methods for which the mean over clients is drawn."""
+MAX_GAP = 10.0
+"""Distance below all curves, in percentage points, in which a baseline is always drawn."""
 MAX_BARS = 40
 """Maximum number of bars in a picture."""
 
@@ -47,8 +49,12 @@ def plot_curves(
     by: By,
     styles: Styles | None = None,
     metric: PrimaryMetric = ACCURACY,
+    baselines: Mapping[str, float] | None = None,
 ) -> Figure | None:
-    """Plots a metric with 95 % confidence bands over seeds, a subplot per set of histories; None without points."""
+    """Plots a metric with 95 % confidence bands over seeds, a subplot per set of histories; None without points.
+
+    `baselines` are horizontal lines by label, at most two. Those far below all curves are left out.
+    """
     curves = {
         name: {label: points for label, runs in histories.items() if (points := metric_curve(runs, metric))}
         for name, histories in subplots.items()
@@ -73,7 +79,13 @@ def plot_curves(
             else:
                 axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10], integer=by == "round", min_n_ticks=1))
             axes.set(xlabel=_X_LABELS[by])
-        values = (point.value for points in all_points for point in points)
+        values = [point.value for points in all_points for point in points]
+        low, high = value_limits(values, metric)
+        for (label, baseline), dash in zip((baselines or {}).items(), ("--", ":"), strict=False):
+            if metric.scale * baseline > low - max((high - low) / 2, MAX_GAP):
+                values.append(Interval(baseline, None))
+                for axes in drawn:
+                    handles[label] = axes.axhline(metric.scale * baseline, color=INK, linestyle=dash, linewidth=1)
         drawn[0].set(ylabel=metric.label, ylim=value_limits(values, metric))
         add_legend(figure, handles)
     return figure

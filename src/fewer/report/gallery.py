@@ -9,12 +9,14 @@ from itertools import repeat
 from typing import Any
 
 from fewer.data import Data
+from fewer.data.remote import RemoteData
 from fewer.errors import FewerError, RunError
 from fewer.experiments.studies import EMBEDDING_CAPTION, embed_samples
 from fewer.methods.capabilities import HasEmbeddings, HasImageGrids, ImageGrid
 from fewer.plugins import needs_import
 from fewer.report import charts, pictures
 from fewer.report.charts import TITLES, By, Grid, Ring
+from fewer.report.classes import draw_classes
 from fewer.report.groups import RunGroup, differing_settings, find_method
 from fewer.report.html import Picture, Table
 from fewer.report.metrics import Histories, client_values, metric_curve
@@ -37,6 +39,7 @@ def build_gallery(groups: Sequence[RunGroup]) -> tuple[Gallery, list[str]]:
         groups[0].metric.title: [*_draw_curves(groups, styles), *_draw_bars(groups, styles)],
         "Two settings": list(_draw_heatmaps(groups)),
         "Traffic": list(_draw_traffic(groups)),
+        "Classes": list(draw_classes(groups, styles)),
         "Clients": list(_draw_clients(groups, styles)),
         "Rings": [picture for index, group in enumerate(groups) for picture in _draw_ring(group, _suffix(index))],
     }
@@ -83,10 +86,22 @@ def _draw_curves(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> It
     for by, caption in captions.items():
         if not all(row[heads.index(by)] for row in rows):  # not recorded
             continue
-        if figure := charts.plot_curves(f"{metric.title} {TITLES[by]}", {"": histories}, by, styles, metric):
+        title = f"{metric.title} {TITLES[by]}"
+        if figure := charts.plot_curves(title, {"": histories}, by, styles, metric, _baselines(groups)):
             alt = f"Line chart: {metric.name} {TITLES[by]}. Last: {last}."
             name = f"{metric.name}-by-{by.removesuffix('s')}"
             yield Picture(name, figure, f"{metric.title} by {caption}", alt, Table(heads, rows))
+
+
+def _baselines(groups: Sequence[RunGroup]) -> dict[str, float]:
+    """The majority baselines by label: one if all methods share it, else with the methods that it is for."""
+    labels: dict[float, list[str]] = {}
+    for group in groups:
+        if (baseline := group.mean_if_known("majority_baseline")) is not None and group.metric.name == "accuracy":
+            labels.setdefault(round(baseline, 6), []).append(group.label)
+    if len(labels) == 1:
+        return dict.fromkeys(("majority baseline",), *labels)
+    return {f"majority baseline of {', '.join(names)}": baseline for baseline, names in labels.items()}
 
 
 def _draw_bars(groups: Sequence[RunGroup], styles: dict[str, LineStyle]) -> Iterator[Picture]:
@@ -278,6 +293,8 @@ def _draw_data_and_models(groups: Sequence[RunGroup]) -> tuple[list[Picture], li
         try:
             loaded[key] = data = load_run_data(run)
             data_pictures += _draw_data(run, data, _suffix(index))
+            if isinstance(data, RemoteData):
+                notes.append("The clients' data is on their own machines and is not shown.")
         except FewerError as error:
             notes.append(f"The data is not shown: {error}.".replace(str(run.path), run.path.name))
     for index, group in enumerate(groups):
@@ -299,18 +316,8 @@ def _draw_data(run: RunReader, data: Data, suffix: str) -> Iterator[Picture]:
     """The partition and examples of the data, if it has classes."""
     if not data.has_classes:
         return
-    counts = pictures.class_counts(data)
-    names = pictures.class_names(data, range(data.classes))
-    classes_per_client = (counts > 0).sum(1).mean()
-    rows = [(client, names[label], int(counts[client, label])) for client, label in zip(*counts.nonzero(), strict=True)]
-    yield Picture(
-        f"partition{suffix}",
-        pictures.plot_partition(data),
-        f"Label distribution by client (seed {run.data_seed}). The area of a bubble is the number of training samples. "
-        f"On average a client holds {classes_per_client:.1f} of {data.classes} classes.",
-        f"Bubble chart of training samples by client and class: {run.data_summary}.",
-        Table(("client", "class", "samples"), rows),
-    )
+    if not isinstance(data, RemoteData):
+        yield _draw_partition(run, data, suffix)
     if figure := pictures.plot_examples(data):
         yield Picture(
             f"examples{suffix}",
@@ -319,6 +326,21 @@ def _draw_data(run: RunReader, data: Data, suffix: str) -> Iterator[Picture]:
             f"Examples of {data.name} by class.",
             Table(("class", "sample", "values"), pictures.example_rows(data)),
         )
+
+
+def _draw_partition(run: RunReader, data: Data, suffix: str) -> Picture:
+    counts = pictures.class_counts(data)
+    names = pictures.class_names(data, range(data.classes))
+    classes_per_client = (counts > 0).sum(1).mean()
+    rows = [(client, names[label], int(counts[client, label])) for client, label in zip(*counts.nonzero(), strict=True)]
+    return Picture(
+        f"partition{suffix}",
+        pictures.plot_partition(data),
+        f"Label distribution by client (seed {run.data_seed}). The area of a bubble is the number of training samples. "
+        f"On average a client holds {classes_per_client:.1f} of {data.classes} classes.",
+        f"Bubble chart of training samples by client and class: {run.data_summary}.",
+        Table(("client", "class", "samples"), rows),
+    )
 
 
 def _draw_models(group: RunGroup, data: Data, suffix: str) -> Iterator[Picture]:

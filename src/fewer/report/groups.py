@@ -112,6 +112,16 @@ class RunGroup:
         """The primary metric on all clients' test samples, over the evaluated seeds."""
         return _known_interval([run.global_value for run in self.runs])
 
+    @property
+    def last_metrics(self) -> list[dict[str, Any]]:
+        """The metrics of the last round, for each seed."""
+        return [run.history[-1] for run in self.runs]
+
+    def mean_if_known(self, metric: str) -> float | None:
+        """Mean over seeds of a metric in the last round; None if a run lacks it."""
+        values = [value for metrics in self.last_metrics if isinstance(value := metrics.get(metric), int | float)]
+        return interval(values).mean if len(values) == len(self.runs) else None
+
     def last_mean(self, metric: str) -> float:
         """Mean over seeds of a metric in the last round."""
         return interval([run.history[-1][metric] for run in self.runs]).mean

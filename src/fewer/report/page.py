@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fewer.methods.new_clients import worst_tenth
+from fewer.report.classes import format_metric, other_metrics, tabulate_classes, tabulate_clients
 from fewer.report.files import write_files
 from fewer.report.gallery import Gallery, build_gallery, client_rows
 from fewer.report.groups import RunGroup, TablePosition, differing_settings, group_runs
 from fewer.report.html import Table, render
 from fewer.report.metrics import MB
 from fewer.report.verdict import verdict, winner
+from fewer.runs.figures import LABELS, PERCENT
 from fewer.runs.reader import RunReader
 from fewer.runs.settings import METHOD_SETTINGS
 from fewer.statistics import Interval, format_interval, format_number
@@ -77,7 +79,9 @@ def _render_report(groups: Sequence[RunGroup], gallery: Gallery, notes: Sequence
         sources=sources,
         gallery=gallery,
         traffic=_tabulate_traffic(groups),
+        classes=tabulate_classes(groups),
         worst_clients=tabulate_worst_clients(groups),
+        clients=tabulate_clients(groups),
         faults=_tabulate_faults(groups),
         settings={group.label: _tabulate_values(_all_settings(group.runs[0])) for group in groups},
         hashes=Table(("method", "seed", "settings", "data", "run"), hashes, "Hashes"),
@@ -88,13 +92,18 @@ def _render_report(groups: Sequence[RunGroup], gallery: Gallery, notes: Sequence
 def tabulate_results(groups: Sequence[RunGroup]) -> Table:
     """The primary metric, traffic and time of each group, the best first."""
     metric = groups[0].metric
-    heads = ("method", metric.label, f"global {metric.label}", "rounds", "MB up", "MB down", "seconds", "seeds")
+    more = {name: f"{label.removesuffix(' baseline')} %" for name, label in LABELS.items()}
+    more |= {name: f"{name} %" if name in PERCENT else name for name in other_metrics(groups)}
+    more = {name: head for name, head in more.items() if any(group.mean_if_known(name) is not None for group in groups)}
+    costs = ("rounds", "MB up", "MB down", "seconds", "seeds")
+    heads = ("method", metric.label, *more.values(), f"global {metric.label}", *costs)
     best = winner(groups)
     ranked = sorted(groups, key=lambda group: -metric.rank(group.value.mean) if group.value else math.inf)
     rows = [
         (
             group.label,
             metric.format_interval(group.value),
+            *(format_metric(group.mean_if_known(name), head) for name, head in more.items()),
             metric.format_interval(group.global_value and Interval(group.global_value.mean, None)),
             group.rounds,
             *(format_number(megabytes) for megabytes in group.megabytes),
@@ -113,8 +122,11 @@ def explain_results(groups: Sequence[RunGroup]) -> str:
     metric = groups[0].metric
     averaged = f"; mean ± 95 % confidence over {units or 'seeds'}" if several_seeds or units else ""
     totals = "mean over seeds" if several_seeds else "totals"
+    terms = ""
+    if any(group.mean_if_known("majority_baseline") is not None for group in groups):
+        terms = "Majority: accuracy of always predicting the most frequent class. ECE: expected calibration error. "
     return (
-        f"{metric.title}: {MEANING[units]}{averaged}. Global {metric.name}: each client’s model on "
+        f"{metric.title}: {MEANING[units]}{averaged}. {terms}Global {metric.name}: each client’s model on "
         f"all clients’ test samples. MB and seconds: {totals}."
     )
 

@@ -123,6 +123,8 @@ def plot_image_grid(
     Images are converted from normalized inputs back to pixels and clipped to their range. If the data does not hold
     pixels, the lowest value of all images is black and the highest white.
     """
+    if not _has_images(data):
+        return None
     labels = range(min(data.classes, MAX_CLASSES))
     lines: list[list[NDArray[Any] | None]] = []
     for images in rows.values():
@@ -131,7 +133,7 @@ def plot_image_grid(
             cell = [image / data.test.scale + data.test.shift for image in images.get(label, ())[:max_per_class]]
             lines[-1] += [*cell, *[None] * (max_per_class - len(cell))]
     present = [image for line in lines for image in line if image is not None]
-    if not _has_images(data) or not present:
+    if not present:
         return None
     columns = len(labels) * max_per_class
     names = class_names(data, labels)

@@ -8,6 +8,7 @@ from fewer.experiments.targets import best_value, cost_to_reach
 from fewer.methods.new_clients import worst_tenth
 from fewer.report.groups import RunGroup, find_method
 from fewer.report.metrics import client_values
+from fewer.runs.figures import describe_baseline
 from fewer.runs.metric import PrimaryMetric
 from fewer.statistics import Interval, format_number, interval
 
@@ -21,7 +22,10 @@ def verdict(groups: Sequence[RunGroup]) -> list[str]:
     if not done:
         return ["No run has finished yet; these are the results so far."]
     if len(groups) == 1:
-        return [_describe_result(done[0]), *_describe_method(done[0]), *_describe_personal_models(done[0])]
+        (group,) = done
+        baseline = describe_baseline(group.last_metrics, group.metric)
+        sentences = [_describe_result(group), baseline, *_describe_method(group), *_describe_personal_models(group)]
+        return [sentence for sentence in sentences if sentence]
     if reason := _why_not_comparable(groups):
         return [reason]
     if len(done) == 1:
@@ -31,6 +35,11 @@ def verdict(groups: Sequence[RunGroup]) -> list[str]:
     sentences = [
         _describe_winner(ranked),
         f"Cost: {first.label} {_describe_cost(first)}; {second.label} {_describe_cost(second)}.",
+        *(
+            f"{group.label}: {text}"
+            for group in ranked
+            if (text := describe_baseline(group.last_metrics, group.metric))
+        ),
         *_describe_early_lead(ranked),
         *_describe_target(first, second),
         *_describe_worst_clients(first, second),

@@ -38,6 +38,8 @@ class Run(Result):
     """The bytes of all messages."""
     transport_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes as the transport packs them; known at the end, if the runtime counts them."""
+    evaluates_again: bool = False
+    """True if the latest round is to be evaluated again, since it was the last one before the run was extended."""
     stop_request: str = ""
     """The reason of the first call of `stop`."""
 
@@ -123,7 +125,9 @@ class EarlyStopping(Callback):
         """Counts the finished rounds."""
         self.name = self.metric or run.metric.name
         directions = {metric.name: metric.higher_is_better for metric in run.task.metrics}
-        higher_is_better = directions.get(self.name, self.name != "loss") if self.mode is None else self.mode == "max"
+        higher_is_better = (
+            directions.get(self.name, self.name not in ("loss", "ece")) if self.mode is None else self.mode == "max"
+        )
         self.sign = 1 if higher_is_better else -1
         self.best, self.since_best = -math.inf, 0
         for metrics in run.history:

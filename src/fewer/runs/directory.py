@@ -17,9 +17,9 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
-from fewer.errors import RunError
+from fewer.errors import RunError, RunInterrupted
 from fewer.ledger import Entry
-from fewer.runs.reader import CHECKPOINT, CLIENTS, EVENTS, FORMAT, LEDGER, LOCK, METRICS, SETTINGS, RunReader
+from fewer.runs.reader import CHECKPOINT, CLIENTS, EVENTS, FORMAT, LEDGER, LOCK, METRICS, SCHEMA, SETTINGS, RunReader
 from fewer.runtime.ring import Journal
 from fewer.runtime.store import delete_state_after, lock_file, write_durably
 from fewer.wire import Tree, pack
@@ -97,11 +97,36 @@ class RunDirectory(RunReader):
         delete_state_after(self.clients, round, self.journal.finished_clients(round + 1))
         return checkpoint
 
+    def take_back_evaluation(self, checkpoint: Mapping[str, Any]) -> None:
+        """Removes the evaluation of the latest round from the records, so that resuming evaluates it again.
+
+        After the last round, an evaluation is more detailed. This is for a run whose last round is no longer the last.
+        """
+        lengths = {name: int(length) for name, length in checkpoint["lengths"].items()}
+        metrics = (self.path / METRICS).read_bytes()[: lengths[METRICS]]
+        *_, last_line = metrics.splitlines(keepends=True)
+        lengths[METRICS] -= len(last_line)
+        for line in reversed((self.path / LEDGER).read_bytes()[: lengths[LEDGER]].splitlines(keepends=True)[1:]):
+            entry = Entry.parse(line.decode())
+            if entry.is_training or entry.round != checkpoint["round"]:
+                break
+            lengths[LEDGER] -= len(line)
+        taken_back = {name: value for name, value in checkpoint.items() if name != "stopped"}
+        taken_back |= {"lengths": lengths, "taken_back": last_line.decode()}
+        with self._explained_errors():
+            write_durably(self.path / CHECKPOINT, pack(taken_back))
+
     def update_metadata(self, **parts: Any) -> None:
-        """Changes entries of settings.json that do not affect results."""
+        """Changes entries of settings.json."""
         self.metadata.update(parts)
         with self._explained_errors():
             _write_metadata(self.path, self.metadata)
+
+    def write_schema(self, schema: Mapping[str, Any]) -> None:
+        """Writes the schema of the data, so that the model can be used without the data."""
+        with self._explained_errors():
+            write_durably(self.path / SCHEMA, json.dumps(schema, indent=2, default=str).encode())
+        self.schema = dict(schema)
 
     def log_event(self, what: str, **details: Any) -> None:
         """Appends a line to events.jsonl."""
@@ -135,10 +160,8 @@ class RunDirectory(RunReader):
         try:
             yield
         except OSError as error:
-            raise RunError(
-                f"{self.path} cannot be written: {error.strerror}. The last checkpoint is intact. "
-                f"Fix the cause, then run: fewer resume {self.path}"
-            ) from error
+            problem = f"{self.path} cannot be written: {error.strerror}"
+            raise RunInterrupted(f"{problem}. The last checkpoint is intact. Fix the cause, then resume it") from error
 
 
 def check_unused(path: Path) -> None:
@@ -147,7 +170,15 @@ def check_unused(path: Path) -> None:
     leftovers = {CLIENTS, f"{SETTINGS}.part"}  # of a run that was killed at its start
     unused = path.is_dir() and entries <= leftovers and not any((path / CLIENTS).glob("*"))
     if path.exists() and not unused:
-        raise RunError(f"{path} exists already: choose another --out, or run fewer resume {path}")
+        raise RunError(f"{path} exists already: choose another --out{_resume_advice(RunReader(path))}")
+
+
+def _resume_advice(run: RunReader) -> str:
+    """How to resume a run, for the end of an error; empty if that cannot help, or if it is not a run."""
+    try:
+        return f", or run {run.resume_command}" if run.can_resume else ""
+    except RunError:
+        return ""
 
 
 def _write_metadata(path: Path, metadata: Mapping[str, Any]) -> None:

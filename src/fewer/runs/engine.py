@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 import platform
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +23,29 @@ import torch
 
 import fewer
 from fewer.data import Data
+from fewer.data.schema import Schema
 from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import ContextFactory, Method, Scores, find, names
 from fewer.methods.capabilities import HasSettingWarnings
+from fewer.methods.standardize import standardize
 from fewer.models.objective import Loss
 from fewer.registry import METHODS
 from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
-from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state
+from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state, warn_once
+from fewer.runs.reader import RunReader
 from fewer.runs.recorder import FailureLog, Recorder
 from fewer.runs.result import Result
-from fewer.runs.settings import FAULT_SETTINGS, RUNTIME_SETTINGS, Settings, neutral_options, settings_in_group
+from fewer.runs.settings import (
+    FAULT_SETTINGS,
+    RUNTIME_SETTINGS,
+    Settings,
+    neutral_options,
+    settings_hash,
+    settings_in_group,
+)
 from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
@@ -197,6 +210,7 @@ def resume(
     callbacks: Sequence[Callback] = (),
     connect: Connect | None = None,
     track: Sequence[str] | None = None,
+    rounds: int | None = None,
     **settings: Any,
 ) -> Result:
     """Continues a run from its last checkpoint. Unless settings change, the numbers are those of an uninterrupted run.
@@ -205,8 +219,9 @@ def resume(
     - `callbacks`: pass them again, too.
     - `connect`: how to reach remote clients, if the run has any.
     - `track`: replaces the run's trackers. New trackers receive all rounds.
-    - Further arguments change settings. `runtime`, `workers`, `data_dir`, `debug` and `count_flops` do not affect the
-      numbers;
+    - `rounds`: another number of rounds, more than are done. A finished run continues. The result is that of a run with
+      this number of rounds from the start. Methods whose rounds depend on their number refuse it.
+    - Further arguments change settings. `runtime`, `workers`, `data_dir` and `debug` do not affect the numbers;
       `device` may. `quorum`, `deadline`, `drop`, `slow` and `corrupt` do. Change them to continue a run that stopped
       because too few clients answered.
     """
@@ -216,13 +231,19 @@ def resume(
     check_callbacks(callbacks)
     all_trackers = trackers.find_installed(recorded.get("track", ())) if track is None else trackers.find(track)
     changed = {name: value for name, value in settings.items() if value is not None}
-    allowed = (*RUNTIME_SETTINGS, *FAULT_SETTINGS)
+    allowed = ("rounds", *RUNTIME_SETTINGS, *FAULT_SETTINGS)
     if fixed := sorted(changed.keys() - set(allowed)):
         raise SettingError(f"{fixed[0]} cannot change when a run resumes (allowed: {', '.join(allowed)})")
     directory.check_objects(method=method, data=data, model=model, loss=loss, metrics=metrics)
-    new_settings = parse_settings({**resolve_start_model(recorded["settings"], path), **changed})
+    start_settings = resolve_start_model(recorded["settings"], path)
+    options = recorded["method"]
+    if rounds is not None and (rounds != directory.rounds or RunReader(path).ended_early):
+        changed["rounds"] = rounds
+        start_settings, options = _set_rounds(start_settings, rounds), {**options, "rounds": rounds}
+        method = method and type(method)(**{**method.model_dump(), "rounds": rounds})
+    new_settings = parse_settings(start_settings | {name: changed[name] for name in changed if name != "rounds"})
     experiment = build_experiment(new_settings, method, data, model, loss, metrics)
-    _check_options(experiment.method, recorded["method"])
+    _check_options(experiment.method, options)
     old_runtime, new_runtime = recorded["settings"]["runtime"], experiment.settings.runtime
     if "flower" in (old_runtime, new_runtime) and old_runtime != new_runtime:
         raise SettingError(f"runtime = {new_runtime}: a run cannot switch between simulated and remote clients")
@@ -230,13 +251,48 @@ def resume(
     if (fingerprint := experiment.data.fingerprint()) != recorded["data"]["fingerprint"]:
         recorded_fingerprint = recorded["data"]["fingerprint"]
         raise RunError(f"{path} was run on other data: fingerprint {recorded_fingerprint}, now {fingerprint}")
+    state = experiment.initial_state()
     with directory:
         if track is not None:
             directory.update_metadata(track=list(track))
-        if any(name in FAULT_SETTINGS for name in changed):
+        if "rounds" in changed:
+            _change_rounds(directory, experiment)
+        if any(name in ("rounds", *FAULT_SETTINGS) for name in changed):
             directory.journal.clear()  # discards the messages of the unfinished round; it starts again
-        run = Run(**vars(experiment), state=experiment.initial_state(), label=path.name)
+        run = Run(**vars(experiment), state=state, label=path.name)
         return _train_recorded(run, Recorder(directory, changed), all_trackers, callbacks, connect)
+
+
+def _set_rounds(settings: Mapping[str, Any], rounds: int) -> dict[str, Any]:
+    """The settings with another number of rounds, which a method that was given as an object has in its options."""
+    options = settings["method_options"]
+    if "rounds" in options:
+        return {**settings, "method_options": {**options, "rounds": rounds}}
+    return {**settings, "rounds": rounds}
+
+
+def _change_rounds(directory: RunDirectory, experiment: Experiment) -> None:
+    """Records the experiment's number of rounds. Raises SettingError if the run cannot continue to this number."""
+    method, planned = experiment.method, directory.rounds
+    checkpoint = directory.read_checkpoint() or {"round": 0}
+    done = checkpoint["round"]
+    if method.rounds <= done:
+        raise SettingError(
+            f"rounds = {method.rounds}, but {directory.path} has done {done} (allowed: more than {done})"
+        )
+    unscheduled = bool(done % experiment.settings.evaluate_every)
+    if done and (reason := method.why_not_extend(done, planned, unscheduled)):
+        raise SettingError(
+            f"{method.name} cannot change from {planned} to {method.rounds} rounds after round {done}: {reason}; "
+            "start a new run"
+        )
+    if (done == planned or "stopped" in checkpoint) and "taken_back" not in checkpoint:
+        directory.take_back_evaluation(checkpoint)  # first: a kill between these two lines changes nothing
+    options = {**directory.metadata["method"], "rounds": method.rounds}
+    settings = parse_settings(_set_rounds(directory.settings, method.rounds))
+    same_files = method.model_copy(update={name: options[name] for name in method.file_options})
+    hash = settings_hash(settings, same_files)
+    directory.update_metadata(settings=settings.model_dump(mode="json"), method=options, hash=hash)
 
 
 def _train_recorded(
@@ -250,6 +306,11 @@ def _train_recorded(
         run.history, run.seconds = list(directory.history), checkpoint["seconds"]
         run.stopped = checkpoint.get("stopped", "")
         run.ledger.total.update(checkpoint["ledger"])
+        if run.data.standardize and directory.schema:
+            run.data = run.data.rescale(Schema.from_dict(directory.schema))
+        if taken_back := checkpoint.get("taken_back"):
+            run.history.append(json.loads(taken_back))
+            run.evaluates_again = True
     if run.finished:
         if run.stopped:
             done = f"{len(run.history)} of {run.method.rounds} rounds"
@@ -346,26 +407,40 @@ def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journ
         observers.notify("on_absent", absent, handler)
 
     with one_thread(), observers.follow():
+        for note in run.data.notes:
+            warn_once(f"data '{run.data.name}': {note}")
         if isinstance(run.method, HasSettingWarnings):
             for warning in run.method.setting_warnings():
                 warn_once(f"{run.method.name}: {warning}")
-        if run.finished:
+        if run.finished and not run.evaluates_again:
             return run
         hooks = {"on_answer": partial(observers.notify, "on_answer"), "on_absent": on_absent}
-        with connect(run, folder, len(run.history), ledger=run.ledger, journal=journal, **hooks) as clients:
+
+        @contextmanager
+        def open_clients() -> Iterator[Clients]:
+            with connect(run, folder, len(run.history), ledger=run.ledger, journal=journal, **hooks) as clients:
+                try:
+                    yield clients
+                finally:
+                    run.transport_bytes = Counter(run.transport_bytes) + Counter(clients.transport_bytes())
+
+        if run.data.standardize and not run.history:
+            with open_clients() as clients:
+                schema = standardize(run.method, clients, run.data)
+            run.data = run.data.rescale(schema)  # clients that are opened from now on have it, too
+        with open_clients() as clients:
             clients.flops = run.history[-1].get("flops", 0) if run.history else 0
-            try:
-                while not run.finished:
-                    _run_round(run, clients, observers)
-            finally:
-                run.transport_bytes = clients.transport_bytes()
+            if run.evaluates_again:
+                _evaluate_again(run, clients, observers)
+            while not run.finished:
+                _run_round(run, clients, observers)
     return run
 
 
 def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
     """Runs, evaluates and records one round. It is the last one if a callback stops the run."""
     method = run.method
-    started, seconds = time.perf_counter(), run.seconds
+    started = time.perf_counter() - run.seconds
     run.round, run.absent = len(run.history) + 1, []
     observers.notify("on_round_start")
     last = run.round == method.rounds or bool(run.stop_request)
@@ -373,22 +448,7 @@ def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
     with clients.training_round(run.round, will_evaluate, last):
         state = method.round(run.state, clients)
     metrics: dict[str, Any] = {"round": run.round, "absent": len(run.absent)}
-
-    def evaluate(is_last: bool) -> None:
-        del run.absent[metrics["absent"] :]  # those of an earlier evaluation
-        if will_evaluate:
-            with clients.evaluation(is_last):
-                scores = method.evaluate(state, clients, run.data)
-            _check_scores(run, scores, is_last)
-            metrics.update(scores.as_dict())
-        for warning in _skip_warnings(run.absent):
-            warn_once(f"{method.name}: {warning}")
-        if len(run.absent) > metrics["absent"]:
-            metrics["unmeasured"] = len(run.absent) - metrics["absent"]
-        run.seconds = seconds + time.perf_counter() - started
-        metrics.update(up=run.ledger.total["up"], down=run.ledger.total["down"], seconds=round(run.seconds, 3))
-        metrics.update({"flops": clients.flops} if run.settings.count_flops else {})
-
+    evaluate = partial(_evaluate, run, clients, state, metrics, len(run.absent), started)
     evaluate(last)
     run.state = state
     run.history.append(metrics)
@@ -396,7 +456,7 @@ def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
         observers.notify("on_round_end", metrics, among=observers.callbacks)
         if run.stop_request and will_evaluate and run.round < method.rounds:
             if not last:
-                evaluate(is_last=True)
+                evaluate(True)
             run.stopped = run.stop_request
     except BaseException:
         if run.stop_request:
@@ -404,6 +464,49 @@ def _run_round(run: Run, clients: Clients, observers: Observers) -> None:
         else:
             observers.notify("on_round_end", metrics, among=observers.recorders)
         raise
+    observers.notify("on_round_end", metrics, among=observers.recorders)
+
+
+def _evaluate(
+    run: Run,
+    clients: Clients,
+    state: Any,
+    metrics: dict[str, Any],
+    absent_in_training: int,
+    started: float,
+    is_last: bool,
+) -> None:
+    """Adds the scores of a trained round, and the totals so far, to its metrics."""
+    method = run.method
+    del run.absent[absent_in_training:]  # those of an earlier evaluation
+    if clients.will_evaluate:
+        with clients.evaluation(is_last):
+            scores = method.evaluate(state, clients, run.data)
+        _check_scores(run, scores, is_last)
+        metrics.update(scores.as_dict(is_last))
+        if classes := metrics.get("classes"):
+            metrics["classes"] = {"names": _class_names(run.data, len(classes["support"])), **classes}
+    for warning in _skip_warnings(run.absent):
+        warn_once(f"{method.name}: {warning}")
+    if len(run.absent) > absent_in_training:
+        metrics["unmeasured"] = len(run.absent) - absent_in_training
+    run.seconds = time.perf_counter() - started
+    metrics.update(up=run.ledger.total["up"], down=run.ledger.total["down"], seconds=round(run.seconds, 3))
+    metrics.update({"flops": clients.flops} if run.settings.count_flops else {})
+
+
+def _evaluate_again(run: Run, clients: Clients, observers: Observers) -> None:
+    """Evaluates and records the latest round again, because it was the last one of the run and no longer is."""
+    started = time.perf_counter() - run.seconds
+    recorded = run.history.pop()
+    metrics = {name: recorded[name] for name in ("round", "absent")}
+    run.round, run.absent = metrics["round"], []
+    last = run.round == run.method.rounds
+    with clients.training_round(run.round, last or run.round % run.settings.evaluate_every == 0, last):
+        pass  # the round is trained already
+    _evaluate(run, clients, run.state, metrics, 0, started, last)
+    run.history.append(metrics)
+    run.evaluates_again = False
     observers.notify("on_round_end", metrics, among=observers.recorders)
 
 
@@ -415,10 +518,10 @@ def _check_scores(run: Run, scores: Scores, is_last: bool) -> None:
         raise SettingError(f"{run.method.name}: the metrics of evaluate lack the primary metric '{run.metric.name}'")
 
 
-@cache
-def warn_once(warning: str) -> None:
-    """Logs a warning once per process."""
-    _LOG.warning(warning)
+def _class_names(data: Data, count: int) -> list[str]:
+    """The names of the first `count` classes; numbers for those without a name."""
+    known = list(getattr(data, "class_names", ()))[:count]
+    return known + [str(label) for label in range(len(known), count)]
 
 
 def _skip_warnings(absences: Sequence[Absent]) -> Iterator[str]:

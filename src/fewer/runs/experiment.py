@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from pydantic import ValidationError
 from torch import nn
 
 from fewer.data import ArrayData, Data, load
+from fewer.data.absent import AbsentData
+from fewer.data.remote import RemoteData, read_undivided
+from fewer.data.sources import find_word_vectors
 from fewer.data.text import compute_word_vectors, load_word_vectors
 from fewer.errors import DataError, RunError, SettingError, setting_error
 from fewer.learning.evaluate import measure_outputs
@@ -23,10 +27,11 @@ from fewer.models import Task, get_weights, net_factory
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
 from fewer.registry import MODELS
 from fewer.runs.metric import PrimaryMetric
-from fewer.runs.settings import METHOD_SETTINGS, Settings, settings_hash, settings_in_group
+from fewer.runs.settings import METHOD_SETTINGS, Settings, neutral_options, settings_hash, settings_in_group
 from fewer.runtime.clients import check_cohort
 from fewer.runtime.streams import global_streams, one_thread
 
+_LOG = logging.getLogger("fewer")
 Model = str | nn.Module | Callable[..., nn.Module]
 Metrics = Sequence[str | Callable[[torch.Tensor, torch.Tensor], Any]]
 """Names of metrics, and functions of outputs and targets."""
@@ -69,17 +74,17 @@ def restore_state(initial: Any, content: Mapping[str, Any], path: Path) -> Any:
 
 def parse_settings(settings: Mapping[str, Any]) -> Settings:
     """Parses plain values; SettingError for the first invalid one. Paths become absolute."""
-    resolved = {name: _resolve_path(name, value) for name, value in settings.items()}
+    resolved = {name: resolve_path(name, value) for name, value in settings.items()}
     try:
         return Settings(**resolved)
     except ValidationError as error:
         raise setting_error(error, "", list(Settings.model_fields)) from error
 
 
-def _resolve_path(name: str, value: Any) -> Any:
+def resolve_path(name: str, value: Any) -> Any:
     """Makes the path in FILE.py:Name or FORMAT:PATH absolute if it exists, so that a run can resume anywhere."""
     if name == "metrics" and value:
-        return [_resolve_path("metric", part) for part in (value.split(",") if isinstance(value, str) else value)]
+        return [resolve_path("metric", part) for part in (value.split(",") if isinstance(value, str) else value)]
     if name not in ("method", "model", "data", "loss", "metric") or not isinstance(value, str) or ":" not in value:
         return value
     first, last = value.split(":", 1) if name == "data" else value.rsplit(":", 1)
@@ -109,16 +114,26 @@ def build_experiment(
     loss = settings.loss if loss is None else loss
     if predicted_kind(loss) == "regression":
         data = data.as_numbers()
-    targets = data.source.y if isinstance(data, ArrayData) else data.test.y
-    next_token = bool(data.tokens) and getattr(data, "class_names", ()) == data.tokens
+    next_token = bool(data.tokens) and data.class_names == data.tokens
     metrics = settings.metrics if metrics is None else metrics
-    objective = build_objective(loss, metrics, targets, data.name, next_token)
+    objective = build_objective(loss, metrics, data.targets, data.name, next_token)
     if method.needs:
         _check_classes(method, settings, objective)
-    if isinstance(method, PreparesData):
-        data = method.prepare_data(data)
+    if not isinstance(data, AbsentData):
+        data = hide_clients(_prepare_data(method, data), settings)
     if method.cohort is not None:
         check_cohort(method.cohort, len(data))
+    device = make_device(settings.device)
+    task = make_task(settings.model if model is None else model, settings, data, objective, device)
+    return Experiment(method, task, data.to(device), settings, objects)
+
+
+def _prepare_data(method: Method, data: Data) -> Data:
+    """The data as the method trains on it. Raises SettingError if the method cannot use it."""
+    if isinstance(method, PreparesData):
+        data = method.prepare_data(data)
+    if method.keep == "best":
+        _check_keep(method, data)
     if method.needs == "novel classes" and not data.novel:
         raise SettingError(
             f"{method.name} is evaluated on novel classes, but data '{data.name}' does not split its classes: "
@@ -130,9 +145,7 @@ def build_experiment(
             f"data '{data.name}' tests novel classes, which {method.name} cannot predict "
             f"(allowed: {', '.join(allowed)})"
         )
-    device = make_device(settings.device)
-    task = make_task(settings.model if model is None else model, settings, data, objective, device)
-    return Experiment(method, task, data.to(device), settings, objects)
+    return data
 
 
 def make_method(method_class: type[Method], settings: Settings) -> Method:
@@ -143,13 +156,43 @@ def make_method(method_class: type[Method], settings: Settings) -> Method:
 
 def load_data(settings: Settings) -> Data:
     """The data that the settings name, partitioned among clients."""
-    data_options = settings.data_options
-    if settings.data.startswith("csv:") and predicted_kind(settings.loss) == "regression":
-        data_options = {"regression": True, **data_options}
+    data_options = {**regression_option(settings.data, settings), **settings.data_options}
     seed = settings.seed if settings.data_seed is None else settings.data_seed
     names = settings_in_group("Data") - {"data", "data_options", "data_seed"}
-    data = load(settings.data, data_options=data_options, seed=seed, **settings.model_dump(include=names))
+    data: Data
+    if _is_servers_file(settings):
+        chosen = settings.model_dump(include={"vocab_size", "max_length", "standardize"})
+        data = read_undivided(settings.data, settings.data_dir, data_options, **chosen)
+    else:
+        data = load(settings.data, data_options=data_options, seed=seed, **settings.model_dump(include=names))
     return data.as_numbers() if predicted_kind(settings.loss) == "regression" else data
+
+
+def regression_option(data: str, settings: Settings) -> dict[str, Any]:
+    """The option that makes numbers of the labels in a CSV file, if the loss needs numbers."""
+    is_regression = data.startswith("csv:") and predicted_kind(settings.loss) == "regression"
+    return {"regression": True} if is_regression else {}
+
+
+def hide_clients(data: Data, settings: Settings) -> Data:
+    """The same data; without clients' samples if clients are on other machines, where only they know them."""
+    if settings.runtime != "flower" or not isinstance(data, ArrayData):
+        return data
+    return RemoteData.of(data, settings.clients if _is_servers_file(settings) else len(data))
+
+
+def _is_servers_file(settings: Settings) -> bool:
+    """True if only the server has the data: clients on other machines take no file from it, and have their own."""
+    return settings.runtime == "flower" and ":" in settings.data
+
+
+def _check_keep(method: Method, data: Data) -> None:
+    """Raises SettingError if clients cannot choose a model, unless the method does so by default."""
+    if not method.can_keep_best:
+        raise SettingError(f"keep = best does not work with {method.name}: it does not evaluate one model per client")
+    chosen = "keep" not in neutral_options(method)
+    if chosen and isinstance(data, ArrayData) and not len(data.validation.rows):
+        raise SettingError("keep = best needs validation samples, and there are none; set validation, such as 0.2")
 
 
 def _check_classes(method: Method, settings: Settings, objective: Objective) -> None:
@@ -185,26 +228,51 @@ def make_task(model: Model, settings: Settings, data: Data, objective: Objective
         facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocab_size}
         make = net_factory(factory, facts, _model_options(settings, data))
     task = Task(data.shape, data.classes, make, device, initial, *objective)
-    _try_model(task, data)
+    if not isinstance(data, AbsentData):
+        _try_model(task, data)
     return task
 
 
 def _model_options(settings: Settings, data: Data) -> dict[str, Any]:
-    """The options of the net. `vectors` is a file of word vectors, or `own` to compute them from the training text."""
+    """The options of the net, with word vectors for the name or file in `vectors`."""
     options = dict(settings.model_options)
-    if isinstance(options.get("vectors"), str):
+    if isinstance(name := options.get("vectors"), str):
         if not data.tokens:
-            raise SettingError(f"vectors = {options['vectors']}, but data '{data.name}' is not text")
-        if options["vectors"] != "own":
-            options["vectors"] = load_word_vectors(Path(options["vectors"]), data.tokens)
-        elif not isinstance(data, ArrayData):
-            problem = f"vectors = own needs data in arrays; data '{data.name}' is not"
-            raise SettingError(f"{problem}: pass a file of word vectors")
-        else:
-            order = torch.from_numpy(data.train.rows).sort().values  # independent of the partition
-            rows = data.source.x[order].numpy()
-            options["vectors"] = compute_word_vectors(rows, len(data.tokens), int(options.pop("width", 100)))
+            raise SettingError(f"vectors = {name}, but data '{data.name}' is not text")
+        width = options.pop("width", None)
+        options["vectors"] = vectors = _word_vectors(name, settings, data, width)
+        if width not in (None, vectors.shape[1]):
+            raise SettingError(f"width = {width}, but vectors = {name} has {vectors.shape[1]} values per word")
     return options
+
+
+def _word_vectors(name: str, settings: Settings, data: Data, width: int | None) -> torch.Tensor:
+    """The vectors of the vocabulary: from a file, or (`own`) computed from the training text of all clients."""
+    if name != "own":
+        file = find_word_vectors(name, settings.data_dir)
+        vectors, found = load_word_vectors(file, data.tokens)
+        if not found:
+            raise DataError(f"{file} has none of the words of data '{data.name}'")
+        words = len(data.tokens)
+        warn_once(f"word vectors: {file.name} has {found:,} of {words:,} words of the vocabulary ({found / words:.0%})")
+        return vectors
+    if isinstance(data, AbsentData):
+        raise DataError(f"vectors = own needs the training text: {data.reason}")
+    if not isinstance(data, ArrayData):
+        problem = f"vectors = own needs data in arrays; data '{data.name}' is not"
+        raise SettingError(f"{problem}: pass a file of word vectors")
+    warn_once(
+        "vectors = own computes word vectors from the raw training text of all clients, which a real federation never "
+        "has in one place; prefer public vectors: vectors = glove"
+    )
+    order = torch.from_numpy(data.train.rows).sort().values  # independent of the partition
+    return compute_word_vectors(data.source.x[order].numpy(), len(data.tokens), int(width or 100))
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Logs a message or a warning, once per process."""
+    _LOG.warning(message)
 
 
 def _try_model(task: Task, data: Data) -> None:

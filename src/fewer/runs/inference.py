@@ -3,91 +3,75 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fewer.data import Data, Samples, text
-from fewer.data.federated import convert_inputs
+from fewer.data import Data, RawDataset
+from fewer.data.schema import quote_names
 from fewer.data.sources import read_inputs
 from fewer.errors import DataError, FewerError, SettingError
-from fewer.learning.evaluate import EVAL_BATCH_SIZE, add_evaluations, measure_outputs
 from fewer.methods import Method
 from fewer.methods.capabilities import WritesArtifact
 from fewer.methods.registry import names_with
-from fewer.models import Task, load_weights
+from fewer.models import load_weights
 from fewer.runs.artifacts import deploy_settings
 from fewer.runs.callbacks import Callback
 from fewer.runs.engine import run
-from fewer.runs.experiment import Model
-from fewer.runs.metric import PrimaryMetric
+from fewer.runs.experiment import Model, regression_option, resolve_path
+from fewer.runs.predictions import Predictions, predict_samples
 from fewer.runs.result import Result, open_run
 
 
-def predictions(
+class Forecast(NamedTuple):
+    """Predictions for a data set."""
+
+    predictions: Predictions
+    metrics: str | None
+    """The metrics as text, if the data has targets that the model knows."""
+    notes: tuple[str, ...]
+    """What the user should know about how the data was read."""
+
+
+def predict(
     path: Path,
     name: str,
     directory: Path | None = None,
     client: int | None = None,
     options: Mapping[str, Any] | None = None,
     weights: Path | None = None,
-) -> tuple[list[str], str | None]:
-    """Returns predictions as lines of CSV, and the metrics as text if the data has targets.
+) -> Forecast:
+    """Predicts a data set with the model of a run, and measures the predictions if the data has targets.
 
-    `weights` is a file written by `adapt` or `export`; it replaces the run's weights. `options` default to the run's
-    data options if the format is the same. For the dataset of the run, the test samples are used.
+    `weights` is a file written by `adapt` or `export`; it replaces the run's weights. `options` override the options
+    in the run's schema. For the dataset of the run, the test samples are used.
     """
     result = open_run(path)
-    task = result.task
     net = result.model if client is None else result.personal_model(client)
     if weights is not None:
         try:
             load_weights(net, safetensors.torch.load_file(weights))
         except (OSError, safetensors.SafetensorError) as error:
             raise DataError(f"{weights} is not a file of weights (expected: model.safetensors): {error}") from error
-    targets: Tensor | None
-    if name == result.settings.data and not options:
-        samples, targets = result.data.test, result.data.test.labels.cpu()
-    else:
-        samples, targets = _read_samples(result, name, directory, options)
-    lines, evaluations = [_prediction_heads(task)], []
-    with torch.no_grad():
-        for start in range(0, len(samples), EVAL_BATCH_SIZE):
-            outputs = net(samples.slice(start, start + EVAL_BATCH_SIZE)[0].to(task.device)).cpu()
-            lines += [f"{row},{cells}" for row, cells in enumerate(_format_predictions(outputs, task), start)]
-            if targets is not None:
-                evaluations.append(measure_outputs(outputs, targets[start : start + EVAL_BATCH_SIZE], task))
-    if not evaluations:
-        return lines, None
-    values = add_evaluations(evaluations).values()
-    metrics = (PrimaryMetric(metric.name, percent=metric.percent) for metric in task.metrics)
-    return lines, ", ".join(f"{metric.name} {metric.format(values[metric.name])}" for metric in metrics)
-
-
-def _prediction_heads(task: Task) -> str:
-    """The first line of predictions as CSV."""
-    if task.has_classes:
-        return "sample,class,confidence"
-    names = ["labels"] if task.kind == "multi-label" else [f"value_{output}" for output in range(task.classes)]
-    return ",".join(["sample", *names])
-
-
-def _format_predictions(outputs: Tensor, task: Task) -> Iterator[str]:
-    """Yields the cells of each sample: its class and confidence, its labels separated by spaces, or its numbers."""
-    if task.has_classes:
-        confidences, classes = outputs.softmax(1).max(1)
-        for label, confidence in zip(classes.tolist(), confidences.tolist(), strict=True):
-            yield f"{label},{confidence:.6f}"
-    elif task.kind == "multi-label":
-        for row in outputs > 0:
-            yield " ".join(map(str, row.nonzero()[:, 0].tolist()))
-    else:
-        for values in outputs.tolist():
-            yield ",".join(f"{value:.6g}" for value in values)
+    if resolve_path("data", name) == result.settings.data and not options and len(result.data.test):
+        samples = result.data.test
+        predictions = predict_samples(net, samples, result.task, result.schema)
+        return Forecast(predictions, predictions.measure(samples.labels.cpu()), ())
+    raw = _read_inputs(result, name, directory, options)
+    predictions = predict_samples(net, result.to_samples(raw.x, name), result.task, result.schema)
+    if not len(raw.y):
+        return Forecast(predictions, None, raw.notes)
+    if result.task.has_classes and raw.y.dtype.kind != "f":
+        unknown = result.schema.map_labels(raw.y, raw.class_names)[1]
+        if unknown:
+            labels = "label" if len(unknown) == 1 else "labels"
+            note = f"{labels} {quote_names(unknown)} {'is' if len(unknown) == 1 else 'are'} unknown to the model"
+            return Forecast(predictions, None, (*raw.notes, f"{note}: no accuracy"))
+    return Forecast(predictions, predictions.measure(result.to_targets(raw.y, name, raw.class_names)), raw.notes)
 
 
 def adapt(
@@ -95,28 +79,18 @@ def adapt(
 ) -> tuple[list[Path], int]:
     """Adapts the model of a run to this data and writes the files of `export`. Also returns the number of samples."""
     result = open_run(path)
-    samples, targets = _read_samples(result, name, directory, options)
-    if targets is None:
+    raw = _read_inputs(result, name, directory, options)
+    if not len(raw.y):
         raise DataError(f"data '{name}' has no labels to adapt to (npz: an array y)")
-    net = result.adapt(samples, targets)
+    targets = result.to_targets(raw.y, name, raw.class_names)
+    net = result.adapt(result.to_samples(raw.x, name), targets)
     return _write_model(result, net, out), len(targets)
 
 
-def _read_samples(
-    result: Result, name: str, directory: Path | None, options: Mapping[str, Any] | None
-) -> tuple[Samples, Tensor | None]:
-    """Reads samples for the model, and their targets if there are any."""
-    same_format = name.partition(":")[0] == result.settings.data.partition(":")[0]
-    chosen = dict(options or (result.settings.data_options if same_format else {}))
-    if name.startswith("csv:") and result.task.kind == "regression":
-        chosen["regression"] = True
-    x, y = read_inputs(name, directory, chosen)
-    if isinstance(x, list):
-        if not result.data.tokens:
-            raise DataError(f"data '{name}' is text; the model was trained on inputs of shape {result.data.shape}")
-        x = text.encode(x, result.data.tokens, result.settings.max_length)
-    samples = result.to_samples(convert_inputs(x, name), name)
-    return samples, None if y is None else result.to_targets(y, name)
+def _read_inputs(result: Result, name: str, directory: Path | None, options: Mapping[str, Any] | None) -> RawDataset:
+    """Reads samples for the model: columns by name, with the options of the schema."""
+    chosen = {**regression_option(name, result.settings), **(options or {})}
+    return read_inputs(name, directory, result.schema, **chosen)
 
 
 # --- prepared models ---------------------------------------------------------------------------------------------
@@ -155,24 +129,21 @@ def export(path: Path, out: Path, client: int | None = None) -> list[Path]:
 
 def _write_model(result: Result, net: nn.Module, out: Path) -> list[Path]:
     net = net.cpu()
-    sample = result.data.test.slice(0, 2)[0].cpu()
+    schema = result.schema
+    sample = torch.ones(2, *schema.shape, dtype=torch.int64 if schema.tokens else torch.float32)
     try:
         out.mkdir(parents=True, exist_ok=True)
         weights, program, description = out / "model.safetensors", out / "model.pt2", out / "model.json"
         state = net.state_dict()  # cloned, since safetensors rejects tensors that layers share
         safetensors.torch.save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, weights)
-        data = result.data
         content = {
             "method": result.method.name,
             "rounds": len(result.history),
-            "input": ["batch", *data.shape],
-            "normalize": {"subtract": data.test.shift, "multiply": data.test.scale},
             "predicts": result.task.kind,
-            "classes": data.classes,
-            "class_names": list(getattr(data, "class_names", ())),
-            "tokens": list(data.tokens),
+            "input": ["batch", *schema.shape],
+            **schema.to_dict(),
         }
-        description.write_text(json.dumps(content, indent=2) + "\n")
+        description.write_text(json.dumps(content, indent=2, default=str) + "\n")
         batch = torch.export.Dim("batch")
         torch.export.save(torch.export.export(net, (sample,), dynamic_shapes=({0: batch},)), program)
     except OSError as error:

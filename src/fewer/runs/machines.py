@@ -10,19 +10,21 @@ from __future__ import annotations
 import json
 import secrets
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import Any, Self
 
 import torch
 
-from fewer.data import ClientData, Data, text
+from fewer.data import ClientData, Data
 from fewer.data.federated import ArrayData, federate
-from fewer.data.raw_dataset import Inputs
-from fewer.data.sources import read
+from fewer.data.schema import Schema
+from fewer.data.sources import find_files, names_word_vectors, read
 from fewer.errors import DataError, FewerError, QuorumLost, RunError, SettingError
 from fewer.methods import find
 from fewer.models.objective import predicted_kind
@@ -30,7 +32,7 @@ from fewer.runs import trackers
 from fewer.runs.callbacks import Callback
 from fewer.runs.directory import HOPS
 from fewer.runs.engine import Connect, build_handler_runner, resume, run_experiment, runtime_options
-from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings
+from fewer.runs.experiment import Experiment, build_experiment, make_device, parse_settings, regression_option
 from fewer.runs.result import Result
 from fewer.runs.settings import Settings
 from fewer.runtime.flower.clients import Flower, retry_until_answered
@@ -105,8 +107,11 @@ class FlowerServer:
             attempt = retry
         return attempt()
 
-    def check_experiment(self, experiment: Experiment) -> None:
-        """Raises SettingError if the experiment cannot run between machines, or the keys do not match its clients."""
+    def check_experiment(self, experiment: Experiment, resumes: bool = False) -> None:
+        """Raises SettingError if the experiment cannot run between machines, or the keys do not match its clients.
+
+        A run that resumes may have fewer clients than there are keys: some may have been added since.
+        """
         if experiment.settings.debug:
             raise SettingError("debug needs simulated clients: a traceback never leaves a client's machine")
         if experiment.settings.count_flops:
@@ -114,14 +119,17 @@ class FlowerServer:
         reason = "which clients on other machines do not have"
         _reject_files(_shared_settings(experiment), ["method", "model", "loss", "metrics"], reason)
         clients, keys = len(experiment.data), list(self.credentials.public_keys)
-        if keys != list(range(clients)):
-            raise SettingError(f"clients = {clients}, but {self.credentials.folder} has keys of clients {keys}")
+        missing = {*range(clients)} - {*keys}
+        if missing or (len(keys) > clients and not resumes):
+            folder = self.credentials.folder
+            advice = f" (add one with: fewer keys add NAME --keys {quote(str(folder))})" if missing else ""
+            raise SettingError(f"clients = {clients}, but {folder} has keys of clients {keys}{advice}")
 
     def _connect_to(self, out: Path) -> Connect:
         """Starts a session of the run on the SuperLink and waits for the clients."""
 
         def connect(experiment: Experiment, folder: Path, done: int, **options: Any) -> Flower:
-            self.check_experiment(experiment)
+            self.check_experiment(experiment, resumes=True)
             self.superlink.start_run(json.dumps(_describe_session(experiment, out, done)))
             handlers = build_handler_runner(experiment, folder)
             clients = Flower(**runtime_options(experiment), **options, handlers=handlers, superlink=self.superlink)
@@ -134,7 +142,7 @@ class FlowerServer:
         """Waits until all clients are online, or until the timeout has passed and there is a quorum."""
         end = time.monotonic() + self.timeout
         last_logged: int | None = None
-        while (online := len(retry_until_answered(self.superlink.online_clients))) < len(clients):
+        while (online := len(self._online(clients))) < len(clients):
             if online != last_logged:
                 self.log(f"{online} of {len(clients)} clients are online")
                 last_logged = online
@@ -145,6 +153,10 @@ class FlowerServer:
                 return
             time.sleep(0.5)
         self.log(f"all {online} clients are online")
+
+    def _online(self, clients: Flower) -> list[int]:
+        """The clients of the run that are online; others may have a key, too."""
+        return [client for client in retry_until_answered(self.superlink.online_clients) if client < len(clients)]
 
 
 def _shared_settings(experiment: Experiment) -> dict[str, Any]:
@@ -160,7 +172,8 @@ def _reject_files(settings: Mapping[str, Any], names: Sequence[str], reason: str
     values += [option for name in names for option in settings.get(f"{name}_options", {}).items()]
     for name, value in values:
         for string in _find_strings(value):
-            if ":" in string or ".." in string or string.startswith("/") or (name == "vectors" and string != "own"):
+            is_file = name == "vectors" and string != "own" and not names_word_vectors(string)
+            if ":" in string or ".." in string or string.startswith("/") or is_file:
                 raise SettingError(f"{name} = {string} names a file, {reason}")
 
 
@@ -183,13 +196,9 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
     write_durably(path, json.dumps(session).encode())
     data_info = {
         "clients": len(data),
-        "shape": list(data.shape),
-        "classes": data.classes,
-        "tokens": list(data.tokens),
-        "shift": data.test.shift,
-        "scale": data.test.scale,
-        "dtype": str(data.test.x.dtype),
         "fingerprint": data.fingerprint(),
+        "schema": data.schema.to_dict(),
+        "word_vectors": _checksum_word_vectors(experiment),
     }
     return {
         **session,
@@ -198,6 +207,18 @@ def _describe_session(experiment: Experiment, out: Path, done: int) -> dict[str,
         "settings": _shared_settings(experiment),
         "data_info": data_info,
     }
+
+
+def _checksum_word_vectors(experiment: Experiment) -> int | None:
+    """A checksum of word vectors from a file. They are never sent, so server and clients must have the same."""
+    if experiment.settings.model_options.get("vectors", "own") == "own":
+        return None
+    net, checksum = experiment.task.net(), 0
+    sent = net.state_dict()
+    for name, tensor in net.named_buffers():
+        if name not in sent:
+            checksum = zlib.crc32(tensor.cpu().contiguous().numpy().data, checksum)
+    return checksum
 
 
 # --- a client -------------------------------------------------------------------------------------------------
@@ -214,7 +235,7 @@ class SingleClientData(Data):
     classes: int
 
     def __post_init__(self) -> None:
-        for name in ("name", "shape", "tokens", "time_ordered", "test"):
+        for name in ("name", "shape", "tokens", "class_names", "columns", "time_ordered", "test"):
             object.__setattr__(self, name, getattr(self.data, name))
 
     def __len__(self) -> int:
@@ -262,9 +283,17 @@ class ClientDaemon:
         torch.set_num_threads(1)
         make_device(self.device)
         if self.data:
-            read(self.data, self.data_dir, **self.data_options)
+            self._try_own_data(self.data)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the client's state reveals its data
         Node(address, keys, self.folder, self.log).serve(self.answer)
+
+    def _try_own_data(self, data: str) -> None:
+        """Reads the client's own data. The schema of a run may say more about its columns, so a run tries again."""
+        find_files(data, self.data_dir)
+        try:
+            read(data, self.data_dir, **self.data_options)
+        except DataError as error:
+            self.log(f"{error}; the schema of a run may help")
 
     def answer(self, experiment: str, call: Call, blob: bytes) -> Reply:
         """Answers one call of an experiment."""
@@ -309,42 +338,38 @@ class ClientDaemon:
             raise SettingError(f"method = {settings['method']}, but this client takes part in {self.method} only")
         local_settings = {"runtime": "inline", "device": self.device, "data_dir": self.data_dir}
         parsed = parse_settings({**settings, **local_settings})
-        if self.data:
-            return build_experiment(parsed, data=self._load_own_data(data_info, parsed))
-        experiment = build_experiment(parsed)
+        experiment = build_experiment(parsed, data=self._load_own_data(data_info, parsed) if self.data else None)
         fingerprint, expected = experiment.data.fingerprint(), data_info["fingerprint"]
-        if fingerprint != expected:
+        if not self.data and fingerprint != expected:
             difference = f"fingerprint {fingerprint}, expected {expected}"
             raise DataError(f"data '{parsed.data}' differs from the server's ({difference})")
+        if not self.data and experiment.data.standardize:
+            experiment.data = experiment.data.rescale(Schema.from_dict(data_info["schema"]))
+        if _checksum_word_vectors(experiment) != data_info["word_vectors"]:
+            vectors = parsed.model_options.get("vectors")
+            raise DataError(f"the word vectors (vectors = {vectors}) differ from the server's: use the same file")
         return experiment
 
     def _load_own_data(self, data_info: Mapping[str, Any], settings: Settings) -> SingleClientData:
-        """The client's own data, normalized like the server's and with the server's vocabulary."""
+        """The client's own data, with columns, classes, words and normalization as in the server's schema."""
         assert self.data
-        is_regression = predicted_kind(settings.loss) == "regression"
-        csv_option = {"regression": True} if is_regression and self.data.startswith("csv:") else {}
-        raw = read(self.data, self.data_dir, **csv_option, **self.data_options)
-        if data_info["tokens"]:
-            tokens = tuple(data_info["tokens"])
-
-            def encode_text(x: Inputs) -> Inputs:
-                return text.encode(x, tokens, settings.max_length) if isinstance(x, list) else x
-
-            test = raw.test and (encode_text(raw.test[0]), raw.test[1])
-            raw = replace(raw, x=encode_text(raw.x), test=test, tokens=tokens)
+        schema = Schema.from_dict(data_info["schema"])
+        options = {key: value for key, value in schema.options.items() if key not in ("label", "text")}  # columns
+        _reject_files({"data_options": options}, ["data"], "which this client does not accept from a server")
+        options = {**regression_option(self.data, settings), **self.data_options}
+        raw = read(self.data, self.data_dir, schema=schema, **options)
+        for note in raw.notes:
+            self.log(f"data '{self.data}': {note}")
+        raw = raw.use_tokens_of(schema, self.data)
         data = federate(raw, clients=1, partition="iid", validation=settings.validation, name=self.data)
-        data = data.as_numbers() if is_regression else data
-        if list(data.shape) != data_info["shape"] or str(data.source.x.dtype) != data_info["dtype"]:
+        if predicted_kind(settings.loss) == "regression":
+            data = data.as_numbers()
+        if data.shape != schema.shape or str(data.source.x.dtype) != f"torch.{schema.dtype}":
             raise DataError(
                 f"data '{self.data}' has inputs of {data.source.x.dtype} {data.shape}, "
-                f"but the task needs {data_info['dtype']} {tuple(data_info['shape'])}"
+                f"but the task needs torch.{schema.dtype} {schema.shape}"
             )
-        if data.classes > data_info["classes"]:
-            raise DataError(f"data '{self.data}' has {data.classes} classes, but the task has {data_info['classes']}")
-
-        scaling = {"shift": data_info["shift"], "scale": data_info["scale"]}
-        data = replace(data, source=replace(data.source, **scaling), test=replace(data.test, **scaling))
-        return SingleClientData(data, data_info["clients"], data_info["classes"])
+        return SingleClientData(data.rescale(schema), data_info["clients"], schema.classes)
 
 
 def exchange_keys(folders: Sequence[Path]) -> None:

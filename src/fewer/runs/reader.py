@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import shlex
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ FORMAT = 2
 PARTS = {"settings", "hash", "objects", "method", "data", "environment"}
 """Entries that settings.json must have."""
 SETTINGS = "settings.json"
+SCHEMA = "schema.json"
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.csv"
@@ -88,6 +90,17 @@ class RunReader:
         settings: dict[str, Any] = self.metadata["settings"]
         return settings
 
+    @cached_property
+    def schema(self) -> dict[str, Any] | None:
+        """The schema of the data, as JSON values; None for a run of an older version."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / SCHEMA).read_text())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise self._damaged(SCHEMA, error) from error
+        return content
+
     @property
     def method_name(self) -> str:
         """Name of the method."""
@@ -128,7 +141,7 @@ class RunReader:
     def data_summary(self) -> str:
         """Name of the data, number of clients and partition."""
         name, clients = self.metadata["data"]["name"], self.metadata["data"]["clients"]
-        if "data" in self.metadata["objects"]:
+        if "data" in self.metadata["objects"] or self.settings["runtime"] == "flower":
             return f"{name}, {clients} clients"
         partition, alpha = self.settings["partition"], self.settings["alpha"]
         skew = f" (alpha {alpha:g})" if partition in ("dirichlet", "dirichlet-pairs", "quantity") else ""
@@ -168,10 +181,21 @@ class RunReader:
             progress["value"] = next((metrics[metric] for metrics in older if metric in metrics), None)
         return progress
 
+    def last_evaluation(self) -> dict[str, Any]:
+        """Metrics of the last evaluated round now; empty if none of the last 200 rounds was evaluated."""
+        lines = map(parse_line, read_last_lines(self.path / METRICS, 200).lines)
+        return next((metrics for metrics in lines if self.metric.name in metrics), {})
+
     @property
     def metric(self) -> PrimaryMetric:
         """The metric that ranks runs."""
         return PrimaryMetric(**self.metadata.get("metric", {}))
+
+    @property
+    def other_metrics(self) -> list[str]:
+        """Names of the metrics that were asked for, without the primary one."""
+        names = [str(name).rpartition(":")[2].strip("()") for name in self.settings.get("metrics", ())]
+        return [name for name in names if name != self.metric.name]
 
     @property
     def value(self) -> float | None:
@@ -194,6 +218,11 @@ class RunReader:
             return ""
         reason = self.events[-1].get("reason") if self.events else None
         return f"is at round {done} of {self.rounds}" + (f"; it stopped: {reason}" if reason else "")
+
+    @property
+    def ended_early(self) -> bool:
+        """True if a callback ended the run before its last planned round."""
+        return not self.unfinished and len(self.history) < self.rounds
 
     def read_checkpoint(self) -> dict[str, Any] | None:
         """The state after the last finished round, which needs torch; None if no round has finished."""
@@ -231,7 +260,8 @@ class RunReader:
     @property
     def interruptions(self) -> int:
         """How often the run was stopped or killed before its end and then resumed."""
-        return sum(event["event"] == "resume" and event.get("round", 0) < len(self.history) for event in self.events)
+        resumed = [event for before, event in pairwise(self.events) if before["event"] != "finish"]
+        return sum(event["event"] == "resume" and event.get("round", 0) < len(self.history) for event in resumed)
 
     @property
     def transport_bytes(self) -> tuple[int, int] | None:
@@ -282,10 +312,25 @@ class RunReader:
 
     # --- the writing process --------------------------------------------------------------------------------
 
+    @property
+    def resume_command(self) -> str:
+        """The command that resumes the run."""
+        path = shlex.quote(str(self.path))
+        if self.settings["runtime"] == "flower":
+            return f"fewer server --resume {path} --keys DIR"
+        return f"fewer resume {path}"
+
+    @property
+    def can_resume(self) -> bool:
+        """True if the run has stopped, and not for a reason that would stop it again."""
+        return self.status().state in ("stopped", "crashed") and self._last_event().get("resumable", True)
+
+    def _last_event(self) -> dict[str, Any]:
+        return next(filter(None, map(parse_line, read_last_lines(self.path / EVENTS, 5).lines)), {})
+
     def status(self) -> Status:
         """The state of the run now."""
-        events = map(parse_line, read_last_lines(self.path / EVENTS, 5).lines)
-        last = next(filter(None, events), {})
+        last = self._last_event()
         kind, time = last.get("event"), last.get("time", 0.0)
         if self.in_use:
             return Status("running", "", time)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fewer.errors import QuorumLost
 from fewer.runs.artifacts import write_artifact
 from fewer.runs.callbacks import Callback, Metrics, Run
 from fewer.runs.directory import RunDirectory
@@ -32,6 +33,11 @@ class Recorder(Callback):
         else:
             self.directory.log_event("start", method=run.method.name, hash=run.hash)
 
+    def on_round_start(self, run: Run) -> None:
+        """Writes the schema of the data, unless an earlier round did."""
+        if run.round == 1 or self.directory.schema is None:
+            self.directory.write_schema(run.data.schema.to_dict())
+
     def on_absent(self, run: Run, absent: Absent, handler: str) -> None:
         """Logs an absent client."""
         details = {"client": absent.client, "reason": absent.reason, "handler": handler, "detail": absent.detail}
@@ -48,7 +54,9 @@ class Recorder(Callback):
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Logs the end and its reason. A preparation also writes its model."""
         reason = run.end_reason(error)
-        details = {**({"reason": reason} if reason else {}), **run.transport_bytes}
+        details: dict[str, Any] = {**({"reason": reason} if reason else {}), **run.transport_bytes}
+        if isinstance(error, QuorumLost) and not error.resumable:
+            details["resumable"] = False
         if error is None:
             write_artifact(run, self.directory.path)
         self.directory.log_event("stop" if error else "finish", round=len(run.history), **details)

@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from fewer.data import Data, Samples
-from fewer.data.federated import convert_inputs, convert_labels, convert_targets
-from fewer.errors import DataError, RunError, SettingError
+from fewer.data.absent import AbsentData
+from fewer.data.federated import convert_inputs, convert_labels, convert_targets, take_columns
+from fewer.data.raw_dataset import Inputs, encode_inputs
+from fewer.data.schema import Schema
+from fewer.errors import DataError, FewerError, RunError, SettingError
 from fewer.methods import ContextFactory, Method
 from fewer.methods.capabilities import AdaptsToNewClients
 from fewer.methods.registry import names_with
 from fewer.models import load_weights
 from fewer.runs.artifacts import resolve_start_model
-from fewer.runs.experiment import Experiment, build_experiment, load_data, parse_settings, restore_state
+from fewer.runs.experiment import (
+    Experiment,
+    build_experiment,
+    hide_clients,
+    load_data,
+    parse_settings,
+    restore_state,
+)
+from fewer.runs.figures import class_rows, client_rows
+from fewer.runs.predictions import Predictions, predict_samples
 from fewer.runs.reader import CLIENTS, RunReader
-from fewer.runs.views import Viewable
+from fewer.runs.settings import Settings
+from fewer.runs.views import Viewable, to_data_frame
 from fewer.runtime.streams import one_thread
+
+_NEEDS = {
+    "classes": "it needs a task with at most 100 classes, evaluated by the server or in a simulation",
+    "client_metrics": "it needs a method that is evaluated at its clients",
+}
+"""What a run needs so that the last round records a part."""
 
 
 @dataclass(repr=False, kw_only=True)
@@ -66,6 +87,29 @@ class Result(Experiment, Viewable):
         """The primary metric after the last round."""
         return float(self.metrics[self.metric.name])
 
+    def per_class(self) -> Any:
+        """Support, recall, precision and F1 of each class after the last round, as a pandas DataFrame."""
+        return to_data_frame(class_rows(self._last_evaluation("classes")))
+
+    def per_client(self) -> Any:
+        """Test samples and all metrics of each client after the last round, as a pandas DataFrame."""
+        return to_data_frame(client_rows(self._last_evaluation("client_metrics")))
+
+    def confusion(self) -> Any:
+        """Number of test samples by label (rows) and predicted class (columns), as a pandas DataFrame."""
+        classes = self._last_evaluation("classes")["classes"]
+        frame = to_data_frame([{str(x): count for x, count in enumerate(row)} for row in classes["confusion"]])
+        frame = frame.set_axis(classes["names"]).set_axis(classes["names"], axis=1)  # names may repeat
+        return frame.rename_axis(index="label", columns="predicted")
+
+    def _last_evaluation(self, part: str) -> dict[str, Any]:
+        """The metrics after the last round; SettingError if they do not have this part."""
+        if part in self.metrics:
+            return self.metrics
+        if len(self.history) < self.method.rounds and not self.stopped:
+            raise SettingError(f"the last round records '{part}', and this run has not finished")
+        raise SettingError(f"{self.method.name} on {self.data.name} has no '{part}': {_NEEDS[part]}")
+
     @property
     def model(self) -> nn.Module:
         """The trained global model, in evaluation mode."""
@@ -83,28 +127,59 @@ class Result(Experiment, Viewable):
             raise RunError(f"the model of client {client} exists only on that client's machine")
         if self.folder is None:
             raise RunError("clients' models are kept only in a run directory: run with out=DIR")
-        return self.method.build_predictor(self.state.shared, self.contexts()(client, len(self.history))).eval()
+        with one_thread():
+            return self.method.client_model(self.state.shared, self.contexts()(client, len(self.history))).eval()
 
-    def to_samples(self, x: Tensor, name: str) -> Samples:
-        """Converts raw inputs to samples for the model, normalized like the training data."""
-        if (shape := tuple(x.shape[1:])) != self.data.shape:
+    @property
+    def schema(self) -> Schema:
+        """What inputs and labels mean: shape, columns, classes, vocabulary, normalization."""
+        return self.data.schema
+
+    def to_samples(self, x: Inputs | ArrayLike, name: str) -> Samples:
+        """Converts raw inputs to samples for the model: arrays, texts, or a DataFrame, whose columns go by name.
+
+        They are normalized like the training data.
+        """
+        inputs = encode_inputs(take_columns(x, self.schema.columns, name), self.schema, name)
+        tensor = convert_inputs(inputs, name)
+        if tensor.ndim == 4 and tuple(tensor.shape[1:]) != self.data.shape == (tensor.shape[3], *tensor.shape[1:3]):
+            tensor = tensor.movedim(-1, 1).contiguous()  # height × width × channels
+        if (shape := tuple(tensor.shape[1:])) != self.data.shape:
             raise DataError(f"data '{name}' has inputs of shape {shape}; the model takes {self.data.shape}")
-        if x.dtype != self.data.test.x.dtype:
-            raise DataError(f"data '{name}' has {x.dtype} inputs; the model was trained on {self.data.test.x.dtype}")
-        return replace(self.data.test, x=x, y=torch.zeros(len(x), dtype=torch.int64), rows=None)
+        if tensor.dtype != self.data.test.x.dtype:
+            trained = self.data.test.x.dtype
+            raise DataError(f"data '{name}' has {tensor.dtype} inputs; the model was trained on {trained}")
+        return replace(self.data.test, x=tensor, y=torch.zeros(len(tensor), dtype=torch.int64), rows=None)
 
-    def to_targets(self, y: ArrayLike | Tensor, name: str) -> Tensor:
-        """Converts class labels, or numbers and sets of labels, to targets of the task."""
+    def to_targets(self, y: ArrayLike | Tensor, name: str, class_names: Sequence[str] = ()) -> Tensor:
+        """Converts class labels or names, or numbers and sets of labels, to targets of the task.
+
+        `class_names` are the names of labels; labels are mapped by name. Without it, `y` may also be names.
+        """
         if self.task.has_classes:
-            labels = torch.from_numpy(convert_labels(y, name))
-            if len(labels) and int(labels.max()) >= self.data.classes:
-                raise DataError(f"data '{name}' has label {int(labels.max())} (allowed: 0 … {self.data.classes - 1})")
-            return labels
+            array = np.asarray(y.cpu() if isinstance(y, Tensor) else y)
+            if array.dtype.kind in "UO":
+                named, array = np.unique(array.astype(str), return_inverse=True)
+                class_names = named.tolist()
+            labels, unknown = self.schema.map_labels(convert_labels(array, name), class_names)
+            if unknown:
+                raise self.schema.unknown_class(name, unknown)
+            return torch.from_numpy(labels)
         targets = torch.from_numpy(convert_targets(y, name)).float()
         targets = targets.reshape(len(targets), -1)
         if targets.shape[1] != self.data.classes:
             raise DataError(f"data '{name}' has {targets.shape[1]} targets per sample, expected {self.data.classes}")
         return targets
+
+    def predict(self, x: Inputs | ArrayLike, client: int | None = None) -> Predictions:
+        """Predicts new inputs: an array, texts, or a DataFrame, whose columns go by name.
+
+            result.predict(x).to_pandas()  # class, confidence, and the probability of each class
+
+        `client` uses the personal model of this client.
+        """
+        net = self.model if client is None else self.personal_model(client)
+        return predict_samples(net, self.to_samples(x, "x"), self.task, self.schema)
 
     def adapt(self, x: Samples | ArrayLike | Tensor, y: ArrayLike | Tensor) -> nn.Module:
         """The model of a new client, adapted to its inputs and labels, in evaluation mode.
@@ -114,7 +189,7 @@ class Result(Experiment, Viewable):
         if not isinstance(self.method, AdaptsToNewClients):
             allowed = ", ".join(names_with(AdaptsToNewClients))
             raise SettingError(f"{self.method.name} does not adapt to new data (allowed: {allowed})")
-        samples = x if isinstance(x, Samples) else self.to_samples(convert_inputs(x, "x"), "x")
+        samples = x if isinstance(x, Samples) else self.to_samples(x, "x")
         targets = self.to_targets(y, "y")
         if not len(targets) or len(targets) != len(samples.x):
             counts = f"{len(samples.x)} inputs and {len(targets)} labels"
@@ -139,15 +214,24 @@ def open_run(
 ) -> Result:
     """Opens the run in a directory, finished or not: its history, its model and its clients' models.
 
-    Pass `method`, `data`, `model`, `loss` and `metrics` again if they were Python objects.
+    Pass `method`, `model`, `loss` and `metrics` again if they were Python objects. The model can be used without the
+    training data: if it is gone, `result.data` has its schema and no samples.
     """
     run = RunReader(Path(path))
-    run.check_objects(data=data, model=model, loss=loss, metrics=metrics)
+    run.check_objects(model=model, loss=loss, metrics=metrics)
+    if run.schema is None:
+        run.check_objects(data=data)
     checkpoint = run.read_checkpoint()
     if checkpoint is None:
         raise RunError(f"{path} has no checkpoint yet: its first round has not finished")
     settings = parse_settings(resolve_start_model(run.settings, run.path))
-    experiment = build_experiment(settings, method, data, model, loss, metrics)
+    build = partial(build_experiment, settings, method, model=model, loss=loss, metrics=metrics)
+    if data is not None or run.schema is None:
+        experiment = build(data=data)
+    else:
+        experiment = _build_with_or_without_data(build, run, settings)
+    if experiment.data.standardize and run.schema is not None:
+        experiment.data = experiment.data.rescale(Schema.from_dict(run.schema))
     return Result(
         **vars(experiment),
         state=restore_state(experiment.initial_state(), checkpoint["state"], run.path),
@@ -158,11 +242,28 @@ def open_run(
     )
 
 
+def _build_with_or_without_data(build: Callable[..., Experiment], run: RunReader, settings: Settings) -> Experiment:
+    """Builds the experiment of a run with its training data, or with the recorded schema if the data is gone."""
+    try:
+        run.check_objects(data=None)
+        experiment = build(data=load_data(settings))
+        reason = "has changed"
+        if experiment.data.fingerprint() == run.metadata["data"]["fingerprint"]:
+            return experiment
+    except FewerError as error:
+        reason = f"is not there ({error})"
+    assert run.schema is not None
+    facts = run.metadata["data"]
+    problem = f"the training data of {run.path} {reason}"
+    return build(data=AbsentData(facts["name"], facts["clients"], Schema.from_dict(run.schema), problem))
+
+
 def load_run_data(run: RunReader, data: Data | None = None, data_dir: Path | None = None) -> Data:
     """Loads the data of a run, unless it is given; RunError if it has changed since, or is a Python object."""
     run.check_objects(data=data)
     if data is None:
-        data = load_data(parse_settings(run.settings | ({"data_dir": data_dir} if data_dir else {})))
+        settings = parse_settings(run.settings | ({"data_dir": data_dir} if data_dir else {}))
+        data = hide_clients(load_data(settings), settings)
     if data.fingerprint() != run.metadata["data"]["fingerprint"]:
         raise RunError(f"{data.name} has changed since {run.path} was run")
     return data
@@ -173,7 +274,7 @@ def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, int | float) and name != "round":
-            numbers[name] = float(value)
+            numbers[name] = value if isinstance(value, float) else int(value)
         elif isinstance(value, Mapping) and not any(str(key).isdigit() for key in value):
             numbers |= {f"{name}/{key}": number for key, number in scalars(value).items()}
     return numbers

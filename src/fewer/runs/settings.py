@@ -75,6 +75,8 @@ class Settings(BaseModel):
     """Largest vocabulary of a text; it is built from training text only."""
     max_length: PositiveInt = Field(30, title="Data")
     """Number of words read from each text."""
+    standardize: bool = Field(False, title="Data", json_schema_extra=NEUTRAL)
+    """Bring each column of a table to mean 0 and standard deviation 1, by sums that clients send before round 1."""
     data_options: dict[str, Any] = Field({}, title="Data")
     """An option of the data, as name=value (csv: label=y; glyphs: size=32); may be repeated."""
     data_seed: NonNegativeInt | None = Field(None, title="Data")

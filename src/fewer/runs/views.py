@@ -57,4 +57,9 @@ def to_data_frame(records: list[dict[str, Any]]) -> Any:
         from pandas import DataFrame
     except ImportError:
         raise SettingError("to_pandas needs pandas: pip install 'fewer[notebook]'") from None
-    return DataFrame(records)
+    frame = DataFrame(records)
+    for name in frame.columns:  # a count that some rows lack stays a whole number
+        values = [record[name] for record in records if name in record]
+        if len(values) < len(records) and all(type(value) is int for value in values):
+            frame[name] = frame[name].astype("Int64")
+    return frame

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 import numpy as np
 import torch
 
-from fewer.errors import QuorumLost, RunError, SettingError
+from fewer.errors import QuorumLost, RunError, RunInterrupted, SettingError
 from fewer.ledger import EVALUATION
 from fewer.runtime.handlers import Call, Reply, encode_message, stream_name
 from fewer.runtime.ring import Journal, RelayRun
@@ -242,7 +242,13 @@ class Clients(ABC):
             reasons = Counter(client.reason + (f" ({client.detail})" if client.detail else "") for client in absent)
             common = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
             text = f"round {self.round}: {answered} of {asked} clients answered, {needed} needed ({rule}): {common}"
-            raise QuorumLost(text, unable)
+            resumable = answered + sum(map(self._may_answer, absent)) >= needed
+            raise QuorumLost(text, unable, resumable)
+
+    def _may_answer(self, absent: Absent) -> bool:
+        """True if an absent client may answer when asked again. A client that is unable, or diverged, does not."""
+        diverged = absent.reason == "refused" and absent.detail.endswith("not finite") and not self.faults.corrupt
+        return absent.reason != "unable" and not diverged
 
     def map_on_server(
         self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field
@@ -262,14 +268,14 @@ class Clients(ABC):
                 if reply.failure:
                     raise RunError(f"server handler '{handler.__name__}' failed: {reply.detail}")
                 try:
-                    results[call.client] = decode(reply.blob)[1]
+                    results[call.client] = decode(reply.blob)[1] | reply.unsent_fields()
                 except Refused as refused:
                     raise RunError(
                         f"server handler '{handler.__name__}' returned invalid values: {refused.reason}"
                     ) from refused
             if len(results) == len(items):
                 return [results[index] for index in range(len(items))]
-        raise RunError(f"the worker processes died {MAX_ATTEMPTS} times in '{handler.__name__}' (out of memory?)")
+        raise RunInterrupted(f"the worker processes died {MAX_ATTEMPTS} times in '{handler.__name__}' (out of memory?)")
 
     # --- delivery -------------------------------------------------------------------------------------------
 
@@ -341,7 +347,7 @@ class Clients(ABC):
         if fault == "slow" or (deadline is not None and reply.seconds > deadline):
             return Absent(client, "late", f"after {reply.seconds:.1f} s" if fault is None else ""), len(blob)
         try:
-            return Answer(client, decode(blob, returns)[1]), len(blob)
+            return Answer(client, decode(blob, returns)[1] | reply.unsent_fields()), len(blob)
         except Refused as refused:
             return Absent(client, "refused", refused.reason), len(blob)
 

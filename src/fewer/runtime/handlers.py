@@ -18,7 +18,7 @@ from fewer.runtime.flops import FlopCounter
 from fewer.runtime.keys import Keys
 from fewer.runtime.store import Store
 from fewer.runtime.streams import seed_globals, server_key
-from fewer.wire import Refused, decode, encode
+from fewer.wire import Refused, decode, encode, pack, unpack
 from fewer.wire.sealing import Header, parse_sealed, seal, unseal
 
 P = ParamSpec("P")
@@ -145,6 +145,16 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Unsent:
+    """A field of an answer that only a simulation and the server's own workers pass on. No message contains it.
+
+    Between machines, the field is missing from the answer.
+    """
+
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Reply:
     """An encoded answer, or the reason why it is missing."""
 
@@ -156,6 +166,12 @@ class Reply:
     """False if the question was never sent."""
     flops: int = 0
     """Floating-point operations of the handler, if they are counted."""
+    unsent: bytes = b""
+    """The `Unsent` fields of the answer. They stay on this machine: runtimes between machines leave them out."""
+
+    def unsent_fields(self) -> dict[str, Unsent]:
+        """Returns the fields of the answer that no message contains."""
+        return {name: Unsent(tensors) for name, tensors in unpack(self.unsent).items()} if self.unsent else {}
 
 
 # --- running handlers -----------------------------------------------------------------------------------------
@@ -202,8 +218,8 @@ class HandlerRunner:
         """Runs one handler on one message. Every error becomes a reply too, unless `debug` is True."""
         start, counter = time.perf_counter(), FlopCounter()
 
-        def make_reply(blob: bytes = b"", **failure: Any) -> Reply:
-            return Reply(blob, **failure, seconds=time.perf_counter() - start, flops=counter.flops)
+        def make_reply(blob: bytes = b"", **details: Any) -> Reply:
+            return Reply(blob, **details, seconds=time.perf_counter() - start, flops=counter.flops)
 
         try:
             if call.handler == FETCH_OUTGOING and call.hop:
@@ -220,12 +236,13 @@ class HandlerRunner:
             make_context = self.contexts.server if call.on_server else self.contexts
             with counter if self.count_flops else nullcontext():
                 answer = handler(make_context(call.client, call.round), **fields)
+            unsent = {name: value.tensors for name, value in answer.items() if isinstance(value, Unsent)}
+            answer = {name: value for name, value in answer.items() if name not in unsent}
             if call.hop:
                 self._store_outgoing(call, handler, answer)
                 return make_reply()
-            if call.on_server:  # nothing is sent
-                return make_reply(encode(call.handler, answer))
-            return make_reply(encode_message(handler, call.handler, answer))
+            message = encode(call.handler, answer) if call.on_server else encode_message(handler, call.handler, answer)
+            return make_reply(message, unsent=pack(unsent) if any(unsent.values()) else b"")
         except Refused as refused:
             return make_reply(failure="refused", detail=refused.reason)
         except Unable as unable:

@@ -60,7 +60,7 @@ class Worker:
         self.call = None
         try:
             reply = json.loads(self.pipe.recv_bytes())
-            return Reply(self.pipe.recv_bytes(), **reply)
+            return Reply(self.pipe.recv_bytes(), **reply, unsent=self.pipe.recv_bytes())
         except (EOFError, OSError):
             return None
 
@@ -179,8 +179,8 @@ def _run_worker(handlers: HandlerRunner, pipe: Connection, inherited: Sequence[C
             if header.pop("new_message"):
                 message = pipe.recv_bytes()
             reply = asdict(handlers.answer(Call.from_dict(header), message))
-            blob = reply.pop("blob")
-            pipe.send_bytes(json.dumps(reply).encode())
-            pipe.send_bytes(blob)
+            parts = reply.pop("blob"), reply.pop("unsent")
+            for part in (json.dumps(reply).encode(), *parts):
+                pipe.send_bytes(part)
         except (EOFError, OSError):
             os._exit(0)

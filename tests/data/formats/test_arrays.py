@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from fewer.data import load
+from fewer.data.schema import Schema
+from fewer.data.sources import read_inputs
 from fewer.errors import DataError
 from tests.data.arrays import arrays
 from tests.data.formats.files import RNG, check_refused, read, shapes, write
@@ -22,9 +24,22 @@ def test_npz_arrays_keep_types_and_clients(tmp_path: Path) -> None:
     raw = read("npz", tmp_path / "a.npz")
     assert np.array_equal(np.asarray(raw.x), x) and raw.y.dtype == np.int64 and raw.test is None
     assert raw.client_ids is not None and raw.client_ids.tolist() == list("aabbcc")
+    assert raw.notes == ("arrays: ignored unused",)
     np.savez(tmp_path / "b.npz", x=x, y=y, x_test=x[:2], y_test=y[:2, None], client_test=np.arange(2))
     raw = read("npz", tmp_path / "b.npz")
     assert shapes(raw) == ((6, 3), (2, 3)) and raw.test_client_ids is not None
+
+
+def test_images_with_channels_last_are_transposed(tmp_path: Path) -> None:
+    x = RNG.integers(256, size=(6, 9, 8, 3), dtype=np.uint8)
+    np.savez(tmp_path / "a.npz", x=x, y=np.arange(6) % 2, x_test=x[:2], y_test=np.arange(2))
+    raw = read("npz", tmp_path / "a.npz")
+    assert np.array_equal(np.asarray(raw.x), x.transpose(0, 3, 1, 2)) and shapes(raw)[1] == (2, 3, 9, 8)
+    assert raw.notes == ("images: 9×8×3 are read as height × width × channels (channels=first if not)",)
+    assert shapes(read("npz", tmp_path / "a.npz", channels="first"))[0] == (6, 9, 8, 3)
+    np.savez(tmp_path / "new.npz", x=x)
+    schema = Schema("images", (3, 9, 8), "uint8", 2)
+    assert read_inputs(f"npz:{tmp_path}/new.npz", None, schema).x.shape == (6, 3, 9, 8)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("color", [False, True])

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from fewer.data import load
 from fewer.errors import SettingError
 from tests.data.formats.files import check_refused, png, read, shapes, write
 
@@ -20,6 +21,8 @@ def test_folder_of_classes(tmp_path: Path) -> None:
     assert shapes(raw) == ((3, 3, 32, 32), None) and raw.class_names == ("cat", "owl") and raw.y.tolist() == [0, 1, 1]
     assert isinstance(raw.x, np.ndarray) and raw.x.dtype == np.uint8 and raw.client_ids is None
     assert raw.x[0, :, 5, 5].tolist() == [255, 0, 0] and raw.x[1, :, 5, 5].tolist() == [0, 255, 0]
+    assert raw.notes == ("files: ignored notes.txt (no images)",)
+    assert load(f"folder:{tmp_path}", clients=1, partition="iid").notes[0] == raw.notes[0]  # also from the cache
     assert read("folder", tmp_path, size=8, gray=True).x.shape == (3, 8, 8)  # type: ignore[union-attr]
 
 

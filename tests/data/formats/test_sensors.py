@@ -6,7 +6,10 @@ import io
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from fewer.data import load
+from fewer.data.sources import read as read_by_name
 from fewer.errors import SettingError
 from tests.data.formats.files import (
     check_refused,
@@ -125,6 +128,32 @@ def test_hapt_is_read_by_person(tmp_path: Path) -> None:
         check_refused("hapt", write_hapt(tmp_path, labels), message)
     write(write_hapt(tmp_path) / "RawData" / "gyro_exp01_user01.txt", "1 2 3\n")
     check_refused("hapt", tmp_path, r"shapes \(300, 3\) and \(1, 3\)")
+
+
+def test_the_held_out_windows_of_sensors_are_the_last_of_each_activity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEWER_CACHE", str(tmp_path / "cache"))
+    window: dict[str, int] = {"window": 10, "stride": 3}
+    for name in (f"pamap2:{write_pamap2(tmp_path / 'pamap2')}", f"hapt:{write_hapt(tmp_path / 'hapt')}"):
+        for _ in range(2):  # the second time from the cache
+            assert read_by_name(name, **window).class_gap == 3
+        assert read_by_name(name, held_out="client", **window).class_gap is None
+    (tmp_path / "hapt").mkdir(exist_ok=True)
+    y, client = np.tile(np.repeat([0, 1], 10), 2), np.repeat([0, 1], 20)
+    np.savez(tmp_path / "hapt" / "hapt.npz", x=np.zeros((40, 6, 128), np.float16), y=y, client=client)
+
+    def test_rows(**options: str) -> list[int]:
+        data = load("hapt", data_dir=tmp_path, partition="natural", data_options=options)
+        assert data.test.rows is not None
+        return data.test.rows.tolist()
+
+    assert test_rows() == test_rows(held_out="class") == [8, 9, 18, 19, 28, 29, 38, 39]
+    assert test_rows(held_out="client") == [16, 17, 18, 19, 36, 37, 38, 39]
+    with pytest.raises(SettingError, match="held_out = class needs clients with samples in temporal order; data"):
+        read_by_name("digits", held_out="class")
+    with pytest.raises(SettingError, match="unknown held_out 'clas', did you mean 'class'"):
+        test_rows(held_out="clas")
 
 
 # --- real datasets ----------------------------------------------------------------------------------------------

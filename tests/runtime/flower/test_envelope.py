@@ -24,6 +24,12 @@ def test_questions_and_answers_survive_a_round_trip() -> None:
         assert envelope.read_answer(make_reply(envelope.pack_answer(reply))) == reply
 
 
+def test_unsent_fields_stay_on_the_machine() -> None:
+    packed = envelope.pack_answer(Reply(b"blob", unsent=b"label counts"))
+    assert packed == envelope.pack_answer(Reply(b"blob"))
+    assert envelope.read_answer(make_reply(packed)).unsent == b""
+
+
 RECORD = ArrayRecord({"blob": Array("uint8", (1,), "fewer", b"x")})
 VALID_HEADER: dict[str, Any] = {"failure": "", "detail": "", "seconds": 1.0}
 INVALID_ANSWERS = [

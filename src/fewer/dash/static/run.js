@@ -12,17 +12,20 @@ const PAGE = 20;
 export async function createRunView(query) {
   const id = query.get("run");
   const path = `runs/${encodeURIComponent(id)}`;
-  const [about, curve, tally, events] = await Promise.all([
-    request(path), request(`${path}/curve`), request(`${path}/tally`), request(`${path}/events?limit=${PAGE}`),
+  const [about, curve, firstFigures, tally, events] = await Promise.all([
+    request(path), request(`${path}/curve`), request(`${path}/figures`), request(`${path}/tally`), request(`${path}/events?limit=${PAGE}`),
   ]);
   let row = about.row;
+  let figures = firstFigures;
   const log = about.log ? await request(`${path}/log`) : { lines: [] };
   let active = true;
 
   const state = h("div", { class: "state" });
   const message = h("p", { class: "message", role: "status" });
   const tiles = h("dl", { class: "tiles" });
+  const shortfall = h("p", { class: "note" });
   const chart = curves();
+  const tables = h("div", { class: "columns" });
   const faults = h("div", {});
   const traffic = h("div", {});
   const history = pager(path, "events", { head: ["time", "event", "details"], caption: "Events, newest first", cells: eventCells, first: events });
@@ -52,11 +55,20 @@ export async function createRunView(query) {
     const facts = [
       ["rounds", row.rounds ? progress(row) : "–"],
       ["metric", formatMetric(row)],
+      ...figures.metrics.map(({ name, value, percent }) => [name, formatMetric({ metric: { name: "accuracy", percent }, value })]),
       ["sent up", formatMegabytes(row.up)],
       ["sent down", formatMegabytes(row.down)],
       ["time", formatDuration(row.seconds)],
     ];
     tiles.replaceChildren(...facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+    shortfall.textContent = row.state === "finished" ? figures.shortfall : "";
+    shortfall.hidden = !shortfall.textContent;
+  }
+
+  function showTables() {
+    const titles = { classes: "Classes", clients: "Clients, on their own test samples" };
+    tables.replaceChildren(...Object.entries(titles).filter(([part]) => figures[part].length).map(([part, title]) =>
+      h("section", {}, h("h2", {}, title), recordTable(title, figures[part]))));
   }
 
   function showTally(totals) {
@@ -100,6 +112,9 @@ export async function createRunView(query) {
     do {
       pending = false;
       chart.update([{ ...row, label: row.method, points: (await request(`${path}/curve`)).points }]);
+      figures = await request(`${path}/figures`);
+      showState();
+      showTables();
       await readTally();
       await history.refresh();
       if (about.log) showLog((await request(`${path}/log`)).lines);
@@ -108,6 +123,7 @@ export async function createRunView(query) {
   }
 
   showState();
+  showTables();
   showTally(tally);
   showLog(log.lines);
   logSection.hidden = !about.log;
@@ -122,9 +138,10 @@ export async function createRunView(query) {
     elements: [
       h("div", { class: "top" }, h("div", {}, h("h1", {}, row.name), h("p", { class: "lead" }, swatch(row), ` ${row.method} on ${row.data}`,
         row.clients ? `, ${formatCount(row.clients)} clients, seed ${row.seed}` : "", row.runtime === "flower" ? ", between machines" : "")), actions),
-      state, message, obstacle ? h("p", { class: "note" }, obstacle) : null, tiles, chart.element,
+      state, message, obstacle ? h("p", { class: "note" }, obstacle) : null, tiles, shortfall, chart.element,
       about.report ? h("p", {}, h("a", { href: `/api/${path}/report`, target: "_blank", rel: "noopener" }, "Report with all pictures")) : null,
       h("div", { class: "columns" }, h("section", {}, h("h2", {}, "Faults"), faults), h("section", {}, h("h2", {}, "Ledger"), traffic, messages.element)),
+      tables,
       h("section", {}, h("h2", {}, "Events"), history.element),
       logSection,
       h("section", {}, h("h2", {}, "Settings"), pairs("Method options", about.method, true), pairs("All settings", about.settings),
@@ -184,6 +201,17 @@ function pager(path, record, { head, caption, cells, first = null }) {
       fill();
     },
   };
+}
+
+/** Records as a table, folded if it is long. */
+function recordTable(title, records) {
+  const names = Object.keys(records[0]);
+  const format = (name, value) => (typeof value !== "number" ? formatValue(value)
+    : ["client", "samples", "support"].includes(name) ? formatCount(value) : value.toFixed(4));
+  const rows = records.map((record) => names.map((name) => format(name, record[name])));
+  const element = table(title, names.map((name) => name.replaceAll("_", " ")), rows, true);
+  element.classList.add("records");
+  return records.length > PAGE ? h("details", {}, h("summary", {}, `${formatCount(records.length)} rows`), element) : element;
 }
 
 const messageCells = ([round, client, direction, kind, bytes]) => [round, client, direction, kind, formatCount(bytes)];

@@ -51,7 +51,12 @@ FEATURES = (
 @FORMATS.register("movielens")
 @reader("MovieLens 100k (u.data, u.item, u.user)")
 def read_movielens(
-    path: Path, items: str = "films", own_classes: bool = False, max_items: int = 0, min_records: int = 0
+    path: Path,
+    items: str = "films",
+    own_classes: bool = False,
+    max_items: int = 0,
+    min_records: int = 0,
+    last_item: bool = False,
 ) -> RawDataset:
     """Films in the order in which each user rated them; a client is a user, a class is a film.
 
@@ -60,7 +65,7 @@ def read_movielens(
 
     A user rates a film only once, so a user's earlier films do not predict the next one. With `items = genres`, a class
     is a film's set of genres (drama, comedy + romance …), which recurs. `build_user_tasks` explains `own_classes`,
-    `max_items` and `min_records`.
+    `max_items`, `min_records` and `last_item`.
     """
     if items not in ("films", "genres"):
         raise unknown_name("items of movielens", items, ("films", "genres"))
@@ -79,7 +84,7 @@ def read_movielens(
         y = film_sets.reshape(-1)[film]
         class_names = tuple(" + ".join(np.array(_GENRES)[flags > 0]) for flags in genre_sets)
     raw = RawDataset(x, y, client_ids=user + 1, class_names=class_names, time_ordered=True)
-    return build_user_tasks(raw, own_classes, max_items, min_records)
+    return build_user_tasks(raw, own_classes, max_items, min_records, last_item)
 
 
 def _parse_table(files: Members, name: str, separator: str, columns: int) -> list[list[str]]:

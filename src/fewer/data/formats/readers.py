@@ -28,19 +28,19 @@ def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
     """Decorates a reader: every failure becomes a one-line `DataError`, and the result is checked."""
 
     def decorate(read: Reader[P]) -> Reader[P]:
-        allowed = list(inspect.signature(read).parameters)[1:]
+        allowed = [name for name in list(inspect.signature(read).parameters)[1:] if name != "schema"]
 
         @wraps(read)
         def read_checked(path: Path, /, *args: P.args, **options: P.kwargs) -> RawDataset:
             for name in options:
-                if name not in allowed:
+                if name not in (*allowed, "schema"):
                     raise unknown_name("option", name, allowed)
             path = Path(path)
             try:
                 if not path.exists():
                     raise DataError(f"{path} does not exist (expected: {description})")
                 raw = read(path, *args, **options)
-                _check_dataset(raw, path)
+                _check_dataset(raw, path, labels_optional=options.get("schema") is not None)
                 return raw
             except FewerError:
                 raise
@@ -53,8 +53,10 @@ def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
     return decorate
 
 
-def _check_dataset(raw: RawDataset, path: Path) -> None:
+def _check_dataset(raw: RawDataset, path: Path, labels_optional: bool) -> None:
     """Checks that every input has a label (and a client id), and every label is a class."""
+    if labels_optional and len(raw.x) and not len(raw.y):
+        return
     _check_part(raw.x, raw.y, raw.client_ids, raw.class_names, f"{path} (training)")
     if raw.test is not None:
         _check_part(*raw.test, raw.test_client_ids, raw.class_names, f"{path} (test)")
@@ -193,5 +195,7 @@ def number_labels(labels: Sequence[str] | Sequence[int], where: object) -> tuple
         names, indices = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
         return indices.reshape(-1).astype(np.int64), tuple(names.tolist())
     if (fractional := np.flatnonzero(values % 1 != 0)).size:
-        raise DataError(f"{where} has label {labels[fractional[0]]} (allowed: integers or names)")
+        raise DataError(
+            f"{where} has label {labels[fractional[0]]} (allowed: integers or names; --loss mse predicts numbers)"
+        )
     return values.astype(np.int64), ()

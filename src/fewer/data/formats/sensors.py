@@ -65,13 +65,17 @@ def read_pamap2(path: Path, window: int = 128, stride: int = 64, standardize: bo
         inputs -= inputs.mean(axis=(0, 2), keepdims=True, dtype=np.float64).astype(np.float32)
         inputs /= np.maximum(inputs.std(axis=(0, 2), keepdims=True, dtype=np.float64), 1e-6).astype(np.float32)
     names, clients = tuple(_PAMAP2[activity] for activity in present.tolist()), np.concatenate(subjects)
-    return RawDataset(inputs, y.astype(np.int64), client_ids=clients, class_names=names, time_ordered=True)
+    y, gap = y.astype(np.int64), (window - 1) // stride
+    return RawDataset(inputs, y, client_ids=clients, class_names=names, time_ordered=True, class_gap=gap)
 
 
 @FORMATS.register("har")
 @reader("UCI HAR (UCI HAR Dataset with its Inertial Signals)")
 def read_har(path: Path) -> RawDataset:
-    """Windows of 128 readings of nine signals, unchanged; test subjects differ from training subjects."""
+    """Windows of 128 readings of nine signals, unchanged; test subjects differ from training subjects.
+
+    Neighboring windows overlap by half.
+    """
     path = find_inside(path, "UCI HAR Dataset", "UCI HAR Dataset.zip", "har.zip")
     wanted = re.compile(r"(?:.*/)?(?:train|test)/(?:Inertial Signals/\w+|[yY]_\w+|subject_\w+)\.txt")
     files = Members(path, lambda name: wanted.fullmatch(name) is not None and "__MACOSX" not in name)
@@ -85,7 +89,7 @@ def read_har(path: Path) -> RawDataset:
         labels, subjects = (table[:, 0].astype(np.int64) for table in tables)
         parts.append((np.stack(channels, axis=1), labels - 1, subjects))
     (x, y, subjects), (test_x, test_y, test_subjects) = parts
-    return RawDataset(x, y, (test_x, test_y), subjects, test_subjects, _ACTIVITIES, time_ordered=True)
+    return RawDataset(x, y, (test_x, test_y), subjects, test_subjects, _ACTIVITIES, time_ordered=True, class_gap=1)
 
 
 @FORMATS.register("hapt")
@@ -121,7 +125,8 @@ def read_hapt(path: Path, window: int = 128, stride: int = 64, transitions: bool
                 subjects.append(np.full(len(starts), user))
     inputs, labels, clients = map(np.concatenate, (x, y, subjects))
     names = class_names if transitions else _ACTIVITIES
-    return RawDataset(inputs, labels, client_ids=clients, class_names=names, time_ordered=True)
+    gap = (window - 1) // stride
+    return RawDataset(inputs, labels, client_ids=clients, class_names=names, time_ordered=True, class_gap=gap)
 
 
 def _read_experiment(files: Members, name: str) -> Floats:

@@ -52,7 +52,8 @@ class Node:
         """Answers questions forever. Restarts a SuperNode that ends (no server yet, key in use)."""
         for name in ("node.key", "ca.crt"):
             if not (self.keys / name).is_file():
-                raise RunError(f"{self.keys} has no {name} (expected: a folder client-N from `fewer keys init`)")
+                source = "`fewer keys init`, add or make-client" if name == "node.key" else "the server's operator"
+                raise RunError(f"{self.keys} has no {name} (it comes from {source})")
         if compat.parse_address(self.address) is None:
             raise RunError(f"'{self.address}' is not the address of a server (expected: HOST:PORT)")
         wait = 1.0

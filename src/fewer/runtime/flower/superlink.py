@@ -15,7 +15,7 @@ from typing import IO, Any, NamedTuple, Self, cast
 import httpx
 from flwr.app import Message
 
-from fewer.errors import RunError
+from fewer.errors import RunError, RunInterrupted
 from fewer.runtime.flower import bypass_proxy, envelope
 from fewer.runtime.flower import flwr_compat as compat
 from fewer.runtime.flower.credentials import Credentials
@@ -47,7 +47,7 @@ experiment = ""
 """
 
 
-class SuperLinkLost(RunError):
+class SuperLinkLost(RunInterrupted):
     """The SuperLink ended or dropped the run. A new attempt resumes from the last checkpoint."""
 
 
