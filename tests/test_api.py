@@ -180,13 +180,17 @@ def test_wrong_arguments_get_one_clear_line(my_data: ArrayData) -> None:
     x, y = np.zeros((20, 1, 8, 8), np.float32), np.arange(20) % 10
     run, compare, data = fewer.run, fewer.compare, fewer.data
     cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: FedAvg(rate=0.1), SettingError, "unknown option of fedavg 'rate'"),  # type: ignore[call-arg]
+        (lambda: FedAvg(rate=0.1), SettingError, "fedavg has no option 'rate'"),  # type: ignore[call-arg]
+        (lambda: FedAvg(learning_rate=0.1), SettingError, "has no option 'learning_rate', did you mean 'lr'?"),  # type: ignore[call-arg]
         (lambda: FedAvg(lr=-1), SettingError, "fedavg: lr must be > 0, got -1"),
-        (lambda: run(FedAvg, my_data), SettingError, "method is the class FedAvg: pass an object"),  # type: ignore[arg-type]
+        (lambda: run(FedAvg, my_data), SettingError, "method is the class FedAvg: pass an instance"),  # type: ignore[arg-type]
         (lambda: run(3, my_data), SettingError, "method must be a name or a fewer.Method, got int"),  # type: ignore[arg-type]
         (lambda: run("fedavg", (x, y)), fewer.DataError, "data must be a name, or made by .*got tuple"),  # type: ignore[arg-type]
         (lambda: run("fedavg", my_data, model=3), SettingError, "model must be a name, .*got int"),  # type: ignore[arg-type]
         (lambda: run("fedavg", my_data, lr=0.1), SettingError, "lr is an option of a method"),
+        (lambda: run("fedavg", my_data, learning_rate=0.1), SettingError, "lr is an option of a method"),
+        (lambda: run("fedavg", my_data, rouns=2), SettingError, "unknown setting 'rouns', did you mean 'rounds'"),
+        (lambda: compare(FedAvg, my_data), SettingError, "methods must be a list"),  # type: ignore[arg-type]
         (lambda: compare([FedAvg], my_data), SettingError, "method is the class FedAvg"),  # type: ignore[list-item]
         (lambda: compare("fedavg", my_data), SettingError, "methods must be a list"),
         (lambda: compare(["fedavg"], my_data, seeds=[0]), SettingError, "seeds must be the number"),  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def test_flags_override_a_settings_file(tmp_path: Path) -> None:
         (["run", "fedavg", *DIGITS, "--cohort", "7"], "cohort = 7, but there are only 6 clients (allowed: 1 … 6)"),
         (
             ["run", "fedavg", *DIGITS, "-o", "local_step=1"],
-            "unknown option of fedavg 'local_step', did you mean 'local_steps'?",
+            "fedavg has no option 'local_step', did you mean 'local_steps'?",
         ),
         (["run", "fedavg", *DIGITS, "-o", "lr=-1"], "fedavg: lr must be > 0, got -1"),
         (["run", "fedavg", *DIGITS, "-o", "lr"], "option 'lr' is not of the form name=value"),

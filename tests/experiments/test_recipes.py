@@ -288,7 +288,7 @@ def test_a_table_says_what_its_intervals_cover(units: str) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (("title", "titel"), "unknown option of recipe"),
+        (("title", "titel"), "has no option 'titel', did you mean 'title'?"),
         (('method = "fedavg"', 'method = "fedavgg"'), "unknown method 'fedavgg'"),
         (("rounds = 2", 'rounds = "many"'), "rounds must be a valid integer, got 'many'"),
         (("[settings]", "[settings"), "is not valid TOML"),

@@ -70,7 +70,7 @@ def test_options_change_a_model() -> None:
     rgb = net_factory(MODELS.find("conv4"), {"shape": (3, 32, 32), "classes": 5}, {})()
     assert rgb.head.in_features == 64 * 8 * 8  # type: ignore[union-attr]
     assert not any(isinstance(module, nn.BatchNorm2d) for module in build_net("conv4", norm="group").modules())
-    with pytest.raises(SettingError, match="unknown option of model ResNet12 'widht', did you mean 'width'"):
+    with pytest.raises(SettingError, match="model ResNet12 has no option 'widht', did you mean 'width'"):
         build_net("resnet12", widht=2)
     with pytest.raises(SettingError, match="SmallCNN takes images .* but inputs have shape \\(103,\\)"):
         net_factory(MODELS.find("cnn"), {"shape": (103,), "classes": 2}, {})

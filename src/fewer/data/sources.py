@@ -26,7 +26,7 @@ from fewer.data.federated import ArrayData, check_settings, federate
 from fewer.data.partition import PartitionSpec
 from fewer.data.raw_dataset import RawDataset
 from fewer.data.schema import Schema
-from fewer.errors import DataError, SettingError, unknown_name
+from fewer.errors import DataError, SettingError, unknown_name, unknown_option
 from fewer.registry import FORMATS
 
 
@@ -250,7 +250,7 @@ def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any]
     allowed = [key for key in inspect.signature(reader).parameters if key not in ("path", "schema")]
     for key in options:
         if key not in allowed:
-            raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS])
+            raise unknown_option(f"data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS])
 
 
 # --- built-in data sets ----------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def compare(
     With `out`, run directories are kept there. Finished runs are reused, and interrupted ones continue. Data given as
     an object is the same for all seeds; data given by name is partitioned anew for each seed.
     """
-    if isinstance(methods, str | Method):
+    if isinstance(methods, str | Method | type):
         raise SettingError("methods must be a list, such as [FedAvg(), 'fedprox']")
     if not isinstance(seeds, int):
         raise SettingError(f"seeds must be the number of seeds, got {seeds!r}")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fewer.errors import SettingError, unknown_name
+from fewer.errors import SettingError, unknown_option
 from fewer.models.images import AlexNet, Conv4, FemnistCNN, LeNet5, ResNet12, SensorCNN, SmallCNN
 from fewer.models.sequences import CharLSTM, SentimentLSTM, TextBiLSTM
 
@@ -33,7 +33,7 @@ def net_factory(
     for name in options:
         if name not in parameters:
             allowed = [key for key in parameters if key not in data_facts]
-            raise unknown_name(f"option of model {getattr(model, '__name__', model)}", name, allowed)
+            raise unknown_option(f"model {getattr(model, '__name__', model)}", name, allowed)
     dimensions, inputs = _INPUTS.get(model, (None, ""))
     if dimensions is not None and len(data_facts["shape"]) != dimensions:
         raise SettingError(f"model {model.__name__} takes {inputs}, but inputs have shape {data_facts['shape']}")

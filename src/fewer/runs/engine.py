@@ -24,7 +24,7 @@ import torch
 import fewer
 from fewer.data import Data
 from fewer.data.schema import Schema
-from fewer.errors import DataError, RunError, SettingError
+from fewer.errors import DataError, RunError, SettingError, nearest_name
 from fewer.methods import ContextFactory, Method, Scores, find, names
 from fewer.methods.capabilities import HasSettingWarnings
 from fewer.methods.standardize import standardize
@@ -104,10 +104,10 @@ def experiment_from_arguments(
     # These are in the groups Method and Data, but no part of such an object.
     independent = {"norm", "model_options", "loss", "metrics", "data_dir"}
     for name in settings:
-        if name not in Settings.model_fields and any(name in find(method).model_fields for method in names()):
+        if name not in Settings.model_fields and (option := _find_option(name)):
             raise SettingError(
-                f"{name} is an option of a method: set it on the object, such as FedAvg({name}=…), "
-                f"or pass method_options={{'{name}': …}}"
+                f"{option} is an option of a method: set it on the object, such as FedAvg({option}=…), "
+                f"or pass method_options={{'{option}': …}}"
             )
         for kind, argument in (("method", method), ("data", data)):
             if not isinstance(argument, str) and name in settings_in_group(kind.capitalize()) - independent:
@@ -137,6 +137,14 @@ def experiment_from_arguments(
     )
 
 
+def _find_option(name: str) -> str | None:
+    """The option of a method that an unknown setting probably means, if no setting is nearer."""
+    options = {option for method in names() for option in find(method).model_fields}
+    if name in options or nearest_name(name, Settings.model_fields) is None:
+        return nearest_name(name, options)
+    return None
+
+
 def _function_name(function: Any) -> str:
     """The name of a user's function in the settings of a run."""
     return f"({getattr(function, '__name__', type(function).__name__)})"
@@ -145,7 +153,7 @@ def _function_name(function: Any) -> str:
 def _check_arguments(method: object, data: object, model: object) -> None:
     """Raises an error if an argument is neither a name nor an object of the right type."""
     if isinstance(method, type) and issubclass(method, Method):
-        raise SettingError(f"method is the class {method.__name__}: pass an object, {method.__name__}()")
+        raise SettingError(f"method is the class {method.__name__}: pass an instance, {method.__name__}()")
     if not isinstance(method, str | Method):
         raise SettingError(f"method must be a name or a fewer.Method, got {type(method).__name__}")
     if not isinstance(data, str | Data):
