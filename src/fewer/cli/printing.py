@@ -166,9 +166,9 @@ def print_shortfalls(runs: list[Path]) -> None:
 
 def print_result(result: Result, path: Path, output: Output) -> None:
     """Prints the result of a finished run and writes its report."""
-    from fewer.cli.progress import format_duration, format_megabytes
     from fewer.models.artifact import ARTIFACT_FILE
     from fewer.runs.figures import describe_baseline
+    from fewer.runs.progress import format_duration, format_megabytes
     from fewer.runs.settings import settings_hash
     from fewer.statistics import format_interval, interval
 

@@ -17,6 +17,7 @@ from fewer.runs.callbacks import Callback, Label, check_callbacks
 from fewer.runs.engine import experiment_from_arguments, resume, run_experiment
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
 from fewer.runs.metric import ACCURACY, PrimaryMetric
+from fewer.runs.progress import show_progress
 from fewer.runs.reader import RunReader
 from fewer.runs.result import Result
 from fewer.runs.settings import METHOD_SETTINGS, Settings
@@ -146,6 +147,7 @@ def compare(
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
+    progress: bool | None = None,
     **settings: Any,
 ) -> Comparison:
     """Runs each method with `seeds` seeds on the same data and model, and collects one table.
@@ -155,7 +157,7 @@ def compare(
     `methods` are objects or names; `data`, `model`, `loss` and `metrics` are as in `fewer.run`. With `tune`, each
     method is first tuned by `trials` trials on held-out training data. `rounds`, `cohort` and `codec` apply to all
     methods; `method_options` apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`. `callbacks`
-    follow all runs and all trials.
+    follow all runs and all trials. `progress` is as in `fewer.run`.
 
     With `out`, run directories are kept there. Finished runs are reused, and interrupted ones continue. Data given as
     an object is the same for all seeds; data given by name is partitioned anew for each seed.
@@ -173,9 +175,11 @@ def compare(
     objects = {"model": model, "loss": settings.get("loss"), "metrics": settings.get("metrics")}
     own = {name: value for name, value in objects.items() if name in first.objects}
     own_data, folder = data if isinstance(data, Data) else None, None if out is None else Path(out)
-    runner = SeedRunner(seeds, trials, folder, callbacks, track=track, data=own_data, objects=own)
-    entries = zip(experiments, labels, given_methods, strict=True)
-    rows = [runner.run(experiment.settings, label, method=method) for experiment, label, method in entries]
+    with show_progress(progress, callbacks) as callbacks:
+        runner = SeedRunner(seeds, trials, folder, callbacks, track=track, data=own_data, objects=own)
+        runner.total = len(methods) * seeds
+        entries = zip(experiments, labels, given_methods, strict=True)
+        rows = [runner.run(experiment.settings, label, method=method) for experiment, label, method in entries]
     shared = first.settings.model_dump(mode="json", exclude={"method", "method_options", *METHOD_SETTINGS})
     return Comparison(rows, labels, {**shared, "seeds": seeds, "trials": trials}, len(first.data), runner.paths)
 
@@ -236,8 +240,11 @@ class SeedRunner:
     title: str = ""
     count_flops: bool = False
     """Counts the operations of the first seed."""
+    total: int = 0
+    """Number of runs of all methods, if labels shall count them."""
     paths: list[Path] = field(default_factory=list, init=False)
     """The run directories so far."""
+    _started: int = field(default=0, init=False)
     _partitions: dict[str, Data] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -267,21 +274,21 @@ class SeedRunner:
         experiment, done = self.experiment(settings, method), list[Trial]()
         stem = "".join(c if c.isalnum() or c in "-._=" else "-" for c in label)
         if self.trials and tuned:
-            file, callbacks = self.out and self.out / f"{stem}-trials.json", self._label(f"{label} tuning")
-            experiment, done = tune_experiment(experiment, self.trials, file, callbacks, self.measure)
+            file = self.out and self.out / f"{stem}-trials.json"
+            tuning = f"{self.title} {label}".strip()
+            experiment, done = tune_experiment(experiment, self.trials, file, self.callbacks, self.measure, tuning)
         tuned_method = None if method is None else experiment.method
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):
             changed = {"seed": seed} | ({"count_flops": seed == settings.seed} if self.count_flops else {})
             seeded = self.experiment(experiment.settings.model_copy(update=changed), tuned_method)
-            callbacks = self._label(f"{label} seed {seed}" if self.seeds > 1 else label)
+            self._started += 1
+            number = f"{self._started}/{self.total}" if self.total > 1 else ""
+            parts = number, self.title, label, f"seed {seed}" if self.seeds > 1 else ""
+            callbacks = [Label(" ".join(filter(None, parts))), *self.callbacks]
             path = self.out and self.out / f"{stem}-seed{seed}"
             results.append(self._run_or_resume(seeded, path, callbacks, tuned_method))
         return _build_row(experiment, results, [self.measure(result) for result in results], done)
-
-    def _label(self, label: str) -> list[Callback]:
-        """The callbacks of a run with this label."""
-        return [Label(f"{self.title} {label}".strip()), *self.callbacks]
 
     def _run_or_resume(
         self, experiment: Experiment, path: Path | None, callbacks: Sequence[Callback], method: Method | None
@@ -299,6 +306,7 @@ class SeedRunner:
             data=self.data,
             callbacks=callbacks,
             track=self.track or None,
+            progress=False,
             debug=experiment.settings.debug or None,
             **self.objects,
         )

@@ -14,9 +14,10 @@ from fewer.data import Data
 from fewer.errors import QuorumLost, RunError, SettingError
 from fewer.methods import Method
 from fewer.methods.capabilities import HasSearchSpace, HasTuningSplit
-from fewer.runs.callbacks import Callback
+from fewer.runs.callbacks import Callback, Label
 from fewer.runs.engine import experiment_from_arguments, run_experiment
 from fewer.runs.experiment import Experiment, Model
+from fewer.runs.progress import show_progress
 from fewer.runs.result import Result
 from fewer.runs.views import to_data_frame
 from fewer.runtime.store import write_durably
@@ -64,6 +65,7 @@ def tune(
     model: Model = "cnn",
     trials: int = TRIALS,
     callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
     **settings: Any,
 ) -> Tuning:
     """Chooses a method's options on held-out training data: `fewer.tune(FedAvg(), data, model=MyNet).method`.
@@ -71,7 +73,8 @@ def tune(
     It takes the arguments of `fewer.run`, and runs exactly `trials` trials. Test data is never used.
     """
     experiment = experiment_from_arguments(method, data, model, settings)
-    best, done = tune_experiment(experiment, trials, callbacks=callbacks)
+    with show_progress(progress, callbacks) as callbacks:
+        best, done = tune_experiment(experiment, trials, callbacks=callbacks)
     return Tuning(best.method, done, best.metric.name)
 
 
@@ -91,10 +94,12 @@ def tune_experiment(
     trials_file: Path | None = None,
     callbacks: Sequence[Callback] = (),
     measure: Callable[[Result], float] = pooled_value,
+    label: str = "",
 ) -> tuple[Experiment, list[Trial]]:
     """Runs exactly `trials` trials; returns the experiment with the best settings, and all trials.
 
-    `trials_file` stores finished trials, so an interrupted search resumes where it stopped.
+    `trials_file` stores finished trials, so an interrupted search resumes where it stopped. `label` names the
+    experiment in progress displays; by default, it is the method's name.
     """
     search_space = find_search_space(experiment.method)
     if not search_space:
@@ -107,7 +112,8 @@ def tune_experiment(
     def evaluate(point: Point) -> float:
         if _point_key(point) not in accuracies:
             try:
-                result = run_experiment(_apply_point(tuning_experiment, point), None, callbacks)
+                trial_label = Label(f"{label or experiment.method.name} trial {len(done) + 1}/{trials}")
+                result = run_experiment(_apply_point(tuning_experiment, point), None, [trial_label, *callbacks])
                 trial = Trial(point, measure(result), _half_width(result))
             except QuorumLost:  # all answers were refused: the weights are no longer finite
                 trial = Trial(point, None)

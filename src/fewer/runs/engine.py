@@ -35,6 +35,7 @@ from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state, warn_once
+from fewer.runs.progress import show_progress
 from fewer.runs.reader import RunReader
 from fewer.runs.recorder import FailureLog, Recorder
 from fewer.runs.result import Result
@@ -74,6 +75,7 @@ def run(
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Trains a method and returns the result.
@@ -89,10 +91,12 @@ def run(
     - `out`: the run directory. Without it, nothing is kept on disk.
     - `callbacks`: objects that follow the run, such as `[EarlyStopping(patience=3)]`.
     - `track`: trackers that also receive the metrics, such as `["tensorboard"]`.
+    - `progress`: False shows no progress bar; True shows progress even if there is neither a terminal nor a notebook.
     - All other arguments are the options of the command line, with underscores. `Settings` lists them.
     """
     experiment = experiment_from_arguments(method, data, model, {**settings, "loss": loss, "metrics": metrics})
-    return run_experiment(experiment, None if out is None else Path(out), callbacks, track=track)
+    with show_progress(progress, callbacks) as callbacks:
+        return run_experiment(experiment, None if out is None else Path(out), callbacks, track=track)
 
 
 def experiment_from_arguments(
@@ -219,6 +223,7 @@ def resume(
     connect: Connect | None = None,
     track: Sequence[str] | None = None,
     rounds: int | None = None,
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Continues a run from its last checkpoint. Unless settings change, the numbers are those of an uninterrupted run.
@@ -229,6 +234,7 @@ def resume(
     - `track`: replaces the run's trackers. New trackers receive all rounds.
     - `rounds`: another number of rounds, more than are done. A finished run continues. The result is that of a run with
       this number of rounds from the start. Methods whose rounds depend on their number refuse it.
+    - `progress`: as in `run`.
     - Further arguments change settings. `runtime`, `workers`, `data_dir` and `debug` do not affect the numbers;
       `device` may. `quorum`, `deadline`, `drop`, `slow` and `corrupt` do. Change them to continue a run that stopped
       because too few clients answered.
@@ -260,7 +266,7 @@ def resume(
         recorded_fingerprint = recorded["data"]["fingerprint"]
         raise RunError(f"{path} was run on other data: fingerprint {recorded_fingerprint}, now {fingerprint}")
     state = experiment.initial_state()
-    with directory:
+    with show_progress(progress, callbacks) as callbacks, directory:
         if track is not None:
             directory.update_metadata(track=list(track))
         if "rounds" in changed:
