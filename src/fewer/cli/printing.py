@@ -168,9 +168,8 @@ def print_result(result: Result, path: Path, output: Output) -> None:
     """Prints the result of a finished run and writes its report."""
     from fewer.models.artifact import ARTIFACT_FILE
     from fewer.runs.figures import describe_baseline
-    from fewer.runs.progress import format_duration, format_megabytes
     from fewer.runs.settings import settings_hash
-    from fewer.statistics import format_interval, interval
+    from fewer.statistics import format_duration, format_interval, format_megabytes, interval
 
     page = write_report_page([path], path) if output.report else None
     metrics, metric = result.metrics, result.metric

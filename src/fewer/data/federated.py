@@ -111,6 +111,21 @@ class Data(ABC):
         """True if each target is one class; otherwise targets are floats (samples × outputs)."""
         return not self.test.y.is_floating_point()
 
+    def __repr__(self) -> str:
+        """Three lines: the number of clients, inputs and targets, and samples."""
+        sizes = [self.size(client) for client in range(len(self))] or [0]
+        names = getattr(self, "class_names", ())
+        named = bool(names) and names != self.tokens
+        listed = f": {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if named else ""
+        inputs = "×".join(map(str, self.shape)) + (f" tokens (vocabulary {len(self.tokens):,})" if self.tokens else "")
+        targets = f"{self.classes:,} classes{listed}" if self.has_classes else f"{self.classes:,} outputs"
+        per_client = f"{min(sizes):,} to {max(sizes):,} per client"
+        return (
+            f"{type(self).__name__} '{self.name}': {len(self):,} clients\n"
+            f"  inputs {inputs or 1}, {targets}\n"
+            f"  {sum(sizes):,} training samples ({per_client}), {len(self.test):,} test samples"
+        )
+
     @abstractmethod
     def __len__(self) -> int:
         """The number of clients."""
@@ -159,7 +174,7 @@ class Data(ABC):
         raise DataError(f"cannot tune on data '{self.name}': it does not implement hold_out_classes")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ArrayData(Data):
     """Data in arrays, partitioned by row index."""
 

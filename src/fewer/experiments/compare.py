@@ -87,16 +87,16 @@ class Row:
         return [*means, str(self.rounds), *megabytes, f"{self.seconds:.1f}"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(Viewable):
     """One row per method. It displays itself in a notebook; see also `plot`, `to_pandas` and `report`."""
 
     view: ClassVar[str] = "comparison"
 
-    rows: list[Row] = field(repr=False)
+    rows: list[Row]
     labels: list[str]
     """The label of each row: the method's name, with its distinguishing options if two methods share it."""
-    settings: dict[str, Any] = field(repr=False)
+    settings: dict[str, Any]
     """The settings that all runs share."""
     clients: int
     runs: list[Path] = field(default_factory=list)
@@ -121,6 +121,18 @@ class Comparison(Viewable):
     def metric(self) -> PrimaryMetric:
         """The metric that ranks the methods."""
         return self.rows[0].primary
+
+    def __repr__(self) -> str:
+        """Three lines: what was compared, the methods from best to worst, and how to see more."""
+        ranked = sorted(zip(self.labels, self.rows, strict=True), key=lambda pair: -self.metric.rank(pair[1].accuracy))
+        values = ", ".join(f"{label} {row.format_accuracy()}{self.metric.unit}" for label, row in ranked)
+        seeds = self.settings["seeds"]
+        runs = f"{self.clients} clients, {seeds} {'seed' if seeds == 1 else 'seeds'}"
+        return (
+            f"Comparison on {self.settings['data'].strip('()')}: {runs}\n"
+            f"  {self.metric.name}: {values}\n"
+            "  print(…) shows a table; see also plot(), to_pandas() and report()"
+        )
 
     def __str__(self) -> str:
         """One line per method: the primary metric, traffic and time."""

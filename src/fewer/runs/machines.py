@@ -225,7 +225,7 @@ def _checksum_word_vectors(experiment: Experiment) -> int | None:
 # --- a client -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SingleClientData(Data):
     """The data of one client, in the format of the server's data. The other clients' data is unknown."""
 

@@ -12,24 +12,10 @@ from importlib import import_module
 from typing import Any
 
 from fewer.runs.callbacks import Callback, Metrics, Run, check_callbacks
+from fewer.statistics import format_duration, format_megabytes
 
 REFRESH_SECONDS = 0.1
 """A bar is drawn at most this often within a round."""
-
-
-def format_megabytes(count: float) -> str:
-    """Formats bytes as MB with three significant digits."""
-    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e6:,.0f} MB"
-
-
-def format_duration(seconds: float) -> str:
-    """Formats seconds as hours, minutes or seconds."""
-    total = round(seconds)
-    if total < 60:
-        return f"{total} s"
-    if total < 3600:
-        return f"{total // 60} min {total % 60:02d} s"
-    return f"{total // 3600} h {total % 3600 // 60:02d} min"
 
 
 class ProgressLines(Callback):
