@@ -348,7 +348,8 @@ def from_arrays(
 ) -> ArrayData:
     """Builds federated data from inputs `x` and targets `y`.
 
-    Targets are class labels (integers), numbers (floats, n or n × outputs) or sets of labels (a matrix of 0 and 1).
+    Targets are class labels (integers or names), numbers (floats, n or n × outputs) or sets of labels (a matrix of 0
+    and 1). Names of classes are numbered in sorted order.
 
     `client_ids` names the owner of each sample. Each owner becomes a client; without it, the samples are partitioned.
     Without `test`, a fifth of each client's samples is held out. `class_names` are the names of labels 0, 1, 2, …;
@@ -361,6 +362,11 @@ def from_arrays(
     """
     check_settings(settings)
     owners = None if client_ids is None else np.asarray(client_ids)
+    if _has_names(y):
+        parts = [_read_names(labels, name) for labels in (y, *([] if test is None else test[1:]))]
+        class_names = tuple(class_names) or tuple(sorted(set().union(*parts)))
+        y, *test_labels = (_number_names(labels, class_names, name) for labels in parts)
+        test = test and (test[0], test_labels[0])
     test_set = None
     columns = tuple(Column(str(column)) for column in getattr(x, "columns", ()))
     if test is not None:
@@ -382,6 +388,29 @@ def from_arrays(
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
+
+
+def _has_names(y: ArrayLike | Tensor) -> bool:
+    """True if the labels are names of classes: strings, or a categorical of pandas."""
+    labels = np.empty(0) if isinstance(y, Tensor) else np.asarray(y)
+    return labels.dtype.kind == "U" or (labels.dtype == object and any(isinstance(label, str) for label in labels))
+
+
+def _read_names(y: ArrayLike | Tensor, name: str) -> list[str]:
+    """The class of each sample by name; DataError if one is no string, such as a missing value."""
+    labels: list[Any] = np.asarray(y).tolist()
+    for sample, label in enumerate(labels):
+        if not isinstance(label, str):
+            raise DataError(f"data '{name}' has label {label!r} in sample {sample} (expected: names or integers)")
+    return labels
+
+
+def _number_names(labels: Sequence[str], class_names: Sequence[str], name: str) -> Rows:
+    """The number of each label among the names of the classes."""
+    numbers = {class_name: number for number, class_name in enumerate(class_names)}
+    if unknown := set(labels) - numbers.keys():
+        raise DataError(f"data '{name}' has label '{min(unknown)}' (allowed: {', '.join(class_names)})")
+    return np.array([numbers[label] for label in labels], np.int64)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -690,6 +719,7 @@ def convert_targets(y: ArrayLike | Tensor, name: str) -> Array:
     Floats are class labels if all of them are 0, 1, 2, … A matrix of floats, or of 0 and 1, has several outputs.
     """
     targets = np.asarray(y.cpu() if isinstance(y, Tensor) else y)
+    targets = np.array(targets.tolist()) if targets.dtype == object else targets
     is_matrix = targets.ndim == 2 and targets.shape[1] > 1
     is_float = targets.dtype.kind == "f"
     if is_matrix and targets.dtype.kind in "iub" and np.isin(targets, (0, 1)).all():
