@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -121,3 +124,57 @@ def test_unknown_or_unsuitable_models_are_rejected() -> None:
         fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(4, 2))
     with pytest.raises(SettingError, match="at least 2 classes"):
         fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(3, 1))
+
+
+# --- lazy layers --------------------------------------------------------------------------------------------------
+
+
+class LazyNet(nn.Sequential):
+    """Layers that learn their sizes from the first input. Dropout must not draw from the streams of the weights."""
+
+    def __init__(self) -> None:
+        norm, head = nn.LazyBatchNorm1d(), nn.LazyLinear(2)
+        super().__init__(nn.LazyLinear(4), norm, nn.Dropout(0.5), nn.ReLU(), head)
+
+
+class PlainNet(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("model", [LazyNet, LazyNet(), lambda: LazyNet()], ids=["class", "instance", "function"])
+def test_lazy_layers_train_like_others(model: Any, tmp_path: Path) -> None:
+    method = FedAvg(rounds=2, cohort=2)
+    plain = fewer.run(method, federation(), model=PlainNet)
+    random_state = torch.get_rng_state()
+    lazy = fewer.run(method, federation(), model=model, out=tmp_path / "run")
+    pool = fewer.run(method, federation(), model=model, runtime="pool")
+    for result in (lazy, pool):
+        assert result.state.model.keys() == plain.state.model.keys()
+        assert all(torch.equal(weight, plain.state.model[name]) for name, weight in result.state.model.items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    stopped = Stop()
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run(method, federation(), model=model, out=tmp_path / "stopped", callbacks=[stopped])
+    resumed = fewer.resume(tmp_path / "stopped", data=federation(), model=model)
+    assert all(torch.equal(weight, plain.state.model[name]) for name, weight in resumed.state.model.items())
+    opened = fewer.open_run(tmp_path / "run", data=federation(), model=model)
+    assert torch.equal(opened.model(torch.ones(1, 3)), plain.model(torch.ones(1, 3)))
+
+
+class Stop(fewer.Callback):
+    def on_round_start(self, run: fewer.Run) -> None:
+        if run.round == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_lazy_net_keeps_the_modes_and_weights_of_its_other_layers() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval(), nn.LazyLinear(2))
+    task = fewer.run(FedAvg(rounds=1), federation(), model=net).task
+    built = task.net()
+    assert [layer.training for layer in built] == [True, False, True]  # type: ignore[attr-defined]
+    assert torch.equal(task.initial_weights(5)["0.weight"], net.state_dict()["0.weight"])
+    assert not torch.equal(task.initial_weights(5)["2.weight"], task.initial_weights(6)["2.weight"])
+    assert isinstance(net[2], nn.LazyLinear)  # the user's net is unchanged
+    with pytest.raises(SettingError, match="the model cannot be built: .*shapes cannot be multiplied"):
+        fewer.run(FedAvg(rounds=1), federation(), model=nn.Sequential(nn.LazyLinear(4), nn.Linear(3, 2)))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedBuffer
 
 from fewer.errors import SettingError, unknown_option
 from fewer.models.images import AlexNet, Conv4, FemnistCNN, LeNet5, ResNet12, SensorCNN, SmallCNN
@@ -41,3 +45,33 @@ def net_factory(
         raise SettingError(f"model {model.__name__} takes text, but the data has no vocabulary")
     arguments = {name: value for name, value in data_facts.items() if name in parameters and value is not None}
     return partial(model, **arguments, **options)
+
+
+def is_lazy(net: nn.Module) -> bool:
+    """True if a layer such as `nn.LazyLinear` has no weights yet, because it has not seen an input."""
+    return any(isinstance(module, LazyModuleMixin) and module.has_uninitialized_params() for module in net.modules())
+
+
+def copy_net(net: nn.Module) -> nn.Module:
+    """A copy of the net, which may be lazy."""
+    copies: dict[int, Any] = {}  # of buffers that torch itself cannot copy
+    for buffer in net.buffers():
+        if isinstance(buffer, UninitializedBuffer):
+            kind: Any = UninitializedBuffer
+            copies[id(buffer)] = kind(device=buffer.device, dtype=buffer.dtype)
+    return copy.deepcopy(net, copies)
+
+
+def materialize(build: Callable[[], nn.Module], zeros: Tensor) -> nn.Module:
+    """Builds a net. Its lazy layers get their weights by a forward pass of `zeros` in evaluation mode.
+
+    If all layers are lazy, the weights are those of the same net without lazy layers.
+    """
+    net = build()
+    if isinstance(net, nn.Module) and is_lazy(net):
+        training = {module: module.training for module in net.modules()}
+        with torch.no_grad():
+            net.eval()(zeros)
+        for module, mode in training.items():
+            module.training = mode
+    return net

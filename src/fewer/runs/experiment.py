@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +23,7 @@ from fewer.learning.evaluate import measure_outputs
 from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
 from fewer.models import Task, get_weights, net_factory
+from fewer.models.nets import copy_net, is_lazy, materialize
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
 from fewer.registry import MODELS
 from fewer.runs.metric import PrimaryMetric
@@ -210,13 +210,14 @@ def make_task(model: Model, settings: Settings, data: Data, objective: Objective
     """Builds the task of training this model on this data, and tries the model on one sample."""
     initial = None
     if isinstance(model, nn.Module):
-        make: Callable[[], nn.Module] = partial(copy.deepcopy, model)
-        initial = get_weights(model)
+        make: Callable[[], nn.Module] = partial(copy_net, model)
+        initial = None if is_lazy(model) else get_weights(model)
     else:
         factory = model if not isinstance(model, str) else MODELS.find(model)
         facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocab_size}
         make = net_factory(factory, facts, _model_options(settings, data))
-    task = Task(data.shape, data.classes, make, device, initial, *objective)
+    zeros = torch.zeros(1, *data.shape, dtype=torch.int64 if data.tokens else torch.float32)
+    task = Task(data.shape, data.classes, partial(materialize, make, zeros), device, initial, *objective)
     if not isinstance(data, AbsentData):
         _try_model(task, data)
     return task
