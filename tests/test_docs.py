@@ -132,7 +132,7 @@ def test_every_command_accepts_the_arguments_on_a_page(page: Path) -> None:
             pairs = {key: parse_assignments(settings.pop(key, [])) for key in ("data_options", "model_options")}
             checked = parse_settings({**settings, **pairs})
             assert checked.data in fewer.data.NAMES or checked.data.partition(":")[0] in FORMATS, checked.data
-            assert checked.model in MODELS or ".py:" in checked.model, checked.model
+            assert checked.model is None or checked.model in MODELS or ".py:" in checked.model, checked.model
         if name == "methods" and methods:
             find(methods)
         if name == "reproduce" and (recipe := parsed.get("name")) and not recipe.endswith(".toml"):

@@ -70,7 +70,9 @@ def test_data_of_a_user(data: Data) -> None:
 
 def test_result_and_run_directory(data: ArrayData, tmp_path: Path) -> None:
     result = fewer.run(FedAvg(rounds=3, local_steps=1), data, model="mlp", evaluate_every=2, out=tmp_path / "run")
-    expected = "Result of fedavg on mine, 2 clients\n  3 of 3 rounds: accuracy ...%\n  ... MB up, ... MB down, 0 s"
+    expected = (
+        "Result of fedavg with mlp on mine, 2 clients\n  3 of 3 rounds: accuracy ...%\n  ... MB up, ... MB down, 0 s"
+    )
     check(result, expected)
     check(fewer.open_run(tmp_path / "run", data=data), expected)
     result.history.pop()

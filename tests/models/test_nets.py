@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fewer.models import (
     net_factory,
     split_net,
 )
+from fewer.models.nets import default_model
 from fewer.registry import MODELS
 from tests.methods.linear_harness import federation
 from tests.models.harness import TASK_INFO, build_net
@@ -30,6 +32,7 @@ COUNTS = {
     "femnist-cnn": 6_603_710,
     "alexnet": 61_100_840,
     "char-lstm": 80 * 8 + 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2) + 256 * 80 + 80,
+    "embedding-bag": 1000 * 32 + 32 * 64 + 64 + 64 * 20 + 20,
     "text-bilstm": 2 * 4 * 50 * (300 + 50 + 2) + 100 * 20 + 20,
     "sentiment-lstm": 4 * 100 * (300 + 100 + 2) + 4 * 100 * (100 + 100 + 2) + 100 * 2 + 2,
     "mlp": 103 * 64 + 64 + 64 * 40 + 40,
@@ -81,10 +84,10 @@ def test_options_change_a_model() -> None:
         net_factory(MODELS.find("char-lstm"), {"shape": (80,), "classes": 2, "vocabulary": None}, {})
 
 
-@pytest.mark.parametrize("name", ["char-lstm", "text-bilstm", "sentiment-lstm", "conv4", "mlp"])
+@pytest.mark.parametrize("name", ["char-lstm", "embedding-bag", "text-bilstm", "sentiment-lstm", "conv4", "mlp"])
 def test_second_derivatives_against_finite_differences(name: str) -> None:
     """The gradient of ‖∇loss‖² along a direction, in float64."""
-    short_inputs = {"char-lstm": (6,), "text-bilstm": (5,), "sentiment-lstm": (5,)}
+    short_inputs = {"char-lstm": (6,), "embedding-bag": (5,), "text-bilstm": (5,), "sentiment-lstm": (5,)}
     task_info = {**TASK_INFO[name], "shape": short_inputs.get(name, TASK_INFO[name]["shape"])}
     torch.manual_seed(0)
     net = net_factory(MODELS.find(name), task_info, {"width": 4} if name == "conv4" else {})().double()
@@ -178,3 +181,39 @@ def test_a_lazy_net_keeps_the_modes_and_weights_of_its_other_layers() -> None:
     assert isinstance(net[2], nn.LazyLinear)  # the user's net is unchanged
     with pytest.raises(SettingError, match="the model cannot be built: .*shapes cannot be multiplied"):
         fewer.run(FedAvg(rounds=1), federation(), model=nn.Sequential(nn.LazyLinear(4), nn.Linear(3, 2)))
+
+
+# --- the default model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "name"),
+    [
+        ((1, 28, 28), {}, "cnn"),
+        ((6, 128), {}, "sensor-cnn"),
+        ((6, 3), {}, "mlp"),
+        ((30,), {}, "mlp"),
+        ((30,), {"vocabulary": 100}, "embedding-bag"),
+        ((80,), {"vocabulary": 80, "next_token": True}, "char-lstm"),
+    ],
+)
+def test_the_default_model_fits_the_data(shape: tuple[int, ...], options: dict[str, Any], name: str) -> None:
+    assert default_model(shape, **options) == name
+    facts = {"shape": shape, "classes": 3, "vocabulary": options.get("vocabulary")}
+    x = torch.zeros(1, *shape, dtype=torch.int64 if options else torch.float32)
+    assert net_factory(MODELS.find(name), facts, {})().eval()(x).shape == (1, 3)
+
+
+def test_a_run_records_its_default_model(tmp_path: Path) -> None:
+    default = fewer.run(FedAvg(rounds=1), federation(), out=tmp_path / "run")
+    named = fewer.run(FedAvg(rounds=1), federation(), model="mlp")
+    assert default.settings.model == "mlp" and default.hash == named.hash and default.value == named.value
+    assert json.loads((tmp_path / "run/settings.json").read_text())["settings"]["model"] == "mlp"
+    own = fewer.run(FedAvg(rounds=1), federation(), model=PlainNet)
+    assert own.settings.model == "(PlainNet)" and own.hash != named.hash
+    texts = [f"{'good' if n % 2 else 'bad'} word{n % 7}" for n in range(40)]
+    text = fewer.data.from_arrays(texts, [n % 2 for n in range(40)], clients=2, partition="iid")
+    table = fewer.compare(["fedavg", "local"], text, rounds=3, method_options={"lr": 0.5})
+    assert table.settings["model"] == "embedding-bag" and min(row.accuracy for row in table.rows) > 0.9
+    with pytest.raises(SettingError, match=r"CharLSTM takes text, but inputs have shape \(1, 8, 8\); cnn fits"):
+        fewer.run("fedavg", "digits", model="char-lstm")

@@ -152,7 +152,7 @@ def compare(
     methods: Sequence[Method | str],
     data: Data | str = "fashion-mini",
     *,
-    model: Model = "cnn",
+    model: Model | None = None,
     seeds: int = 1,
     tune: bool = False,
     trials: int = TRIALS,
@@ -197,7 +197,7 @@ def compare(
 
 
 def _build_experiments(
-    methods: Sequence[Method | str], data: Data | str, model: Model, settings: Mapping[str, Any]
+    methods: Sequence[Method | str], data: Data | str, model: Model | None, settings: Mapping[str, Any]
 ) -> tuple[list[Experiment], list[Method | None]]:
     """The experiment of each method, and the method if it was given as an object.
 

@@ -62,7 +62,7 @@ def tune(
     method: Method | str,
     data: Data | str = "fashion-mini",
     *,
-    model: Model = "cnn",
+    model: Model | None = None,
     trials: int = TRIALS,
     callbacks: Sequence[Callback] = (),
     progress: bool | None = None,

@@ -69,7 +69,7 @@ def run(
     method: Method | str,
     data: Data | str = "fashion-mini",
     *,
-    model: Model = "cnn",
+    model: Model | None = None,
     loss: Loss | str | None = None,
     metrics: Metrics = (),
     out: str | Path | None = None,
@@ -85,7 +85,7 @@ def run(
     - `method`: an object or a name.
     - `data`: an object made by `fewer.data`, or a name.
     - `model`: a name, a class or function that returns an `nn.Module`, or an `nn.Module`. Training starts from the
-      weights of an `nn.Module`.
+      weights of an `nn.Module`. By default, a model that fits the data.
     - `loss`: a name (cross-entropy, bce, mse, mae, huber), or a function of outputs and targets.
     - `metrics`: names (mae, mse, rmse, r2, f1, exact-match), and functions of outputs and targets.
     - `out`: the run directory. Without it, nothing is kept on disk.
@@ -100,7 +100,7 @@ def run(
 
 
 def experiment_from_arguments(
-    method: Method | str, data: Data | str, model: Model, settings: Mapping[str, Any]
+    method: Method | str, data: Data | str, model: Model | None, settings: Mapping[str, Any]
 ) -> Experiment:
     """Builds an experiment from the arguments of `run`, which are objects or names."""
     settings = dict(settings)
@@ -124,8 +124,8 @@ def experiment_from_arguments(
         settings["data"] = data
     else:
         settings |= _data_settings(data)
-    if isinstance(model, str):
-        settings["model"] = model
+    if model is not None:
+        settings["model"] = model if isinstance(model, str) else _function_name(model)
     loss, metrics = settings.get("loss"), settings.get("metrics", ())
     if callable(loss):
         settings["loss"] = _function_name(loss)
@@ -150,7 +150,7 @@ def _find_option(name: str) -> str | None:
 
 
 def _function_name(function: Any) -> str:
-    """The name of a user's function in the settings of a run."""
+    """The name of a user's function, or of a user's net, in the settings of a run."""
     return f"({getattr(function, '__name__', type(function).__name__)})"
 
 
@@ -165,7 +165,7 @@ def _check_arguments(method: object, data: object, model: object) -> None:
             "data must be a name, or made by fewer.data.from_arrays, from_clients or from_dataset, "
             f"got {type(data).__name__}"
         )
-    if not isinstance(model, str | torch.nn.Module) and not callable(model):
+    if not isinstance(model, str | torch.nn.Module | None) and not callable(model):
         kind = type(model).__name__
         raise SettingError(f"model must be a name, an nn.Module, or a class or function that returns one, got {kind}")
 

@@ -23,7 +23,7 @@ from fewer.learning.evaluate import measure_outputs
 from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
 from fewer.models import Task, get_weights, net_factory
-from fewer.models.nets import copy_net, is_lazy, materialize
+from fewer.models.nets import copy_net, default_model, is_lazy, materialize
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
 from fewer.registry import MODELS
 from fewer.runs.metric import PrimaryMetric
@@ -124,7 +124,10 @@ def build_experiment(
     if method.cohort is not None:
         check_cohort(method.cohort, len(data))
     device = make_device(settings.device)
-    task = make_task(settings.model if model is None else model, settings, data, objective, device)
+    if model is None and settings.model is None:
+        name = default_model(data.shape, data.vocab_size, objective.kind == "next-token")
+        settings = settings.model_copy(update={"model": name})
+    task = make_task(model or settings.model or "", settings, data, objective, device)
     return Experiment(method, task, data.to(device), settings, objects)
 
 

@@ -69,10 +69,14 @@ class Result(Experiment, Viewable):
         last = {"up": 0, "down": 0, "seconds": 0.0, **self.metrics}
         up, down, seconds = format_megabytes(last["up"]), format_megabytes(last["down"]), last["seconds"]
         return (
-            f"Result of {self.method.name} on {self.data.name}, {len(self.data)} clients\n"
+            f"Result of {self.method.name} with {self._model_name} on {self.data.name}, {len(self.data)} clients\n"
             f"  {len(self.history)} of {self.method.rounds} rounds{value}\n"
             f"  {up} up, {down} down, {format_duration(seconds)}"
         )
+
+    @property
+    def _model_name(self) -> str:
+        return Path(self.settings.model or "").name.strip("()")
 
     @property
     def metrics(self) -> dict[str, Any]:
