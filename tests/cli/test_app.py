@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import fewer
 from fewer.cli.app import app
+from fewer.cli.printing import short_name
 from tests.helpers import DIGITS, call
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -46,6 +48,18 @@ def test_a_method_table_in_a_settings_file_is_refused(tmp_path: Path) -> None:
     assert "its options belong to the table [method_options]" in errors
 
 
+def test_the_name_of_a_run_has_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a/long path").mkdir(parents=True)
+    rows = "".join(f"{n % 7},{n % 3},{'even' if n % 2 else 'odd'}\n" for n in range(60))
+    (tmp_path / "a/long path/my.patients.csv").write_text(f"u,v,label\n{rows}")
+    monkeypatch.chdir(tmp_path)
+    call("run", "fedavg", "--data", "csv:a/long path/my.patients.csv", "--clients", "2", "--rounds", "1", "--no-report")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"fedavg-my\.patients-\d{8}-\d{6}", run.name)
+    assert json.loads((run / "settings.json").read_text())["settings"]["model"] == "mlp"  # it fits the data
+    assert (short_name("digits"), short_name("folder:x/y/"), short_name("jsonl:a.jsonl.gz")) == ("digits", "y", "a")
+
+
 def test_json_on_standard_output_is_only_json(tmp_path: Path) -> None:
     result = call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "run", "--json", "-")
     assert json.loads(result.stdout)["round"] == 1
@@ -67,6 +81,15 @@ def test_flags_override_a_settings_file(tmp_path: Path) -> None:
     [
         (["run", "fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'? (allowed: "),
         (["run", "fedavg", "--data", "digit"], "unknown data 'digit', did you mean 'digits'?"),
+        (["run", "fedavg", "--data", "my/x.csv"], "unknown data 'my/x.csv', did you mean 'csv:my/x.csv'?"),
+        (["run", "fedavg", "--data", "x.jsonl.gz"], "unknown data 'x.jsonl.gz', did you mean 'jsonl:x.jsonl.gz'?"),
+        (["run", "fedavg", "--data", "/"], "unknown data '/', did you mean 'folder:/'?"),
+        (["run", "fedavg", "--data", "mnist"], "set FEWER_DATA or pass --data-dir, then run fewer data get mnist"),
+        (
+            ["run", "fedavg", "--data", "cifar100-coarse", "--data-dir", "/"],
+            "no files of data 'cifar100-coarse' in /: run fewer data get cifar100 --data-dir /",
+        ),
+        (["run", "fedavg", "--data", "hapt"], "then put them at hapt/hapt.npz in that directory"),
         (["run", "fedavg", "--data", "npy:x"], "unknown data format 'npy', did you mean 'npz'?"),
         (
             ["run", "fedavg", "--data", "npz:none.npz"],

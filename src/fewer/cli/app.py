@@ -239,7 +239,8 @@ def reproduce(
             print(f"{recipe_name}  {title}")
         return
     results.mkdir(parents=True, exist_ok=True)
-    folder = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
+    title = Path(name).stem if name.endswith(".toml") else name
+    folder = out or RUNS / "reproduce" / (title.replace("/", "-") + ("-quick" if quick else ""))
     changes = {"data_dir": data_dir, "runtime": runtime}
     with printing.resumable("Run the same command to continue."), show_progress(True) as progress:
         recipe, cells = recipes.reproduce(
@@ -249,7 +250,7 @@ def reproduce(
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
-    stem = "-".join([Path(name).stem if name.endswith(".toml") else name, *map(recipes.slugify, column or ())])
+    stem = "-".join([title, *map(recipes.slugify, column or ())])
     pages = recipes.write_results(stem, recipe, cells, results, command, quick, pictures, study)
     if study:
         write_study(study, pages[0].with_suffix(""))
@@ -467,7 +468,7 @@ def _train(given: dict[str, Any], output: Output, tune: bool = False, trials: in
             tuned = find_search_space(experiment.method)
             chosen = ", ".join(f"{name} = {getattr(experiment.method, name):g}" for name in tuned)
             print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
-        path = output.out or printing.new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+        path = output.out or printing.new_run_path(experiment.method.name, experiment.settings.data)
         with printing.resumable(printing.resume_hint(path), path):
             result = run_experiment(experiment, path, progress, track=output.track or ())
     printing.print_result(result, path, output)

@@ -310,7 +310,7 @@ def _new_run(given: dict[str, Any], method: str | None, out: Path | None) -> tup
     if method is not None:
         given = {**given, "method": method}
     experiment = build_experiment(parse_settings({**given, "runtime": "flower"}))
-    path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+    path = out or new_run_path(experiment.method.name, experiment.settings.data)
     check_unused(path)
     return experiment, path
 
