@@ -73,12 +73,10 @@ def assign_label_styles(
     for label, method in methods.items():
         style = by_method[method]
         if method in [methods[other] for other in styles]:
-            variants = [
-                variant for color in (style.color, *COLORS) for variant in _variants(style._replace(color=color))
-            ]
-            style = next(
-                (variant for variant in variants if variant not in used), variants[len(styles) % len(variants)]
-            )
+            colors = (style.color, *COLORS)
+            variants = [variant for color in colors for variant in _variants(style._replace(color=color))]
+            free = (variant for variant in variants if variant not in used)
+            style = next(free, variants[len(styles) % len(variants)])
             used.add(style)
         styles[label] = style
     return styles
