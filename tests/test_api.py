@@ -222,7 +222,7 @@ def test_audit_takes_a_result_or_the_data_and_model_again(my_data: ArrayData, tm
 
 
 def test_compare_reports_wrong_settings(my_data: ArrayData) -> None:
-    with pytest.raises(SettingError, match="option 'mu': no method has it"):
+    with pytest.raises(SettingError, match="no method has an option 'mu'"):
         fewer.compare([FedProx(), "fedavg"], my_data, method_options={"mu": 0.1})
     with pytest.raises(SettingError, match="clients belongs to the data"):
         fewer.compare(["fedavg"], my_data, clients=3)

@@ -80,6 +80,7 @@ def test_flags_override_a_settings_file(tmp_path: Path) -> None:
     ("args", "text"),
     [
         (["run", "fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'? (allowed: "),
+        (["run", "mine.py"], "method 'mine.py' is a file: add the name of an object in it, mine.py:Name"),
         (["run", "fedavg", "--data", "digit"], "unknown data 'digit', did you mean 'digits'?"),
         (["run", "fedavg", "--data", "my/x.csv"], "unknown data 'my/x.csv', did you mean 'csv:my/x.csv'?"),
         (["run", "fedavg", "--data", "x.jsonl.gz"], "unknown data 'x.jsonl.gz', did you mean 'jsonl:x.jsonl.gz'?"),
@@ -124,7 +125,7 @@ def test_flags_override_a_settings_file(tmp_path: Path) -> None:
         (["resume", "nowhere"], "nowhere is not a run directory: it does not exist"),
         (
             ["compare", "fedavg", "fedprox", *DIGITS, "-o", "nu=1"],
-            "option 'nu': no method has it (methods: fedavg, fedprox)",
+            "no method has an option 'nu' (methods: fedavg, fedprox)",
         ),
         (["predict", "nowhere", "--data", "digits"], "nowhere is not a run directory"),
         (["methods", "fedmax"], "unknown method 'fedmax'"),
@@ -320,7 +321,7 @@ def test_version_help_and_completion() -> None:
 
 def test_the_method_is_only_a_positional_argument(tmp_path: Path) -> None:
     assert "No such option" in call("run", "--method", "fedavg", code=2).stderr
-    assert "no METHOD" in call("run", *DIGITS, "--out", tmp_path / "run", code=2).stderr
+    assert "METHOD is missing" in call("run", *DIGITS, "--out", tmp_path / "run", code=2).stderr
 
 
 def test_an_unknown_flag_suggests_the_nearest_name() -> None:

@@ -81,7 +81,7 @@ def run(
     if method is not None:
         given["method"] = method
     if "method" not in given:
-        raise SettingError("no METHOD: name one, as in fewer run fedavg (fewer methods lists them)")
+        raise SettingError("METHOD is missing, as in fewer run fedavg (fewer methods lists them)")
     _train(given, output, tune, trials)
 
 

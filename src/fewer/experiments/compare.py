@@ -331,7 +331,7 @@ def assign_options(methods: Sequence[type[Method]], given: Mapping[str, Any]) ->
         owner, _, name = key.rpartition(".")
         matching = [method for method in methods if (method.name == owner if owner else name in method.model_fields)]
         if not matching:
-            raise SettingError(f"option '{key}': no method has it (methods: {', '.join(options)})")
+            raise SettingError(f"no method has an option '{key}' (methods: {', '.join(options)})")
         for method in matching:
             options[method.name][name] = value
     return options

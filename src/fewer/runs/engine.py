@@ -115,7 +115,8 @@ def experiment_from_arguments(
             )
         for kind, argument in (("method", method), ("data", data)):
             if not isinstance(argument, str) and name in settings_in_group(kind.capitalize()) - independent:
-                raise SettingError(f"{name} belongs to the {kind}, which is an object here: set it on that object")
+                example = f"FedAvg({name}=…)" if kind == "method" else f"fewer.data.load(…, {name}=…)"
+                raise SettingError(f"{name} belongs to the {kind}, which is an object here: set it there, {example}")
     if isinstance(method, Method):
         settings |= {"method": _method_spec(method), "method_options": method.model_dump(mode="json")}
     else:

@@ -143,7 +143,7 @@ def _prepare_data(method: Method, data: Data) -> Data:
     if data.novel and method.needs != "novel classes":
         allowed = [name for name in names() if find(name).needs == "novel classes"]
         raise SettingError(
-            f"data '{data.name}' tests novel classes, which {method.name} cannot predict "
+            f"the test samples of data '{data.name}' are of novel classes, which {method.name} cannot predict "
             f"(allowed: {', '.join(allowed)})"
         )
     return data
@@ -291,8 +291,8 @@ def _try_model(task: Task, data: Data) -> None:
     shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
     columns = outputs.shape[1] if isinstance(outputs, torch.Tensor) and outputs.ndim == 2 else 0
     if columns < data.classes or (columns > data.classes and not task.has_classes):
-        expected = f"at least {data.classes} classes" if task.has_classes else f"{data.classes} outputs"
-        raise SettingError(f"the model returns {shape} for one sample (allowed: 1 × {expected})")
+        expected = f"scores of at least {data.classes} classes" if task.has_classes else f"{data.classes} outputs"
+        raise SettingError(f"the model returns {shape} for one sample, expected {expected}")
     if not data.novel:
         _try_objective(task, outputs, y)
 
