@@ -75,6 +75,8 @@ def test_result_and_run_directory(data: ArrayData, tmp_path: Path) -> None:
     )
     check(result, expected)
     check(fewer.open_run(tmp_path / "run", data=data), expected)
+    gone = repr(fewer.open_run(tmp_path / "run").data)
+    assert gone.startswith("AbsentData 'mine': 2 clients\n  inputs 3, 2 classes\n  the training data of ")
     result.history.pop()
     result.history.pop()  # the first round was not evaluated
     assert "\n  1 of 3 rounds\n" in repr(result)

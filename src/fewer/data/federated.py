@@ -113,18 +113,19 @@ class Data(ABC):
 
     def __repr__(self) -> str:
         """Three lines: the number of clients, inputs and targets, and samples."""
-        sizes = [self.size(client) for client in range(len(self))] or [0]
-        names = getattr(self, "class_names", ())
+        names = self.class_names
         named = bool(names) and names != self.tokens
         listed = f": {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if named else ""
         inputs = "×".join(map(str, self.shape)) + (f" tokens (vocabulary {len(self.tokens):,})" if self.tokens else "")
         targets = f"{self.classes:,} classes{listed}" if self.has_classes else f"{self.classes:,} outputs"
-        per_client = f"{min(sizes):,} to {max(sizes):,} per client"
-        return (
-            f"{type(self).__name__} '{self.name}': {len(self):,} clients\n"
-            f"  inputs {inputs or 1}, {targets}\n"
-            f"  {sum(sizes):,} training samples ({per_client}), {len(self.test):,} test samples"
-        )
+        try:
+            sizes = [self.size(client) for client in range(len(self))] or [0]
+            per_client = f"{min(sizes):,} to {max(sizes):,} per client"
+            samples = f"{sum(sizes):,} training samples ({per_client}), {len(self.test):,} test samples"
+        except DataError as error:  # the samples are not on this machine
+            samples = str(error)
+        title = f"{type(self).__name__} '{self.name}': {len(self):,} clients"
+        return f"{title}\n  inputs {inputs or 1}, {targets}\n  {samples}"
 
     @abstractmethod
     def __len__(self) -> int:
