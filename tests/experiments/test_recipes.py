@@ -230,7 +230,7 @@ def test_counted_operations_get_a_plot_and_columns() -> None:
         for cell in cells
     ]
     (kind,), (figure,) = zip(*plot_recipe(plan, counted).items(), strict=True)
-    assert kind == "gflop" and list(figure.axes[0].lines[0].get_xdata()) == pytest.approx([1.5, 3.0])  # type: ignore
+    assert kind == "gflop" and list(figure.axes[0].lines[0].get_xdata()) == pytest.approx([1.5, 3.0])
     text = recipes.render_markdown(plan, counted, "command", quick=False, images={"gflop": "x-gflop.png"})
     assert "| MB up | MB down | GFLOP | seconds |" in text and "| 6 | 2 | 3 | 7 |" in text and "(x-gflop.png)" in text
     assert "GFLOP" not in recipes.render_markdown(plan, [cells[0], *counted[1:]], "command", quick=False)
