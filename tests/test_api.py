@@ -136,7 +136,7 @@ def test_compare_takes_objects_data_and_models(my_data: ArrayData, tmp_path: Pat
     row = table.rows[2]
     line = str(table).splitlines()[2].split()
     assert line[:5] == ["fedprox", f"{100 * row.accuracy:.2f}", "±", f"{100 * (row.ci95 or 0):.2f}", "%"]
-    assert line[5:7] == ["2", "rounds"] and repr(table).startswith("Comparison(labels=['fedavg lr=0.1'")
+    assert line[5:7] == ["2", "rounds"]
     assert table.report(tmp_path / "report").read_text().count("fedprox")
     again = fewer.compare(methods, data=my_data, model=MyNet, rounds=2, seeds=2, out=tmp_path / "runs")
     assert again.rows == table.rows  # taken from the run directories
@@ -180,13 +180,17 @@ def test_wrong_arguments_get_one_clear_line(my_data: ArrayData) -> None:
     x, y = np.zeros((20, 1, 8, 8), np.float32), np.arange(20) % 10
     run, compare, data = fewer.run, fewer.compare, fewer.data
     cases: list[tuple[Any, type[Exception], str]] = [
-        (lambda: FedAvg(rate=0.1), SettingError, "unknown option of fedavg 'rate'"),  # type: ignore[call-arg]
+        (lambda: FedAvg(rate=0.1), SettingError, "fedavg has no option 'rate'"),  # type: ignore[call-arg]
+        (lambda: FedAvg(learning_rate=0.1), SettingError, "has no option 'learning_rate', did you mean 'lr'?"),  # type: ignore[call-arg]
         (lambda: FedAvg(lr=-1), SettingError, "fedavg: lr must be > 0, got -1"),
-        (lambda: run(FedAvg, my_data), SettingError, "method is the class FedAvg: pass an object"),  # type: ignore[arg-type]
+        (lambda: run(FedAvg, my_data), SettingError, "method is the class FedAvg: pass an instance"),  # type: ignore[arg-type]
         (lambda: run(3, my_data), SettingError, "method must be a name or a fewer.Method, got int"),  # type: ignore[arg-type]
         (lambda: run("fedavg", (x, y)), fewer.DataError, "data must be a name, or made by .*got tuple"),  # type: ignore[arg-type]
         (lambda: run("fedavg", my_data, model=3), SettingError, "model must be a name, .*got int"),  # type: ignore[arg-type]
         (lambda: run("fedavg", my_data, lr=0.1), SettingError, "lr is an option of a method"),
+        (lambda: run("fedavg", my_data, learning_rate=0.1), SettingError, "lr is an option of a method"),
+        (lambda: run("fedavg", my_data, rouns=2), SettingError, "unknown setting 'rouns', did you mean 'rounds'"),
+        (lambda: compare(FedAvg, my_data), SettingError, "methods must be a list"),  # type: ignore[arg-type]
         (lambda: compare([FedAvg], my_data), SettingError, "method is the class FedAvg"),  # type: ignore[list-item]
         (lambda: compare("fedavg", my_data), SettingError, "methods must be a list"),
         (lambda: compare(["fedavg"], my_data, seeds=[0]), SettingError, "seeds must be the number"),  # type: ignore[arg-type]
@@ -218,7 +222,7 @@ def test_audit_takes_a_result_or_the_data_and_model_again(my_data: ArrayData, tm
 
 
 def test_compare_reports_wrong_settings(my_data: ArrayData) -> None:
-    with pytest.raises(SettingError, match="option 'mu': no method has it"):
+    with pytest.raises(SettingError, match="no method has an option 'mu'"):
         fewer.compare([FedProx(), "fedavg"], my_data, method_options={"mu": 0.1})
     with pytest.raises(SettingError, match="clients belongs to the data"):
         fewer.compare(["fedavg"], my_data, clients=3)

@@ -45,12 +45,38 @@ class QuorumLost(FewerError):
         self.resumable = resumable
 
 
+SYNONYMS = {
+    "learning_rate": "lr",
+    "eta": "lr",
+    "epochs": "local_steps",
+    "clients_per_round": "cohort",
+    "fraction_fit": "cohort",
+}
+"""Names that other frameworks use, and ours."""
+
+
+def nearest_name(name: str, allowed: Iterable[str]) -> str | None:
+    """Returns the allowed name that was probably meant, if there is one."""
+    names = list(allowed)
+    if (synonym := SYNONYMS.get(name)) in names:
+        return synonym
+    return next(iter(get_close_matches(name, names, n=1)), None)
+
+
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> SettingError:
-    """Returns an error for an unknown name, with the closest known name as a suggestion."""
+    """Returns an error for an unknown name, with the nearest known name as a suggestion."""
+    return SettingError(f"unknown {kind} '{name}'{_suggest(name, allowed)}")
+
+
+def unknown_option(owner: str, name: str, allowed: Iterable[str]) -> SettingError:
+    """Returns an error for an option that its owner does not have, with the nearest one as a suggestion."""
+    return SettingError(f"{owner} has no option '{name}'{_suggest(name, allowed)}")
+
+
+def _suggest(name: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
-    matches = get_close_matches(name, names, n=1)
-    hint = f", did you mean '{matches[0]}'?" if matches else ""
-    return SettingError(f"unknown {kind} '{name}'{hint} (allowed: {', '.join(names)})")
+    nearest = nearest_name(name, names)
+    return (f", did you mean '{nearest}'?" if nearest else "") + f" (allowed: {', '.join(names)})"
 
 
 COMPARISONS = {"greater than or equal to": ">=", "less than or equal to": "<=", "greater than": ">", "less than": "<"}
@@ -62,7 +88,7 @@ def setting_error(error: ValidationError, prefix: str, known: list[str]) -> Sett
     first = min(error.errors(), key=lambda problem: problem["type"] == "missing")
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return unknown_name(f"option of {prefix.rstrip(': ')}" if prefix else "setting", name, known)
+        return unknown_option(prefix.rstrip(": "), name, known) if prefix else unknown_name("setting", name, known)
     if first["type"] == "missing":
         return SettingError(f"{prefix}{name} is missing")
     message = first["msg"].replace("Input should", "must")

@@ -101,6 +101,8 @@ class Registry(Mapping[str, Any]):
         """The object with this name, or the object in a user's file: `FILE.py:Name`."""
         if ":" in name:
             return load_from_file(name)
+        if name.endswith(".py"):
+            raise SettingError(f"{self.kind} '{name}' is a file: add the name of an object in it, {name}:Name")
         if name not in self:
             raise unknown_name(self.kind, name, [*self, "FILE.py:Name"])
         return self[name]

@@ -50,3 +50,18 @@ def format_interval(value: Interval | None, digits: int = 2, scale: float = 100)
 def format_number(value: float) -> str:
     """Formats a number with three significant digits; large numbers keep all integer digits."""
     return f"{value:,.0f}" if value >= 999.5 else f"{value:.3g}"
+
+
+def format_megabytes(count: float) -> str:
+    """Formats bytes as MB with three significant digits."""
+    return f"{count / 1e6:.3g} MB" if count < 1e9 else f"{count / 1e6:,.0f} MB"
+
+
+def format_duration(seconds: float) -> str:
+    """Formats seconds as hours, minutes or seconds."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    return f"{total // 3600} h {total % 3600 // 60:02d} min"

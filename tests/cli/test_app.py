@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 import fewer
 from fewer.cli.app import app
+from fewer.cli.printing import short_name
 from tests.helpers import DIGITS, call
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -46,6 +48,18 @@ def test_a_method_table_in_a_settings_file_is_refused(tmp_path: Path) -> None:
     assert "its options belong to the table [method_options]" in errors
 
 
+def test_the_name_of_a_run_has_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a/long path").mkdir(parents=True)
+    rows = "".join(f"{n % 7},{n % 3},{'even' if n % 2 else 'odd'}\n" for n in range(60))
+    (tmp_path / "a/long path/my.patients.csv").write_text(f"u,v,label\n{rows}")
+    monkeypatch.chdir(tmp_path)
+    call("run", "fedavg", "--data", "csv:a/long path/my.patients.csv", "--clients", "2", "--rounds", "1", "--no-report")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"fedavg-my\.patients-\d{8}-\d{6}", run.name)
+    assert json.loads((run / "settings.json").read_text())["settings"]["model"] == "mlp"  # it fits the data
+    assert (short_name("digits"), short_name("folder:x/y/"), short_name("jsonl:a.jsonl.gz")) == ("digits", "y", "a")
+
+
 def test_json_on_standard_output_is_only_json(tmp_path: Path) -> None:
     result = call("run", "fedavg", *DIGITS, "--rounds", "1", "--out", tmp_path / "run", "--json", "-")
     assert json.loads(result.stdout)["round"] == 1
@@ -66,7 +80,17 @@ def test_flags_override_a_settings_file(tmp_path: Path) -> None:
     ("args", "text"),
     [
         (["run", "fedavgg"], "unknown method 'fedavgg', did you mean 'fedavg'? (allowed: "),
+        (["run", "mine.py"], "method 'mine.py' is a file: add the name of an object in it, mine.py:Name"),
         (["run", "fedavg", "--data", "digit"], "unknown data 'digit', did you mean 'digits'?"),
+        (["run", "fedavg", "--data", "my/x.csv"], "unknown data 'my/x.csv', did you mean 'csv:my/x.csv'?"),
+        (["run", "fedavg", "--data", "x.jsonl.gz"], "unknown data 'x.jsonl.gz', did you mean 'jsonl:x.jsonl.gz'?"),
+        (["run", "fedavg", "--data", "/"], "unknown data '/', did you mean 'folder:/'?"),
+        (["run", "fedavg", "--data", "mnist"], "set FEWER_DATA or pass --data-dir, then run fewer data get mnist"),
+        (
+            ["run", "fedavg", "--data", "cifar100-coarse", "--data-dir", "/"],
+            "no files of data 'cifar100-coarse' in /: run fewer data get cifar100 --data-dir /",
+        ),
+        (["run", "fedavg", "--data", "hapt"], "then put them at hapt/hapt.npz in that directory"),
         (["run", "fedavg", "--data", "npy:x"], "unknown data format 'npy', did you mean 'npz'?"),
         (
             ["run", "fedavg", "--data", "npz:none.npz"],
@@ -75,7 +99,7 @@ def test_flags_override_a_settings_file(tmp_path: Path) -> None:
         (["run", "fedavg", *DIGITS, "--cohort", "7"], "cohort = 7, but there are only 6 clients (allowed: 1 … 6)"),
         (
             ["run", "fedavg", *DIGITS, "-o", "local_step=1"],
-            "unknown option of fedavg 'local_step', did you mean 'local_steps'?",
+            "fedavg has no option 'local_step', did you mean 'local_steps'?",
         ),
         (["run", "fedavg", *DIGITS, "-o", "lr=-1"], "fedavg: lr must be > 0, got -1"),
         (["run", "fedavg", *DIGITS, "-o", "lr"], "option 'lr' is not of the form name=value"),
@@ -101,7 +125,7 @@ def test_flags_override_a_settings_file(tmp_path: Path) -> None:
         (["resume", "nowhere"], "nowhere is not a run directory: it does not exist"),
         (
             ["compare", "fedavg", "fedprox", *DIGITS, "-o", "nu=1"],
-            "option 'nu': no method has it (methods: fedavg, fedprox)",
+            "no method has an option 'nu' (methods: fedavg, fedprox)",
         ),
         (["predict", "nowhere", "--data", "digits"], "nowhere is not a run directory"),
         (["methods", "fedmax"], "unknown method 'fedmax'"),
@@ -297,7 +321,7 @@ def test_version_help_and_completion() -> None:
 
 def test_the_method_is_only_a_positional_argument(tmp_path: Path) -> None:
     assert "No such option" in call("run", "--method", "fedavg", code=2).stderr
-    assert "no METHOD" in call("run", *DIGITS, "--out", tmp_path / "run", code=2).stderr
+    assert "METHOD is missing" in call("run", *DIGITS, "--out", tmp_path / "run", code=2).stderr
 
 
 def test_an_unknown_flag_suggests_the_nearest_name() -> None:

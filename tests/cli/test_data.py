@@ -19,7 +19,7 @@ def test_data_list_and_inspect(tmp_path: Path) -> None:
     assert facts["vocabulary"] == 80 and facts["pictures"] == [str(tmp_path / "shakespeare-mini-partition.png")]
     assert "did you mean 'digits'" in call("data", "inspect", "digit", code=2).stderr
     wrong = call("data", "inspect", "glyphs", "--data-option", "siz=32", code=2).stderr
-    assert "unknown option of data glyphs 'siz', did you mean 'size'" in wrong
+    assert "data glyphs has no option 'siz', did you mean 'size'" in wrong
 
 
 def test_inspect_lists_columns_classes_and_notes(tmp_path: Path) -> None:

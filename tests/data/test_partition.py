@@ -372,7 +372,7 @@ def test_windows_are_split_in_time_within_each_class_and_never_overlap(kind: Par
             assert train.max() < validation.min() and validation.max() < test.min()
             assert len(test) == size // 5 and len(validation) == int((size - size // 5 - 5 // stride) * 0.3)
             assert len(train) == size - len(test) - len(validation) - 2 * (5 // stride)
-    held_out = starts[data.hold_out(0.2, 0).test.rows]  # type: ignore[union-attr]
+    held_out = starts[data.hold_out(0.2, 0).test.rows]
     assert all(
         ((held_out // 600 == client) & (held_out // 100 % 3 == label)).any() for client in (0, 1) for label in range(3)
     )

@@ -110,11 +110,11 @@ def test_wrong_settings_are_reported_before_anything_is_read() -> None:
 def test_named_data_is_read_from_the_data_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder / "mnist")
     monkeypatch.delenv("FEWER_DATA", raising=False)
-    with pytest.raises(DataError, match="'mnist' does not exist, and no data directory is set: pass --data-dir"):
+    with pytest.raises(DataError, match="'mnist' needs files: .* then run fewer data get mnist"):
         load("mnist")
     loaded = load("mnist", data_dir=folder, clients=3, min_samples_per_client=1)
     assert (loaded.source.shift, loaded.source.scale) == (255 * 0.1307, 1 / (255 * 0.3081))
     monkeypatch.setenv("FEWER_DATA", str(folder))
     assert load("mnist", clients=3, min_samples_per_client=1).fingerprint() == loaded.fingerprint()
-    with pytest.raises(DataError, match=f"no 'fashion-mnist' in {folder}"):
+    with pytest.raises(DataError, match=f"no files of data 'fashion-mnist' in {folder}: run fewer data get"):
         load("fashion-mnist")

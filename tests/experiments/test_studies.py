@@ -182,7 +182,7 @@ def test_accuracy_on_samples_that_no_client_holds(data: str, tmp_path: Path) -> 
     ("change", "text"),
     [
         (('"leakage"', '"leakag"'), "unknown study 'leakag', did you mean 'leakage'?"),
-        (("starts = 1", "start = 1"), "unknown option of study leakage 'start', did you mean 'starts'?"),
+        (("starts = 1", "start = 1"), "study leakage has no option 'start', did you mean 'starts'?"),
         (("starts = 1", 'starts = "1"'), "starts must be an integer or a list of numbers, got '1'"),
     ],
 )

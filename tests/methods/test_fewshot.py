@@ -157,7 +157,7 @@ def test_training_tasks_have_their_own_size(
     kind: type[FewShot], zero_head: bool, data: ArrayData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[tuple[int, ...]] = []
-    sample = fewshot.sample_episode
+    sample = fewshot.sample_episode  # type: ignore[attr-defined]
 
     def spy(samples: Any, *size: Any) -> Episode:
         sizes.append(size[:3])

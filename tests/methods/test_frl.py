@@ -262,7 +262,7 @@ def test_crops_are_for_training_only() -> None:
     ((crops, _),) = method.training_batches(samples, stream(0))
     white, black = ((value - samples.shift) * samples.scale for value in (200, 0))
     assert crops.shape == (len(samples), 1, 8, 8)
-    assert torch.allclose(crops.unique(), torch.tensor([black, white]))  # a border of black pixels
+    assert torch.allclose(torch.unique(crops), torch.tensor([black, white]))  # a border of black pixels
     net = Conv4((1, 8, 8), 2, width=4, pools=2)
     expected = compute_prototypes(net, samples)
     sent = method.fit_support(net, samples, None, True, stream(0))

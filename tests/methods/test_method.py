@@ -109,6 +109,12 @@ def test_the_choice_survives_an_interruption_and_a_pool(held: ArrayData, tmp_pat
     assert any(path.name.startswith("best_model") for path in expected["clients"])
 
 
+def test_a_run_that_compared_an_unscheduled_round_cannot_get_more_rounds() -> None:
+    best, last = FedAvg(keep="best"), FedAvg()
+    assert best.why_not_extend(3, 3, True) == "with keep = best it depends on which rounds are evaluated"
+    assert best.why_not_extend(3, 3, False) == last.why_not_extend(3, 3, True) == ""
+
+
 def test_a_client_without_validation_samples_uses_its_last_model(tmp_path: Path) -> None:
     data = load("digits", clients=4, alpha=0.3, validation=0.3)
     validation = data.validation.where(data.validation.owners != 2)

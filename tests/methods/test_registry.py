@@ -60,7 +60,7 @@ def test_runs_survive_empty_clients_and_clients_with_one_class(kind: type[LocalT
             ["fedgen", "-o", "generator_batch_size=1"],
             "generator_batch_size must be >= 2, got 1",
         ),
-        (["fedensemble", "-o", "weight=1"], "unknown option of fedensemble 'weight'"),
+        (["fedensemble", "-o", "weight=1"], "fedensemble has no option 'weight'"),
     ],
 )
 def test_a_wrong_setting_is_reported_in_one_line(args: list[str], text: str) -> None:

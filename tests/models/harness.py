@@ -17,6 +17,7 @@ TASK_INFO: dict[str, dict[str, Any]] = {
     "alexnet": {"shape": (3, 64, 64), "classes": 1000},
     "sensor-cnn": {"shape": (6, 128), "classes": 6},
     "char-lstm": {"shape": (80,), "classes": 80, "vocabulary": 80},
+    "embedding-bag": {"shape": (30,), "classes": 20, "vocabulary": 1000},
     "text-bilstm": {"shape": (30,), "classes": 20, "vocabulary": 1000},
     "sentiment-lstm": {"shape": (25,), "classes": 2, "vocabulary": 1000},
     "mlp": {"shape": (103,), "classes": 40},

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +19,7 @@ from fewer.models import (
     net_factory,
     split_net,
 )
+from fewer.models.nets import default_model
 from fewer.registry import MODELS
 from tests.methods.linear_harness import federation
 from tests.models.harness import TASK_INFO, build_net
@@ -27,6 +32,7 @@ COUNTS = {
     "femnist-cnn": 6_603_710,
     "alexnet": 61_100_840,
     "char-lstm": 80 * 8 + 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2) + 256 * 80 + 80,
+    "embedding-bag": 1000 * 32 + 32 * 64 + 64 + 64 * 20 + 20,
     "text-bilstm": 2 * 4 * 50 * (300 + 50 + 2) + 100 * 20 + 20,
     "sentiment-lstm": 4 * 100 * (300 + 100 + 2) + 4 * 100 * (100 + 100 + 2) + 100 * 2 + 2,
     "mlp": 103 * 64 + 64 + 64 * 40 + 40,
@@ -70,7 +76,7 @@ def test_options_change_a_model() -> None:
     rgb = net_factory(MODELS.find("conv4"), {"shape": (3, 32, 32), "classes": 5}, {})()
     assert rgb.head.in_features == 64 * 8 * 8  # type: ignore[union-attr]
     assert not any(isinstance(module, nn.BatchNorm2d) for module in build_net("conv4", norm="group").modules())
-    with pytest.raises(SettingError, match="unknown option of model ResNet12 'widht', did you mean 'width'"):
+    with pytest.raises(SettingError, match="model ResNet12 has no option 'widht', did you mean 'width'"):
         build_net("resnet12", widht=2)
     with pytest.raises(SettingError, match="SmallCNN takes images .* but inputs have shape \\(103,\\)"):
         net_factory(MODELS.find("cnn"), {"shape": (103,), "classes": 2}, {})
@@ -78,10 +84,10 @@ def test_options_change_a_model() -> None:
         net_factory(MODELS.find("char-lstm"), {"shape": (80,), "classes": 2, "vocabulary": None}, {})
 
 
-@pytest.mark.parametrize("name", ["char-lstm", "text-bilstm", "sentiment-lstm", "conv4", "mlp"])
+@pytest.mark.parametrize("name", ["char-lstm", "embedding-bag", "text-bilstm", "sentiment-lstm", "conv4", "mlp"])
 def test_second_derivatives_against_finite_differences(name: str) -> None:
     """The gradient of ‖∇loss‖² along a direction, in float64."""
-    short_inputs = {"char-lstm": (6,), "text-bilstm": (5,), "sentiment-lstm": (5,)}
+    short_inputs = {"char-lstm": (6,), "embedding-bag": (5,), "text-bilstm": (5,), "sentiment-lstm": (5,)}
     task_info = {**TASK_INFO[name], "shape": short_inputs.get(name, TASK_INFO[name]["shape"])}
     torch.manual_seed(0)
     net = net_factory(MODELS.find(name), task_info, {"width": 4} if name == "conv4" else {})().double()
@@ -121,3 +127,93 @@ def test_unknown_or_unsuitable_models_are_rejected() -> None:
         fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(4, 2))
     with pytest.raises(SettingError, match="at least 2 classes"):
         fewer.run(FedAvg(rounds=1), federation(), model=nn.Linear(3, 1))
+
+
+# --- lazy layers --------------------------------------------------------------------------------------------------
+
+
+class LazyNet(nn.Sequential):
+    """Layers that learn their sizes from the first input. Dropout must not draw from the streams of the weights."""
+
+    def __init__(self) -> None:
+        norm, head = nn.LazyBatchNorm1d(), nn.LazyLinear(2)
+        super().__init__(nn.LazyLinear(4), norm, nn.Dropout(0.5), nn.ReLU(), head)
+
+
+class PlainNet(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("model", [LazyNet, LazyNet(), lambda: LazyNet()], ids=["class", "instance", "function"])
+def test_lazy_layers_train_like_others(model: Any, tmp_path: Path) -> None:
+    method = FedAvg(rounds=2, cohort=2)
+    plain = fewer.run(method, federation(), model=PlainNet)
+    random_state = torch.get_rng_state()
+    lazy = fewer.run(method, federation(), model=model, out=tmp_path / "run")
+    pool = fewer.run(method, federation(), model=model, runtime="pool")
+    for result in (lazy, pool):
+        assert result.state.model.keys() == plain.state.model.keys()
+        assert all(torch.equal(weight, plain.state.model[name]) for name, weight in result.state.model.items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    stopped = Stop()
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run(method, federation(), model=model, out=tmp_path / "stopped", callbacks=[stopped])
+    resumed = fewer.resume(tmp_path / "stopped", data=federation(), model=model)
+    assert all(torch.equal(weight, plain.state.model[name]) for name, weight in resumed.state.model.items())
+    opened = fewer.open_run(tmp_path / "run", data=federation(), model=model)
+    assert torch.equal(opened.model(torch.ones(1, 3)), plain.model(torch.ones(1, 3)))
+
+
+class Stop(fewer.Callback):
+    def on_round_start(self, run: fewer.Run) -> None:
+        if run.round == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_lazy_net_keeps_the_modes_and_weights_of_its_other_layers() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval(), nn.LazyLinear(2))
+    task = fewer.run(FedAvg(rounds=1), federation(), model=net).task
+    built = task.net()
+    assert [layer.training for layer in built] == [True, False, True]  # type: ignore[attr-defined]
+    assert torch.equal(task.initial_weights(5)["0.weight"], net.state_dict()["0.weight"])
+    assert not torch.equal(task.initial_weights(5)["2.weight"], task.initial_weights(6)["2.weight"])
+    assert isinstance(net[2], nn.LazyLinear)  # the user's net is unchanged
+    with pytest.raises(SettingError, match="the model cannot be built: .*shapes cannot be multiplied"):
+        fewer.run(FedAvg(rounds=1), federation(), model=nn.Sequential(nn.LazyLinear(4), nn.Linear(3, 2)))
+
+
+# --- the default model --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "name"),
+    [
+        ((1, 28, 28), {}, "cnn"),
+        ((6, 128), {}, "sensor-cnn"),
+        ((6, 3), {}, "mlp"),
+        ((30,), {}, "mlp"),
+        ((30,), {"vocabulary": 100}, "embedding-bag"),
+        ((80,), {"vocabulary": 80, "next_token": True}, "char-lstm"),
+    ],
+)
+def test_the_default_model_fits_the_data(shape: tuple[int, ...], options: dict[str, Any], name: str) -> None:
+    assert default_model(shape, **options) == name
+    facts = {"shape": shape, "classes": 3, "vocabulary": options.get("vocabulary")}
+    x = torch.zeros(1, *shape, dtype=torch.int64 if options else torch.float32)
+    assert net_factory(MODELS.find(name), facts, {})().eval()(x).shape == (1, 3)
+
+
+def test_a_run_records_its_default_model(tmp_path: Path) -> None:
+    default = fewer.run(FedAvg(rounds=1), federation(), out=tmp_path / "run")
+    named = fewer.run(FedAvg(rounds=1), federation(), model="mlp")
+    assert default.settings.model == "mlp" and default.hash == named.hash and default.value == named.value
+    assert json.loads((tmp_path / "run/settings.json").read_text())["settings"]["model"] == "mlp"
+    own = fewer.run(FedAvg(rounds=1), federation(), model=PlainNet)
+    assert own.settings.model == "(PlainNet)" and own.hash != named.hash
+    texts = [f"{'good' if n % 2 else 'bad'} word{n % 7}" for n in range(40)]
+    text = fewer.data.from_arrays(texts, [n % 2 for n in range(40)], clients=2, partition="iid")
+    table = fewer.compare(["fedavg", "local"], text, rounds=3, method_options={"lr": 0.5})
+    assert table.settings["model"] == "embedding-bag" and min(row.accuracy for row in table.rows) > 0.9
+    with pytest.raises(SettingError, match=r"CharLSTM takes text, but inputs have shape \(1, 8, 8\); cnn fits"):
+        fewer.run("fedavg", "digits", model="char-lstm")

@@ -52,7 +52,7 @@ def test_word_vectors_from_a_file(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         result = fewer.run(FedAvg(rounds=1), data, model="text-bilstm", model_options=options, data_dir=tmp_path)
         loaded = result.model.encoder.vectors  # type: ignore[union-attr]
         assert loaded[data.tokens.index("good")].tolist() == [1, 0, 0, 0]  # type: ignore[index]
-        assert caplog.messages == ["word vectors: glove.6B.100d.txt has 2 of 5 words of the vocabulary (40%)"]
+        assert "word vectors: glove.6B.100d.txt has 2 of 5 words of the vocabulary (40%)" in caplog.messages
     with pytest.raises(SettingError, match="is not text"):
         digits = fewer.data.load("digits", clients=3)
         fewer.run(FedAvg(rounds=1), digits, model="mlp", model_options={"vectors": str(file)})

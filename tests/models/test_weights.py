@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fewer.models import (
-    SmallCNN,
-    Task,
-    Weights,
-    get_weights,
-    load_weights,
-)
+from fewer.models import SmallCNN, Task, Weights, get_weights, load_weights, split_buffers
 from fewer.wire import Refused
 
 
@@ -80,3 +74,13 @@ def test_pretrained_weights_are_the_initial_weights() -> None:
     for seed in (0, 1):
         initial = task.initial_weights(seed)
         assert all(torch.equal(initial[name], tensor) for name, tensor in pretrained.items())
+
+
+def test_parameters_and_buffers_are_separated() -> None:
+    linear = nn.Linear(3, 3)
+    net = nn.Sequential(linear, nn.BatchNorm1d(3), linear)  # shared parameters have two names
+    weights = get_weights(net)
+    parameters, buffers = split_buffers(net, weights)
+    assert parameters.keys() == {f"{layer}.{name}" for layer in "012" for name in ("weight", "bias")}
+    assert buffers.keys() == {f"1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert {**parameters, **buffers} == weights

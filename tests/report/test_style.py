@@ -47,7 +47,9 @@ def test_variants_of_a_method_share_its_color_and_nothing_else() -> None:
     assert styles["fedavg"] == assign_styles(["fedavg", "fedbn"])["fedavg"]
     crowd = assign_label_styles({f"{method} {number}": method for number in range(2) for method in names()[:14]})
     assert len(set(crowd.values())) == 28
-    assert len(assign_label_styles({str(number): "fedavg" for number in range(50)})) == 50  # repeats, but no failure
+    own = {f"mine {number}": f"mine {number % 3}" for number in range(150)}
+    assert len(set(assign_label_styles(own).values())) == 150
+    assert len(assign_label_styles({str(number): "fedavg" for number in range(300)})) == 300  # repeats, but no failure
 
 
 def test_the_users_matplotlib_settings_are_unchanged() -> None:

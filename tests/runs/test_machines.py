@@ -69,7 +69,7 @@ def test_a_run_resumes_after_a_client_was_added_and_waits_only_for_its_own(tmp_p
     server.check_experiment(experiment(2), resumes=True)
     server.superlink = SimpleNamespace(online_clients=lambda: [0, 2])  # type: ignore[assignment]
     clients = connect_daemons(tmp_path / "run", ["", ""])(experiment(2), tmp_path, 0)
-    assert server._online(clients) == [0]
+    assert server._online(clients) == [0]  # type: ignore[arg-type]
     (credentials.client_folder(1) / "node.pub").unlink()
     with pytest.raises(SettingError, match=r"has keys of clients \[0, 2\] \(add one with: fewer keys add NAME --keys"):
         server.check_experiment(experiment(2), resumes=True)
@@ -244,8 +244,12 @@ def join_hospitals(folder: Path, files: Sequence[Path], options: Sequence[dict[s
     """Trains with one daemon per file. The server has a public table."""
     folder.mkdir()
     write_hospital(folder / "public.csv", 0, CLASSES)
-    public = {"data": f"csv:{folder / 'public.csv'}", "data_options": {"label": "illness"}, "partition": "iid"}
-    training = {"model": "logistic", "rounds": 8, "method_options": {"lr": 0.5}}
+    public: dict[str, Any] = {
+        "data": f"csv:{folder / 'public.csv'}",
+        "data_options": {"label": "illness"},
+        "partition": "iid",
+    }
+    training: dict[str, Any] = {"model": "logistic", "rounds": 8, "method_options": {"lr": 0.5}}
     daemons = [
         ClientDaemon(folder / f"store-{client}", f"csv:{file}", options[client]) for client, file in enumerate(files)
     ]
@@ -305,7 +309,11 @@ def test_a_client_with_unknown_names_is_unable(header: str, label: str, problem:
     file.write_text("\n".join([header, *[",".join(["1"] * header.count(",") + [label])] * 20]))
     logged: list[str] = []
     write_hospital(tmp_path / "public.csv", 0, CLASSES)
-    public = {"data": f"csv:{tmp_path / 'public.csv'}", "data_options": {"label": "illness"}, "model": "logistic"}
+    public: dict[str, Any] = {
+        "data": f"csv:{tmp_path / 'public.csv'}",
+        "data_options": {"label": "illness"},
+        "model": "logistic",
+    }
     daemon = ClientDaemon(tmp_path / "store", f"csv:{file}", log=logged.append)
     reply = ask(daemon, session(tmp_path / "run", **public, partition="iid"))
     assert reply.failure == "unable" and problem in reply.detail and logged == [reply.detail]
@@ -373,7 +381,7 @@ def test_a_client_reads_named_word_vectors_from_its_own_data_directory(tmp_path:
     for place, value in (("server", 1), ("same", 1), ("other", 2)):
         (tmp_path / place / "glove").mkdir(parents=True)
         (tmp_path / place / "glove" / "glove.6B.100d.txt").write_text(f"good {value} 0\nbad -1 0\n")
-    data = {"data": f"jsonl:{tmp_path / 'all.jsonl'}", "model": "text-bilstm", "partition": "iid"}
+    data: dict[str, Any] = {"data": f"jsonl:{tmp_path / 'all.jsonl'}", "model": "text-bilstm", "partition": "iid"}
     description = session(tmp_path, **data, model_options={"vectors": "glove"}, data_dir=str(tmp_path / "server"))
 
     def build(place: str) -> Experiment:

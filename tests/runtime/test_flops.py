@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,12 +101,12 @@ def test_flops_add_up_over_rounds_and_clients() -> None:
 
 
 class StopAfter(fewer.Callback):
-    def on_round_end(self, run: fewer.runs.callbacks.Run, metrics: dict[str, object]) -> None:
+    def on_round_end(self, run: fewer.runs.callbacks.Run, metrics: Mapping[str, Any]) -> None:
         if len(run.history) == 1:
             raise KeyboardInterrupt
 
 
-def count_run(**settings: object) -> fewer.Result:
+def count_run(**settings: Any) -> fewer.Result:
     method = fewer.FedAvg(rounds=2, cohort=8, local_steps=3, batch_size=2)
     return fewer.run(method, federation(), model=linear(), seed=SEED, count_flops=True, **settings)
 

@@ -81,7 +81,7 @@ def run(
     if method is not None:
         given["method"] = method
     if "method" not in given:
-        raise SettingError("no METHOD: name one, as in fewer run fedavg (fewer methods lists them)")
+        raise SettingError("METHOD is missing, as in fewer run fedavg (fewer methods lists them)")
     _train(given, output, tune, trials)
 
 
@@ -163,15 +163,14 @@ def resume(
 
     [dim]fewer resume runs/… --rounds 15[/dim]
     """
-    from fewer.cli.progress import show_progress
     from fewer.runs.engine import resume as resume_run
 
     printing.print_if_finished(path, rounds, f"fewer resume {printing.quote(path)}")
-    with printing.resumable(printing.resume_hint(path)), show_progress() as progress:
+    with printing.resumable(printing.resume_hint(path)):
         changed: dict[str, Any] = {"runtime": runtime, "workers": workers, "device": device, "data_dir": data_dir}
         changed |= {"quorum": quorum, "deadline": deadline, "drop": drop, "slow": slow, "corrupt": corrupt}
         changed |= {"debug": debug, "rounds": rounds}
-        result = resume_run(path, callbacks=[progress], track=track, **changed)
+        result = resume_run(path, track=track, progress=True, **changed)
     printing.print_result(result, path, Output(report, json_file=json_file))
 
 
@@ -194,18 +193,14 @@ def compare(
 
     [dim]fewer compare local fedavg fedprox fedbn --seeds 3 --tune[/dim]
     """
-    from fewer.cli.progress import show_progress
     from fewer.experiments import compare as compare_methods
     from fewer.runs.settings import Settings
 
     folder = output.out or printing.new_run_path("compare")
     data, model = (given.pop(name, Settings.model_fields[name].default) for name in ("data", "model"))
     options: dict[str, Any] = {"seeds": seeds, "tune": tune, "trials": trials, "track": output.track or ()}
-    with (
-        printing.resumable(f"Continue with the same command and --out {printing.quote(folder)}"),
-        show_progress() as progress,
-    ):
-        table = compare_methods(methods, data, model=model, out=folder, callbacks=[progress], **options, **given)
+    with printing.resumable(f"Continue with the same command and --out {printing.quote(folder)}"):
+        table = compare_methods(methods, data, model=model, out=folder, progress=True, **options, **given)
     page = printing.write_report_page(table.runs, folder) if output.report else None
     if not printing.write_json(output.json_file, table.to_json()):
         _print_comparison(table)
@@ -234,27 +229,28 @@ def reproduce(
 
     [dim]fewer reproduce baselines/mnist --quick[/dim]
     """
-    from fewer.cli.progress import show_progress
     from fewer.experiments import recipes
     from fewer.report.style import png
     from fewer.report.tables import plot_recipe, write_study
+    from fewer.runs.progress import show_progress
 
     if listed or name is None:
         for recipe_name, title in recipes.list_recipes().items():
             print(f"{recipe_name}  {title}")
         return
     results.mkdir(parents=True, exist_ok=True)
-    folder = out or RUNS / "reproduce" / (name.replace("/", "-") + ("-quick" if quick else ""))
+    title = Path(name).stem if name.endswith(".toml") else name
+    folder = out or RUNS / "reproduce" / (title.replace("/", "-") + ("-quick" if quick else ""))
     changes = {"data_dir": data_dir, "runtime": runtime}
-    with printing.resumable("Run the same command to continue."), show_progress() as progress:
+    with printing.resumable("Run the same command to continue."), show_progress(True) as progress:
         recipe, cells = recipes.reproduce(
-            name, folder, quick=quick, columns=column or (), changes=changes, callbacks=[progress], track=track or ()
+            name, folder, quick=quick, columns=column or (), changes=changes, callbacks=progress, track=track or ()
         )
     study = recipes.run_study(recipe, cells, folder)
     chosen_columns = "".join(f' --column "{title}"' for title in column or ())
     command = f"fewer reproduce {name}" + (" --quick" if quick else "") + chosen_columns
     pictures = {kind: png(figure) for kind, figure in plot_recipe(recipe, cells).items()}
-    stem = "-".join([Path(name).stem if name.endswith(".toml") else name, *map(recipes.slugify, column or ())])
+    stem = "-".join([title, *map(recipes.slugify, column or ())])
     pages = recipes.write_results(stem, recipe, cells, results, command, quick, pictures, study)
     if study:
         write_study(study, pages[0].with_suffix(""))
@@ -458,25 +454,23 @@ def _runs_in(path: Path) -> list[Path]:
 
 def _train(given: dict[str, Any], output: Output, tune: bool = False, trials: int = 0) -> None:
     """Runs one method from settings and prints the result."""
-    from fewer.cli.progress import show_progress
     from fewer.experiments.tune import find_search_space, tune_experiment
     from fewer.runs import trackers
-    from fewer.runs.callbacks import Label
     from fewer.runs.engine import run_experiment
     from fewer.runs.experiment import build_experiment, parse_settings
+    from fewer.runs.progress import show_progress
 
     experiment = build_experiment(parse_settings(given))
     trackers.find(output.track or ())  # reports a wrong name before the first trial
-    with show_progress() as progress:
+    with show_progress(True) as progress:
         if tune:
-            label = Label(f"{experiment.method.name} tuning")
-            experiment, done = tune_experiment(experiment, trials, None, [label, progress])
+            experiment, done = tune_experiment(experiment, trials, callbacks=progress)
             tuned = find_search_space(experiment.method)
             chosen = ", ".join(f"{name} = {getattr(experiment.method, name):g}" for name in tuned)
             print(f"best of {len(done)} trials: {chosen}", file=sys.stderr)
-        path = output.out or printing.new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+        path = output.out or printing.new_run_path(experiment.method.name, experiment.settings.data)
         with printing.resumable(printing.resume_hint(path), path):
-            result = run_experiment(experiment, path, [progress], track=output.track or ())
+            result = run_experiment(experiment, path, progress, track=output.track or ())
     printing.print_result(result, path, output)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from fewer.cli.options import App, with_settings
-from fewer.cli.printing import Json, print_rows, write_json
+from fewer.cli.printing import Json, print_rows, short_name, write_json
 from fewer.errors import SettingError
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def inspect(
         "seconds": round(time.monotonic() - started, 2),
     }
     out.mkdir(parents=True, exist_ok=True)
-    stem = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
+    stem = short_name(name)
     pictures = []
     for kind, plot in (("partition", plot_partition), ("examples", plot_examples)) if data.has_classes else ():
         if (picture := plot(data)) is not None:

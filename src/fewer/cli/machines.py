@@ -310,7 +310,7 @@ def _new_run(given: dict[str, Any], method: str | None, out: Path | None) -> tup
     if method is not None:
         given = {**given, "method": method}
     experiment = build_experiment(parse_settings({**given, "runtime": "flower"}))
-    path = out or new_run_path(f"{experiment.method.name}-{experiment.settings.data}")
+    path = out or new_run_path(experiment.method.name, experiment.settings.data)
     check_unused(path)
     return experiment, path
 
@@ -324,16 +324,16 @@ def _train(
     output: Output,
 ) -> None:
     """Starts the run of an experiment, or resumes the run at `path`, as `command` does, with the settings given."""
-    from fewer.cli.progress import show_progress
+    from fewer.runs.progress import show_progress
 
     if not experiment and print_if_finished(path, given.get("rounds"), command):
         return
     hint = f"Resume with: {command}"
-    with show_progress() as progress, server as flower_server, resumable(hint, path):
+    with show_progress(True) as progress, server as flower_server, resumable(hint, path):
         if experiment:
-            result = flower_server.start(experiment, path, [progress])
+            result = flower_server.start(experiment, path, progress)
         else:
-            result = flower_server.resume(path, [progress], **given)
+            result = flower_server.resume(path, progress, **given)
     print_result(result, path, output)
 
 

@@ -139,9 +139,19 @@ def write_json(file: Path | None, value: Any) -> bool:
     return False
 
 
-def new_run_path(name: str) -> Path:
-    """Returns the path of a new run directory."""
-    base = "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
+def short_name(data: str) -> str:
+    """A name of data for files and directories: of FORMAT:PATH, the file's name without its suffix."""
+    format, colon, path = data.partition(":")
+    return _safe_name(Path(path.removesuffix(".gz")).stem if colon else format)
+
+
+def _safe_name(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "-._" else "-" for c in name)
+
+
+def new_run_path(name: str, data: str = "") -> Path:
+    """Returns the path of a new run directory, named after a method (or "compare") and its data."""
+    base = f"{_safe_name(name)}-{short_name(data)}" if data else name
     stamp = time.strftime("%Y%m%d-%H%M%S")
     candidates = [RUNS / f"{base}-{stamp}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 100)))]
     return next(path for path in candidates if not path.exists())
@@ -166,11 +176,10 @@ def print_shortfalls(runs: list[Path]) -> None:
 
 def print_result(result: Result, path: Path, output: Output) -> None:
     """Prints the result of a finished run and writes its report."""
-    from fewer.cli.progress import format_duration, format_megabytes
     from fewer.models.artifact import ARTIFACT_FILE
     from fewer.runs.figures import describe_baseline
     from fewer.runs.settings import settings_hash
-    from fewer.statistics import format_interval, interval
+    from fewer.statistics import format_duration, format_interval, format_megabytes, interval
 
     page = write_report_page([path], path) if output.report else None
     metrics, metric = result.metrics, result.metric

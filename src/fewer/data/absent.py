@@ -13,7 +13,7 @@ from fewer.data.schema import Schema
 from fewer.errors import DataError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AbsentData(Data):
     """Data that is gone. Its schema remains, so that a trained model can be used without it."""
 

@@ -111,6 +111,22 @@ class Data(ABC):
         """True if each target is one class; otherwise targets are floats (samples × outputs)."""
         return not self.test.y.is_floating_point()
 
+    def __repr__(self) -> str:
+        """Three lines: the number of clients, inputs and targets, and samples."""
+        names = self.class_names
+        named = bool(names) and names != self.tokens
+        listed = f": {', '.join(names[:5])}{', …' if len(names) > 5 else ''}" if named else ""
+        inputs = "×".join(map(str, self.shape)) + (f" tokens (vocabulary {len(self.tokens):,})" if self.tokens else "")
+        targets = f"{self.classes:,} classes{listed}" if self.has_classes else f"{self.classes:,} outputs"
+        try:
+            sizes = [self.size(client) for client in range(len(self))] or [0]
+            per_client = f"{min(sizes):,} to {max(sizes):,} per client"
+            samples = f"{sum(sizes):,} training samples ({per_client}), {len(self.test):,} test samples"
+        except DataError as error:  # the samples are not on this machine
+            samples = str(error)
+        title = f"{type(self).__name__} '{self.name}': {len(self):,} clients"
+        return f"{title}\n  inputs {inputs or 1}, {targets}\n  {samples}"
+
     @abstractmethod
     def __len__(self) -> int:
         """The number of clients."""
@@ -159,7 +175,7 @@ class Data(ABC):
         raise DataError(f"cannot tune on data '{self.name}': it does not implement hold_out_classes")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ArrayData(Data):
     """Data in arrays, partitioned by row index."""
 
@@ -333,7 +349,8 @@ def from_arrays(
 ) -> ArrayData:
     """Builds federated data from inputs `x` and targets `y`.
 
-    Targets are class labels (integers), numbers (floats, n or n × outputs) or sets of labels (a matrix of 0 and 1).
+    Targets are class labels (integers or names), numbers (floats, n or n × outputs) or sets of labels (a matrix of 0
+    and 1). Names of classes are numbered in sorted order.
 
     `client_ids` names the owner of each sample. Each owner becomes a client; without it, the samples are partitioned.
     Without `test`, a fifth of each client's samples is held out. `class_names` are the names of labels 0, 1, 2, …;
@@ -346,6 +363,11 @@ def from_arrays(
     """
     check_settings(settings)
     owners = None if client_ids is None else np.asarray(client_ids)
+    if _has_names(y):
+        parts = [_read_names(labels, name) for labels in (y, *([] if test is None else test[1:]))]
+        class_names = tuple(class_names) or tuple(sorted(set().union(*parts)))
+        y, *test_labels = (_number_names(labels, class_names, name) for labels in parts)
+        test = test and (test[0], test_labels[0])
     test_set = None
     columns = tuple(Column(str(column)) for column in getattr(x, "columns", ()))
     if test is not None:
@@ -367,6 +389,29 @@ def from_arrays(
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
+
+
+def _has_names(y: ArrayLike | Tensor) -> bool:
+    """True if the labels are names of classes: strings, or a categorical of pandas."""
+    labels = np.empty(0) if isinstance(y, Tensor) else np.asarray(y)
+    return labels.dtype.kind == "U" or (labels.dtype == object and any(isinstance(label, str) for label in labels))
+
+
+def _read_names(y: ArrayLike | Tensor, name: str) -> list[str]:
+    """The class of each sample by name; DataError if one is no string, such as a missing value."""
+    labels: list[Any] = np.asarray(y).tolist()
+    for sample, label in enumerate(labels):
+        if not isinstance(label, str):
+            raise DataError(f"data '{name}' has label {label!r} in sample {sample} (expected: names or integers)")
+    return labels
+
+
+def _number_names(labels: Sequence[str], class_names: Sequence[str], name: str) -> Rows:
+    """The number of each label among the names of the classes."""
+    numbers = {class_name: number for number, class_name in enumerate(class_names)}
+    if unknown := set(labels) - numbers.keys():
+        raise DataError(f"data '{name}' has label '{min(unknown)}' (allowed: {', '.join(class_names)})")
+    return np.array([numbers[label] for label in labels], np.int64)
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -682,6 +727,7 @@ def convert_targets(y: ArrayLike | Tensor, name: str) -> Array:
     Floats are class labels if all of them are 0, 1, 2, … A matrix of floats, or of 0 and 1, has several outputs.
     """
     targets = np.asarray(y.cpu() if isinstance(y, Tensor) else y)
+    targets = np.array(targets.tolist()) if targets.dtype == object else targets
     is_matrix = targets.ndim == 2 and targets.shape[1] > 1
     is_float = targets.dtype.kind == "f"
     if is_matrix and targets.dtype.kind in "iub" and np.isin(targets, (0, 1)).all():

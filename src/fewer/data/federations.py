@@ -13,7 +13,7 @@ from fewer.data.schema import Schema
 from fewer.errors import SettingError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Federations(ArrayData):
     """Data whose clients are federations. Each holds all samples of its members."""
 

@@ -13,7 +13,7 @@ from fewer.data.sources import read_training_data
 from fewer.errors import DataError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RemoteData(ArrayData):
     """The data of a server: the task and its test set. It knows how many clients there are, but not their samples."""
 

@@ -12,7 +12,7 @@ BLOCK = 1 << 20
 """Values gathered at once: enough to amortize the call, few enough to stay in cache."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Samples:
     """Inputs `x`, labels or other targets `y`, and the `rows` that belong to this view (all rows if None).
 
@@ -28,6 +28,10 @@ class Samples:
     scale: float | Tensor = 1.0
     is_text: bool = False
     """True if inputs are token ids."""
+
+    def __repr__(self) -> str:
+        shape = "×".join(map(str, self.x.shape[1:]))
+        return f"Samples({len(self)} inputs of {shape or 1}, {str(self.x.dtype).removeprefix('torch.')})"
 
     def __len__(self) -> int:
         return len(self.y) if self.rows is None else len(self.rows)

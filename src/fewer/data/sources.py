@@ -21,12 +21,13 @@ from fewer.data import recommendation
 from fewer.data.cache import load_or_build
 from fewer.data.checks import name_labels
 from fewer.data.class_split import OPTIONS, split_seen_unseen
+from fewer.data.download import DOWNLOADS
 from fewer.data.episodes import apply_class_split
 from fewer.data.federated import ArrayData, check_settings, federate
 from fewer.data.partition import PartitionSpec
 from fewer.data.raw_dataset import RawDataset
 from fewer.data.schema import Schema
-from fewer.errors import DataError, SettingError, unknown_name
+from fewer.errors import DataError, SettingError, unknown_name, unknown_option
 from fewer.registry import FORMATS
 
 
@@ -198,13 +199,36 @@ def _read_source(
         return EMBEDDED[name](**options)
     if name in FILES:
         source = FILES[name]
-        raw = _read_files(source.format, _find_path(source.path, data_dir), options, schema)
+        try:
+            files = _find_path(source.path, data_dir)
+        except DataError:
+            raise _missing_files(name, data_dir) from None
+        raw = _read_files(source.format, files, options, schema)
         time_ordered = raw.time_ordered or source.time_ordered
         class_gap = raw.class_gap if source.class_gap is None else source.class_gap
         return replace(
             raw, normalization=source.normalization, time_ordered=time_ordered, class_gap=class_gap, notes=()
         )
+    if file_format := _guess_format(Path(name)):
+        raise SettingError(f"unknown data '{name}', did you mean '{file_format}:{name}'?")
     raise unknown_name("data", name, [*NAMES, *(f"{format}:PATH" for format in FORMATS)])
+
+
+def _guess_format(path: Path) -> str | None:
+    """The format of a file by its name, or of a folder of images; None for anything else."""
+    suffix = Path(path.name.removesuffix(".gz")).suffix.removeprefix(".")
+    known = {"csv": "csv", "tsv": "csv", "npz": "npz", "jsonl": "jsonl"}
+    return known.get(suffix.lower()) or ("folder" if path.is_dir() else None)
+
+
+def _missing_files(name: str, data_dir: str | Path | None) -> DataError:
+    """The error for a data set without its files: how to get them."""
+    root, path = data_dir or os.environ.get("FEWER_DATA"), FILES[name].path
+    folder = path.partition("/")[0]
+    get = f"run fewer data get {folder}" if folder in DOWNLOADS else f"put them at {path} in that directory"
+    if not root:
+        return DataError(f"data '{name}' needs files: set FEWER_DATA or pass --data-dir, then {get}")
+    return DataError(f"no files of data '{name}' in {root}: {get}{f' --data-dir {data_dir}' if data_dir else ''}")
 
 
 def _keep_first_per_class(raw: RawDataset, limit: Any, name: str) -> RawDataset:
@@ -275,7 +299,7 @@ def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any]
     allowed = [key for key in inspect.signature(reader).parameters if key not in ("path", "schema")]
     for key in options:
         if key not in allowed:
-            raise unknown_name(f"option of data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS, "split", "held_out"])
+            raise unknown_option(f"data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS, "split", "held_out"])
 
 
 # --- built-in data sets ----------------------------------------------------------------------------------------

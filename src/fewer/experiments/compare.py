@@ -17,6 +17,7 @@ from fewer.runs.callbacks import Callback, Label, check_callbacks
 from fewer.runs.engine import experiment_from_arguments, resume, run_experiment
 from fewer.runs.experiment import Experiment, Model, build_experiment, load_data
 from fewer.runs.metric import ACCURACY, PrimaryMetric
+from fewer.runs.progress import show_progress
 from fewer.runs.reader import RunReader
 from fewer.runs.result import Result
 from fewer.runs.settings import METHOD_SETTINGS, Settings
@@ -86,16 +87,16 @@ class Row:
         return [*means, str(self.rounds), *megabytes, f"{self.seconds:.1f}"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison(Viewable):
     """One row per method. It displays itself in a notebook; see also `plot`, `to_pandas` and `report`."""
 
     view: ClassVar[str] = "comparison"
 
-    rows: list[Row] = field(repr=False)
+    rows: list[Row]
     labels: list[str]
     """The label of each row: the method's name, with its distinguishing options if two methods share it."""
-    settings: dict[str, Any] = field(repr=False)
+    settings: dict[str, Any]
     """The settings that all runs share."""
     clients: int
     runs: list[Path] = field(default_factory=list)
@@ -121,6 +122,18 @@ class Comparison(Viewable):
         """The metric that ranks the methods."""
         return self.rows[0].primary
 
+    def __repr__(self) -> str:
+        """Three lines: what was compared, the methods from best to worst, and how to see more."""
+        ranked = sorted(zip(self.labels, self.rows, strict=True), key=lambda pair: -self.metric.rank(pair[1].accuracy))
+        values = ", ".join(f"{label} {row.format_accuracy()}{self.metric.unit}" for label, row in ranked)
+        seeds = self.settings["seeds"]
+        runs = f"{self.clients} clients, {seeds} {'seed' if seeds == 1 else 'seeds'}"
+        return (
+            f"Comparison on {self.settings['data'].strip('()')}: {runs}\n"
+            f"  {self.metric.name}: {values}\n"
+            "  print(…) shows a table; see also plot(), to_pandas() and report()"
+        )
+
     def __str__(self) -> str:
         """One line per method: the primary metric, traffic and time."""
         width = max(map(len, self.labels))
@@ -139,13 +152,14 @@ def compare(
     methods: Sequence[Method | str],
     data: Data | str = "fashion-mini",
     *,
-    model: Model = "cnn",
+    model: Model | None = None,
     seeds: int = 1,
     tune: bool = False,
     trials: int = TRIALS,
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
+    progress: bool | None = None,
     **settings: Any,
 ) -> Comparison:
     """Runs each method with `seeds` seeds on the same data and model, and collects one table.
@@ -155,12 +169,12 @@ def compare(
     `methods` are objects or names; `data`, `model`, `loss` and `metrics` are as in `fewer.run`. With `tune`, each
     method is first tuned by `trials` trials on held-out training data. `rounds`, `cohort` and `codec` apply to all
     methods; `method_options` apply to the methods given by name, as `{"mu": 0.1}` or `{"fedprox.mu": 0.1}`. `callbacks`
-    follow all runs and all trials.
+    follow all runs and all trials. `progress` is as in `fewer.run`.
 
     With `out`, run directories are kept there. Finished runs are reused, and interrupted ones continue. Data given as
     an object is the same for all seeds; data given by name is partitioned anew for each seed.
     """
-    if isinstance(methods, str | Method):
+    if isinstance(methods, str | Method | type):
         raise SettingError("methods must be a list, such as [FedAvg(), 'fedprox']")
     if not isinstance(seeds, int):
         raise SettingError(f"seeds must be the number of seeds, got {seeds!r}")
@@ -173,15 +187,17 @@ def compare(
     objects = {"model": model, "loss": settings.get("loss"), "metrics": settings.get("metrics")}
     own = {name: value for name, value in objects.items() if name in first.objects}
     own_data, folder = data if isinstance(data, Data) else None, None if out is None else Path(out)
-    runner = SeedRunner(seeds, trials, folder, callbacks, track=track, data=own_data, objects=own)
-    entries = zip(experiments, labels, given_methods, strict=True)
-    rows = [runner.run(experiment.settings, label, method=method) for experiment, label, method in entries]
+    with show_progress(progress, callbacks) as callbacks:
+        runner = SeedRunner(seeds, trials, folder, callbacks, track=track, data=own_data, objects=own)
+        runner.total = len(methods) * seeds
+        entries = zip(experiments, labels, given_methods, strict=True)
+        rows = [runner.run(experiment.settings, label, method=method) for experiment, label, method in entries]
     shared = first.settings.model_dump(mode="json", exclude={"method", "method_options", *METHOD_SETTINGS})
     return Comparison(rows, labels, {**shared, "seeds": seeds, "trials": trials}, len(first.data), runner.paths)
 
 
 def _build_experiments(
-    methods: Sequence[Method | str], data: Data | str, model: Model, settings: Mapping[str, Any]
+    methods: Sequence[Method | str], data: Data | str, model: Model | None, settings: Mapping[str, Any]
 ) -> tuple[list[Experiment], list[Method | None]]:
     """The experiment of each method, and the method if it was given as an object.
 
@@ -236,8 +252,11 @@ class SeedRunner:
     title: str = ""
     count_flops: bool = False
     """Counts the operations of the first seed."""
+    total: int = 0
+    """Number of runs of all methods, if labels shall count them."""
     paths: list[Path] = field(default_factory=list, init=False)
     """The run directories so far."""
+    _started: int = field(default=0, init=False)
     _partitions: dict[str, Data] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -269,22 +288,22 @@ class SeedRunner:
         experiment, done = self.experiment(settings, method), list[Trial]()
         stem = "".join(c if c.isalnum() or c in "-._=" else "-" for c in label)
         if self.trials and tuned:
-            file, callbacks = self.out and self.out / f"{stem}-trials.json", self._label(f"{label} tuning")
-            options = None if isinstance(tuned, bool) else tuned
-            experiment, done = tune_experiment(experiment, self.trials, file, callbacks, self.measure, options)
+            file = self.out and self.out / f"{stem}-trials.json"
+            how: dict[str, Any] = {"label": f"{self.title} {label}".strip(), "measure": self.measure}
+            how["options"] = None if isinstance(tuned, bool) else tuned
+            experiment, done = tune_experiment(experiment, self.trials, file, self.callbacks, **how)
         tuned_method = None if method is None else experiment.method
         results = []
         for seed in range(settings.seed, settings.seed + self.seeds):
             changed = {"seed": seed} | ({"count_flops": seed == settings.seed} if self.count_flops else {})
             seeded = self.experiment(experiment.settings.model_copy(update=changed), tuned_method)
-            callbacks = self._label(f"{label} seed {seed}" if self.seeds > 1 else label)
+            self._started += 1
+            number = f"{self._started}/{self.total}" if self.total > 1 else ""
+            parts = number, self.title, label, f"seed {seed}" if self.seeds > 1 else ""
+            callbacks = [Label(" ".join(filter(None, parts))), *self.callbacks]
             path = self.out and self.out / f"{stem}-seed{seed}"
             results.append(self._run_or_resume(seeded, path, callbacks, tuned_method))
         return _build_row(experiment, results, [self.measure(result) for result in results], done)
-
-    def _label(self, label: str) -> list[Callback]:
-        """The callbacks of a run with this label."""
-        return [Label(f"{self.title} {label}".strip()), *self.callbacks]
 
     def _run_or_resume(
         self, experiment: Experiment, path: Path | None, callbacks: Sequence[Callback], method: Method | None
@@ -302,6 +321,7 @@ class SeedRunner:
             data=self.data,
             callbacks=callbacks,
             track=self.track or None,
+            progress=False,
             debug=experiment.settings.debug or None,
             **self.objects,
         )
@@ -314,7 +334,7 @@ def assign_options(methods: Sequence[type[Method]], given: Mapping[str, Any]) ->
         owner, _, name = key.rpartition(".")
         matching = [method for method in methods if (method.name == owner if owner else name in method.model_fields)]
         if not matching:
-            raise SettingError(f"option '{key}': no method has it (methods: {', '.join(options)})")
+            raise SettingError(f"no method has an option '{key}' (methods: {', '.join(options)})")
         for method in matching:
             options[method.name][name] = value
     return options

@@ -18,7 +18,7 @@ from fewer.audit import AttackImages, audit
 from fewer.audit.distance import earth_mover, value_range
 from fewer.audit.summary import HEADS, LIMITS, MEANING, summary_rows
 from fewer.data import ArrayData
-from fewer.errors import SettingError, unknown_name
+from fewer.errors import SettingError, unknown_name, unknown_option
 from fewer.learning.evaluate import EVAL_BATCH_SIZE, Counts, evaluate_net
 from fewer.learning.prototypes import prototype_logits
 from fewer.methods.capabilities import Embedding, HasEmbeddings, HasSyntheticData
@@ -90,7 +90,7 @@ def parse_study(options: Mapping[str, Any]) -> Callable[[Sequence[CellRuns]], St
     known = list(inspect.signature(STUDIES[name]).parameters)[1:]
     for option, value in arguments.items():
         if option not in known:
-            raise unknown_name(f"option of study {name}", option, known)
+            raise unknown_option(f"study {name}", option, known)
         if not isinstance(value, int | list):
             raise SettingError(f"study {name}: {option} must be an integer or a list of numbers, got {value!r}")
     return partial(STUDIES[name], **arguments)

@@ -14,9 +14,10 @@ from fewer.data import Data
 from fewer.errors import QuorumLost, RunError, SettingError, unknown_name
 from fewer.methods import Method
 from fewer.methods.capabilities import HasSearchSpace, HasTuningSplit
-from fewer.runs.callbacks import Callback
+from fewer.runs.callbacks import Callback, Label
 from fewer.runs.engine import experiment_from_arguments, run_experiment
 from fewer.runs.experiment import Experiment, Model
+from fewer.runs.progress import show_progress
 from fewer.runs.result import Result
 from fewer.runs.views import to_data_frame
 from fewer.runtime.store import write_durably
@@ -61,9 +62,10 @@ def tune(
     method: Method | str,
     data: Data | str = "fashion-mini",
     *,
-    model: Model = "cnn",
+    model: Model | None = None,
     trials: int = TRIALS,
     callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
     **settings: Any,
 ) -> Tuning:
     """Chooses a method's options on held-out training data: `fewer.tune(FedAvg(), data, model=MyNet).method`.
@@ -71,7 +73,8 @@ def tune(
     It takes the arguments of `fewer.run`, and runs exactly `trials` trials. Test data is never used.
     """
     experiment = experiment_from_arguments(method, data, model, settings)
-    best, done = tune_experiment(experiment, trials, callbacks=callbacks)
+    with show_progress(progress, callbacks) as callbacks:
+        best, done = tune_experiment(experiment, trials, callbacks=callbacks)
     return Tuning(best.method, done, best.metric.name)
 
 
@@ -92,11 +95,13 @@ def tune_experiment(
     callbacks: Sequence[Callback] = (),
     measure: Callable[[Result], float] = pooled_value,
     options: Sequence[str] | None = None,
+    label: str = "",
 ) -> tuple[Experiment, list[Trial]]:
     """Runs exactly `trials` trials; returns the experiment with the best settings, and all trials.
 
     `trials_file` stores finished trials, so an interrupted search resumes where it stopped. `options` are those to
-    tune, by default all that the method tunes.
+    tune, by default all that the method tunes. `label` names the experiment in progress displays; by default, it is
+    the method's name.
     """
     search_space = find_search_space(experiment.method)
     if options is not None:
@@ -113,7 +118,8 @@ def tune_experiment(
     def evaluate(point: Point) -> float:
         if _point_key(point) not in accuracies:
             try:
-                result = run_experiment(_apply_point(tuning_experiment, point), None, callbacks)
+                trial_label = Label(f"{label or experiment.method.name} trial {len(done) + 1}/{trials}")
+                result = run_experiment(_apply_point(tuning_experiment, point), None, [trial_label, *callbacks])
                 trial = Trial(point, measure(result), _half_width(result))
             except QuorumLost:  # all answers were refused: the weights are no longer finite
                 trial = Trial(point, None)

@@ -26,7 +26,8 @@ Departures, each a setting (`fedmk-paper` turns all of these off):
 
 - `matching_steps`: before the outer loop, D̂ is moved toward the client's class statistics under random nets
   (`fewer.learning.match`). The outer loop alone leaves most of the initial noise in D̂.
-- `match_rounds`: a client matches in its first rounds only. Matching again would undo outer steps.
+- `match_rounds`: matching again in a later round undoes outer steps. With a number, a client matches in its first
+  rounds only. It matches in all by default: on held-out data of fashion-mini this was better, on MNIST equal.
 - `augment`: images of D̂ are randomly rotated, scaled and shifted whenever a net sees them. D̂ is small and is used many
   times; augmentation prevents overfitting.
 - `refine_from`: no outer steps in round 1, where the model is random.
@@ -121,8 +122,8 @@ class FedMK(Method[FedMKState]):
     """Steps that match class statistics under random nets, before the outer loop."""
     matching_lr: PositiveFloat = 0.1
     """Learning rate of matching (Adam)."""
-    match_rounds: PositiveInt | Literal["all"] = 1
-    """Rounds of a client that begin with matching. After these, it only refines the D̂ that it kept."""
+    match_rounds: PositiveInt | Literal["all"] = "all"
+    """Rounds of a client that begin with matching; after these, it only refines the D̂ that it kept."""
 
     outer_steps: NonNegativeInt = 20
     """Steps of D̂ in the outer loop."""

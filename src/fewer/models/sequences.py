@@ -115,6 +115,26 @@ class _LastWord(_WordLSTM):
         return self.outputs(x)[torch.arange(len(x), device=x.device), last]
 
 
+@MODELS.register("embedding-bag")
+class EmbeddingBag(EncoderHead):
+    """The sum of trained word vectors, then one hidden layer. It is fast, and ignores the order of words."""
+
+    def __init__(self, shape: tuple[int], classes: int, vocabulary: int, width: int = 32, hidden: int = 64) -> None:
+        encoder = nn.Sequential(_WordSum(vocabulary, width), nn.Linear(width, hidden), nn.ReLU())
+        super().__init__(encoder, hidden, classes)
+
+
+class _WordSum(nn.Embedding):
+    """The sum of the vectors of n words that are not padding, divided by √n: the variance is that of one vector.
+
+    `nn.EmbeddingBag` has no second derivative.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x != PAD).unsqueeze(2)
+        return (super().forward(x) * mask).sum(1) / mask.sum(1).clamp(min=1).sqrt()
+
+
 @MODELS.register("mlp")
 class MLP(EncoderHead):
     """A perceptron with one hidden layer over flat inputs, such as 103-64-40 for a recommender."""

@@ -48,3 +48,14 @@ def norm_weight_names(net: nn.Module) -> set[str]:
         if isinstance(module, _NORM_LAYERS)
         for name in module.state_dict()
     }
+
+
+def split_buffers(net: nn.Module, weights: Mapping[str, Tensor]) -> tuple[Weights, Weights]:
+    """Splits weights of a net into its parameters and its buffers, such as the batch statistics of batch norm.
+
+    An optimizer on the server applies to parameters only. Buffers are averaged: with momentum, variances may even
+    become negative.
+    """
+    names = {name for name, _ in net.named_parameters(remove_duplicate=False)}
+    parameters = {name: tensor for name, tensor in weights.items() if name in names}
+    return parameters, {name: tensor for name, tensor in weights.items() if name not in names}

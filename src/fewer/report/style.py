@@ -65,7 +65,7 @@ def assign_label_styles(
     """Gives each label a line style, given its method.
 
     The first label of a method has the method's style. Its other labels keep the color and get a dash pattern and a
-    marker that are still free.
+    marker that are still free, or another color if there are none left. Styles repeat only after all 196.
     """
     by_method = assign_styles(methods.values(), known)
     used = {by_method[method] for method in methods.values()}
@@ -73,7 +73,8 @@ def assign_label_styles(
     for label, method in methods.items():
         style = by_method[method]
         if method in [methods[other] for other in styles]:
-            variants = _variants(style)
+            colors = (style.color, *COLORS)
+            variants = [variant for color in colors for variant in _variants(style._replace(color=color))]
             free = (variant for variant in variants if variant not in used)
             style = next(free, variants[len(styles) % len(variants)])
             used.add(style)

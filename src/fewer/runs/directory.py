@@ -29,7 +29,7 @@ RECORDS = (METRICS, LEDGER)
 """The files whose lengths a checkpoint stores."""
 
 
-@dataclass
+@dataclass(repr=False)
 class RunDirectory(RunReader):
     """One run on disk. Only the process that holds the lock writes to it."""
 

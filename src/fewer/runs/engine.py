@@ -24,7 +24,7 @@ import torch
 import fewer
 from fewer.data import Data
 from fewer.data.schema import Schema
-from fewer.errors import DataError, RunError, SettingError
+from fewer.errors import DataError, RunError, SettingError, nearest_name
 from fewer.methods import ContextFactory, Method, Scores, find, names
 from fewer.methods.capabilities import HasSettingWarnings
 from fewer.methods.standardize import standardize
@@ -35,6 +35,7 @@ from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
 from fewer.runs.directory import RunDirectory
 from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state, warn_once
+from fewer.runs.progress import show_progress
 from fewer.runs.reader import RunReader
 from fewer.runs.recorder import FailureLog, Recorder
 from fewer.runs.result import Result
@@ -68,12 +69,13 @@ def run(
     method: Method | str,
     data: Data | str = "fashion-mini",
     *,
-    model: Model = "cnn",
+    model: Model | None = None,
     loss: Loss | str | None = None,
     metrics: Metrics = (),
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Trains a method and returns the result.
@@ -83,20 +85,22 @@ def run(
     - `method`: an object or a name.
     - `data`: an object made by `fewer.data`, or a name.
     - `model`: a name, a class or function that returns an `nn.Module`, or an `nn.Module`. Training starts from the
-      weights of an `nn.Module`.
+      weights of an `nn.Module`. By default, a model that fits the data.
     - `loss`: a name (cross-entropy, bce, mse, mae, huber), or a function of outputs and targets.
     - `metrics`: names (mae, mse, rmse, r2, f1, exact-match), and functions of outputs and targets.
     - `out`: the run directory. Without it, nothing is kept on disk.
     - `callbacks`: objects that follow the run, such as `[EarlyStopping(patience=3)]`.
     - `track`: trackers that also receive the metrics, such as `["tensorboard"]`.
+    - `progress`: False shows no progress bar; True shows progress even if there is neither a terminal nor a notebook.
     - All other arguments are the options of the command line, with underscores. `Settings` lists them.
     """
     experiment = experiment_from_arguments(method, data, model, {**settings, "loss": loss, "metrics": metrics})
-    return run_experiment(experiment, None if out is None else Path(out), callbacks, track=track)
+    with show_progress(progress, callbacks) as callbacks:
+        return run_experiment(experiment, None if out is None else Path(out), callbacks, track=track)
 
 
 def experiment_from_arguments(
-    method: Method | str, data: Data | str, model: Model, settings: Mapping[str, Any]
+    method: Method | str, data: Data | str, model: Model | None, settings: Mapping[str, Any]
 ) -> Experiment:
     """Builds an experiment from the arguments of `run`, which are objects or names."""
     settings = dict(settings)
@@ -104,14 +108,15 @@ def experiment_from_arguments(
     # These are in the groups Method and Data, but no part of such an object.
     independent = {"norm", "model_options", "loss", "metrics", "data_dir"}
     for name in settings:
-        if name not in Settings.model_fields and any(name in find(method).model_fields for method in names()):
+        if name not in Settings.model_fields and (option := _find_option(name)):
             raise SettingError(
-                f"{name} is an option of a method: set it on the object, such as FedAvg({name}=…), "
-                f"or pass method_options={{'{name}': …}}"
+                f"{option} is an option of a method: set it on the object, such as FedAvg({option}=…), "
+                f"or pass method_options={{'{option}': …}}"
             )
         for kind, argument in (("method", method), ("data", data)):
             if not isinstance(argument, str) and name in settings_in_group(kind.capitalize()) - independent:
-                raise SettingError(f"{name} belongs to the {kind}, which is an object here: set it on that object")
+                example = f"FedAvg({name}=…)" if kind == "method" else f"fewer.data.load(…, {name}=…)"
+                raise SettingError(f"{name} belongs to the {kind}, which is an object here: set it there, {example}")
     if isinstance(method, Method):
         settings |= {"method": _method_spec(method), "method_options": method.model_dump(mode="json")}
     else:
@@ -120,8 +125,8 @@ def experiment_from_arguments(
         settings["data"] = data
     else:
         settings |= _data_settings(data)
-    if isinstance(model, str):
-        settings["model"] = model
+    if model is not None:
+        settings["model"] = model if isinstance(model, str) else _function_name(model)
     loss, metrics = settings.get("loss"), settings.get("metrics", ())
     if callable(loss):
         settings["loss"] = _function_name(loss)
@@ -137,15 +142,23 @@ def experiment_from_arguments(
     )
 
 
+def _find_option(name: str) -> str | None:
+    """The option of a method that an unknown setting probably means, if no setting is nearer."""
+    options = {option for method in names() for option in find(method).model_fields}
+    if name in options or nearest_name(name, Settings.model_fields) is None:
+        return nearest_name(name, options)
+    return None
+
+
 def _function_name(function: Any) -> str:
-    """The name of a user's function in the settings of a run."""
+    """The name of a user's function, or of a user's net, in the settings of a run."""
     return f"({getattr(function, '__name__', type(function).__name__)})"
 
 
 def _check_arguments(method: object, data: object, model: object) -> None:
     """Raises an error if an argument is neither a name nor an object of the right type."""
     if isinstance(method, type) and issubclass(method, Method):
-        raise SettingError(f"method is the class {method.__name__}: pass an object, {method.__name__}()")
+        raise SettingError(f"method is the class {method.__name__}: pass an instance, {method.__name__}()")
     if not isinstance(method, str | Method):
         raise SettingError(f"method must be a name or a fewer.Method, got {type(method).__name__}")
     if not isinstance(data, str | Data):
@@ -153,7 +166,7 @@ def _check_arguments(method: object, data: object, model: object) -> None:
             "data must be a name, or made by fewer.data.from_arrays, from_clients or from_dataset, "
             f"got {type(data).__name__}"
         )
-    if not isinstance(model, str | torch.nn.Module) and not callable(model):
+    if not isinstance(model, str | torch.nn.Module | None) and not callable(model):
         kind = type(model).__name__
         raise SettingError(f"model must be a name, an nn.Module, or a class or function that returns one, got {kind}")
 
@@ -211,6 +224,7 @@ def resume(
     connect: Connect | None = None,
     track: Sequence[str] | None = None,
     rounds: int | None = None,
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Continues a run from its last checkpoint. Unless settings change, the numbers are those of an uninterrupted run.
@@ -221,6 +235,7 @@ def resume(
     - `track`: replaces the run's trackers. New trackers receive all rounds.
     - `rounds`: another number of rounds, more than are done. A finished run continues. The result is that of a run with
       this number of rounds from the start. Methods whose rounds depend on their number refuse it.
+    - `progress`: as in `run`.
     - Further arguments change settings. `runtime`, `workers`, `data_dir` and `debug` do not affect the numbers;
       `device` may. `quorum`, `deadline`, `drop`, `slow` and `corrupt` do. Change them to continue a run that stopped
       because too few clients answered.
@@ -252,7 +267,7 @@ def resume(
         recorded_fingerprint = recorded["data"]["fingerprint"]
         raise RunError(f"{path} was run on other data: fingerprint {recorded_fingerprint}, now {fingerprint}")
     state = experiment.initial_state()
-    with directory:
+    with show_progress(progress, callbacks) as callbacks, directory:
         if track is not None:
             directory.update_metadata(track=list(track))
         if "rounds" in changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +23,7 @@ from fewer.learning.evaluate import measure_outputs
 from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
 from fewer.models import Task, get_weights, net_factory
+from fewer.models.nets import copy_net, default_model, is_lazy, materialize
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
 from fewer.registry import MODELS
 from fewer.runs.metric import PrimaryMetric
@@ -124,7 +124,10 @@ def build_experiment(
     if method.cohort is not None:
         check_cohort(method.cohort, len(data))
     device = make_device(settings.device)
-    task = make_task(settings.model if model is None else model, settings, data, objective, device)
+    if model is None and settings.model is None:
+        name = default_model(data.shape, data.vocab_size, objective.kind == "next-token")
+        settings = settings.model_copy(update={"model": name})
+    task = make_task(model or settings.model or "", settings, data, objective, device)
     return Experiment(method, task, data.to(device), settings, objects)
 
 
@@ -142,7 +145,7 @@ def _prepare_data(method: Method, data: Data) -> Data:
     if data.novel and method.needs != "novel classes":
         allowed = [name for name in names() if find(name).needs == "novel classes"]
         raise SettingError(
-            f"data '{data.name}' tests novel classes, which {method.name} cannot predict "
+            f"the test samples of data '{data.name}' are of novel classes, which {method.name} cannot predict "
             f"(allowed: {', '.join(allowed)})"
         )
     return data
@@ -221,13 +224,14 @@ def make_task(model: Model, settings: Settings, data: Data, objective: Objective
     """Builds the task of training this model on this data, and tries the model on one sample."""
     initial = None
     if isinstance(model, nn.Module):
-        make: Callable[[], nn.Module] = partial(copy.deepcopy, model)
-        initial = get_weights(model)
+        make: Callable[[], nn.Module] = partial(copy_net, model)
+        initial = None if is_lazy(model) else get_weights(model)
     else:
         factory = model if not isinstance(model, str) else MODELS.find(model)
         facts = {"shape": data.shape, "classes": data.classes, "norm": settings.norm, "vocabulary": data.vocab_size}
         make = net_factory(factory, facts, _model_options(settings, data))
-    task = Task(data.shape, data.classes, make, device, initial, *objective)
+    zeros = torch.zeros(1, *data.shape, dtype=torch.int64 if data.tokens else torch.float32)
+    task = Task(data.shape, data.classes, partial(materialize, make, zeros), device, initial, *objective)
     if not isinstance(data, AbsentData):
         _try_model(task, data)
     return task
@@ -298,8 +302,8 @@ def _try_model(task: Task, data: Data) -> None:
     shape = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
     columns = outputs.shape[1] if isinstance(outputs, torch.Tensor) and outputs.ndim == 2 else 0
     if columns < data.classes or (columns > data.classes and not task.has_classes):
-        expected = f"at least {data.classes} classes" if task.has_classes else f"{data.classes} outputs"
-        raise SettingError(f"the model returns {shape} for one sample (allowed: 1 × {expected})")
+        expected = f"scores of at least {data.classes} classes" if task.has_classes else f"{data.classes} outputs"
+        raise SettingError(f"the model returns {shape} for one sample, expected {expected}")
     if not data.novel:
         _try_objective(task, outputs, y)
 

@@ -109,6 +109,7 @@ def deploy(
     model: Model | None = None,
     out: str | Path | None = None,
     callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Trains a model for the clients of `data` from a prepared one: `fewer.deploy("runs/…", data).model`.
@@ -117,8 +118,9 @@ def deploy(
     other settings are those of `fewer.run`.
     """
     resolved = deploy_settings(Path(prepared), settings)
-    named_model = resolved.pop("model")
-    return run(resolved.pop("method"), data, model=model or named_model, out=out, callbacks=callbacks, **resolved)
+    arguments: dict[str, Any] = {"out": out, "callbacks": callbacks, "progress": progress, **resolved}
+    named_model = arguments.pop("model")
+    return run(arguments.pop("method"), data, model=model or named_model, **arguments)
 
 
 def export(path: Path, out: Path, client: int | None = None) -> list[Path]:

@@ -90,11 +90,12 @@ class FlowerServer:
         self.check_experiment(experiment)
         connect = self._connect_to(out)
         attempt = partial(run_experiment, experiment, out, callbacks, connect, self.track or ())
-        return self._run_with_restarts(attempt, partial(resume, out, callbacks=callbacks, connect=connect))
+        retry = partial(resume, out, callbacks=callbacks, connect=connect, progress=False)
+        return self._run_with_restarts(attempt, retry)
 
     def resume(self, out: Path, callbacks: Sequence[Callback] = (), **changed: Any) -> Result:
         """Resumes a run."""
-        retry = partial(resume, out, callbacks=callbacks, connect=self._connect_to(out), **changed)
+        retry = partial(resume, out, callbacks=callbacks, connect=self._connect_to(out), progress=False, **changed)
         return self._run_with_restarts(partial(retry, track=self.track), retry)  # a retry keeps the trackers
 
     def _run_with_restarts(self, attempt: Callable[[], Result], retry: Callable[[], Result]) -> Result:
@@ -224,7 +225,7 @@ def _checksum_word_vectors(experiment: Experiment) -> int | None:
 # --- a client -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SingleClientData(Data):
     """The data of one client, in the format of the server's data. The other clients' data is unknown."""
 

@@ -59,11 +59,20 @@ class Status(NamedTuple):
     time: float
 
 
-@dataclass
+@dataclass(repr=False)
 class RunReader:
     """A run directory. Each part is read on first use; RunError if it is damaged."""
 
     path: Path
+
+    def __repr__(self) -> str:
+        """Three lines: the directory, the experiment, and its state."""
+        try:
+            state = f"{self.status().state}, {len(self.history)} of {self.rounds} rounds"
+            lines = [f"{self.method_name} on {self.data_summary}", state]
+        except RunError as error:
+            lines = [str(error)]
+        return "\n  ".join([f"{type(self).__name__} of {self.path}", *lines])
 
     # --- settings -------------------------------------------------------------------------------------------
 

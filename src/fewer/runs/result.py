@@ -38,6 +38,7 @@ from fewer.runs.reader import CLIENTS, RunReader
 from fewer.runs.settings import Settings
 from fewer.runs.views import Viewable, to_data_frame
 from fewer.runtime.streams import one_thread
+from fewer.statistics import format_duration, format_megabytes
 
 _NEEDS = {
     "classes": "it needs a task with at most 100 classes, evaluated by the server or in a simulation",
@@ -62,9 +63,20 @@ class Result(Experiment, Viewable):
     """Why a callback ended the run before its last round; empty otherwise."""
 
     def __repr__(self) -> str:
-        name = self.metric.name
-        value = f", {name} {self.metrics[name]:.4f}" if name in self.metrics else ""
-        return f"Result({self.method.name}, {len(self.history)} of {self.method.rounds} rounds{value})"
+        metric = self.metric
+        evaluated = next((entry for entry in reversed(self.history) if metric.name in entry), None)
+        value = f": {metric.name} {metric.format(evaluated[metric.name])}" if evaluated else ""
+        last = {"up": 0, "down": 0, "seconds": 0.0, **self.metrics}
+        up, down, seconds = format_megabytes(last["up"]), format_megabytes(last["down"]), last["seconds"]
+        return (
+            f"Result of {self.method.name} with {self._model_name} on {self.data.name}, {len(self.data)} clients\n"
+            f"  {len(self.history)} of {self.method.rounds} rounds{value}\n"
+            f"  {up} up, {down} down, {format_duration(seconds)}"
+        )
+
+    @property
+    def _model_name(self) -> str:
+        return Path(self.settings.model or "").name.strip("()")
 
     @property
     def metrics(self) -> dict[str, Any]:

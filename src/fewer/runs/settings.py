@@ -40,8 +40,8 @@ class Settings(BaseModel):
     """Encoding of tensors in messages: float32, float16, bfloat16, int8 or uint8. [default: the method's]"""
     method_options: dict[str, Any] = Field({}, title="Method")
     """An option of the method, as name=value; may be repeated. `fewer methods NAME` lists them."""
-    model: str = Field("cnn", title="Method")
-    """The net: cnn, lenet5, conv4, resnet12, … or FILE.py:Name for your own."""
+    model: str | None = Field(None, title="Method")
+    """The net: cnn, lenet5, mlp, … or FILE.py:Name. [default: one that fits the data; cnn for images]"""
     norm: Norm | None = Field(None, title="Method")
     """Normalization layers of the net. [default: the net's; cnn has group]"""
     model_options: dict[str, Any] = Field({}, title="Method")
@@ -118,7 +118,9 @@ def settings_hash(settings: Settings, method: BaseModel) -> str:
     """Returns a hash of all settings that affect results."""
     left_out = {*RUNTIME_SETTINGS, *METHOD_SETTINGS, "method_options", *neutral_options(settings)}
     content = settings.model_dump(mode="json", exclude=left_out)
-    content |= {name: _remove_folder(content[name]) for name in ("method", "model", "data", "loss") if name in content}
+    content |= {
+        name: _remove_folder(content[name]) for name in ("method", "model", "data", "loss") if content.get(name)
+    }
     content |= {"metrics": list(map(_remove_folder, settings.metrics))} if settings.metrics else {}
     content["method_settings"] = method.model_dump(mode="json", exclude=neutral_options(method))
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_the_held_out_windows_of_sensors_are_the_last_of_each_activity(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEWER_CACHE", str(tmp_path / "cache"))
-    window: dict[str, int] = {"window": 10, "stride": 3}
+    window: dict[str, Any] = {"window": 10, "stride": 3}
     for name in (f"pamap2:{write_pamap2(tmp_path / 'pamap2')}", f"hapt:{write_hapt(tmp_path / 'hapt')}"):
         for _ in range(2):  # the second time from the cache
             assert read_by_name(name, **window).class_gap == 3
