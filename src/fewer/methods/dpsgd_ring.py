@@ -19,12 +19,12 @@ Departures:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from fewer.learning import weighted_mean
-from fewer.methods import Client, PersonalMethod, State
+from fewer.methods import Client, Group, PersonalMethod, State
 from fewer.methods.fedavg import LocalTraining
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
@@ -41,6 +41,8 @@ class RingState(State):
 @METHODS.register("dpsgd-ring")
 class DPSGDRing(PersonalMethod[RingState], LocalTraining[RingState]):
     """Each client averages its model with those of its two neighbors in a ring, and trains the mean."""
+
+    group: ClassVar[Group] = "sequential"
 
     def init(self, task: Task, seed: int) -> RingState:
         """All clients start from the same weights."""

@@ -25,7 +25,7 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from fewer.methods import Client, ModelState, SearchSpace
+from fewer.methods import Client, Group, ModelState, SearchSpace
 from fewer.methods.confirmed import count_answers, last_counted, load_confirmed, store_unconfirmed
 from fewer.methods.fedavg import LocalTraining, average_equally
 from fewer.models import Task, Weights, get_weights
@@ -45,6 +45,8 @@ class FedDynState(ModelState):
 @METHODS.register("feddyn")
 class FedDyn(LocalTraining[FedDynState]):
     """FedAvg whose clients add a regularizer that makes their optimum that of all clients."""
+
+    group: ClassVar[Group] = "drift correction"
 
     tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "alpha": (0.01, 0.03, 0.1)}
 

@@ -17,14 +17,14 @@ Departures:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from fewer.learning import weighted_mean
 from fewer.learning.sgd import epoch_batches
-from fewer.methods import Client, ModelState
+from fewer.methods import Client, Group, ModelState
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
@@ -45,6 +45,8 @@ class FedNovaState(ModelState):
 @METHODS.register("fednova")
 class FedNova(LocalTraining[FedNovaState]):
     """FedAvg by epochs, with each client's change divided by its number of steps."""
+
+    group: ClassVar[Group] = "drift correction"
 
     local_epochs: PositiveInt = 1
     """Passes of a client over its samples in each round; they take the place of `local_steps`."""

@@ -24,7 +24,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.methods import Client, ModelState, SearchSpace
+from fewer.methods import Client, Group, ModelState, SearchSpace
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights
 from fewer.models.split import split_net
@@ -35,6 +35,8 @@ from fewer.runtime import on_client
 @METHODS.register("moon")
 class MOON(FedAvg):
     """FedAvg whose clients keep their features close to the global model's and away from their last model's."""
+
+    group: ClassVar[Group] = "drift correction"
 
     tunable: ClassVar[SearchSpace] = {**FedAvg.tunable, "mu": (0.1, 1.0, 5.0)}
 

@@ -31,7 +31,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from fewer.learning import weighted_mean
-from fewer.methods import Client, ModelState, SearchSpace
+from fewer.methods import Client, Group, ModelState, SearchSpace
 from fewer.methods.confirmed import count_answers, last_counted, load_confirmed, store_unconfirmed
 from fewer.methods.fedavg import LocalTraining, average_equally
 from fewer.models import Task, Weights, get_weights
@@ -52,6 +52,8 @@ class ScaffoldState(ModelState):
 @METHODS.register("scaffold")
 class Scaffold(LocalTraining[ScaffoldState]):
     """FedAvg whose clients correct their drift with control variates."""
+
+    group: ClassVar[Group] = "drift correction"
 
     tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "server_lr": (0.3, 1.0)}
 

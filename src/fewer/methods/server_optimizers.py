@@ -28,7 +28,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field, PositiveFloat
 
-from fewer.methods import ModelState, SearchSpace
+from fewer.methods import Group, ModelState, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.models import Task, Weights
 from fewer.registry import METHODS
@@ -50,6 +50,8 @@ class ServerOptimizerState(ModelState):
 
 class ServerOptimizer(LocalTraining[ServerOptimizerState]):
     """FedAvg whose server takes an optimizer's step along the mean change of the clients' models."""
+
+    group: ClassVar[Group] = "server optimizers"
 
     server_optimizer: Literal["momentum", "adam", "yogi", "adagrad"] = "adam"
     """The optimizer of the server."""
