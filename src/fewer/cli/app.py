@@ -348,13 +348,19 @@ def methods(
     json_file: Json = None,
 ) -> None:
     """List the methods, or the options of one."""
-    from fewer.methods import find, names
+    from typing import get_args
+
+    from fewer.methods import Group, find, names
 
     if name is None:
         texts = {method: (find(method).__doc__ or "").strip().splitlines()[0] for method in names()}
-        if not printing.write_json(json_file, texts):
-            printing.print_rows(("method", "what it does"), list(texts.items()))
-            print("fewer methods NAME shows the options of one.")
+        if printing.write_json(json_file, {name: {"group": find(name).group, "text": texts[name]} for name in texts}):
+            return
+        for group in get_args(Group):
+            members = [(method, texts[method]) for method in texts if find(method).group == group]
+            printing.print_rows((group, "what it does"), members)
+            print()
+        print("fewer methods NAME shows the options of one.")
         return
     method = find(name)
     fields = method.model_fields.items()

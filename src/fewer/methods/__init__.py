@@ -2,7 +2,7 @@
 
 from fewer.methods.capabilities import ImageGrid
 from fewer.methods.context import Client, Context, ContextFactory, Server
-from fewer.methods.method import Method, ModelState, Needs, PersonalMethod, SearchSpace, State, StateT
+from fewer.methods.method import Group, Method, ModelState, Needs, PersonalMethod, SearchSpace, State, StateT
 from fewer.methods.registry import find, names
 from fewer.methods.scores import MAX_SAMPLES, Metrics, Scores
 
@@ -11,6 +11,7 @@ __all__ = [
     "Client",
     "Context",
     "ContextFactory",
+    "Group",
     "ImageGrid",
     "Method",
     "Metrics",

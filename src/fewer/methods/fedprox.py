@@ -19,7 +19,7 @@ import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 
-from fewer.methods import Client, SearchSpace
+from fewer.methods import Client, Group, SearchSpace
 from fewer.methods.fedavg import FedAvg
 from fewer.registry import METHODS
 
@@ -27,6 +27,8 @@ from fewer.registry import METHODS
 @METHODS.register("fedprox")
 class FedProx(FedAvg):
     """FedAvg with a proximal term that keeps local models near the global one."""
+
+    group: ClassVar[Group] = "drift correction"
 
     tunable: ClassVar[SearchSpace] = {**FedAvg.tunable, "mu": (0.001, 0.01, 0.1, 1.0)}
 

@@ -16,11 +16,12 @@ Departures:
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import ClassVar
 
 from pydantic import PositiveInt
 
 from fewer.errors import QuorumLost
-from fewer.methods import ModelState
+from fewer.methods import Group, ModelState
 from fewer.methods.fedavg import FedAvg, train_models
 from fewer.registry import METHODS
 from fewer.runtime import Clients
@@ -29,6 +30,8 @@ from fewer.runtime import Clients
 @METHODS.register("fedseq")
 class FedSeq(FedAvg):
     """One model passes through the clients. Each trains it and hands it to the next; nothing is averaged."""
+
+    group: ClassVar[Group] = "sequential"
 
     rounds: PositiveInt = 1
     """Number of passes."""

@@ -25,7 +25,7 @@ from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.learning.group_model import GroupModel, compute_features, compute_prototypes
 from fewer.learning.prototypes import Prototypes, class_positions, class_prototypes, distance_loss, merge_prototypes
 from fewer.learning.sgd import LocalOptimizer, epoch_batches
-from fewer.methods import MAX_SAMPLES, Client, Context, Method, Needs, SearchSpace, State, StateT
+from fewer.methods import MAX_SAMPLES, Client, Context, Group, Method, Needs, SearchSpace, State, StateT
 from fewer.methods.fedavg import train_models
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
@@ -67,6 +67,8 @@ NEUTRAL: dict[str, Any] = {"neutral": True}
 
 class FewRounds(Method[StateT]):
     """R rounds of a group of clients, starting from a given model."""
+
+    group: ClassVar[Group] = "later groups"
 
     needs: ClassVar[Needs] = "classes"
 

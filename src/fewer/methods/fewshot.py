@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.episodes import Episode, sample_episode
 from fewer.errors import DataError, QuorumLost, SettingError
-from fewer.methods import Client, Context, Method, Needs, Scores, SearchSpace, State
+from fewer.methods import Client, Context, Group, Method, Needs, Scores, SearchSpace, State
 from fewer.methods.fedavg import average_equally
 from fewer.models import Task, Weights, all_finite
 from fewer.runtime import Clients, Unable, on_client, stream
@@ -57,6 +57,8 @@ class FewShotState(State):
 
 class FewShot(Method[FewShotState]):
     """A method that trains on tasks of base classes and solves tasks of novel classes."""
+
+    group: ClassVar[Group] = "novel classes"
 
     needs: ClassVar[Needs] = "novel classes"
     can_keep_best: ClassVar[bool] = False

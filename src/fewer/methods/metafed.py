@@ -47,7 +47,7 @@ from fewer.data import Data
 from fewer.data.federations import group_clients
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer
-from fewer.methods import Client, Method, Needs, PersonalMethod, Scores, SearchSpace, State
+from fewer.methods import Client, Group, Method, Needs, PersonalMethod, Scores, SearchSpace, State
 from fewer.methods.fedavg import LocalTraining
 from fewer.methods.federation import (
     WARM_UP,
@@ -93,6 +93,8 @@ class RingState(State):
 @METHODS.register("metafed")
 class MetaFed(PersonalMethod[RingState], LocalTraining[RingState]):
     """Federations in a ring teach each other, one model per hop. Each ends with its own model; there is no server."""
+
+    group: ClassVar[Group] = "sequential"
 
     needs: ClassVar[Needs] = "classes"
 

@@ -34,6 +34,16 @@ BEST = "best_model"
 
 
 Needs = Literal["", "classes", "novel classes"]
+Group = Literal[
+    "global model",
+    "server optimizers",
+    "drift correction",
+    "personalization",
+    "sequential",
+    "new clients",
+    "later groups",
+    "novel classes",
+]
 SearchSpace = Mapping[str, Sequence[float]]
 """Hyperparameters to tune, with starting values in ascending order."""
 
@@ -91,6 +101,8 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """The registered name; for unregistered methods, the class name in lower case."""
     tunable: ClassVar[SearchSpace] = {}
     """The hyperparameters that `--tune` searches, most important first, with starting values in ascending order."""
+    group: ClassVar[Group] = "global model"
+    """What the method is for; `fewer methods` lists methods by group."""
     needs: ClassVar[Needs] = ""
     """What the task must have: nothing in particular, classes, or test classes that are not in the training data."""
     file_options: ClassVar[tuple[str, ...]] = ()
@@ -246,6 +258,8 @@ class NoGlobalModel(SettingError):
 
 class PersonalMethod(Method[StateT]):
     """A method that trains one model per client and is evaluated on each client's own test samples."""
+
+    group: ClassVar[Group] = "personalization"
 
     def evaluate(self, state: StateT, clients: Clients, data: Data) -> Scores:
         """Returns the scores of a round: each client's model on its own test samples.

@@ -30,7 +30,7 @@ from fewer.data.episodes import ThreeWaySplit, split_clients, split_support_quer
 from fewer.learning.adapt import Batch, Criterion, LearningRate, adapt_weights, trainable_weights
 from fewer.learning.evaluate import EVAL_BATCH_SIZE, Evaluation, measure_net
 from fewer.methods.context import Client, Context
-from fewer.methods.method import DEFAULT_COHORT, Method, ModelState, State
+from fewer.methods.method import DEFAULT_COHORT, Group, Method, ModelState, State
 from fewer.methods.scores import Scores, ask_evaluations, pool_evaluations, primary_metric, score_clients
 from fewer.models import Task, Weights
 from fewer.models.objective import find_metric
@@ -64,6 +64,8 @@ CountingStateT = TypeVar("CountingStateT", bound=CountingState, default=Any)
 
 class NewClients(Method[CountingStateT]):
     """A method that trains with some clients and adapts its model to the support set of each evaluation client."""
+
+    group: ClassVar[Group] = "new clients"
 
     can_keep_best: ClassVar[bool] = False
 

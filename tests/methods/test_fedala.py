@@ -1,0 +1,73 @@
+"""FedALA: the mixture, its weights and its layers, by formula."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fewer
+from fewer.learning.sgd import epoch_batches
+from fewer.methods.fedala import FedALA, highest_parameters
+from fewer.models.split import EncoderHead
+from fewer.runtime import stream
+from tests.methods.linear_harness import PAIRS, SEED, SIZES, federation
+
+LOCAL: dict[str, Any] = {"local_steps": 2, "batch_size": 2, "lr": 0.3}
+
+
+def make_net() -> EncoderHead:
+    torch.manual_seed(1)
+    return EncoderHead(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), 4, 2)
+
+
+def train(weights: dict[str, torch.Tensor], client: int, round: int) -> dict[str, torch.Tensor]:
+    net = make_net()
+    net.load_state_dict(weights)
+    x, y = (torch.as_tensor(part) for part in PAIRS[client])
+    for row in torch.randint(len(y), (2, 2), generator=stream(SEED, round, client, "batches")):
+        gradients = torch.autograd.grad(F.cross_entropy(net(x[row]), y[row]), list(net.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                parameter -= 0.3 * gradient
+    return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+
+def test_the_published_settings_are_the_defaults() -> None:
+    assert (FedALA().ala_lr, FedALA().ala_samples, FedALA().ala_layers) == (1.0, 0.8, 1)
+    net = EncoderHead(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 4, 2)
+    assert highest_parameters(net, 1) == ["head.weight", "head.bias"]
+    assert highest_parameters(net, 2)[:2] == ["encoder.1.weight", "encoder.1.bias"]
+
+
+def test_the_second_round_mixes_the_head_by_learned_weights(tmp_path: Path) -> None:
+    method = FedALA(rounds=2, max_epochs=3, **LOCAL)
+    result = fewer.run(method, federation(), model=make_net(), seed=SEED, out=tmp_path / "run")
+    start = dict(make_net().state_dict())
+    own = [train(start, client, 1) for client in range(3)]
+    shared = {name: sum(n * w[name] for n, w in zip(SIZES, own, strict=True)) / sum(SIZES) for name in start}
+    data = federation()
+    for client in range(3):
+        names = ["head.weight", "head.bias"]
+        mixing = {name: torch.ones_like(start[name]) for name in names}
+        generator = stream(SEED, 2, client, "ala")
+        train_set = data.client(client).train
+        subset = train_set.select(
+            torch.randperm(SIZES[client], generator=generator)[: max(1, round(0.8 * SIZES[client]))]
+        )
+        mixed = dict(shared)
+        for _ in range(3):
+            for x, y in epoch_batches(subset, 1, 2, generator):
+                net = make_net()
+                net.load_state_dict(mixed)
+                head = [net.head.weight, net.head.bias]
+                gradients = torch.autograd.grad(F.cross_entropy(net(x), y), head)
+                for name, gradient in zip(names, gradients, strict=True):
+                    mixing[name] = (mixing[name] - gradient * (shared[name] - own[client][name])).clamp(0, 1)
+                    mixed[name] = own[client][name] + (shared[name] - own[client][name]) * mixing[name]
+        expected = train(mixed, client, 2)
+        for name, tensor in result.personal_model(client).state_dict().items():
+            assert torch.allclose(tensor, expected[name], atol=1e-5), (client, name)
