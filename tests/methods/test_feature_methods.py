@@ -39,7 +39,7 @@ def step(loss: Tensor, parameters: list[nn.Parameter]) -> None:
     gradients = torch.autograd.grad(loss, parameters)
     with torch.no_grad():
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter -= 0.3 * gradient
+            parameter.sub_(0.3 * gradient)
 
 
 def means_by_class(net: EncoderHead, client: int) -> dict[int, tuple[Tensor, int]]:
@@ -119,8 +119,7 @@ def test_fedrod_balances_the_generic_head_and_adds_a_personal_one(tmp_path: Path
                     bias -= 0.3 * of_head[1]
             trained.append({name: tensor.clone() for name, tensor in net.state_dict().items()})
         shared = {
-            name: sum(n * model[name] for n, model in zip(SIZES, trained, strict=True)) / sum(SIZES)  # type: ignore[misc]
-            for name in shared
+            name: sum(n * model[name] for n, model in zip(SIZES, trained, strict=True)) / sum(SIZES) for name in shared
         }
     assert all(torch.allclose(result.state.model[name], shared[name], atol=1e-5) for name in shared)
     net, x = make_net(), torch.as_tensor(PAIRS[2][0])
@@ -140,7 +139,7 @@ def test_dbe_shifts_features_and_regularizes_their_mean(mu: float, tmp_path: Pat
     result = fewer.run(method, federation(), model=make_net(), seed=SEED, out=tmp_path / "run")
     with torch.no_grad():
         sums = [make_net().encoder(torch.as_tensor(x)).sum(0) for x, _ in PAIRS]
-    common = sum(sums) / sum(SIZES)  # type: ignore[arg-type]
+    common = sum(sums) / sum(SIZES)
     assert torch.allclose(result.state.mean, common, atol=1e-6)
     shared = {name: tensor.clone() for name, tensor in make_net().state_dict().items()}
     shifts = [torch.zeros(4) for _ in range(3)]
@@ -158,13 +157,12 @@ def test_dbe_shifts_features_and_regularizes_their_mean(mu: float, tmp_path: Pat
                 *gradients, of_shift = torch.autograd.grad(loss, [*parameters, shift])
                 with torch.no_grad():
                     for parameter, gradient in zip(parameters, gradients, strict=True):
-                        parameter -= 0.3 * gradient
-                    shift -= 0.3 * of_shift
+                        parameter.sub_(0.3 * gradient)
+                    shift.sub_(0.3 * of_shift)
             shifts[client] = shift.detach()
             trained.append({name: tensor.clone() for name, tensor in net.state_dict().items()})
         shared = {
-            name: sum(n * model[name] for n, model in zip(SIZES, trained, strict=True)) / sum(SIZES)  # type: ignore[misc]
-            for name in shared
+            name: sum(n * model[name] for n, model in zip(SIZES, trained, strict=True)) / sum(SIZES) for name in shared
         }
     assert all(torch.allclose(result.state.model[name], shared[name], atol=1e-5) for name in shared)
     net, x = make_net(), torch.as_tensor(PAIRS[0][0])

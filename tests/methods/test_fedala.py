@@ -32,7 +32,7 @@ def train(weights: dict[str, torch.Tensor], client: int, round: int) -> dict[str
         gradients = torch.autograd.grad(F.cross_entropy(net(x[row]), y[row]), list(net.parameters()))
         with torch.no_grad():
             for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-                parameter -= 0.3 * gradient
+                parameter.sub_(0.3 * gradient)
     return {name: tensor.clone() for name, tensor in net.state_dict().items()}
 
 
@@ -48,7 +48,9 @@ def test_the_second_round_mixes_the_head_by_learned_weights(tmp_path: Path) -> N
     result = fewer.run(method, federation(), model=make_net(), seed=SEED, out=tmp_path / "run")
     start = dict(make_net().state_dict())
     own = [train(start, client, 1) for client in range(3)]
-    shared = {name: sum(n * w[name] for n, w in zip(SIZES, own, strict=True)) / sum(SIZES) for name in start}
+    shared: dict[str, Any] = {
+        name: sum(n * w[name] for n, w in zip(SIZES, own, strict=True)) / sum(SIZES) for name in start
+    }
     data = federation()
     for client in range(3):
         names = ["head.weight", "head.bias"]

@@ -45,7 +45,7 @@ def test_the_second_round_minimizes_the_contrastive_loss() -> None:
             gradients = torch.autograd.grad(loss, list(net.parameters()))
             with torch.no_grad():
                 for parameter, gradient in zip(net.parameters(), gradients, strict=True):
-                    parameter -= 0.3 * gradient
+                    parameter.sub_(0.3 * gradient)
         previous = {name: tensor.clone() for name, tensor in net.state_dict().items()}
         # one client only: the global model is its model, so z_glob = z_prev at the start of round 2
     for name, tensor in net.state_dict().items():
@@ -61,7 +61,8 @@ def encode(weights: dict[str, Tensor], x: Tensor) -> Tensor:
 
 def test_without_mu_it_is_fedavg_and_with_mu_it_is_not() -> None:
     def weights(method: FedAvg) -> Tensor:
-        return fewer.run(method, federation(), model=make_net(), seed=SEED).state.model["head.weight"]
+        weight: Tensor = fewer.run(method, federation(), model=make_net(), seed=SEED).state.model["head.weight"]
+        return weight
 
     fedavg = weights(FedAvg(rounds=2, **LOCAL))
     assert torch.equal(weights(MOON(rounds=2, mu=0, **LOCAL)), fedavg)

@@ -47,7 +47,7 @@ def train(
         gradients = torch.autograd.grad(F.cross_entropy(net(x[row]), y[row]), parameters)
         with torch.no_grad():
             for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter -= lr * gradient
+                parameter.sub_(lr * gradient)
     return {name: tensor.clone() for name, tensor in net.state_dict().items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ def local_steps(method: Scaffold, x: Array, c: Array, c_i: Array, client: int, r
 
 
 def reference(
-    method: Scaffold, cohorts: list[list[int]], lost: set[tuple[int, int]] = frozenset()
-) -> tuple[Array, Array, dict[int, Array]]:  # type: ignore[assignment]
+    method: Scaffold, cohorts: list[list[int]], lost: Collection[tuple[int, int]] = ()
+) -> tuple[Array, Array, dict[int, Array]]:
     x, c, controls = WEIGHT, np.zeros_like(WEIGHT), {client: np.zeros_like(WEIGHT) for client in range(3)}
     for round, cohort in enumerate(cohorts, 1):
         counted = [client for client in cohort if (round, client) not in lost]
@@ -90,9 +91,9 @@ def test_a_message_has_the_size_of_two_models() -> None:
 
 
 def test_buffers_are_averaged_and_frozen_layers_stay() -> None:
-    net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
-    net[1].bias.requires_grad_(False)
-    start = net[1].bias.detach().clone()
+    linear_layer = nn.Linear(3, 2)
+    linear_layer.bias.requires_grad_(False)
+    net, start = nn.Sequential(nn.BatchNorm1d(3), linear_layer), linear_layer.bias.detach().clone()
     state = fewer.run(Scaffold(rounds=2, **LOCAL), federation(), model=net, seed=SEED).state
     assert "0.running_mean" not in state.control and torch.equal(state.model["1.bias"], start)
     assert not torch.equal(state.model["0.running_mean"], torch.zeros(3))
