@@ -58,7 +58,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fedbn": {"norm": "batch"},
     "fedavg-ft": {"norm": "batch", "method_options": {"ft_steps": 3}},
     "fedseq": {},
-    **{name: {} for name in ("fedavgm", "fedadam", "fedyogi", "fedadagrad", "fednova", "fedelmy", "dpsgd-ring")},
+    **{
+        name: {}
+        for name in ("fedopt", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fednova", "fedelmy", "dpsgd-ring")
+    },
     **{name: {} for name in ("fedper", "fedrep", "fedbabu", "lg-fedavg", "ditto", "apfl", "fedproto", "fedrod")},
     **{name: {} for name in ("dbe", "knn-per")},
     **{name: {"rounds": 3} for name in ("scaffold", "feddyn", "moon", "fedala")},

@@ -34,7 +34,10 @@ RUNS: dict[str, dict[str, Any]] = {
 SCORE, ANSWER_QUERIES = ("evaluate/score", "model"), ("evaluate/answer_queries", "model")
 EXACT = {
     **{name: {SCORE} for name in ("fedavg", "fedavg-augmented", "fedprox", "feddistill", "fedensemble", "fedbn")},
-    **{name: {SCORE} for name in ("fedavg-ft", "fedseq", "fedelmy", "fedavgm", "fedadam", "fedyogi", "fedadagrad")},
+    **{
+        name: {SCORE}
+        for name in ("fedavg-ft", "fedseq", "fedelmy", "fedopt", "fedavgm", "fedadam", "fedyogi", "fedadagrad")
+    },
     **{name: {SCORE} for name in ("scaffold", "fednova", "feddyn", "moon", "fedper", "fedrep", "fedbabu", "lg-fedavg")},
     **{name: {SCORE} for name in ("ditto", "apfl", "fedproto", "fedala", "fedrod", "dbe", "knn-per")},
     "fedgen": {SCORE, ("train_with_generator", "class_weights")},

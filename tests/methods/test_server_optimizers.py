@@ -11,7 +11,7 @@ from torch import nn
 
 import fewer
 from fewer.methods.fedavg import FedAvg
-from fewer.methods.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedYogi, ServerOptimizer
+from fewer.methods.server_optimizers import FedAdagrad, FedAdam, FedAvgM, FedOpt, FedYogi
 from tests.helpers import Array, is_close
 from tests.methods.linear_harness import FEATURES, SEED, WEIGHT, client_batches, federation, run_sgd, trained_weight
 from tests.methods.linear_harness import weighted_average as average
@@ -19,7 +19,7 @@ from tests.methods.linear_harness import weighted_average as average
 LOCAL: dict[str, Any] = {"rounds": 3, "local_steps": 2, "batch_size": 2, "lr": 0.3}
 
 
-def reference(method: ServerOptimizer) -> Array:
+def reference(method: FedOpt) -> Array:
     x, m, tau = WEIGHT, np.zeros_like(WEIGHT), method.tau
     v = np.full_like(WEIGHT, tau**2)
     for round in range(1, method.rounds + 1):
@@ -49,7 +49,7 @@ def reference(method: ServerOptimizer) -> Array:
     ],
     ids=lambda method: method.name,
 )
-def test_three_rounds_follow_algorithm_2(method: ServerOptimizer) -> None:
+def test_three_rounds_follow_algorithm_2(method: FedOpt) -> None:
     assert is_close(trained_weight(method), reference(method))
 
 

@@ -18,6 +18,7 @@ from fewer.audit import audit
 from fewer.data import ArrayData, from_arrays, from_clients, from_dataset
 from fewer.errors import DataError, RunError, SettingError
 from fewer.methods import find, names
+from fewer.models.split import EncoderHead
 from fewer.runs.callbacks import EarlyStopping
 from fewer.runs.reader import RunFollower, RunReader
 from fewer.runs.settings import Settings, settings_hash
@@ -112,7 +113,7 @@ def test_every_method_without_classes_trains_a_regression_in_both_runtimes(metho
     data = from_arrays(X, Y, clients=10, partition="iid")
 
     def build(shape: tuple[int, ...], classes: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(shape[0], 4), nn.GroupNorm(1, 4), nn.Linear(4, classes))
+        return EncoderHead(nn.Sequential(nn.Linear(shape[0], 4), nn.GroupNorm(1, 4)), 4, classes)
 
     settings: dict[str, Any] = {"model": build, "loss": pseudo_huber, "metrics": ["mae", largest_error], "rounds": 2}
     inline = fewer.run(method, data, **settings)

@@ -1,4 +1,4 @@
-"""FedAvgM, FedAdam, FedYogi and FedAdagrad: FedAvg with an optimizer on the server.
+"""FedOpt: FedAvg with an optimizer on the server, as FedAvgM, FedAdam, FedYogi and FedAdagrad.
 
 Reddi, Charles, Zaheer, Garrett, Rush, Konečný, Kumar, McMahan: Adaptive Federated Optimization, ICLR 2021,
 Algorithm 2. FedAvgM is that of Hsu, Qi, Brown: Measuring the Effects of Non-Identical Data Distribution for Federated
@@ -48,7 +48,8 @@ class ServerOptimizerState(ModelState):
     """v_t"""
 
 
-class ServerOptimizer(LocalTraining[ServerOptimizerState]):
+@METHODS.register("fedopt")
+class FedOpt(LocalTraining[ServerOptimizerState]):
     """FedAvg whose server takes an optimizer's step along the mean change of the clients' models."""
 
     group: ClassVar[Group] = "server optimizers"
@@ -99,7 +100,7 @@ class ServerOptimizer(LocalTraining[ServerOptimizerState]):
 
 
 @METHODS.register("fedavgm")
-class FedAvgM(ServerOptimizer):
+class FedAvgM(FedOpt):
     """FedAvg with momentum on the server."""
 
     tunable: ClassVar[SearchSpace] = {**_LOCAL, "server_lr": (0.1, 0.3, 1.0)}
@@ -109,14 +110,14 @@ class FedAvgM(ServerOptimizer):
 
 
 @METHODS.register("fedadam")
-class FedAdam(ServerOptimizer):
+class FedAdam(FedOpt):
     """FedAvg with Adam on the server."""
 
     tunable: ClassVar[SearchSpace] = {**_LOCAL, "server_lr": (0.003, 0.01, 0.03, 0.1)}
 
 
 @METHODS.register("fedyogi")
-class FedYogi(ServerOptimizer):
+class FedYogi(FedOpt):
     """FedAvg with Yogi on the server."""
 
     tunable: ClassVar[SearchSpace] = {**_LOCAL, "server_lr": (0.003, 0.01, 0.03, 0.1)}
@@ -125,7 +126,7 @@ class FedYogi(ServerOptimizer):
 
 
 @METHODS.register("fedadagrad")
-class FedAdagrad(ServerOptimizer):
+class FedAdagrad(FedOpt):
     """FedAvg with Adagrad on the server."""
 
     tunable: ClassVar[SearchSpace] = {**_LOCAL, "server_lr": (0.01, 0.03, 0.1)}
