@@ -72,7 +72,18 @@ FILES = {
 }
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 """Formats that are slow to read. Their arrays are cached."""
-LAYOUT_OPTIONS = ("client", "depth", "time", "missing", "decimal", "encoding", "features", "ignore", "categorical")
+LAYOUT_OPTIONS = (
+    "client",
+    "depth",
+    "channels",
+    "time",
+    "missing",
+    "decimal",
+    "encoding",
+    "features",
+    "ignore",
+    "categorical",
+)
 """Options that describe one file, drop or sort its samples, or that the columns of a schema replace."""
 
 LOAD_OPTIONS = ("max_per_class", "normalization")
@@ -278,6 +289,8 @@ def _read_through_cache(format: str, path: Path, schema: Schema | None = None, *
     names = ("class_names", "tokens", "notes")
     keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", *names, "time_ordered", "class_gap")
     content = format, sorted(options.items()), state, keys, *(["labels optional"] if schema else [])
+    if format == "folder":
+        content += ("16 bits",)  # older entries have clipped pixels
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
     by_name = {"schema": schema} if schema else {}
 

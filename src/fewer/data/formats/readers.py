@@ -102,14 +102,28 @@ def decode_text(content: bytes, where: object) -> str:
         raise DataError(f"{where} is not UTF-8 text: {error}") from error
 
 
-def decode_image(file: Path | BytesIO, where: str, size: int, mode: str, resampling: str, *formats: str) -> Array:
-    """The pixels of an image in one of these formats, or in any if none is given, resized to `size` × `size`."""
+def decode_image(
+    file: Path | BytesIO, where: str, size: int, mode: str, resampling: str, *formats: str
+) -> tuple[Array, int]:
+    """The pixels of an image in one of these formats, or in any if none is given, resized to `size` × `size`.
+
+    A gray image of 16 bits is divided by 257. Also returns its largest value; 0 for an image of 8 bits.
+    """
     from PIL import Image
 
     try:
         with Image.open(file, formats=formats or None) as image:
             image.draft(mode, (size, size))
-            return np.asarray(image.convert(mode).resize((size, size), Image.Resampling[resampling]))
+            source: Image.Image = image
+            largest = 0
+            if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+                values = np.asarray(image)
+                source, largest = Image.fromarray((values / 257).round().astype(np.uint8)), int(values.max())
+            elif image.mode in ("I", "F"):
+                raise DataError(f"{where} has pixels of mode {image.mode}, 32 bits (allowed: 8 or 16 bits per channel)")
+            return np.asarray(source.convert(mode).resize((size, size), Image.Resampling[resampling])), largest
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"{where} is a broken image: {error}") from error
 
