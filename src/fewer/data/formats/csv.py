@@ -60,6 +60,7 @@ def read_csv(
     decimal: Literal[".", ","] | None = None,
     encoding: str = "utf-8",
     schema: Schema | None = None,
+    keep_unlabeled: bool = False,
 ) -> RawDataset:
     """A table separated by commas, semicolons or tabs, optionally compressed with gzip.
 
@@ -72,7 +73,8 @@ def read_csv(
     - `decimal` is the decimal sign, by default the one that the file uses.
     - `regression` says whether labels are numbers to predict; a regression loss sets it.
 
-    With a `schema`, columns are taken by name as it says. The label may then be absent: `y` is empty.
+    With a `schema`, columns are taken by name as it says. The label may then be absent: `y` is empty. So
+    it is with `keep_unlabeled` if some labels are missing: these rows stay.
     """
     if missing not in (None, *get_args(Missing)):
         raise unknown_name("missing", str(missing), get_args(Missing))
@@ -82,6 +84,9 @@ def read_csv(
     label, client, text, time = str(label), _name(client), _name(text), _name(time)
     schema_columns = () if schema is None else schema.columns
     has_label = schema is None or label in table.cells
+    if schema is not None and has_label:
+        unlabeled = table.find_missing(label, bool(regression))
+        has_label = not (unlabeled.any() if keep_unlabeled else unlabeled.all())
     roles = [name for name in (label if has_label else None, client, time, text) if name is not None]
     table.check_names(roles)
     columns: list[Column] = []
@@ -94,6 +99,8 @@ def read_csv(
         columns, notes = _match_schema(table, [*roles, label], schema_columns)
     else:
         columns, notes = _choose_columns(table, roles, *map(_split, (features, ignore, categorical)))
+    if label in table.cells and not has_label and not unlabeled.all():
+        notes.append(f"labels: {unlabeled.sum()} of {len(unlabeled)} are missing, so none are used")
     needed = [name for name in roles if name != text]
     absent = {column.name: table.find_missing(column.name, not column.categories) for column in columns}
     absent |= {name: table.find_missing(name, number=name == label and bool(regression)) for name in needed}
@@ -117,6 +124,7 @@ def read_csv(
         notes += describe_mixed_names(class_names)
     client_ids = None if client is None else np.array(table.cells[client])
     raw = RawDataset([], targets, client_ids=client_ids, class_names=class_names, time_ordered=time is not None)
+    raw = replace(raw, rows=table.rows - 1)
     if text is not None:
         return replace(raw, x=table.cells[text], notes=tuple(notes))
     if not schema_columns:

@@ -22,18 +22,20 @@ from fewer.errors import DataError, FewerError, unknown_name
 
 P = ParamSpec("P")
 Reader = Callable[Concatenate[Path, P], RawDataset]
+INTERNAL = ("path", "schema", "keep_unlabeled")
+"""Parameters of readers that are not options of the user."""
 
 
 def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
     """Decorates a reader: every failure becomes a one-line `DataError`, and the result is checked."""
 
     def decorate(read: Reader[P]) -> Reader[P]:
-        allowed = [name for name in list(inspect.signature(read).parameters)[1:] if name != "schema"]
+        allowed = [name for name in inspect.signature(read).parameters if name not in INTERNAL]
 
         @wraps(read)
         def read_checked(path: Path, /, *args: P.args, **options: P.kwargs) -> RawDataset:
             for name in options:
-                if name not in (*allowed, "schema"):
+                if name not in (*allowed, *INTERNAL[1:]):
                     raise unknown_name("option", name, allowed)
             path = Path(path)
             try:
