@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import inspect
+import re
 import stat
 import tarfile
 import zipfile
@@ -202,12 +203,16 @@ def _check_member_path(name: str, where: str) -> None:
 
 
 def number_labels(labels: Sequence[str] | Sequence[int], where: object) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Converts names or integers to class labels. Also returns the class names if labels are not integers already."""
+    """Converts names or integers to class labels. Also returns the class names if labels are not integers already.
+
+    If one label has leading zeros (007), all are names.
+    """
     try:
         values = np.array(labels).astype(np.float64)
     except ValueError:
         values = None
-    if values is None or ((values < 0) | (values >= MAX_CLASSES)).any():
+    has_zeros = any(re.match(r"[+-]?0\d", str(label)) for label in set(labels))
+    if values is None or has_zeros or ((values < 0) | (values >= MAX_CLASSES)).any():
         names, indices = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
         return indices.reshape(-1).astype(np.int64), tuple(names.tolist())
     if (fractional := np.flatnonzero(values % 1 != 0)).size:
