@@ -20,6 +20,7 @@ import fewer
 from fewer.cli.app import app
 from fewer.cli.options import parse_assignments
 from fewer.data.class_split import OPTIONS as CLASS_OPTIONS
+from fewer.data.formats.readers import INTERNAL
 from fewer.data.sources import EMBEDDED, LOAD_OPTIONS
 from fewer.experiments import recipes
 from fewer.experiments.compare import assign_options
@@ -247,10 +248,10 @@ def test_the_pages_on_data_list_every_format_and_model_with_its_options() -> Non
     formats = {row[0].strip("`").partition(":")[0]: row[2] for row in table_below(page, "Formats")}
     assert {*formats} == {*FORMATS}
     for name, cell in formats.items():
-        parameters = {*inspect.signature(FORMATS[name]).parameters} - {"path", "schema"}
+        parameters = {*inspect.signature(FORMATS[name]).parameters} - {*INTERNAL}
         assert {*re.findall(r"`(\w+)`", cell)} <= parameters and bool(cell) == bool(parameters), name
     options = {row[0].strip("`") for row in table_below(page, "CSV")}
-    assert options == {*inspect.signature(FORMATS["csv"]).parameters} - {"path", "schema"}
+    assert options == {*inspect.signature(FORMATS["csv"]).parameters} - {*INTERNAL}
     models = {name: row for row in table_below(DOCS / "data.md", "Models") for name in re.findall("`([^`]+)`", row[0])}
     assert {*models} == {*MODELS}
     model_options = {option for model in MODELS.values() for option in inspect.signature(model).parameters}
@@ -275,7 +276,7 @@ def test_every_flag_and_option_in_the_text_exists(page: Path) -> None:
 def data_options() -> set[str]:
     """The options of all data formats and built-in datasets."""
     readers = [*FORMATS.values(), *EMBEDDED.values()]
-    return {option for reader in readers for option in inspect.signature(reader).parameters} - {"path", "schema"}
+    return {option for reader in readers for option in inspect.signature(reader).parameters} - {*INTERNAL}
 
 
 def all_commands() -> Iterator[click.Command]:

@@ -135,6 +135,8 @@ def test_copies_of_training_samples_in_the_test_set_are_counted() -> None:
 def test_clients_with_similar_names_are_noted() -> None:
     data = from_arrays(X, Y, client_ids=np.array(["a", "a ", "A", "b"])[np.arange(120) % 4])
     assert data.notes == ("clients: 'A' and 'a' and 'a ' are different clients",) and len(data) == 4
+    data = from_arrays(X, Y, client_ids=np.array(["1", "1.0", "01", "10"])[np.arange(120) % 4])
+    assert data.notes == ("clients: '01' and '1' and '1.0' are different clients",)
 
 
 def test_clients_that_a_partition_ignores_are_noted(tmp_path: Path) -> None:

@@ -73,6 +73,21 @@ def test_predict_maps_columns_and_classes_by_name(
         assert float(row[f"p_{row['class']}"]) == float(row["confidence"])
 
 
+def test_predictions_keep_the_row_numbers_of_the_file(run: Path, tmp_path: Path) -> None:
+    """Dropped and sorted rows once shifted the numbers, so that predictions belonged to other patients."""
+    file = tmp_path / "new.csv"
+    file.write_text("a,b,c,when,label\n9,0,0,3,cold\n,9,0,2,flu\n0,9,0,1,\n0,0,9,0,healthy\n")
+    output = call("predict", run, "--data", f"csv:{file}", "--data-option", "missing=drop")
+    rows = rows_of(output.stdout)
+    assert [(row["sample"], row["class"]) for row in rows] == [("0", "cold"), ("2", "flu"), ("3", "healthy")]
+    assert "labels: 1 of 4 are missing, so none are used" in output.stderr and "accuracy" not in output.stderr
+    options = ["--data-option", "missing=drop", "--data-option", "time=when"]
+    output = call("predict", run, "--data", f"csv:{file}", *options)
+    assert [row["sample"] for row in rows_of(output.stdout)] == ["3", "2", "0"]
+    file.write_text("a,b,c,label\n9,0,0,\n0,9,0,\n")
+    assert len(rows_of(call("predict", run, "--data", f"csv:{file}").stdout)) == 2
+
+
 def test_predict_needs_no_labels(run: Path, tmp_path: Path) -> None:
     labeled = write_table(tmp_path / "new.csv", 1, columns=["a", "b", "c", "label"])
     unlabeled = write_table(tmp_path / "bare.csv", 1, columns=["c", "b", "a"])

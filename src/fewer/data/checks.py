@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, get_args
@@ -10,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
+from fewer.data.schema import Column
 from fewer.errors import DataError, SettingError, unknown_name
 
 Channels = Literal["first", "last"]
@@ -18,6 +20,8 @@ LABELS = "labels: "
 _CHANNELS = (1, 3, 4)
 _SMALLEST_IMAGE = 5
 _LISTED = 8
+_SCALES = 100
+"""Columns of numbers whose standard deviations differ by a larger factor get a note."""
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------
@@ -73,6 +77,19 @@ def describe_inputs(x: Inputs) -> list[str]:
     elif float(x.min()) >= 0 and 1.5 < float(x.max()) <= 255:
         notes.append("images: floats up to 255 are used as they are; pass bytes (uint8) to normalize them")
     return notes
+
+
+def describe_scales(x: Tensor, columns: Sequence[Column]) -> tuple[str, ...]:
+    """A note on columns of numbers with very different standard deviations."""
+    widths = [max(1, len(column.categories)) for column in columns]
+    numeric = [(c.name, start) for c, start in zip(columns, np.cumsum([0, *widths]), strict=False) if not c.categories]
+    spreads = {name: float(x[:, start].double().std(correction=0)) for name, start in numeric}
+    spreads = {name: spread for name, spread in spreads.items() if spread > 0}
+    if not spreads or max(spreads.values()) <= _SCALES * min(spreads.values()):
+        return ()
+    large, small = max(spreads, key=spreads.__getitem__), min(spreads, key=spreads.__getitem__)
+    factor = f"{spreads[large] / spreads[small]:.0f} times"
+    return (f"columns: {large} varies {factor} as much as {small}; --standardize brings all to one scale",)
 
 
 # --- clients and splits -----------------------------------------------------------------------------------------
@@ -165,8 +182,11 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def find_variants(names: Array) -> list[str]:
-    """Names that differ only in spaces or in upper and lower case, as texts such as "'A' and 'a'"."""
+    """Names that differ only in spaces or in upper and lower case, or are the same number, such as "'A' and 'a'"."""
     groups: dict[str, set[str]] = {}
     for name in map(str, np.unique(names).tolist()):
-        groups.setdefault(" ".join(name.casefold().split()), set()).add(name)
+        key = " ".join(name.casefold().split())
+        if number := re.fullmatch(r"([+-]?)0*(\d+)(\.0*)?", key):
+            key = number[1] + number[2]
+        groups.setdefault(key, set()).add(name)
     return [" and ".join(f"'{name}'" for name in sorted(group)) for group in groups.values() if len(group) > 1]

@@ -528,6 +528,8 @@ def federate(
         if isinstance(raw.x, list):  # texts may become equal when they are encoded
             x, test_x = raw.x, raw.x if raw.test is None else list(raw.test[0])
         notes += checks.describe_split(x, train.rows, test_x, test_rows if raw.test is None else range(len(test_x)))
+        if raw.columns and not standardize:
+            notes += checks.describe_scales(source.x[train.rows], raw.columns)
         if raw.client_ids is not None:
             notes += checks.describe_clients(raw.client_ids, partition)
         if targets.dtype.kind != "f" and raw.split is None and not raw.tokens:

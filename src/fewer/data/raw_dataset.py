@@ -49,6 +49,8 @@ class RawDataset:
     """Numbers of base, validation and novel classes, in label order, if the classes are split."""
     columns: tuple[Column, ...] = ()
     """Columns of a table that become inputs, in order."""
+    rows: NDArray[np.int64] | None = None
+    """The position of each training sample in the source, if the reader may drop or sort samples."""
     notes: tuple[str, ...] = ()
     """What the reader did that the user should know: columns ignored, images transposed, labels renamed …"""
 
@@ -61,12 +63,13 @@ class RawDataset:
         y = np.concatenate([self.y, test_y])
         if self.client_ids is not None and self.test_client_ids is not None:
             client_ids = np.concatenate([self.client_ids, self.test_client_ids])
-        return replace(self, x=x, y=y, test=None, client_ids=client_ids, test_client_ids=None)
+        return replace(self, x=x, y=y, test=None, client_ids=client_ids, test_client_ids=None, rows=None)
 
     def select(self, rows: NDArray[np.int64]) -> RawDataset:
         """Keeps only these training samples."""
         x = [self.x[row] for row in rows] if isinstance(self.x, list) else self.x[rows]
-        return replace(self, x=x, y=self.y[rows], client_ids=None if self.client_ids is None else self.client_ids[rows])
+        client_ids, positions = (None if part is None else part[rows] for part in (self.client_ids, self.rows))
+        return replace(self, x=x, y=self.y[rows], client_ids=client_ids, rows=positions)
 
     def use_classes_of(self, schema: Schema, name: str) -> RawDataset:
         """Renumbers class labels by name, as in the schema. DataError if data `name` has a class that it lacks."""

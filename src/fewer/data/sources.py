@@ -24,6 +24,7 @@ from fewer.data.class_split import OPTIONS, split_seen_unseen
 from fewer.data.download import DOWNLOADS
 from fewer.data.episodes import apply_class_split
 from fewer.data.federated import ArrayData, check_settings, federate
+from fewer.data.formats.readers import INTERNAL
 from fewer.data.partition import PartitionSpec
 from fewer.data.raw_dataset import RawDataset
 from fewer.data.schema import Schema
@@ -72,7 +73,18 @@ FILES = {
 }
 SLOW = ("omniglot", "leaf-femnist", "leaf-shakespeare", "folder", "pamap2")
 """Formats that are slow to read. Their arrays are cached."""
-LAYOUT_OPTIONS = ("client", "depth", "time", "missing", "decimal", "encoding", "features", "ignore", "categorical")
+LAYOUT_OPTIONS = (
+    "client",
+    "depth",
+    "channels",
+    "time",
+    "missing",
+    "decimal",
+    "encoding",
+    "features",
+    "ignore",
+    "categorical",
+)
 """Options that describe one file, drop or sort its samples, or that the columns of a schema replace."""
 
 LOAD_OPTIONS = ("max_per_class", "normalization")
@@ -136,24 +148,27 @@ def read(name: str, data_dir: str | Path | None = None, *, schema: Schema | None
     With a schema, files are read as its data was, and columns and classes are mapped by name. DataError if one is
     missing or unknown.
     """
-    raw = _read_labeled_or_not(name, data_dir, schema, options)
+    raw = _read_labeled_or_not(name, data_dir, schema, options, keep_unlabeled=False)
     if not len(raw.y):
         raise DataError(f"data '{name}' has no labels")
     return raw if schema is None else raw.use_classes_of(schema, name)
 
 
-def read_inputs(name: str, data_dir: str | Path | None, schema: Schema, **options: Any) -> RawDataset:
+def read_inputs(
+    name: str, data_dir: str | Path | None, schema: Schema, *, keep_unlabeled: bool = True, **options: Any
+) -> RawDataset:
     """Reads inputs for prediction: the test set if there is one, otherwise all samples. Columns are mapped by name.
 
-    `y` is empty if there are no labels. Labels are numbered as in the file, by `class_names`.
+    `y` is empty if there are no labels. Labels are numbered as in the file, by `class_names`. With `keep_unlabeled`,
+    a table with some missing labels keeps these rows, and has no labels.
     """
-    raw = _read_labeled_or_not(name, data_dir, schema, options)
-    x, y = (raw.x, raw.y) if raw.test is None else raw.test
-    return replace(raw, x=x, y=y, test=None, client_ids=None, test_client_ids=None)
+    raw = _read_labeled_or_not(name, data_dir, schema, options, keep_unlabeled)
+    x, y, rows = (raw.x, raw.y, raw.rows) if raw.test is None else (*raw.test, None)
+    return replace(raw, x=x, y=y, test=None, client_ids=None, test_client_ids=None, rows=rows)
 
 
 def _read_labeled_or_not(
-    name: str, data_dir: str | Path | None, schema: Schema | None, options: Mapping[str, Any]
+    name: str, data_dir: str | Path | None, schema: Schema | None, options: Mapping[str, Any], keep_unlabeled: bool
 ) -> RawDataset:
     """Reads a data set. Only with a schema, labels may be absent."""
     if not isinstance(schema, Schema | None):
@@ -161,7 +176,7 @@ def _read_labeled_or_not(
     options = {**(FILES[name].options if name in FILES else {}), **options}
     split, held_out = options.pop("split", None), options.pop("held_out", None)
     source_options = {key: value for key, value in options.items() if key not in OPTIONS}
-    raw = _read_source(name, data_dir, source_options, schema)
+    raw = _read_source(name, data_dir, source_options, schema, keep_unlabeled)
     if held_out is not None:
         raw = _set_held_out(raw, held_out, name)
     if split is not None and "unseen_classes" in options:
@@ -187,13 +202,13 @@ def _set_held_out(raw: RawDataset, held_out: str, name: str) -> RawDataset:
 
 
 def _read_source(
-    name: str, data_dir: str | Path | None, options: Mapping[str, Any], schema: Schema | None
+    name: str, data_dir: str | Path | None, options: Mapping[str, Any], schema: Schema | None, keep_unlabeled: bool
 ) -> RawDataset:
     format, colon, path = name.partition(":")
     if colon:
         if format not in FORMATS:
             raise unknown_name("data format", format, FORMATS)
-        return _read_files(format, _find_path(path, data_dir), options, schema)
+        return _read_files(format, _find_path(path, data_dir), options, schema, keep_unlabeled)
     if name in EMBEDDED:
         _check_options(EMBEDDED[name], options, name)
         return EMBEDDED[name](**options)
@@ -203,7 +218,7 @@ def _read_source(
             files = _find_path(source.path, data_dir)
         except DataError:
             raise _missing_files(name, data_dir) from None
-        raw = _read_files(source.format, files, options, schema)
+        raw = _read_files(source.format, files, options, schema, keep_unlabeled)
         time_ordered = raw.time_ordered or source.time_ordered
         class_gap = raw.class_gap if source.class_gap is None else source.class_gap
         return replace(
@@ -251,15 +266,18 @@ def _parse_normalization(raw: RawDataset, value: Any, name: str) -> tuple[float,
     return float(value[0]), float(value[1])
 
 
-def _read_files(format: str, path: Path, options: Mapping[str, Any], schema: Schema | None) -> RawDataset:
+def _read_files(
+    format: str, path: Path, options: Mapping[str, Any], schema: Schema | None, keep_unlabeled: bool
+) -> RawDataset:
     reader: Callable[..., RawDataset] = FORMATS[format]
     _check_options(reader, options, format)
     read_cached = partial(_read_through_cache, format) if format in SLOW else reader
     if schema is None:
         return read_cached(path, **options)
     options = {**_options_like(schema, reader), **options}
-    by_name = {"schema": schema} if "schema" in inspect.signature(reader).parameters else {}
-    return read_cached(path, **by_name, **options)
+    known = inspect.signature(reader).parameters
+    internal = {"schema": schema, "keep_unlabeled": keep_unlabeled}
+    return read_cached(path, **{key: value for key, value in internal.items() if key in known}, **options)
 
 
 def _options_like(schema: Schema, reader: Callable[..., RawDataset]) -> dict[str, Any]:
@@ -278,6 +296,8 @@ def _read_through_cache(format: str, path: Path, schema: Schema | None = None, *
     names = ("class_names", "tokens", "notes")
     keys = ("x", "y", "test_x", "test_y", "client_ids", "test_client_ids", *names, "time_ordered", "class_gap")
     content = format, sorted(options.items()), state, keys, *(["labels optional"] if schema else [])
+    if format == "folder":
+        content += ("16 bits",)  # older entries have clipped pixels
     digest = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
     by_name = {"schema": schema} if schema else {}
 
@@ -296,7 +316,7 @@ def _read_through_cache(format: str, path: Path, schema: Schema | None = None, *
 
 
 def _check_options(reader: Callable[..., RawDataset], options: Mapping[str, Any], name: str) -> None:
-    allowed = [key for key in inspect.signature(reader).parameters if key not in ("path", "schema")]
+    allowed = [key for key in inspect.signature(reader).parameters if key not in INTERNAL]
     for key in options:
         if key not in allowed:
             raise unknown_option(f"data {name}", key, [*allowed, *OPTIONS, *LOAD_OPTIONS, "split", "held_out"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ def predict(
         return Forecast(predictions, predictions.measure(samples.labels.cpu()), ())
     raw = _read_inputs(result, name, directory, options)
     predictions = predict_samples(net, result.to_samples(raw.x, name), result.task, result.schema)
+    predictions = replace(predictions, numbers=() if raw.rows is None else raw.rows.tolist())
     if not len(raw.y):
         return Forecast(predictions, None, raw.notes)
     if result.task.has_classes and raw.y.dtype.kind != "f":
@@ -79,7 +81,7 @@ def adapt(
 ) -> tuple[list[Path], int]:
     """Adapts the model of a run to this data and writes the files of `export`. Also returns the number of samples."""
     result = open_run(path)
-    raw = _read_inputs(result, name, directory, options)
+    raw = _read_inputs(result, name, directory, options, keep_unlabeled=False)
     if not len(raw.y):
         raise DataError(f"data '{name}' has no labels to adapt to (npz: an array y)")
     targets = result.to_targets(raw.y, name, raw.class_names)
@@ -87,10 +89,12 @@ def adapt(
     return _write_model(result, net, out), len(targets)
 
 
-def _read_inputs(result: Result, name: str, directory: Path | None, options: Mapping[str, Any] | None) -> RawDataset:
+def _read_inputs(
+    result: Result, name: str, directory: Path | None, options: Mapping[str, Any] | None, keep_unlabeled: bool = True
+) -> RawDataset:
     """Reads samples for the model: columns by name, with the options of the schema."""
     chosen = {**regression_option(name, result.settings), **(options or {})}
-    return read_inputs(name, directory, result.schema, **chosen)
+    return read_inputs(name, directory, result.schema, keep_unlabeled=keep_unlabeled, **chosen)
 
 
 # --- prepared models ---------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
@@ -30,6 +30,8 @@ class Predictions:
     """Samples × outputs: logits of classes or labels, or numbers."""
     task: Task
     schema: Schema
+    numbers: Sequence[int] = ()
+    """The number of each sample in its file; empty if these are 0, 1, 2, …"""
 
     def __len__(self) -> int:
         return len(self.outputs)
@@ -84,7 +86,7 @@ class Predictions:
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["sample", *self.heads])
         digits = ".6g" if self.task.kind == "regression" else ".6f"
-        for number, row in enumerate(self.rows()):
+        for number, row in zip(self.numbers or range(len(self)), self.rows(), strict=True):
             table.writerow([number, *(format(value, digits) if isinstance(value, float) else value for value in row)])
         return text.getvalue()
 

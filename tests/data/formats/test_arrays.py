@@ -38,7 +38,9 @@ def test_images_with_channels_last_are_transposed(tmp_path: Path) -> None:
     assert raw.notes == ("images: 9×8×3 are read as height × width × channels (channels=first if not)",)
     assert shapes(read("npz", tmp_path / "a.npz", channels="first"))[0] == (6, 9, 8, 3)
     np.savez(tmp_path / "new.npz", x=x)
-    schema = Schema("images", (3, 9, 8), "uint8", 2)
+    schema = Schema(
+        "images", (3, 9, 8), "uint8", 2, options={"channels": "first"}
+    )  # of the run's file, not of this one
     assert read_inputs(f"npz:{tmp_path}/new.npz", None, schema).x.shape == (6, 3, 9, 8)  # type: ignore[union-attr]
 
 

@@ -119,10 +119,15 @@ def test_decimal_commas_are_read_and_thousands_are_refused(tmp_path: Path) -> No
         ("a;label\n1.234,5;0\n", r"row 1 has a thousands separator: '1.234,5'", {}),
         ("a;label\n1,5;0\n1.5;1\n", r"row 2 is '1.5', but the column has decimal commas", {}),
         ("a;b;label\n1,5;1.234;0\n", r"column 'b', row 1 is '1.234', but column 'a' has decimal commas", {}),
+        ("a;label\n756;0\n1.623;1\n703;1\n", r"row 2 may have a thousands separator: '1.623' .*decimal=\. if", {}),
         ("a;label\n1.234;0\n", "row 1 has a thousands separator: '1.234'", {"decimal": ","}),
     ]
     for table, message, options in cases:
         check_refused("csv", write(file, table), message, **options)
+    check_inputs("a;label\n756;0\n1.623;1\n", [[756], [1.623]], tmp_path, decimal=".")
+    for cells in ("756 1.62", "99 1.623", "1000 1.623", "756 0.623", "756 12.5 1.623"):  # no separators of thousands
+        numbers = cells.split()
+        check_inputs("a;label\n" + "".join(f"{n};0\n" for n in numbers), [[float(n)] for n in numbers], tmp_path)
     check_refused("csv", file, "decimal must be . or a comma", SettingError, decimal=";")
 
 
@@ -181,6 +186,14 @@ def test_labels_of_numbers_and_names_are_noted(tmp_path: Path) -> None:
     assert len(read("csv", write(tmp_path / "a.csv", "a,label\n1,-1\n4,1\n")).notes) == 1
 
 
+def test_labels_with_leading_zeros_are_names(tmp_path: Path) -> None:
+    raw = read("csv", write(tmp_path / "a.csv", "a,label\n1,007\n4,7\n6,7\n"))
+    assert raw.class_names == ("007", "7") and raw.y.tolist() == [0, 1, 1]
+    assert read("csv", write(tmp_path / "a.csv", "a,label\n1,0\n4,10\n")).y.tolist() == [0, 10]
+    file = write(tmp_path / "a.csv", "a,label\n1,2\n4,high\n")
+    check_refused("csv", file, r"row 2 is not a number: 'high' \(a regression predicts numbers\)", regression=True)
+
+
 def test_integers_of_a_regression_are_numbers(tmp_path: Path) -> None:
     write(tmp_path / "a.csv", "a,label\n" + "".join(f"{row % 9},{row % 3}\n" for row in range(60)))
     data = load(f"csv:{tmp_path}/a.csv", data_options={"regression": True}, clients=2, partition="iid")
@@ -205,6 +218,36 @@ def test_columns_that_hardly_help_are_noted(tmp_path: Path) -> None:
     assert not any("columns: m " in note for note in raw.notes)
     indexed = check_inputs(",a,label\n0,5,0\n1,6,1\n", [[5], [6]], tmp_path)
     assert "columns: ignored '' (row numbers)" in indexed.notes
+    trailing = check_inputs("a,label,\n5,0,\n6,1,\n", [[5], [6]], tmp_path)
+    assert "columns: ignored '' (empty)" in trailing.notes
+    file = write(tmp_path / "a.csv", ",a,label\n0.3,5,0\n1.7,6,1\n")
+    check_refused("csv", file, "column 1 has no name, and its cells are not row numbers: name it$")
+
+
+def test_identifiers_and_dates_are_found_by_their_values(tmp_path: Path) -> None:
+    rows = [f"P{row // 2},2024-01-{row % 28 + 1:02},{10**8 + 7 * row},{row % 3},{row % 2}\n" for row in range(60)]
+    raw = read("csv", write(tmp_path / "a.csv", "person,seen,ticket,m,label\n" + "".join(rows)))
+    for note in (
+        "split: person has 30 repeated values",
+        "split: test samples are random, not the latest by seen (rows are not sorted by it)",
+        "columns: ticket may be an identifier",
+    ):
+        assert any(known.startswith(note) for known in raw.notes)
+    assert not any("split: seen has" in note or ": m " in note for note in raw.notes)
+
+
+def test_columns_of_different_scales_are_noted(tmp_path: Path) -> None:
+    rows = "".join(f"{row % 5},{'uv'[row % 2]},{1000 * (row % 7)},{row % 2}\n" for row in range(40))
+    write(tmp_path / "a.csv", "a,kind,income,label\n" + rows)
+    for standardize in (False, True):
+        data = load(
+            f"csv:{tmp_path}/a.csv",
+            data_options={"categorical": "kind"},
+            clients=2,
+            partition="iid",
+            standardize=standardize,
+        )
+        assert any("income varies 1" in note and "as much as a;" in note for note in data.notes) is not standardize
 
 
 def test_time_sorts_and_splits_the_rows(tmp_path: Path) -> None:
@@ -234,6 +277,11 @@ def test_unusual_files_are_read_or_refused(tmp_path: Path) -> None:
     check_inputs("\ufeffa , label\r\n 1, x \r\n\r\n2,x\r\n", [[1], [2]], tmp_path)
     check_inputs('"a,b";label\n1;0\n', [[1]], tmp_path)
     check_inputs("0,1,2\n5,6,0\n", [[5, 6]], tmp_path, label=2)  # pandas names columns so
+    check_inputs("a|label\n1|0\n", [[1]], tmp_path)
+    check_inputs("sep=;\na;label\n1;0\n", [[1]], tmp_path)
+    check_inputs("#a,label\n1,0\n\n", [[1]], tmp_path)
+    for comment in ("# export 2024", "# export, by a clinic"):
+        check_refused("csv", write(file, f"{comment}\na;b;label\n1;2;0\n"), "starts with a comment, '# export")
     check_refused("csv", write(file, "5,6,0\n7,8,1\n"), "numbers in its first line, which must name the columns: 5, 6")
     check_refused("csv", write(file, "a,b,a\n1,2,3\n"), "two columns with the same name 'a'")
 
@@ -250,6 +298,8 @@ def test_columns_are_mapped_by_name_with_a_schema(tmp_path: Path) -> None:
         "columns: ignored extra (not used by the model)",
         "columns: missing values of b (1) are replaced by 9",
     )
+    coded = check_inputs("b,city,a\n2,Ulm,1\n3,Ulm,-999\n", [[1, 0, 1, 2], [-999, 0, 1, 3]], tmp_path, schema=schema)
+    assert coded.notes == ("columns: a is -999 in 1 row, which may mean a missing value",)
     unlabeled = check_inputs("b,city,a\n2,Ulm,1\n", [[1, 0, 1, 2]], tmp_path, schema=schema)
     assert len(unlabeled.y) == 0
     for table, message in (

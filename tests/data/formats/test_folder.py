@@ -41,6 +41,29 @@ def test_folder_of_domains_and_of_splits(tmp_path: Path) -> None:
     assert shapes(raw) == ((2, 3, 4, 4), (1, 3, 4, 4)) and raw.class_names == ("dog",) and raw.client_ids is None
 
 
+def test_names_of_splits_ignore_case(tmp_path: Path) -> None:
+    for part in ("train", "Test"):
+        write(tmp_path / part / "dog" / "1.png", png())
+    assert shapes(read("folder", tmp_path, size=4)) == ((1, 3, 4, 4), (1, 3, 4, 4))
+
+
+def test_images_of_16_bits_are_scaled_and_wider_ones_are_refused(tmp_path: Path) -> None:
+    values = np.array([[0, 257, 300], [32768, 51400, 65535], [0, 0, 0]], np.uint16)
+    for name in ("a.png", "b.tif"):
+        (tmp_path / name[0]).mkdir()
+        Image.fromarray(values).save(tmp_path / name[0] / name)
+    write(tmp_path / "a" / "plain.png", png(3, 3, "L"))
+    raw = read("folder", tmp_path, size=3, gray=True)
+    for image in (raw.x[0], raw.x[2]):
+        assert np.array_equal(image, [[0, 1, 1], [128, 200, 255], [0, 0, 0]])
+    assert (np.asarray(raw.x[1]) == 255).all()
+    note = "images: 2 of 3 have 16 bits and are divided by 257, so their largest value 65535 becomes 255 of 255"
+    assert raw.notes == (note,)
+    for dtype, mode in ((np.int32, "I"), (np.float32, "F")):
+        Image.fromarray(values.astype(dtype)).save(tmp_path / "b" / "b.tif")
+        check_refused("folder", tmp_path, f"b.tif has pixels of mode {mode}, 32 bits")
+
+
 def test_bad_folders_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "cat" / "good.png", png())
     write(tmp_path / "cat" / "broken.png", png(64, 64)[:60])

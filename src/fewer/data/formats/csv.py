@@ -35,11 +35,15 @@ _MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _DECIMAL_COMMA = re.compile(r"[+-]?(\d+,\d*|,\d+)([eE][+-]?\d+)?")
 _AMBIGUOUS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
+_POINT_GROUP = re.compile(r"[+-]?[1-9]\d{0,2}\.\d{3}")
 _GROUPED = re.compile(r"[+-]?\d{1,3}([.,'’ \u00a0\u202f]\d{3})+([.,]\d+)?")
 _ID_NAME = re.compile(r"(?i:(^|[^a-z])(id|index|uuid|nr|no|number))$|[a-z]I[dD]$")
 _TIME_NAME = re.compile(r"(?i)(^|[^a-z])(date|time|datetime|timestamp)$")
+_DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _CODES = (-99, -999, -9999, 999, 9999, 99999)
 """Numbers that often stand for missing values."""
+_LARGEST_EXACT = 2**24
+"""Inputs (float32) cannot tell larger integers apart."""
 _INDEX_NAMES = ("", "Unnamed: 0")
 """Names of the column that pandas writes for its index."""
 
@@ -60,6 +64,7 @@ def read_csv(
     decimal: Literal[".", ","] | None = None,
     encoding: str = "utf-8",
     schema: Schema | None = None,
+    keep_unlabeled: bool = False,
 ) -> RawDataset:
     """A table separated by commas, semicolons or tabs, optionally compressed with gzip.
 
@@ -72,7 +77,8 @@ def read_csv(
     - `decimal` is the decimal sign, by default the one that the file uses.
     - `regression` says whether labels are numbers to predict; a regression loss sets it.
 
-    With a `schema`, columns are taken by name as it says. The label may then be absent: `y` is empty.
+    With a `schema`, columns are taken by name as it says. The label may then be absent: `y` is empty. So
+    it is with `keep_unlabeled` if some labels are missing: these rows stay.
     """
     if missing not in (None, *get_args(Missing)):
         raise unknown_name("missing", str(missing), get_args(Missing))
@@ -82,6 +88,9 @@ def read_csv(
     label, client, text, time = str(label), _name(client), _name(text), _name(time)
     schema_columns = () if schema is None else schema.columns
     has_label = schema is None or label in table.cells
+    if schema is not None and has_label:
+        unlabeled = table.find_missing(label, bool(regression))
+        has_label = not (unlabeled.any() if keep_unlabeled else unlabeled.all())
     roles = [name for name in (label if has_label else None, client, time, text) if name is not None]
     table.check_names(roles)
     columns: list[Column] = []
@@ -94,6 +103,8 @@ def read_csv(
         columns, notes = _match_schema(table, [*roles, label], schema_columns)
     else:
         columns, notes = _choose_columns(table, roles, *map(_split, (features, ignore, categorical)))
+    if label in table.cells and not has_label and not unlabeled.all():
+        notes.append(f"labels: {unlabeled.sum()} of {len(unlabeled)} are missing, so none are used")
     needed = [name for name in roles if name != text]
     absent = {column.name: table.find_missing(column.name, not column.categories) for column in columns}
     absent |= {name: table.find_missing(name, number=name == label and bool(regression)) for name in needed}
@@ -111,18 +122,23 @@ def read_csv(
     targets: Array = np.zeros(0, np.int64)
     class_names: tuple[str, ...] = ()
     if has_label and regression:
-        targets = table.parse_numbers(label).astype(np.float32)[:, None]
+        targets = table.parse_numbers(label, is_input=False).astype(np.float32)[:, None]
     elif has_label:
         targets, class_names = _parse_labels(table, label, schema is None and regression is None)
         notes += describe_mixed_names(class_names)
     client_ids = None if client is None else np.array(table.cells[client])
     raw = RawDataset([], targets, client_ids=client_ids, class_names=class_names, time_ordered=time is not None)
+    raw = replace(raw, rows=table.rows - 1)
     if text is not None:
         return replace(raw, x=table.cells[text], notes=tuple(notes))
     if not schema_columns:
         train, _ = hold_out_rows(raw, np.arange(len(table.rows)), TEST_FRACTION)
         columns = [replace(column, fill=_compute_fill(table, column, missing, train)) for column in columns]
         notes += [note for column in columns if (note := _describe_column(table, column))]
+    else:
+        notes += [
+            note for column in columns if not column.categories and (note := _describe_code(table, column.name, 1))
+        ]
     for column in columns:
         if not column.categories and (count := int(np.isnan(table.parse_numbers(column.name)).sum())):
             notes.append(f"columns: missing values of {column.name} ({count}) are replaced by {column.fill:g}")
@@ -172,14 +188,21 @@ class _Table:
     @classmethod
     def parse(cls, content: str, path: Path, decimal: str | None) -> Self:
         first_line = re.sub(r'"[^"]*"', "", (content.splitlines() or [""])[0])
-        table = csv.reader(StringIO(content, newline=""), delimiter=max(",;\t", key=first_line.count), strict=True)
+        sign = re.fullmatch(r"(?i)sep=(.)", first_line)  # Excel's line for the separator
+        delimiter = sign[1] if sign else max(",;\t|", key=first_line.count)
+        table = csv.reader(StringIO(content, newline=""), delimiter=delimiter, strict=True)
+        if sign:
+            next(table)
         header = [name.strip() for name in next(table, [])]
         if repeated := next((name for name in header if header.count(name) > 1), None):
             raise DataError(f"{path} has two columns with the same name '{repeated}'")
         if all(map(_NUMBER.fullmatch, header)) and header != [str(number) for number in range(len(header))]:
             raise DataError(f"{path} has numbers in its first line, which must name the columns: {list_names(header)}")
+        is_comment = bool(header) and header[0].startswith("#")
         rows = []
         for row in table:
+            if is_comment and row and (len(header) == 1 or len(row) != len(header)):
+                raise DataError(f"{path} starts with a comment, '{header[0]}' (expected: the names of the columns)")
             if row and len(row) != len(header):
                 raise DataError(f"{path}, line {table.line_num} has {len(row)} columns, expected {len(header)}")
             if row:
@@ -211,17 +234,35 @@ class _Table:
         """True if no cell of a column is a number, and not all are missing."""
         return not any(map(_is_number, self.cells[name])) and not self.is_empty(name)
 
+    def is_index(self, name: str) -> bool:
+        """True if a column has the row numbers from 0 or 1, in any order."""
+        count = len(self.rows)
+        return any(set(self.cells[name]) == set(map(str, range(first, first + count))) for first in (0, 1))
+
     def is_empty(self, name: str) -> bool:
         """True if all cells of a column are missing."""
         return all(_is_missing(value, True) for value in self.cells[name])
 
-    def parse_numbers(self, name: str) -> Floats:
+    def parse_numbers(self, name: str, is_input: bool = True) -> Floats:
         """The numbers of a column; NaN if missing. Any other text is an error."""
         if name not in self.numbers:
-            self.numbers[name] = self._parse_numbers(name)
+            numbers = self._parse_numbers(name, is_input)
+            self._check_points(name, numbers)
+            self.numbers[name] = numbers
         return self.numbers[name]
 
-    def _parse_numbers(self, name: str) -> Floats:
+    def _check_points(self, name: str, numbers: Floats) -> None:
+        """Raises DataError if points may separate thousands: 1.623 between integers of 100 … 999."""
+        pointed = [row for row, value in enumerate(self.cells[name]) if "." in value]
+        if self.decimal or not pointed or not all(_POINT_GROUP.fullmatch(self.cells[name][row]) for row in pointed):
+            return
+        integers = np.abs(np.delete(numbers, pointed))
+        if 100 <= np.nanmax(integers, initial=0) < 1000:
+            problem = f"may have a thousands separator: '{self.cells[name][pointed[0]]}' in a column with integers"
+            hint = "remove it, or pass --data-option decimal=. if it is a decimal point"
+            raise self.error(name, pointed[0], f"{problem}; {hint}")
+
+    def _parse_numbers(self, name: str, is_input: bool) -> Floats:
         values = self.cells[name]
         unusual = "_nN." if self.decimal == "," else "_nN"  # 1_000, nan, inf
         if not set(unusual) & set("".join(values)):
@@ -236,7 +277,7 @@ class _Table:
         numbers = np.full(len(values), np.nan)
         for (row, value), comma in zip(present, commas, strict=True):
             if not (comma or _NUMBER.fullmatch(value)) or ("." in value and (any(commas) or self.decimal == ",")):
-                raise self.error(name, row, self._describe_cell(name, value))
+                raise self.error(name, row, self._describe_cell(name, value, is_input))
             numbers[row] = float(value.replace(",", "."))
         return numbers
 
@@ -254,6 +295,15 @@ class _Table:
                 raise self.error(name, row, f"is '{value}' (allowed: numbers, or dates like 2024-12-31)") from None
         return times
 
+    def has_dates(self, name: str) -> bool:
+        """True if all cells of a column are dates in ISO format."""
+        if not all(map(_DATE.match, self.cells[name])):
+            return False
+        try:
+            return bool(self.parse_times(name))
+        except DataError:
+            return False
+
     def check_decimal_signs(self, names: Sequence[str]) -> None:
         """Raises DataError if some columns have decimal commas and others points, which may separate thousands."""
         signs = {name: set("".join(self.cells[name])) for name in names}
@@ -267,14 +317,13 @@ class _Table:
         cells = [value for (_, value), comma in zip(present, commas, strict=True) if comma]
         return all(map(_AMBIGUOUS.fullmatch, cells))
 
-    def _describe_cell(self, name: str, value: str) -> str:
+    def _describe_cell(self, name: str, value: str, is_input: bool) -> str:
         if _GROUPED.fullmatch(value):
             return f"has a thousands separator: '{value}'; remove it"
         if _NUMBER.fullmatch(value):
             return f"is '{value}', but the column has decimal commas; use one sign"
-        return (
-            f"is not a number: '{value}' (--data-option ignore={name} drops the column, categorical={name} encodes it)"
-        )
+        hint = f"--data-option ignore={name} drops the column, categorical={name} encodes it"
+        return f"is not a number: '{value}' ({hint if is_input else 'a regression predicts numbers'})"
 
     def error(self, name: str, row: int, problem: str) -> DataError:
         """The error of one cell."""
@@ -316,7 +365,13 @@ def _choose_columns(
         if name in roles:
             raise SettingError(f"column '{name}' cannot be an input: it is the label, client or time")
     candidates = [name for name in table.cells if name not in (*roles, *ignore)]
-    chosen = [name for name in candidates if name in features or (not features and name not in _INDEX_NAMES)]
+    index = [name for name in candidates if name in _INDEX_NAMES and not features and not table.is_empty(name)]
+    for name in index:
+        if not table.is_index(name):
+            where = f"{table.path}, column {list(table.cells).index(name) + 1}"
+            allowed = f"name it, or pass --data-option 'ignore={name}'" if name else "name it"
+            raise DataError(f"{where} has no name, and its cells are not row numbers: {allowed}")
+    chosen = [name for name in candidates if name in (features or candidates) and name not in index]
     columns, texts, empty = [], [], []
     for name in chosen:
         if name in categorical:
@@ -339,10 +394,8 @@ def _choose_columns(
     inputs = [f"{c.name} ({len(c.categories)} categories)" if c.categories else c.name for c in columns]
     notes = [f"columns: the inputs are {list_names(inputs)}; the label is {roles[0]}"]
     notes += _describe_ignored(texts, hint) + _describe_ignored(empty, "empty")
-    others = [name for name in table.cells if name not in (*roles, *chosen)]
-    index = [name for name in others if name in _INDEX_NAMES and name not in ignore]
-    notes += _describe_ignored(index, "row numbers")
-    return columns, notes + _describe_ignored([name for name in others if name not in index])
+    others = [name for name in table.cells if name not in (*roles, *chosen, *index)]
+    return columns, notes + _describe_ignored(index, "row numbers") + _describe_ignored(others)
 
 
 def _match_schema(table: _Table, roles: Sequence[str], columns: Sequence[Column]) -> tuple[list[Column], list[str]]:
@@ -377,27 +430,40 @@ def _describe_column(table: _Table, column: Column) -> str:
     values = values[~np.isnan(values)]
     if len(np.unique(values)) == 1:
         return f"columns: {name} has the same value in all rows; {hint}"
-    for code in _CODES:
-        count, others = int((values == code).sum()), values[values != code]
-        if count > 1 and abs(code) > 5 * np.abs(others).max():
-            return f"columns: {name} is {code} in {count} rows, which may mean a missing value"
+    if note := _describe_code(table, name):
+        return note
     is_counter = len(values) >= 10 and (np.diff(values) == 1).all()
-    if (values % 1 == 0).all() and (_ID_NAME.search(name) or is_counter):
+    is_large = np.abs(values).max() > _LARGEST_EXACT and len(np.unique(values)) == len(values)
+    if (values % 1 == 0).all() and (_ID_NAME.search(name) or is_counter or is_large):
         return f"columns: {name} may be an identifier, but it is an input; {hint}"
+    return ""
+
+
+def _describe_code(table: _Table, name: str, least: int = 2) -> str:
+    """A note on a number that may stand for missing values, or ""."""
+    values = table.parse_numbers(name)
+    for code in _CODES:
+        count, others = int((values == code).sum()), values[(values != code) & ~np.isnan(values)]
+        if count >= least and len(others) and abs(code) > 5 * np.abs(others).max():
+            rows = "row" if count == 1 else "rows"
+            return f"columns: {name} is {code} in {count} {rows}, which may mean a missing value"
     return ""
 
 
 def _describe_ids(table: _Table, name: str) -> str:
     """A note on repeated identifiers, whose rows the split does not keep together, or ""."""
-    repeated = len(table.rows) - len(set(table.cells[name]))
-    if not repeated or not _ID_NAME.search(name):
+    distinct = set(table.cells[name])
+    repeated = len(table.rows) - len(distinct)
+    is_text = len(distinct) > 20 and table.is_text(name) and not table.has_dates(name)
+    is_id = _ID_NAME.search(name) or (is_text and all(re.search(r"\d", value) for value in distinct))
+    if not repeated or not is_id:
         return ""
     return f"split: {name} has {repeated} repeated values, whose rows may be both training and test samples"
 
 
 def _describe_time(table: _Table, name: str) -> str:
     """A note on a column of times that the split ignores, or ""."""
-    if not _TIME_NAME.search(name):
+    if not _TIME_NAME.search(name) and not table.has_dates(name):
         return ""
     try:
         is_sorted = all(first <= second for first, second in pairwise(table.parse_times(name)))

@@ -27,7 +27,7 @@ def read_folder(
 
     `depth` is the number of folders above each image: 1 or 2. Deeper folders are ignored. By default it is inferred,
     and must be the same for all images. Top-level folders named train and test (or val) are splits, not classes or
-    domains. With a schema, images without folders have no labels.
+    domains. Gray images of 16 bits are divided by 257. With a schema, images without folders have no labels.
     """
     if size < 1:
         raise SettingError(f"size must be >= 1, got {size}")
@@ -36,19 +36,23 @@ def read_folder(
     files, notes = _find_images(path)
     folders = [file.relative_to(path).parts[:-1] for file in files]
     is_test = np.zeros(len(files), bool)
-    top_folders = {parts[0] for parts in folders if parts}
+    top_folders = {parts[0].lower() for parts in folders if parts}
     if "train" in top_folders and top_folders <= _SPLITS and len(top_folders) > 1:
-        is_test = np.array([parts[:1] == ("test" if "test" in top_folders else "val",) for parts in folders])
+        is_test = np.array(
+            ["".join(parts[:1]).lower() == ("test" if "test" in top_folders else "val") for parts in folders]
+        )
         folders = [parts[1:] for parts in folders]
     if schema and depth is None and not any(folders):
-        return RawDataset(_read_images(files, size, gray), np.zeros(0, np.int64))
+        x, image_notes = _read_images(files, size, gray)
+        return RawDataset(x, np.zeros(0, np.int64), notes=(*notes, *image_notes))
     depth = depth or _infer_depth(folders, path)
     for file, parts in zip(files, folders, strict=True):
         if len(parts) < depth:
             raise DataError(f"{file} is not in a class folder (expected: {depth} folders above each image)")
     class_names, y = np.unique(np.array([parts[depth - 1] for parts in folders]), return_inverse=True)
     domains = np.array([parts[0] for parts in folders]) if depth == 2 else None
-    x = _read_images(files, size, gray)
+    x, image_notes = _read_images(files, size, gray)
+    notes += image_notes
     names, clients = tuple(class_names.tolist()), None if domains is None else domains[~is_test]
     if not is_test.any():
         return RawDataset(x, y, client_ids=clients, class_names=names, notes=notes)
@@ -78,11 +82,16 @@ def _infer_depth(folders: list[tuple[str, ...]], path: Path) -> int:
     return depths.pop()
 
 
-def _read_images(files: list[Path], size: int, gray: bool) -> Array:
+def _read_images(files: list[Path], size: int, gray: bool) -> tuple[Array, tuple[str, ...]]:
+    """The pixels of all images, and a note if some have 16 bits."""
     with ThreadPoolExecutor() as pool:
-        return np.stack(list(pool.map(partial(_read_pixels, size=size, gray=gray), files)))
+        images, largest = zip(*pool.map(partial(_read_pixels, size=size, gray=gray), files), strict=True)
+    if not (wide := [value for value in largest if value]):
+        return np.stack(images), ()
+    scale = f"are divided by 257, so their largest value {max(wide)} becomes {round(max(wide) / 257)} of 255"
+    return np.stack(images), (f"images: {len(wide)} of {len(files)} have 16 bits and {scale}",)
 
 
-def _read_pixels(file: Path, size: int, gray: bool) -> Array:
-    pixels = decode_image(file, str(file), size, "L" if gray else "RGB", "BILINEAR")
-    return pixels if gray else np.moveaxis(pixels, -1, 0)
+def _read_pixels(file: Path, size: int, gray: bool) -> tuple[Array, int]:
+    pixels, largest = decode_image(file, str(file), size, "L" if gray else "RGB", "BILINEAR")
+    return (pixels if gray else np.moveaxis(pixels, -1, 0)), largest

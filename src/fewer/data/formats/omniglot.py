@@ -45,6 +45,6 @@ def _read_characters(path: Path, part: str, size: int, invert: bool) -> tuple[Ar
             raise DataError(f"{source} has '{name}' (expected: Alphabet/characterNN/NNNN_drawer.png)")
         characters.append(f"{alphabet}/{character}")
         drawers[row] = int(drawer)
-        x[row] = decode_image(BytesIO(content), f"{source}: {name}", size, "L", "BOX", "PNG")
+        x[row], _ = decode_image(BytesIO(content), f"{source}: {name}", size, "L", "BOX", "PNG")
     class_names, y = np.unique(np.array(characters), return_inverse=True)
     return 255 - x if invert else x, y.reshape(-1).astype(np.int64), drawers, class_names.tolist()

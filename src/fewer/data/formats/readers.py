@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import inspect
+import re
 import stat
 import tarfile
 import zipfile
@@ -22,18 +23,20 @@ from fewer.errors import DataError, FewerError, unknown_name
 
 P = ParamSpec("P")
 Reader = Callable[Concatenate[Path, P], RawDataset]
+INTERNAL = ("path", "schema", "keep_unlabeled")
+"""Parameters of readers that are not options of the user."""
 
 
 def reader(description: str) -> Callable[[Reader[P]], Reader[P]]:
     """Decorates a reader: every failure becomes a one-line `DataError`, and the result is checked."""
 
     def decorate(read: Reader[P]) -> Reader[P]:
-        allowed = [name for name in list(inspect.signature(read).parameters)[1:] if name != "schema"]
+        allowed = [name for name in inspect.signature(read).parameters if name not in INTERNAL]
 
         @wraps(read)
         def read_checked(path: Path, /, *args: P.args, **options: P.kwargs) -> RawDataset:
             for name in options:
-                if name not in (*allowed, "schema"):
+                if name not in (*allowed, *INTERNAL[1:]):
                     raise unknown_name("option", name, allowed)
             path = Path(path)
             try:
@@ -102,14 +105,28 @@ def decode_text(content: bytes, where: object) -> str:
         raise DataError(f"{where} is not UTF-8 text: {error}") from error
 
 
-def decode_image(file: Path | BytesIO, where: str, size: int, mode: str, resampling: str, *formats: str) -> Array:
-    """The pixels of an image in one of these formats, or in any if none is given, resized to `size` × `size`."""
+def decode_image(
+    file: Path | BytesIO, where: str, size: int, mode: str, resampling: str, *formats: str
+) -> tuple[Array, int]:
+    """The pixels of an image in one of these formats, or in any if none is given, resized to `size` × `size`.
+
+    A gray image of 16 bits is divided by 257. Also returns its largest value; 0 for an image of 8 bits.
+    """
     from PIL import Image
 
     try:
         with Image.open(file, formats=formats or None) as image:
             image.draft(mode, (size, size))
-            return np.asarray(image.convert(mode).resize((size, size), Image.Resampling[resampling]))
+            source: Image.Image = image
+            largest = 0
+            if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+                values = np.asarray(image)
+                source, largest = Image.fromarray((values / 257).round().astype(np.uint8)), int(values.max())
+            elif image.mode in ("I", "F"):
+                raise DataError(f"{where} has pixels of mode {image.mode}, 32 bits (allowed: 8 or 16 bits per channel)")
+            return np.asarray(source.convert(mode).resize((size, size), Image.Resampling[resampling])), largest
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"{where} is a broken image: {error}") from error
 
@@ -186,12 +203,16 @@ def _check_member_path(name: str, where: str) -> None:
 
 
 def number_labels(labels: Sequence[str] | Sequence[int], where: object) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Converts names or integers to class labels. Also returns the class names if labels are not integers already."""
+    """Converts names or integers to class labels. Also returns the class names if labels are not integers already.
+
+    If one label has leading zeros (007), all are names.
+    """
     try:
         values = np.array(labels).astype(np.float64)
     except ValueError:
         values = None
-    if values is None or ((values < 0) | (values >= MAX_CLASSES)).any():
+    has_zeros = any(re.match(r"[+-]?0\d", str(label)) for label in set(labels))
+    if values is None or has_zeros or ((values < 0) | (values >= MAX_CLASSES)).any():
         names, indices = np.unique(np.array([str(label) for label in labels]), return_inverse=True)
         return indices.reshape(-1).astype(np.int64), tuple(names.tolist())
     if (fractional := np.flatnonzero(values % 1 != 0)).size:
