@@ -121,6 +121,11 @@ def test_suspicious_classes_are_noted() -> None:
 # --- splits and clients -----------------------------------------------------------------------------------------
 
 
+def test_a_negative_label_among_others_is_noted() -> None:
+    assert build(X, np.arange(120) % 3 - 1).notes == ("labels: -1 is a class; it may mean a missing label",)
+    assert not build(X, np.arange(120) % 2 * 2 - 1).notes
+
+
 def test_copies_of_training_samples_in_the_test_set_are_counted() -> None:
     note = "split: 5 of 7 test samples are copies of training samples"
     assert note in build(X, Y, test=(np.concatenate([X[:5], X[:2] + 1]).astype(np.float64), Y[:7])).notes

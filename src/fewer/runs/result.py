@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fewer.data import Data, Samples
 from fewer.data.absent import AbsentData
-from fewer.data.federated import convert_inputs, convert_labels, convert_targets, take_columns
+from fewer.data.federated import convert_inputs, convert_labels, convert_targets
+from fewer.data.frames import encode_frame
 from fewer.data.raw_dataset import Inputs, encode_inputs
 from fewer.data.schema import Schema
 from fewer.errors import DataError, FewerError, RunError, SettingError
@@ -150,10 +151,10 @@ class Result(Experiment, Viewable):
     def to_samples(self, x: Inputs | ArrayLike, name: str) -> Samples:
         """Converts raw inputs to samples for the model: arrays, texts, or a DataFrame, whose columns go by name.
 
-        They are normalized like the training data.
+        They are normalized like the training data. Categories and missing values are encoded as in the training data.
         """
-        inputs = encode_inputs(take_columns(x, self.schema.columns, name), self.schema, name)
-        tensor = convert_inputs(inputs, name)
+        inputs = encode_inputs(encode_frame(x, self.schema.columns, name), self.schema, name)
+        tensor = convert_inputs(inputs, name, bool(self.schema.tokens))
         if tensor.ndim == 4 and tuple(tensor.shape[1:]) != self.data.shape == (tensor.shape[3], *tensor.shape[1:3]):
             tensor = tensor.movedim(-1, 1).contiguous()  # height × width × channels
         if (shape := tuple(tensor.shape[1:])) != self.data.shape:
@@ -170,7 +171,7 @@ class Result(Experiment, Viewable):
         """
         if self.task.has_classes:
             array = np.asarray(y.cpu() if isinstance(y, Tensor) else y)
-            if array.dtype.kind in "UO":
+            if array.dtype.kind in "UO" or (array.dtype.kind == "i" and (array < 0).any()):
                 named, array = np.unique(array.astype(str), return_inverse=True)
                 class_names = named.tolist()
             labels, unknown = self.schema.map_labels(convert_labels(array, name), class_names)
