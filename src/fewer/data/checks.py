@@ -62,8 +62,8 @@ def check_inputs(raw: RawDataset, channels: Channels | None, name: str) -> RawDa
 
 
 def describe_inputs(x: Inputs) -> list[str]:
-    """Notes about float inputs that may be meant otherwise: gray images without channels, pixels of 0 … 255."""
-    if isinstance(x, list) or x.ndim not in (3, 4) or not len(x) or "float" not in str(x.dtype):
+    """Notes about inputs that may be meant otherwise: gray images without channels, pixels of 0 … 255 not as bytes."""
+    if isinstance(x, list) or x.ndim not in (3, 4) or not len(x) or str(x.dtype) in ("uint8", "torch.uint8"):
         return []
     notes = []
     if x.ndim == 3:

@@ -67,6 +67,7 @@ class Result(Experiment, Viewable):
         metric = self.metric
         evaluated = next((entry for entry in reversed(self.history) if metric.name in entry), None)
         value = f": {metric.name} {metric.format(evaluated[metric.name])}" if evaluated else ""
+        value += _describe_majority(evaluated or {}) if metric.name == "accuracy" else ""
         last = {"up": 0, "down": 0, "seconds": 0.0, **self.metrics}
         up, down, seconds = format_megabytes(last["up"]), format_megabytes(last["down"]), last["seconds"]
         return (
@@ -280,6 +281,17 @@ def load_run_data(run: RunReader, data: Data | None = None, data_dir: Path | Non
     if data.fingerprint() != run.metadata["data"]["fingerprint"]:
         raise RunError(f"{data.name} has changed since {run.path} was run")
     return data
+
+
+def _describe_majority(metrics: Mapping[str, Any]) -> str:
+    """Says that a model is no better than the most frequent class of the test samples; "" if it is."""
+    if "classes" not in metrics:
+        return ""
+    support = [sum(row) for row in metrics["classes"]["confusion"]]
+    share = max(support) / max(1, sum(support))
+    if metrics["accuracy"] > share + 1e-6:
+        return ""
+    return f", no better than always '{metrics['classes']['names'][support.index(max(support))]}' ({share:.2%})"
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
