@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -412,7 +413,8 @@ def test_columns_that_are_no_numbers_are_refused(column: Any, message: str) -> N
 
 
 def test_columns_of_a_frame_are_checked() -> None:
-    frame, y, settings = make_frame(), np.arange(40) % 2, {"clients": 2, "partition": "iid"}
+    frame, y = make_frame(), np.arange(40) % 2
+    settings: dict[str, Any] = {"clients": 2, "partition": "iid"}
     odd = frame.assign(id=range(40), same=1, code=np.where(np.arange(40) % 20 == 0, -999, frame.a))
     data = from_arrays(odd.astype({"a": object}), y, **settings)
     assert data.notes == (
@@ -424,4 +426,6 @@ def test_columns_of_a_frame_are_checked() -> None:
         from_arrays(pandas.concat([frame, frame], axis=1), y, **settings)
     with pytest.raises(DataError, match="labels with another index than its inputs"):
         from_arrays(frame.sample(frac=1, random_state=0), pandas.Series(y), **settings)
+    with pytest.raises(DataError, match="inputs are a types table: pass a pandas DataFrame"):
+        from_arrays(SimpleNamespace(columns=["a"]), y)
     assert not from_arrays(frame[::-1], pandas.Series(y)[::-1], **settings).notes

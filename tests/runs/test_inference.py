@@ -176,7 +176,7 @@ def test_frames_are_encoded_as_the_schema_says(tmp_path: Path) -> None:
     frame = pandas.DataFrame({"a": [2.0, None, 1], "sex": ["f", "m ", None]})
     samples = result.to_samples(frame, "x").all()[0]
     fill = data.columns[1].fill
-    assert fill is not None and np.allclose(samples, [[1, 0, 2], [0, 1, fill], [0, 0, 1]])
+    assert fill is not None and samples.tolist() == [[1, 0, 2], [0, 1, pytest.approx(fill)], [0, 0, 1]]
     assert result.predict(frame).classes[:2] == ["ill", "well"]
     with pytest.raises(DataError, match=r"data 'x', column 'sex' has the unknown category 'F' \(known: f, m\)"):
         result.predict(frame.assign(sex="F"))

@@ -73,7 +73,7 @@ def describe_inputs(x: Inputs) -> list[str]:
             hint = "for steps × channels, swap the last two dimensions"
         notes.append(f"inputs: {rows}×{columns} floats are series of {rows} channels and {columns} steps ({hint})")
     elif float(x.min()) >= 0 and 1.5 < float(x.max()) <= 255:
-        notes.append("images: floats up to 255 are used as they are; pass bytes (uint8) to normalize them")
+        notes.append("images: values up to 255 are used as they are; pass bytes (uint8) to normalize them")
     return notes
 
 

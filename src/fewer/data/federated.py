@@ -400,8 +400,10 @@ def _read_owners(client_ids: ArrayLike, name: str) -> Array:
     values = owners.tolist() if owners.dtype.kind in "OfUT" and owners.ndim == 1 else []
     if missing := [sample for sample, owner in enumerate(values) if checks.is_missing(owner)]:
         raise DataError(f"data '{name}' has no client id for {len(missing)} samples (the first: sample {missing[0]})")
-    if owners.dtype == object and len({type(owner) for owner in values}) > 1:
-        raise DataError(f"data '{name}' has client ids of several types (expected: names or integers)")
+    try:
+        np.unique(owners)
+    except TypeError:
+        raise DataError(f"data '{name}' has client ids of several types (expected: names or integers)") from None
     return owners
 
 

@@ -20,8 +20,12 @@ _CODES = (-99, -999, -9999, 999, 9999, 99999)
 
 
 def is_frame(x: Any) -> bool:
-    """True for a pandas DataFrame."""
-    return hasattr(x, "columns") and hasattr(x, "iloc")
+    """True for a pandas DataFrame. DataError for a table of another library."""
+    if hasattr(x, "columns") and not hasattr(x, "iloc"):
+        raise DataError(
+            f"inputs are a {type(x).__module__.partition('.')[0]} table: pass a pandas DataFrame or an array"
+        )
+    return hasattr(x, "columns")
 
 
 def columns_of(x: Any, name: str) -> tuple[Column, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.absent import AbsentData
 from fewer.data.federated import convert_inputs, convert_labels, convert_targets
-from fewer.data.frames import encode_frame
+from fewer.data.frames import check_index, encode_frame
 from fewer.data.raw_dataset import Inputs, encode_inputs
 from fewer.data.schema import Schema
 from fewer.errors import DataError, FewerError, RunError, SettingError
@@ -203,6 +203,7 @@ class Result(Experiment, Viewable):
         if not isinstance(self.method, AdaptsToNewClients):
             allowed = ", ".join(names_with(AdaptsToNewClients))
             raise SettingError(f"{self.method.name} does not adapt to new data (allowed: {allowed})")
+        check_index(x, y, "x")
         samples = x if isinstance(x, Samples) else self.to_samples(x, "x")
         targets = self.to_targets(y, "y")
         if not len(targets) or len(targets) != len(samples.x):
