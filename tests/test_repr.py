@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def test_data_of_a_user(data: Data) -> None:
 def test_result_and_run_directory(data: ArrayData, tmp_path: Path) -> None:
     result = fewer.run(FedAvg(rounds=3, local_steps=1), data, model="mlp", evaluate_every=2, out=tmp_path / "run")
     expected = (
-        "Result of fedavg with mlp on mine, 2 clients\n  3 of 3 rounds: accuracy ...%\n  ... MB up, ... MB down, 0 s"
+        "Result of fedavg with mlp on mine, 2 clients\n  3 of 3 rounds: accuracy ...%...\n  ... MB up, ... MB down, 0 s"
     )
     check(result, expected)
     check(fewer.open_run(tmp_path / "run", data=data), expected)
@@ -85,6 +86,24 @@ def test_result_and_run_directory(data: ArrayData, tmp_path: Path) -> None:
     reader = RunReader(tmp_path / "run")
     check(reader, f"RunReader of {tmp_path}/run\n  fedavg on mine, 2 clients\n  finished, 3 of 3 rounds")
     check(RunReader(tmp_path), f"RunReader of {tmp_path}\n  {tmp_path} is not a run directory: it has no settings.json")
+
+
+def test_predictions() -> None:
+    x = np.random.default_rng(0).normal(size=(200, 2)).astype(np.float32)
+    settings: dict[str, Any] = {"clients": 2, "partition": "iid"}
+    skewed = fewer.data.from_arrays(x, np.where(np.arange(200) % 50, "common", "rare"), **settings)
+    result = fewer.run(FedAvg(rounds=2), skewed, model="logistic")
+    end = " see classes, probabilities, to_pandas(), to_csv()"
+    check(result.predict(x[:9]), f"Predictions: 9 samples, 2 classes\n  common: 9; mean confidence ...\n {end}")
+    assert re.search(r"accuracy \d+.\d+%, no better than always 'common' \(\d+.\d+%\)\n", repr(result))
+    learned = fewer.run(FedAvg(rounds=2, lr=0.5), fewer.data.from_arrays(x, (x[:, 0] > 0) * 1, **settings))
+    assert "no better" not in repr(learned) and learned.accuracy > 0.8
+    numbers = fewer.run(FedAvg(rounds=1), fewer.data.from_arrays(x, x[:, 0], **settings), loss="mse").predict(x)
+    check(numbers, "Predictions: 200 samples, 1 outputs\n  ... to ...\n  see outputs, to_pandas(), to_csv()")
+    sets = fewer.run(FedAvg(rounds=1), fewer.data.from_arrays(x, (x > 0) * 1, **settings), loss="bce").predict(x)
+    check(
+        sets, "Predictions: 200 samples, 2 labels\n  0: ..., 1: ...\n  see names, probabilities, to_pandas(), to_csv()"
+    )
 
 
 def test_comparison(data: ArrayData) -> None:

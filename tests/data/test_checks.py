@@ -70,7 +70,7 @@ def test_inputs_of_different_shapes_are_refused() -> None:
 
 def test_unusual_float_inputs_are_noted() -> None:
     images = IMAGES.transpose(0, 3, 1, 2).astype(np.float32)
-    assert any("floats up to 255 are used as they are" in note for note in build(images, LABELS).notes)
+    assert any("values up to 255 are used as they are" in note for note in build(images, LABELS).notes)
     assert build(images / 255, LABELS).notes == ()
     notes = build(images[:, 0], LABELS).notes
     assert notes[0].startswith("inputs: 9×8 floats are series of 9 channels and 8 steps (for steps × channels, swap")
@@ -119,6 +119,11 @@ def test_suspicious_classes_are_noted() -> None:
 
 
 # --- splits and clients -----------------------------------------------------------------------------------------
+
+
+def test_a_negative_label_among_others_is_noted() -> None:
+    assert build(X, np.arange(120) % 3 - 1).notes == ("labels: -1 is a class; it may mean a missing label",)
+    assert not build(X, np.arange(120) % 2 * 2 - 1).notes
 
 
 def test_copies_of_training_samples_in_the_test_set_are_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,9 +130,19 @@ BAD = [
     ({"x": [[1.0]] * 29 + [[1.0, 2.0]]}, "not an array of numbers"),
     ({"x": np.zeros((30, 2), ">f4")}, "not an array of numbers"),
     ({"x": np.zeros((30, 2), np.complex64)}, "complex inputs"),
-    ({"y": np.array([-1] * 30)}, "labels that are not class labels"),
     ({"y": np.array([np.nan] * 30)}, "NaN or infinity among its targets"),
-    ({"y": np.array([None] * 30)}, "labels that are not class labels"),
+    ({"y": np.array([None] * 30)}, r"missing labels \(30; the first is None, in sample 0\)"),
+    ({"y": [0, 1, None] * 10}, r"missing labels \(10; the first is None, in sample 2\)"),
+    ({"y": ["a", "b", ""] * 10}, r"missing labels \(10; the first is empty, in sample 2\)"),
+    ({"y": ["a", "b", "nan"] * 10}, "missing labels"),
+    ({"y": ["a", "b", "NA"] * 10}, "missing labels"),
+    ({"y": ["a", "b", "None"] * 10}, "missing labels"),
+    ({"y": ["a", "b", "?"] * 10}, "missing labels"),
+    ({"y": ["a", "b"] * 15, "test": (np.zeros((2, 2)), ["a", ""])}, "missing labels"),
+    ({"class_names": ["x", "x", "y"]}, "two classes with the same name 'x'"),
+    ({"client_ids": ["a", None] * 15}, r"no client id for 15 samples \(the first: sample 1\)"),
+    ({"client_ids": [1.0, float("nan")] * 15}, "no client id for 15 samples"),
+    ({"client_ids": np.array(["a", 1] * 15, dtype=object)}, "client ids of several types"),
     ({"y": np.array([0, 2**40] * 15)}, "must be < 1048576, got 1099511627776"),
     ({"y": np.full((30, 2), 2)}, r"labels of shape \(30, 2\)"),
     ({"y": np.zeros((30, 2, 2))}, r"labels of shape \(30, 2, 2\)"),
@@ -330,11 +341,91 @@ def test_names_of_classes_cover_the_test_set_and_clients() -> None:
     assert by_client.class_names == ("a", "b") and set(by_client.client(1).train.labels.tolist()) == {1}
 
 
-@pytest.mark.parametrize("wrong", [None, float("nan"), 3])
-def test_a_label_that_is_no_name_is_refused(wrong: Any) -> None:
-    labels = np.array(["a", "b", wrong, "a"], dtype=object)
+def test_a_label_that_is_no_name_is_refused() -> None:
+    labels = np.array(["a", "b", 3, "a"], dtype=object)
     assert from_arrays(np.zeros((20, 2)), np.array([0, 1] * 10, dtype=object), clients=2, partition="iid").classes == 2
-    with pytest.raises(DataError, match=rf"'arrays' has label {wrong} in sample 2 \(expected: names or integers\)"):
+    with pytest.raises(DataError, match=r"'arrays' has label 3 in sample 2 \(expected: names or integers\)"):
         from_arrays(np.zeros((4, 2), np.float32), labels)
     with pytest.raises(DataError, match="label 0 in sample 0"):
         from_arrays(np.zeros((2, 2), np.float32), ["a", "b"], test=(np.zeros((1, 2), np.float32), [0]))
+
+
+def test_classes_may_have_names_that_look_missing() -> None:
+    x = np.zeros((20, 2), np.float32)
+    settings: dict[str, Any] = {"clients": 2, "partition": "iid"}
+    assert from_arrays(x, ["NA", "US"] * 10, class_names=["NA", "US"], **settings).class_names == ("NA", "US")
+    assert from_arrays(x, ["none", "some"] * 10, **settings).class_names == ("none", "some")
+
+
+@pytest.mark.parametrize("labels", [np.array([-1, 1] * 10), torch.tensor([[-1], [1]] * 10), [-1, 1] * 10])
+def test_negative_integers_are_names_of_classes(labels: Any) -> None:
+    data = from_arrays(np.zeros((20, 2), np.float32), labels, clients=2, partition="iid")
+    assert data.class_names == ("-1", "1") and data.source.y[:4].tolist() == [0, 1, 0, 1]
+    assert data.schema.map_labels(np.array([1, 1]))[0].tolist() == [1, 1]
+    assert data.as_numbers().source.y[:2].tolist() == [[-1], [1]]
+
+
+@pytest.mark.parametrize("kind", ["int64", "int32", "uint16", "bool"])
+def test_integer_inputs_become_floats(kind: str) -> None:
+    x = (np.arange(60).reshape(20, 3) % 2).astype(kind)
+    data = from_arrays(x, np.arange(20) % 2, clients=2, partition="iid", test=(x[:4], [0, 1, 0, 1]))
+    assert data.source.x.dtype == data.test.x.dtype == torch.float32
+    assert np.array_equal(data.source.x.numpy(), x)
+
+
+# --- DataFrames ---------------------------------------------------------------------------------------------------
+
+
+def make_frame(count: int = 40) -> Any:
+    x = np.random.default_rng(0).normal(size=(count, 2))
+    return pandas.DataFrame(x, columns=["a", "b"])
+
+
+def test_clients_with_frames_are_matched_by_column_name() -> None:
+    frame, y = make_frame(), np.arange(20) % 2
+    data = from_clients([(frame[:20], y), (frame[20:][["b", "a"]], y), ([], [])])
+    same = from_clients([(frame[:20], y), (frame[20:], y), ([], [])])
+    assert data.fingerprint() == same.fingerprint() and [column.name for column in data.columns] == ["a", "b"]
+    assert np.array_equal(data.source.x.numpy(), frame.to_numpy(np.float32))
+    for other, message in (
+        (frame.rename(columns={"b": "c"}), "client 1 has the column c, but client 0 has: a, b"),
+        (frame[["a"]], r"data 'client 1' lacks the column 'b' \(it has: a\)"),
+        (frame.to_numpy(), "client 1 has no DataFrame, but client 0 has one"),
+    ):
+        with pytest.raises(DataError, match=message):
+            from_clients([(frame[:20], y), (other[20:], y)])
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (["m", "f"] * 20, "column 'c' has no numbers, but values such as 'm'"),
+        (["1", "2"] * 20, "column 'c' has no numbers, but values such as '1'"),
+        ([True, False] * 20, "column 'c' has no numbers, but True and False"),
+        (pandas.Timestamp("2024-01-01"), "column 'c' has no numbers, but dates"),
+        ([1.0, None] * 20, r"column 'c' has missing values \(20, the first in row 1\)"),
+        (pandas.array([1, None] * 20, dtype="Int64"), r"column 'c' has missing values \(20, the first in row 1\)"),
+    ],
+)
+def test_columns_that_are_no_numbers_are_refused(column: Any, message: str) -> None:
+    with pytest.raises(DataError, match=f"data 'arrays', {message}"):
+        from_arrays(make_frame().assign(c=column), np.arange(40) % 2, clients=2, partition="iid")
+
+
+def test_columns_of_a_frame_are_checked() -> None:
+    frame, y = make_frame(), np.arange(40) % 2
+    settings: dict[str, Any] = {"clients": 2, "partition": "iid"}
+    odd = frame.assign(id=range(40), same=1, code=np.where(np.arange(40) % 20 == 0, -999, frame.a))
+    data = from_arrays(odd.astype({"a": object}), y, **settings)
+    assert data.notes == (
+        "columns: id may be an identifier, but it is an input",
+        "columns: same has the same value in all rows",
+        "columns: code is -999 in 2 rows, which may mean a missing value",
+    )
+    with pytest.raises(DataError, match="two columns with the same name 'a'"):
+        from_arrays(pandas.concat([frame, frame], axis=1), y, **settings)
+    with pytest.raises(DataError, match="labels with another index than its inputs"):
+        from_arrays(frame.sample(frac=1, random_state=0), pandas.Series(y), **settings)
+    with pytest.raises(DataError, match="inputs are a types table: pass a pandas DataFrame"):
+        from_arrays(SimpleNamespace(columns=["a"]), y)
+    assert not from_arrays(frame[::-1], pandas.Series(y)[::-1], **settings).notes

@@ -33,6 +33,7 @@ def test_a_schema_survives_json() -> None:
         (("cold", "flu", "well"), [3, -1], (), [-1, -1], ["-1", "3"]),
         (("3", "7", "9"), [3, 9], (), [0, 2], []),  # numbers are names if the names are numbers
         (("3", "7", "9"), [1], (), [-1], ["1"]),
+        (("-1", "1"), [1], (), [1], []),
         ((), [0, 1], ("2", "0"), [2, 0], []),
         ((), [0], ("flu",), [-1], ["flu"]),
         ((), [2, 3], (), [2, -1], ["3"]),
@@ -80,6 +81,23 @@ def test_files_are_read_as_the_schema_says(tmp_path: Path) -> None:
         read_inputs(f"jsonl:{tmp_path / 'd.jsonl'}", None, schema)
     with pytest.raises(SettingError, match="schema is not an option of data 'csv:"):
         load(f"csv:{tmp_path / 'a.csv'}", data_options={"schema": 1, **options})
+
+
+def test_numbers_in_a_text_are_not_positions_of_named_classes(tmp_path: Path) -> None:
+    schema = make_schema(("ill", "well"), 2)
+    (tmp_path / "a.csv").write_text("a,label\n1,1\n2,0\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
+    np.savez(tmp_path / "a.npz", x=np.ones((2, 1), np.float32), y=[1, 0])
+    for format in ("csv", "jsonl"):
+        with pytest.raises(
+            DataError, match=r"has labels 0, 1, but the run's classes have names \(ill, well\): use these"
+        ):
+            read(f"{format}:{tmp_path}/a.{format}", schema=schema)
+        assert read_inputs(f"{format}:{tmp_path}/a.{format}", None, schema).class_names == ("0", "1")
+    arrays = read(f"npz:{tmp_path}/a.npz", schema=schema)
+    assert arrays.y.tolist() == [1, 0] and arrays.notes == ("labels: 0 is read as ill, 1 is read as well",)
+    for names, expected in ((("0", "1"), [1, 0]), ((), [1, 0]), (("1", "0", "x"), [0, 1])):
+        assert read(f"csv:{tmp_path}/a.csv", schema=make_schema(names)).y.tolist() == expected
 
 
 def test_other_vocabularies_are_refused() -> None:

@@ -90,9 +90,10 @@ def test_wrong_options_of_all_data_are_refused(name: str, options: dict[str, Any
         ("fashion-mni", "unknown data 'fashion-mni', did you mean 'fashion-mini'"),
         ("xyzzy", r"unknown data 'xyzzy' \(allowed: 20newsgroups, .*csv:PATH, digits, "),
         ("npx:file", "unknown data format 'npx', did you mean 'npz'"),
+        (Path("a.csv"), "unknown data 'a.csv', did you mean 'csv:a.csv'"),
     ],
 )
-def test_unknown_data_is_refused_with_a_hint(name: str, message: str) -> None:
+def test_unknown_data_is_refused_with_a_hint(name: Any, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         load(name)
 

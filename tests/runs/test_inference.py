@@ -102,6 +102,9 @@ def test_predict_measures_only_known_labels(run: Path, tmp_path: Path) -> None:
     output = call("predict", run, "--data", f"csv:{file}")
     assert len(rows_of(output.stdout)) == 3
     assert output.stderr == "labels 'malaria', 'plague' are unknown to the model: no accuracy\n"
+    file.write_text("a,b,c,label\n1,0,0,1\n0,1,0,0\n")
+    output = call("predict", run, "--data", f"csv:{file}")
+    assert output.stderr == "labels '0', '1' are unknown to the model: no accuracy\n"
     file.write_text("a,b,label\n1,0,cold\n")
     assert "lacks the column 'c'" in call("predict", run, "--data", f"csv:{file}", code=2).stderr
 
@@ -170,8 +173,28 @@ def test_arrays_and_frames_are_predicted_from_python(tmp_path: Path) -> None:
     assert list(table) == ["class", "confidence", "p_cold", "p_flu", "p_healthy"] and len(table) == 50
     with pytest.raises(DataError, match="data 'x' lacks the columns 'u', 'v'"):
         opened.predict(frame[["w"]])
+    assert opened.predict([[2, -1, 0]]).classes == ["cold"]  # integers
+    with pytest.raises(DataError, match="column 'v' has no numbers, but values such as '"):
+        opened.predict(frame.astype({"v": str}))
     with pytest.raises(DataError, match="has label 2, but only 2 class names"):
         fewer.data.from_arrays(x, x.argmax(1), class_names=("cold", "flu"))
+
+
+def test_frames_are_encoded_as_the_schema_says(tmp_path: Path) -> None:
+    """Categories and replacements of missing values are those of the file."""
+    pandas = pytest.importorskip("pandas")
+    rows = [f"{'f' if i % 2 else 'm'},{i % 5 or ''},{'ill' if i % 2 else 'well'}" for i in range(100)]
+    (tmp_path / "a.csv").write_text("\n".join(["sex,a,label", *rows]))
+    options = {"categorical": "sex", "missing": "mean"}
+    data = fewer.data.load(f"csv:{tmp_path}/a.csv", data_options=options, clients=2, partition="iid")
+    result = fewer.run(FedAvg(rounds=3, lr=0.5), data, model="logistic")
+    frame = pandas.DataFrame({"a": [2.0, None, 1], "sex": ["f", "m ", None]})
+    samples = result.to_samples(frame, "x").all()[0]
+    fill = data.columns[1].fill
+    assert fill is not None and samples.tolist() == [[1, 0, 2], [0, 1, pytest.approx(fill)], [0, 0, 1]]
+    assert result.predict(frame).classes[:2] == ["ill", "well"]
+    with pytest.raises(DataError, match=r"data 'x', column 'sex' has the unknown category 'F' \(known: f, m\)"):
+        result.predict(frame.assign(sex="F"))
 
 
 def test_images_without_class_folders_are_predicted(tmp_path: Path) -> None:

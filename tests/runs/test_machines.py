@@ -300,6 +300,7 @@ def test_standardization_is_the_same_on_one_machine(tmp_path: Path, monkeypatch:
     ("header", "label", "problem"),
     [
         ("a,b,c,illness", "malaria", "has the class 'malaria', which the run does not know (it knows: cold, flu"),
+        ("a,b,c,illness", "1", "has labels 1, but the run's classes have names (cold, flu, healthy): use these"),
         ("a,c,illness", "flu", "lacks the column 'b'"),
         ("a,b,c,ill", "flu", "has no labels"),
     ],

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
-from fewer.data.schema import Column
+from fewer.data.schema import Column, is_integer
 from fewer.errors import DataError, SettingError, unknown_name
 
 Channels = Literal["first", "last"]
@@ -22,6 +22,7 @@ _SMALLEST_IMAGE = 5
 _LISTED = 8
 _SCALES = 100
 """Columns of numbers whose standard deviations differ by a larger factor get a note."""
+_MISSING = ("", "na", "n/a", "nan", "null", "?", "<na>")
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------
@@ -64,8 +65,8 @@ def check_inputs(raw: RawDataset, channels: Channels | None, name: str) -> RawDa
 
 
 def describe_inputs(x: Inputs) -> list[str]:
-    """Notes about float inputs that may be meant otherwise: gray images without channels, pixels of 0 … 255."""
-    if isinstance(x, list) or x.ndim not in (3, 4) or not len(x) or "float" not in str(x.dtype):
+    """Notes about inputs that may be meant otherwise: gray images without channels, pixels of 0 … 255 not as bytes."""
+    if isinstance(x, list) or x.ndim not in (3, 4) or not len(x) or str(x.dtype) in ("uint8", "torch.uint8"):
         return []
     notes = []
     if x.ndim == 3:
@@ -75,7 +76,7 @@ def describe_inputs(x: Inputs) -> list[str]:
             hint = "for steps × channels, swap the last two dimensions"
         notes.append(f"inputs: {rows}×{columns} floats are series of {rows} channels and {columns} steps ({hint})")
     elif float(x.min()) >= 0 and 1.5 < float(x.max()) <= 255:
-        notes.append("images: floats up to 255 are used as they are; pass bytes (uint8) to normalize them")
+        notes.append("images: values up to 255 are used as they are; pass bytes (uint8) to normalize them")
     return notes
 
 
@@ -153,6 +154,9 @@ def describe_labels(labels: Array, test_labels: Array, class_names: Sequence[str
     if (problem := describe_many_classes(int((counts > 0).sum()), int(counts.sum()))) is not None:
         return (f"{LABELS}{problem} (--loss mse predicts numbers)",)
     notes += [f"{LABELS}{variants} are different classes" for variants in find_variants(np.array(class_names))]
+    negative = [name for name in class_names if name.startswith("-") and is_integer(name)]
+    if len(negative) == 1 and len(class_names) > 2:
+        notes.append(f"{LABELS}{negative[0]} is a class; it may mean a missing label")
     if (train > 0).sum() == 1:
         notes.append(f"{LABELS}all training samples are of {names(np.flatnonzero(train))}; nothing can be learned")
     if (missing := np.flatnonzero(counts == 0)).size:
@@ -162,6 +166,25 @@ def describe_labels(labels: Array, test_labels: Array, class_names: Sequence[str
     if (single := np.flatnonzero((counts == 1) & (train == 1))).size:
         notes.append(f"{LABELS}a single sample of {names(single)}")
     return tuple(notes)
+
+
+def is_missing(value: object) -> bool:
+    """True for None, NaN, and texts that stand for a missing value. A name may be "none", but not "None"."""
+    if isinstance(value, str):
+        return value.strip() == "None" or value.strip().casefold() in _MISSING
+    return value is None or str(value) in ("nan", "NaT", "<NA>")
+
+
+def check_missing_labels(y: Array, class_names: Sequence[str], name: str) -> None:
+    """Raises DataError if labels are missing. One of `class_names` may be "NA"."""
+    if y.dtype.kind not in "UOT":
+        return
+    missing = [sample for sample, label in enumerate(y.tolist()) if is_missing(label) and label not in class_names]
+    if missing:
+        first = f"the first is {y[missing[0]]!s:.20}" if str(y[missing[0]]).strip() else "the first is empty"
+        raise DataError(
+            f"data '{name}' has missing labels ({len(missing)}; {first}, in sample {missing[0]}): drop these samples"
+        )
 
 
 def describe_many_classes(distinct: int, count: int) -> str | None:

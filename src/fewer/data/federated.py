@@ -19,10 +19,11 @@ from torch.utils.data import Dataset
 
 from fewer.choices import Partition
 from fewer.data import checks, text
+from fewer.data.frames import check_index, columns_of, describe_frame, encode_frame, is_frame
 from fewer.data.partition import PartitionSpec, Parts, Rows, hold_out_fraction, partition_labels, partition_like
 from fewer.data.raw_dataset import Array, Inputs, RawDataset
 from fewer.data.samples import Samples
-from fewer.data.schema import Column, Kind, Schema, Targets, missing_columns
+from fewer.data.schema import Column, Kind, Schema, Targets, is_integer
 from fewer.errors import DataError, SettingError, unknown_name
 
 MAX_CLASSES = 1 << 20
@@ -250,7 +251,7 @@ class ArrayData(Data):
         """The same data with numbers as targets. Integer labels without names become numbers."""
         if not self.has_classes:
             return self
-        if self.tokens or not all(name.isdecimal() for name in self.class_names):
+        if self.tokens or not all(map(is_integer, self.class_names)):
             raise DataError(f"data '{self.name}' has named classes, and a regression needs numbers")
         numbers = torch.tensor([float(name) for name in self.class_names])  # labels that were numbered from 0
         source, test = (
@@ -362,18 +363,19 @@ def from_arrays(
     `federate`: `clients`, `partition`, `alpha`, `fraction`, `validation` …
     """
     check_settings(settings)
-    owners = None if client_ids is None else np.asarray(client_ids)
-    if _has_names(y):
-        parts = [_read_names(labels, name) for labels in (y, *([] if test is None else test[1:]))]
-        class_names = tuple(class_names) or tuple(sorted(set().union(*parts)))
-        y, *test_labels = (_number_names(labels, class_names, name) for labels in parts)
-        test = test and (test[0], test_labels[0])
-    test_set = None
-    columns = tuple(Column(str(column)) for column in getattr(x, "columns", ()))
+    owners = None if client_ids is None else _read_owners(client_ids, name)
+    if repeated := next((known for known in class_names if list(class_names).count(known) > 1), None):
+        raise DataError(f"data '{name}' has two classes with the same name '{repeated}'")
+    test_name = f"{name} (test)"
+    columns = columns_of(x, name)
+    inputs, test_set = _prepare_inputs(encode_frame(x, columns, name), name), None
+    check_index(x, y, name)
+    (y, *test_labels), class_names = number_classes([y, *([] if test is None else test[1:])], class_names, name)
+    targets = convert_targets(y, name)
     if test is not None:
-        test_x = take_columns(test[0], columns, f"{name} (test)")
-        test_set = _prepare_inputs(test_x, f"{name} (test)"), convert_targets(test[1], f"{name} (test)")
-    inputs, targets = _prepare_inputs(x, name), convert_targets(y, name)
+        check_index(*test, test_name)
+        test_x = _prepare_inputs(encode_frame(test[0], columns, test_name), test_name)
+        test_set = test_x, convert_targets(test_labels[0], test_name)
     if class_names and targets.dtype.kind != "f" and (largest := int(targets.max(initial=0))) >= len(class_names):
         raise DataError(f"data '{name}' has label {largest}, but only {len(class_names)} class names")
     raw = RawDataset(
@@ -384,11 +386,51 @@ def from_arrays(
         class_names=tuple(class_names),
         normalization=normalization,
         columns=columns,
+        notes=describe_frame(x, columns),
     )
     raw = checks.name_labels(checks.check_inputs(raw, channels, name))
     if owners is not None:
         settings["partition"] = "natural"
     return federate(raw, name=name, **settings)
+
+
+def _read_owners(client_ids: ArrayLike, name: str) -> Array:
+    """The owner of each sample; DataError if one is missing."""
+    owners = np.asarray(client_ids)
+    values = owners.tolist() if owners.dtype.kind in "OfUT" and owners.ndim == 1 else []
+    if missing := [sample for sample, owner in enumerate(values) if checks.is_missing(owner)]:
+        raise DataError(f"data '{name}' has no client id for {len(missing)} samples (the first: sample {missing[0]})")
+    try:
+        np.unique(owners)
+    except TypeError:
+        raise DataError(f"data '{name}' has client ids of several types (expected: names or integers)") from None
+    return owners
+
+
+def number_classes(
+    parts: Sequence[ArrayLike | Tensor], class_names: Sequence[str], name: str
+) -> tuple[list[ArrayLike | Tensor], tuple[str, ...]]:
+    """Numbers labels that are names, or integers < 0, and returns the names. Other labels stay as they are.
+
+    `parts` are the labels of training and test samples.
+    """
+    for part in parts:
+        if not isinstance(part, Tensor):
+            checks.check_missing_labels(np.asarray(part), class_names, name)
+    if not class_names and any(map(_has_negative, parts)):
+        parts = [np.asarray(part).reshape(-1).astype(str) for part in parts]
+    if not _has_names(parts[0]):
+        return [*parts], tuple(class_names)
+    named = [_read_names(part, name) for part in parts]
+    known = tuple(class_names) or tuple(sorted(set().union(*named)))
+    return [_number_names(labels, known, name) for labels in named], known
+
+
+def _has_negative(y: ArrayLike | Tensor) -> bool:
+    """True if the labels are integers, and some are < 0."""
+    labels = np.asarray(y.cpu() if isinstance(y, Tensor) else y)
+    is_column = labels.ndim == 1 or (labels.ndim == 2 and labels.shape[1] == 1)
+    return labels.dtype.kind == "i" and is_column and bool((labels < 0).any())
 
 
 def _has_names(y: ArrayLike | Tensor) -> bool:
@@ -611,12 +653,12 @@ def _build_samples(
         tokens = text.build_vocabulary((x[row] for row in train.rows), vocab_size)
         x = text.encode(x, tokens, max_length)
         test_x = None if test_x is None else text.encode(list(test_x), tokens, max_length)
-    inputs = convert_inputs(x, name)
+    inputs = convert_inputs(x, name, bool(tokens))
     shift, scale = (0.0, 1.0) if tokens else _compute_normalization(inputs, train.rows, raw.normalization)
     source = Samples(inputs, torch.from_numpy(targets), None, shift, scale, bool(tokens))
     if test_x is None:
         return source, source, tokens
-    test_inputs = convert_inputs(test_x, f"{name} (test)")
+    test_inputs = convert_inputs(test_x, f"{name} (test)", bool(tokens))
     if test_inputs.shape[1:] != inputs.shape[1:] or test_inputs.dtype != inputs.dtype:
         raise DataError(
             f"data '{name}' has training inputs of {_describe(inputs)}, but test inputs of {_describe(test_inputs)}"
@@ -630,21 +672,12 @@ def _prepare_inputs(x: Any, name: str) -> list[str] | Tensor:
     return x if isinstance(x, list) and x and all(isinstance(value, str) for value in x) else convert_inputs(x, name)
 
 
-def take_columns(x: Any, columns: Sequence[Column], name: str) -> Any:
-    """Puts the columns of a pandas DataFrame in the order of `columns`, by name. Other inputs stay as they are."""
-    if not columns or not hasattr(x, "columns"):
-        return x
-    by_name = {str(column): column for column in x.columns}
-    if missing := [column.name for column in columns if column.name not in by_name]:
-        raise missing_columns(f"data '{name}'", missing, list(by_name))
-    return x[[by_name[column.name] for column in columns]]
-
-
 def from_clients(clients: Sequence[Any], **settings: Any) -> ArrayData:
     """Builds federated data from a list with the samples of each client: pairs (x, y), or torch Datasets.
 
     `settings` are those of `from_arrays`. Clients without samples are kept.
     """
+    clients, columns = _match_columns(clients)
     pairs = [_as_pair(samples, client) for client, samples in enumerate(clients)]
     non_empty = [pair for pair in pairs if len(pair[1])]
     if not non_empty:
@@ -657,6 +690,10 @@ def from_clients(clients: Sequence[Any], **settings: Any) -> ArrayData:
             raise DataError(f"client {client} has inputs of {_describe(x)}, but other clients have {_describe(first)}")
     x, y = (np.concatenate([pair[part] for pair in non_empty]) for part in (0, 1))
     inputs = x.tolist() if x.dtype.kind == "U" else x
+    if columns:
+        import pandas
+
+        inputs = pandas.DataFrame(inputs, columns=columns)
     data = from_arrays(inputs, y, client_ids=client_ids, partition="natural", **settings)
     present = np.unique(client_ids)
 
@@ -688,6 +725,33 @@ def _read_dataset(dataset: Any) -> tuple[Array, Array]:
     return np.stack(inputs), np.stack(targets)
 
 
+def _match_columns(clients: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """Puts the columns of all DataFrames in the order of the first one. Also returns their names.
+
+    DataError if the columns differ, or if only some clients have DataFrames.
+    """
+    pairs = [isinstance(samples, tuple | list) and len(samples) == 2 for samples in clients]
+    frames = [client for client, samples in enumerate(clients) if pairs[client] and is_frame(samples[0])]
+    if not frames:
+        return [*clients], []
+    columns = columns_of(clients[frames[0]][0], f"client {frames[0]}")
+    names = [column.name for column in columns]
+    matched: list[Any] = []
+    for client, samples in enumerate(clients):
+        if client not in frames:
+            if pairs[client] and not len(samples[1]):
+                matched.append(samples)
+                continue
+            raise DataError(f"client {client} has no DataFrame, but client {frames[0]} has one: use one kind for all")
+        x, y = samples
+        check_index(x, y, f"client {client}")
+        if others := [str(column) for column in x.columns if str(column) not in names]:
+            problem = f"has the {'column' if len(others) == 1 else 'columns'} {checks.list_names(others)}"
+            raise DataError(f"client {client} {problem}, but client {frames[0]} has: {', '.join(names)}")
+        matched.append((encode_frame(x, columns, f"client {client}"), y))
+    return matched, names
+
+
 def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
     """Returns the inputs and labels of one client, given as a pair or as a torch Dataset."""
     if isinstance(samples, Dataset):
@@ -700,8 +764,11 @@ def _as_pair(samples: Any, client: int) -> tuple[Array, Array]:
         raise DataError(f"client {client} has inputs or labels of different shapes: {error}") from error
 
 
-def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:
-    """Converts inputs to a tensor of bytes, int64 or float32. Byte images without channels get one channel."""
+def convert_inputs(x: ArrayLike | Tensor, name: str, tokens: bool = False) -> Tensor:
+    """Converts inputs to a tensor of bytes or float32; with `tokens`, integers are token ids and become int64.
+
+    Byte images without channels get one channel.
+    """
     try:
         inputs = x.detach().cpu() if isinstance(x, Tensor) else torch.from_numpy(np.ascontiguousarray(x))
     except (TypeError, ValueError) as error:
@@ -719,7 +786,7 @@ def convert_inputs(x: ArrayLike | Tensor, name: str) -> Tensor:
                 f"data '{name}' has NaN or infinity in sample {first} ({int((~finite).sum())} samples in total)"
             )
     elif inputs.dtype != torch.uint8:
-        inputs = inputs.long()
+        inputs = inputs.long() if tokens else inputs.float()
     return inputs.unsqueeze(1) if inputs.ndim == 3 and inputs.dtype == torch.uint8 else inputs
 
 

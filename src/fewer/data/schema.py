@@ -65,7 +65,7 @@ class Schema:
         `names` are the names of the labels in `y`. Without them, a label is its own name if the schema's names are
         numbers, and a position among the schema's names otherwise.
         """
-        if not names and not all(name.isdecimal() for name in self.class_names):
+        if not names and not all(map(is_integer, self.class_names)):
             names = self.labels
         known = {name: label for label, name in enumerate(self.labels)}
         present, positions = np.unique(y, return_inverse=True)
@@ -76,6 +76,11 @@ class Schema:
     def unknown_class(self, name: str, unknown: Sequence[str]) -> DataError:
         """The error for data `name` with classes that the schema does not have."""
         known = ", ".join(self.labels[:LISTED_NAMES]) + (" …" if len(self.labels) > LISTED_NAMES else "")
+        if all(map(is_integer, unknown)) and not all(map(is_integer, self.labels)):
+            numbers = quote_names(unknown).replace("'", "")
+            return DataError(
+                f"data '{name}' has labels {numbers}, but the run's classes have names ({known}): use these"
+            )
         classes = ("the class " if len(unknown) == 1 else "the classes ") + quote_names(unknown)
         return DataError(f"data '{name}' has {classes}, which the run does not know (it knows: {known})")
 
@@ -92,6 +97,11 @@ class Schema:
             Column(column["name"], tuple(column["categories"]), column["fill"]) for column in content["columns"]
         )
         return cls(**values)
+
+
+def is_integer(name: str) -> bool:
+    """True if a name is an integer, such as 3 or -1."""
+    return name.removeprefix("-").isdecimal()
 
 
 def quote_names(names: Sequence[str]) -> str:

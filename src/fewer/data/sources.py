@@ -19,7 +19,7 @@ import torch
 from fewer.choices import Partition
 from fewer.data import recommendation
 from fewer.data.cache import load_or_build
-from fewer.data.checks import name_labels
+from fewer.data.checks import list_names, name_labels
 from fewer.data.class_split import OPTIONS, split_seen_unseen
 from fewer.data.download import DOWNLOADS
 from fewer.data.episodes import apply_class_split
@@ -27,7 +27,7 @@ from fewer.data.federated import ArrayData, check_settings, federate
 from fewer.data.formats.readers import INTERNAL
 from fewer.data.partition import PartitionSpec
 from fewer.data.raw_dataset import RawDataset
-from fewer.data.schema import Schema
+from fewer.data.schema import Schema, is_integer
 from fewer.errors import DataError, SettingError, unknown_name, unknown_option
 from fewer.registry import FORMATS
 
@@ -87,6 +87,8 @@ LAYOUT_OPTIONS = (
 )
 """Options that describe one file, drop or sort its samples, or that the columns of a schema replace."""
 
+TEXT_FORMATS = ("csv", "jsonl")
+"""Formats in which a label is a text, even if it is a number."""
 LOAD_OPTIONS = ("max_per_class", "normalization")
 """Options of `load` that every data set accepts, in addition to those about classes."""
 GLOVE = "glove.6B.100d"
@@ -117,6 +119,7 @@ def load(
     - `held_out`: for time-ordered data, hold out the last samples of each `class` of a client, or of the `client`.
       The default is class for sensor readings, and client for all other data.
     """
+    name = str(name)  # a Path gets the hint of a text
     check_settings(settings)
     PartitionSpec(**{key: settings[key] for key in ("clients", "alpha") if key in settings}).validate(seed)
     if (partition := settings.get("partition", "iid")) not in get_args(Partition):
@@ -151,7 +154,21 @@ def read(name: str, data_dir: str | Path | None = None, *, schema: Schema | None
     raw = _read_labeled_or_not(name, data_dir, schema, options, keep_unlabeled=False)
     if not len(raw.y):
         raise DataError(f"data '{name}' has no labels")
-    return raw if schema is None else raw.use_classes_of(schema, name)
+    return raw if schema is None else _name_numbers(raw, name, schema).use_classes_of(schema, name)
+
+
+def _name_numbers(raw: RawDataset, name: str, schema: Schema) -> RawDataset:
+    """If labels are numbers and the schema's classes have names: numbers in a text are names, others are positions."""
+    if raw.class_names or raw.split or raw.y.ndim > 1 or raw.y.dtype.kind == "f" or schema.targets != "classes":
+        return raw
+    format, colon, _ = name.partition(":")
+    if not colon or not len(raw.y) or all(map(is_integer, schema.class_names)):
+        return raw
+    if format in TEXT_FORMATS:
+        return replace(raw, class_names=tuple(map(str, range(int(raw.y.max()) + 1))))
+    known = [label for label in np.unique(raw.y).tolist() if label < len(schema.labels)]
+    meanings = list_names([f"{label} is read as {schema.labels[label]}" for label in known])
+    return replace(raw, notes=(*raw.notes, f"labels: {meanings}")) if known else raw
 
 
 def read_inputs(
@@ -164,7 +181,8 @@ def read_inputs(
     """
     raw = _read_labeled_or_not(name, data_dir, schema, options, keep_unlabeled)
     x, y, rows = (raw.x, raw.y, raw.rows) if raw.test is None else (*raw.test, None)
-    return replace(raw, x=x, y=y, test=None, client_ids=None, test_client_ids=None, rows=rows)
+    raw = replace(raw, x=x, y=y, test=None, client_ids=None, test_client_ids=None, rows=rows)
+    return _name_numbers(raw, name, schema)
 
 
 def _read_labeled_or_not(

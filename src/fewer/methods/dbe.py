@@ -48,9 +48,9 @@ class DBEState(ModelState):
 class DBE(PersonalMethod[DBEState], LocalTraining[DBEState]):
     """FedAvg whose clients shift their features by a vector of their own, and keep the rest near a common mean."""
 
-    tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "kappa": (1.0, 10.0, 50.0)}
+    tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "kappa": (0.1, 1.0, 10.0)}
 
-    kappa: NonNegativeFloat = 50.0
+    kappa: NonNegativeFloat = 1.0
     """Weight of the mean regularization (κ)."""
     mu: Annotated[float, Field(gt=0, le=1)] = 1.0
     """How fast the mean features follow the batches (μ)."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
@@ -22,7 +23,7 @@ MAX_COLUMNS = 100
 """Probabilities are listed for at most this many classes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Predictions:
     """The outputs of a model for samples, in their order."""
 
@@ -35,6 +36,22 @@ class Predictions:
 
     def __len__(self) -> int:
         return len(self.outputs)
+
+    def __repr__(self) -> str:
+        """Three lines: the number of samples, what is predicted, and how to get it."""
+        if self.task.has_classes:
+            kind, content = "classes", "classes, probabilities"
+            counts = Counter(self.classes).most_common()
+            confidence = float(self.probabilities.amax(1).mean())
+            line = f"{_list_counts(counts)}; mean confidence {confidence:.2f}"
+        elif self.task.kind == "multi-label":
+            kind, content = "labels", "names, probabilities"
+            line = _list_counts(list(zip(self.names, (self.outputs > 0).sum(0).tolist(), strict=True)))
+        else:
+            kind, content = "outputs", "outputs"
+            line = f"{float(self.outputs.min()):.6g} to {float(self.outputs.max()):.6g}"
+        title = f"Predictions: {len(self):,} samples, {self.outputs.shape[1]:,} {kind}"
+        return f"{title}\n  {line}\n  see {content}, to_pandas(), to_csv()"
 
     @property
     def names(self) -> list[str]:
@@ -97,6 +114,10 @@ class Predictions:
         values = add_evaluations(evaluations).values()
         metrics = (PrimaryMetric(metric.name, percent=metric.percent) for metric in self.task.metrics)
         return ", ".join(f"{metric.name} {metric.format(values[metric.name])}" for metric in metrics)
+
+
+def _list_counts(counts: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{name}: {count:,}" for name, count in counts[:5]) + (", …" if len(counts) > 5 else "")
 
 
 def predict_samples(net: nn.Module, samples: Samples, task: Task, schema: Schema) -> Predictions:

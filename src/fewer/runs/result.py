@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from fewer.data import Data, Samples
 from fewer.data.absent import AbsentData
-from fewer.data.federated import convert_inputs, convert_labels, convert_targets, take_columns
+from fewer.data.federated import convert_inputs, convert_labels, convert_targets
+from fewer.data.frames import check_index, encode_frame
 from fewer.data.raw_dataset import Inputs, encode_inputs
 from fewer.data.schema import Schema
 from fewer.errors import DataError, FewerError, RunError, SettingError
@@ -66,6 +67,7 @@ class Result(Experiment, Viewable):
         metric = self.metric
         evaluated = next((entry for entry in reversed(self.history) if metric.name in entry), None)
         value = f": {metric.name} {metric.format(evaluated[metric.name])}" if evaluated else ""
+        value += _describe_majority(evaluated or {}) if metric.name == "accuracy" else ""
         last = {"up": 0, "down": 0, "seconds": 0.0, **self.metrics}
         up, down, seconds = format_megabytes(last["up"]), format_megabytes(last["down"]), last["seconds"]
         return (
@@ -150,10 +152,10 @@ class Result(Experiment, Viewable):
     def to_samples(self, x: Inputs | ArrayLike, name: str) -> Samples:
         """Converts raw inputs to samples for the model: arrays, texts, or a DataFrame, whose columns go by name.
 
-        They are normalized like the training data.
+        They are normalized like the training data. Categories and missing values are encoded as in the training data.
         """
-        inputs = encode_inputs(take_columns(x, self.schema.columns, name), self.schema, name)
-        tensor = convert_inputs(inputs, name)
+        inputs = encode_inputs(encode_frame(x, self.schema.columns, name), self.schema, name)
+        tensor = convert_inputs(inputs, name, bool(self.schema.tokens))
         if tensor.ndim == 4 and tuple(tensor.shape[1:]) != self.data.shape == (tensor.shape[3], *tensor.shape[1:3]):
             tensor = tensor.movedim(-1, 1).contiguous()  # height × width × channels
         if (shape := tuple(tensor.shape[1:])) != self.data.shape:
@@ -170,7 +172,7 @@ class Result(Experiment, Viewable):
         """
         if self.task.has_classes:
             array = np.asarray(y.cpu() if isinstance(y, Tensor) else y)
-            if array.dtype.kind in "UO":
+            if array.dtype.kind in "UO" or (array.dtype.kind == "i" and (array < 0).any()):
                 named, array = np.unique(array.astype(str), return_inverse=True)
                 class_names = named.tolist()
             labels, unknown = self.schema.map_labels(convert_labels(array, name), class_names)
@@ -201,6 +203,7 @@ class Result(Experiment, Viewable):
         if not isinstance(self.method, AdaptsToNewClients):
             allowed = ", ".join(names_with(AdaptsToNewClients))
             raise SettingError(f"{self.method.name} does not adapt to new data (allowed: {allowed})")
+        check_index(x, y, "x")
         samples = x if isinstance(x, Samples) else self.to_samples(x, "x")
         targets = self.to_targets(y, "y")
         if not len(targets) or len(targets) != len(samples.x):
@@ -279,6 +282,17 @@ def load_run_data(run: RunReader, data: Data | None = None, data_dir: Path | Non
     if data.fingerprint() != run.metadata["data"]["fingerprint"]:
         raise RunError(f"{data.name} has changed since {run.path} was run")
     return data
+
+
+def _describe_majority(metrics: Mapping[str, Any]) -> str:
+    """Says that a model is no better than the most frequent class of the test samples; "" if it is."""
+    if "classes" not in metrics:
+        return ""
+    support = [sum(row) for row in metrics["classes"]["confusion"]]
+    share = max(support) / max(1, sum(support))
+    if metrics["accuracy"] > share + 1e-6:
+        return ""
+    return f", no better than always '{metrics['classes']['names'][support.index(max(support))]}' ({share:.2%})"
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:

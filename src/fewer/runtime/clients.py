@@ -242,13 +242,17 @@ class Clients(ABC):
             reasons = Counter(client.reason + (f" ({client.detail})" if client.detail else "") for client in absent)
             common = "; ".join(f"{count} {reason}" for reason, count in reasons.most_common(3))
             text = f"round {self.round}: {answered} of {asked} clients answered, {needed} needed ({rule}): {common}"
+            if any(map(self._has_diverged, absent)):
+                text += "; training diverged: lower lr, or standardize inputs and targets"
             resumable = answered + sum(map(self._may_answer, absent)) >= needed
             raise QuorumLost(text, unable, resumable)
 
     def _may_answer(self, absent: Absent) -> bool:
         """True if an absent client may answer when asked again. A client that is unable, or diverged, does not."""
-        diverged = absent.reason == "refused" and absent.detail.endswith("not finite") and not self.faults.corrupt
-        return absent.reason != "unable" and not diverged
+        return absent.reason != "unable" and not self._has_diverged(absent)
+
+    def _has_diverged(self, absent: Absent) -> bool:
+        return absent.reason == "refused" and absent.detail.endswith("not finite") and not self.faults.corrupt
 
     def map_on_server(
         self, handler: Callable[..., Any], items: Sequence[Mapping[str, int]], **fields: Field

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fewer.data.checks import Channels, check_inputs, list_names
-from fewer.data.federated import convert_labels, convert_targets
+from fewer.data.federated import convert_labels, convert_targets, number_classes
 from fewer.data.formats.readers import reader
 from fewer.data.raw_dataset import Array, RawDataset
 from fewer.data.schema import Schema
@@ -48,11 +48,14 @@ def read_npz(
         return _read_medmnist(arrays, path, join_validation)
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path} has only one of 'x_test' and 'y_test' (it has: {present})")
-    y, *test_y = (convert_targets(arrays[name], str(path)) for name in ("y", "y_test") if name in arrays)
+    labels = [arrays[name] for name in ("y", "y_test") if name in arrays]
+    numbered, class_names = number_classes(labels, (), str(path))
+    y, *test_y = (convert_targets(part, str(path)) for part in numbered)
     test = (arrays["x_test"], test_y[0]) if test_y else None
     others = sorted(set(names) - set(_PLAIN))
     notes = (f"arrays: ignored {list_names(others)}",) if others else ()
-    raw = RawDataset(arrays["x"], y, test, arrays.get("client"), arrays.get("client_test"), notes=notes)
+    owners = arrays.get("client"), arrays.get("client_test")
+    raw = RawDataset(arrays["x"], y, test, *owners, class_names=class_names, notes=notes)
     return check_inputs(raw, channels, str(path))
 
 
