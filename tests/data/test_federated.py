@@ -421,6 +421,7 @@ def test_columns_of_a_frame_are_checked() -> None:
         "columns: id may be an identifier, but it is an input",
         "columns: same has the same value in all rows",
         "columns: code is -999 in 2 rows, which may mean a missing value",
+        "columns: code varies 179 times as much as a; --standardize brings all to one scale",
     )
     with pytest.raises(DataError, match="two columns with the same name 'a'"):
         from_arrays(pandas.concat([frame, frame], axis=1), y, **settings)
