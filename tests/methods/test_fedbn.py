@@ -108,7 +108,7 @@ def test_fedbn_clients_differ_in_their_norms_only(tmp_path: Path) -> None:
     assert torch.equal(first["head.weight"], second["head.weight"])
     for name in NORMS - {"norm.num_batches_tracked"}:
         assert not torch.equal(first[name], second[name])
-    stored = harness.client(0).store.get("norms")
+    stored = harness.client(0).store.get("own")
     assert stored is not None and stored.keys() == NORMS
     assert all(torch.equal(stored[name], first[name]) for name in NORMS)
 

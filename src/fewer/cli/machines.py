@@ -96,7 +96,7 @@ def add(
     folder = keys / name
     print(f"{name} is client {Credentials(keys).add_client(name, public)}.")
     if public is None:
-        print(f"Send {folder} to the client so that nobody else can read it (scp, a USB stick), and nothing else.")
+        print(f"Send {folder} to the client so that only the client can read it (scp, a USB stick), and nothing else.")
         print(f"Then delete {folder / 'node.key'} here.")
     else:
         print(f"Send {folder / 'ca.crt'} to the client. It is not secret; the client trusts the server by it.")

@@ -84,12 +84,12 @@ def describe_scales(x: Tensor, columns: Sequence[Column]) -> tuple[str, ...]:
     """A note on columns of numbers with very different standard deviations."""
     widths = [max(1, len(column.categories)) for column in columns]
     numeric = [(c.name, start) for c, start in zip(columns, np.cumsum([0, *widths]), strict=False) if not c.categories]
-    spreads = {name: float(x[:, start].double().std(correction=0)) for name, start in numeric}
-    spreads = {name: spread for name, spread in spreads.items() if spread > 0}
-    if not spreads or max(spreads.values()) <= _SCALES * min(spreads.values()):
+    deviations = {name: float(x[:, start].double().std(correction=0)) for name, start in numeric}
+    deviations = {name: deviation for name, deviation in deviations.items() if deviation > 0}
+    if not deviations or max(deviations.values()) <= _SCALES * min(deviations.values()):
         return ()
-    large, small = max(spreads, key=spreads.__getitem__), min(spreads, key=spreads.__getitem__)
-    factor = f"{spreads[large] / spreads[small]:.0f} times"
+    large, small = max(deviations, key=deviations.__getitem__), min(deviations, key=deviations.__getitem__)
+    factor = f"{deviations[large] / deviations[small]:.0f} times"
     return (f"columns: {large} varies {factor} as much as {small}; --standardize brings all to one scale",)
 
 
@@ -188,7 +188,7 @@ def check_missing_labels(y: Array, class_names: Sequence[str], name: str) -> Non
 
 
 def describe_many_classes(distinct: int, count: int) -> str | None:
-    """Says that so many distinct values are hardly classes: over 20, and fewer than five samples of each."""
+    """Says that these are too many distinct values for classes: over 20, and fewer than five samples of each."""
     return f"{distinct} distinct values in {count} samples" if distinct > 20 and 5 * distinct > count else None
 
 

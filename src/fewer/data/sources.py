@@ -114,7 +114,7 @@ def load(
     - `classes`: keep only these classes ("0-9,20").
     - `unseen_classes`: no client trains on these classes. All their samples are test samples.
     - `split`: split the classes into base, validation and novel ones (20/5/16).
-    - `max_per_class`: keep only the first training samples of each class, at most so many.
+    - `max_per_class`: keep at most this many training samples of each class, the first ones.
     - `normalization`: mean and standard deviation of pixels on a scale of 0 … 1; [0.5, 0.5] gives inputs in [−1, 1].
     - `held_out`: for time-ordered data, hold out the last samples of each `class` of a client, or of the `client`.
       The default is class for sensor readings, and client for all other data.

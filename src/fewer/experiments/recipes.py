@@ -443,10 +443,10 @@ def _render_trials(tuned: Sequence[Cell]) -> list[str]:
         if not values or any(trial.ci95 is None for trial in trials if trial.accuracy is not None):
             continue
         best = max(trials, key=lambda trial: -math.inf if trial.accuracy is None else trial.accuracy)
-        spread = [format_interval(Interval(value, None), 1) for value in (min(values), statistics.median(values))]
+        others = [format_interval(Interval(value, None), 1) for value in (min(values), statistics.median(values))]
         chosen = format_interval(Interval(best.accuracy or 0.0, best.ci95), 1)
         diverged = len(trials) - len(values)
-        rows.append([cell.row, cell.column, str(len(trials)), *spread, chosen, str(diverged or "–")])
+        rows.append([cell.row, cell.column, str(len(trials)), *others, chosen, str(diverged or "–")])
         for name in settings_at_edge(trials, cell.ours.settings, find(cell.ours.method)):
             at_edge.append(f"{cell.row} {cell.column}: {name} {cell.ours.settings[name]:g}")
     if not rows:

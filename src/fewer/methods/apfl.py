@@ -11,7 +11,7 @@ and the server averages the w.
 Departures:
 
 - Those of FedAvg. α starts at 0.5 and has its own learning rate; the paper's theory fixes one α for all steps.
-- Buffers of v̄ are those that its own training makes.
+- Buffers of v̄ come from its own training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fewer.runtime import on_client
 
 @METHODS.register("apfl")
 class APFL(PersonalMethod[ModelState], FedAvg):
-    """FedAvg in which each client mixes the global model with a model of its own, and learns the mixture."""
+    """FedAvg in which each client mixes the global model with its private model, and learns the mixture."""
 
     tunable: ClassVar[SearchSpace] = {**FedAvg.tunable, "alpha_lr": (0.01, 0.1, 1.0)}
 

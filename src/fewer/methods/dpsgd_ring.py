@@ -32,23 +32,23 @@ from fewer.runtime import Clients, Each, on_client
 
 
 @dataclass(frozen=True)
-class RingState(State):
+class NeighborsState(State):
     """The last model of every client that arrived, stacked by weight (clients × shape); a single one at first."""
 
     models: Weights
 
 
 @METHODS.register("dpsgd-ring")
-class DPSGDRing(PersonalMethod[RingState], LocalTraining[RingState]):
+class DPSGDRing(PersonalMethod[NeighborsState], LocalTraining[NeighborsState]):
     """Each client averages its model with those of its two neighbors in a ring, and trains the mean."""
 
     group: ClassVar[Group] = "sequential"
 
-    def init(self, task: Task, seed: int) -> RingState:
+    def init(self, task: Task, seed: int) -> NeighborsState:
         """All clients start from the same weights."""
-        return RingState({name: tensor[None] for name, tensor in task.initial_weights(seed).items()})
+        return NeighborsState({name: tensor[None] for name, tensor in task.initial_weights(seed).items()})
 
-    def round(self, state: RingState, clients: Clients) -> RingState:
+    def round(self, state: NeighborsState, clients: Clients) -> NeighborsState:
         """Each client gets its neighbors' models, and answers with its own."""
         count = len(clients)
         models = {name: stack.expand(count, *stack.shape[1:]).clone() for name, stack in state.models.items()}
@@ -65,7 +65,7 @@ class DPSGDRing(PersonalMethod[RingState], LocalTraining[RingState]):
         for answer in answers:
             for name, stack in models.items():
                 stack[answer.client] = answer["model"][name]
-        return RingState(models)
+        return NeighborsState(models)
 
     @on_client(stream="train")
     def train_mean(self, client: Client, left: Weights, right: Weights) -> dict[str, Any]:

@@ -12,7 +12,7 @@ with W_i trained on s % of its samples: in its second round until the loss settl
 Departures:
 
 - Those of FedAvg.
-- A layer is a module with weights of its own; p counts modules from the end of the net.
+- A layer is a module that has weights; p counts modules from the end of the net.
 - Training until the loss settles: the standard deviation of the last ten losses is below 0.01 (as in the authors'
   code), at most `max_epochs` passes.
 

@@ -30,7 +30,7 @@ def client_rows(metrics: Metrics) -> list[dict[str, Any]]:
 
 
 def describe_baseline(lines: Sequence[Metrics], metric: PrimaryMetric) -> str:
-    """Says that the accuracy is at or below the majority baseline; empty if it is above, or there is none.
+    """Says that the accuracy is at or below the majority baseline; empty if it is above, or if there is no baseline.
 
     `lines` are the last evaluations of one method, one for each seed.
     """

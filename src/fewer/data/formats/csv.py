@@ -69,12 +69,12 @@ def read_csv(
     """A table separated by commas, semicolons or tabs, optionally compressed with gzip.
 
     `label`, `client`, `text` and `time` name columns. With `text`, that column is the input. Otherwise the inputs are
-    all other columns of numbers, or those that `features` names, without those that `ignore` names.
+    all other columns of numbers, or the `features`, without the columns in `ignore`.
 
     - `categorical` names columns to encode one-hot; `all` means all columns of text.
     - `missing` fills missing values with the mean, median or zero, or drops their rows. Otherwise they are an error.
     - `time` sorts the rows, so that the latest ones are held out for testing.
-    - `decimal` is the decimal sign, by default the one that the file uses.
+    - `decimal` is the decimal sign, by default as in the file.
     - `regression` says whether labels are numbers to predict; a regression loss sets it.
 
     With a `schema`, columns are taken by name as it says. The label may then be absent: `y` is empty. So

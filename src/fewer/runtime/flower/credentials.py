@@ -173,7 +173,7 @@ def _write_public(folder: Path, key: ec.EllipticCurvePublicKey) -> None:
 
 
 def _read_public(path: Path) -> ec.EllipticCurvePublicKey:
-    """Reads a client's public key. Raises RunError if it is none, with a warning if it is a private key."""
+    """Reads a client's public key. Raises RunError if it is no public key, with a warning if it is a private key."""
     try:
         content = path.read_bytes()
     except OSError as error:
