@@ -330,14 +330,11 @@ def test_invalid_adaptations_are_reported(tmp_path: Path) -> None:
     np.savez(tmp_path / "bare.npz", x=np.zeros((3, 1, 8, 8), np.uint8))
     assert "has no labels to adapt to" in call(*args, f"npz:{tmp_path}/bare.npz", code=2).stderr
     np.savez(tmp_path / "label10.npz", x=np.zeros((3, 1, 8, 8), np.uint8), y=np.array([0, 1, 10]))
-    assert (
-        "has the class '10', which the run does not know" in call(*args, f"npz:{tmp_path}/label10.npz", code=2).stderr
-    )
+    assert "has the class '10', which" in call(*args, f"npz:{tmp_path}/label10.npz", code=2).stderr
     result = fewer.run(FedMeta(rounds=1, cohort=2), federation(), model=linear(), seed=SEED)
-    too_wide, integers = np.zeros((3, FEATURES + 1), np.float32), np.zeros((3, FEATURES), int)
-    for x, text in ((too_wide, f"inputs of shape ({FEATURES + 1},)"), (integers, "inputs; the model was trained on")):
-        with pytest.raises(DataError, match=re.escape(text)):
-            result.adapt(x, [0, 1, 1])
+    with pytest.raises(DataError, match=re.escape(f"inputs of shape ({FEATURES + 1},)")):
+        result.adapt(np.zeros((3, FEATURES + 1), np.float32), [0, 1, 1])
+    assert result.adapt(np.zeros((3, FEATURES), int), [0, 1, 1])(torch.zeros(1, FEATURES)).shape == (1, CLASSES)
 
 
 # --- top-k accuracy ---------------------------------------------------------------------------------------------
