@@ -19,6 +19,7 @@ from fewer.methods.context import ContextFactory
 from fewer.methods.fedavg import LocalTraining
 from fewer.models import Task, get_weights, load_weights
 from fewer.runtime import HandlerRunner, stream
+from fewer.runtime.streams import seed_of
 from tests.helpers import Array, Harness, Wiretap
 
 Batch = tuple[Array, NDArray[np.int64]]
@@ -79,6 +80,27 @@ def trained_weight(method: LocalTraining, **settings: Any) -> Tensor:
     weight = fewer.run(method, federation(), model=linear(), seed=SEED, **settings).state.model["weight"]
     assert isinstance(weight, Tensor)
     return weight
+
+
+def run_rounds(method: Method, folder: Path, rounds: int) -> tuple[Any, list[list[int]]]:
+    """The state after these rounds, and the cohort of each."""
+    harness = make_harness(method, linear(), folder)
+    cohorts, state = [], harness.state
+    for round in range(1, rounds + 1):
+        with harness.clients.training_round(round):
+            cohorts.append(method.sample_cohort(harness.clients))
+            state = method.round(state, harness.clients)
+    return state, cohorts
+
+
+def answered(rounds: int, slow: float) -> list[list[int]]:
+    """The clients whose answer is in time in each round, if an answer is late with probability `slow`."""
+    draws = {
+        (round, client): np.random.default_rng(seed_of(SEED, round, client, "fault", "train")).random(3)[1]
+        for round in range(1, rounds + 1)
+        for client in range(3)
+    }
+    return [[client for client in range(3) if draws[round, client] >= slow] for round in range(1, rounds + 1)]
 
 
 def make_harness(method: Method, net: nn.Module, folder: Path, pairs: Sequence[tuple[Any, Any]] = PAIRS) -> Harness:

@@ -9,9 +9,17 @@ import numpy as np
 
 import fewer
 from fewer.methods.feddyn import FedDyn
-from fewer.runtime.streams import seed_of
 from tests.helpers import Array, is_close
-from tests.methods.linear_harness import SEED, WEIGHT, client_batches, federation, gradient, linear, make_harness
+from tests.methods.linear_harness import (
+    SEED,
+    WEIGHT,
+    answered,
+    client_batches,
+    federation,
+    gradient,
+    linear,
+    run_rounds,
+)
 
 LOCAL: dict[str, Any] = {"local_steps": 3, "batch_size": 2, "lr": 0.3, "alpha": 0.2}
 
@@ -41,12 +49,7 @@ def test_rounds_follow_algorithm_1() -> None:
 
 def test_with_partial_participation_h_is_the_mean_over_all_clients(tmp_path: Path) -> None:
     method = FedDyn(rounds=4, cohort=2, **LOCAL)
-    harness = make_harness(method, linear(), tmp_path)
-    cohorts, state = [], harness.state
-    for round in range(1, 5):
-        with harness.clients.training_round(round):
-            cohorts.append(method.sample_cohort(harness.clients))
-            state = method.round(state, harness.clients)
+    state, cohorts = run_rounds(method, tmp_path, 4)
     theta, h, g = reference(method, cohorts)
     assert is_close(state.model["weight"], theta) and is_close(state.h["weight"], h)
     assert np.allclose(h, np.mean(list(g.values()), axis=0))
@@ -55,11 +58,7 @@ def test_with_partial_participation_h_is_the_mean_over_all_clients(tmp_path: Pat
 def test_a_client_whose_answer_was_lost_keeps_its_old_gradient() -> None:
     method = FedDyn(rounds=5, **LOCAL)
     result = fewer.run(method, federation(), model=linear(), seed=SEED, slow=0.4)
-
-    def is_lost(round: int, client: int) -> bool:
-        return bool(np.random.default_rng(seed_of(SEED, round, client, "fault", "train")).random(3)[1] < 0.4)
-
-    cohorts = [[client for client in range(3) if not is_lost(round, client)] for round in range(1, 6)]
+    cohorts = answered(5, slow=0.4)
     assert sum(map(len, cohorts)) < 15
     theta, h, _ = reference(method, cohorts)
     assert is_close(result.state.model["weight"], theta) and is_close(result.state.h["weight"], h)

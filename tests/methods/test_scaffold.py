@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,16 @@ from torch import nn
 import fewer
 from fewer.methods.scaffold import Scaffold
 from tests.helpers import Array, is_close
-from tests.methods.linear_harness import SEED, WEIGHT, client_batches, federation, gradient, linear, make_harness
+from tests.methods.linear_harness import (
+    SEED,
+    WEIGHT,
+    answered,
+    client_batches,
+    federation,
+    gradient,
+    linear,
+    run_rounds,
+)
 
 LOCAL: dict[str, Any] = {"local_steps": 3, "batch_size": 2, "lr": 0.3}
 
@@ -27,13 +35,10 @@ def local_steps(method: Scaffold, x: Array, c: Array, c_i: Array, client: int, r
     return y, c_i - c + (x - y) / (method.local_steps * method.lr)
 
 
-def reference(
-    method: Scaffold, cohorts: list[list[int]], lost: Collection[tuple[int, int]] = ()
-) -> tuple[Array, Array, dict[int, Array]]:
+def reference(method: Scaffold, cohorts: list[list[int]]) -> tuple[Array, Array, dict[int, Array]]:
     x, c, controls = WEIGHT, np.zeros_like(WEIGHT), {client: np.zeros_like(WEIGHT) for client in range(3)}
     for round, cohort in enumerate(cohorts, 1):
-        counted = [client for client in cohort if (round, client) not in lost]
-        trained = {client: local_steps(method, x, c, controls[client], client, round) for client in counted}
+        trained = {client: local_steps(method, x, c, controls[client], client, round) for client in cohort}
         x = x + method.server_lr * np.mean([y - x for y, _ in trained.values()], axis=0)
         c = c + sum(new - controls[client] for client, (_, new) in trained.items()) / 3
         controls |= {client: new for client, (_, new) in trained.items()}
@@ -51,12 +56,7 @@ def test_rounds_with_all_clients_follow_algorithm_1(server_lr: float) -> None:
 
 def test_with_partial_participation_c_moves_by_the_share_of_all_clients(tmp_path: Path) -> None:
     method = Scaffold(rounds=4, cohort=2, **LOCAL)
-    harness = make_harness(method, linear(), tmp_path)
-    cohorts, state = [], harness.state
-    for round in range(1, 5):
-        with harness.clients.training_round(round):
-            cohorts.append(method.sample_cohort(harness.clients))
-            state = method.round(state, harness.clients)
+    state, cohorts = run_rounds(method, tmp_path, 4)
     x, c, controls = reference(method, cohorts)
     assert is_close(state.model["weight"], x) and is_close(state.control["weight"], c)
     assert np.allclose(c, np.mean(list(controls.values()), axis=0))
@@ -67,17 +67,9 @@ def test_a_client_whose_answer_was_lost_keeps_its_old_control_variate() -> None:
     """Otherwise c is no longer the mean of all c_i, and training drifts."""
     method = Scaffold(rounds=5, **LOCAL)
     result = fewer.run(method, federation(), model=linear(), seed=SEED, slow=0.4)
-    late = result.history
-    assert sum(line["absent"] for line in late) >= 2
-    lost = set()
-    from fewer.runtime.streams import seed_of  # the draws of injected faults
-
-    for round in range(1, 6):
-        for client in range(3):
-            draws = np.random.default_rng(seed_of(SEED, round, client, "fault", "train")).random(3)
-            if draws[1] < 0.4:
-                lost.add((round, client))
-    x, c, controls = reference(method, [[0, 1, 2]] * 5, lost)
+    cohorts = answered(5, slow=0.4)
+    assert sum(line["absent"] for line in result.history) == 15 - sum(map(len, cohorts)) >= 2
+    x, c, controls = reference(method, cohorts)
     assert is_close(result.state.model["weight"], x) and is_close(result.state.control["weight"], c)
     assert np.allclose(c, np.mean(list(controls.values()), axis=0))
 

@@ -22,6 +22,12 @@ _SMALLEST_IMAGE = 5
 _LISTED = 8
 _SCALES = 100
 """Columns of numbers whose standard deviations differ by a larger factor get a note."""
+ID_NAME = re.compile(r"(?i:(^|[^a-z])(id|index|uuid|nr|no|number))$|[a-z]I[dD]$")
+"""Names of columns that may hold identifiers."""
+_CODES = (-99, -999, -9999, 999, 9999, 99999)
+"""Numbers that often stand for missing values."""
+_LARGEST_EXACT = 2**24
+"""Inputs (float32) cannot tell larger integers apart."""
 _MISSING = ("", "na", "n/a", "nan", "null", "?", "<na>")
 
 
@@ -78,6 +84,30 @@ def describe_inputs(x: Inputs) -> list[str]:
     elif float(x.min()) >= 0 and 1.5 < float(x.max()) <= 255:
         notes.append("images: values up to 255 are used as they are; pass bytes (uint8) to normalize them")
     return notes
+
+
+def describe_numbers(name: str, values: Array, hint: str = "") -> str:
+    """A note on a column of numbers that hardly helps to predict, or ""; `hint` says how to drop it."""
+    values = values[~np.isnan(values)]
+    if len(np.unique(values)) == 1:
+        return f"columns: {name} has the same value in all rows{hint}"
+    if note := describe_code(name, values):
+        return note
+    is_counter = len(values) >= 10 and (np.diff(values) == 1).all()
+    is_large = np.abs(values).max() > _LARGEST_EXACT and len(np.unique(values)) == len(values)
+    if (values % 1 == 0).all() and (ID_NAME.search(name) or is_counter or is_large):
+        return f"columns: {name} may be an identifier, but it is an input{hint}"
+    return ""
+
+
+def describe_code(name: str, values: Array, least: int = 2) -> str:
+    """A note on a number, in at least `least` rows, that may stand for missing values; or ""."""
+    for code in _CODES:
+        count, others = int((values == code).sum()), values[(values != code) & ~np.isnan(values)]
+        if count >= least and len(others) and abs(code) > 5 * np.abs(others).max():
+            rows = "row" if count == 1 else "rows"
+            return f"columns: {name} is {code} in {count} {rows}, which may mean a missing value"
+    return ""
 
 
 def describe_scales(x: Tensor, columns: Sequence[Column]) -> tuple[str, ...]:

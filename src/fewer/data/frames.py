@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -10,13 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.checks import is_missing, list_names
+from fewer.data.checks import describe_numbers, is_missing, list_names
 from fewer.data.schema import Column, missing_columns
 from fewer.errors import DataError
-
-_ID_NAME = re.compile(r"(?i:(^|[^a-z])(id|index|uuid|nr|no|number))$|[a-z]I[dD]$")
-_CODES = (-99, -999, -9999, 999, 9999, 99999)
-"""Numbers that often stand for missing values."""
 
 
 def is_frame(x: Any) -> bool:
@@ -90,22 +85,8 @@ def describe_frame(x: Any, columns: Sequence[Column]) -> tuple[str, ...]:
     """Notes on columns that hardly help to predict: constants, identifiers, codes of missing values."""
     if not is_frame(x):
         return ()
-    notes = (_describe_column(column.name, x.iloc[:, index]) for index, column in enumerate(columns))
-    return tuple(note for note in notes if note)
-
-
-def _describe_column(name: str, series: Any) -> str:
-    values = series.to_numpy(dtype=np.float64)
-    if len(np.unique(values)) == 1:
-        return f"columns: {name} has the same value in all rows"
-    for code in _CODES:
-        count, others = int((values == code).sum()), values[values != code]
-        if count > 1 and abs(code) > 5 * np.abs(others).max():
-            return f"columns: {name} is {code} in {count} rows, which may mean a missing value"
-    is_counter = len(values) >= 10 and (np.diff(values) == 1).all()
-    if (values % 1 == 0).all() and (_ID_NAME.search(name) or is_counter):
-        return f"columns: {name} may be an identifier, but it is an input"
-    return ""
+    series = {column.name: x.iloc[:, index].to_numpy(dtype=np.float64) for index, column in enumerate(columns)}
+    return tuple(note for name, values in series.items() if (note := describe_numbers(name, values)))
 
 
 def check_index(x: Any, y: Any, name: str) -> None:

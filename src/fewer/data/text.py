@@ -98,7 +98,7 @@ def load_word_vectors(path: Path, tokens: Sequence[str]) -> tuple[Tensor, int]:
                     vectors = torch.randn(len(tokens), width, generator=torch.Generator().manual_seed(0)) * 0.1
                 if width < vectors.shape[1]:
                     raise DataError(f"{path}, line {index + 1} has {width} values, expected {vectors.shape[1]}")
-                if word in ids and width == vectors.shape[1]:  # a longer line has a word with spaces
+                if word in ids and width == vectors.shape[1]:  # in a longer line, the word contains spaces
                     vectors[ids[word]] = torch.tensor([float(value) for value in text.split(b" ")])
                     found.add(word)
     except (OSError, EOFError, zlib.error) as error:

@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
-from fewer.methods import Client, Context, ModelState, PersonalMethod, SearchSpace
+from fewer.methods import Client, ModelState, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Weights, get_weights, load_weights
 from fewer.registry import METHODS
@@ -32,6 +32,8 @@ from fewer.runtime import on_client
 @METHODS.register("apfl")
 class APFL(PersonalMethod[ModelState], FedAvg):
     """FedAvg in which each client mixes the global model with its private model, and learns the mixture."""
+
+    has_global_model: ClassVar[bool] = True
 
     tunable: ClassVar[SearchSpace] = {**FedAvg.tunable, "alpha_lr": (0.01, 0.1, 1.0)}
 
@@ -65,10 +67,6 @@ class APFL(PersonalMethod[ModelState], FedAvg):
         personal = {**get_weights(mixed), **dict(zip(names, v, strict=True))}
         client.store.put("own", {"model": personal, "alpha": alpha})
         return {"model": get_weights(net), "size": len(client.train)}
-
-    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
-        """The mixture of a client; on the server, the global model."""
-        return self.personal_model(shared, context) if isinstance(context, Client) else context.net(shared)
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """v̄ = α v + (1 − α) w; before the client's first round, w."""

@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 from fewer.methods.context import Client
-from fewer.models import Weights
+from fewer.models import Weights, split_buffers
 from fewer.runtime import Answers, Each
 
 OLD, NEW = "confirmed", "unconfirmed"
+
+
+def zeros_like_parameters(net: nn.Module, weights: Weights) -> Weights:
+    """Zeros for all parameters of a net; buffers have none."""
+    return {name: torch.zeros_like(tensor) for name, tensor in split_buffers(net, weights)[0].items()}
 
 
 def last_counted(counted: dict[str, int], cohort: Sequence[int]) -> Each:

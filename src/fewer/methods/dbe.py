@@ -26,7 +26,7 @@ from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
-from fewer.methods import MAX_SAMPLES, Client, Context, ModelState, PersonalMethod, SearchSpace
+from fewer.methods import MAX_SAMPLES, Client, ModelState, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
 from fewer.models import Task, Weights, get_weights
 from fewer.models.split import feature_width, split_net
@@ -47,6 +47,8 @@ class DBEState(ModelState):
 @METHODS.register("dbe")
 class DBE(PersonalMethod[DBEState], LocalTraining[DBEState]):
     """FedAvg whose clients shift their features by a vector of their own, and keep the rest near a common mean."""
+
+    has_global_model: ClassVar[bool] = True
 
     tunable: ClassVar[SearchSpace] = {**LocalTraining.tunable, "kappa": (0.1, 1.0, 10.0)}
 
@@ -101,10 +103,6 @@ class DBE(PersonalMethod[DBEState], LocalTraining[DBEState]):
         """z̄_i: zero before the client's first round."""
         stored = client.store.get("shift")
         return (torch.zeros(width) if stored is None else stored).to(client.task.device)
-
-    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
-        """The shifted model of a client; on the server, the global model."""
-        return self.personal_model(shared, context) if isinstance(context, Client) else context.net(shared)
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """head(f(x) + z̄_i)"""

@@ -19,7 +19,7 @@ import torch
 from pydantic import NonNegativeFloat
 from torch import Tensor, nn
 
-from fewer.methods import Client, Context, ModelState, PersonalMethod, SearchSpace
+from fewer.methods import Client, ModelState, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Weights, get_weights
 from fewer.registry import METHODS
@@ -29,6 +29,8 @@ from fewer.runtime import on_client
 @METHODS.register("ditto")
 class Ditto(PersonalMethod[ModelState], FedAvg):
     """FedAvg in which each client also trains a personal model that stays near the global one."""
+
+    has_global_model: ClassVar[bool] = True
 
     tunable: ClassVar[SearchSpace] = {**FedAvg.tunable, "lam": (0.1, 0.3, 1.0)}
 
@@ -48,10 +50,6 @@ class Ditto(PersonalMethod[ModelState], FedAvg):
         self.train_net(net, client, modify_gradients=pull_to_global)
         client.store.put("personal", get_weights(net))
         return super().local_train(client, model)
-
-    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
-        """The personal model of a client; on the server, the global model."""
-        return self.personal_model(shared, context) if isinstance(context, Client) else context.net(shared)
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """v_k, or w before the client's first round."""

@@ -29,7 +29,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fewer.learning.sgd import epoch_batches
-from fewer.methods import Client, Context, ModelState, PersonalMethod, SearchSpace
+from fewer.methods import Client, ModelState, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Weights, get_weights
 from fewer.registry import METHODS
@@ -43,6 +43,8 @@ LAST_LOSSES = 10
 @METHODS.register("fedala")
 class FedALA(PersonalMethod[ModelState], FedAvg):
     """FedAvg whose clients start each round from a learned mixture of the global model and their own."""
+
+    has_global_model: ClassVar[bool] = True
 
     tunable: ClassVar[SearchSpace] = FedAvg.tunable
 
@@ -100,10 +102,6 @@ class FedALA(PersonalMethod[ModelState], FedAvg):
         """Θ̂_i = Θ_i + (Θ − Θ_i) ⊙ W_i"""
         for parameter, own, difference, weight in zip(parameters, local, change, mixing, strict=True):
             parameter.copy_(own + difference * weight)
-
-    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
-        """The personal model of a client; on the server, the global model."""
-        return self.personal_model(shared, context) if isinstance(context, Client) else context.net(shared)
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """The client's model after its last round; before its first, the global model."""

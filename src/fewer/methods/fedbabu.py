@@ -16,15 +16,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveFloat
 from torch import nn
 
-from fewer.learning import draw_batches, sgd, task_loss
 from fewer.methods import Client, ModelState, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import FedAvg
+from fewer.methods.fedavg_ft import fine_tune
 from fewer.methods.personal_parts import frozen, part_names
 from fewer.models import Task, Weights, get_weights
 from fewer.models.split import split_net
 from fewer.registry import METHODS
 from fewer.runtime import on_client
-from fewer.runtime.streams import global_streams
 
 
 @METHODS.register("fedbabu")
@@ -59,12 +58,6 @@ class FedBABU(PersonalMethod[ModelState], FedAvg):
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """The encoder and the initial head, after fine-tuning on the client's samples, if it has any."""
         net = client.net({**client.initial_weights(), **shared})
-        samples = client.data.train
-        if len(samples) and self.ft_steps:
-            indices = draw_batches(len(samples), self.ft_steps, self.batch_size, client.stream("fine-tune"))
-            with (
-                global_streams(client.seed, client.round, client.id, "fine-tune"),  # of dropout
-                frozen(split_net(net)[0]) if self.fine_tune == "head" else nullcontext(),
-            ):
-                sgd(net, samples.batches(indices), self.ft_lr, loss=task_loss(client.task), optimizer=self)
+        with frozen(split_net(net)[0]) if self.fine_tune == "head" else nullcontext():
+            fine_tune(net, client, self, self.ft_steps, self.ft_lr)
         return net

@@ -26,7 +26,13 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from fewer.methods import Client, Group, ModelState, SearchSpace
-from fewer.methods.confirmed import count_answers, last_counted, load_confirmed, store_unconfirmed
+from fewer.methods.confirmed import (
+    count_answers,
+    last_counted,
+    load_confirmed,
+    store_unconfirmed,
+    zeros_like_parameters,
+)
 from fewer.methods.fedavg import LocalTraining, average_equally
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
@@ -56,8 +62,7 @@ class FedDyn(LocalTraining[FedDynState]):
     def init(self, task: Task, seed: int) -> FedDynState:
         """θ at random and h = 0."""
         model = task.initial_weights(seed)
-        parameters = dict(task.net().named_parameters())
-        return FedDynState(model, {name: torch.zeros_like(model[name]) for name in model if name in parameters}, {})
+        return FedDynState(model, zeros_like_parameters(task.net(), model), {})
 
     def round(self, state: FedDynState, clients: Clients) -> FedDynState:
         """Updates h and θ with the models of the clients that answered."""

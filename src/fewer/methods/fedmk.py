@@ -14,8 +14,8 @@ Readings where the paper is open:
 
 - t counts communication rounds, although Algorithm 1 loops over t inside a client. "t == 1" in line 8 means t ≥ 1.
 - c′ in line 8 is any other client that has sent D̂, in whatever round. The server draws it.
-- D̂ has hard labels. The paper's byte count implies all classes (`labels = all`); here they are those that a client
-  holds.
+- D̂ has hard labels. The paper's byte count implies all classes (`labels = all`); here, the classes of the
+  client.
 - φ and the loss of Eq 8 are taken at w*, as in Eq 6. Eqs 7 and 8 write w^c.
 - β of Eq 11 is the option `pseudo_weight`; each server step draws β · |batch| features.
 - The generator's loss has FedGen's diversity term, against collapse.

@@ -26,7 +26,7 @@ from fewer.learning import weighted_mean
 from fewer.learning.sgd import epoch_batches
 from fewer.methods import Client, Group, ModelState
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.models import Task, Weights, get_weights
+from fewer.models import Task, Weights, get_weights, split_buffers
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
 from fewer.wire import Number
@@ -60,7 +60,7 @@ class FedNova(LocalTraining[FedNovaState]):
     def init(self, task: Task, seed: int) -> FedNovaState:
         """Initializes x."""
         model = task.initial_weights(seed)
-        return FedNovaState(model, [name for name, _ in task.net().named_parameters() if name in model])
+        return FedNovaState(model, list(split_buffers(task.net(), model)[0]))
 
     def round(self, state: FedNovaState, clients: Clients) -> FedNovaState:
         """x ← x − τ_eff η Σ_i p_i d_i"""

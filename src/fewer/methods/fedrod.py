@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fewer.methods import Client, Context, ModelState, Needs, PersonalMethod
+from fewer.methods import Client, ModelState, Needs, PersonalMethod
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights, get_weights, load_weights
 from fewer.models.split import split_net
@@ -34,6 +34,8 @@ from fewer.runtime import on_client
 @METHODS.register("fedrod")
 class FedROD(PersonalMethod[ModelState], FedAvg):
     """FedAvg with balanced softmax for a generic model, and a personal head on top of it."""
+
+    has_global_model: ClassVar[bool] = True
 
     needs: ClassVar[Needs] = "classes"
 
@@ -66,10 +68,6 @@ class FedROD(PersonalMethod[ModelState], FedAvg):
         stored = client.store.get("head")
         load_weights(head, stored or {name: torch.zeros_like(tensor) for name, tensor in head.state_dict().items()})
         return head
-
-    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
-        """The personal model of a client; on the server, the generic one."""
-        return self.personal_model(shared, context) if isinstance(context, Client) else context.net(shared)
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """g + h"""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
-from fewer.methods import Client, Context, ModelState, Needs, PersonalMethod, SearchSpace
+from fewer.methods import Client, ModelState, Needs, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import FedAvg
 from fewer.models import Task, Weights
 from fewer.models.split import split_net
@@ -33,6 +33,8 @@ from fewer.registry import METHODS
 @METHODS.register("knn-per")
 class KNNPer(PersonalMethod[ModelState], FedAvg):
     """FedAvg whose clients interpolate the global model with their own nearest neighbors."""
+
+    has_global_model: ClassVar[bool] = True
 
     needs: ClassVar[Needs] = "classes"
 
@@ -47,10 +49,6 @@ class KNNPer(PersonalMethod[ModelState], FedAvg):
         """The initial model. The net must have an encoder and a head."""
         split_net(task.net())
         return super().init(task, seed)
-
-    def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
-        """The interpolated model of a client; on the server, the global model."""
-        return self.personal_model(shared, context) if isinstance(context, Client) else context.net(shared)
 
     def personal_model(self, shared: Weights, client: Client) -> nn.Module:
         """The global model with the client's memory; without samples, the global model."""

@@ -260,6 +260,8 @@ class PersonalMethod(Method[StateT]):
     """A method that trains one model per client and is evaluated on each client's own test samples."""
 
     group: ClassVar[Group] = "personalization"
+    has_global_model: ClassVar[bool] = False
+    """True if the method also trains a global model, with the weights `state.shared`."""
 
     def evaluate(self, state: StateT, clients: Clients, data: Data) -> Scores:
         """Returns the scores of a round: each client's model on its own test samples.
@@ -279,9 +281,11 @@ class PersonalMethod(Method[StateT]):
         return score_clients(replace(scores, metrics={**scores.metrics, **personal}), by_client)
 
     def build_predictor(self, shared: Weights, context: Context) -> nn.Module:
-        """Builds the model of a client. There is no global model."""
+        """Builds the model of a client; on the server, the global model, if there is one."""
         if isinstance(context, Client):
             return self.personal_model(shared, context)
+        if self.has_global_model:
+            return super().build_predictor(shared, context)
         raise NoGlobalModel(self.name)
 
     @abstractmethod

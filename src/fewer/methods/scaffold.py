@@ -32,7 +32,13 @@ from torch import Tensor
 
 from fewer.learning import weighted_mean
 from fewer.methods import Client, Group, ModelState, SearchSpace
-from fewer.methods.confirmed import count_answers, last_counted, load_confirmed, store_unconfirmed
+from fewer.methods.confirmed import (
+    count_answers,
+    last_counted,
+    load_confirmed,
+    store_unconfirmed,
+    zeros_like_parameters,
+)
 from fewer.methods.fedavg import LocalTraining, average_equally
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
@@ -63,8 +69,7 @@ class Scaffold(LocalTraining[ScaffoldState]):
     def init(self, task: Task, seed: int) -> ScaffoldState:
         """x at random and c = 0."""
         model = task.initial_weights(seed)
-        parameters = dict(task.net().named_parameters())
-        return ScaffoldState(model, {name: torch.zeros_like(model[name]) for name in model if name in parameters}, {})
+        return ScaffoldState(model, zeros_like_parameters(task.net(), model), {})
 
     def round(self, state: ScaffoldState, clients: Clients) -> ScaffoldState:
         """Moves x and c by the mean changes of the clients that answered."""

@@ -30,7 +30,7 @@ from pydantic import Field, PositiveFloat
 
 from fewer.methods import Group, ModelState, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
-from fewer.models import Task, Weights
+from fewer.models import Task, Weights, split_buffers
 from fewer.registry import METHODS
 from fewer.runtime import Clients
 
@@ -68,8 +68,8 @@ class FedOpt(LocalTraining[ServerOptimizerState]):
     def init(self, task: Task, seed: int) -> ServerOptimizerState:
         """x_0 at random, m_{−1} = 0 and v_{−1} = τ²."""
         model = task.initial_weights(seed)
-        parameters = dict(task.net().named_parameters())
-        zeros = {name: torch.zeros_like(model[name]) for name in model if name in parameters}
+        parameters, _ = split_buffers(task.net(), model)
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
         adaptive = self.server_optimizer != "momentum"
         v = {name: zero + self.tau**2 for name, zero in zeros.items()} if adaptive else {}
         return ServerOptimizerState(model, zeros, v)

@@ -500,7 +500,7 @@ def _evaluate(
         _check_scores(run, scores, is_last)
         metrics.update(scores.as_dict(is_last))
         if classes := metrics.get("classes"):
-            metrics["classes"] = {"names": _class_names(run.data, len(classes["support"])), **classes}
+            metrics["classes"] = {"names": list(run.data.schema.labels)[: len(classes["support"])], **classes}
     for warning in _skip_warnings(run.absent):
         warn_once(f"{method.name}: {warning}")
     if len(run.absent) > absent_in_training:
@@ -517,8 +517,7 @@ def _evaluate_again(run: Run, clients: Clients, observers: Observers) -> None:
     metrics = {name: recorded[name] for name in ("round", "absent")}
     run.round, run.absent = metrics["round"], []
     last = run.round == run.method.rounds
-    with clients.training_round(run.round, last or run.round % run.settings.evaluate_every == 0, last):
-        pass  # the round is trained already
+    clients.enter_round(run.round, last or run.round % run.settings.evaluate_every == 0, last)
     _evaluate(run, clients, run.state, metrics, 0, started, last)
     run.history.append(metrics)
     run.evaluates_again = False
@@ -531,12 +530,6 @@ def _check_scores(run: Run, scores: Scores, is_last: bool) -> None:
         raise SettingError(f"{run.method.name}: evaluate must return fewer.Scores, got {type(scores).__name__}")
     if (scores.metrics or is_last) and run.metric.name not in scores.metrics:
         raise SettingError(f"{run.method.name}: the metrics of evaluate lack the primary metric '{run.metric.name}'")
-
-
-def _class_names(data: Data, count: int) -> list[str]:
-    """The names of the first `count` classes; numbers for those without a name."""
-    known = list(getattr(data, "class_names", ()))[:count]
-    return known + [str(label) for label in range(len(known), count)]
 
 
 def _skip_warnings(absences: Sequence[Absent]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ class ProgressLines(Callback):
             print(f"{run.label}  resumes after {rounds}", file=sys.stderr, flush=True)
 
 
-class _Bar(ProgressLines):
+class _Bar(ProgressLines, ABC):
     """A bar that also advances within a round. It uses no thread, so that workers can be forked."""
 
     drawn = 0.0
@@ -70,9 +71,9 @@ class _Bar(ProgressLines):
         self.text = text or "…"
         self.draw(run, len(run.history))
 
+    @abstractmethod
     def draw(self, run: Run, completed: float) -> None:
         """Draws the bar; `completed` counts rounds."""
-        raise NotImplementedError
 
 
 @dataclass

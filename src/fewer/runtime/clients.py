@@ -119,10 +119,14 @@ class Clients(ABC):
 
     # --- rounds ---------------------------------------------------------------------------------------------
 
+    def enter_round(self, number: int, will_evaluate: bool, is_last: bool) -> None:
+        """Makes `number` the current round, to train or to evaluate in it."""
+        self.round, self.will_evaluate, self.is_last = number, will_evaluate, is_last
+
     @contextmanager
     def training_round(self, number: int, will_evaluate: bool = True, is_last: bool = False) -> Iterator[None]:
         """Trains in round `number`: all random streams and faults are those of this round."""
-        self.round, self.will_evaluate, self.is_last = number, will_evaluate, is_last
+        self.enter_round(number, will_evaluate, is_last)
         with global_streams(self.seed, number, SERVER):
             yield
 

@@ -16,7 +16,14 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from fewer.data.checks import describe_many_classes, describe_mixed_names, list_names
+from fewer.data.checks import (
+    ID_NAME,
+    describe_code,
+    describe_many_classes,
+    describe_mixed_names,
+    describe_numbers,
+    list_names,
+)
 from fewer.data.federated import TEST_FRACTION, hold_out_rows
 from fewer.data.formats.readers import number_labels, read_contents, reader
 from fewer.data.raw_dataset import Array, RawDataset
@@ -37,13 +44,8 @@ _DECIMAL_COMMA = re.compile(r"[+-]?(\d+,\d*|,\d+)([eE][+-]?\d+)?")
 _AMBIGUOUS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
 _POINT_GROUP = re.compile(r"[+-]?[1-9]\d{0,2}\.\d{3}")
 _GROUPED = re.compile(r"[+-]?\d{1,3}([.,'’ \u00a0\u202f]\d{3})+([.,]\d+)?")
-_ID_NAME = re.compile(r"(?i:(^|[^a-z])(id|index|uuid|nr|no|number))$|[a-z]I[dD]$")
 _TIME_NAME = re.compile(r"(?i)(^|[^a-z])(date|time|datetime|timestamp)$")
 _DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
-_CODES = (-99, -999, -9999, 999, 9999, 99999)
-"""Numbers that often stand for missing values."""
-_LARGEST_EXACT = 2**24
-"""Inputs (float32) cannot tell larger integers apart."""
 _INDEX_NAMES = ("", "Unnamed: 0")
 """Names of the column that pandas writes for its index."""
 
@@ -137,7 +139,9 @@ def read_csv(
         notes += [note for column in columns if (note := _describe_column(table, column))]
     else:
         notes += [
-            note for column in columns if not column.categories and (note := _describe_code(table, column.name, 1))
+            note
+            for column in columns
+            if not column.categories and (note := describe_code(column.name, table.parse_numbers(column.name), 1))
         ]
     for column in columns:
         if not column.categories and (count := int(np.isnan(table.parse_numbers(column.name)).sum())):
@@ -426,28 +430,7 @@ def _describe_column(table: _Table, column: Column) -> str:
     if column.categories:
         problem = describe_many_classes(len(column.categories), len(table.rows))
         return f"columns: the categories of {name} are {problem}; {hint}" if problem else ""
-    values = table.parse_numbers(name)
-    values = values[~np.isnan(values)]
-    if len(np.unique(values)) == 1:
-        return f"columns: {name} has the same value in all rows; {hint}"
-    if note := _describe_code(table, name):
-        return note
-    is_counter = len(values) >= 10 and (np.diff(values) == 1).all()
-    is_large = np.abs(values).max() > _LARGEST_EXACT and len(np.unique(values)) == len(values)
-    if (values % 1 == 0).all() and (_ID_NAME.search(name) or is_counter or is_large):
-        return f"columns: {name} may be an identifier, but it is an input; {hint}"
-    return ""
-
-
-def _describe_code(table: _Table, name: str, least: int = 2) -> str:
-    """A note on a number that may stand for missing values, or ""."""
-    values = table.parse_numbers(name)
-    for code in _CODES:
-        count, others = int((values == code).sum()), values[(values != code) & ~np.isnan(values)]
-        if count >= least and len(others) and abs(code) > 5 * np.abs(others).max():
-            rows = "row" if count == 1 else "rows"
-            return f"columns: {name} is {code} in {count} {rows}, which may mean a missing value"
-    return ""
+    return describe_numbers(name, table.parse_numbers(name), f"; {hint}")
 
 
 def _describe_ids(table: _Table, name: str) -> str:
@@ -455,7 +438,7 @@ def _describe_ids(table: _Table, name: str) -> str:
     distinct = set(table.cells[name])
     repeated = len(table.rows) - len(distinct)
     is_text = len(distinct) > 20 and table.is_text(name) and not table.has_dates(name)
-    is_id = _ID_NAME.search(name) or (is_text and all(re.search(r"\d", value) for value in distinct))
+    is_id = ID_NAME.search(name) or (is_text and all(re.search(r"\d", value) for value in distinct))
     if not repeated or not is_id:
         return ""
     return f"split: {name} has {repeated} repeated values, whose rows may be both training and test samples"

@@ -4,7 +4,7 @@
     DIR/server.crt, server.key     the server's certificate, for the host names that clients use
     DIR/client-N/node.key          the private key of client N (ECDSA, P-384); node.pub is the public key
     DIR/client-N/ca.crt            the authority, so that the client can verify the server
-    DIR/NAME/number                the number of a client with a name of its own
+    DIR/NAME/number                the number of a client that has a name
 
 Move each client's folder to its machine. The server needs only its node.pub. A client can also create its key itself,
 and the server gets only the public one.
@@ -48,7 +48,7 @@ class Credentials:
 
     @classmethod
     def create(cls, folder: Path, clients: int, hosts: Sequence[str] = (), days: int = 825) -> Credentials:
-        """Creates keys for a server with these host names, and for so many clients."""
+        """Creates keys for a server with these host names, and for this number of clients."""
         if (folder / "ca.key").exists():
             raise RunError(f"{folder} already contains keys (choose another directory; keys are never overwritten)")
         for host in hosts:
