@@ -35,6 +35,10 @@ class Parts(NamedTuple):
         """The client of each row."""
         return np.repeat(np.arange(len(self.sizes)), self.sizes)
 
+    def first(self, clients: int) -> Parts:
+        """The rows of the first clients."""
+        return Parts(self.rows[: self.offsets[clients]], self.offsets[: clients + 1])
+
     def where(self, mask: NDArray[np.bool_]) -> Parts:
         """The rows at which `mask` is true."""
         return Parts.by_owner(self.rows[mask], self.owners[mask], len(self.sizes))

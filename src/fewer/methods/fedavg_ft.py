@@ -26,6 +26,7 @@ class FedAvgFT(PersonalMethod[ModelState], FedAvg):
     """FedAvg whose clients fine-tune the global model on their own data before they use it."""
 
     has_global_model: ClassVar[bool] = True
+    joins_by_training: ClassVar[bool] = False
 
     ft_steps: PositiveInt | None = None
     """Fine-tuning steps of a client. [default: local_steps]"""

@@ -30,6 +30,7 @@ from fewer.runtime import on_client
 class FedBABU(PersonalMethod[ModelState], FedAvg):
     """FedAvg on the encoder with a fixed random head; clients fine-tune the result."""
 
+    joins_by_training: ClassVar[bool] = False
     tunable: ClassVar[SearchSpace] = {**FedAvg.tunable, "ft_lr": (0.003, 0.01, 0.03, 0.1)}
 
     ft_steps: NonNegativeInt = 20

@@ -55,7 +55,10 @@ class EnsembleState(ModelState):
 class FedEnsemble(LocalTraining[EnsembleState]):
     """FedAvg that predicts with the mean logits of the cohort's models."""
 
-    can_keep_best: ClassVar[bool] = False
+    @property
+    def evaluates_clients(self) -> bool:
+        """False: all clients use the same ensemble."""
+        return False
 
     def init(self, task: Task, seed: int) -> EnsembleState:
         """The initial model, as an ensemble of one."""

@@ -61,7 +61,6 @@ class FewShot(Method[FewShotState]):
     group: ClassVar[Group] = "novel classes"
 
     needs: ClassVar[Needs] = "novel classes"
-    can_keep_best: ClassVar[bool] = False
     predictors: ClassVar[tuple[str, ...]] = ("accuracy",)
     """The classifiers that solve a task. The first one gives the method's accuracy."""
     tunable: ClassVar[SearchSpace] = {"lr": (0.0003, 0.001, 0.003, 0.01, 0.03)}
@@ -121,6 +120,11 @@ class FewShot(Method[FewShotState]):
     def sample_cohort(self, clients: Clients) -> list[int]:
         """Draws the clients that are asked in this round."""
         return clients.sample(len(clients) if self.cohort is None else self.cohort)
+
+    @property
+    def evaluates_clients(self) -> bool:
+        """False: it is evaluated on tasks."""
+        return False
 
     def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Self, Data]:
         """A tuning trial is evaluated on validation classes."""

@@ -47,7 +47,6 @@ class EvaluatedOnGroups(Method[StateT]):
     """A method that prepares a model with the clients of the run and is evaluated on groups with other classes."""
 
     needs: ClassVar[Needs] = "classes"
-    can_keep_best: ClassVar[bool] = False
 
     eval_groups: PositiveInt = 100
     """Number of groups to evaluate on."""
@@ -153,6 +152,11 @@ class EvaluatedOnGroups(Method[StateT]):
         order = torch.randperm(sum(map(len, query_rows)), generator=generator).to(samples.y.device)
         shuffled = torch.cat(query_rows)[order]
         return Group([support for support, _ in splits if len(support)], replace(samples, rows=shuffled))
+
+    @property
+    def evaluates_clients(self) -> bool:
+        """False: it is evaluated on groups."""
+        return False
 
     def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Self, Data]:
         """Tunes on training classes that are held out as unseen."""

@@ -35,6 +35,7 @@ class KNNPer(PersonalMethod[ModelState], FedAvg):
     """FedAvg whose clients interpolate the global model with their own nearest neighbors."""
 
     has_global_model: ClassVar[bool] = True
+    joins_by_training: ClassVar[bool] = False
 
     needs: ClassVar[Needs] = "classes"
 

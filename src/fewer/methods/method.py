@@ -107,8 +107,10 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """What the task must have: nothing in particular, classes, or test classes that are not in the training data."""
     file_options: ClassVar[tuple[str, ...]] = ()
     """Options that name files. Only the server reads them; remote clients receive "" instead."""
-    can_keep_best: ClassVar[bool] = True
-    """False if the method is not evaluated by one model per client on the client's own test samples."""
+    accepts_new_clients: ClassVar[bool] = True
+    """False if no client can join after training."""
+    joins_by_training: ClassVar[bool] = False
+    """True if a client's model depends on its own training, so that a new client must train before it has one."""
 
     rounds: PositiveInt = 10
     """Number of rounds."""
@@ -168,6 +170,24 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
         Default: the task's net with these weights. A method without a global model raises NoGlobalModel on the server.
         """
         return context.net(shared)
+
+    @property
+    def evaluates_clients(self) -> bool:
+        """True if the method is evaluated by one model per client, on the client's own test samples."""
+        return True
+
+    def evaluate_new_clients(self, state: StateT, clients: Clients, rounds: int) -> float:
+        """Returns the primary metric of clients that never trained, after they joined.
+
+        If the method needs it, they take `rounds` rounds of local training. The state of the server does not change.
+        """
+        if self.joins_by_training:
+            for _ in range(rounds):
+                with clients.training_round(clients.round + 1):
+                    self.round(state, clients)
+        evaluations = list(self.evaluate_clients(state, clients).values())
+        value: float = pool_evaluations(evaluations).metrics[primary_metric(evaluations)]
+        return value
 
     def why_not_extend(self, done: int, planned: int, unscheduled: bool) -> str:
         """Why a run cannot get this method's number of rounds after `done` of `planned` rounds; empty if it can.
@@ -260,6 +280,7 @@ class PersonalMethod(Method[StateT]):
     """A method that trains one model per client and is evaluated on each client's own test samples."""
 
     group: ClassVar[Group] = "personalization"
+    joins_by_training: ClassVar[bool] = True
     has_global_model: ClassVar[bool] = False
     """True if the method also trains a global model, with the weights `state.shared`."""
 

@@ -67,8 +67,6 @@ class NewClients(Method[CountingStateT]):
 
     group: ClassVar[Group] = "new clients"
 
-    can_keep_best: ClassVar[bool] = False
-
     support_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Fraction of a client's samples in its support set (p). The rest is its query set."""
     query_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -77,8 +75,9 @@ class NewClients(Method[CountingStateT]):
     """Count a prediction as correct if the label is among the `top_k` highest scores."""
     max_samples: Annotated[int, Field(ge=2)] = 1000
     """Maximum number of samples a client uses. A larger client takes evenly spaced ones."""
-    eval_clients: Literal["new", "validation"] = "new"
-    """Evaluation clients: `new` (held out) or `validation`."""
+    eval_clients: Literal["new", "validation", "training"] = "new"
+    """Evaluation clients: `new` (held out), `validation`, or with `training` all: each adapts to all its training
+    samples and is evaluated on its test samples."""
     count_flops: bool = False
     """Count the floating-point operations of the training clients (slower)."""
 
@@ -90,6 +89,11 @@ class NewClients(Method[CountingStateT]):
         cohort = min(DEFAULT_COHORT, len(training)) if self.cohort is None else self.cohort
         return clients.sample(cohort, among=training)
 
+    @property
+    def evaluates_clients(self) -> bool:
+        """True if training clients are evaluated, on their own test samples."""
+        return self.eval_clients == "training"
+
     def eval_cohort_of(self, clients: Clients) -> list[int]:
         """The clients to evaluate on; none of them trains."""
         split = self.client_split(clients)
@@ -97,10 +101,14 @@ class NewClients(Method[CountingStateT]):
 
     def client_split(self, clients: Clients) -> ThreeWaySplit:
         """Splits the clients into training, validation and new ones, by the seed of the run."""
+        if self.eval_clients == "training":
+            return ThreeWaySplit(list(range(len(clients))), [], [])
         return _split_clients(len(clients), CLIENT_FRACTIONS, clients.seed)
 
     def tuning_split(self, data: Data, fraction: float, seed: int) -> tuple[Self, Data]:
-        """Tunes on the validation clients."""
+        """Tunes on the validation clients, or if all clients train, on samples that are held out."""
+        if self.eval_clients == "training":
+            return self, data.hold_out(fraction, seed)
         return self.model_copy(update={"eval_clients": "validation"}), data
 
     # Samples: support and query set.
@@ -124,6 +132,11 @@ class NewClients(Method[CountingStateT]):
         count = min(max(1, round(len(samples) * self.query_fraction)), len(rest))
         return support, rest.select(torch.arange(len(rest) - count, len(rest)))
 
+    def adaptation_samples(self, client: Client) -> Samples:
+        """What an evaluation client adapts to: its support set, or if it is a training client, all samples."""
+        is_training = self.eval_clients == "training"
+        return self.client_samples(client) if is_training else self.support_and_query(client)[0]
+
     def count_flops_of(self, client: Client) -> AbstractContextManager[FlopCounter]:
         """Counts operations if `count_flops` is set, once for each net and number of samples."""
         return count_flops(self.count_flops, cache_key=(self, client.task.build_net, len(self.client_samples(client))))
@@ -142,7 +155,7 @@ class NewClients(Method[CountingStateT]):
         """The model before adaptation; on a client, adapted to its support set."""
         net = context.net(self.initialization(shared))
         if isinstance(context, Client):
-            self.adapt(net, self.support_and_query(context)[0], shared, context.task)
+            self.adapt(net, self.adaptation_samples(context), shared, context.task)
         return net
 
     def evaluate(self, state: CountingStateT, clients: Clients, data: Data) -> Scores:
@@ -150,7 +163,8 @@ class NewClients(Method[CountingStateT]):
 
         After the last round also by client, with the fairness over clients.
         """
-        by_client = self.evaluate_queries(state, clients)
+        evaluate = self.evaluate_clients if self.evaluates_clients else self.evaluate_queries
+        by_client = evaluate(state, clients)
         scores = pool_evaluations(list(by_client.values()), self.top_k)
         metrics = scores.metrics | ({"flops": state.flops} if self.count_flops else {})
         if not clients.is_last:

@@ -408,7 +408,8 @@ def runtime_options(experiment: Experiment) -> dict[str, Any]:
     settings = experiment.settings
     faults = Faults(settings.drop, settings.slow, settings.corrupt)
     rules = RoundRules(settings.quorum, settings.deadline)
-    return {"population": len(experiment.data), "seed": settings.seed, "faults": faults, "rules": rules}
+    population = len(experiment.data) - experiment.data.new_clients
+    return {"population": population, "seed": settings.seed, "faults": faults, "rules": rules}
 
 
 # --- the loop -------------------------------------------------------------------------------------------------
@@ -501,6 +502,11 @@ def _evaluate(
         metrics.update(scores.as_dict(is_last))
         if classes := metrics.get("classes"):
             metrics["classes"] = {"names": list(run.data.schema.labels)[: len(classes["support"])], **classes}
+        if is_last and run.data.new_clients:
+            with clients.join(run.data.new_clients):
+                metrics[f"new_clients_{run.metric.name}"] = method.evaluate_new_clients(
+                    state, clients, run.settings.join_rounds
+                )
     for warning in _skip_warnings(run.absent):
         warn_once(f"{method.name}: {warning}")
     if len(run.absent) > absent_in_training:

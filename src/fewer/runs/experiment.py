@@ -122,7 +122,9 @@ def build_experiment(
     if not isinstance(data, AbsentData):
         data = hide_clients(_prepare_data(method, data), settings)
     if method.cohort is not None:
-        check_cohort(method.cohort, len(data))
+        check_cohort(method.cohort, len(data) - data.new_clients)
+    if settings.new_clients:
+        _check_new_clients(method, settings)
     device = make_device(settings.device)
     if model is None and settings.model is None:
         name = default_model(data.shape, data.vocab_size, objective.kind == "next-token")
@@ -149,6 +151,15 @@ def _prepare_data(method: Method, data: Data) -> Data:
             f"(allowed: {', '.join(allowed)})"
         )
     return data
+
+
+def _check_new_clients(method: Method, settings: Settings) -> None:
+    """Raises SettingError if clients cannot join after training."""
+    if settings.runtime == "flower":
+        raise SettingError("new_clients is for simulations: between machines, all clients take part")
+    if not (method.evaluates_clients and method.accepts_new_clients):
+        reason = "no client can join" if method.evaluates_clients else "it does not evaluate one model per client"
+        raise SettingError(f"new_clients does not work with {method.name}: {reason}")
 
 
 def make_method(method_class: type[Method], settings: Settings) -> Method:
@@ -191,7 +202,7 @@ def _is_servers_file(settings: Settings) -> bool:
 
 def _check_keep(method: Method, data: Data) -> None:
     """Raises SettingError if clients cannot choose a model, unless the method does so by default."""
-    if not method.can_keep_best:
+    if not method.evaluates_clients:
         raise SettingError(f"keep = best does not work with {method.name}: it does not evaluate one model per client")
     chosen = "keep" not in neutral_options(method)
     if chosen and isinstance(data, ArrayData) and not len(data.validation.rows):

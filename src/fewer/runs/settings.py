@@ -77,6 +77,8 @@ class Settings(BaseModel):
     """Number of words read from each text."""
     standardize: bool = Field(False, title="Data", json_schema_extra=NEUTRAL)
     """Bring each column of a table to mean 0 and standard deviation 1, by sums that clients send before round 1."""
+    new_clients: NonNegativeInt = Field(0, title="Data", json_schema_extra=NEUTRAL)
+    """Clients that never train, the last ones. After the last round, each joins with a fifth of its samples."""
     data_options: dict[str, Any] = Field({}, title="Data")
     """An option of the data, as name=value (csv: label=y; glyphs: size=32); may be repeated."""
     data_seed: NonNegativeInt | None = Field(None, title="Data")
@@ -86,6 +88,8 @@ class Settings(BaseModel):
     """Seed of all randomness; the same seed gives the same results."""
     evaluate_every: PositiveInt = Field(1, title="Run")
     """Evaluate after every N rounds, and after the last."""
+    join_rounds: PositiveInt = Field(1, title="Run", json_schema_extra=NEUTRAL)
+    """Rounds of local training that a new client takes when it joins. What it sends is discarded."""
     runtime: RuntimeName = Field("inline", title="Run")
     """One process, or a pool of worker processes; the results are the same."""
     workers: PositiveInt = Field(2, title="Run")

@@ -112,6 +112,8 @@ class Clients(ABC):
     """True if the current round ends with an evaluation."""
     is_last: bool = False
     """True if no round follows the current one."""
+    joining: Sequence[int] = ()
+    """New clients, while they join: they alone are asked."""
     flops: int = 0
     """Floating-point operations of all clients so far, without evaluations, if they are counted."""
     _relay_calls: tuple[int, int] = field(default=(0, 0), repr=False)
@@ -140,6 +142,17 @@ class Clients(ABC):
         finally:
             self.evaluating = False
 
+    @contextmanager
+    def join(self, count: int) -> Iterator[None]:
+        """Evaluates with `count` new clients in place of all others. Their ids follow those of the population."""
+        before = self.round
+        self.joining = range(self.population, self.population + count)
+        try:
+            with self.evaluation(is_last=True):
+                yield
+        finally:
+            self.joining, self.round = (), before
+
     # --- sampling -------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -148,8 +161,10 @@ class Clients(ABC):
     def sample(self, count: int, purpose: str = "sample", among: Sequence[int] | None = None) -> list[int]:
         """Draws `count` distinct clients from all clients, or from `among`, with the round's random stream.
 
-        The cost does not grow with the population.
+        The cost does not grow with the population. While new clients join, draws all of them.
         """
+        if self.joining:
+            return list(self.joining)
         candidates = range(self.population) if among is None else among
         check_cohort(count, len(candidates))
         rng = np.random.default_rng(seed_of(self.seed, self.round, purpose))
@@ -157,7 +172,7 @@ class Clients(ABC):
 
     def eval_cohort(self, among: Sequence[int] | None = None) -> list[int]:
         """The clients to evaluate on: all of them, or all `among`. If there are more than 100, always the same 100."""
-        candidates = range(self.population) if among is None else among
+        candidates = self.joining or (range(self.population) if among is None else among)
         if len(candidates) <= MAX_EVAL_COHORT:
             return list(candidates)
         rng = np.random.default_rng(seed_of(self.seed, "panel"))
