@@ -272,7 +272,7 @@ def test_too_few_clients_are_an_error() -> None:
         ({"algorithm": "mmaml"}, "'maml', 'fomaml' or 'meta-sgd'"),
         ({"support_fraction": 1.0}, "support_fraction must be < 1, got 1.0"),
         ({"weighting": "sizes"}, "'size' or 'uniform'"),
-        ({"eval_clients": "old"}, "'new' or 'validation'"),
+        ({"eval_clients": "old"}, "'new', 'validation' or 'training'"),
     ],
 )
 def test_wrong_settings_report_the_allowed_values(setting: dict[str, Any], text: str) -> None:

@@ -211,6 +211,8 @@ def print_result(result: Result, path: Path, output: Output) -> None:
         print(f"Mean over {len(groups)} {unit}: {format_interval(interval(groups))} % (95 % CI)")
     if (global_value := metrics.get(f"global_{metric.name}")) is not None:
         print(f"Each client's model on all clients' test samples: {metric.format(global_value)}")
+    if (new_value := metrics.get(f"unseen_clients_{metric.name}")) is not None:
+        print(f"Clients that never trained, after they joined: {metric.format(new_value)}")
     print(f"Run directory: {path}" + (f", report: {page}" if page else ""))
     if (path / ARTIFACT_FILE).is_file():
         print(f"To deploy it to a group: fewer deploy {quote(path)} --data …")

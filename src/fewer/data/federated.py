@@ -32,7 +32,7 @@ CLASSLESS_PARTITIONS = ("iid", "quantity", "natural")
 """Partitions of data without classes."""
 TEST_FRACTION = 0.2
 """Fraction held out for testing if the data has no test set."""
-NEW_CLIENT_FRACTION = 0.2
+UNSEEN_CLIENT_FRACTION = 0.2
 """Fraction of its training samples that a new client has."""
 
 
@@ -72,7 +72,7 @@ class Data(ABC):
     """True if validation and test samples belong to novel classes. `classes` then counts the training classes only."""
     standardize: bool = False
     """True if each column is standardized before the first round, by the statistics of all clients."""
-    new_clients: int = 0
+    unseen_clients: int = 0
     """Clients that never train, the last ones."""
     has_global_test: bool = True
     """False if only one client's data is known, and the global test set is not."""
@@ -203,7 +203,7 @@ class ArrayData(Data):
     columns: tuple[Column, ...] = ()
     standardize: bool = False
     notes: tuple[str, ...] = ()
-    new_clients: int = 0
+    unseen_clients: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -271,9 +271,11 @@ class ArrayData(Data):
 
         Time-ordered data is split by time. If clients mix rows of several original owners, each owner's rows are split.
         """
-        if self.new_clients:
-            train, validation = (parts.first(len(self) - self.new_clients) for parts in (self.train, self.validation))
-            return replace(self, train=train, validation=validation, new_clients=0).hold_out(fraction, seed)
+        if self.unseen_clients:
+            train, validation = (
+                parts.first(len(self) - self.unseen_clients) for parts in (self.train, self.validation)
+            )
+            return replace(self, train=train, validation=validation, unseen_clients=0).hold_out(fraction, seed)
         if self.row_clients is None:
             rng = None if self.time_ordered else np.random.default_rng(seed)
             train, held_out = hold_out_fraction(self.train, fraction, rng)
@@ -486,7 +488,7 @@ def federate(
     vocab_size: int = 20_000,
     max_length: int = 30,
     standardize: bool = False,
-    new_clients: int = 0,
+    unseen_clients: int = 0,
     seed: int = 0,
     name: str = "arrays",
     origin: Mapping[str, Any] | None = None,
@@ -500,7 +502,7 @@ def federate(
     to hold out. For texts, `vocab_size` limits the vocabulary and `max_length` the tokens per text. For tables,
     `standardize` brings each column to mean 0 and standard deviation 1 before the first round.
 
-    `new_clients` clients, the last ones, never train, and keep a fifth of their training samples: the earliest if
+    `unseen_clients` clients, the last ones, never train, and keep a fifth of their training samples: the earliest if
     samples are in temporal order, otherwise random ones. They join after the last round.
 
     If the classes are split, all samples are partitioned first. Each client then trains on its base classes,
@@ -566,8 +568,10 @@ def federate(
         train, held_out = (train.where(np.isin(train.rows, part)) for part in (rest, latest))
     elif validation:
         train, held_out = hold_out_fraction(train, validation, None if raw.time_ordered else rng)
-    if new_clients:
-        train = _thin_new_clients(train, new_clients, None if raw.time_ordered else np.random.default_rng(seed), name)
+    if unseen_clients:
+        train = _thin_unseen_clients(
+            train, unseen_clients, None if raw.time_ordered else np.random.default_rng(seed), name
+        )
     source, global_test, tokens = _build_samples(raw, targets, test_targets, train, name, vocab_size, max_length)
     if raw.test is None:
         global_test = replace(source, rows=torch.from_numpy(test_rows))
@@ -596,15 +600,17 @@ def federate(
             f"standardize is for tables, but data '{name}' has {_kind_of(shape, tokens)} of shape {shape}"
         )
     facts = raw.class_names, raw.time_ordered, raw.split is not None, row_clients, raw.columns, standardize, notes
-    parts = source, train, held_out, global_test, tests
-    return ArrayData(name, classes, *parts, origin, tokens, *facts, new_clients=new_clients)
+    data = ArrayData(name, classes, source, train, held_out, global_test, tests, origin, tokens, *facts)
+    return replace(data, unseen_clients=unseen_clients)
 
 
-def _thin_new_clients(train: Parts, count: int, rng: np.random.Generator | None, name: str) -> Parts:
+def _thin_unseen_clients(train: Parts, count: int, rng: np.random.Generator | None, name: str) -> Parts:
     """Keeps a fraction of the training samples of the last `count` clients, at least one of each."""
     if count >= len(train.sizes):
-        raise SettingError(f"new_clients must be < {len(train.sizes)}, the number of clients of '{name}', got {count}")
-    kept = hold_out_fraction(train, 1 - NEW_CLIENT_FRACTION, rng)[0]
+        raise SettingError(
+            f"unseen_clients must be < {len(train.sizes)}, the number of clients of '{name}', got {count}"
+        )
+    kept = hold_out_fraction(train, 1 - UNSEEN_CLIENT_FRACTION, rng)[0]
     trains = train.owners < len(train.sizes) - count
     return train.where(trains | np.isin(train.rows, kept.rows))
 

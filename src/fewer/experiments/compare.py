@@ -68,6 +68,8 @@ class Row:
 
     gflop: float | None = None
     """GFLOP that the clients of a run spend on training, if they were counted. Only the first seed counts them."""
+    unseen_clients: list[float] = field(default_factory=list)
+    """For each seed, the primary metric of clients that never trained, if there are any."""
     metric: dict[str, Any] = field(default_factory=dict)
     """What `accuracy` and its relatives measure, if it is not accuracy: the fields of a `PrimaryMetric`."""
 
@@ -353,6 +355,7 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
     groups = [accuracy for scores in last for accuracy in scores.get("groups", ())]
     metric = experiment.metric
     names = "round", metric.name, "up", "down", "seconds", "flops"
+    unseen_clients = f"unseen_clients_{metric.name}"
     uncounted = [result.seconds for result in results if not result.settings.count_flops]
     gflops = [scores["flops"] / 1e9 for scores in last if "flops" in scores]
     return Row(
@@ -377,5 +380,6 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
         units="tasks" if "tasks" in last[0] else "groups",
         unit_accuracies=[read_unit_accuracies(scores) for scores in last],
         gflop=statistics.fmean(gflops) if gflops else None,
+        unseen_clients=[scores[unseen_clients] for scores in last if unseen_clients in scores],
         metric={} if metric == ACCURACY else asdict(metric),
     )

@@ -316,6 +316,7 @@ def render_markdown(
     lines += _render_table(["method", *columns, *costs], table)
     if _counts_flops(cells):
         lines += ["", "GFLOP: what all clients of a run spend on training, counted with the first seed."]
+    lines += _render_unseen_clients(by_row, columns)
     for kind, image in (images or {}).items():
         lines += ["", f"![{_ALT_TEXTS[kind]} of each row]({image})"]
     if recipe.by_round:
@@ -420,6 +421,17 @@ def _render_rounds(recipe: Recipe, cells: list[Cell]) -> list[str]:
             table.append([row, *texts])
         lines += ["", f"Accuracy by round, {column}:", "", *_render_table(["method", *map(str, rounds)], table)]
     return lines
+
+
+def _render_unseen_clients(by_row: Mapping[str, list[Cell]], columns: Sequence[str]) -> list[str]:
+    """Renders a table of the accuracy on clients that never trained, if there are any."""
+    if not any(cell.ours.unseen_clients for cells in by_row.values() for cell in cells):
+        return []
+    table = []
+    for row, cells in by_row.items():
+        values = [cell.ours.unseen_clients for cell in cells]
+        table.append([row, *(format_interval(interval(known), 1) if known else "–" for known in values)])
+    return ["", "Accuracy in % on clients that never trained:", "", *_render_table(["method", *columns], table)]
 
 
 def _counts_flops(cells: Sequence[Cell]) -> bool:

@@ -43,7 +43,7 @@ class DPSGDRing(PersonalMethod[NeighborsState], LocalTraining[NeighborsState]):
     """Each client averages its model with those of its two neighbors in a ring, and trains the mean."""
 
     group: ClassVar[Group] = "sequential"
-    accepts_new_clients: ClassVar[bool] = False
+    accepts_unseen_clients: ClassVar[bool] = False
 
     def init(self, task: Task, seed: int) -> NeighborsState:
         """All clients start from the same weights."""

@@ -107,7 +107,7 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
     """What the task must have: nothing in particular, classes, or test classes that are not in the training data."""
     file_options: ClassVar[tuple[str, ...]] = ()
     """Options that name files. Only the server reads them; remote clients receive "" instead."""
-    accepts_new_clients: ClassVar[bool] = True
+    accepts_unseen_clients: ClassVar[bool] = True
     """False if no client can join after training."""
     joins_by_training: ClassVar[bool] = False
     """True if a client's model depends on its own training, so that a new client must train before it has one."""
@@ -176,7 +176,7 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
         """True if the method is evaluated by one model per client, on the client's own test samples."""
         return True
 
-    def evaluate_new_clients(self, state: StateT, clients: Clients, rounds: int) -> float:
+    def evaluate_unseen_clients(self, state: StateT, clients: Clients, rounds: int) -> float:
         """Returns the primary metric of clients that never trained, after they joined.
 
         If the method needs it, they take `rounds` rounds of local training. The state of the server does not change.

@@ -76,8 +76,7 @@ class NewClients(Method[CountingStateT]):
     max_samples: Annotated[int, Field(ge=2)] = 1000
     """Maximum number of samples a client uses. A larger client takes evenly spaced ones."""
     eval_clients: Literal["new", "validation", "training"] = "new"
-    """Evaluation clients: `new` (held out), `validation`, or with `training` all: each adapts to all its training
-    samples and is evaluated on its test samples."""
+    """Evaluation clients: `new` (held out), `validation`, or `training`: all clients, on their own test samples."""
     count_flops: bool = False
     """Count the floating-point operations of the training clients (slower)."""
 

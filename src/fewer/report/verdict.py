@@ -205,11 +205,14 @@ def _describe_method(group: RunGroup) -> Iterator[str]:
 
 
 def _describe_personal_models(group: RunGroup) -> Iterator[str]:
-    """How personal models do on the test samples of all clients."""
+    """How personal models do on the test samples of all clients, and on clients that never trained."""
     name = f"global_{group.metric.name}"
     if any(name in run.history[-1] for run in group.runs) and group.global_value:
         average = _format_interval(Interval(group.global_value.mean, None), group.metric)
         yield f"{group.label} trains one model per client; on everyone's test data they average {average}."
+    joined = [run.history[-1].get(f"unseen_clients_{group.metric.name}") for run in group.runs]
+    if values := [value for value in joined if value is not None]:
+        yield f"Clients that never trained reach {_format_interval(interval(values), group.metric)} after they joined."
 
 
 def _describe_result(group: RunGroup) -> str:

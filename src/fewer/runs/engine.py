@@ -408,7 +408,7 @@ def runtime_options(experiment: Experiment) -> dict[str, Any]:
     settings = experiment.settings
     faults = Faults(settings.drop, settings.slow, settings.corrupt)
     rules = RoundRules(settings.quorum, settings.deadline)
-    population = len(experiment.data) - experiment.data.new_clients
+    population = len(experiment.data) - experiment.data.unseen_clients
     return {"population": population, "seed": settings.seed, "faults": faults, "rules": rules}
 
 
@@ -502,9 +502,9 @@ def _evaluate(
         metrics.update(scores.as_dict(is_last))
         if classes := metrics.get("classes"):
             metrics["classes"] = {"names": list(run.data.schema.labels)[: len(classes["support"])], **classes}
-        if is_last and run.data.new_clients:
-            with clients.join(run.data.new_clients):
-                metrics[f"new_clients_{run.metric.name}"] = method.evaluate_new_clients(
+        if is_last and run.data.unseen_clients:
+            with clients.join(run.data.unseen_clients):
+                metrics[f"unseen_clients_{run.metric.name}"] = method.evaluate_unseen_clients(
                     state, clients, run.settings.join_rounds
                 )
     for warning in _skip_warnings(run.absent):

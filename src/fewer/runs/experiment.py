@@ -122,9 +122,9 @@ def build_experiment(
     if not isinstance(data, AbsentData):
         data = hide_clients(_prepare_data(method, data), settings)
     if method.cohort is not None:
-        check_cohort(method.cohort, len(data) - data.new_clients)
-    if settings.new_clients:
-        _check_new_clients(method, settings)
+        check_cohort(method.cohort, len(data) - data.unseen_clients)
+    if settings.unseen_clients:
+        _check_unseen_clients(method, settings)
     device = make_device(settings.device)
     if model is None and settings.model is None:
         name = default_model(data.shape, data.vocab_size, objective.kind == "next-token")
@@ -153,13 +153,13 @@ def _prepare_data(method: Method, data: Data) -> Data:
     return data
 
 
-def _check_new_clients(method: Method, settings: Settings) -> None:
+def _check_unseen_clients(method: Method, settings: Settings) -> None:
     """Raises SettingError if clients cannot join after training."""
     if settings.runtime == "flower":
-        raise SettingError("new_clients is for simulations: between machines, all clients take part")
-    if not (method.evaluates_clients and method.accepts_new_clients):
+        raise SettingError("unseen_clients is for simulations: between machines, all clients take part")
+    if not (method.evaluates_clients and method.accepts_unseen_clients):
         reason = "no client can join" if method.evaluates_clients else "it does not evaluate one model per client"
-        raise SettingError(f"new_clients does not work with {method.name}: {reason}")
+        raise SettingError(f"unseen_clients does not work with {method.name}: {reason}")
 
 
 def make_method(method_class: type[Method], settings: Settings) -> Method:

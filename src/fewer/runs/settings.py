@@ -77,7 +77,7 @@ class Settings(BaseModel):
     """Number of words read from each text."""
     standardize: bool = Field(False, title="Data", json_schema_extra=NEUTRAL)
     """Bring each column of a table to mean 0 and standard deviation 1, by sums that clients send before round 1."""
-    new_clients: NonNegativeInt = Field(0, title="Data", json_schema_extra=NEUTRAL)
+    unseen_clients: NonNegativeInt = Field(0, title="Data", json_schema_extra=NEUTRAL)
     """Clients that never train, the last ones. After the last round, each joins with a fifth of its samples."""
     data_options: dict[str, Any] = Field({}, title="Data")
     """An option of the data, as name=value (csv: label=y; glyphs: size=32); may be repeated."""

@@ -145,13 +145,13 @@ class Clients(ABC):
     @contextmanager
     def join(self, count: int) -> Iterator[None]:
         """Evaluates with `count` new clients in place of all others. Their ids follow those of the population."""
-        before = self.round
-        self.joining = range(self.population, self.population + count)
+        before = self.round, self.journal
+        self.joining, self.journal = range(self.population, self.population + count), None
         try:
             with self.evaluation(is_last=True):
                 yield
         finally:
-            self.joining, self.round = (), before
+            self.joining, (self.round, self.journal) = (), before
 
     # --- sampling -------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class Clients(ABC):
         """
         if unknown := {*getattr(handler, "__exact__", ())} - {*fields, *returns}:
             raise ValueError(f"exact = {min(unknown)!r} of '{handler.__name__}' is neither sent nor returned")
-        kind = (EVALUATION if self.evaluating else "") + handler.__name__
+        kind = self.kind(handler.__name__)
         messages = self._encode_messages(handler, kind, who, fields)
         faults = {client: self._draw_fault(client, stream_name(handler)) for client in who}
         asked = [client for client in who if faults[client] != "drop"]
@@ -248,6 +248,10 @@ class Clients(ABC):
                 self.journal.clear()  # the next attempt must ask every client again
             raise
         return relay.holders
+
+    def kind(self, handler: str) -> str:
+        """The kind of a message in the ledger: the handler, and whether it evaluates."""
+        return (EVALUATION if self.evaluating else "") + handler
 
     def _check_quorum(self, absent: Sequence[Absent], handler: str, answered: int, asked: int) -> None:
         """Reports absent clients. Raises QuorumLost if too few clients answered; an evaluation needs one answer."""

@@ -131,7 +131,7 @@ class RelayRun:
         hop = Hop(holder, self.handler, self.calls - 1, self.sealed)
         reply = self._make_call(client, self.handler, hop, blob, may_retry and bool(self.holders))
         if self.holders and reply.sent:
-            self.clients.ledger.add(self.clients.round, client, "down", self.handler, len(blob))
+            self.clients.ledger.add(self.clients.round, client, "down", self.clients.kind(self.handler), len(blob))
         return reply
 
     def _fetch_outgoing(self, receiver: int) -> bytes | None:
@@ -146,7 +146,9 @@ class RelayRun:
             holder = self.holders[-1]
             reply = self._make_call(holder, FETCH_OUTGOING, Hop(receiver, self.handler, self.calls, self.sealed))
             if not reply.failure:
-                self.clients.ledger.add(self.clients.round, holder, "up", self.handler, len(reply.blob))
+                self.clients.ledger.add(
+                    self.clients.round, holder, "up", self.clients.kind(self.handler), len(reply.blob)
+                )
                 blob = self.clients._inject_damage(holder, self.clients._draw_fault(holder, self.stream), reply.blob)
                 break
             self.holders.pop()
@@ -170,7 +172,7 @@ class RelayRun:
             return recorded
         ((_, reply),) = self.clients._deliver_calls([(Call(client, handler, round, hop=hop), blob)])
         reply = reply or Reply(b"", "lost", "its worker process died")
-        self.clients.flops += reply.flops
+        self.clients.flops += 0 if self.clients.evaluating else reply.flops
         if journal:
             final = handler != FETCH_OUTGOING and not (may_retry and reply.failure in DISPUTED)
             journal.put(round, number, client if final else None, reply)
