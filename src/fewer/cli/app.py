@@ -502,6 +502,9 @@ def _print_comparison(comparison: Comparison) -> None:
         + (f"; ± 95 % CI over {seeds} seeds." if seeds > 1 else ".")
     )
     print("global: each client's model on all clients' test samples, averaged.")
+    labeled = zip(comparison.labels, comparison.rows, strict=True)
+    if joined := [f"{label} {row.format_unseen_clients()}" for label, row in labeled if row.unseen_clients]:
+        print(f"Clients that never trained, {metric.label}: {', '.join(joined)}")
     for label, row in zip(comparison.labels, comparison.rows, strict=True):
         if row.trials:
             tuned = ", ".join(f"{name} = {row.settings[name]:g}" for name in row.trials[0].settings)

@@ -22,7 +22,7 @@ from fewer.runs.reader import RunReader
 from fewer.runs.result import Result
 from fewer.runs.settings import METHOD_SETTINGS, Settings
 from fewer.runs.views import Viewable
-from fewer.statistics import Interval, format_number, half_width
+from fewer.statistics import Interval, format_number, half_width, interval
 
 MB = 1e6
 CACHED_PARTITIONS = 3
@@ -82,6 +82,10 @@ class Row:
         """The primary metric, in % if it is a fraction, with its confidence interval."""
         return self.primary.format_interval(Interval(self.accuracy, self.ci95))
 
+    def format_unseen_clients(self) -> str:
+        """The primary metric of clients that never trained, with its confidence interval."""
+        return self.primary.format_interval(interval(self.unseen_clients))
+
     def format_cells(self) -> list[str]:
         """The cells of a table: the primary metric, also on the global test set, rounds, MB up and down, seconds."""
         megabytes = map(format_number, (self.mb_up, self.mb_down))
@@ -113,6 +117,7 @@ class Comparison(Viewable):
                 metric: row.accuracy,
                 "ci95": row.ci95,
                 f"global_{metric}": row.global_accuracy,
+                **({f"unseen_clients_{metric}": statistics.fmean(row.unseen_clients)} if row.unseen_clients else {}),
                 **{name: getattr(row, name) for name in names},
                 "seeds": len(row.seeds),
             }

@@ -429,8 +429,7 @@ def _render_unseen_clients(by_row: Mapping[str, list[Cell]], columns: Sequence[s
         return []
     table = []
     for row, cells in by_row.items():
-        values = [cell.ours.unseen_clients for cell in cells]
-        table.append([row, *(format_interval(interval(known), 1) if known else "–" for known in values)])
+        table.append([row, *(cell.ours.format_unseen_clients() if cell.ours.unseen_clients else "–" for cell in cells)])
     return ["", "Accuracy in % on clients that never trained:", "", *_render_table(["method", *columns], table)]
 
 
