@@ -84,7 +84,7 @@ class Row:
 
     def format_unseen_clients(self) -> str:
         """The primary metric of clients that never trained, with its confidence interval."""
-        return self.primary.format_interval(interval(self.unseen_clients))
+        return self.primary.format_interval(interval(self.unseen_clients), 1)
 
     def format_cells(self) -> list[str]:
         """The cells of a table: the primary metric, also on the global test set, rounds, MB up and down, seconds."""
