@@ -33,7 +33,7 @@ from fewer.registry import METHODS
 from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
-from fewer.runs.directory import RunDirectory
+from fewer.runs.directory import RunDirectory, explain_full_disk
 from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state, warn_once
 from fewer.runs.progress import show_progress
 from fewer.runs.reader import RunReader
@@ -50,7 +50,6 @@ from fewer.runs.settings import (
 from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
-from fewer.runtime.ring import Journal
 from fewer.runtime.streams import one_thread
 
 _LOG = logging.getLogger("fewer")
@@ -208,7 +207,8 @@ def run_experiment(
             observers = Observers(run, [FailureLog(Path(folder))], callbacks)
             return _train(run, Path(folder), observers, connect)
     with RunDirectory.create(out, {**_run_metadata(experiment), "track": list(track)}) as directory:
-        copy_start_model(experiment.method, directory.path)  # so that the run can resume without the original file
+        with directory.explain_errors(full_disk_only=True):
+            copy_start_model(experiment.method, directory.path)  # so that the run can resume without the original file
         return _train_recorded(run, Recorder(directory), new_trackers, callbacks, connect)
 
 
@@ -316,7 +316,9 @@ def _train_recorded(
     """Runs the remaining rounds in the recorder's run directory, from its last checkpoint if it has one."""
     directory = recorder.directory
     run.path, run.folder = directory.path, directory.clients
-    if checkpoint := directory.rewind_to_checkpoint():
+    with directory.explain_errors(full_disk_only=True):
+        checkpoint = directory.rewind_to_checkpoint()
+    if checkpoint:
         run.state = restore_state(run.state, checkpoint["state"], directory.path)
         run.history, run.seconds = list(directory.history), checkpoint["seconds"]
         run.stopped = checkpoint.get("stopped", "")
@@ -332,7 +334,7 @@ def _train_recorded(
             _LOG.warning(f"{run.path} is finished after {done}: {run.stopped}")
         all_trackers = [tracker for tracker in all_trackers if tracker.required]
     observers = Observers(run, [recorder, *all_trackers], callbacks)
-    return _train(run, directory.clients, observers, connect, directory.journal)
+    return _train(run, directory.clients, observers, connect, directory)
 
 
 def _check_options(method: Method, recorded: Mapping[str, Any]) -> None:
@@ -415,14 +417,17 @@ def runtime_options(experiment: Experiment) -> dict[str, Any]:
 # --- the loop -------------------------------------------------------------------------------------------------
 
 
-def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journal: Journal | None = None) -> Result:
+def _train(
+    run: Run, folder: Path, observers: Observers, connect: Connect, directory: RunDirectory | None = None
+) -> Result:
     """Runs the remaining rounds. `folder` has the clients' private state."""
 
     def on_absent(absent: Absent, handler: str) -> None:
         run.absent.append(absent)
         observers.notify("on_absent", absent, handler)
 
-    with one_thread(), observers.follow():
+    full_disk = directory.explain_errors(full_disk_only=True) if directory else explain_full_disk(folder)
+    with one_thread(), observers.follow(), full_disk:
         for note in run.data.notes:
             warn_once(f"data '{run.data.name}': {note}")
         if isinstance(run.method, HasSettingWarnings):
@@ -434,7 +439,9 @@ def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journ
 
         @contextmanager
         def open_clients() -> Iterator[Clients]:
-            with connect(run, folder, len(run.history), ledger=run.ledger, journal=journal, **hooks) as clients:
+            with connect(
+                run, folder, len(run.history), ledger=run.ledger, journal=directory and directory.journal, **hooks
+            ) as clients:
                 try:
                     yield clients
                 finally:

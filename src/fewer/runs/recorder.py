@@ -58,7 +58,8 @@ class Recorder(Callback):
         if isinstance(error, QuorumLost) and not error.resumable:
             details["resumable"] = False
         if error is None:
-            write_artifact(run, self.directory.path)
+            with self.directory.explain_errors(full_disk_only=True):
+                write_artifact(run, self.directory.path)
         self.directory.log_event("stop" if error else "finish", round=len(run.history), **details)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -206,7 +207,7 @@ class Clients(ABC):
         calls = [(Call(client, handler.__name__, self.round), messages[client]) for client in asked]
         sizes: dict[int, int] = {}
         unsent = set()
-        for done, (call, reply) in enumerate(self._deliver_calls(calls), 1):
+        for done, (call, reply) in enumerate(self._gather_replies(calls), 1):
             if reply and not reply.sent:
                 unsent.add(call.client)
             if reply and not self.evaluating:
@@ -289,7 +290,7 @@ class Clients(ABC):
         for _ in range(MAX_ATTEMPTS):
             missing = [index for index in range(len(items)) if index not in results]
             calls = [(Call(index, handler.__name__, self.round, True, items[index]), message) for index in missing]
-            for call, reply in self._deliver_calls(calls):
+            for call, reply in self._gather_replies(calls):
                 if reply is None:
                     continue
                 if reply.failure:
@@ -309,6 +310,16 @@ class Clients(ABC):
     @abstractmethod
     def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
         """Delivers each call and yields its reply, in any order; None if the reply is lost."""
+
+    def _gather_replies(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+        """Delivers each call and yields its reply. Raises OSError if a simulated client found the disk full.
+
+        Such a client must not count as absent: the run would continue with other numbers than on a larger disk.
+        """
+        for call, reply in self._deliver_calls(calls):
+            if reply and reply.disk_full:
+                raise OSError(errno.ENOSPC, reply.detail)
+            yield call, reply
 
     def transport_bytes(self) -> dict[str, int]:
         """Bytes of all messages as the transport packs them, if it adds its own packaging."""

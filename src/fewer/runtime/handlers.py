@@ -16,7 +16,7 @@ import torch
 
 from fewer.runtime.flops import FlopCounter
 from fewer.runtime.keys import Keys
-from fewer.runtime.store import Store
+from fewer.runtime.store import Store, is_disk_full
 from fewer.runtime.streams import seed_globals, server_key
 from fewer.wire import Refused, decode, encode, pack, unpack
 from fewer.wire.sealing import Header, parse_sealed, seal, unseal
@@ -166,6 +166,8 @@ class Reply:
     """False if the question was never sent."""
     flops: int = 0
     """Floating-point operations of the handler, if they are counted."""
+    disk_full: bool = False
+    """True if the client failed because its disk is full. A simulation then stops: all clients share one disk."""
     unsent: bytes = b""
     """The `Unsent` fields of the answer. They stay on this machine: runtimes between machines leave them out."""
 
@@ -216,6 +218,14 @@ class HandlerRunner:
 
     def answer(self, call: Call, blob: bytes) -> Reply:
         """Runs one handler on one message. Every error becomes a reply too, unless `debug` is True."""
+        try:
+            return self._run_handler(call, blob)
+        except OSError as error:
+            if self.debug or not is_disk_full(error):
+                raise
+            return Reply(b"", "failed", str(error.strerror), disk_full=True)
+
+    def _run_handler(self, call: Call, blob: bytes) -> Reply:
         start, counter = time.perf_counter(), FlopCounter()
 
         def make_reply(blob: bytes = b"", **details: Any) -> Reply:
@@ -248,6 +258,8 @@ class HandlerRunner:
         except Unable as unable:
             return make_reply(failure="unable", detail=str(unable))
         except (Exception, SystemExit) as error:  # a client that crashes is a missing answer, not the end of the run
+            if is_disk_full(error) and not self.debug:
+                raise
             if self.debug:
                 who = "server" if call.on_server else f"client {call.client}"
                 error.add_note(f"{who}, round {call.round}, handler {call.handler}")
