@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from fewer.data import Samples
 from fewer.errors import SettingError
-from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss, weighted_mean
+from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss
+from fewer.learning.aggregate import combine
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.sgd import GradientHook, Loss
 from fewer.methods import MAX_SAMPLES, Client, Method, ModelState, SearchSpace, StateT
@@ -112,12 +113,20 @@ def model_schema(model: Weights) -> dict[str, Any]:
 
 def average_equally(answers: Answers) -> Weights:
     """The mean of the clients' models, with equal weights."""
-    return weighted_mean([answer["model"] for answer in answers], [1] * len(answers))
+    return average_field(answers, "model", [1] * len(answers))
 
 
 def average_by_size(answers: Answers) -> Weights:
     """Σ_k (n_k / n) w_k, over the clients that answered."""
-    return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
+    return average_field(answers, "model", [answer["size"] for answer in answers])
+
+
+def average_field(answers: Answers, name: str, shares: Sequence[float]) -> Weights:
+    """The mean of one field of the answers, or what the rule of the run (`--aggregate`) makes of it.
+
+    If the clients got a field of this name, they changed it. Otherwise they send a change, such as a gradient.
+    """
+    return combine([answer[name] for answer in answers], shares, answers.aggregation, answers.sent.get(name))
 
 
 @METHODS.register("fedavg-augmented")

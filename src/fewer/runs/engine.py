@@ -47,7 +47,7 @@ from fewer.runs.settings import (
     settings_hash,
     settings_in_group,
 )
-from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
+from fewer.runtime import Absent, Aggregation, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
 from fewer.runtime.streams import one_thread
@@ -399,10 +399,14 @@ def build_handler_runner(
     share the same keys, so every sealed message also contains `run_id`.
     """
     seed = experiment.settings.seed
-    contexts = ContextFactory(experiment.data, experiment.task, seed, client_folder, sealing_keys=keys)
-    settings, device = experiment.settings, experiment.task.device
+    settings, device, lies = experiment.settings, experiment.task.device, experiment.lies
+    liars = lies.liars(experiment.population, seed) if lies else frozenset()
+    mislabeled = liars if lies and lies.kind == "label-flip" else frozenset()
+    contexts = ContextFactory(
+        experiment.data, experiment.task, seed, client_folder, sealing_keys=keys, mislabeled=mislabeled
+    )
     flags = settings.debug, settings.count_flops
-    return HandlerRunner(experiment.method, contexts, seed, device, run_id.encode(), *flags)
+    return HandlerRunner(experiment.method, contexts, seed, device, run_id.encode(), *flags, lies=lies, liars=liars)
 
 
 def runtime_options(experiment: Experiment) -> dict[str, Any]:
@@ -410,8 +414,14 @@ def runtime_options(experiment: Experiment) -> dict[str, Any]:
     settings = experiment.settings
     faults = Faults(settings.drop, settings.slow, settings.corrupt)
     rules = RoundRules(settings.quorum, settings.deadline)
-    population = len(experiment.data) - experiment.data.unseen_clients
-    return {"population": population, "seed": settings.seed, "faults": faults, "rules": rules}
+    return {
+        "population": experiment.population,
+        "seed": settings.seed,
+        "faults": faults,
+        "rules": rules,
+        "aggregation": Aggregation(settings.aggregate, settings.liars),
+        "lies": experiment.lies,
+    }
 
 
 # --- the loop -------------------------------------------------------------------------------------------------

@@ -28,9 +28,12 @@ from fewer.models.objective import LOSSES, Loss, Objective, build_objective, pre
 from fewer.registry import MODELS
 from fewer.runs.metric import PrimaryMetric
 from fewer.runs.settings import METHOD_SETTINGS, Settings, neutral_options, settings_hash, settings_in_group
+from fewer.runtime import Lies
 from fewer.runtime.clients import check_cohort
 from fewer.runtime.streams import global_streams, one_thread
 
+CLASS_KINDS = ("classification", "next-token")
+"""Kinds of tasks whose targets are classes."""
 _LOG = logging.getLogger("fewer")
 Model = str | nn.Module | Callable[..., nn.Module]
 Metrics = Sequence[str | Callable[[torch.Tensor, torch.Tensor], Any]]
@@ -52,6 +55,16 @@ class Experiment:
     def hash(self) -> str:
         """The hash of all settings that affect results."""
         return settings_hash(self.settings, self.method)
+
+    @property
+    def population(self) -> int:
+        """The number of clients that take part in training."""
+        return len(self.data) - self.data.unseen_clients
+
+    @property
+    def lies(self) -> Lies | None:
+        """The injected lies, if any."""
+        return None if self.settings.lie is None else Lies.parse(self.settings.lie)
 
     @property
     def metric(self) -> PrimaryMetric:
@@ -121,6 +134,13 @@ def build_experiment(
         _check_classes(method, settings, objective)
     if not isinstance(data, AbsentData):
         data = hide_clients(_prepare_data(method, data), settings)
+    if settings.lie is not None and Lies.parse(settings.lie).kind == "label-flip" and objective.kind not in CLASS_KINDS:
+        raise SettingError(f"lie = {settings.lie} needs classes, but this is a {objective.kind} task")
+    if settings.aggregate != "mean" and not method.averages():
+        raise SettingError(
+            f"aggregate = {settings.aggregate}, but {method.name} averages nothing that clients send "
+            f"(allowed: {', '.join(name for name in names() if find(name).averages())})"
+        )
     if method.cohort is not None:
         check_cohort(method.cohort, len(data) - data.unseen_clients)
     if settings.unseen_clients:
@@ -213,7 +233,7 @@ def _check_classes(method: Method, settings: Settings, objective: Objective) -> 
     """Raises SettingError if the method needs classes, and the objective is another one than predicting them."""
     if objective.loss is LOSSES["cross-entropy"][0]:
         return
-    if objective.kind in ("classification", "next-token"):
+    if objective.kind in CLASS_KINDS:
         problem = f"has its own loss; loss = {settings.loss} does not apply"
     else:
         problem = f"needs classes, but this is a {objective.kind} task"

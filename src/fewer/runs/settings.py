@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fewer.choices import Codec, Norm, Partition, RuntimeName
+from fewer.choices import Aggregate, Codec, Norm, Partition, RuntimeName
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: names.split(",") if isinstance(names, str) else names)]
@@ -111,6 +111,12 @@ class Settings(BaseModel):
     """Injected fault: probability that an answer arrives too late."""
     corrupt: Probability = Field(0.0, title="Faults")
     """Injected fault: probability that an answer is damaged in transit."""
+    lie: str | None = Field(None, title="Faults", json_schema_extra=NEUTRAL)
+    """Injected fault, as KIND:SHARE of all clients that lie: sign-flip, scale, noise, label-flip, ipm or alie."""
+    aggregate: Aggregate = Field("mean", title="Faults", json_schema_extra=NEUTRAL)
+    """How the server combines what clients send: their mean, or a rule that bears some lies."""
+    liars: Annotated[float, Field(ge=0, lt=0.5)] = Field(0.2, title="Faults", json_schema_extra=NEUTRAL)
+    """Share of clients that may lie, as trimmed-mean, multi-krum and bulyan assume."""
 
 
 def settings_in_group(title: str) -> set[str]:

@@ -9,14 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import torch
 
+from fewer.choices import Aggregate, LieKind
 from fewer.errors import QuorumLost, RunError, RunInterrupted, SettingError
 from fewer.ledger import EVALUATION
-from fewer.runtime.handlers import Call, Reply, encode_message, stream_name
+from fewer.runtime.handlers import Call, Reply, Unsent, encode_message, stream_name
+from fewer.runtime.lies import COLLUDING, Lies
 from fewer.runtime.ring import Journal, RelayRun
 from fewer.runtime.streams import SERVER, global_streams, seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
@@ -50,12 +52,30 @@ class Absent:
     detail: str = ""
 
 
+@dataclass(frozen=True)
+class Aggregation:
+    """How the server combines answers."""
+
+    rule: Aggregate = "mean"
+    liars: float = 0.2
+    """The share of clients that may lie, which some rules assume."""
+
+
 class Answers(list[Answer]):
     """The answers, in the order in which the clients were asked. `absent` lists the missing ones."""
 
-    def __init__(self, answers: Iterable[Answer], absent: Sequence[Absent]) -> None:
+    def __init__(
+        self,
+        answers: Iterable[Answer],
+        absent: Sequence[Absent],
+        sent: Mapping[str, Any] | None = None,
+        aggregation: Aggregation = Aggregation(),  # noqa: B008
+    ) -> None:
         super().__init__(answers)
         self.absent = absent
+        self.sent = sent or {}
+        """The fields of the question."""
+        self.aggregation = aggregation
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,9 @@ class Clients(ABC):
     seed: int
     faults: Faults = Faults()
     rules: RoundRules = RoundRules()
+    aggregation: Aggregation = Aggregation()
+    lies: Lies | None = None
+    """Injected lies, if some clients tell them."""
     ledger: Ledger = field(default_factory=Ledger)
     on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
     """Called for each absent client, with the handler's name."""
@@ -218,6 +241,9 @@ class Clients(ABC):
             else:
                 absent[call.client] = outcome
             self.on_answer(done, len(asked))
+        if self.lies and not self.evaluating:
+            for client, refused in self._tell_lies(answers, fields, kind, returns).items():
+                absent[client] = refused
         for client in who:  # in the order of `who`, so that the ledger is the same in every runtime
             if client not in unsent:
                 self.ledger.add(self.round, client, "down", kind, len(messages[client]))
@@ -226,7 +252,28 @@ class Clients(ABC):
                 self.ledger.add(self.round, client, "up", kind, sizes[client])
         missing = [absent[client] for client in who if client in absent]
         self._check_quorum(missing, handler.__name__, len(answers), len(who))
-        return Answers((answers[client] for client in who if client in answers), missing)
+        answered = (answers[client] for client in who if client in answers)
+        return Answers(answered, missing, fields, self.aggregation)
+
+    def _tell_lies(
+        self, answers: dict[int, Answer], fields: Mapping[str, Any], kind: str, returns: Schema
+    ) -> dict[int, Absent]:
+        """Replaces the answers of the liars. Returns the liars whose answers are refused, without their answers."""
+        assert self.lies
+        liars, refused = self.lies.liars(self.population, self.seed), {}
+        honest = [answers[client].fields for client in sorted(answers) if client not in liars]
+        asked = len(answers)
+        for client in sorted(answers.keys() & liars):
+            sent = {name: part.by_client[client] if isinstance(part, Each) else part for name, part in fields.items()}
+            generator = stream(self.seed, self.round, client, f"lie {kind}")
+            false = self.lies.falsify(answers[client].fields, sent, generator, honest, asked)
+            unsent = {name: false.pop(name) for name in list(false) if isinstance(false[name], Unsent)}
+            try:  # the server checks lies as it checks everything
+                answers[client] = Answer(client, decode(encode(kind, false), returns)[1] | unsent)
+            except Refused as error:
+                del answers[client]
+                refused[client] = Absent(client, "refused", error.reason)
+        return refused
 
     def relay(
         self, order: Sequence[int], handler: Callable[..., Any], holders: Sequence[int] = (), sealed: bool = True
@@ -237,6 +284,12 @@ class Clients(ABC):
         first client gets no fields. Each message is sealed for its receiver unless `sealed` is False. The relay skips a
         client that does not take the message. Raises QuorumLost if too few clients take it.
         """
+        if self.lies and self.lies.kind in COLLUDING:
+            allowed = ", ".join(kind for kind in get_args(LieKind) if kind not in COLLUDING)
+            raise SettingError(
+                f"lie = {self.lies.kind} needs the answers of honest clients, and in a ring no liar sees them "
+                f"(allowed: {allowed})"
+            )
         calls = self._relay_calls[1] if self._relay_calls[0] == self.round else 0
         relay = RelayRun(self, handler.__name__, stream_name(handler), sealed, list(holders), calls)
         relay.run(order)

@@ -16,8 +16,9 @@ import torch
 
 from fewer.runtime.flops import FlopCounter
 from fewer.runtime.keys import Keys
+from fewer.runtime.lies import Lies
 from fewer.runtime.store import Store, is_disk_full
-from fewer.runtime.streams import seed_globals, server_key
+from fewer.runtime.streams import seed_globals, server_key, stream
 from fewer.wire import Refused, decode, encode, pack, unpack
 from fewer.wire.sealing import Header, parse_sealed, seal, unseal
 
@@ -213,6 +214,9 @@ class HandlerRunner:
     """Raises a handler's exception instead of turning it into a missing answer."""
     count_flops: bool = False
     """Counts the floating-point operations of each handler."""
+    lies: Lies | None = None
+    """Injected lies: what the `liars` pass on in a ring is false."""
+    liars: frozenset[int] = frozenset()
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The last message and its decoded fields."""
 
@@ -248,6 +252,9 @@ class HandlerRunner:
                 answer = handler(make_context(call.client, call.round), **fields)
             unsent = {name: value.tensors for name, value in answer.items() if isinstance(value, Unsent)}
             answer = {name: value for name, value in answer.items() if name not in unsent}
+            if call.hop and call.client in self.liars and self.lies:
+                generator = stream(self.seed, call.round, call.client, f"lie {call.handler}")
+                answer = self.lies.falsify(answer, fields, generator)
             if call.hop:
                 self._store_outgoing(call, handler, answer)
                 return make_reply()
