@@ -15,7 +15,7 @@ help:                          ## list the targets
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Fewer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,flower,dash,notebook,track]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,dp,flower,dash,notebook,track]'
 	touch $@
 
 demo: .venv/.installed         ## compare six methods on real images

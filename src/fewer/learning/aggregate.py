@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fewer.models import Weights
+from fewer.privacy import PrivacyLedger
 from fewer.runtime import Aggregation
 
 MAX_NORM_RATIO = 10.0
@@ -86,6 +87,44 @@ def weighted_mean(models: Sequence[Tree], shares: Sequence[float]) -> Weights:
             weighted_sum.add_(model[name], alpha=share / total)
         mean[name] = (weighted_sum if first.dtype.is_floating_point else weighted_sum.round()).to(first.dtype)
     return mean
+
+
+def private_mean(
+    updates: Sequence[Tree],
+    start: Tree | None,
+    example: Tree,
+    privacy: PrivacyLedger,
+    asked: int,
+    generator: torch.Generator,
+) -> Weights:
+    """start + (Σ clip(updateᵢ − start) + noise) / asked, and the next clipping norm, if it is adaptive.
+
+    Clients that did not answer count as zero changes, so that one client changes the sum by at most 2 C. Tensors that
+    are no floats keep their value in `start`. `example` has the names and shapes.
+    """
+    names = [name for name, tensor in example.items() if tensor.dtype.is_floating_point]
+    length = sum(example[name].numel() for name in names)
+    total, unclipped = torch.zeros(length, dtype=torch.float64), 0
+    for update in updates:
+        change = flat_change(update, start, names).cpu()
+        norm = float(change.norm())
+        unclipped += norm <= privacy.clip
+        total += change * min(1.0, privacy.clip / max(norm, 1e-30))
+    noise = torch.randn(length, generator=generator, dtype=torch.float64)
+    mean = (total + privacy.noise_of_sum(asked) * noise) / asked
+    if privacy.settings.quantile is not None:
+        count_noise = privacy.noise_of_count(asked) * float(torch.randn((), generator=generator, dtype=torch.float64))
+        privacy.move_clip((unclipped + count_noise) / asked)
+    result, position = {}, 0
+    for name, tensor in example.items():
+        center = torch.zeros_like(tensor) if start is None else start[name]
+        if name not in names:
+            result[name] = center.clone()
+            continue
+        change = mean[position : position + tensor.numel()].view(tensor.shape).to(tensor.device)
+        result[name] = (center.double() + change).to(tensor.dtype)
+        position += tensor.numel()
+    return result
 
 
 # --- what is plausible ----------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Scaffold(LocalTraining[ScaffoldState]):
             returns={"model": state.model, "change": state.control},
         )
         model = average_equally(answers)
-        change = average_field(answers, "change", [1] * len(answers))
+        change = average_field(answers, "change")
         for name in state.control:
             model[name] = state.model[name] + self.server_lr * (model[name] - state.model[name])
         share = len(answers) / len(clients)  # |S| / N

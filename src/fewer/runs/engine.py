@@ -29,6 +29,7 @@ from fewer.methods import ContextFactory, Method, Scores, find, names
 from fewer.methods.capabilities import HasSettingWarnings
 from fewer.methods.standardize import standardize
 from fewer.models.objective import Loss
+from fewer.privacy import PrivacySettings
 from fewer.registry import METHODS
 from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model
@@ -201,7 +202,8 @@ def run_experiment(
     new_trackers = trackers.find(track)
     if track and out is None:
         raise SettingError(f"track = {track[0]} needs a run directory: pass out=DIR")
-    run = Run(**vars(experiment), state=experiment.initial_state(), label=experiment.method.name)
+    privacy = experiment.open_privacy()
+    run = Run(**vars(experiment), state=experiment.initial_state(), label=experiment.method.name, privacy=privacy)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
             observers = Observers(run, [FailureLog(Path(folder))], callbacks)
@@ -274,7 +276,7 @@ def resume(
             _change_rounds(directory, experiment)
         if any(name in ("rounds", *FAULT_SETTINGS) for name in changed):
             directory.journal.clear()  # discards the messages of the unfinished round; it starts again
-        run = Run(**vars(experiment), state=state, label=path.name)
+        run = Run(**vars(experiment), state=state, label=path.name, privacy=experiment.open_privacy())
         return _train_recorded(run, Recorder(directory, changed), all_trackers, callbacks, connect)
 
 
@@ -294,6 +296,10 @@ def _change_rounds(directory: RunDirectory, experiment: Experiment) -> None:
     if method.rounds <= done:
         raise SettingError(
             f"rounds = {method.rounds}, but {directory.path} has done {done} (allowed: more than {done})"
+        )
+    if (dp := experiment.settings.dp) is not None and PrivacySettings.parse(dp).epsilon is not None:
+        raise SettingError(
+            f"rounds cannot change with dp = {dp}: the noise was chosen for {planned} rounds; start a new run"
         )
     unscheduled = bool(done % experiment.settings.evaluate_every)
     if done and (reason := method.why_not_extend(done, planned, unscheduled)):
@@ -323,6 +329,8 @@ def _train_recorded(
         run.history, run.seconds = list(directory.history), checkpoint["seconds"]
         run.stopped = checkpoint.get("stopped", "")
         run.ledger.total.update(checkpoint["ledger"])
+        if run.privacy:
+            run.privacy.restore(checkpoint["privacy"])
         if run.data.standardize and directory.schema:
             run.data = run.data.rescale(Schema.from_dict(directory.schema))
         if taken_back := checkpoint.get("taken_back"):
@@ -450,7 +458,13 @@ def _train(
         @contextmanager
         def open_clients() -> Iterator[Clients]:
             with connect(
-                run, folder, len(run.history), ledger=run.ledger, journal=directory and directory.journal, **hooks
+                run,
+                folder,
+                len(run.history),
+                ledger=run.ledger,
+                privacy=run.privacy,
+                journal=directory and directory.journal,
+                **hooks,
             ) as clients:
                 try:
                     yield clients
@@ -531,6 +545,7 @@ def _evaluate(
     run.seconds = time.perf_counter() - started
     metrics.update(up=run.ledger.total["up"], down=run.ledger.total["down"], seconds=round(run.seconds, 3))
     metrics.update({"flops": clients.flops} if run.settings.count_flops else {})
+    metrics.update({"epsilon": run.privacy.epsilon, "delta": run.privacy.settings.delta} if run.privacy else {})
 
 
 def _evaluate_again(run: Run, clients: Clients, observers: Observers) -> None:

@@ -22,9 +22,11 @@ from fewer.errors import DataError, RunError, SettingError, setting_error
 from fewer.learning.evaluate import measure_outputs
 from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
+from fewer.methods.method import DEFAULT_COHORT
 from fewer.models import Task, get_weights, net_factory
 from fewer.models.nets import copy_net, default_model, is_lazy, materialize
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
+from fewer.privacy import PrivacyLedger, PrivacySettings
 from fewer.registry import MODELS
 from fewer.runs.metric import PrimaryMetric
 from fewer.runs.settings import METHOD_SETTINGS, Settings, neutral_options, settings_hash, settings_in_group
@@ -55,6 +57,14 @@ class Experiment:
     def hash(self) -> str:
         """The hash of all settings that affect results."""
         return settings_hash(self.settings, self.method)
+
+    def open_privacy(self) -> PrivacyLedger | None:
+        """The privacy ledger before the first round, if the run has differential privacy."""
+        if self.settings.dp is None:
+            return None
+        clients = self.population
+        cohort = min(DEFAULT_COHORT, clients) if self.method.cohort is None else self.method.cohort
+        return PrivacyLedger.open(PrivacySettings.parse(self.settings.dp), self.method.rounds, cohort, clients)
 
     @property
     def population(self) -> int:
@@ -136,6 +146,8 @@ def build_experiment(
         data = hide_clients(_prepare_data(method, data), settings)
     if settings.lie is not None and Lies.parse(settings.lie).kind == "label-flip" and objective.kind not in CLASS_KINDS:
         raise SettingError(f"lie = {settings.lie} needs classes, but this is a {objective.kind} task")
+    if settings.dp is not None:
+        _check_privacy(settings)
     if settings.aggregate != "mean" and not method.averages():
         raise SettingError(
             f"aggregate = {settings.aggregate}, but {method.name} averages nothing that clients send "
@@ -218,6 +230,15 @@ def hide_clients(data: Data, settings: Settings) -> Data:
 def _is_servers_file(settings: Settings) -> bool:
     """True if only the server has the data: clients on other machines take no file from it, and have their own."""
     return settings.runtime == "flower" and ":" in settings.data
+
+
+def _check_privacy(settings: Settings) -> None:
+    """Raises SettingError if the settings contradict differential privacy."""
+    PrivacySettings.parse(settings.dp or "")
+    if settings.aggregate != "mean":
+        raise SettingError(f"dp needs aggregate = mean, whose sensitivity is known, got {settings.aggregate}")
+    if settings.runtime == "flower":
+        raise SettingError("dp needs simulated clients: the noise is drawn from the seed, which remote clients know")
 
 
 def _check_keep(method: Method, data: Data) -> None:

@@ -47,7 +47,8 @@ class Recorder(Callback):
         """Records the round: first metrics and messages, then the checkpoint."""
         self.directory.log_metrics(metrics)
         self.directory.log_messages(run.ledger.drain())
-        ending = {"stopped": run.stopped} if run.stopped else {}
+        ending: dict[str, Any] = {"stopped": run.stopped} if run.stopped else {}
+        ending |= {"privacy": run.privacy.to_dict()} if run.privacy else {}
         state, ledger = vars(run.state), dict(run.ledger.total)
         self.directory.save_checkpoint(round=run.round, state=state, ledger=ledger, seconds=run.seconds, **ending)
 

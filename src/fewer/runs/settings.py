@@ -101,6 +101,9 @@ class Settings(BaseModel):
     count_flops: bool = Field(False, title="Run")
     """Count the floating-point operations of simulated clients. It slows small nets down by up to 2."""
 
+    dp: str | None = Field(None, title="Run", json_schema_extra=NEUTRAL)
+    """Differential privacy of clients: user:clip=1.0,noise=0.8 (and quantile=0.5, delta=1e-5), or epsilon=8."""
+
     quorum: Probability = Field(0.0, title="Faults")
     """Fraction of the asked clients that must answer, or the run stops."""
     deadline: PositiveFloat | None = Field(None, title="Faults")

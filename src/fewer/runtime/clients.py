@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ import torch
 from fewer.choices import Aggregate, LieKind
 from fewer.errors import QuorumLost, RunError, RunInterrupted, SettingError
 from fewer.ledger import EVALUATION
+from fewer.privacy import PrivacyLedger
 from fewer.runtime.handlers import Call, Reply, Unsent, encode_message, stream_name
 from fewer.runtime.lies import COLLUDING, Lies
 from fewer.runtime.ring import Journal, RelayRun
@@ -52,6 +53,21 @@ class Absent:
     detail: str = ""
 
 
+class PrivateSum(NamedTuple):
+    """What a noisy sum of answers needs."""
+
+    ledger: PrivacyLedger
+    asked: int
+    drawn_from: int
+    """The number of clients that the cohort was drawn from; `asked` if it was not drawn in this round."""
+    round: int
+    stream: Callable[[str], torch.Generator]
+
+    def generator(self) -> torch.Generator:
+        """The generator of the next release's noise. No two releases of a run share noise."""
+        return self.stream(f"privacy {self.ledger.releases.total()}")
+
+
 @dataclass(frozen=True)
 class Aggregation:
     """How the server combines answers."""
@@ -59,6 +75,29 @@ class Aggregation:
     rule: Aggregate = "mean"
     liars: float = 0.2
     """The share of clients that may lie, which some rules assume."""
+
+
+class HiddenFields(Mapping[str, Any]):
+    """The fields of an answer under differential privacy. The server may use only noisy sums of them."""
+
+    def __init__(self, fields: Mapping[str, Any], handler: str) -> None:
+        self._fields, self._handler = fields, handler
+
+    def __getitem__(self, name: str) -> Any:
+        raise SettingError(
+            f"dp does not cover this method: its server reads '{name}' of single clients ('{self._handler}'), and only "
+            "averages of what clients change are protected"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def reveal(self, name: str) -> Any:
+        """The field, for a function that protects it."""
+        return self._fields[name]
 
 
 class Answers(list[Answer]):
@@ -70,12 +109,15 @@ class Answers(list[Answer]):
         absent: Sequence[Absent],
         sent: Mapping[str, Any] | None = None,
         aggregation: Aggregation = Aggregation(),  # noqa: B008
+        private: PrivateSum | None = None,
     ) -> None:
         super().__init__(answers)
         self.absent = absent
         self.sent = sent or {}
         """The fields of the question."""
         self.aggregation = aggregation
+        self.private = private
+        """How to protect sums of these answers, under differential privacy."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +162,8 @@ class Clients(ABC):
     faults: Faults = Faults()
     rules: RoundRules = RoundRules()
     aggregation: Aggregation = Aggregation()
+    privacy: PrivacyLedger | None = None
+    """The ledger of differential privacy, if the run has it."""
     lies: Lies | None = None
     """Injected lies, if some clients tell them."""
     ledger: Ledger = field(default_factory=Ledger)
@@ -140,6 +184,8 @@ class Clients(ABC):
     """New clients, while they join: they alone are asked."""
     flops: int = 0
     """Floating-point operations of all clients so far, without evaluations, if they are counted."""
+    _drawn: tuple[int, frozenset[int], int] = field(default=(0, frozenset(), 0), repr=False)
+    """A round, the cohort drawn in it, and the number of clients that it was drawn from."""
     _relay_calls: tuple[int, int] = field(default=(0, 0), repr=False)
     """A round, and the number of relay calls in it so far."""
 
@@ -192,7 +238,9 @@ class Clients(ABC):
         candidates = range(self.population) if among is None else among
         check_cohort(count, len(candidates))
         rng = np.random.default_rng(seed_of(self.seed, self.round, purpose))
-        return [candidates[index] for index in rng.choice(len(candidates), count, replace=False)]
+        drawn = [candidates[index] for index in rng.choice(len(candidates), count, replace=False)]
+        self._drawn = self.round, frozenset(drawn), len(candidates)
+        return drawn
 
     def eval_cohort(self, among: Sequence[int] | None = None) -> list[int]:
         """The clients to evaluate on: all of them, or all `among`. If there are more than 100, always the same 100."""
@@ -253,7 +301,12 @@ class Clients(ABC):
         missing = [absent[client] for client in who if client in absent]
         self._check_quorum(missing, handler.__name__, len(answers), len(who))
         answered = (answers[client] for client in who if client in answers)
-        return Answers(answered, missing, fields, self.aggregation)
+        if self.privacy is None or self.evaluating:
+            return Answers(answered, missing, fields, self.aggregation)
+        hidden = (Answer(answer.client, HiddenFields(answer.fields, handler.__name__)) for answer in answered)
+        drawn_from = self._drawn[2] if self._drawn[:2] == (self.round, frozenset(who)) else len(who)
+        private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.stream)
+        return Answers(hidden, missing, fields, self.aggregation, private)
 
     def _tell_lies(
         self, answers: dict[int, Answer], fields: Mapping[str, Any], kind: str, returns: Schema
@@ -284,6 +337,11 @@ class Clients(ABC):
         first client gets no fields. Each message is sealed for its receiver unless `sealed` is False. The relay skips a
         client that does not take the message. Raises QuorumLost if too few clients take it.
         """
+        if self.privacy:
+            raise SettingError(
+                f"dp does not cover this method: clients pass models on to each other ('{handler.__name__}'), and no "
+                "server adds noise"
+            )
         if self.lies and self.lies.kind in COLLUDING:
             allowed = ", ".join(kind for kind in get_args(LieKind) if kind not in COLLUDING)
             raise SettingError(

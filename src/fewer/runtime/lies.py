@@ -99,11 +99,11 @@ class Lies:
         if self.kind == "alie" and honest:
             changes = torch.stack(list(honest))
             return changes.mean(0) - alie_factor(asked, asked - len(honest)) * changes.std(0, correction=0)
-        return -change  # sign-flip; also of those that see no honest answer
+        return -change  # sign-flip, and any liar that sees no honest answer
 
 
 def alie_factor(clients: int, liars: int) -> float:
-    """z of ALIE: so many honest clients are still farther from the mean that the liars seem to be a majority."""
+    """z of ALIE: enough honest clients are more distant from the mean to make a majority with the liars."""
     supporters = clients // 2 + 1 - liars
     honest = clients - liars
     share = min(max((honest - supporters) / honest, 0.5), 1 - 1 / (2 * honest))
