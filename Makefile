@@ -7,7 +7,7 @@ export MKL_NUM_THREADS = 1
 export NO_MKDOCS_2_WARNING = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo cluster-demo test test-cluster coverage lint format docs docs-serve bench reproduce check-results clean
+.PHONY: help demo cluster-demo test test-cluster test-faults coverage lint format docs docs-serve bench reproduce check-results clean
 
 help:                          ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,7 +15,7 @@ help:                          ## list the targets
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Fewer needs Python 3.11 or newer: make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,flower,dash,notebook,track]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,docs,dp,flower,dash,notebook,track]'
 	touch $@
 
 demo: .venv/.installed         ## compare six methods on real images
@@ -32,6 +32,9 @@ test: .venv/.installed         ## run the tests
 
 test-cluster: .venv/.installed ## all tests between machines, with every fault and every method
 	$(BIN)/pytest -n 0 -m 'cluster or not cluster' tests/machines tests/runtime/flower
+
+test-faults: .venv/.installed  ## fill the disk at every write of every method (hours)
+	$(BIN)/pytest -n 2 -m faults --timeout 3600
 
 coverage: .venv/.installed     ## run the tests and report the covered lines of src/fewer; less than 95 % is an error
 	$(BIN)/pytest -n 2 --cov --cov-report=term --cov-fail-under=95

@@ -19,4 +19,15 @@ Partition = Literal["iid", "dirichlet", "dirichlet-pairs", "pathological", "shar
 Norm = Literal["batch", "group", "none"]
 Codec = Annotated[str, AfterValidator(_check_codec)]
 """The name of a registered codec."""
+Aggregate = Literal[
+    "mean",
+    "median",
+    "trimmed-mean",
+    "multi-krum",
+    "bulyan",
+    "geometric-median",
+    "norm-bound",
+    "centered-clip",
+]
+LieKind = Literal["sign-flip", "scale", "noise", "label-flip", "ipm", "alie"]
 RuntimeName = Literal["inline", "pool", "flower"]

@@ -223,6 +223,13 @@ def test_a_recipe_draws_its_columns() -> None:
     assert plot_recipe(*make_cells()) == {}
 
 
+def test_a_recipe_draws_its_table_as_a_heat_map() -> None:
+    (axes,) = plot_recipe(*make_cells(figure="heatmap"))["heatmap"].axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["FedAvg, given", "FedAvg, tuned"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["α = 0.5", "α = 5"]
+    assert len(axes.texts) == 4 and axes.texts[0].get_text().startswith("40.0")
+
+
 def test_counted_operations_get_a_plot_and_columns() -> None:
     plan, cells = make_cells()
     counted = [

@@ -25,6 +25,7 @@ pytest.importorskip("flwr", reason="Flower is not installed (pip install 'fewer[
 import fewer
 from fewer.errors import QuorumLost, RunError
 from fewer.runs.engine import run_experiment
+from fewer.runtime import Absent
 from fewer.runtime.flower.clients import Flower
 from fewer.runtime.flower.credentials import Credentials
 from tests.helpers import experiment, remote_contents, run_contents, wait_for
@@ -107,6 +108,40 @@ def test_a_client_killed_in_mid_round_is_lost_and_can_rejoin_with_its_key(cluste
         assert absent(run) == [(1, 1, "lost")]
         server.resume(run)  # waits for both
     assert same_as_inline(run, tmp_path / "inline", quorum=1.0)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_client_is_lost_within_15_seconds(sign: signal.Signals, cluster: Cluster, tmp_path: Path) -> None:
+    cluster.join(0)
+    cluster.join(1, "hangs")
+    killed = 0.0
+
+    def kill() -> None:
+        nonlocal killed
+        wait_for((tmp_path / "mark-1").exists, TIMEOUT)
+        node = cluster.node(1)
+        killed = time.monotonic()
+        node.send_signal(sign)  # with its machine, a client's SuperNode is gone, too
+        cluster.clients[1].send_signal(sign)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with cluster.server() as server:
+        lost: list[float] = []
+        watch = Absences(lambda: lost.append(time.monotonic() - killed))
+        server.start(experiment(2, rounds=1), tmp_path / "run", [watch])
+    cluster.kill(1)
+    assert absent(tmp_path / "run")[0] == (1, 1, "lost") and lost[0] < 15
+
+
+class Absences(fewer.Callback):
+    """Calls a function for each absent client."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def on_absent(self, run: fewer.Run, absent: Absent, handler: str) -> None:
+        self.call()
 
 
 @pytest.mark.cluster

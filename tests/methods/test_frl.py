@@ -15,10 +15,10 @@ import fewer
 from fewer.data import from_clients
 from fewer.data.episodes import split_support_query
 from fewer.errors import SettingError
-from fewer.learning import weighted_mean
+from fewer.learning.aggregate import combine
 from fewer.learning.group_model import compute_features, compute_prototypes
 from fewer.learning.sgd import epoch_batches
-from fewer.methods import few_rounds, frl
+from fewer.methods import fedavg, few_rounds
 from fewer.methods.few_rounds import redraw_head
 from fewer.methods.frl import FRL
 from fewer.methods.frl_baselines import FRLFineTuning, FRLMetaHead
@@ -356,12 +356,12 @@ def test_queries_limits_the_number_of_query_samples() -> None:
 def test_the_meta_update_weights_clients_by_all_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     weights: list[list[int]] = []
 
-    def spy(models: Any, shares: Any) -> Any:
+    def spy(models: Any, shares: Any, *options: Any) -> Any:
         weights.append(list(shares))
-        return weighted_mean(models, shares)
+        return combine(models, shares, *options)
 
-    for module in (frl, few_rounds):
-        monkeypatch.setattr(module, "weighted_mean", spy)
+    for module in (fedavg, few_rounds):
+        monkeypatch.setattr(module, "combine", spy)
     pairs = [(x[:count], y[:count]) for (x, y), count in zip(PAIRS, (3, 6, 5, 4, 2), strict=True)]
     fewer.run(FRL(rounds=4, cohort=5, **SMALL), federation(pairs), model=initial_net())
     assert sorted(weights[3]) == sorted(len(y) for _, y in pairs)

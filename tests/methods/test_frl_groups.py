@@ -97,9 +97,9 @@ def test_deploy_rounds_sets_the_number_of_rounds_in_a_group(tmp_path: Any) -> No
             seeds.append(generator.initial_seed())
             return super().fit_support(net, support, prototypes, upload, generator)
 
-        def aggregate(self, group: Any, updates: Any) -> Any:
+        def aggregate(self, group: Any, updates: Any, *aggregation: Any) -> Any:
             rounds.append(group.rounds_done)
-            return super().aggregate(group, updates)
+            return super().aggregate(group, updates, *aggregation)
 
     fewer.run(
         Watched(deploy_rounds=2, **{**SMALL, "eval_groups": 2}), federation(), model=initial_net(), out=tmp_path / "run"

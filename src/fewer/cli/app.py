@@ -490,8 +490,12 @@ def _print_comparison(comparison: Comparison) -> None:
     table = Table("method", title=title, title_justify="left")
     for head in (metric.label, f"global{metric.unit}", "rounds", "MB up", "MB down", "seconds"):
         table.add_column(head, justify="right")
+    private = any(row.epsilon is not None for row in comparison.rows)
+    if private:
+        table.add_column("ε", justify="right")
     for label, row in zip(comparison.labels, comparison.rows, strict=True):
-        table.add_row(label, *row.format_cells(), style="bold" if metric.rank(row.accuracy) == best else "")
+        epsilon = ["–" if row.epsilon is None else f"{row.epsilon:.3g}"] if private else []
+        table.add_row(label, *row.format_cells(), *epsilon, style="bold" if metric.rank(row.accuracy) == best else "")
     Console().print(table)
     sampled = " (100 sampled clients, for methods with personal models)" if comparison.clients > 100 else ""
     if any(row.groups for row in comparison.rows):

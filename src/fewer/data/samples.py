@@ -81,6 +81,10 @@ class Samples:
             return self._normalize(self.x[start:stop]), self.y[start:stop]
         return self.pick(torch.arange(start, min(stop, len(self))))
 
+    def flip_labels(self, classes: int) -> Samples:
+        """The samples with labels classes − 1 − y in place of y."""
+        return replace(self, y=classes - 1 - self.y)
+
     def to(self, device: torch.device) -> Samples:
         """Copies the samples to a device."""
         rows = None if self.rows is None else self.rows.to(device)

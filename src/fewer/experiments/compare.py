@@ -70,6 +70,8 @@ class Row:
     """GFLOP that the clients of a run spend on training, if they were counted. Only the first seed counts them."""
     unseen_clients: list[float] = field(default_factory=list)
     """For each seed, the primary metric of clients that never trained, if there are any."""
+    epsilon: float | None = None
+    """The largest ε of the runs, if they have differential privacy."""
     metric: dict[str, Any] = field(default_factory=dict)
     """What `accuracy` and its relatives measure, if it is not accuracy: the fields of a `PrimaryMetric`."""
 
@@ -119,6 +121,7 @@ class Comparison(Viewable):
                 f"global_{metric}": row.global_accuracy,
                 **({f"unseen_clients_{metric}": statistics.fmean(row.unseen_clients)} if row.unseen_clients else {}),
                 **{name: getattr(row, name) for name in names},
+                **({} if row.epsilon is None else {"epsilon": row.epsilon}),
                 "seeds": len(row.seeds),
             }
             for label, row in zip(self.labels, self.rows, strict=True)
@@ -386,5 +389,6 @@ def _build_row(experiment: Experiment, results: Sequence[Result], accuracies: li
         unit_accuracies=[read_unit_accuracies(scores) for scores in last],
         gflop=statistics.fmean(gflops) if gflops else None,
         unseen_clients=[scores[unseen_clients] for scores in last if unseen_clients in scores],
+        epsilon=max((scores["epsilon"] for scores in last if "epsilon" in scores), default=None),
         metric={} if metric == ACCURACY else asdict(metric),
     )

@@ -77,10 +77,10 @@ class Recipe(BaseModel):
     """What `--quick` changes: settings, seeds, trials, by_round and study options."""
     by_round: bool | list[PositiveInt] = False
     """Adds a table of the accuracy after each round, or after the listed rounds."""
-    figure: Literal["rounds", "megabytes", "columns"] | None = None
-    """The x-axis of the accuracy plot: rounds, megabytes sent, or the columns of the table. None: no plot.
+    figure: Literal["rounds", "megabytes", "columns", "heatmap"] | None = None
+    """The x-axis of the accuracy plot: rounds, megabytes sent, or the columns of the table; or the table as a heat map.
 
-    A plot of accuracy by operations follows in any case.
+    None: no plot. A plot of accuracy by operations follows in any case.
     """
     study: dict[str, Any] = {}
     """The name and options of a study that measures more than accuracy."""
@@ -397,9 +397,10 @@ _ALT_TEXTS = {
     "rounds": "Accuracy by round",
     "megabytes": "Accuracy by megabytes sent, up and down together,",
     "columns": "Accuracy by column",
+    "heatmap": "Accuracy by column, as a heat map,",
     "gflop": "Accuracy by GFLOP of all clients",
 }
-FIGURES = {"rounds": ".png", "megabytes": ".png", "columns": ".png", "gflop": "-gflop.png"}
+FIGURES = {"rounds": ".png", "megabytes": ".png", "columns": ".png", "heatmap": ".png", "gflop": "-gflop.png"}
 """The end of the file name of each kind of figure."""
 
 

@@ -1,16 +1,78 @@
-"""Aggregation of the clients' models."""
+"""Aggregation: how the server combines what clients send.
+
+`weighted_mean` believes every client. The other rules bear some clients that lie:
+
+- `median`, `trimmed-mean`: Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning, ICML 2018.
+- `multi-krum`: Blanchard, El Mhamdi, Guerraoui, Stainer: Machine Learning with Adversaries, NeurIPS 2017. It averages
+  m = n − f − 2 updates.
+- `bulyan`: El Mhamdi, Guerraoui, Rouault: The Hidden Vulnerability of Distributed Learning in Byzantium, ICML 2018.
+- `geometric-median`: Pillutla, Kakade, Harchaoui: Robust Aggregation for Federated Learning, IEEE TSP 2022 (Weiszfeld).
+- `norm-bound`: Sun, Kairouz, Suresh, McMahan: Can You Really Backdoor Federated Learning?, 2019.
+- `centered-clip`: Karimireddy, He, Jaggi: Learning from History for Byzantine Robust Optimization, ICML 2021.
+
+Departures:
+
+- The bounds of `norm-bound` and `centered-clip` are the cohort's median norm and median distance, not constants.
+- `centered-clip` starts from the model that the clients received, and takes five steps.
+- These rules give all clients the same weight, because a client that lies may also lie about its size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fewer.models import Weights
+from fewer.privacy import PrivacyLedger
+from fewer.runtime import Aggregation
+
+MAX_NORM_RATIO = 10.0
+"""A change that is longer than this many times the cohort's median is scaled down to that length."""
+MAX_SIZE_RATIO = 100.0
+"""A client that claims more samples than this many times the cohort's median weighs as if it had that many.
+
+Honest cohorts of a skewed partition exceed 10.
+"""
+MIN_COHORT = 3
+"""The smallest cohort whose median says what is plausible."""
+WEISZFELD_STEPS = 100
+CLIP_STEPS = 5
+
+Tree = Mapping[str, Tensor]
 
 
-def weighted_mean(models: Sequence[Mapping[str, Tensor]], shares: Sequence[float]) -> Weights:
+def combine(
+    updates: Sequence[Tree],
+    shares: Sequence[float],
+    aggregation: Aggregation = Aggregation(),  # noqa: B008
+    start: Tree | None = None,
+) -> Weights:
+    """Combines the clients' updates by a rule, after `bound_updates`.
+
+    `start` is what the clients started from: a rule looks at the changes from there. Without it, updates are changes
+    themselves, such as gradients.
+    """
+    updates, shares = bound_updates(updates, shares, start)
+    if aggregation.rule == "mean":
+        return weighted_mean(updates, shares)
+    combined = weighted_mean(updates, [1] * len(updates))  # of the tensors that are no floats
+    names = [name for name, tensor in combined.items() if tensor.dtype.is_floating_point]
+    if not names:
+        return combined
+    changes = torch.stack([flat_change(update, start, names) for update in updates])
+    result, position = RULES[aggregation.rule](changes, math.ceil(aggregation.liars * len(updates) - 1e-9)), 0
+    for name in names:
+        tensor = combined[name]
+        change = result[position : position + tensor.numel()].view(tensor.shape)
+        combined[name] = (change if start is None else start[name] + change).to(tensor.dtype)
+        position += tensor.numel()
+    return combined
+
+
+def weighted_mean(models: Sequence[Tree], shares: Sequence[float]) -> Weights:
     """Σ shareᵢ · modelᵢ / Σ shareᵢ for each tensor.
 
     Sums are in float64 and in the given order. Integer tensors are rounded.
@@ -25,3 +87,191 @@ def weighted_mean(models: Sequence[Mapping[str, Tensor]], shares: Sequence[float
             weighted_sum.add_(model[name], alpha=share / total)
         mean[name] = (weighted_sum if first.dtype.is_floating_point else weighted_sum.round()).to(first.dtype)
     return mean
+
+
+def private_mean(
+    updates: Sequence[Tree],
+    start: Tree | None,
+    example: Tree,
+    privacy: PrivacyLedger,
+    asked: int,
+    generator: torch.Generator,
+) -> Weights:
+    """start + (Σ clip(updateᵢ − start) + noise) / asked, and the next clipping norm, if it is adaptive.
+
+    Clients that did not answer count as zero changes, so that one client changes the sum by at most 2 C. Tensors that
+    are no floats keep their value in `start`. `example` has the names and shapes.
+    """
+    names = [name for name, tensor in example.items() if tensor.dtype.is_floating_point]
+    length = sum(example[name].numel() for name in names)
+    total, unclipped = torch.zeros(length, dtype=torch.float64), 0
+    for update in updates:
+        change = flat_change(update, start, names).cpu()
+        norm = float(change.norm())
+        unclipped += norm <= privacy.clip
+        total += change * min(1.0, privacy.clip / max(norm, 1e-30))
+    noise = torch.randn(length, generator=generator, dtype=torch.float64)
+    mean = (total + privacy.noise_of_sum(asked) * noise) / asked
+    if privacy.settings.quantile is not None:
+        count_noise = privacy.noise_of_count(asked) * float(torch.randn((), generator=generator, dtype=torch.float64))
+        privacy.move_clip((unclipped + count_noise) / asked)
+    result, position = {}, 0
+    for name, tensor in example.items():
+        center = torch.zeros_like(tensor) if start is None else start[name]
+        if name not in names:
+            result[name] = center.clone()
+            continue
+        change = mean[position : position + tensor.numel()].view(tensor.shape).to(tensor.device)
+        result[name] = (center.double() + change).to(tensor.dtype)
+        position += tensor.numel()
+    return result
+
+
+# --- what is plausible ----------------------------------------------------------------------------------------
+
+
+def bound_updates(
+    updates: Sequence[Tree], shares: Sequence[float], start: Tree | None = None
+) -> tuple[Sequence[Tree], Sequence[float]]:
+    """Bounds the changes and the sizes that clients claim by multiples of the cohort's medians.
+
+    One client can then move the mean by a bounded distance only. Plausible updates and shares are returned as they are.
+    """
+    if len(updates) < MIN_COHORT:
+        return updates, shares
+    norms = [change_norm(update, start) for update in updates]
+    longest = MAX_NORM_RATIO * median(norms) or math.inf  # most clients changed nothing: no length is implausible
+    largest = MAX_SIZE_RATIO * median(shares)
+    bounded = [
+        update if norm <= longest else scale_change(update, start, longest / norm)
+        for update, norm in zip(updates, norms, strict=True)
+    ]
+    return bounded, [min(share, largest) for share in shares]
+
+
+def change_norm(update: Tree, start: Tree | None) -> float:
+    """‖update − start‖ over all floating-point tensors."""
+    squares = 0.0
+    for name, tensor in update.items():
+        if tensor.dtype.is_floating_point:
+            change = tensor.double() if start is None else tensor.double() - start[name]
+            squares += float(change.square().sum())
+    return math.sqrt(squares)
+
+
+def scale_change(update: Tree, start: Tree | None, factor: float) -> Weights:
+    """start + factor · (update − start) for floating-point tensors; others stay."""
+    scaled: Weights = {}
+    for name, tensor in update.items():
+        if not tensor.dtype.is_floating_point:
+            scaled[name] = tensor
+            continue
+        center = torch.zeros_like(tensor, dtype=torch.float64) if start is None else start[name].double()
+        scaled[name] = (center + factor * (tensor.double() - center)).to(tensor.dtype)
+    return scaled
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value, or the mean of the two middle ones."""
+    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+
+
+def flat_change(update: Tree, start: Tree | None, names: Sequence[str]) -> Tensor:
+    """The named tensors of update − start as one vector in float64."""
+    parts = (update[name].double() if start is None else update[name].double() - start[name] for name in names)
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+# --- robust rules: n changes of length d, f of which may be lies ------------------------------------------------
+
+
+def coordinate_median(changes: Tensor, liars: int = 0) -> Tensor:
+    """The median of each coordinate: the middle value, or the mean of the two middle ones."""
+    ordered = changes.sort(0).values
+    count = len(ordered)
+    return (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
+
+
+def trimmed_mean(changes: Tensor, liars: int) -> Tensor:
+    """The mean of each coordinate without its f smallest and f largest values."""
+    count = len(changes)
+    trim = min(liars, (count - 1) // 2)
+    return changes.sort(0).values[trim : count - trim].mean(0)
+
+
+def multi_krum(changes: Tensor, liars: int) -> Tensor:
+    """The mean of the n − f − 2 changes that are nearest to their n − f − 2 nearest neighbors."""
+    count = len(changes)
+    liars = max(0, min(liars, (count - 3) // 2))
+    chosen = krum_scores(squared_distances(changes), liars).argsort(stable=True)[: max(1, count - liars - 2)]
+    return changes[chosen].mean(0)
+
+
+def bulyan(changes: Tensor, liars: int) -> Tensor:
+    """Chooses n − 2f changes by Krum, one after the other; then averages the values nearest to each median."""
+    count = len(changes)
+    liars = max(0, min(liars, (count - 3) // 4))
+    distances, left = squared_distances(changes), list(range(count))
+    chosen: list[int] = []
+    while len(chosen) < count - 2 * liars:
+        best = int(krum_scores(distances[left][:, left], liars).argmin())
+        chosen.append(left.pop(best))
+    selected = changes[chosen]
+    nearest = (
+        (selected - coordinate_median(selected)).abs().argsort(dim=0, stable=True)[: max(1, len(chosen) - 2 * liars)]
+    )
+    return selected.gather(0, nearest).mean(0)
+
+
+def squared_distances(changes: Tensor) -> Tensor:
+    """‖changeᵢ − changeⱼ‖² (n × n)."""
+    return torch.cdist(changes, changes, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+
+def krum_scores(distances: Tensor, liars: int) -> Tensor:
+    """The sum of squared distances to the n − f − 2 nearest others, for each change."""
+    neighbors = max(1, len(distances) - liars - 2)
+    return distances.sort(1).values[:, 1 : 1 + neighbors].sum(1)  # the nearest one is the change itself
+
+
+def geometric_median(changes: Tensor, liars: int) -> Tensor:
+    """The point with the smallest sum of distances to all changes (Weiszfeld's steps, smoothed)."""
+    point = coordinate_median(changes)
+    scale = float((changes - point).norm(dim=1).max())
+    for _ in range(WEISZFELD_STEPS):
+        weights = 1 / (changes - point).norm(dim=1).clamp(min=1e-9 * scale + 1e-30)
+        previous, point = point, (weights[:, None] * changes).sum(0) / weights.sum()
+        if float((point - previous).norm()) <= 1e-9 * scale:
+            break
+    return point
+
+
+def norm_bound(changes: Tensor, liars: int) -> Tensor:
+    """The mean of all changes, each scaled down to the median length."""
+    return clip_rows(changes).mean(0)
+
+
+def centered_clip(changes: Tensor, liars: int) -> Tensor:
+    """v ← v + mean of (changeᵢ − v), each scaled down to the median length; from v = 0, five times."""
+    center = torch.zeros_like(changes[0])
+    for _ in range(CLIP_STEPS):
+        center = center + clip_rows(changes - center).mean(0)
+    return center
+
+
+def clip_rows(rows: Tensor) -> Tensor:
+    """Scales rows that are longer than the median row down to its length."""
+    norms = rows.norm(dim=1)
+    factors: Tensor = (norms.quantile(0.5) / norms.clamp(min=1e-30)).clamp(max=1)
+    return rows * factors[:, None]
+
+
+RULES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "median": coordinate_median,
+    "trimmed-mean": trimmed_mean,
+    "multi-krum": multi_krum,
+    "bulyan": bulyan,
+    "geometric-median": geometric_median,
+    "norm-bound": norm_bound,
+    "centered-clip": centered_clip,
+}

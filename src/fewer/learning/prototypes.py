@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fewer.learning.aggregate import MAX_NORM_RATIO, MAX_SIZE_RATIO, MIN_COHORT
+
 
 class Prototypes(NamedTuple):
     """Prototypes of n classes."""
@@ -53,12 +55,27 @@ def distance_loss(features: Tensor, labels: Tensor, classes: Tensor, means: Tens
 
 
 def merge_prototypes(prototypes: Sequence[Prototypes]) -> Prototypes:
-    """The mean prototype of each class, weighted by number of samples; summed in float64 in the given order."""
+    """The mean prototype of each class, weighted by number of samples; summed in float64 in the given order.
+
+    Implausible prototypes and numbers are bounded, as in `bound_updates`.
+    """
     labels = torch.cat([part.classes for part in prototypes])
     classes, positions = torch.unique(labels, return_inverse=True)
     counts = torch.cat([part.counts for part in prototypes])
     means = torch.cat([part.means for part in prototypes])
+    if len(prototypes) >= MIN_COHORT:
+        means, counts = bound_rows(means), counts.clamp(max=int(MAX_SIZE_RATIO * counts.double().quantile(0.5)))
     totals = torch.zeros(len(classes), dtype=counts.dtype, device=counts.device).index_add_(0, positions, counts)
     sums = torch.zeros(len(classes), means.shape[1], dtype=torch.float64, device=means.device)
     sums.index_add_(0, positions, means.double() * counts[:, None])
     return Prototypes(classes, (sums / totals[:, None]).to(means.dtype), totals)
+
+
+def bound_rows(rows: Tensor) -> Tensor:
+    """Scales rows that are implausibly long, compared with the median row, down to the longest plausible length."""
+    norms = rows.double().norm(dim=1)
+    longest = MAX_NORM_RATIO * norms.quantile(0.5)
+    if longest == 0 or not bool((norms > longest).any()):
+        return rows
+    factors: Tensor = (longest / norms).clamp(max=1)
+    return (rows.double() * factors[:, None]).to(rows.dtype)

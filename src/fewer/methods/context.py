@@ -94,11 +94,14 @@ class Client(Context):
     store: Store = field(kw_only=True)
     """Private state, kept from round to round: `client.store.put("model", …)`, `client.store.get("model")`."""
     _data: Data = field(kw_only=True, repr=False)
+    mislabeled: bool = field(default=False, kw_only=True)
+    """True if the client lies by training on wrong labels."""
 
     @cached_property
     def data(self) -> ClientData:
         """All of the client's samples, loaded on first use."""
-        return self._data.client(self.id)
+        data = self._data.client(self.id)
+        return data._replace(train=data.train.flip_labels(self._data.classes)) if self.mislabeled else data
 
     @property
     def train(self) -> Samples:
@@ -156,11 +159,13 @@ class ContextFactory:
     """The round under which clients store state. Default: the round of the call."""
     sealing_keys: Keys | None = None
     """Keys that encrypt messages from client to client. Default: the key files in `folder`."""
+    mislabeled: frozenset[int] = frozenset()
+    """Clients that train on wrong labels."""
 
     def __call__(self, client: int, round: int) -> Client:
         """The client with this number."""
         shared = client, round, self.seed, self.task, self.data.test, self.nets
-        return Client(*shared, store=self.store(client, round), _data=self.data)
+        return Client(*shared, store=self.store(client, round), _data=self.data, mislabeled=client in self.mislabeled)
 
     def server(self, item: int, round: int) -> Server:
         """The server, at one item of its work."""

@@ -25,6 +25,7 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
+from fewer.learning.aggregate import combine
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.methods import MAX_SAMPLES, Client, ModelState, PersonalMethod, SearchSpace
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
@@ -67,8 +68,8 @@ class DBE(PersonalMethod[DBEState], LocalTraining[DBEState]):
         if not state.known:
             returns: Schema = {"mean": Shaped(tuple(mean.shape)), "size": Number(int, 1, MAX_SAMPLES)}
             parts = clients.ask(cohort, self.mean_features, returns=returns)
-            total = sum(part["size"] for part in parts)
-            mean = sum((part["mean"].double() * (part["size"] / total) for part in parts), mean.double()).float()
+            sizes = [part["size"] for part in parts]
+            mean = combine([{"mean": part["mean"]} for part in parts], sizes, parts.aggregation)["mean"]
         answers = train_models(clients, cohort, self.train_shifted, state.model, mean=mean)
         return DBEState(average_by_size(answers), mean, True)
 

@@ -15,20 +15,22 @@ Departures:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic, cast
 
 from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fewer.data import Samples
 from fewer.errors import SettingError
-from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss, weighted_mean
+from fewer.learning import LocalOptimizer, draw_batches, sgd, task_loss
+from fewer.learning.aggregate import combine, private_mean
 from fewer.learning.augment import apply_affine, draw_affine
 from fewer.learning.sgd import GradientHook, Loss
 from fewer.methods import MAX_SAMPLES, Client, Method, ModelState, SearchSpace, StateT
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Answers, Clients, on_client
+from fewer.runtime.clients import HiddenFields
 from fewer.wire import Number
 
 
@@ -112,12 +114,31 @@ def model_schema(model: Weights) -> dict[str, Any]:
 
 def average_equally(answers: Answers) -> Weights:
     """The mean of the clients' models, with equal weights."""
-    return weighted_mean([answer["model"] for answer in answers], [1] * len(answers))
+    return average_field(answers, "model")
 
 
 def average_by_size(answers: Answers) -> Weights:
     """Σ_k (n_k / n) w_k, over the clients that answered."""
-    return weighted_mean([answer["model"] for answer in answers], [answer["size"] for answer in answers])
+    if answers.private:  # sizes are private, too
+        return average_field(answers, "model")
+    return average_field(answers, "model", [answer["size"] for answer in answers])
+
+
+def average_field(answers: Answers, name: str, shares: Sequence[float] | None = None) -> Weights:
+    """The mean of one field of the answers, with these shares or equal ones; or what the run makes of it.
+
+    `--aggregate` replaces the mean by a robust rule, `--dp` by the noisy mean of clipped changes. If the clients got a
+    field of this name, they changed it. Otherwise they send a change, such as a gradient.
+    """
+    if private := answers.private:
+        updates = [cast(HiddenFields, answer.fields).reveal(name) for answer in answers]
+        if not updates[0]:  # clients keep their models
+            return {}
+        start, generator = answers.sent.get(name), private.generator()
+        private.ledger.record(private.asked, private.drawn_from, private.round)
+        return private_mean(updates, start, updates[0], private.ledger, private.asked, generator)
+    shares = [1] * len(answers) if shares is None else shares
+    return combine([answer[name] for answer in answers], shares, answers.aggregation, answers.sent.get(name))
 
 
 @METHODS.register("fedavg-augmented")

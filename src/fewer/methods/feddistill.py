@@ -124,6 +124,11 @@ class FedDistillLogits(PersonalMethod[FedDistillState], FedDistill):
         state = super().init(task, seed)
         return FedDistillState({}, state.clients, state.logits, state.held)
 
+    @classmethod
+    def averages(cls) -> bool:
+        """False: clients send no models."""
+        return False
+
     @on_client(stream="distil")
     def distill(self, client: Client, model: Weights, teacher: Tensor, known: Tensor) -> dict[str, Any]:
         """Trains as FedDistill does, but stores the model on the client."""

@@ -38,6 +38,7 @@ from fewer.learning.adam import adam_step
 from fewer.learning.adapt import Batch, LearningRate, meta_gradient, trainable_weights
 from fewer.learning.sgd import draw_subset
 from fewer.methods import MAX_SAMPLES, Client, SearchSpace
+from fewer.methods.fedavg import average_field
 from fewer.methods.new_clients import CountingState, NewClients, adapt_in_place, full_batches
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
@@ -130,9 +131,9 @@ class FedMeta(NewClients[FedMetaState]):
             },
         )
         client_weights = [answer["size"] if self.weighting == "size" else 1 for answer in answers]
-        gradient = weighted_mean([answer["gradient"] for answer in answers], client_weights)  # Σ_u (n_u / n) g_u
+        gradient = average_field(answers, "gradient", client_weights)  # Σ_u (n_u / n) g_u
         flops = state.flops + sum(answer["flops"] for answer in answers)
-        buffers = weighted_mean([answer["buffers"] for answer in answers], client_weights)
+        buffers = average_field(answers, "buffers", client_weights)
         step = state.step + 1
         phi, first_moment, second_moment = adam_step(  # line 9
             state.algorithm, gradient, state.first_moment, state.second_moment, step, self.meta_lr

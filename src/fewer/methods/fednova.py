@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 from pydantic import PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from fewer.learning import weighted_mean
+from fewer.learning.aggregate import combine
 from fewer.learning.sgd import epoch_batches
 from fewer.methods import Client, Group, ModelState
 from fewer.methods.fedavg import LocalTraining, average_by_size, train_models
@@ -73,7 +73,7 @@ class FedNova(LocalTraining[FedNovaState]):
             {name: (state.model[name] - answer["model"][name]) / norm for name in state.parameters}
             for answer, norm in zip(answers, norms, strict=True)
         ]  # η d_i
-        mean = weighted_mean(changes, sizes)
+        mean = combine(changes, sizes, answers.aggregation)
         moved = {name: state.model[name] - effective * mean[name] for name in state.parameters}
         return replace(state, model={**average_by_size(answers), **moved})
 

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from fewer.data import Samples
 from fewer.data.episodes import split_support_query
 from fewer.errors import QuorumLost, SettingError
-from fewer.learning import evaluate_net, sgd, weighted_mean
+from fewer.learning import evaluate_net, sgd
+from fewer.learning.aggregate import combine
 from fewer.learning.augment import random_crop
 from fewer.learning.evaluate import EVAL_BATCH_SIZE
 from fewer.learning.group_model import GroupModel, compute_features, compute_prototypes
@@ -29,7 +30,7 @@ from fewer.methods import MAX_SAMPLES, Client, Context, Group, Method, Needs, Se
 from fewer.methods.fedavg import train_models
 from fewer.models import Task, Weights, get_weights, split_net
 from fewer.models.split import feature_width
-from fewer.runtime import Absent, Answer, Clients, on_client
+from fewer.runtime import Absent, Aggregation, Answer, Clients, on_client
 from fewer.wire import Number, Shaped
 
 HEAD = "head."
@@ -138,7 +139,7 @@ class FewRounds(Method[StateT]):
             extra["score"] = Number(float, 0, 1)
         answers = train_models(clients, cohort, self.local_train, group.model, extra, **fields)
         valid = valid_answers(answers, clients, group.num_classes, "local_train")
-        return self.aggregate(group, [answer.fields for answer in valid])
+        return self.aggregate(group, [answer.fields for answer in valid], answers.aggregation)
 
     def prototype_payload(self, group: GroupState) -> dict[str, Tensor]:
         """Line 7: Γ, if clients download it in this round (with a linear head: the group's classes)."""
@@ -149,11 +150,17 @@ class FewRounds(Method[StateT]):
         """True if clients upload prototypes: always with GPAL, with `distance` in the last round to predict with."""
         return self.head == "gpal" or (self.head == "distance" and last)
 
-    def aggregate(self, group: AnyGroup, updates: Sequence[Mapping[str, Any]]) -> AnyGroup:
+    def aggregate(
+        self,
+        group: AnyGroup,
+        updates: Sequence[Mapping[str, Any]],
+        aggregation: Aggregation = Aggregation(),  # noqa: B008
+    ) -> AnyGroup:
         """Lines 13 and 14: θ ← Σ_k λ_k θ_k with λ_k the relative support set size, and Γ(c) over the holders of c."""
         if self.keep_best is not None:
             updates = sorted(updates, key=lambda update: -update["score"])[: self.keep_best]
-        model = weighted_mean([update["model"] for update in updates], [update["size"] for update in updates])
+        models, sizes = [update["model"] for update in updates], [update["size"] for update in updates]
+        model = combine(models, sizes, aggregation, group.model)
         group = replace(group, model=model, rounds_done=group.rounds_done + 1)
         if "means" not in updates[0]:
             return group

@@ -49,13 +49,13 @@ from torch import Tensor, nn
 from fewer.data import Data, Samples
 from fewer.data.episodes import split_support_query
 from fewer.errors import SettingError
-from fewer.learning import weighted_mean
 from fewer.learning.adam import adam_step
 from fewer.learning.adapt import trainable_weights
 from fewer.learning.group_model import GroupModel, compute_features, use_batch_statistics
 from fewer.learning.prototypes import Prototypes
 from fewer.methods import MAX_SAMPLES, Client, Context, Scores, SearchSpace, Server, StateT
 from fewer.methods.capabilities import Artifact, Embedding
+from fewer.methods.fedavg import average_field
 from fewer.methods.few_rounds import HEAD, LRS, NEUTRAL, FewRounds, GroupState, pair_prototypes
 from fewer.methods.groups import EvaluatedOnGroups
 from fewer.models import Task, Weights, load_weights
@@ -217,7 +217,7 @@ class FRL(PreparingMethod[FRLState]):
             **({"initial": self.sent_weights(phi)} if self.meta_steps > 1 else {}),
             **self.prototype_payload(state),
         )
-        gradient = weighted_mean([answer["gradient"] for answer in answers], [answer["size"] for answer in answers])
+        gradient = average_field(answers, "gradient", [answer["size"] for answer in answers])
         if self.weight_decay and self.meta_steps == 1:
             gradient = {name: tensor + self.weight_decay * phi[name] for name, tensor in gradient.items()}
         if self.optimizer == "sgd":

@@ -29,6 +29,8 @@ DEFAULT_COHORT = 10
 """Clients asked in each round if `cohort` is not set."""
 EVAL_CHUNK_SIZE = 2500
 """Samples of the global test set that a worker evaluates in one call."""
+AVERAGES = {"average_equally", "average_by_size", "average_field", "combine"}
+"""Functions that average what clients send by the rule of the run."""
 BEST = "best_model"
 """Store key of a client's best model on its validation samples, and how good it is there."""
 
@@ -204,6 +206,12 @@ class Method(SendsColumnSums, BaseModel, Generic[StateT]):
             if read and name != "evaluate":
                 return f"its {name} depends on {min(read)}"
         return ""
+
+    @classmethod
+    def averages(cls) -> bool:
+        """True if the method averages what clients send, so that another rule than the mean can take its place."""
+        functions = (getattr(getattr(cls, name), "__code__", None) for name in dir(cls) if not name.startswith("__"))
+        return any(AVERAGES & _names_in(code) for code in functions)
 
     def client_model(self, shared: Weights, client: Client, choose: bool = False) -> nn.Module:
         """The model that a client uses: `build_predictor`, or with `keep = best` its best model so far.

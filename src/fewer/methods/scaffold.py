@@ -30,7 +30,6 @@ import torch
 from pydantic import PositiveFloat
 from torch import Tensor
 
-from fewer.learning import weighted_mean
 from fewer.methods import Client, Group, ModelState, SearchSpace
 from fewer.methods.confirmed import (
     count_answers,
@@ -39,7 +38,7 @@ from fewer.methods.confirmed import (
     store_unconfirmed,
     zeros_like_parameters,
 )
-from fewer.methods.fedavg import LocalTraining, average_equally
+from fewer.methods.fedavg import LocalTraining, average_equally, average_field
 from fewer.models import Task, Weights, get_weights
 from fewer.registry import METHODS
 from fewer.runtime import Clients, on_client
@@ -83,7 +82,7 @@ class Scaffold(LocalTraining[ScaffoldState]):
             returns={"model": state.model, "change": state.control},
         )
         model = average_equally(answers)
-        change = weighted_mean([answer["change"] for answer in answers], [1] * len(answers))
+        change = average_field(answers, "change")
         for name in state.control:
             model[name] = state.model[name] + self.server_lr * (model[name] - state.model[name])
         share = len(answers) / len(clients)  # |S| / N

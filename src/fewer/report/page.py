@@ -60,6 +60,12 @@ def _render_report(groups: Sequence[RunGroup], gallery: Gallery, notes: Sequence
             for group, run in runs
             if (sent := run.transport_bytes)
         ),
+        *(
+            f"{group.label}, seed {run.seed}: differential privacy of clients with ε = {last['epsilon']:.3g} at "
+            f"δ = {last['delta']:g}, for the model, if the seed is secret. Metrics are not covered."
+            for group, run in runs
+            if run.history and "epsilon" in (last := run.history[-1])
+        ),
         *notes,
     ]
     environments = {json.dumps(run.metadata["environment"]): run.metadata["environment"] for _, run in runs}.values()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fewer.experiments.recipes import Cell, Recipe
 from fewer.experiments.studies import Study
 from fewer.report.audit import draw_images
-from fewer.report.charts import By, plot_columns, plot_curves
+from fewer.report.charts import By, Grid, plot_columns, plot_curves, plot_heatmap
 from fewer.report.files import write_files
 from fewer.report.metrics import Histories, metric_curve
 from fewer.report.pictures import plot_embeddings
@@ -31,6 +31,10 @@ def plot_recipe(recipe: Recipe, cells: Sequence[Cell]) -> dict[str, Figure]:
         rounds = recipe.by_round if isinstance(recipe.by_round, list) else [0]
         subplots = {f"{number} rounds" if number else "": _accuracies_after(cells, number) for number in rounds}
         figures["columns"] = plot_columns(recipe.title, subplots, styles)
+    if recipe.figure == "heatmap":
+        accuracies = _accuracies_after(cells, 0)
+        rows = [[row.get(column) for column in columns] for row in accuracies.values()]
+        figures["heatmap"] = plot_heatmap(recipe.title, Grid("", "", columns, list(accuracies), rows))
     histories: dict[str, Histories] = {
         column: {cell.row: cell.ours.curves for cell in cells if cell.column == column} for column in columns
     }

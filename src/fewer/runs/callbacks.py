@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fewer.errors import SettingError
+from fewer.privacy import PrivacyLedger
 from fewer.runs.result import Result, scalars
 from fewer.runs.settings import METHOD_SETTINGS
 from fewer.runtime import Absent
@@ -36,6 +37,8 @@ class Run(Result):
     """The clients without a usable answer in the current round."""
     ledger: Ledger = field(default_factory=Ledger)
     """The bytes of all messages."""
+    privacy: PrivacyLedger | None = None
+    """The noise, and all that it protected; None without differential privacy."""
     transport_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes as the transport packs them; known at the end, if the runtime counts them."""
     evaluates_again: bool = False

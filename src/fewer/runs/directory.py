@@ -21,7 +21,7 @@ from fewer.errors import RunError, RunInterrupted
 from fewer.ledger import Entry
 from fewer.runs.reader import CHECKPOINT, CLIENTS, EVENTS, FORMAT, LEDGER, LOCK, METRICS, SCHEMA, SETTINGS, RunReader
 from fewer.runtime.ring import Journal
-from fewer.runtime.store import delete_state_after, lock_file, write_durably
+from fewer.runtime.store import delete_state_after, is_disk_full, lock_file, write_durably
 from fewer.wire import Tree, pack
 
 HOPS = "hops"
@@ -60,11 +60,12 @@ class RunDirectory(RunReader):
     # --- writing --------------------------------------------------------------------------------------------
 
     def __enter__(self) -> RunDirectory:
-        self._lock = lock_file(self.path / LOCK)
+        with self.explain_errors():
+            self._lock = lock_file(self.path / LOCK)
         if self._lock is None:
             raise RunError(f"{self.path} is in use by another process")
         try:
-            with self._explained_errors():
+            with self.explain_errors():
                 self._lock.truncate(0)
                 self._lock.write(f"{os.getpid()}\n")
                 self._lock.flush()
@@ -93,6 +94,8 @@ class RunDirectory(RunReader):
         if not self._records[LEDGER].tell():
             self._write(LEDGER, ",".join(Entry._fields) + "\n")
         self._records[EVENTS] = (self.path / EVENTS).open("ab", buffering=0)
+        if (events := (self.path / EVENTS).read_bytes()) and not events.endswith(b"\n"):
+            self._write(EVENTS, "\n")  # a kill or a full disk cut the last line short
         round = checkpoint["round"] if checkpoint else 0
         delete_state_after(self.clients, round, self.journal.finished_clients(round + 1))
         return checkpoint
@@ -113,18 +116,18 @@ class RunDirectory(RunReader):
             lengths[LEDGER] -= len(line)
         taken_back = {name: value for name, value in checkpoint.items() if name != "stopped"}
         taken_back |= {"lengths": lengths, "taken_back": last_line.decode()}
-        with self._explained_errors():
+        with self.explain_errors():
             write_durably(self.path / CHECKPOINT, pack(taken_back))
 
     def update_metadata(self, **parts: Any) -> None:
         """Changes entries of settings.json."""
         self.metadata.update(parts)
-        with self._explained_errors():
+        with self.explain_errors():
             _write_metadata(self.path, self.metadata)
 
     def write_schema(self, schema: Mapping[str, Any]) -> None:
         """Writes the schema of the data, so that the model can be used without the data."""
-        with self._explained_errors():
+        with self.explain_errors():
             write_durably(self.path / SCHEMA, json.dumps(schema, indent=2, default=str).encode())
         self.schema = dict(schema)
 
@@ -142,7 +145,7 @@ class RunDirectory(RunReader):
 
     def save_checkpoint(self, **content: Tree) -> None:
         """Saves a finished round: first the records, then the checkpoint, which stores their lengths."""
-        with self._explained_errors():
+        with self.explain_errors():
             for name in RECORDS:
                 os.fsync(self._records[name].fileno())
             lengths = {name: self._records[name].tell() for name in RECORDS}
@@ -151,17 +154,31 @@ class RunDirectory(RunReader):
 
     def _write(self, name: str, text: str) -> None:
         remaining = memoryview(text.encode())
-        with self._explained_errors():
+        with self.explain_errors():
             while remaining:
                 remaining = remaining[self._records[name].write(remaining) :]
 
     @contextmanager
-    def _explained_errors(self) -> Iterator[None]:
+    def explain_errors(self, full_disk_only: bool = False) -> Iterator[None]:
+        """Raises RunInterrupted if the block fails to write, or only if it fails because the disk is full."""
         try:
             yield
         except OSError as error:
+            if full_disk_only and not is_disk_full(error):
+                raise
             problem = f"{self.path} cannot be written: {error.strerror}"
             raise RunInterrupted(f"{problem}. The last checkpoint is intact. Fix the cause, then resume it") from error
+
+
+@contextmanager
+def explain_full_disk(folder: Path) -> Iterator[None]:
+    """Raises RunError if the block fails because the disk with this temporary folder is full."""
+    try:
+        yield
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        raise RunError(f"{folder} cannot be written: {error.strerror}. Free some space, or set TMPDIR") from error
 
 
 def check_unused(path: Path) -> None:

@@ -29,11 +29,12 @@ from fewer.methods import ContextFactory, Method, Scores, find, names
 from fewer.methods.capabilities import HasSettingWarnings
 from fewer.methods.standardize import standardize
 from fewer.models.objective import Loss
+from fewer.privacy import PrivacySettings
 from fewer.registry import METHODS
 from fewer.runs import trackers
 from fewer.runs.artifacts import copy_start_model, resolve_start_model
 from fewer.runs.callbacks import Callback, Observers, Run, Tracker, check_callbacks
-from fewer.runs.directory import RunDirectory
+from fewer.runs.directory import RunDirectory, explain_full_disk
 from fewer.runs.experiment import Experiment, Metrics, Model, build_experiment, parse_settings, restore_state, warn_once
 from fewer.runs.progress import show_progress
 from fewer.runs.reader import RunReader
@@ -47,10 +48,9 @@ from fewer.runs.settings import (
     settings_hash,
     settings_in_group,
 )
-from fewer.runtime import Absent, Clients, Faults, Inline, Pool, RoundRules
+from fewer.runtime import Absent, Aggregation, Clients, Faults, Inline, Pool, RoundRules
 from fewer.runtime.handlers import HandlerRunner
 from fewer.runtime.keys import Keys
-from fewer.runtime.ring import Journal
 from fewer.runtime.streams import one_thread
 
 _LOG = logging.getLogger("fewer")
@@ -202,13 +202,15 @@ def run_experiment(
     new_trackers = trackers.find(track)
     if track and out is None:
         raise SettingError(f"track = {track[0]} needs a run directory: pass out=DIR")
-    run = Run(**vars(experiment), state=experiment.initial_state(), label=experiment.method.name)
+    privacy = experiment.open_privacy()
+    run = Run(**vars(experiment), state=experiment.initial_state(), label=experiment.method.name, privacy=privacy)
     if out is None:
         with tempfile.TemporaryDirectory(prefix="fewer-") as folder:
             observers = Observers(run, [FailureLog(Path(folder))], callbacks)
             return _train(run, Path(folder), observers, connect)
     with RunDirectory.create(out, {**_run_metadata(experiment), "track": list(track)}) as directory:
-        copy_start_model(experiment.method, directory.path)  # so that the run can resume without the original file
+        with directory.explain_errors(full_disk_only=True):
+            copy_start_model(experiment.method, directory.path)  # so that the run can resume without the original file
         return _train_recorded(run, Recorder(directory), new_trackers, callbacks, connect)
 
 
@@ -274,7 +276,7 @@ def resume(
             _change_rounds(directory, experiment)
         if any(name in ("rounds", *FAULT_SETTINGS) for name in changed):
             directory.journal.clear()  # discards the messages of the unfinished round; it starts again
-        run = Run(**vars(experiment), state=state, label=path.name)
+        run = Run(**vars(experiment), state=state, label=path.name, privacy=experiment.open_privacy())
         return _train_recorded(run, Recorder(directory, changed), all_trackers, callbacks, connect)
 
 
@@ -294,6 +296,10 @@ def _change_rounds(directory: RunDirectory, experiment: Experiment) -> None:
     if method.rounds <= done:
         raise SettingError(
             f"rounds = {method.rounds}, but {directory.path} has done {done} (allowed: more than {done})"
+        )
+    if (dp := experiment.settings.dp) is not None and PrivacySettings.parse(dp).epsilon is not None:
+        raise SettingError(
+            f"rounds cannot change with dp = {dp}: the noise was chosen for {planned} rounds; start a new run"
         )
     unscheduled = bool(done % experiment.settings.evaluate_every)
     if done and (reason := method.why_not_extend(done, planned, unscheduled)):
@@ -316,11 +322,15 @@ def _train_recorded(
     """Runs the remaining rounds in the recorder's run directory, from its last checkpoint if it has one."""
     directory = recorder.directory
     run.path, run.folder = directory.path, directory.clients
-    if checkpoint := directory.rewind_to_checkpoint():
+    with directory.explain_errors(full_disk_only=True):
+        checkpoint = directory.rewind_to_checkpoint()
+    if checkpoint:
         run.state = restore_state(run.state, checkpoint["state"], directory.path)
         run.history, run.seconds = list(directory.history), checkpoint["seconds"]
         run.stopped = checkpoint.get("stopped", "")
         run.ledger.total.update(checkpoint["ledger"])
+        if run.privacy:
+            run.privacy.restore(checkpoint["privacy"])
         if run.data.standardize and directory.schema:
             run.data = run.data.rescale(Schema.from_dict(directory.schema))
         if taken_back := checkpoint.get("taken_back"):
@@ -332,7 +342,7 @@ def _train_recorded(
             _LOG.warning(f"{run.path} is finished after {done}: {run.stopped}")
         all_trackers = [tracker for tracker in all_trackers if tracker.required]
     observers = Observers(run, [recorder, *all_trackers], callbacks)
-    return _train(run, directory.clients, observers, connect, directory.journal)
+    return _train(run, directory.clients, observers, connect, directory)
 
 
 def _check_options(method: Method, recorded: Mapping[str, Any]) -> None:
@@ -397,10 +407,14 @@ def build_handler_runner(
     share the same keys, so every sealed message also contains `run_id`.
     """
     seed = experiment.settings.seed
-    contexts = ContextFactory(experiment.data, experiment.task, seed, client_folder, sealing_keys=keys)
-    settings, device = experiment.settings, experiment.task.device
+    settings, device, lies = experiment.settings, experiment.task.device, experiment.lies
+    liars = lies.liars(experiment.population, seed) if lies else frozenset()
+    mislabeled = liars if lies and lies.kind == "label-flip" else frozenset()
+    contexts = ContextFactory(
+        experiment.data, experiment.task, seed, client_folder, sealing_keys=keys, mislabeled=mislabeled
+    )
     flags = settings.debug, settings.count_flops
-    return HandlerRunner(experiment.method, contexts, seed, device, run_id.encode(), *flags)
+    return HandlerRunner(experiment.method, contexts, seed, device, run_id.encode(), *flags, lies=lies, liars=liars)
 
 
 def runtime_options(experiment: Experiment) -> dict[str, Any]:
@@ -408,21 +422,30 @@ def runtime_options(experiment: Experiment) -> dict[str, Any]:
     settings = experiment.settings
     faults = Faults(settings.drop, settings.slow, settings.corrupt)
     rules = RoundRules(settings.quorum, settings.deadline)
-    population = len(experiment.data) - experiment.data.unseen_clients
-    return {"population": population, "seed": settings.seed, "faults": faults, "rules": rules}
+    return {
+        "population": experiment.population,
+        "seed": settings.seed,
+        "faults": faults,
+        "rules": rules,
+        "aggregation": Aggregation(settings.aggregate, settings.liars),
+        "lies": experiment.lies,
+    }
 
 
 # --- the loop -------------------------------------------------------------------------------------------------
 
 
-def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journal: Journal | None = None) -> Result:
+def _train(
+    run: Run, folder: Path, observers: Observers, connect: Connect, directory: RunDirectory | None = None
+) -> Result:
     """Runs the remaining rounds. `folder` has the clients' private state."""
 
     def on_absent(absent: Absent, handler: str) -> None:
         run.absent.append(absent)
         observers.notify("on_absent", absent, handler)
 
-    with one_thread(), observers.follow():
+    full_disk = directory.explain_errors(full_disk_only=True) if directory else explain_full_disk(folder)
+    with one_thread(), observers.follow(), full_disk:
         for note in run.data.notes:
             warn_once(f"data '{run.data.name}': {note}")
         if isinstance(run.method, HasSettingWarnings):
@@ -434,7 +457,15 @@ def _train(run: Run, folder: Path, observers: Observers, connect: Connect, journ
 
         @contextmanager
         def open_clients() -> Iterator[Clients]:
-            with connect(run, folder, len(run.history), ledger=run.ledger, journal=journal, **hooks) as clients:
+            with connect(
+                run,
+                folder,
+                len(run.history),
+                ledger=run.ledger,
+                privacy=run.privacy,
+                journal=directory and directory.journal,
+                **hooks,
+            ) as clients:
                 try:
                     yield clients
                 finally:
@@ -514,6 +545,7 @@ def _evaluate(
     run.seconds = time.perf_counter() - started
     metrics.update(up=run.ledger.total["up"], down=run.ledger.total["down"], seconds=round(run.seconds, 3))
     metrics.update({"flops": clients.flops} if run.settings.count_flops else {})
+    metrics.update({"epsilon": run.privacy.epsilon, "delta": run.privacy.settings.delta} if run.privacy else {})
 
 
 def _evaluate_again(run: Run, clients: Clients, observers: Observers) -> None:

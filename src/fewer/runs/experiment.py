@@ -22,15 +22,20 @@ from fewer.errors import DataError, RunError, SettingError, setting_error
 from fewer.learning.evaluate import measure_outputs
 from fewer.methods import Method, find, names
 from fewer.methods.capabilities import PreparesData
+from fewer.methods.method import DEFAULT_COHORT
 from fewer.models import Task, get_weights, net_factory
 from fewer.models.nets import copy_net, default_model, is_lazy, materialize
 from fewer.models.objective import LOSSES, Loss, Objective, build_objective, predicted_kind
+from fewer.privacy import PrivacyLedger, PrivacySettings
 from fewer.registry import MODELS
 from fewer.runs.metric import PrimaryMetric
 from fewer.runs.settings import METHOD_SETTINGS, Settings, neutral_options, settings_hash, settings_in_group
+from fewer.runtime import Lies
 from fewer.runtime.clients import check_cohort
 from fewer.runtime.streams import global_streams, one_thread
 
+CLASS_KINDS = ("classification", "next-token")
+"""Kinds of tasks whose targets are classes."""
 _LOG = logging.getLogger("fewer")
 Model = str | nn.Module | Callable[..., nn.Module]
 Metrics = Sequence[str | Callable[[torch.Tensor, torch.Tensor], Any]]
@@ -52,6 +57,24 @@ class Experiment:
     def hash(self) -> str:
         """The hash of all settings that affect results."""
         return settings_hash(self.settings, self.method)
+
+    def open_privacy(self) -> PrivacyLedger | None:
+        """The privacy ledger before the first round, if the run has differential privacy."""
+        if self.settings.dp is None:
+            return None
+        clients = self.population
+        cohort = min(DEFAULT_COHORT, clients) if self.method.cohort is None else self.method.cohort
+        return PrivacyLedger.open(PrivacySettings.parse(self.settings.dp), self.method.rounds, cohort, clients)
+
+    @property
+    def population(self) -> int:
+        """The number of clients that take part in training."""
+        return len(self.data) - self.data.unseen_clients
+
+    @property
+    def lies(self) -> Lies | None:
+        """The injected lies, if any."""
+        return None if self.settings.lie is None else Lies.parse(self.settings.lie)
 
     @property
     def metric(self) -> PrimaryMetric:
@@ -121,6 +144,15 @@ def build_experiment(
         _check_classes(method, settings, objective)
     if not isinstance(data, AbsentData):
         data = hide_clients(_prepare_data(method, data), settings)
+    if settings.lie is not None and Lies.parse(settings.lie).kind == "label-flip" and objective.kind not in CLASS_KINDS:
+        raise SettingError(f"lie = {settings.lie} needs classes, but this is a {objective.kind} task")
+    if settings.dp is not None:
+        _check_privacy(settings)
+    if settings.aggregate != "mean" and not method.averages():
+        raise SettingError(
+            f"aggregate = {settings.aggregate}, but {method.name} averages nothing that clients send "
+            f"(allowed: {', '.join(name for name in names() if find(name).averages())})"
+        )
     if method.cohort is not None:
         check_cohort(method.cohort, len(data) - data.unseen_clients)
     if settings.unseen_clients:
@@ -200,6 +232,15 @@ def _is_servers_file(settings: Settings) -> bool:
     return settings.runtime == "flower" and ":" in settings.data
 
 
+def _check_privacy(settings: Settings) -> None:
+    """Raises SettingError if the settings contradict differential privacy."""
+    PrivacySettings.parse(settings.dp or "")
+    if settings.aggregate != "mean":
+        raise SettingError(f"dp needs aggregate = mean, whose sensitivity is known, got {settings.aggregate}")
+    if settings.runtime == "flower":
+        raise SettingError("dp needs simulated clients: the noise is drawn from the seed, which remote clients know")
+
+
 def _check_keep(method: Method, data: Data) -> None:
     """Raises SettingError if clients cannot choose a model, unless the method does so by default."""
     if not method.evaluates_clients:
@@ -213,7 +254,7 @@ def _check_classes(method: Method, settings: Settings, objective: Objective) -> 
     """Raises SettingError if the method needs classes, and the objective is another one than predicting them."""
     if objective.loss is LOSSES["cross-entropy"][0]:
         return
-    if objective.kind in ("classification", "next-token"):
+    if objective.kind in CLASS_KINDS:
         problem = f"has its own loss; loss = {settings.loss} does not apply"
     else:
         problem = f"needs classes, but this is a {objective.kind} task"

@@ -117,6 +117,8 @@ class FlowerServer:
             raise SettingError("debug needs simulated clients: a traceback never leaves a client's machine")
         if experiment.settings.count_flops:
             raise SettingError("count_flops needs simulated clients: remote clients do not report their operations")
+        if experiment.settings.lie is not None:
+            raise SettingError("lie needs simulated clients: it is a fault of clients, and remote ones are real")
         reason = "which clients on other machines do not have"
         _reject_files(_shared_settings(experiment), ["method", "model", "loss", "metrics"], reason)
         clients, keys = len(experiment.data), list(self.credentials.public_keys)

@@ -35,6 +35,8 @@ class ProgressLines(Callback):
         if run.metric.name in self.metrics:
             parts.append(f"{run.metric.name} {run.metric.format(self.metrics[run.metric.name], 1)}")
         parts.append(f"up {format_megabytes(metrics['up'])}, down {format_megabytes(metrics['down'])}")
+        if "epsilon" in metrics:
+            parts.append(f"ε {metrics['epsilon']:.3g} (δ {metrics['delta']:g})")
         if metrics["absent"]:
             parts.append(f"{metrics['absent']} absent")
         left = (run.method.rounds - run.round) * seconds_per_round

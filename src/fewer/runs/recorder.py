@@ -47,7 +47,8 @@ class Recorder(Callback):
         """Records the round: first metrics and messages, then the checkpoint."""
         self.directory.log_metrics(metrics)
         self.directory.log_messages(run.ledger.drain())
-        ending = {"stopped": run.stopped} if run.stopped else {}
+        ending: dict[str, Any] = {"stopped": run.stopped} if run.stopped else {}
+        ending |= {"privacy": run.privacy.to_dict()} if run.privacy else {}
         state, ledger = vars(run.state), dict(run.ledger.total)
         self.directory.save_checkpoint(round=run.round, state=state, ledger=ledger, seconds=run.seconds, **ending)
 
@@ -58,7 +59,8 @@ class Recorder(Callback):
         if isinstance(error, QuorumLost) and not error.resumable:
             details["resumable"] = False
         if error is None:
-            write_artifact(run, self.directory.path)
+            with self.directory.explain_errors(full_disk_only=True):
+                write_artifact(run, self.directory.path)
         self.directory.log_event("stop" if error else "finish", round=len(run.history), **details)
 
 

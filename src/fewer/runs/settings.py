@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from fewer.choices import Codec, Norm, Partition, RuntimeName
+from fewer.choices import Aggregate, Codec, Norm, Partition, RuntimeName
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: names.split(",") if isinstance(names, str) else names)]
@@ -101,6 +101,9 @@ class Settings(BaseModel):
     count_flops: bool = Field(False, title="Run")
     """Count the floating-point operations of simulated clients. It slows small nets down by up to 2."""
 
+    dp: str | None = Field(None, title="Run", json_schema_extra=NEUTRAL)
+    """Differential privacy of clients: user:clip=1.0,noise=0.8 (and quantile=0.5, delta=1e-5), or epsilon=8."""
+
     quorum: Probability = Field(0.0, title="Faults")
     """Fraction of the asked clients that must answer, or the run stops."""
     deadline: PositiveFloat | None = Field(None, title="Faults")
@@ -111,6 +114,12 @@ class Settings(BaseModel):
     """Injected fault: probability that an answer arrives too late."""
     corrupt: Probability = Field(0.0, title="Faults")
     """Injected fault: probability that an answer is damaged in transit."""
+    lie: str | None = Field(None, title="Faults", json_schema_extra=NEUTRAL)
+    """Injected fault, as KIND:SHARE of all clients that lie: sign-flip, scale, noise, label-flip, ipm or alie."""
+    aggregate: Aggregate = Field("mean", title="Faults", json_schema_extra=NEUTRAL)
+    """How the server combines what clients send: their mean, or a rule that bears some lies."""
+    liars: Annotated[float, Field(ge=0, lt=0.5)] = Field(0.2, title="Faults", json_schema_extra=NEUTRAL)
+    """Share of clients that may lie, as trimmed-mean, multi-krum and bulyan assume."""
 
 
 def settings_in_group(title: str) -> set[str]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
 
+from fewer.choices import Aggregate, LieKind
 from fewer.errors import QuorumLost, RunError, RunInterrupted, SettingError
 from fewer.ledger import EVALUATION
-from fewer.runtime.handlers import Call, Reply, encode_message, stream_name
+from fewer.privacy import PrivacyLedger
+from fewer.runtime.handlers import Call, Reply, Unsent, encode_message, stream_name
+from fewer.runtime.lies import COLLUDING, Lies
 from fewer.runtime.ring import Journal, RelayRun
 from fewer.runtime.streams import SERVER, global_streams, seed_of, stream
 from fewer.wire import Field, Ledger, Refused, Schema, decode, encode
@@ -49,12 +53,71 @@ class Absent:
     detail: str = ""
 
 
+class PrivateSum(NamedTuple):
+    """What a noisy sum of answers needs."""
+
+    ledger: PrivacyLedger
+    asked: int
+    drawn_from: int
+    """The number of clients that the cohort was drawn from; `asked` if it was not drawn in this round."""
+    round: int
+    stream: Callable[[str], torch.Generator]
+
+    def generator(self) -> torch.Generator:
+        """The generator of the next release's noise. No two releases of a run share noise."""
+        return self.stream(f"privacy {self.ledger.releases.total()}")
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """How the server combines answers."""
+
+    rule: Aggregate = "mean"
+    liars: float = 0.2
+    """The share of clients that may lie, which some rules assume."""
+
+
+class HiddenFields(Mapping[str, Any]):
+    """The fields of an answer under differential privacy. The server may use only noisy sums of them."""
+
+    def __init__(self, fields: Mapping[str, Any], handler: str) -> None:
+        self._fields, self._handler = fields, handler
+
+    def __getitem__(self, name: str) -> Any:
+        raise SettingError(
+            f"dp does not cover this method: its server reads '{name}' of single clients ('{self._handler}'), and only "
+            "averages of what clients change are protected"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+    def reveal(self, name: str) -> Any:
+        """The field, for a function that protects it."""
+        return self._fields[name]
+
+
 class Answers(list[Answer]):
     """The answers, in the order in which the clients were asked. `absent` lists the missing ones."""
 
-    def __init__(self, answers: Iterable[Answer], absent: Sequence[Absent]) -> None:
+    def __init__(
+        self,
+        answers: Iterable[Answer],
+        absent: Sequence[Absent],
+        sent: Mapping[str, Any] | None = None,
+        aggregation: Aggregation = Aggregation(),  # noqa: B008
+        private: PrivateSum | None = None,
+    ) -> None:
         super().__init__(answers)
         self.absent = absent
+        self.sent = sent or {}
+        """The fields of the question."""
+        self.aggregation = aggregation
+        self.private = private
+        """How to protect sums of these answers, under differential privacy."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +161,11 @@ class Clients(ABC):
     seed: int
     faults: Faults = Faults()
     rules: RoundRules = RoundRules()
+    aggregation: Aggregation = Aggregation()
+    privacy: PrivacyLedger | None = None
+    """The ledger of differential privacy, if the run has it."""
+    lies: Lies | None = None
+    """Injected lies, if some clients tell them."""
     ledger: Ledger = field(default_factory=Ledger)
     on_absent: Callable[[Absent, str], None] = lambda absent, handler: None
     """Called for each absent client, with the handler's name."""
@@ -116,6 +184,8 @@ class Clients(ABC):
     """New clients, while they join: they alone are asked."""
     flops: int = 0
     """Floating-point operations of all clients so far, without evaluations, if they are counted."""
+    _drawn: tuple[int, frozenset[int], int] = field(default=(0, frozenset(), 0), repr=False)
+    """A round, the cohort drawn in it, and the number of clients that it was drawn from."""
     _relay_calls: tuple[int, int] = field(default=(0, 0), repr=False)
     """A round, and the number of relay calls in it so far."""
 
@@ -168,7 +238,9 @@ class Clients(ABC):
         candidates = range(self.population) if among is None else among
         check_cohort(count, len(candidates))
         rng = np.random.default_rng(seed_of(self.seed, self.round, purpose))
-        return [candidates[index] for index in rng.choice(len(candidates), count, replace=False)]
+        drawn = [candidates[index] for index in rng.choice(len(candidates), count, replace=False)]
+        self._drawn = self.round, frozenset(drawn), len(candidates)
+        return drawn
 
     def eval_cohort(self, among: Sequence[int] | None = None) -> list[int]:
         """The clients to evaluate on: all of them, or all `among`. If there are more than 100, always the same 100."""
@@ -206,7 +278,7 @@ class Clients(ABC):
         calls = [(Call(client, handler.__name__, self.round), messages[client]) for client in asked]
         sizes: dict[int, int] = {}
         unsent = set()
-        for done, (call, reply) in enumerate(self._deliver_calls(calls), 1):
+        for done, (call, reply) in enumerate(self._gather_replies(calls), 1):
             if reply and not reply.sent:
                 unsent.add(call.client)
             if reply and not self.evaluating:
@@ -217,6 +289,9 @@ class Clients(ABC):
             else:
                 absent[call.client] = outcome
             self.on_answer(done, len(asked))
+        if self.lies and not self.evaluating:
+            for client, refused in self._tell_lies(answers, fields, kind, returns).items():
+                absent[client] = refused
         for client in who:  # in the order of `who`, so that the ledger is the same in every runtime
             if client not in unsent:
                 self.ledger.add(self.round, client, "down", kind, len(messages[client]))
@@ -225,7 +300,33 @@ class Clients(ABC):
                 self.ledger.add(self.round, client, "up", kind, sizes[client])
         missing = [absent[client] for client in who if client in absent]
         self._check_quorum(missing, handler.__name__, len(answers), len(who))
-        return Answers((answers[client] for client in who if client in answers), missing)
+        answered = (answers[client] for client in who if client in answers)
+        if self.privacy is None or self.evaluating:
+            return Answers(answered, missing, fields, self.aggregation)
+        hidden = (Answer(answer.client, HiddenFields(answer.fields, handler.__name__)) for answer in answered)
+        drawn_from = self._drawn[2] if self._drawn[:2] == (self.round, frozenset(who)) else len(who)
+        private = PrivateSum(self.privacy, len(who), drawn_from, self.round, self.stream)
+        return Answers(hidden, missing, fields, self.aggregation, private)
+
+    def _tell_lies(
+        self, answers: dict[int, Answer], fields: Mapping[str, Any], kind: str, returns: Schema
+    ) -> dict[int, Absent]:
+        """Replaces the answers of the liars. Returns the liars whose answers are refused, without their answers."""
+        assert self.lies
+        liars, refused = self.lies.liars(self.population, self.seed), {}
+        honest = [answers[client].fields for client in sorted(answers) if client not in liars]
+        asked = len(answers)
+        for client in sorted(answers.keys() & liars):
+            sent = {name: part.by_client[client] if isinstance(part, Each) else part for name, part in fields.items()}
+            generator = stream(self.seed, self.round, client, f"lie {kind}")
+            false = self.lies.falsify(answers[client].fields, sent, generator, honest, asked)
+            unsent = {name: false.pop(name) for name in list(false) if isinstance(false[name], Unsent)}
+            try:  # the server checks lies as it checks everything
+                answers[client] = Answer(client, decode(encode(kind, false), returns)[1] | unsent)
+            except Refused as error:
+                del answers[client]
+                refused[client] = Absent(client, "refused", error.reason)
+        return refused
 
     def relay(
         self, order: Sequence[int], handler: Callable[..., Any], holders: Sequence[int] = (), sealed: bool = True
@@ -236,6 +337,17 @@ class Clients(ABC):
         first client gets no fields. Each message is sealed for its receiver unless `sealed` is False. The relay skips a
         client that does not take the message. Raises QuorumLost if too few clients take it.
         """
+        if self.privacy:
+            raise SettingError(
+                f"dp does not cover this method: clients pass models on to each other ('{handler.__name__}'), and no "
+                "server adds noise"
+            )
+        if self.lies and self.lies.kind in COLLUDING:
+            allowed = ", ".join(kind for kind in get_args(LieKind) if kind not in COLLUDING)
+            raise SettingError(
+                f"lie = {self.lies.kind} needs the answers of honest clients, and in a ring no liar sees them "
+                f"(allowed: {allowed})"
+            )
         calls = self._relay_calls[1] if self._relay_calls[0] == self.round else 0
         relay = RelayRun(self, handler.__name__, stream_name(handler), sealed, list(holders), calls)
         relay.run(order)
@@ -289,7 +401,7 @@ class Clients(ABC):
         for _ in range(MAX_ATTEMPTS):
             missing = [index for index in range(len(items)) if index not in results]
             calls = [(Call(index, handler.__name__, self.round, True, items[index]), message) for index in missing]
-            for call, reply in self._deliver_calls(calls):
+            for call, reply in self._gather_replies(calls):
                 if reply is None:
                     continue
                 if reply.failure:
@@ -309,6 +421,16 @@ class Clients(ABC):
     @abstractmethod
     def _deliver_calls(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
         """Delivers each call and yields its reply, in any order; None if the reply is lost."""
+
+    def _gather_replies(self, calls: Sequence[tuple[Call, bytes]]) -> Iterator[tuple[Call, Reply | None]]:
+        """Delivers each call and yields its reply. Raises OSError if a simulated client found the disk full.
+
+        Such a client must not count as absent: the run would continue with other numbers than on a larger disk.
+        """
+        for call, reply in self._deliver_calls(calls):
+            if reply and reply.disk_full:
+                raise OSError(errno.ENOSPC, reply.detail)
+            yield call, reply
 
     def transport_bytes(self) -> dict[str, int]:
         """Bytes of all messages as the transport packs them, if it adds its own packaging."""

@@ -16,8 +16,9 @@ import torch
 
 from fewer.runtime.flops import FlopCounter
 from fewer.runtime.keys import Keys
-from fewer.runtime.store import Store
-from fewer.runtime.streams import seed_globals, server_key
+from fewer.runtime.lies import Lies
+from fewer.runtime.store import Store, is_disk_full
+from fewer.runtime.streams import seed_globals, server_key, stream
 from fewer.wire import Refused, decode, encode, pack, unpack
 from fewer.wire.sealing import Header, parse_sealed, seal, unseal
 
@@ -166,6 +167,8 @@ class Reply:
     """False if the question was never sent."""
     flops: int = 0
     """Floating-point operations of the handler, if they are counted."""
+    disk_full: bool = False
+    """True if the client failed because its disk is full. A simulation then stops: all clients share one disk."""
     unsent: bytes = b""
     """The `Unsent` fields of the answer. They stay on this machine: runtimes between machines leave them out."""
 
@@ -211,11 +214,22 @@ class HandlerRunner:
     """Raises a handler's exception instead of turning it into a missing answer."""
     count_flops: bool = False
     """Counts the floating-point operations of each handler."""
+    lies: Lies | None = None
+    """Injected lies: what the `liars` pass on in a ring is false."""
+    liars: frozenset[int] = frozenset()
     _last: dict[str, Any] = field(default_factory=dict, repr=False)
     """The last message and its decoded fields."""
 
     def answer(self, call: Call, blob: bytes) -> Reply:
         """Runs one handler on one message. Every error becomes a reply too, unless `debug` is True."""
+        try:
+            return self._run_handler(call, blob)
+        except OSError as error:
+            if self.debug or not is_disk_full(error):
+                raise
+            return Reply(b"", "failed", str(error.strerror), disk_full=True)
+
+    def _run_handler(self, call: Call, blob: bytes) -> Reply:
         start, counter = time.perf_counter(), FlopCounter()
 
         def make_reply(blob: bytes = b"", **details: Any) -> Reply:
@@ -238,6 +252,9 @@ class HandlerRunner:
                 answer = handler(make_context(call.client, call.round), **fields)
             unsent = {name: value.tensors for name, value in answer.items() if isinstance(value, Unsent)}
             answer = {name: value for name, value in answer.items() if name not in unsent}
+            if call.hop and call.client in self.liars and self.lies:
+                generator = stream(self.seed, call.round, call.client, f"lie {call.handler}")
+                answer = self.lies.falsify(answer, fields, generator)
             if call.hop:
                 self._store_outgoing(call, handler, answer)
                 return make_reply()
@@ -248,6 +265,8 @@ class HandlerRunner:
         except Unable as unable:
             return make_reply(failure="unable", detail=str(unable))
         except (Exception, SystemExit) as error:  # a client that crashes is a missing answer, not the end of the run
+            if is_disk_full(error) and not self.debug:
+                raise
             if self.debug:
                 who = "server" if call.on_server else f"client {call.client}"
                 error.add_note(f"{who}, round {call.round}, handler {call.handler}")

@@ -170,7 +170,7 @@ class RelayRun:
         if journal and (recorded := journal.get(round, number)) is not None:
             self.clients.flops += recorded.flops
             return recorded
-        ((_, reply),) = self.clients._deliver_calls([(Call(client, handler, round, hop=hop), blob)])
+        ((_, reply),) = self.clients._gather_replies([(Call(client, handler, round, hop=hop), blob)])
         reply = reply or Reply(b"", "lost", "its worker process died")
         self.clients.flops += 0 if self.clients.evaluating else reply.flops
         if journal:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -11,6 +12,11 @@ from pathlib import Path
 from typing import IO
 
 from fewer.wire import Tree, pack, unpack
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """True if a write failed because there is no space left, or the user's quota of it is used up."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_durably(path: Path, blob: bytes) -> None:

@@ -40,8 +40,11 @@ class FakeSuperLink(SuperLink):
         return self.polls.popleft() if self.polls else {}
 
 
-def deliver(link: SuperLink, clients: Sequence[int], rules: RoundRules | None = None) -> dict[int, Reply | None]:
+def deliver(
+    link: SuperLink, clients: Sequence[int], rules: RoundRules | None = None, evaluating: bool = False
+) -> dict[int, Reply | None]:
     flower = Flower(4, 0, Faults(), rules or RoundRules(), handlers=None, superlink=link)  # type: ignore[arg-type]
+    flower.evaluating = evaluating
     return {
         call.client: reply for call, reply in flower._deliver_calls([(Call(client, "f", 1), b"") for client in clients])
     }
@@ -59,7 +62,7 @@ def test_an_offline_client_is_lost_at_once_and_replies_match_their_questions() -
     link = FakeSuperLink([NoResponse(), online], [{}, {"99": unrelated}, {"2": Reply(b"two")}, {"0": Reply(b"nought")}])
     replies = deliver(link, [0, 1, 2])
     assert replies == {0: Reply(b"nought"), 1: Reply(b"", "lost", "not online", sent=False), 2: Reply(b"two")}
-    assert link.ttls == [None]
+    assert link.ttls == [module.DEFAULT_DEADLINE + 2 * module.TRANSIT]
 
 
 def test_an_unsent_message_is_not_in_the_ledger() -> None:
@@ -118,3 +121,14 @@ def test_the_server_does_not_wait_after_the_deadline(monkeypatch: pytest.MonkeyP
     reply = deliver(link, [0], RoundRules(deadline=0.1))[0]
     assert reply is not None and reply.failure == "late"
     assert link.ttls == [pytest.approx(0.3)]
+
+
+@pytest.mark.parametrize("evaluating", [False, True])
+def test_a_client_that_hangs_is_late_without_a_deadline_and_in_evaluations(
+    evaluating: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TRANSIT", 0.1)
+    monkeypatch.setattr(module, "DEFAULT_DEADLINE", 0.2)
+    rules = RoundRules(deadline=1e6 if evaluating else None)
+    reply = deliver(FakeSuperLink([{0: RemoteClient(10, "a")}], []), [0], rules, evaluating)[0]
+    assert reply is not None and reply.failure == "late"

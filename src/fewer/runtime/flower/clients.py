@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 TRANSIT = 20.0
 """Seconds added to a deadline for transit to a client and back. A SuperNode polls for messages every 3 seconds."""
+DEFAULT_DEADLINE = 600.0
+"""Seconds that a client may take if there is no deadline, and in evaluations. A client that hangs ends no run."""
 POLL_INTERVAL = 0.1
 """Seconds between two polls for replies."""
 RESPONSE_TIMEOUT = 120.0
@@ -40,16 +42,16 @@ class Flower(Inline):
                 questions.append((Question(call, online[call.client]), blob))
             else:
                 yield call, Reply(b"", "lost", "not online", sent=False)
-        deadlines = [limit for question, _ in questions if (limit := self._call_deadline(question.call)) is not None]
-        timeout = max(deadlines) + TRANSIT if deadlines else None
-        pending = self.superlink.send_questions(questions, None if timeout is None else timeout + TRANSIT)
+        deadlines = [self._call_deadline(question.call) or DEFAULT_DEADLINE for question, _ in questions]
+        timeout = max(deadlines, default=DEFAULT_DEADLINE) + TRANSIT
+        pending = self.superlink.send_questions(questions, timeout + TRANSIT)
         start = last_check = time.monotonic()
         while pending:
             for message_id, reply in self.superlink.receive_replies(pending).items():
                 if message_id in pending:
                     yield pending.pop(message_id).call, reply
             now = time.monotonic()
-            if timeout is not None and now > start + timeout:
+            if now > start + timeout:
                 for question in pending.values():
                     yield question.call, Reply(b"", "late", f"no answer after {now - start:.0f} s")
                 return

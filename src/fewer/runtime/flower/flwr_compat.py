@@ -12,6 +12,7 @@ Flower documents `flwr.app` and its programs, but no way to serve a run from a p
         Runtime…HttpInterceptor
     HttpGrid, TaskIdentity, run_from_proto      enter a run as its server (see `RunGrid`)
     HeartbeatSender                             keeps a task alive
+    HEARTBEAT_…                                 how often a SuperNode says that it is alive (see `DETECT_SOON`)
     pull_task_input, push_message,              read a question and return the answer, as Flower's executor does
         push_task_output, SubStatus
     get_all_nested_objects, ObjectPushError,    read messages object by object
@@ -58,6 +59,19 @@ TESTED_VERSIONS = ("1.40.0", "1.41.0", "1.42.0")
 SUPERLINK = "flwr.superlink.cli:flower_superlink"
 SUPERNODE = "flwr.supernode.cli:flower_supernode"
 """Entry points of Flower's programs."""
+HEARTBEAT = 6
+"""A node counts as gone after twice these seconds without a heartbeat. Flower's own value is 30, its minimum 10."""
+DETECT_SOON = {
+    SUPERLINK: (
+        f"import flwr.superlink.servicer.fleet.fleet_handlers as fleet; fleet.HEARTBEAT_MIN_INTERVAL = {HEARTBEAT}"
+    ),
+    SUPERNODE: (
+        "import flwr.supernode.fleet_http_connection as connection, flwr.supercore.heartbeat as heartbeat; "
+        f"connection.HEARTBEAT_DEFAULT_INTERVAL = heartbeat.HEARTBEAT_DEFAULT_INTERVAL = {HEARTBEAT}; "
+        "heartbeat.HEARTBEAT_CALL_TIMEOUT = 2"
+    ),
+}
+"""Statements that each program runs first. A SuperNode then sends a heartbeat about every 3 seconds."""
 ACQUIRE_TASK = "/flwr.proto.Runtime/AcquireTask"
 """The request that only a holder of the secret may send."""
 

@@ -77,7 +77,8 @@ class Node:
         arguments += ["--auth-supernode-private-key", self.keys.resolve() / "node.key"]
         arguments += ["--isolation", "process", "--superexec-auth-secret-file", secret_file(home)]
         arguments += ["--host", "127.0.0.1", "--port", port]
-        return Program(compat.SUPERNODE, list(map(str, arguments)), home), port
+        setup = compat.DETECT_SOON[compat.SUPERNODE]
+        return Program(compat.SUPERNODE, list(map(str, arguments)), home, setup), port
 
     def _answer_until_exit(self, program: Program, port: int, answer: AnswerCallback) -> str:
         """Answers questions until the SuperNode ends or an answer is lost. Returns the reason."""

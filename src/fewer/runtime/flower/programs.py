@@ -32,6 +32,8 @@ class Program:
     arguments: Sequence[str]
     home: Path
     """The folder for the program's files and its log, NAME.log."""
+    setup: str = "pass"
+    """Statements that the program runs first, on one line."""
     _log_start: int = 0
     """Length of the log when the program started."""
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
@@ -49,7 +51,7 @@ class Program:
     def start(self) -> None:
         """Starts the program. It ends when the calling thread does."""
         module, _, function = self.entry.partition(":")
-        code = f"import sys; sys.argv[0] = {function!r}; from {module} import {function}; {function}()"
+        code = f"import sys; sys.argv[0] = {function!r}; {self.setup}; from {module} import {function}; {function}()"
         self.home.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()

@@ -110,7 +110,7 @@ class SuperLink:
         arguments += ["--host", self.host, "--port", self.port, "--database", home / "superlink.db"]
         arguments += ["--isolation", "process", "--superexec-auth-secret-file", secret_file(home)]
         arguments += ["--disable-runtime-dependency-installation"]
-        self._program = Program(compat.SUPERLINK, list(map(str, arguments)), home)
+        self._program = Program(compat.SUPERLINK, list(map(str, arguments)), home, compat.DETECT_SOON[compat.SUPERLINK])
         self._lock = lock_file(home / "lock")
         if self._lock is None:
             raise RunError(f"another server uses the keys in {self.credentials.folder}")

@@ -1,0 +1,191 @@
+"""Differential privacy: the accountant against published values, the sensitivity by brute force, the noise measured."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fewer
+from fewer import privacy
+from fewer.errors import SettingError
+from fewer.learning.aggregate import private_mean
+from fewer.privacy import PrivacyLedger, PrivacySettings, Release, choose_noise, compute_epsilon
+from fewer.runtime.clients import PrivateSum
+from fewer.runtime.streams import stream
+from tests.helpers import run_contents
+
+pytest.importorskip("dp_accounting", reason="the accountant is not installed (pip install 'fewer[dp]')")
+SETTINGS: dict[str, Any] = {"data": "digits", "model": "mlp", "clients": 6, "cohort": 3, "rounds": 2, "seed": 1}
+
+
+def ledger(noise: float = 1.0, clip: float = 1.0, quantile: float | None = None) -> PrivacyLedger:
+    return PrivacyLedger(PrivacySettings(clip, noise, quantile=quantile), noise, clip)
+
+
+# --- the accountant ---------------------------------------------------------------------------------------------
+
+
+def test_one_gaussian_release_costs_what_theory_says() -> None:
+    """RDP of order a is a / (2 s²). With s = z / 2 = 1, the smallest bound over orders is about 4.73 at δ = 1e-5."""
+    epsilon = compute_epsilon(((Release(5, 5, 2.0), 1),), 1e-5)
+    orders = [1 + step / 100 for step in range(1, 10_000)]
+    bounds = [
+        a / 2 + math.log((a - 1) / a) - (math.log(1e-5) + math.log(a)) / (a - 1) for a in orders
+    ]  # Canonne, Kamath, Steinke 2020, Proposition 12
+    assert epsilon == pytest.approx(min(bounds), rel=0.01) and epsilon == pytest.approx(4.73, abs=0.03)
+
+
+def test_sampling_rounds_and_noise_change_epsilon_as_they_should() -> None:
+    all_clients, sampled = (compute_epsilon(((Release(10, n, 2.0), 10),), 1e-5) for n in (10, 1000))
+    assert sampled < all_clients / 3
+    assert compute_epsilon(((Release(10, 10, 2.0), 20),), 1e-5) > all_clients
+    assert compute_epsilon(((Release(10, 10, 4.0), 10),), 1e-5) < all_clients
+    assert compute_epsilon((), 1e-5) == 0
+
+
+def test_a_target_chooses_the_smallest_noise() -> None:
+    noise = choose_noise(8.0, 1e-5, 10, 10, 100)
+    spent, more = (compute_epsilon(((Release(10, 100, z), 10),), 1e-5) for z in (noise, 0.99 * noise))
+    assert 7.8 < spent <= 8.0 < more
+
+
+# --- the mechanism ----------------------------------------------------------------------------------------------
+
+
+def noiseless_sum(changes: tuple[tuple[float, float], ...]) -> torch.Tensor:
+    updates = [{"w": torch.tensor(change) + 5} for change in changes]
+    start = {"w": torch.full((2,), 5.0)}
+    mean = private_mean(updates, start, start, ledger(noise=1e-12, clip=1.5), 3, stream(0))
+    return (mean["w"] - 5).double() * 3
+
+
+def test_replacing_one_client_changes_the_sum_by_at_most_twice_the_clipping_norm() -> None:
+    values = [(0.0, 0.0), (9.0, -9.0), (-9.0, 9.0), (0.2, 0.3), (1e6, 1e6)]
+    largest = 0.0
+    for others in product(values, repeat=2):
+        for first, second in product(values, repeat=2):
+            distance = float((noiseless_sum((first, *others)) - noiseless_sum((second, *others))).norm())
+            largest = max(largest, distance)
+    assert 2.9 < largest <= 3.0 + 1e-4
+
+
+def test_the_mean_is_clipped_and_divided_by_the_clients_asked() -> None:
+    """Changes (3, 4) and (0, 1) clipped to length 1, of 4 clients asked, two of which are absent."""
+    start = {"w": torch.tensor([1.0, 1.0]), "n": torch.tensor(7)}
+    updates = [
+        {"w": torch.tensor([4.0, 5.0]), "n": torch.tensor(9)},
+        {"w": torch.tensor([1.0, 2.0]), "n": torch.tensor(8)},
+    ]
+    mean = private_mean(updates, start, start, ledger(noise=1e-12), 4, stream(0))
+    assert mean["w"].tolist() == pytest.approx([1 + 0.6 / 4, 1 + 1.8 / 4]) and mean["n"].item() == 7
+
+
+def test_no_two_releases_share_noise() -> None:
+    book, streams = ledger(), []
+    private = PrivateSum(book, 3, 3, 1, lambda purpose: streams.append(purpose) or stream(purpose))  # type: ignore[func-returns-value]
+    private.generator()
+    book.record(3, 3, 1)
+    private.generator()
+    assert len({*streams}) == 2
+
+
+def test_the_noise_has_its_standard_deviation() -> None:
+    start = {"w": torch.zeros(20_000)}
+    mean = private_mean([start], start, start, ledger(noise=0.8, clip=2.5), 4, stream(0))
+    assert mean["w"].std().item() == pytest.approx(0.8 * 2.5 / 4, rel=0.03)
+    adaptive = private_mean([start], start, start, ledger(noise=0.8, clip=2.5, quantile=0.5), 40, stream(0))
+    factor = (0.8**-2 - (2 * 2) ** -2) ** -0.5  # σ_b = 40 / 20
+    assert adaptive["w"].std().item() == pytest.approx(factor * 2.5 / 40, rel=0.03)
+
+
+def test_adaptive_clipping_moves_toward_the_quantile() -> None:
+    book = ledger(clip=1.0, quantile=0.5)
+    book.move_clip(1.0)  # no client was clipped
+    assert book.clip == pytest.approx(math.exp(-0.2 * 0.5))
+    with pytest.raises(SettingError, match="noise = 1 is too much for adaptive clipping with 10 clients"):
+        book.noise_of_sum(10)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("record:noise=1", "unknown level 'record' .allowed: user"),
+        ("user:noise=1,epsilon=2", "pass either noise or epsilon"),
+        ("clip=1", "pass either noise or epsilon"),
+        ("user:nose=1", "unknown 'nose' .allowed: clip, noise, epsilon, delta, quantile"),
+        ("user:noise=x", "noise must be a number"),
+        ("user:noise=0", "noise must be > 0, got 0"),
+        ("user:noise=1,delta=2", "delta must be between 0 and 1"),
+    ],
+)
+def test_a_wrong_setting_is_reported(text: str, problem: str) -> None:
+    with pytest.raises(SettingError, match=problem):
+        PrivacySettings.parse(text)
+
+
+def test_epsilon_grows_by_round_and_a_resumed_run_has_the_same(tmp_path: Path) -> None:
+    settings = {**SETTINGS, "dp": "user:clip=0.5,noise=0.1,quantile=0.5", "cohort": 3, "rounds": 3}
+    result = fewer.run("fedavg", out=tmp_path / "unbroken", **settings)
+    epsilons = [line["epsilon"] for line in result.history]
+    assert 0 < epsilons[0] < epsilons[1] < epsilons[2] and result.history[0]["delta"] == 1e-5
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run("fedavg", out=tmp_path / "run", callbacks=[StopInRound(3)], **settings)
+    fewer.resume(tmp_path / "run")
+    assert run_contents(tmp_path / "run") == run_contents(tmp_path / "unbroken")
+
+
+class StopInRound(fewer.Callback):
+    """Interrupts a run in the middle of a round."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def on_answer(self, run: fewer.Run, answered: int, asked: int) -> None:
+        if run.round == self.number:
+            raise KeyboardInterrupt
+
+
+def test_a_target_epsilon_is_kept() -> None:
+    result = fewer.run("fedavg", **SETTINGS, dp="epsilon=20")
+    assert 19 < result.history[-1]["epsilon"] <= 20
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("fedgen", "reads 'model' of single clients"),
+        ("feddistill", "reads 'logits' of single clients"),
+        ("feddistill-logits", "reads 'logits' of single clients"),
+        ("fedensemble", "reads 'model' of single clients"),
+        ("metafed", "no server adds noise"),
+    ],
+)
+def test_a_method_that_is_not_covered_says_why(method: str, reason: str) -> None:
+    with pytest.raises(SettingError, match=f"dp does not cover this method.*{reason}"):
+        fewer.run(method, **SETTINGS, dp="user:noise=1")
+
+
+def test_several_sums_in_a_round_need_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privacy, "choose_noise", lambda *_: 2.0)
+    with pytest.raises(SettingError, match="releases several sums in a round.*pass noise"):
+        fewer.run("scaffold", **SETTINGS, dp="epsilon=8")
+
+
+def test_a_run_with_a_target_epsilon_gets_no_more_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(privacy, "choose_noise", lambda *_: 2.0)
+    fewer.run("fedavg", out=tmp_path / "run", **SETTINGS, dp="epsilon=8")
+    with pytest.raises(SettingError, match="the noise was chosen for 2 rounds"):
+        fewer.resume(tmp_path / "run", rounds=3)
+
+
+def test_settings_that_contradict_privacy_are_refused() -> None:
+    with pytest.raises(SettingError, match="dp needs aggregate = mean"):
+        fewer.run("fedavg", **SETTINGS, dp="epsilon=8", aggregate="median")
