@@ -110,6 +110,16 @@ def test_features_are_taken_before_the_first_linear_layer_or_the_head() -> None:
     assert not flat.head._forward_pre_hooks
 
 
+def test_features_need_no_layer_after_the_cut() -> None:
+    net, calls = small_cnn(), []
+    net.head.register_forward_hook(lambda *_: calls.append("head"))  # type: ignore[union-attr]
+    with feature_extractor(net) as features:
+        features(torch.randn(2, *SHAPE))
+    assert not calls
+    net(torch.randn(2, *SHAPE))
+    assert calls == ["head"]
+
+
 # --- options ----------------------------------------------------------------------------------------------------
 
 

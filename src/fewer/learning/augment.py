@@ -26,8 +26,17 @@ def draw_affine(count: int, stream: torch.Generator) -> Tensor:
 
 def apply_affine(images: Tensor, maps: Tensor) -> Tensor:
     """Transforms each image by its own map, or all by a single one. Pixels outside the image repeat its border."""
-    grid = F.affine_grid(maps.to(images).expand(len(images), 2, 3), list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    stacked = images.reshape(1, -1, *images.shape[2:]) if len(maps) == 1 else images  # all as channels of one image
+    grid = _sampling_grid(maps.to(images), *images.shape[2:])
+    return F.grid_sample(stacked, grid, padding_mode="border", align_corners=False).view_as(images)
+
+
+def _sampling_grid(maps: Tensor, height: int, width: int) -> Tensor:
+    """What `F.affine_grid` returns (maps × height × width × 2), by one matrix product instead of one per map."""
+    identity = torch.eye(2, 3).to(maps)[None]
+    pixels = F.affine_grid(identity, [1, 1, height, width], align_corners=False).view(-1, 2)
+    coordinates = maps.reshape(-1, 3) @ F.pad(pixels, (0, 1), value=1.0).T
+    return coordinates.view(-1, 2, height, width).permute(0, 2, 3, 1)
 
 
 def random_crop(images: Tensor, pad: int, fill: float, stream: torch.Generator) -> Tensor:

@@ -81,21 +81,34 @@ def reinitialize(net: nn.Module) -> None:
             reset()
 
 
+class _Cut(Exception):
+    """Ends a forward pass before the cut layer, with the features."""
+
+    def __init__(self, features: Tensor) -> None:
+        super().__init__()
+        self.features = features
+
+
 @contextmanager
 def feature_extractor(net: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yields a function that runs the net up to the end of its feature maps.
+    """Yields a function that runs the net up to the end of its feature maps, and no layer after that.
 
     The cut is before the first linear layer that follows a convolution, or else before the last linear layer. For a
     net without linear layers, the features are its scores.
     """
-    captured: list[Tensor] = []
     layer = _find_cut_layer(net)
 
-    def extract(x: Tensor) -> Tensor:
-        scores: Tensor = net(x)
-        return (captured.pop() if captured else scores).flatten(1)
+    def cut(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise _Cut(inputs[0])
 
-    hook = layer.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0])) if layer else None
+    def extract(x: Tensor) -> Tensor:
+        try:
+            features: Tensor = net(x)
+        except _Cut as end:
+            features = end.features
+        return features.flatten(1)
+
+    hook = layer.register_forward_pre_hook(cut) if layer else None
     try:
         yield extract
     finally:
