@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from fewer.learning.augment import MAX_ROTATION, MAX_SCALE, MAX_SHIFT, apply_affine, draw_affine, random_crop
+from fewer.learning.augment import MAX_ROTATION, MAX_SCALE, MAX_SHIFT, apply_affine, cut_tiles, draw_affine, random_crop
 from fewer.runtime import stream
 
 
@@ -53,3 +53,16 @@ def test_random_crops_are_windows_of_the_padded_image() -> None:
     counts = {place: int(matches.sum()) for place, matches in windows.items()}
     assert sum(counts.values()) == 300 and min(counts.values()) > 0  # every image has one window, and all occur
     assert torch.equal(random_crop(images, 2, -1.0, stream("crop")), crops)
+
+
+def test_tiles_are_parts_of_the_image_at_full_size() -> None:
+    image = torch.arange(16.0).view(1, 1, 4, 4)
+    parts = cut_tiles(image, 2)
+    # A 2×2 part has centers at ±1/4 of its width: the four new pixels are at 0, 1/4, 3/4 and 1 between these.
+    between = torch.tensor([0.0, 0.25, 0.75, 1.0])
+    for index, corner in enumerate((0.0, 2.0, 8.0, 10.0)):  # value of the part's first pixel
+        assert torch.allclose(parts[index, 0], corner + 4 * between[:, None] + between)
+    assert parts.shape == (4, 1, 4, 4)
+    assert cut_tiles(image, 1) is image
+    two = torch.cat([image, image + 100])
+    assert torch.allclose(cut_tiles(two, 2)[4:], parts + 100)  # image by image

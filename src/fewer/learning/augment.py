@@ -1,4 +1,4 @@
-"""Image augmentation: small random affine maps, differentiable in the image, and random crops."""
+"""Image augmentation: small random affine maps, differentiable in the image, random crops, and tiles."""
 
 from __future__ import annotations
 
@@ -47,3 +47,16 @@ def random_crop(images: Tensor, pad: int, fill: float, stream: torch.Generator) 
     image, channel = torch.arange(count), torch.arange(channels)
     padded = F.pad(images, (pad,) * 4, value=fill)
     return padded[image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]]
+
+
+def cut_tiles(images: Tensor, tiles: int) -> Tensor:
+    """Cuts each image into `tiles` × `tiles` parts and resizes each part to the size of the image (bilinear).
+
+    The parts of an image follow each other, row by row. One tile is the image itself.
+    """
+    if tiles == 1:
+        return images
+    count, channels, height, width = images.shape
+    parts = images.view(count, channels, tiles, height // tiles, tiles, width // tiles).permute(0, 2, 4, 1, 3, 5)
+    small = parts.reshape(-1, channels, height // tiles, width // tiles)
+    return F.interpolate(small, (height, width), mode="bilinear", align_corners=False)
