@@ -16,7 +16,7 @@ Two options keep D̂ in use after round 1. Both are off by default:
 - `replay_steps`: after averaging, the server trains the mean on D̂, as in FedMK's rounds.
 
 A learning rate that suits FedAvg from a random model can be too high right after FedMK's round: one client that
-diverges is enough to spoil the mean. The decay makes higher rates safe.
+diverges is enough to spoil the mean, and the decay does not prevent it.
 """
 
 from __future__ import annotations
