@@ -1,8 +1,7 @@
 """FedMK-Avg: condensed images in round 1, averaged models after it. Ours; no paper describes it.
 
-After one round, a model trained on the condensed images of all clients (FedMK) is better than the mean of models that
-clients trained apart (FedAvg). After a few rounds, the mean is as good and much cheaper. This method takes the first
-from one and the rest from the other:
+On MNIST, a model trained on the condensed images of all clients (FedMK) is ahead after one round, and averages of
+augmented local training are ahead later. This method combines the two. Whether it is better on other data is open:
 
 - Rounds 1 to `condense_rounds` are rounds of FedMK (fedmk.py), with all of its options.
 - In every later round, a client trains the global model w on its own samples: w ← w − η_s ∇ℓ(w; b) in step s. Images
