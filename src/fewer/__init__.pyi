@@ -41,6 +41,7 @@ from fewer.methods.fedfsl import FedFSL as FedFSL
 from fewer.methods.fedgen import FedGen as FedGen
 from fewer.methods.fedmeta import FedMeta as FedMeta
 from fewer.methods.fedmk import FedMK as FedMK
+from fewer.methods.fedmk_avg import FedMKAvg as FedMKAvg
 from fewer.methods.fedmk_paper import FedMKPaper as FedMKPaper
 from fewer.methods.fednova import FedNova as FedNova
 from fewer.methods.fedper import FedPer as FedPer

@@ -316,7 +316,7 @@ def test_version_help_and_completion() -> None:
     completed = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True
     )
-    assert completed.stdout.split() == ["fedmeta", "fedmk", "fedmk-paper"]
+    assert completed.stdout.split() == ["fedmeta", "fedmk", "fedmk-avg", "fedmk-paper"]
 
 
 def test_the_method_is_only_a_positional_argument(tmp_path: Path) -> None:

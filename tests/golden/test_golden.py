@@ -67,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{name: {"rounds": 3} for name in ("scaffold", "feddyn", "moon", "fedala")},
     "fedmk": {"method_options": CONDENSE},
     "fedmk-paper": {"method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10, **ONE_INNER_STEP}},
+    "fedmk-avg": {"rounds": 3, "method_options": {**CONDENSE, "local_steps": 5}},
     **dict.fromkeys(("fedmeta", "fedavg-meta", "reptile", "per-fedavg", "alone"), NEW_CLIENTS),
     "frl": GROUPS,
     "frl-meta-head": GROUPS,
@@ -101,6 +102,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "fedmk, faults": {**FAULTS, "method_options": CONDENSE},
     "fedmk, matched once": {"rounds": 3, "method_options": {**CONDENSE, "match_rounds": 1}},
+    "fedmk, nets near the global model": {"method_options": {**CONDENSE, "matching_nets": "global"}},
+    "fedmk, trained nets and tiles": {
+        "method_options": {**CONDENSE, "matching_nets": "trained", "queue_size": 2, "tiles": 2}
+    },
+    "fedmk-avg, mixed images and replay": {
+        "rounds": 3,
+        "method_options": {**CONDENSE, "local_steps": 5, "mixed_images": 4, "replay_steps": 3},
+    },
     "fedmk-paper, literal": {"norm": "batch", "method_options": {"per_class": 2, "outer_steps": 3, "server_steps": 10}},
     "fedmeta, fomaml": {**NEW_CLIENTS, "method_options": {"algorithm": "fomaml", "inner_steps": 2, "batch_size": 8}},
     "fedmeta, meta-sgd with local steps": {

@@ -43,6 +43,7 @@ EXACT = {
     "fedgen": {SCORE, ("train_with_generator", "class_weights")},
     "fedmk": {SCORE, ("condense", "model")},
     "fedmk-paper": {SCORE, ("condense", "model")},
+    "fedmk-avg": {SCORE, ("condense", "model"), ("local_train", "model")},
     **{name: {ANSWER_QUERIES} for name in ("fedavg-meta", "reptile", "per-fedavg", "alone")},
     "fedmeta": {ANSWER_QUERIES, ("local_train", "buffers")},
     "frl-deploy": {SCORE},

@@ -1,4 +1,4 @@
-"""Image augmentation: small random affine maps, differentiable in the image, and random crops."""
+"""Image augmentation: small random affine maps, differentiable in the image, random crops, and tiles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,17 @@ def draw_affine(count: int, stream: torch.Generator) -> Tensor:
 
 def apply_affine(images: Tensor, maps: Tensor) -> Tensor:
     """Transforms each image by its own map, or all by a single one. Pixels outside the image repeat its border."""
-    grid = F.affine_grid(maps.to(images).expand(len(images), 2, 3), list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
+    stacked = images.reshape(1, -1, *images.shape[2:]) if len(maps) == 1 else images  # all as channels of one image
+    grid = _sampling_grid(maps.to(images), *images.shape[2:])
+    return F.grid_sample(stacked, grid, padding_mode="border", align_corners=False).view_as(images)
+
+
+def _sampling_grid(maps: Tensor, height: int, width: int) -> Tensor:
+    """What `F.affine_grid` returns (maps × height × width × 2), by one matrix product instead of one per map."""
+    identity = torch.eye(2, 3).to(maps)[None]
+    pixels = F.affine_grid(identity, [1, 1, height, width], align_corners=False).view(-1, 2)
+    coordinates = maps.reshape(-1, 3) @ F.pad(pixels, (0, 1), value=1.0).T
+    return coordinates.view(-1, 2, height, width).permute(0, 2, 3, 1)
 
 
 def random_crop(images: Tensor, pad: int, fill: float, stream: torch.Generator) -> Tensor:
@@ -38,3 +47,16 @@ def random_crop(images: Tensor, pad: int, fill: float, stream: torch.Generator) 
     image, channel = torch.arange(count), torch.arange(channels)
     padded = F.pad(images, (pad,) * 4, value=fill)
     return padded[image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]]
+
+
+def cut_tiles(images: Tensor, tiles: int) -> Tensor:
+    """Cuts each image into `tiles` × `tiles` parts and resizes each part to the size of the image (bilinear).
+
+    The parts of an image follow each other, row by row. One tile is the image itself.
+    """
+    if tiles == 1:
+        return images
+    count, channels, height, width = images.shape
+    parts = images.view(count, channels, tiles, height // tiles, tiles, width // tiles).permute(0, 2, 4, 1, 3, 5)
+    small = parts.reshape(-1, channels, height // tiles, width // tiles)
+    return F.interpolate(small, (height, width), mode="bilinear", align_corners=False)

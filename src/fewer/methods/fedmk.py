@@ -28,6 +28,10 @@ Departures, each a setting (`fedmk-paper` turns all of these off):
   (`fewer.learning.match`). The outer loop alone leaves most of the initial noise in D̂.
 - `match_rounds`: matching again in a later round undoes outer steps. With a number, a client matches in its first
   rounds only. It matches in all by default: on held-out data of fashion-mini this was better, on MNIST equal.
+- `matching_nets`: nets near the global model from round 2 on (as in FedDM), or nets that the client trains a little
+  meanwhile. By default, all are random.
+- `tiles`: with 2, each image of D̂ holds four smaller ones, which are resized to full size whenever a net sees them
+  (the multi-formation of Kim et al.: Dataset Condensation via Efficient Synthetic-Data Parameterization, ICML 2022).
 - `augment`: images of D̂ are randomly rotated, scaled and shifted whenever a net sees them. D̂ is small and is used many
   times; augmentation prevents overfitting.
 - `refine_from`: no outer steps in round 1, where the model is random.
@@ -67,9 +71,9 @@ from fewer.data import Samples
 from fewer.data.episodes import select_classes
 from fewer.errors import SettingError
 from fewer.learning import LocalOptimizer, sgd
-from fewer.learning.augment import apply_affine, draw_affine
+from fewer.learning.augment import apply_affine, cut_tiles, draw_affine
 from fewer.learning.generator import Generator, GeneratorOutput, build_generator, train_generator
-from fewer.learning.match import match_statistics
+from fewer.learning.match import PerturbedNets, RandomNets, TrainedNets, match_statistics
 from fewer.methods import Client, ImageGrid, Method, ModelState, Needs, SearchSpace, Server
 from fewer.methods.condensed import Knowledge, concatenate_images, draw_grids, snapshot
 from fewer.models import Task, Weights, all_finite, get_weights
@@ -124,6 +128,21 @@ class FedMK(Method[FedMKState]):
     """Learning rate of matching (Adam)."""
     match_rounds: PositiveInt | Literal["all"] = "all"
     """Rounds of a client that begin with matching; after these, it only refines the D̂ that it kept."""
+
+    matching_nets: Literal["random", "global", "trained"] = Field("random", json_schema_extra={"neutral": True})
+    """Nets of matching: random ones, from round 2 on ones near the global model, or ones trained by the client."""
+    rho: PositiveFloat = Field(5.0, json_schema_extra={"neutral": True})
+    """Distance from the global model (ρ), for `matching_nets` = global."""
+    queue_size: PositiveInt = Field(5, json_schema_extra={"neutral": True})
+    """Nets in the queue, for `matching_nets` = trained."""
+    queue_steps: PositiveInt = Field(20, json_schema_extra={"neutral": True})
+    """Training steps after which a net of the queue starts again from random weights."""
+    queue_lr: PositiveFloat = Field(0.1, json_schema_extra={"neutral": True})
+    """Learning rate of the nets of the queue."""
+    ce_weight: NonNegativeFloat = Field(0.1, json_schema_extra={"neutral": True})
+    """Weight of the cross-entropy of D̂ under the nets of the queue."""
+    tiles: PositiveInt = Field(1, json_schema_extra={"neutral": True})
+    """Each image of D̂ is cut into tiles × tiles parts, which are resized to full size whenever a net sees them."""
 
     outer_steps: NonNegativeInt = 20
     """Steps of D̂ in the outer loop."""
@@ -180,6 +199,9 @@ class FedMK(Method[FedMKState]):
             )
         if self.augment and len(task.shape) != 3:
             raise SettingError(f"augment = true needs images, but inputs have shape {task.shape}; set augment = false")
+        if self.tiles > 1 and (len(task.shape) != 3 or any(size % self.tiles for size in task.shape[1:])):
+            problem = f"tiles = {self.tiles} needs images whose height and width it divides"
+            raise SettingError(f"{problem}, but inputs have shape {task.shape}")
         net = task.net().eval()
         try:
             net(torch.zeros(1, *task.shape, device=task.device))
@@ -245,7 +267,7 @@ class FedMK(Method[FedMKState]):
         matched = client.store.get("matched") or 0
         if self.matching_steps and self.is_matching_round(matched):  # not in the paper
             images = match_statistics(
-                client.net(model),
+                self.nets_for_matching(client, model, samples),
                 images,
                 labels,
                 samples,
@@ -253,6 +275,7 @@ class FedMK(Method[FedMKState]):
                 lr=self.matching_lr,
                 augment=self.augment,
                 stream=client.stream("matching"),
+                tiles=self.tiles,
             )
         if self.outer_steps and client.round >= self.refine_from:
             images = self.outer_loop(client.net(model), images, labels, samples, client.stream("refining"))  # line 10
@@ -268,6 +291,24 @@ class FedMK(Method[FedMKState]):
     def is_matching_round(self, matched: int) -> bool:
         """Whether D̂ is matched in this round of a client, after `matched` rounds. Noise always is."""
         return self.match_rounds == "all" or self.init_from == "noise" or matched < self.match_rounds
+
+    def nets_for_matching(self, client: Client, model: Weights, samples: Samples) -> RandomNets:
+        """The nets of `matching_nets`. The model of round 1 is random, so nets around it have no advantage there."""
+        net = client.net(model)
+        if self.matching_nets == "global" and client.round > 1:
+            return PerturbedNets(net, self.rho, client.stream("perturbations"))
+        if self.matching_nets == "trained":
+            return TrainedNets(
+                net,
+                samples,
+                count=self.queue_size,
+                steps=self.queue_steps,
+                lr=self.queue_lr,
+                ce_weight=self.ce_weight,
+                augment=self.augment,
+                stream=client.stream("queue"),
+            )
+        return RandomNets(net)
 
     def eligible_samples(self, client: Client) -> Samples:
         """The samples of all classes with at least `min_samples`."""
@@ -308,7 +349,7 @@ class FedMK(Method[FedMKState]):
                 w = global_weights  # line 5: w ← W_G
             batch = torch.arange(count) if batch_size is None else torch.randint(count, (batch_size,), generator=stream)
             x, y = samples.pick(batch)
-            w_star = self.inner_loop(net, w, images, labels, stream)  # Eq 5
+            w_star = self.inner_loop(net, w, *self.cut_into_tiles(images, labels), stream)  # Eq 5
             (images.grad,) = torch.autograd.grad(self.outer_loss(net, w_star, x, y, balance), images)
             optimizer.step()  # Eq 8
             w = {name: tensor.detach().requires_grad_() for name, tensor in w_star.items()}
@@ -347,16 +388,36 @@ class FedMK(Method[FedMKState]):
             return torch.sigmoid(self.tau * losses.detach())
         return balance if self.sample_weights == "class" else torch.ones_like(losses)
 
+    def cut_into_tiles(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The images of D̂ as nets see them, and their labels."""
+        return cut_tiles(images, self.tiles), labels.repeat_interleave(self.tiles**2)
+
     # --- Global model training on the server: lines 14 to 17, Eqs 9-11 ---
 
     @on_server(stream="learn")
     def train_global_model(
         self, server: Server, model: Weights, generator: Weights, images: Tensor, labels: Tensor
     ) -> dict[str, Any]:
-        """Lines 15 to 17: updates w^G by Eq 10, then W_G by Eq 11, on D̂ and on features from the generator (D̂^pseu).
+        """Lines 15 to 17, on all of D̂ that the server keeps."""
+        lr = self.server_lr or self.inner_lr
+        return self.train_on_images(server, model, generator, images, labels, steps=self.server_steps, lr=lr)
+
+    def train_on_images(
+        self,
+        server: Server,
+        model: Weights,
+        generator: Weights,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        steps: int,
+        lr: float,
+    ) -> dict[str, Any]:
+        """Updates w^G by Eq 10, then W_G by `steps` of Eq 11, on D̂ and on features from the generator (D̂^pseu).
 
         If training diverges (too high a learning rate, or a malicious client), model and generator stay the same.
         """
+        images, labels = self.cut_into_tiles(images, labels)
         net, stream = server.net(model), server.stream("learning")
         class_weights = torch.bincount(labels, minlength=server.task.classes).float()
         generator_net, head = None, net
@@ -384,9 +445,8 @@ class FedMK(Method[FedMKState]):
             )  # Eq 11
 
         optimizer = LocalOptimizer(momentum=self.momentum, lr_schedule="cosine" if self.lr_decay else "constant")
-        batches = (self.draw_batch(images, labels, stream) for _ in range(self.server_steps))
-        lr = self.server_lr or self.inner_lr
-        sgd(net, batches, lr, loss=loss, optimizer=optimizer, steps=self.server_steps)  # lines 16 and 17
+        batches = (self.draw_batch(images, labels, stream) for _ in range(steps))
+        sgd(net, batches, lr, loss=loss, optimizer=optimizer, steps=steps)  # lines 16 and 17
         trained = {"model": get_weights(net), "generator": {} if generator_net is None else get_weights(generator_net)}
         finite = all(map(all_finite, trained.values()))
         return {**(trained if finite else {"model": model, "generator": generator}), "finite": finite}
@@ -410,8 +470,9 @@ class FedMK(Method[FedMKState]):
     # --- D̂ for audits and reports ---
 
     def synthetic_data(self, state: FedMKState) -> dict[int, tuple[Tensor, Tensor]]:
-        """The latest D̂ of every client."""
-        return {client: concatenate_images([d_hat]) for client, d_hat in state.knowledge.items()}
+        """The latest D̂ of every client, in tiles if it has any."""
+        knowledge = {client: concatenate_images([d_hat]) for client, d_hat in state.knowledge.items()}
+        return {client: self.cut_into_tiles(*images) for client, images in knowledge.items()}
 
     def image_grids(self, state: FedMKState) -> list[ImageGrid]:
         """D̂ by client and class, and the D̂ of one client by round."""

@@ -1,0 +1,155 @@
+"""FedMK-Avg: a round of FedMK, then averages of locally trained models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fewer
+from fewer.errors import SettingError
+from fewer.learning.augment import apply_affine, draw_affine
+from fewer.methods.fedmk import FedMK
+from fewer.methods.fedmk_avg import FedMKAvg
+from fewer.models import Task, get_weights
+from fewer.runtime import HandlerRunner, Inline
+from tests.helpers import Interrupt
+from tests.methods.fedmk_harness import COUNTS, DATA, SEED, SHAPE, SMALL, is_same, make_client, make_contexts, make_task
+
+QUICK: dict[str, Any] = {**SMALL, "local_steps": 2, "batch_size": 3}
+NO_IMAGES, NO_LABELS = torch.empty(0, *SHAPE), torch.empty(0, dtype=torch.long)
+
+
+def make_clients(method: FedMK, folder: Path, round: int) -> Inline:
+    handlers = HandlerRunner(method, make_contexts(folder), SEED, torch.device("cpu"))
+    clients = Inline(len(DATA), SEED, handlers=handlers)
+    clients.round = round
+    return clients
+
+
+def test_the_first_round_is_fedmks(tmp_path: Path) -> None:
+    hybrid, fedmk = FedMKAvg(cohort=3, **QUICK), FedMK(cohort=3, **SMALL)
+    states = [
+        method.round(method.init(make_task(), SEED), make_clients(method, tmp_path / method.name, 1))
+        for method in (hybrid, fedmk)
+    ]
+    assert is_same(*states) and states[0].knowledge
+
+
+@pytest.mark.parametrize("condense_rounds", [1, 2])
+def test_later_rounds_average_by_size_and_keep_the_images(condense_rounds: int, tmp_path: Path) -> None:
+    method = FedMKAvg(cohort=4, condense_rounds=condense_rounds, **QUICK)
+    state = method.init(make_task(), SEED)
+    for round in range(1, condense_rounds + 1):
+        state = method.round(state, make_clients(method, tmp_path, round))
+    assert set(state.image_history) == set(range(1, condense_rounds + 1))
+    round = condense_rounds + 1
+    after = method.round(state, make_clients(method, tmp_path, round))
+    models = [
+        method.local_train(make_client(tmp_path, id, round), model=state.model, images=NO_IMAGES, labels=NO_LABELS)
+        for id in range(4)
+    ]
+    sizes = [sum(counts) for counts in COUNTS]
+    assert [answer["size"] for answer in models] == sizes
+    for name, tensor in after.model.items():
+        expected = sum(size / sum(sizes) * answer["model"][name] for size, answer in zip(sizes, models, strict=True))
+        assert torch.allclose(tensor, torch.as_tensor(expected), atol=1e-6)
+    assert not is_same(after.model, state.model)
+    assert is_same(after.knowledge, state.knowledge) and is_same(after.generator, state.generator)
+
+
+@pytest.mark.parametrize("augment", [False, True])
+@pytest.mark.parametrize("mixed", [0, 2])
+def test_local_training_is_sgd_with_a_cosine(augment: bool, mixed: int, tmp_path: Path) -> None:
+    """Three steps with learning rates lr, 3/4 lr and 1/4 lr: (1 + cos(π s / 3)) / 2 in step s."""
+    options = {"local_steps": 3, "batch_size": 4, "lr": 0.3, "augment_local": augment, "mixed_images": mixed}
+    method, client = FedMKAvg(**options), make_client(tmp_path, 1, round=2)
+    model = client.initial_weights()
+    images, labels = torch.rand(5, *SHAPE), torch.tensor([0, 1, 2, 1, 0])
+    sent = (images, labels) if mixed else (NO_IMAGES, NO_LABELS)
+    answer = method.local_train(client, model=model, images=sent[0], labels=sent[1])["model"]
+    net, moves, mixing = make_task().net(), client.stream("moves"), client.stream("mixing")
+    net.load_state_dict(model)
+    indices = torch.randint(len(client.train), (3, 4), generator=client.stream("batches"))
+    for step, batch in enumerate(indices):
+        x, y = client.train.pick(batch)
+        if mixed:
+            drawn = torch.randint(5, (2,), generator=mixing)
+            x, y = torch.cat([x, images[drawn]]), torch.cat([y, labels[drawn]])
+        if augment:
+            x = apply_affine(x, draw_affine(len(x), moves))
+        lr = 0.3 * (1 + math.cos(math.pi * step / 3)) / 2
+        gradients = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+                parameter.sub_(lr * gradient)
+    assert all(torch.allclose(answer[name], tensor, atol=1e-6) for name, tensor in get_weights(net).items())
+
+
+def test_clients_receive_all_condensed_images_only_to_mix_them(tmp_path: Path) -> None:
+    sent: dict[int, list[tuple[Tensor, Tensor]]] = {0: [], 2: []}
+
+    class Spy(FedMKAvg):
+        def local_train(self, client: Any, **fields: Any) -> dict[str, Any]:  # type: ignore[override]
+            sent[self.mixed_images].append((fields["images"], fields["labels"]))
+            return super().local_train(client, **fields)
+
+        local_train.__side__ = "client"  # type: ignore[attr-defined]
+
+    for mixed in (0, 2):
+        method = Spy(cohort=4, mixed_images=mixed, codec="float32", **QUICK)
+        state = method.round(method.init(make_task(), SEED), make_clients(method, tmp_path / str(mixed), 1))
+        method.round(state, make_clients(method, tmp_path / str(mixed), 2))
+    assert [len(images) for images, _ in sent[0]] == [0] * 4
+    held = 2 * sum(count > 0 for counts in COUNTS for count in counts)
+    assert [len(images) for images, _ in sent[2]] == [held] * 4
+    parts = [(images, int(label)) for d_hat in state.knowledge.values() for label, images in d_hat.items()]
+    assert torch.equal(sent[2][0][0], torch.cat([images for images, _ in parts]))
+    assert sent[2][0][1].tolist() == [label for images, label in parts for _ in images]
+
+
+def test_replay_trains_the_mean_on_the_condensed_images(tmp_path: Path) -> None:
+    plain = FedMKAvg(cohort=4, **QUICK)
+    replayed = FedMKAvg(cohort=4, replay_steps=2, replay_lr=0.03, **QUICK)
+    state = plain.round(plain.init(make_task(), SEED), make_clients(plain, tmp_path / "plain", 1))
+    mean = plain.round(state, make_clients(plain, tmp_path / "plain", 2))
+    after = replayed.round(state, make_clients(replayed, tmp_path / "replay", 2))
+    # The same steps as FedMK's server takes, with other settings.
+    server = make_contexts(tmp_path / "server").server(0, 2)
+    fedmk = FedMK(**{**SMALL, "server_steps": 2, "server_lr": 0.03})
+    parts = [(images, int(label)) for d_hat in state.knowledge.values() for label, images in d_hat.items()]
+    images, labels = torch.cat([i for i, _ in parts]), torch.cat([torch.full((len(i),), label) for i, label in parts])
+    expected = fedmk.train_global_model(
+        server, model=mean.model, generator=state.generator, images=images, labels=labels
+    )
+    assert is_same(after.model, expected["model"]) and is_same(after.generator, expected["generator"])
+    assert not is_same(after.model, mean.model)
+
+
+def test_resumed_runs_have_the_same_bits(tmp_path: Path) -> None:
+    method = FedMKAvg(rounds=4, cohort=2, mixed_images=1, replay_steps=1, **QUICK)
+    settings: dict[str, Any] = {"model": "cnn", "seed": SEED}
+    full = fewer.run(method, DATA, out=tmp_path / "full", **settings)
+    with pytest.raises(KeyboardInterrupt):
+        fewer.run(method, DATA, out=tmp_path / "cut", callbacks=[Interrupt(1)], **settings)
+    resumed = fewer.resume(tmp_path / "cut", method=method, data=DATA)
+    assert is_same(full.state, resumed.state)
+    assert (tmp_path / "full/ledger.csv").read_text() == (tmp_path / "cut/ledger.csv").read_text()
+
+
+def test_settings_that_do_not_fit_are_rejected() -> None:
+    flat = Task((64,), 3, lambda: torch.nn.Linear(64, 3))
+    with pytest.raises(SettingError, match="augment_local = true needs images, but inputs have shape"):
+        FedMKAvg(augment=False).init(flat, SEED)
+    FedMKAvg(augment=False, augment_local=False, pseudo_weight=0).init(flat, SEED)
+    with pytest.raises(SettingError, match="tiles = 3 needs images whose height and width it divides"):
+        FedMKAvg(tiles=3).init(make_task(), SEED)
+
+
+def test_the_tuning_grid_contains_the_default() -> None:
+    assert FedMKAvg().lr in FedMKAvg.tunable["lr"]
