@@ -21,6 +21,7 @@ from fewer.methods import Server as Server
 from fewer.methods import State as State
 from fewer.methods.alone import Alone as Alone
 from fewer.methods.apfl import APFL as APFL
+from fewer.methods.centralized import Centralized as Centralized
 from fewer.methods.dbe import DBE as DBE
 from fewer.methods.ditto import Ditto as Ditto
 from fewer.methods.dpsgd_ring import DPSGDRing as DPSGDRing

@@ -55,6 +55,7 @@ FAULTS = {"drop": 0.15, "slow": 0.15, "corrupt": 0.15, "seed": 3, "clients": 8, 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("local", "fedavg", "fedavg-augmented", "fedprox", "feddistill", "feddistill-logits")},
     **{name: {} for name in ("fedensemble", "fedgen")},
+    "centralized": {"method_options": {"local_steps": 20}},
     "fedbn": {"norm": "batch"},
     "fedavg-ft": {"norm": "batch", "method_options": {"ft_steps": 3}},
     "fedseq": {},

@@ -34,6 +34,7 @@ RUNS: dict[str, dict[str, Any]] = {
 SCORE, ANSWER_QUERIES = ("evaluate/score", "model"), ("evaluate/answer_queries", "model")
 EXACT = {
     **{name: {SCORE} for name in ("fedavg", "fedavg-augmented", "fedprox", "feddistill", "fedensemble", "fedbn")},
+    "centralized": {SCORE},
     **{
         name: {SCORE}
         for name in ("fedavg-ft", "fedseq", "fedelmy", "fedopt", "fedavgm", "fedadam", "fedyogi", "fedadagrad")

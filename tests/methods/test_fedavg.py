@@ -72,7 +72,7 @@ def test_augment_needs_images() -> None:
         fewer.run(FedAvg(rounds=1, augment=True), federation(), model=linear())
 
 
-LOCAL_METHODS = [name for name in names() if issubclass(find(name), LocalTraining) and name != "centralized"]
+LOCAL_METHODS = [name for name in names() if issubclass(find(name), LocalTraining)]
 
 
 @pytest.mark.parametrize("name", LOCAL_METHODS)
