@@ -81,7 +81,7 @@ def test_every_method_with_local_training_augments(name: str) -> None:
     runs = []
     for augment in (False, True):
         options = {**CASES[name].get("method_options", {}), "augment": augment}
-        settings = {"data": "digits", "clients": 4, **CASES[name], "rounds": 1, "method_options": options}
+        settings = {"data": "digits", "clients": 4, "rounds": 1, **CASES[name], "method_options": options}
         runs.append(fewer.run(name, **settings).metrics["loss"])
     assert runs[0] != runs[1]
 

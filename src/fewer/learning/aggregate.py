@@ -25,3 +25,14 @@ def weighted_mean(models: Sequence[Mapping[str, Tensor]], shares: Sequence[float
             weighted_sum.add_(model[name], alpha=share / total)
         mean[name] = (weighted_sum if first.dtype.is_floating_point else weighted_sum.round()).to(first.dtype)
     return mean
+
+
+def stack_models(models: Sequence[Mapping[str, Tensor]]) -> Weights:
+    """One tensor per name, with the models along a new first dimension."""
+    return {name: torch.stack([model[name] for model in models]) for name in models[0]}
+
+
+def unstack_models(stacked: Mapping[str, Tensor]) -> list[Weights]:
+    """The models that `stack_models` stacked."""
+    count = len(next(iter(stacked.values())))
+    return [{name: tensor[index] for name, tensor in stacked.items()} for index in range(count)]

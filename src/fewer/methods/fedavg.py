@@ -72,7 +72,7 @@ class LocalTraining(LocalOptimizer, Method[StateT], Generic[StateT]):
         sgd(net, batches, self.lr, modify_gradients, loss or task_loss(client.task), optimizer=self)
 
     def augmented(self, batches: Iterable[tuple[Tensor, Tensor]], client: Client) -> Iterable[tuple[Tensor, Tensor]]:
-        """The batches; with `augment`, each image is transformed by a random affine map of its own."""
+        """The batches; with `augment`, its own random affine map transforms each image."""
         if not self.augment:
             return batches
         if len(client.task.shape) != 3:

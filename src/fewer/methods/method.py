@@ -40,6 +40,7 @@ Group = Literal[
     "drift correction",
     "personalization",
     "sequential",
+    "one-shot",
     "new clients",
     "later groups",
     "novel classes",
