@@ -127,7 +127,6 @@ class FuseFL(LocalTraining[FuseFLState]):
     """Clients train block by block on fused features of all clients; their last blocks predict together."""
 
     group: ClassVar[Group] = "one-shot"
-    can_keep_best: ClassVar[bool] = False
 
     rounds: PositiveInt = 2
     """Number of rounds. Those after the last block change nothing."""
